@@ -1,0 +1,312 @@
+"""Settings of one runtime: an immutable record from program, environment, file and defaults."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from types import UnionType
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+
+import msgspec
+
+from layerzero import log
+from layerzero.errors import ConfigurationError
+from layerzero.strict_yaml import MAX_BYTES, Document, YamlError, near, parse, path_in, shown
+
+FORMAT_VERSION = 1
+PREFIX = "LAYERZERO_"
+# Read by other modules under the same prefix; a variable outside this list and the fields is not ours.
+OTHER_VARIABLES = frozenset(PREFIX + word for word in ("CONFIG", "LOCK", "DENY", "ALLOW", "PREFER", "AVOID"))
+SETTING_IGNORED = "setting.ignored"
+SETTINGS_SKIPPED = "settings.skipped"
+
+
+class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What a deployment decides about one runtime; every field has a default that suits one process.
+
+    Where it runs:
+        device: "auto", "cpu", "cuda" or "cuda:<index>".
+        cluster: None runs in this process; "auto" or an address joins that Ray cluster.
+        policy: path of the policy file; None has no file.
+    What it may do:
+        strict: refuse implicit layout, dtype and contiguity transforms and unknown names in policy files.
+        graph_strict: under graph capture accept only kernels proved capture-safe.
+        inference: True runs every op under `torch.inference_mode`, False never does, None follows the caller.
+        determinism: "strict" admits only kernels whose rows do not depend on the batch they run in.
+    How it chooses:
+        tie_band: relative difference in cost below which a fixed order decides.
+        default_gain: relative gain a kernel needs over the library's default to replace it.
+        warm: import and compile better kernels in the "background", before start returns ("eager"), or never.
+        max_keys: distinct keys remembered for each op; older ones are chosen anew.
+    How it batches:
+        batching: "all" ops with a batching rule, only "rows" (norms, linear, rope), or "off".
+        inline_limit_us: work expected to be shorter runs on the caller's thread (microseconds).
+        max_inline_us: inline work after which the next await suspends (microseconds).
+        max_items, max_tokens, max_bytes: the most one batch holds.
+        queue_items, queue_bytes: the most a lane queues.
+        overload: at that limit callers "wait", or the call is "reject"ed with `Overloaded`.
+        ageing_ms: waiting time that lifts a call by one priority class (milliseconds).
+    How it stays healthy:
+        failures_to_open: failures of one kernel within `window_s` that take it out of service.
+        window_s: seconds over which failures count.
+        cooldown_s: seconds out of service before probes; doubles at each failed round.
+        cooldown_max_s: limit of that doubling; a longer cooldown_s raises it.
+        probes: calls let through at once while a kernel is on probation.
+        probe_timeout_s: seconds after which a probe that was never settled gives its place back.
+    version: format of the file these settings came from.
+
+    Raises: ConfigurationError: a value is outside its range; the message names the field.
+    """
+
+    version: int = FORMAT_VERSION
+    device: str = "auto"
+    cluster: str | None = None
+    policy: str | None = None
+    strict: bool = False
+    graph_strict: bool = False
+    inference: bool | None = None
+    determinism: Literal["default", "strict"] = "default"
+    tie_band: float = 0.03
+    default_gain: float = 0.05
+    warm: Literal["background", "eager", "off"] = "background"
+    max_keys: int = 4096
+    batching: Literal["all", "rows", "off"] = "all"
+    inline_limit_us: float = 200.0
+    max_inline_us: float = 500.0
+    max_items: int = 256
+    max_tokens: int = 65_536
+    max_bytes: int = 1 << 30
+    queue_items: int = 16_384
+    queue_bytes: int = 4 << 30
+    overload: Literal["wait", "reject"] = "wait"
+    ageing_ms: float = 50.0
+    failures_to_open: int = 3
+    window_s: float = 60.0
+    cooldown_s: float = 30.0
+    cooldown_max_s: float = 960.0
+    probes: int = 1
+    probe_timeout_s: float = 60.0
+
+    def __post_init__(self) -> None:
+        _check(self)
+
+    @classmethod
+    def load(
+        cls,
+        path: str | os.PathLike[str] | None = None,
+        env: Mapping[str, str] | None = None,
+        **overrides: Any,
+    ) -> Settings:
+        """Merge `overrides` over `LAYERZERO_<FIELD>` variables over the YAML file over the defaults.
+
+        `path` falls back to `LAYERZERO_CONFIG`; without either no file is read. A file of another format
+        version is skipped with a logged event, or refused where `strict` is set.
+
+        Raises: ConfigurationError: an unknown name (with near matches), a value that does not parse, an
+            unreadable file; the message names the argument, the variable, or the file and line.
+        """
+        variables = _own_environment() if env is None else env
+        chosen = path if path is not None else variables.get(PREFIX + "CONFIG") or None
+        _refuse_unknown(overrides, "setting")
+        from_env = _from_environment(variables)
+        strict = overrides.get("strict", from_env.get("strict", False)) is True
+        from_file = _from_file(Path(chosen), strict) if chosen is not None else {}
+        return _build({**from_file, **from_env, **overrides})
+
+    def replace(self, **changes: Any) -> Settings:
+        """A copy with `changes`, checked like a new one."""
+        _refuse_unknown(changes, "setting")
+        return _build({**msgspec.structs.asdict(self), **changes})
+
+
+FIELDS: tuple[str, ...] = Settings.__struct_fields__
+_HINTS: Mapping[str, Any] = get_type_hints(Settings)
+
+_AT_LEAST_ONE = (
+    "max_keys", "max_items", "max_tokens", "max_bytes", "queue_items", "queue_bytes",
+    "failures_to_open", "probes",
+)  # fmt: skip
+_NOT_NEGATIVE = ("inline_limit_us", "max_inline_us", "ageing_ms", "tie_band", "default_gain")
+_ABOVE_ZERO = ("window_s", "cooldown_s", "cooldown_max_s", "probe_timeout_s")
+
+
+def _check(settings: Settings) -> None:
+    if settings.version != FORMAT_VERSION:
+        raise ConfigurationError(f"version needs {FORMAT_VERSION}, got {settings.version!r}")
+    rules: tuple[tuple[tuple[str, ...], str, Callable[[float], bool]], ...] = (
+        (_AT_LEAST_ONE, "a whole number of at least 1", lambda n: n >= 1),
+        (_NOT_NEGATIVE, "a finite number of at least 0", lambda n: 0 <= n < math.inf),
+        (_ABOVE_ZERO, "a finite number above 0", lambda n: 0 < n < math.inf),
+    )
+    for names, needs, holds in rules:
+        for name in names:
+            value = getattr(settings, name)
+            whole = names is not _AT_LEAST_ONE or isinstance(value, int)
+            if isinstance(value, bool) or not isinstance(value, int | float) or not whole or not holds(value):
+                raise ConfigurationError(f"{name} needs {needs}, got {shown(value)}", field=name)
+    _check_words(settings)
+
+
+def _check_words(settings: Settings) -> None:
+    for name, hint in _HINTS.items():
+        value = getattr(settings, name)
+        if get_origin(hint) is Literal and value not in get_args(hint):
+            raise ConfigurationError(f"{name} needs {_words(hint)}, got {shown(value)}", field=name)
+        if hint is bool and not isinstance(value, bool):
+            raise ConfigurationError(f"{name} needs true or false, got {shown(value)}", field=name)
+    if settings.inference not in (True, False, None):
+        raise ConfigurationError(
+            f"inference needs True, False or None, got {shown(settings.inference)}", field="inference"
+        )
+    for name in ("device", "cluster", "policy"):
+        value = getattr(settings, name)
+        if (value is None and name == "device") or value == "" or not isinstance(value, str | None):
+            raise ConfigurationError(f"{name} needs a non-empty string, got {shown(value)}", field=name)
+
+
+def _build(values: Mapping[str, Any]) -> Settings:
+    plain = {name: os.fspath(v) if isinstance(v, os.PathLike) else v for name, v in values.items()}
+    try:
+        return msgspec.convert(plain, Settings)
+    except msgspec.ValidationError as error:
+        if isinstance(error.__cause__, ConfigurationError):
+            raise error.__cause__ from None
+        name = path_in(str(error))
+        field = str(name[0]) if name else "settings"
+        raise ConfigurationError(
+            f"{field} needs {_needs(field)}, got {shown(plain.get(field))}", field=field
+        ) from error
+
+
+def _refuse_unknown(values: Mapping[str, Any], what: str) -> None:
+    for name in values:
+        if name not in FIELDS:
+            raise ConfigurationError(
+                f"unknown {what} {shown(name)}: {near(str(name), FIELDS)}", field=str(name)
+            )
+
+
+def _from_environment(variables: Mapping[str, str]) -> dict[str, Any]:
+    values: dict[str, Any] = {}
+    known = {PREFIX + field.upper(): field for field in FIELDS if field != "version"}
+    for variable in sorted(name for name in variables if name.startswith(PREFIX)):
+        if variable in OTHER_VARIABLES:
+            continue
+        field = known.get(variable)
+        if field is not None:
+            values[field] = _parsed(field, variables[variable], variable)
+            _check_alone(field, values[field], f"{variable}: ", variable=variable)
+            continue
+        names = [name.removeprefix(PREFIX) for name in (*known, *OTHER_VARIABLES)]
+        hint = near(variable.removeprefix(PREFIX), names)
+        if hint.startswith("did you mean"):
+            raise ConfigurationError(
+                f"unknown environment variable {variable}: after {PREFIX}, {hint}", variable=variable
+            )
+        log.warning(SETTING_IGNORED, variable=variable)
+    return values
+
+
+def _own_environment() -> Mapping[str, str]:
+    """The process's environment, or nothing where the process runs with another user's rights."""
+    if hasattr(os, "geteuid") and os.geteuid() != os.getuid():
+        return {}
+    return os.environ
+
+
+def _check_alone(field: str, value: Any, where: str, **context: Any) -> None:
+    """Check one value apart from the others, so that the error names where it came from."""
+    try:
+        _build({field: value})
+    except ConfigurationError as error:
+        raise ConfigurationError(f"{where}{error}", field=field, **context) from error
+
+
+def _parsed(field: str, text: str, variable: str) -> Any:
+    hint = _HINTS[field]
+    options = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
+    word = text.strip()
+    if type(None) in options and word.lower() in ("", "none"):
+        return None
+    for option in options:
+        try:
+            if option is bool:
+                return _boolean(word)
+            if option in (int, float):
+                return option(word)
+        except ValueError as error:
+            raise ConfigurationError(
+                f"{variable} needs {_needs(field)}, got {shown(text)}", variable=variable, field=field
+            ) from error
+        if get_origin(option) is Literal and word not in get_args(option):
+            raise ConfigurationError(
+                f"{variable} needs {_needs(field)}, got {shown(text)}", variable=variable, field=field
+            )
+    if not word:
+        raise ConfigurationError(f"{variable} needs {_needs(field)}, got ''", variable=variable, field=field)
+    return word
+
+
+def _boolean(word: str) -> bool:
+    lowered = word.lower()
+    if lowered in ("1", "true", "yes", "on"):
+        return True
+    if lowered in ("0", "false", "no", "off"):
+        return False
+    raise ValueError(word)
+
+
+def _needs(field: str) -> str:
+    hint = _HINTS.get(field)
+    if hint is None:
+        return "a known name"
+    if get_origin(hint) is Literal:
+        return _words(hint)
+    names = {
+        bool: "true or false",
+        int: "a whole number",
+        float: "a number",
+        str: "a string",
+        type(None): "none",
+    }
+    options = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
+    return " or ".join(names[option] for option in options)
+
+
+def _words(hint: Any) -> str:
+    return " or ".join(repr(word) for word in get_args(hint))
+
+
+def _from_file(path: Path, strict: bool) -> dict[str, Any]:
+    try:
+        with path.open("rb") as file:
+            data = file.read(MAX_BYTES + 1)
+        document = parse(data)
+    except OSError as error:
+        raise ConfigurationError(f"{path}: cannot be read: {error.strerror}", path=str(path)) from error
+    except YamlError as error:
+        where = f"{path}:{error.line}" if error.line else str(path)
+        raise ConfigurationError(f"{where}: {error}", path=str(path), line=error.line) from error
+    values = document.value
+    version = values.get("version", FORMAT_VERSION)
+    if isinstance(version, bool) or not isinstance(version, int):
+        raise _file_error(path, document, "version", f"version needs a whole number, got {version!r}")
+    if version != FORMAT_VERSION:
+        if strict or values.get("strict") is True:
+            raise _file_error(path, document, "version", f"version needs {FORMAT_VERSION}, got {version}")
+        log.warning(SETTINGS_SKIPPED, path=str(path), version=version, needs=FORMAT_VERSION)
+        return {}
+    for name in values:
+        if name not in FIELDS:
+            raise _file_error(path, document, name, f"unknown setting {shown(name)}: {near(name, FIELDS)}")
+    for name, value in values.items():
+        line = document.line_of((name,))
+        _check_alone(name, value, f"{path}:{line}: ", path=str(path), line=line)
+    return values
+
+
+def _file_error(path: Path, document: Document, field: str, message: str) -> ConfigurationError:
+    line = document.line_of((field,))
+    return ConfigurationError(f"{path}:{line}: {message}", path=str(path), line=line, field=field)
