@@ -1,0 +1,60 @@
+# Needs only make and Python 3.11 or newer; everything else goes into $(VENV).
+#   make demo PYTHON=python3.12                                             another interpreter
+#   make demo PIP_FLAGS="--extra-index-url https://download.pytorch.org/whl/cpu"   a small torch on Linux without a GPU
+PYTHON ?= python3
+VENV ?= .venv
+PIP_FLAGS ?=
+PYTEST_FLAGS ?=
+DEMO_FLAGS ?=
+
+PY := $(VENV)/bin/python
+SPEC := pyproject.toml constraints.txt
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test lint format bench docs ci dev clean
+
+help:  ## this list
+	@awk -F':.*## ' '/^[a-z]+:.*## / { printf "make %-8s %s\n", $$1, $$2 }' Makefile
+
+demo: $(VENV)/.installed-demo  ## set up and run the embedding service on real text
+	$(PY) examples/embedding_service.py $(DEMO_FLAGS)
+
+test: $(VENV)/.installed-test  ## set up and run the test suite
+	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(PY) -m pytest $(PYTEST_FLAGS)
+
+lint: $(VENV)/.installed-dev  ## ruff, mypy --strict, pyright, import order
+	$(VENV)/bin/ruff check .
+	$(VENV)/bin/ruff format --check .
+	$(VENV)/bin/lint-imports
+	$(VENV)/bin/mypy
+	$(VENV)/bin/pyright
+
+format: $(VENV)/.installed-dev  ## let ruff fix what it can
+	$(VENV)/bin/ruff check --fix .
+	$(VENV)/bin/ruff format .
+
+bench: $(VENV)/.installed-bench  ## the hot path, ours beside every peer that installs here
+	$(PY) benchmarks/hot_path.py
+
+docs: $(VENV)/.installed-test  ## run the README's examples, check links, ids and generated tables
+	$(PY) scripts/run_readme.py
+	$(PY) scripts/check_docs.py
+
+ci:  ## everything that a change must pass
+	.ci/run
+
+dev: $(VENV)/.installed-dev  ## the environment that editors and hooks use
+
+clean:  ## remove the environment and every cache
+	rm -rf $(VENV) build dist *.egg-info .pytest_cache .hypothesis .mypy_cache .ruff_cache .import_linter_cache
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+$(PY):
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
+	    || { echo "LayerZero needs Python 3.11 or newer; name one with make PYTHON=python3.12"; exit 1; }
+	$(PYTHON) -m venv $(VENV)
+
+# One stamp an extra: the second run installs nothing until the two files that decide the versions change.
+$(VENV)/.installed-%: $(SPEC) | $(PY)
+	$(PY) -m pip install --quiet --disable-pip-version-check $(PIP_FLAGS) -c constraints.txt -e ".[$*]"
+	@touch $@

@@ -1,0 +1,196 @@
+"""Rules about the source tree itself, each checked on the syntax trees of the files."""
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+PACKAGE = ("layerzero", "actors", "scheduler")
+FILE_LIMIT = 500
+FUNCTION_LIMIT = 80
+ASSERTING_CALLS = ("raises", "warns", "deprecated_call", "fail")
+
+FUNCTION = (ast.FunctionDef, ast.AsyncFunctionDef)
+
+
+def sources(*folders: str) -> list[Path]:
+    """Every Python file below `folders`, each once: the two links inside `layerzero` are left out."""
+    return sorted(
+        path
+        for folder in folders
+        for path in (ROOT / folder).rglob("*.py")
+        if path.relative_to(ROOT).parts[:2] not in (("layerzero", "actors"), ("layerzero", "scheduler"))
+    )
+
+
+def where(path: Path, node: ast.AST) -> str:
+    """Name a place the way an editor opens it."""
+    return f"{path.relative_to(ROOT)}:{getattr(node, 'lineno', 1)}"
+
+
+def functions(tree: ast.AST) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:
+    """Every function of a file, methods and nested ones included."""
+    return (node for node in ast.walk(tree) if isinstance(node, FUNCTION))
+
+
+def called_name(call: ast.Call) -> str:
+    """Return the last name of what is called: `fail` for `pytest.fail(...)`."""
+    target = call.func
+    return target.attr if isinstance(target, ast.Attribute) else getattr(target, "id", "")
+
+
+def proves(node: ast.AST, helpers: frozenset[str]) -> bool:
+    """Say whether `node` holds an assert, an expected exception, or a call that is known to assert."""
+    for child in ast.walk(node):
+        if isinstance(child, ast.Assert):
+            return True
+        if isinstance(child, ast.Call):
+            name = called_name(child)
+            if (
+                name in ASSERTING_CALLS
+                or name in helpers
+                or name.startswith(("assert_", "check_", "expect_"))
+            ):
+                return True
+    return False
+
+
+def asserting_helpers(tree: ast.AST) -> frozenset[str]:
+    """Names of functions of this file that assert themselves or call one that does."""
+    known: frozenset[str] = frozenset()
+    while True:
+        grown = frozenset(f.name for f in functions(tree) if proves(f, known))
+        if grown == known:
+            return known
+        known = grown
+
+
+def test_every_test_proves_something() -> None:
+    """A test without an assert passes whatever the code does."""
+    empty = []
+    for path in sources("tests"):
+        tree = ast.parse(path.read_text())
+        helpers = asserting_helpers(tree)
+        empty += [
+            where(path, f) for f in functions(tree) if f.name.startswith("test_") and not proves(f, helpers)
+        ]
+    assert empty == []
+
+
+def test_every_test_says_what_it_states() -> None:
+    """The first line of a test's docstring is the fact it proves."""
+    silent = [
+        f"{where(path, f)} {f.name}"
+        for path in sources("tests")
+        for f in functions(ast.parse(path.read_text()))
+        if f.name.startswith("test_") and not ast.get_docstring(f)
+    ]
+    assert silent == []
+
+
+def test_files_stay_short() -> None:
+    """A module longer than the limit is two modules."""
+    lengths = {str(p.relative_to(ROOT)): len(p.read_text().splitlines()) for p in sources(*PACKAGE)}
+    assert {name: n for name, n in lengths.items() if n > FILE_LIMIT} == {}
+
+
+def test_functions_stay_short() -> None:
+    """A function longer than the limit hides a name that its reader needs."""
+    long = [
+        f"{where(path, f)} {f.name}"
+        for path in sources(*PACKAGE)
+        for f in functions(ast.parse(path.read_text()))
+        if (f.end_lineno or f.lineno) - f.lineno + 1 > FUNCTION_LIMIT
+    ]
+    assert long == []
+
+
+def test_modules_have_a_docstring() -> None:
+    """Whoever opens a file reads first what it is for."""
+    bare = [
+        str(p.relative_to(ROOT)) for p in sources(*PACKAGE) if not ast.get_docstring(ast.parse(p.read_text()))
+    ]
+    assert bare == []
+
+
+def test_nothing_is_swallowed() -> None:
+    """No handler in the package consists of `pass` for every exception there is."""
+    swallowed = []
+    for path in sources(*PACKAGE):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ExceptHandler) and catches_everything(node) and does_nothing(node.body):
+                swallowed.append(where(path, node))
+    assert swallowed == []
+
+
+def catches_everything(handler: ast.ExceptHandler) -> bool:
+    """Tell `except:`, `except Exception:` and `except BaseException:` from a named error."""
+    return handler.type is None or (
+        isinstance(handler.type, ast.Name) and handler.type.id in ("Exception", "BaseException")
+    )
+
+
+def does_nothing(body: list[ast.stmt]) -> bool:
+    """Tell a body of `pass`, `continue` and bare constants from one that acts."""
+    idle = (ast.Pass, ast.Continue)
+    return all(
+        isinstance(s, idle) or (isinstance(s, ast.Expr) and isinstance(s.value, ast.Constant)) for s in body
+    )
+
+
+def test_every_skip_says_why() -> None:
+    """A skipped test names what is missing."""
+    unexplained = []
+    for path in sources("tests"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Call) and called_name(node) in ("skip", "skipif", "xfail"):
+                given = bool(node.args) if called_name(node) == "skip" else False
+                if not given and not any(k.arg in ("reason", "msg") for k in node.keywords):
+                    unexplained.append(where(path, node))
+    assert unexplained == []
+
+
+def test_no_module_state_is_rebound() -> None:
+    """`global` hides who owns a value."""
+    rebound = [
+        where(path, node)
+        for path in sources(*PACKAGE)
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Global)
+    ]
+    assert rebound == []
+
+
+@pytest.mark.parametrize(
+    ("code", "holds"),
+    [
+        ("def test_a():\n    f()", False),
+        ("def test_a():\n    return f() == 1", False),
+        ("def test_a():\n    assert f()", True),
+        ("def test_a():\n    with pytest.raises(ValueError):\n        f()", True),
+        ("def same(a):\n    assert a\ndef test_a():\n    same(f())", True),
+        ("def same(a):\n    return a\ndef test_a():\n    same(f())", False),
+    ],
+)
+def test_the_rule_about_asserts_sees_what_it_should(code: str, holds: bool) -> None:
+    """The check itself accepts a test that proves something and refuses one that does not."""
+    tree = ast.parse(code)
+    (test,) = [f for f in functions(tree) if f.name == "test_a"]
+    assert proves(test, asserting_helpers(tree)) is holds
+
+
+@pytest.mark.parametrize(
+    ("code", "swallows"),
+    [
+        ("try:\n    f()\nexcept Exception:\n    pass", True),
+        ("try:\n    f()\nexcept:\n    ...", True),
+        ("try:\n    f()\nexcept OSError:\n    pass", False),
+        ("try:\n    f()\nexcept Exception:\n    raise", False),
+    ],
+)
+def test_the_rule_about_handlers_sees_what_it_should(code: str, swallows: bool) -> None:
+    """The check itself tells a swallowed exception from a handled one."""
+    (handler,) = [n for n in ast.walk(ast.parse(code)) if isinstance(n, ast.ExceptHandler)]
+    assert (catches_everything(handler) and does_nothing(handler.body)) is swallows
