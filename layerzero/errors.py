@@ -1,0 +1,131 @@
+"""Every error that leaves the library, in one tree.
+
+LayerZeroError
+├─ NoKernelFoundError        no kernel accepts the request            .trace
+│    (NoKernelAvailableError is the same class under its older name)
+├─ KernelExecutionError      a kernel failed and nothing could take over   .kernel, __cause__
+├─ BackendNotAvailableError  a named backend is missing or broken     .backend
+├─ CudaGraphUnsafeError      a call under capture has no ready, capture-safe plan
+├─ ConfigurationError        a setting, environment variable or call of the configuration surface
+│  └─ PolicyValidationError  a policy that contradicts the schema or the registry
+│     └─ PolicyLoadError     a policy file that cannot be read        .path .line
+├─ SelectionTimeoutError     a selection or a lock took longer than allowed
+├─ CacheCorruptionError      a stored file does not decode to what was written   .path
+├─ Overloaded                the lane is full                         .retry_after
+├─ DeadlineExceededError     a call's deadline passed before it ran
+├─ ModeChangedError          torch's modes differ across an await
+├─ DeviceLostError           the device or its process is gone        .retryable
+├─ ConsistencyError          ranks decided differently                .votes
+└─ RuntimeClosedError        used after close
+
+Wrong arguments are `ValueError` and `TypeError`; cancellation passes through untouched.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+
+class LayerZeroError(Exception):
+    """An error of this library; `context` holds the facts behind the message."""
+
+    def __init__(self, message: str, **context: Any) -> None:
+        super().__init__(message)
+        self.context: Mapping[str, Any] = context
+
+
+class NoKernelFoundError(LayerZeroError):
+    """No registered kernel accepts the request; `trace` holds every verdict."""
+
+    def __init__(self, message: str, *, trace: tuple[Any, ...] = (), **context: Any) -> None:
+        super().__init__(message, **context)
+        self.trace = trace
+
+
+NoKernelAvailableError = NoKernelFoundError
+
+
+class KernelExecutionError(LayerZeroError):
+    """A kernel raised and no other kernel could answer; the cause is chained."""
+
+    def __init__(self, message: str, *, kernel: str, **context: Any) -> None:
+        super().__init__(message, kernel=kernel, **context)
+        self.kernel = kernel
+
+
+class BackendNotAvailableError(LayerZeroError):
+    """A backend that was named cannot be used here; the message names what to install."""
+
+    def __init__(self, message: str, *, backend: str, **context: Any) -> None:
+        super().__init__(message, backend=backend, **context)
+        self.backend = backend
+
+
+class CudaGraphUnsafeError(LayerZeroError):
+    """A call under CUDA graph capture needs a plan that is ready and proved capture-safe."""
+
+
+class ConfigurationError(LayerZeroError):
+    """A setting, an environment variable or a configuration call is wrong."""
+
+
+class PolicyValidationError(ConfigurationError):
+    """A policy contradicts its schema or names what does not exist."""
+
+
+class PolicyLoadError(PolicyValidationError):
+    """A policy file cannot be read; `line` is 1-based, or None where no line applies."""
+
+    def __init__(self, message: str, *, path: str | None = None, line: int | None = None, **context: Any) -> None:
+        super().__init__(message, path=path, line=line, **context)
+        self.path = path
+        self.line = line
+
+
+class SelectionTimeoutError(LayerZeroError):
+    """A selection, or a lock on its way, took longer than its limit."""
+
+
+class CacheCorruptionError(LayerZeroError):
+    """A stored file does not decode to what was written; it was set aside, not overwritten."""
+
+    def __init__(self, message: str, *, path: str | None = None, **context: Any) -> None:
+        super().__init__(message, path=path, **context)
+        self.path = path
+
+
+class Overloaded(LayerZeroError):  # noqa: N818  the field's word, as in HTTP 503
+    """The lane is full; try again after `retry_after` seconds."""
+
+    def __init__(self, message: str, *, retry_after: float, **context: Any) -> None:
+        super().__init__(message, retry_after=retry_after, **context)
+        self.retry_after = retry_after
+
+
+class DeadlineExceededError(LayerZeroError, TimeoutError):
+    """The deadline passed while the call was still queued; nothing ran."""
+
+
+class ModeChangedError(LayerZeroError):
+    """Grad, inference, autocast or the stream differed after an await from before it."""
+
+
+class DeviceLostError(LayerZeroError):
+    """The device, or the process that owns it, is gone; `retryable` says whether nothing had started."""
+
+    def __init__(self, message: str, *, retryable: bool, **context: Any) -> None:
+        super().__init__(message, retryable=retryable, **context)
+        self.retryable = retryable
+
+
+class ConsistencyError(LayerZeroError):
+    """Ranks that must decide alike did not; `votes` maps rank to digest."""
+
+    def __init__(self, message: str, *, votes: Mapping[int, str] | None = None, **context: Any) -> None:
+        super().__init__(message, **context)
+        self.votes = dict(votes or {})
+
+
+class RuntimeClosedError(LayerZeroError):
+    """The runtime was closed; open another with `layerzero.start`."""

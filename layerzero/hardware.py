@@ -1,0 +1,196 @@
+"""What a device is: one frozen record, probed once, never guessed later."""
+
+from __future__ import annotations
+
+import functools
+import os
+import platform as host
+import re
+from collections.abc import Mapping
+from enum import IntEnum, StrEnum
+from pathlib import Path
+
+import msgspec
+import torch
+
+
+class GPUGeneration(IntEnum):
+    """NVIDIA's generations in order; UNKNOWN sorts last and never counts as supported."""
+
+    TURING = 75
+    AMPERE = 80
+    ADA_LOVELACE = 89
+    HOPPER = 90
+    BLACKWELL = 100
+    UNKNOWN = 999
+
+
+class MMAFamily(StrEnum):
+    """The matrix instructions a generation has, which is what kernels are written for."""
+
+    NONE = "none"
+    WMMA = "wmma"
+    WGMMA = "wgmma"
+    TCGEN05 = "tcgen05"
+
+
+class Hardware(msgspec.Struct, frozen=True, kw_only=True):
+    """One device and the software under it.
+
+    `sm` is the compute capability times ten (90 for 9.0), None off CUDA. `peak_flops` (per dtype, FLOP/s)
+    and `bandwidth` (bytes/s) are the roofline's two roofs: estimates that order kernels, not claims.
+    """
+
+    platform: str
+    device: str
+    name: str
+    vendor: str
+    sm: int | None = None
+    isa: frozenset[str] = frozenset()
+    torch: str = ""
+    cuda: str | None = None
+    driver: str | None = None
+    threads: int = 1
+    memory_bytes: int = 0
+    peak_flops: Mapping[str, float] = {}
+    bandwidth: float = 2e10
+
+    @property
+    def generation(self) -> GPUGeneration:
+        """The GPU generation; UNKNOWN for anything that is no NVIDIA GPU we have a row for."""
+        return generation_of(self.sm)
+
+    @property
+    def mma_family(self) -> MMAFamily:
+        """The matrix instruction family; SM 12.x has no tcgen05 although it is Blackwell."""
+        return mma_family_of(self.sm)
+
+
+def generation_of(sm: int | None) -> GPUGeneration:
+    """The generation of a compute capability (times ten)."""
+    if sm is None or sm < 75:
+        return GPUGeneration.UNKNOWN
+    for low, high, generation in (
+        (75, 79, GPUGeneration.TURING),
+        (80, 88, GPUGeneration.AMPERE),
+        (89, 89, GPUGeneration.ADA_LOVELACE),
+        (90, 99, GPUGeneration.HOPPER),
+        (100, 129, GPUGeneration.BLACKWELL),
+    ):
+        if low <= sm <= high:
+            return generation
+    return GPUGeneration.UNKNOWN
+
+
+def mma_family_of(sm: int | None) -> MMAFamily:
+    """The matrix instruction family of a compute capability (times ten)."""
+    if sm is None or sm < 75:
+        return MMAFamily.NONE
+    if 90 <= sm <= 99:
+        return MMAFamily.WGMMA
+    if 100 <= sm <= 119:
+        return MMAFamily.TCGEN05
+    return MMAFamily.WMMA if sm <= 129 else MMAFamily.NONE
+
+
+TENSOR_CORE_GENERATION = {75: 2, 80: 3, 86: 3, 87: 3, 89: 4, 90: 4, 100: 5, 103: 5, 110: 5, 120: 5, 121: 5}
+
+
+def probe(device: str | torch.device = "cpu") -> Hardware:
+    """The record of one device of this process; cached, since it cannot change while we run."""
+    return _probe(str(torch.device(device)))
+
+
+@functools.cache
+def _probe(device: str) -> Hardware:
+    kind = torch.device(device).type
+    if kind == "cuda":
+        return _probe_cuda(device)
+    return _probe_cpu(device)
+
+
+def _probe_cuda(device: str) -> Hardware:
+    if not torch.cuda.is_available():
+        raise ValueError(f"device {device!r} needs CUDA, which this process does not have; use device='cpu'")
+    properties = torch.cuda.get_device_properties(torch.device(device))
+    sm = properties.major * 10 + properties.minor
+    half = _CUDA_HALF_FLOPS.get(sm, 1e14)
+    return Hardware(
+        platform="rocm" if torch.version.hip else "cuda",
+        device=device,
+        name=properties.name,
+        vendor="amd" if torch.version.hip else "nvidia",
+        sm=None if torch.version.hip else sm,
+        torch=torch.__version__,
+        cuda=torch.version.cuda,
+        driver=_cuda_driver(),
+        threads=properties.multi_processor_count,
+        memory_bytes=properties.total_memory,
+        peak_flops={"float16": half, "bfloat16": half, "float32": half / 15, "float64": half / 30},
+        bandwidth=_CUDA_BANDWIDTH.get(sm, 1.5e12),
+    )
+
+
+# Dense half precision FLOP/s and copy bandwidth by compute capability. 9.0: an 8192-cube bf16 product ran
+# at 7.9e14 and a device copy at 4.3e12 bytes/s on an H200; the others are the vendors' data sheets.
+_CUDA_HALF_FLOPS = {75: 6.5e13, 80: 3.1e14, 86: 1.5e14, 89: 3.6e14, 90: 7.9e14, 100: 2.2e15}
+_CUDA_BANDWIDTH = {75: 3e11, 80: 1.5e12, 86: 9e11, 89: 8.6e11, 90: 4.3e12, 100: 7e12}
+
+
+def _cuda_driver() -> str | None:
+    version = Path("/proc/driver/nvidia/version")
+    if version.exists():
+        found = re.search(r"\b(\d+\.\d+(?:\.\d+)?)\b", version.read_text())
+        if found:
+            return found.group(1)
+    return None
+
+
+def _probe_cpu(device: str) -> Hardware:
+    vendor, name, flags = _cpu_identity()
+    isa = frozenset(flags & _ISA_NAMES)
+    threads = torch.get_num_threads()
+    # Two fused multiply-adds a cycle over the vector width at 2.5 GHz: an upper bound that orders kernels.
+    lanes = 16 if "avx512f" in isa else 8 if "avx2" in isa else 4
+    peak = threads * 2.5e9 * lanes * 4 / 2
+    bf16 = peak * 2 if {"avx512_bf16", "amx_bf16"} & isa else peak / 4
+    return Hardware(
+        platform="cpu" if device == "cpu" else torch.device(device).type,
+        device=device,
+        name=name,
+        vendor=vendor,
+        isa=isa,
+        torch=torch.__version__,
+        threads=threads,
+        memory_bytes=_memory_bytes(),
+        peak_flops={"float32": peak, "float64": peak / 2, "bfloat16": bf16, "float16": peak / 4},
+        bandwidth=1.2e10 * max(1, min(threads, 8)),
+    )
+
+
+_ISA_NAMES = {
+    "avx", "avx2", "fma", "avx512f", "avx512bw", "avx512_vnni", "avx512_bf16", "amx_bf16", "amx_int8", "neon", "asimd", "sve",
+}  # fmt: skip
+
+
+def _cpu_identity() -> tuple[str, str, set[str]]:
+    """Vendor, model name and instruction flags; from /proc/cpuinfo where there is one."""
+    info = Path("/proc/cpuinfo")
+    text = info.read_text(errors="replace") if info.exists() else ""
+    fields = dict(re.findall(r"^([\w ]+?)\s*:\s*(.*)$", text, re.MULTILINE))
+    return parse_cpuinfo(fields, host.machine())
+
+
+def parse_cpuinfo(fields: Mapping[str, str], machine: str) -> tuple[str, str, set[str]]:
+    """Vendor, model name and flags out of the fields of one processor."""
+    vendors = {"AuthenticAMD": "amd", "GenuineIntel": "intel"}
+    vendor = vendors.get(fields.get("vendor_id", ""), "arm" if machine in {"aarch64", "arm64"} else "unknown")
+    flags = set((fields.get("flags") or fields.get("Features") or "").split())
+    return vendor, fields.get("model name", host.processor() or machine), flags
+
+
+def _memory_bytes() -> int:
+    try:
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    except (ValueError, OSError, AttributeError):
+        return 0

@@ -1,0 +1,1 @@
+"""The ops: one file an operation family, each with schema, reference, shape rule and batching rule."""

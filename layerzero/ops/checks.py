@@ -1,0 +1,103 @@
+"""Argument checks that every op shares: each error names the argument, what it needs, what it got."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+MAX_ALIGNMENT = 64
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """`"float32"` for `torch.float32`."""
+    return str(dtype).removeprefix("torch.")
+
+
+def need_tensor(name: str, value: Any, *, rank: int | tuple[int, ...] | None = None, floating: bool = True) -> Tensor:
+    """`value` as a tensor of the given rank(s); floating point unless told otherwise."""
+    if not isinstance(value, Tensor):
+        raise TypeError(f"{name} needs a torch.Tensor, got {type(value).__name__}: {_short(value)}")
+    if rank is not None:
+        ranks = (rank,) if isinstance(rank, int) else rank
+        if value.dim() not in ranks:
+            wanted = " or ".join(str(r) for r in ranks)
+            raise ValueError(f"{name} needs {wanted} dimensions, got {value.dim()}: shape {tuple(value.shape)}")
+    if floating and not value.dtype.is_floating_point:
+        raise TypeError(f"{name} needs a floating point dtype, got {dtype_name(value.dtype)}")
+    if value.layout is not torch.strided:
+        raise ValueError(f"{name} needs a strided tensor, got layout {value.layout}")
+    return value
+
+
+def need_same_device(first_name: str, first: Tensor, **others: Tensor | None) -> None:
+    """Every given tensor is on `first`'s device."""
+    for name, tensor in others.items():
+        if tensor is not None and tensor.device != first.device:
+            raise ValueError(f"{name} needs to be on {first.device} like {first_name}, got {tensor.device}")
+
+
+def need_number(name: str, value: Any, *, low: float = -math.inf, high: float = math.inf, what: str = "") -> float:
+    """`value` as a finite number within [low, high]."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise TypeError(f"{name} needs a number, got {type(value).__name__}: {_short(value)}")
+    if not math.isfinite(value) or not low <= value <= high:
+        bounds = what or f"a finite number in [{low}, {high}]"
+        raise ValueError(f"{name} needs {bounds}, got {value}")
+    return float(value)
+
+
+def need_int(name: str, value: Any, *, low: int | None = None, high: int | None = None) -> int:
+    """`value` as an integer within [low, high]."""
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(f"{name} needs an int, got {type(value).__name__}: {_short(value)}")
+    if (low is not None and value < low) or (high is not None and value > high):
+        span = f">= {low}" if high is None else f"in [{low}, {high}]"
+        raise ValueError(f"{name} needs an int {span}, got {value}")
+    return value
+
+
+def need_bool(name: str, value: Any) -> bool:
+    """`value` as a bool."""
+    if not isinstance(value, bool):
+        raise TypeError(f"{name} needs a bool, got {type(value).__name__}: {_short(value)}")
+    return value
+
+
+def need_choice(name: str, value: Any, choices: Iterable[str]) -> str:
+    """`value` as one of `choices`."""
+    allowed = tuple(choices)
+    if not isinstance(value, str):
+        raise TypeError(f"{name} needs one of {', '.join(allowed)}, got {type(value).__name__}: {_short(value)}")
+    if value not in allowed:
+        raise ValueError(f"{name} needs one of {', '.join(allowed)}, got {value!r}")
+    return value
+
+
+def is_plain_contiguous(tensors: Iterable[Tensor]) -> bool:
+    """Whether every tensor is contiguous in its own shape."""
+    return all(t.is_contiguous() for t in tensors)
+
+
+def last_stride_is_one(tensors: Iterable[Tensor]) -> bool:
+    """Whether every tensor's last axis is dense."""
+    return all(t.dim() == 0 or t.size(-1) <= 1 or t.stride(-1) == 1 for t in tensors)
+
+
+def alignment_of(tensors: Iterable[Tensor]) -> int:
+    """The largest power of two, at most 64, that divides every tensor's address (64 for meta tensors)."""
+    best = MAX_ALIGNMENT
+    for tensor in tensors:
+        if tensor.device.type == "meta" or tensor.numel() == 0:
+            continue
+        address = tensor.data_ptr()
+        best = min(best, address & -address) if address else best
+    return best
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else text[:57] + "..."

@@ -1,0 +1,106 @@
+"""The contract of an op: its signature, its checks, its plain-torch reference, its batching rule.
+
+An op file defines one `Op` per operation. The awaitable function, the blocking function, the contract
+tests and the documentation table all come from it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from torch import Tensor
+
+from layerzero.ops.request import OutSpec, Request, Work
+
+Signature = tuple[Any, ...]
+Args = tuple[Any, ...]
+Call = tuple[Signature, Args]
+Launch = Callable[[Args], Any]
+
+
+class Batching(Protocol):
+    """How calls of several callers become fewer launches, and back."""
+
+    def group(self, args: Args) -> Hashable | None:
+        """The compatibility class of a call; None where it must run alone."""
+        ...
+
+    def size(self, args: Args) -> tuple[int, int]:
+        """What the call adds to a batch: (tokens, bytes)."""
+        ...
+
+    def run(self, calls: Sequence[Args], launch: Launch) -> list[Any]:
+        """Run `calls`, of one group, through as few `launch`es as pay off; one result a call, in order.
+
+        `launch` takes the arguments of one (merged) call, selects a kernel for it and runs it.
+        """
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Layouts:
+    """Where an op's layout stands: operand positions, the layout argument's position, the swapped axes."""
+
+    operands: tuple[int, ...]
+    argument: int
+    names: tuple[str, str]
+    swap: tuple[int, int]
+    outputs: tuple[int, ...] = (0,)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Op:
+    """One operation.
+
+    `build(*args, **kwargs)` is the public signature: plain, typed, cheap; it returns `(signature, args)`
+    without validating: `signature` is a flat tuple of C-hashed values that holds everything about the call
+    that can change the answer (op name first, then of every tensor shape, strides, dtype, device,
+    requires_grad; every flag and scalar by value), `args` the full positional argument tuple that kernels
+    take; `args[0]` is a tensor on the op's device.
+
+    `check(args)` validates (ValueError/TypeError naming the argument, what it needs, what it got) and
+    describes the call as a Request; it runs once per new signature, so it may take its time, but it must
+    not read tensor data. `guard(args)` reads data where that needs no device synchronisation (ids in
+    range) and runs for every call that joins a batch.
+
+    `reference(*args)` is plain torch, accumulates in float32 (float64 inputs stay float64), and is right
+    for everything `check` lets through. `outputs(args)` gives shapes and dtypes; `empty(args)` the result of a call that has
+    nothing to compute, else None; `work(request)` the least work.
+    """
+
+    name: str
+    build: Callable[..., Call]
+    check: Callable[[Args], Request]
+    reference: Callable[..., Any]
+    outputs: Callable[[Args], tuple[OutSpec, ...]]
+    work: Callable[[Request], Work]
+    operands: tuple[int, ...]
+    exact: frozenset[str] = field(default_factory=frozenset)
+    empty: Callable[[Args], Any] | None = None
+    guard: Callable[[Args], None] | None = None
+    batching: Batching | None = None
+    layouts: Layouts | None = None
+    pure: bool = True
+    differentiable: bool = True
+    stochastic: bool = False
+
+    def tensors(self, args: Args) -> list[Tensor]:
+        """Every tensor among the arguments."""
+        return [a for a in args if isinstance(a, Tensor)]
+
+
+OPS: dict[str, Op] = {}
+
+
+def register(op: Op) -> Op:
+    """Add an op to the table of ops; a second op of one name is an error."""
+    if op.name in OPS:
+        raise ValueError(f"op {op.name!r} is already registered")
+    OPS[op.name] = op
+    return op
+
+
+def no_guard(args: Args) -> None:
+    """A guard for ops whose data cannot be wrong."""

@@ -1,0 +1,168 @@
+"""Why a kernel was not taken: stable codes, one line each, rendered once as `needs X, got Y`.
+
+A code is about the request, never about a library's wording, so that counts and rules survive
+upgrades. `Rejected` is what a verdict carries; every place that shows a reason renders it from there.
+"""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from typing import Any
+
+import msgspec
+
+
+class Category(StrEnum):
+    """The side of the call a reason speaks about."""
+
+    HARDWARE = "hardware"
+    DTYPE = "dtype"
+    SHAPE = "shape"
+    MEMORY_LAYOUT = "memory_layout"
+    FEATURE = "feature"
+    MODE = "mode"
+    BACKEND = "backend"
+    HEALTH = "health"
+    POLICY = "policy"
+    RESOURCE = "resource"
+    PLAN = "plan"
+
+
+class Reason(StrEnum):
+    """One cause for a rejection; the value is written to logs, files and metrics."""
+
+    category: Category
+    summary: str
+
+    def __new__(cls, value: str, category: Category, summary: str) -> Reason:
+        member = str.__new__(cls, value)
+        member._value_ = value
+        member.category = category
+        member.summary = summary
+        return member
+
+    PLATFORM_MISMATCH = "PLATFORM_MISMATCH", Category.HARDWARE, "runs on another kind of device"
+    SM_TOO_OLD = "SM_TOO_OLD", Category.HARDWARE, "needs a newer compute capability"
+    SM_TOO_NEW = "SM_TOO_NEW", Category.HARDWARE, "is not built for so new a compute capability"
+    MMA_FAMILY_UNSUPPORTED = "MMA_FAMILY_UNSUPPORTED", Category.HARDWARE, "needs another tensor core family"
+    CPU_VENDOR_UNSUPPORTED = "CPU_VENDOR_UNSUPPORTED", Category.HARDWARE, "is for another CPU vendor"
+    ISA_MISSING = "ISA_MISSING", Category.HARDWARE, "needs CPU instructions that are missing"
+    CUDA_TOO_OLD = "CUDA_TOO_OLD", Category.HARDWARE, "needs a newer CUDA"
+    DRIVER_TOO_OLD = "DRIVER_TOO_OLD", Category.HARDWARE, "needs a newer driver"
+    TORCH_TOO_OLD = "TORCH_TOO_OLD", Category.HARDWARE, "needs a newer torch"
+    TORCH_TOO_NEW = "TORCH_TOO_NEW", Category.HARDWARE, "is not known to work with so new a torch"
+
+    DTYPE_UNSUPPORTED = "DTYPE_UNSUPPORTED", Category.DTYPE, "does not take this dtype"
+    DTYPES_MIXED = "DTYPES_MIXED", Category.DTYPE, "needs one dtype for all operands"
+    INDEX_DTYPE_UNSUPPORTED = "INDEX_DTYPE_UNSUPPORTED", Category.DTYPE, "does not take this index dtype"
+    QUANT_FORMAT_UNSUPPORTED = "QUANT_FORMAT_UNSUPPORTED", Category.DTYPE, "does not take this quantized format"
+    SCALE_LAYOUT_MISMATCH = "SCALE_LAYOUT_MISMATCH", Category.DTYPE, "needs scales laid out differently"
+    KV_DTYPE_MISMATCH = "KV_DTYPE_MISMATCH", Category.DTYPE, "needs a KV cache of another dtype"
+
+    HEAD_DIM_TOO_LARGE = "HEAD_DIM_TOO_LARGE", Category.SHAPE, "head size above its limit"
+    HEAD_DIM_TOO_SMALL = "HEAD_DIM_TOO_SMALL", Category.SHAPE, "head size below its limit"
+    HEAD_DIM_ALIGNMENT = "HEAD_DIM_ALIGNMENT", Category.SHAPE, "head size is not a multiple it needs"
+    HEAD_DIM_INVALID = "HEAD_DIM_INVALID", Category.SHAPE, "head size is not one it was built for"
+    HEAD_DIMS_DIFFER = "HEAD_DIMS_DIFFER", Category.SHAPE, "needs equal head sizes of keys and values"
+    SEQ_TOO_LONG = "SEQ_TOO_LONG", Category.SHAPE, "sequence above its limit"
+    SEQ_TOO_SHORT = "SEQ_TOO_SHORT", Category.SHAPE, "sequence below its limit"
+    SEQ_LENGTHS_DIFFER = "SEQ_LENGTHS_DIFFER", Category.SHAPE, "needs as many queries as keys"
+    BATCH_TOO_LARGE = "BATCH_TOO_LARGE", Category.SHAPE, "batch above its limit"
+    BATCH_TOO_SMALL = "BATCH_TOO_SMALL", Category.SHAPE, "batch below its limit"
+    HEADS_UNSUPPORTED = "HEADS_UNSUPPORTED", Category.SHAPE, "number of heads is not one it takes"
+    CUDA_BLOCK_LIMIT_EXCEEDED = "CUDA_BLOCK_LIMIT_EXCEEDED", Category.SHAPE, "grid above what the device launches"
+    GROUP_SIZE_UNSUPPORTED = "GROUP_SIZE_UNSUPPORTED", Category.SHAPE, "query heads per key head not supported"
+    PAGE_SIZE_UNSUPPORTED = "PAGE_SIZE_UNSUPPORTED", Category.SHAPE, "page size is not one it takes"
+    ROWS_UNSUPPORTED = "ROWS_UNSUPPORTED", Category.SHAPE, "number of rows is not one it takes"
+    WIDTH_TOO_LARGE = "WIDTH_TOO_LARGE", Category.SHAPE, "row width above its limit"
+    WIDTH_ALIGNMENT = "WIDTH_ALIGNMENT", Category.SHAPE, "row width is not a multiple it needs"
+    SIZE_UNSUPPORTED = "SIZE_UNSUPPORTED", Category.SHAPE, "a size is not one it takes"
+
+    LAYOUT_UNSUPPORTED = "LAYOUT_UNSUPPORTED", Category.MEMORY_LAYOUT, "needs another layout"
+    LAYOUT_AMBIGUOUS = "LAYOUT_AMBIGUOUS", Category.MEMORY_LAYOUT, "layout cannot be told from the strides"
+    NOT_CONTIGUOUS = "NOT_CONTIGUOUS", Category.MEMORY_LAYOUT, "needs contiguous tensors"
+    STRIDE_LAST_DIM = "STRIDE_LAST_DIM", Category.MEMORY_LAYOUT, "needs a last stride of 1"
+    MISALIGNED = "MISALIGNED", Category.MEMORY_LAYOUT, "needs aligned data pointers"
+    KV_LAYOUT_MISMATCH = "KV_LAYOUT_MISMATCH", Category.MEMORY_LAYOUT, "needs another KV cache layout"
+    PACKED_WEIGHTS_REQUIRED = "PACKED_WEIGHTS_REQUIRED", Category.MEMORY_LAYOUT, "needs packed weights"
+
+    CAUSAL_UNSUPPORTED = "CAUSAL_UNSUPPORTED", Category.FEATURE, "has no causal masking"
+    MASK_BOOL_UNSUPPORTED = "MASK_BOOL_UNSUPPORTED", Category.FEATURE, "takes no boolean mask"
+    MASK_FLOAT_UNSUPPORTED = "MASK_FLOAT_UNSUPPORTED", Category.FEATURE, "takes no additive mask"
+    MASK_WITH_CAUSAL = "MASK_WITH_CAUSAL", Category.FEATURE, "takes a mask or causal, not both"
+    EMPTY_ROWS_UNSAFE = "EMPTY_ROWS_UNSAFE", Category.FEATURE, "is wrong for rows that see no key"
+    GQA_UNSUPPORTED = "GQA_UNSUPPORTED", Category.FEATURE, "needs as many key heads as query heads"
+    DROPOUT_UNSUPPORTED = "DROPOUT_UNSUPPORTED", Category.FEATURE, "has no dropout"
+    SCALE_UNSUPPORTED = "SCALE_UNSUPPORTED", Category.FEATURE, "takes no scale of the caller's"
+    WINDOW_UNSUPPORTED = "WINDOW_UNSUPPORTED", Category.FEATURE, "has no sliding window"
+    SOFTCAP_UNSUPPORTED = "SOFTCAP_UNSUPPORTED", Category.FEATURE, "has no soft cap"
+    ALIBI_UNSUPPORTED = "ALIBI_UNSUPPORTED", Category.FEATURE, "has no ALiBi"
+    LSE_UNSUPPORTED = "LSE_UNSUPPORTED", Category.FEATURE, "returns no log-sum-exp"
+    BIAS_UNSUPPORTED = "BIAS_UNSUPPORTED", Category.FEATURE, "takes no bias"
+    WEIGHT_REQUIRED = "WEIGHT_REQUIRED", Category.FEATURE, "needs a weight"
+    ACTIVATION_UNSUPPORTED = "ACTIVATION_UNSUPPORTED", Category.FEATURE, "has not this activation"
+    INTERLEAVED_UNSUPPORTED = "INTERLEAVED_UNSUPPORTED", Category.FEATURE, "has no interleaved rotation"
+    PARTIAL_ROTARY_UNSUPPORTED = "PARTIAL_ROTARY_UNSUPPORTED", Category.FEATURE, "rotates whole heads only"
+    PADDING_IDX_UNSUPPORTED = "PADDING_IDX_UNSUPPORTED", Category.FEATURE, "has no padding index"
+    LABEL_SMOOTHING_UNSUPPORTED = "LABEL_SMOOTHING_UNSUPPORTED", Category.FEATURE, "has no label smoothing"
+    CLASS_WEIGHTS_UNSUPPORTED = "CLASS_WEIGHTS_UNSUPPORTED", Category.FEATURE, "takes no class weights"
+    SEED_PER_ROW_UNSUPPORTED = "SEED_PER_ROW_UNSUPPORTED", Category.FEATURE, "has no seed for each row"
+    FEATURE_UNSUPPORTED = "FEATURE_UNSUPPORTED", Category.FEATURE, "lacks something the call asks for"
+
+    NO_GRADIENT = "NO_GRADIENT", Category.MODE, "has no backward"
+    NOT_DETERMINISTIC = "NOT_DETERMINISTIC", Category.MODE, "is not deterministic"
+    NOT_BATCH_INVARIANT = "NOT_BATCH_INVARIANT", Category.MODE, "gives a row other bits in another batch"
+    CUDA_GRAPH_UNSAFE = "CUDA_GRAPH_UNSAFE", Category.MODE, "is not proved safe under graph capture"
+    AUTOCAST_UNSUPPORTED = "AUTOCAST_UNSUPPORTED", Category.MODE, "does not follow autocast"
+    TP_INVARIANCE_REQUIRED = "TP_INVARIANCE_REQUIRED", Category.MODE, "is not invariant to the group's size"
+
+    BACKEND_MISSING = "BACKEND_MISSING", Category.BACKEND, "its library is not installed"
+    BACKEND_IMPORT_FAILED = "BACKEND_IMPORT_FAILED", Category.BACKEND, "its library does not import"
+    BACKEND_VERSION_MISMATCH = "BACKEND_VERSION_MISMATCH", Category.BACKEND, "its library has another version"
+    BACKEND_PLATFORM_BUILD = "BACKEND_PLATFORM_BUILD", Category.BACKEND, "its library was built for something else"
+    KERNEL_LOAD_FAILED = "KERNEL_LOAD_FAILED", Category.BACKEND, "could not be loaded"
+    JIT_FAILED = "JIT_FAILED", Category.BACKEND, "did not compile"
+    NOT_READY = "NOT_READY", Category.BACKEND, "is still being imported or compiled: chosen when warm"
+
+    CIRCUIT_OPEN = "CIRCUIT_OPEN", Category.HEALTH, "failed too often and rests"
+    QUARANTINED = "QUARANTINED", Category.HEALTH, "is quarantined"
+    DEVICE_LOST = "DEVICE_LOST", Category.HEALTH, "its device is gone"
+
+    POLICY_DENIED = "POLICY_DENIED", Category.POLICY, "is denied by policy"
+    POLICY_NOT_ALLOWED = "POLICY_NOT_ALLOWED", Category.POLICY, "is not on the policy's allow list"
+    LOCKED_ELSEWHERE = "LOCKED_ELSEWHERE", Category.POLICY, "another kernel is locked"
+    STRICT_NEEDS_TRANSFORM = "STRICT_NEEDS_TRANSFORM", Category.POLICY, "strict mode refuses the transforms it needs"
+    RANKS_DISAGREE = "RANKS_DISAGREE", Category.POLICY, "the group's ranks do not agree on it"
+
+    MEMORY_HEADROOM_EXCEEDED = "MEMORY_HEADROOM_EXCEEDED", Category.RESOURCE, "needs more memory than is free"
+    PLAN_BUCKET_MISS = "PLAN_BUCKET_MISS", Category.PLAN, "no solved bucket covers the request"
+
+
+class Rejected(msgspec.Struct, frozen=True, tag=True):
+    """One reason against one kernel: `field` of the request, what it `needs`, what it `got`.
+
+    `counterfactual` names the one value with which this reason would vanish, where there is one.
+    """
+
+    reason: Reason
+    field: str = ""
+    needs: str = ""
+    got: str = ""
+    counterfactual: str | None = None
+
+    def __str__(self) -> str:
+        where = f"{self.field} " if self.field else ""
+        detail = f": {where}needs {self.needs}, got {self.got}" if self.needs or self.got else ""
+        return f"{self.reason.value}{detail or ': ' + self.reason.summary}"
+
+
+def as_plain(rejected: Rejected) -> dict[str, Any]:
+    """The rejection as JSON-ready values, category included."""
+    return {
+        "reason": rejected.reason.value,
+        "category": rejected.reason.category.value,
+        "field": rejected.field,
+        "needs": rejected.needs,
+        "got": rejected.got,
+        "counterfactual": rejected.counterfactual,
+    }

@@ -1,0 +1,1 @@
+"""Judging all kernels, pricing the accepted ones, deciding, and keeping the whole trace."""
