@@ -67,7 +67,9 @@ class Op:
 
     `reference(*args)` is plain torch, accumulates in float32 (float64 inputs stay float64), and is right
     for everything `check` lets through. `outputs(args)` gives shapes and dtypes; `empty(args)` the result of a call that has
-    nothing to compute, else None; `work(request)` the least work.
+    nothing to compute, else None; `work(request)` the least work. `operands` are the positions of the tensors
+    that layout, contiguity and alignment speak of; `exact` the sizes that keys never round;
+    `wide_outputs` the outputs whose dtype does not follow the operands'.
     """
 
     name: str
@@ -85,6 +87,11 @@ class Op:
     pure: bool = True
     differentiable: bool = True
     stochastic: bool = False
+    wide_outputs: frozenset[int] = field(default_factory=frozenset)
+
+    def casts_back(self, output: int) -> bool:
+        """Whether an output follows the operands' dtype (a log-sum-exp, say, does not)."""
+        return output not in self.wide_outputs
 
     def tensors(self, args: Args) -> list[Tensor]:
         """Every tensor among the arguments."""

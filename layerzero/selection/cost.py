@@ -1,0 +1,18 @@
+"""Expected microseconds of a kernel for a request: a roofline estimate over the device's two roofs."""
+
+from __future__ import annotations
+
+from layerzero.hardware import Hardware
+from layerzero.kernel import Kernel
+from layerzero.ops.request import Request, Work
+
+ROOFLINE = "roofline"
+
+
+def roofline_us(kernel: Kernel, work: Work, request: Request, hardware: Hardware) -> float:
+    """The longer of computing and moving, at the kernel's stated efficiency, plus one launch."""
+    efficiency = kernel.efficiency
+    peak = hardware.peak_flops.get(request.dtype) or min(hardware.peak_flops.values(), default=1e9)
+    compute = work.flops / (peak * efficiency.flops)
+    memory = work.bytes / (hardware.bandwidth * efficiency.bandwidth)
+    return efficiency.launch_us + max(compute, memory) * 1e6

@@ -1,0 +1,188 @@
+"""Deciding: judge every kernel, price those that accept, and take one; pure, so that it can be asked again.
+
+Order of authority: a lock, then denials and allow lists, then capability, then health and readiness, then
+expected microseconds after boosts. Among costs, the library default keeps its place unless beaten by a
+minimum gain, and differences inside the tie band are settled by rank and name, so that noise decides nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from layerzero.errors import NoKernelFoundError
+from layerzero.hardware import Hardware
+from layerzero.kernel import Kernel, judge
+from layerzero.ops.op import Op
+from layerzero.ops.request import Request, Work
+from layerzero.policy.policy import Policy, RequestPolicy
+from layerzero.policy.rules import Rule
+from layerzero.reasons import Reason, Rejected
+from layerzero.selection.cost import ROOFLINE, roofline_us
+from layerzero.selection.record import Accepted, Candidate, Selection
+from layerzero.selection.transform import adapt
+
+CostModel = Callable[[Kernel, Work, Request, Hardware], tuple[float, str]]
+
+
+def roofline(kernel: Kernel, work: Work, request: Request, hardware: Hardware) -> tuple[float, str]:
+    """The estimate that needs no measurement."""
+    return roofline_us(kernel, work, request, hardware), ROOFLINE
+
+
+@dataclass(frozen=True, slots=True)
+class Standing:
+    """What holds for kernels beyond their capability, at one moment.
+
+    `blocked` maps a kernel to why it may not run (missing backend, failed load, open circuit, quarantine);
+    `unready` are those that would have to be loaded first.
+    """
+
+    blocked: Mapping[str, Rejected] = field(default_factory=dict)
+    unready: frozenset[str] = frozenset()
+
+
+@dataclass(frozen=True, slots=True)
+class Knobs:
+    """The settings that bear on a decision."""
+
+    strict: bool = False
+    tie_band: float = 0.03
+    default_gain: float = 0.05
+
+
+def decide(
+    op: Op,
+    request: Request,
+    kernels: Sequence[Kernel],
+    hardware: Hardware,
+    policy: Policy,
+    standing: Standing,
+    knobs: Knobs,
+    *,
+    priced_as: Request | None = None,
+    cost: CostModel = roofline,
+) -> Selection:
+    """Choose a kernel for `request` and keep every verdict.
+
+    `priced_as` is the request whose sizes costs are estimated for (the key's grid point).
+    Raises: NoKernelFoundError: no kernel may and can serve it, or the governing lock cannot hold; the
+    message lists every kernel with its reasons, `.trace` carries them.
+    """
+    facing = policy.facing(request)
+    lock = facing.lock
+    basis = priced_as or request
+    work = op.work(basis)
+    trace = tuple(
+        _verdict(op, kernel, request, basis, work, hardware, facing, standing, knobs, cost) for kernel in kernels
+    )
+    by_id = {kernel.id: kernel for kernel in kernels}
+    takes = [c for c in trace if c.accepted is not None and not c.rejected]
+    if not takes:
+        raise NoKernelFoundError(refusal(op, request, trace, lock), trace=trace, op=op.name, request=request)
+    ready = [c for c in takes if c.accepted is not None and c.accepted.ready]
+    best_warm, _ = _pick(takes, by_id, knobs)
+    pool = ready or takes
+    chosen, why = _pick(pool, by_id, knobs)
+    if lock is not None:
+        why = f"locked by {lock.source}" + (f": {lock.note}" if lock.note else "")
+    accepted = _cost_of(chosen)
+    order = [chosen.kernel, *sorted((c.kernel for c in pool if c is not chosen), key=lambda k: _total(pool, k))]
+    return Selection(
+        op=op.name,
+        kernel=chosen.kernel,
+        request=request,
+        transforms=accepted.transforms,
+        expected_us=accepted.kernel_us + accepted.transform_us,
+        why=why,
+        trace=trace,
+        order=tuple(order),
+        when_warm=best_warm.kernel if best_warm.kernel != chosen.kernel else None,
+        policy=policy.digest[:12] if policy else "",
+    )
+
+
+def _verdict(
+    op: Op,
+    kernel: Kernel,
+    request: Request,
+    basis: Request,
+    work: Work,
+    hardware: Hardware,
+    facing: RequestPolicy,
+    standing: Standing,
+    knobs: Knobs,
+    cost: CostModel,
+) -> Candidate:
+    verdict = facing.verdict(kernel.id, kernel.backend)
+    reasons: list[Rejected] = list(verdict.reasons)
+    blocked = standing.blocked.get(kernel.id)
+    if blocked is not None:
+        reasons.append(blocked)
+    own = judge(kernel, request, hardware)
+    adapted = adapt(op, kernel, request, own, hardware) if own else (request, ())
+    if adapted is None:
+        reasons.extend(own)
+    elif adapted[1] and knobs.strict:
+        needed = ", ".join(str(t) for t in adapted[1])
+        reasons.extend(own)
+        reasons.append(
+            Rejected(Reason.STRICT_NEEDS_TRANSFORM, "strict", "no transforms", needed, "strict=False")
+        )
+    if adapted is None or (adapted[1] and knobs.strict):
+        return Candidate(kernel.id, kernel.backend, None, tuple(reasons))
+    transforms = adapted[1]
+    kernel_us, source = cost(kernel, work, basis.replace(dtype=adapted[0].dtype), hardware)
+    transform_us = sum(t.cost_us for t in transforms)
+    total = verdict.boost.apply(kernel_us + transform_us)
+    ready = kernel.id not in standing.unready
+    accepted = Accepted(kernel_us, transform_us, total, source, transforms, ready, "" if ready else "chosen when warm")
+    return Candidate(kernel.id, kernel.backend, accepted, tuple(reasons))
+
+
+def _pick(pool: Sequence[Candidate], by_id: Mapping[str, Kernel], knobs: Knobs) -> tuple[Candidate, str]:
+    """The candidate to take and one sentence why."""
+    best = min(pool, key=lambda c: (_cost_of(c).total_us, by_id[c.kernel].rank, c.kernel))
+    floor = _cost_of(best).total_us
+    if len(pool) == 1:
+        return best, "the only kernel that takes the request"
+    defaults = [c for c in pool if by_id[c.kernel].default]
+    for default in defaults:
+        total = _cost_of(default).total_us
+        if default is best:
+            return default, f"the library default, and the cheapest at {floor:.1f} us expected"
+        if total <= floor * (1 + knobs.default_gain):
+            gain = (total / floor - 1) * 100 if floor else 0.0
+            return default, f"the library default: {best.kernel} gains only {gain:.1f} %"
+    band = [c for c in pool if _cost_of(c).total_us <= floor * (1 + knobs.tie_band)]
+    first = min(band, key=lambda c: (by_id[c.kernel].rank, c.kernel))
+    if len(band) > 1:
+        return first, f"first in fixed order among {len(band)} within {knobs.tie_band:.0%} of {floor:.1f} us"
+    return best, f"cheapest at {floor:.1f} us expected"
+
+
+def _cost_of(candidate: Candidate) -> Accepted:
+    assert candidate.accepted is not None
+    return candidate.accepted
+
+
+def _total(pool: Sequence[Candidate], kernel: str) -> tuple[float, str]:
+    return next((_cost_of(c).total_us, c.kernel) for c in pool if c.kernel == kernel)
+
+
+def refusal(op: Op, request: Request, trace: Sequence[Candidate], lock: Rule | None) -> str:
+    """The message of NoKernelFoundError: each kernel with its reasons, nearest first, and what would help."""
+    if not trace:
+        return f"no candidates found for {op.name}: no kernel is registered for it on {request.platform}"
+    ordered = sorted(trace, key=lambda c: (len(c.rejected), c.kernel))
+    head = f"no kernel takes this {op.name} call on {request.device} ({request.dtype}, {_sizes(request)})"
+    if lock is not None:
+        head = f"the lock `{lock}` cannot hold: {head}"
+    lines = [f"  {c.kernel}: {'; '.join(str(r) for r in c.rejected)}" for c in ordered]
+    hints = [r.counterfactual for r in ordered[0].rejected if r.counterfactual]
+    near = f"\nnearest: {ordered[0].kernel} would take it with {' and '.join(hints)}" if hints else ""
+    return head + "\n" + "\n".join(lines) + near
+
+
+def _sizes(request: Request) -> str:
+    return ", ".join(f"{name}={size}" for name, size in request.dims.items())

@@ -1,0 +1,112 @@
+"""The record of one choice: every kernel's verdict, what it would cost, and why one was taken.
+
+`explain`, `which`, logs, metrics and reports all read this record, so that they cannot disagree.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import msgspec
+
+from layerzero.ops.request import Request
+from layerzero.reasons import Rejected, as_plain
+
+
+class Transform(msgspec.Struct, frozen=True, tag=True):
+    """One change of the operands before a kernel runs: `kind`, from what to what, priced in microseconds."""
+
+    kind: Literal["layout", "cast", "contiguous"]
+    before: str
+    after: str
+    cost_us: float = 0.0
+
+    def __str__(self) -> str:
+        return f"{self.kind} {self.before} -> {self.after}"
+
+
+class Accepted(msgspec.Struct, frozen=True, tag=True):
+    """A kernel that can serve the request, and what it is expected to cost, in microseconds.
+
+    `kernel_us` is the kernel alone, `transform_us` the changes it needs, `total_us` the sum after the
+    policy's boost, which is what is compared; `source` says where the expectation comes from.
+    """
+
+    kernel_us: float
+    transform_us: float
+    total_us: float
+    source: str
+    transforms: tuple[Transform, ...] = ()
+    ready: bool = True
+    note: str = ""
+
+
+class Candidate(msgspec.Struct, frozen=True):
+    """One kernel's verdict: accepted with its cost, or rejected with every reason."""
+
+    kernel: str
+    backend: str
+    accepted: Accepted | None = None
+    rejected: tuple[Rejected, ...] = ()
+
+    @property
+    def takes(self) -> bool:
+        """Whether the kernel could be chosen now."""
+        return self.accepted is not None and not self.rejected
+
+
+class Selection(msgspec.Struct, frozen=True, kw_only=True):
+    """The choice for one request: the kernel, its transforms, expected microseconds, and the whole trace.
+
+    `why` is one sentence; `when_warm` names the kernel that takes over once it is loaded; `order` lists
+    the kernels that take the request from the chosen one down, as fallbacks try them.
+    """
+
+    op: str
+    kernel: str
+    request: Request
+    transforms: tuple[Transform, ...]
+    expected_us: float
+    why: str
+    trace: tuple[Candidate, ...]
+    order: tuple[str, ...]
+    when_warm: str | None = None
+    generation: int = 0
+    policy: str = ""
+    fallback: str = ""
+
+    def candidate(self, kernel: str) -> Candidate:
+        """The verdict on one kernel.
+
+        Raises: KeyError: the kernel is not registered for this op.
+        """
+        for candidate in self.trace:
+            if candidate.kernel == kernel:
+                return candidate
+        raise KeyError(kernel)
+
+    def as_plain(self) -> dict[str, Any]:
+        """The whole record as JSON-ready values."""
+        return {
+            "op": self.op,
+            "kernel": self.kernel,
+            "why": self.why,
+            "expected_us": round(self.expected_us, 3),
+            "transforms": [str(t) for t in self.transforms],
+            "when_warm": self.when_warm,
+            "fallback": self.fallback or None,
+            "generation": self.generation,
+            "policy": self.policy,
+            "request": msgspec.to_builtins(self.request),
+            "candidates": [_candidate_plain(c) for c in self.trace],
+        }
+
+
+def _candidate_plain(candidate: Candidate) -> dict[str, Any]:
+    accepted = candidate.accepted
+    return {
+        "kernel": candidate.kernel,
+        "backend": candidate.backend,
+        "accepted": None if accepted is None else msgspec.to_builtins(accepted),
+        "rejected": [as_plain(reason) for reason in candidate.rejected],
+    }

@@ -1,0 +1,147 @@
+"""Transforms: what would make a rejected request acceptable, at what price, and how it is done.
+
+Only changes that keep the meaning are considered: another layout (a transposed view), a dense copy, a
+cast to a wider dtype and back. A cast never narrows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from layerzero.hardware import Hardware
+from layerzero.kernel import Capability, Kernel, judge
+from layerzero.ops.op import Op
+from layerzero.ops.request import Request
+from layerzero.reasons import Reason, Rejected
+from layerzero.selection.record import Transform
+
+COPY_LAUNCH_US = 2.0
+VIEW_US = 0.5
+
+_LAYOUT = {Reason.LAYOUT_UNSUPPORTED}
+_DENSE = {Reason.NOT_CONTIGUOUS, Reason.STRIDE_LAST_DIM, Reason.MISALIGNED}
+_CAST = {Reason.DTYPES_MIXED, Reason.DTYPE_UNSUPPORTED}
+TRANSFORMABLE = _LAYOUT | _DENSE | _CAST
+_WIDER = {"float16": ("float32",), "bfloat16": ("float32",), "float32": ()}
+_BYTES = {"float64": 8, "float32": 4, "float16": 2, "bfloat16": 2}
+
+
+def adapt(
+    op: Op, kernel: Kernel, request: Request, rejected: list[Rejected], hardware: Hardware
+) -> tuple[Request, tuple[Transform, ...]] | None:
+    """The request after the fewest transforms with which `kernel` accepts it; None if none would do."""
+    reasons = {r.reason for r in rejected}
+    if not reasons <= TRANSFORMABLE:
+        return None
+    capability = kernel.capability
+    transforms: list[Transform] = []
+    now = request
+    if reasons & _CAST:
+        target = _cast_target(capability, request)
+        if target is None:
+            return None
+        price = _copy_us(op, request, hardware)
+        transforms.append(Transform("cast", "/".join(dict.fromkeys(request.dtypes)), target, price))
+        dtypes = tuple(target if d in _BYTES else d for d in request.dtypes)
+        now = now.replace(dtype=target, dtypes=dtypes)
+    if reasons & _LAYOUT:
+        if op.layouts is None or request.layout not in op.layouts.names:
+            return None
+        other = op.layouts.names[1 - op.layouts.names.index(request.layout)]
+        transforms.append(Transform("layout", request.layout, other, VIEW_US * len(op.layouts.operands)))
+        now = now.replace(layout=other, contiguous=False)
+    if _needs_dense(capability, now):
+        transforms.append(Transform("contiguous", "strided", "contiguous", _copy_us(op, request, hardware)))
+        now = now.replace(contiguous=True, last_stride1=True, alignment=64)
+    return (now, tuple(transforms)) if not judge(kernel, now, hardware) else None
+
+
+def _needs_dense(capability: Capability, request: Request) -> bool:
+    return (
+        (capability.contiguous and not request.contiguous)
+        or (capability.last_stride1 and not request.last_stride1)
+        or request.alignment < capability.alignment
+    )
+
+
+def _cast_target(capability: Capability, request: Request) -> str | None:
+    floats = [d for d in dict.fromkeys(request.dtypes or (request.dtype,)) if d in _BYTES]
+    if len(floats) > 1:
+        target = floats[0]
+        for dtype in floats[1:]:
+            promoted = torch.promote_types(getattr(torch, target), getattr(torch, dtype))
+            target = str(promoted).removeprefix("torch.")
+        if target in capability.dtypes:
+            return target
+        floats = [target]
+    for wider in _WIDER.get(floats[0], ()) if floats else ():
+        if wider in capability.dtypes:
+            return wider
+    return None
+
+
+def _copy_us(op: Op, request: Request, hardware: Hardware) -> float:
+    """One read and one write of everything the op touches, plus one launch an operand."""
+    moved = op.work(request).bytes
+    return COPY_LAUNCH_US * len(op.operands) + 2 * moved / hardware.bandwidth * 1e6
+
+
+def compile_transforms(
+    op: Op, transforms: tuple[Transform, ...], run: Callable[..., Any]
+) -> Callable[..., Any]:
+    """`run` with the transforms before it and their inverse on its outputs after it."""
+    if not transforms:
+        return run
+    cast = next((t.after for t in transforms if t.kind == "cast"), None)
+    layout = next((t.after for t in transforms if t.kind == "layout"), None)
+    dense = any(t.kind == "contiguous" for t in transforms)
+    dtype: torch.dtype | None = getattr(torch, cast) if cast else None
+
+    def transformed(*args: Any) -> Any:
+        original: torch.dtype = args[op.operands[0]].dtype
+        changed = list(args)
+        if dtype is not None:
+            for position, value in enumerate(changed):
+                if isinstance(value, Tensor) and value.dtype.is_floating_point:
+                    changed[position] = value.to(dtype)
+        if layout is not None:
+            _swap(op, changed, layout)
+        if dense:
+            for position in op.operands:
+                changed[position] = _dense(changed[position])
+        out = run(*changed)
+        return _restore(op, out, original if dtype is not None else None, layout is not None)
+
+    return transformed
+
+
+def _swap(op: Op, args: list[Any], layout: str) -> None:
+    assert op.layouts is not None
+    for position in op.layouts.operands:
+        args[position] = args[position].transpose(*op.layouts.swap)
+    args[op.layouts.argument] = layout
+
+
+def _dense(value: Any) -> Any:
+    if not isinstance(value, Tensor):
+        return value
+    if value.is_contiguous() and value.data_ptr() % 64 == 0:
+        return value
+    return value.clone(memory_format=torch.contiguous_format)
+
+
+def _restore(op: Op, out: Any, dtype: torch.dtype | None, swapped: bool) -> Any:
+    parts = list(out) if isinstance(out, tuple) else [out]
+    for position, part in enumerate(parts):
+        if swapped and op.layouts is not None and position in op.layouts.outputs:
+            part = part.transpose(*op.layouts.swap)
+        if dtype is not None and op.casts_back(position) and isinstance(part, Tensor):
+            part = part.to(dtype)
+        parts[position] = part
+    return tuple(parts) if isinstance(out, tuple) else parts[0]
+
+
