@@ -27,7 +27,7 @@ lint: $(VENV)/.installed-dev  ## ruff, mypy --strict, pyright, import order
 	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/lint-imports
 	$(VENV)/bin/mypy
-	$(VENV)/bin/pyright
+	$(VENV)/bin/pyright --pythonpath $(PY)
 
 format: $(VENV)/.installed-dev  ## let ruff fix what it can
 	$(VENV)/bin/ruff check --fix .

@@ -1,7 +1,7 @@
 """Who owns a device: the device in this process, a fleet of them, and gangs that decide alike.
 
-This folder is `layerzero.actors`.  Under its bare folder name it would be a second copy of every class in it, so
-that import is refused.
+This folder is `layerzero.actors`.  Under its bare folder name it would be a second copy of every class in
+it, so that import is refused.
 """
 
 if __name__ != "layerzero.actors":
