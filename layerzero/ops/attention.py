@@ -1,0 +1,261 @@
+"""Scaled dot product attention: MHA, GQA, MQA; causal, masks, sliding window, soft cap, ALiBi, dropout.
+
+`attention_checks` holds what is checked, `attention_batching` how callers share a launch.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from layerzero.ops import checks
+from layerzero.ops.attention_batching import SameShapes
+from layerzero.ops.attention_checks import bounds, check, head_axes, infer_layout
+from layerzero.ops.op import Args, Call, Layouts, Op, register
+from layerzero.ops.request import OutSpec, Request, Work
+
+# The reference holds at most this many scores at once: 64 MiB of float32.
+MAX_SCORES = 1 << 24
+
+
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    attn_mask: Tensor | None = None,
+    is_causal: bool = False,
+    scale: float | None = None,
+    dropout_p: float = 0.0,
+    window: tuple[int, ...] | list[int] | None = None,
+    softcap: float | None = None,
+    alibi_slopes: Tensor | None = None,
+    layout: str | None = "BHSD",
+    return_lse: bool = False,
+    combine_mask: bool = False,
+    rows_nonempty: bool = False,
+) -> Call:
+    """Attend `q` to `k` and `v`: softmax(scale * q k^T + bias) v.
+
+    Args: q (B, Hq, Sq, D), k (B, Hk, Sk, D), v (B, Hk, Sk, Dv) with Hq % Hk == 0, or heads behind tokens
+        with `layout="BSHD"`; `layout=None` infers it from shapes and strides and raises where both fit.
+        attn_mask broadcasts to (B, Hq, Sq, Sk): bool, True attends, or any float dtype, added.
+        is_causal is aligned at the last query and the last key; with a mask it needs `combine_mask=True`.
+        scale defaults to D**-0.5. window=(left, right) keys around the diagonal, -1 is unbounded.
+        softcap c turns scores s into c * tanh(s / c). alibi_slopes (Hq,) or (B, Hq) subtract
+        slope * |distance to the diagonal|. rows_nonempty asserts that the mask leaves each query a key.
+    Returns: (B, Hq, Sq, Dv) in q's dtype, in q's layout; with return_lse also the natural log of the
+        softmax's denominator, float32 (B, Hq, Sq). A query that sees no key gives 0, and -inf.
+    Raises: ValueError, TypeError: an argument does not fit, by name.
+    Source: arXiv 1706.03762; GQA 2305.13245; ALiBi 2108.12409.
+    """
+    mask_sig: object = None
+    slopes_sig: object = None
+    try:
+        if attn_mask is not None:
+            mask_sig = _signature(attn_mask)
+        if alibi_slopes is not None:
+            slopes_sig = _signature(alibi_slopes)
+        if layout is None:
+            layout = infer_layout(q, k, v)
+        if isinstance(window, list):
+            window = tuple(window)
+        return (
+            "attention", q.shape, q.stride(), q.dtype, q.device, q.requires_grad,
+            k.shape, k.stride(), k.dtype, k.device, k.requires_grad,
+            v.shape, v.stride(), v.dtype, v.device, v.requires_grad,
+            mask_sig, is_causal, scale, dropout_p, window, softcap, slopes_sig,
+            layout, return_lse, combine_mask, rows_nonempty,
+        ), (
+            q, k, v, attn_mask, is_causal, scale, dropout_p, window, softcap, alibi_slopes,
+            layout, return_lse, combine_mask, rows_nonempty,
+        )  # fmt: skip
+    except AttributeError:
+        named = {"q": q, "k": k, "v": v, "attn_mask": attn_mask, "alibi_slopes": alibi_slopes}
+        for name, value in named.items():
+            if value is not None or name in ("q", "k", "v"):
+                checks.need_tensor(name, value, floating=False)
+        raise
+
+
+def _signature(tensor: Tensor) -> tuple[object, ...]:
+    return (tensor.shape, tensor.stride(), tensor.dtype, tensor.device, tensor.requires_grad)
+
+
+def attention_reference(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    attn_mask: Tensor | None = None,
+    is_causal: bool = False,
+    scale: float | None = None,
+    dropout_p: float = 0.0,
+    window: tuple[int, int] | None = None,
+    softcap: float | None = None,
+    alibi_slopes: Tensor | None = None,
+    layout: str = "BHSD",
+    return_lse: bool = False,
+    combine_mask: bool = False,
+    rows_nonempty: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """The op in plain torch: scores in float32 (float64 stays), a block of queries at a time."""
+    swapped = layout == "BSHD"
+    query, key, value = (t.transpose(1, 2) if swapped else t for t in (q, k, v))
+    batch, heads, q_len, width = query.shape
+    k_len = key.shape[2]
+    left, right = bounds(is_causal, window)
+    factor = width**-0.5 if scale is None else scale
+    wide = torch.float64 if torch.float64 in (q.dtype, k.dtype, v.dtype) else torch.float32
+    mask = None if attn_mask is None else attn_mask.expand(batch, heads, q_len, k_len)
+    rows = max(1, MAX_SCORES // max(1, batch * heads * k_len))
+    outs: list[Tensor] = []
+    lses: list[Tensor] = []
+    for start in range(0, q_len, rows):
+        stop = min(start + rows, q_len)
+        first, last = _key_range(start, stop, k_len - q_len, k_len, left, right)
+        scores = _scores(query[:, :, start:stop], key[:, :, first:last], factor, wide)
+        if softcap is not None:
+            scores = softcap * torch.tanh(scores / softcap)
+        scores = _biased(
+            scores, start + k_len - q_len, first, left, right, alibi_slopes,
+            None if mask is None else mask[:, :, start:stop, first:last],
+        )  # fmt: skip
+        out, lse = _weighted(scores, value[:, :, first:last], dropout_p)
+        outs.append(out)
+        lses.append(lse)
+    result = (outs[0] if len(outs) == 1 else torch.cat(outs, 2)).to(q.dtype)
+    if swapped:
+        result = result.transpose(1, 2).contiguous()
+    if not return_lse:
+        return result
+    return result, (lses[0] if len(lses) == 1 else torch.cat(lses, 2)).float()
+
+
+def _key_range(start: int, stop: int, shift: int, k_len: int, left: int, right: int) -> tuple[int, int]:
+    """The keys that queries [start, stop) can see; at least one, so that no product is empty."""
+    first = 0 if left < 0 else min(max(start + shift - left, 0), k_len - 1)
+    last = k_len if right < 0 else min(stop + shift + right, k_len)
+    return first, max(last, first + 1)
+
+
+def _scores(query: Tensor, key: Tensor, factor: float, wide: torch.dtype) -> Tensor:
+    """factor * q k^T, (B, Hq, n, m); query heads of one key head are folded into its rows."""
+    batch, heads, rows, width = query.shape
+    groups = key.shape[1]
+    folded = query.to(wide).reshape(batch, groups, heads // groups * rows, width)
+    return (folded @ key.to(wide).transpose(-1, -2)).reshape(batch, heads, rows, -1) * factor
+
+
+def _biased(
+    scores: Tensor,
+    position: int,
+    first: int,
+    left: int,
+    right: int,
+    slopes: Tensor | None,
+    mask: Tensor | None,
+) -> Tensor:
+    """Scores with ALiBi and the mask added and with what causal and window hide at -inf.
+
+    `position` is the key on the diagonal of the first row, `first` the key of the first column.
+    """
+    if slopes is not None or left >= 0 or right >= 0:
+        rows = torch.arange(position, position + scores.shape[2], device=scores.device)
+        columns = torch.arange(first, first + scores.shape[3], device=scores.device)
+        ahead = columns - rows[:, None]
+        if slopes is not None:
+            per_head = slopes.to(scores.dtype)[..., None, None]
+            scores = scores - per_head * ahead.abs().to(scores.dtype)
+        if right >= 0:
+            scores = scores.masked_fill(ahead > right, -torch.inf)
+        if left >= 0:
+            scores = scores.masked_fill(ahead < -left, -torch.inf)
+    if mask is None:
+        return scores
+    if mask.dtype is torch.bool:
+        return scores.masked_fill(~mask, -torch.inf)
+    return scores + mask.to(scores.dtype)
+
+
+def _weighted(scores: Tensor, value: Tensor, dropout_p: float) -> tuple[Tensor, Tensor]:
+    """softmax(scores) value and the log of its denominator; a row of -inf gives 0 and -inf.
+
+    The row maximum only shifts the exponent, so no gradient flows through it.
+    """
+    peak = scores.detach().amax(-1, keepdim=True)
+    peak = peak.masked_fill(peak == -torch.inf, 0.0)
+    weights = torch.exp(scores - peak)
+    total = weights.sum(-1, keepdim=True)
+    hidden = total == 0
+    total = total.masked_fill(hidden, 1.0)
+    weights = weights / total
+    if dropout_p > 0:
+        weights = functional.dropout(weights, dropout_p)
+    batch, heads, rows, keys = weights.shape
+    groups = value.shape[1]
+    folded = weights.reshape(batch, groups, heads // groups * rows, keys)
+    out = (folded @ value.to(weights.dtype)).reshape(batch, heads, rows, -1)
+    lse = (peak + total.log()).masked_fill(hidden, -torch.inf).squeeze(-1)
+    return out.masked_fill(hidden, 0.0), lse
+
+
+def outputs(args: Args) -> tuple[OutSpec, ...]:
+    """The output like q with v's head size, and float32 (B, Hq, Sq) where the LSE is asked for."""
+    q, v, layout, return_lse = args[0], args[2], args[10], args[11]
+    out = OutSpec((*q.shape[:3], v.shape[3]), checks.dtype_name(q.dtype))
+    if not return_lse:
+        return (out,)
+    heads, tokens = head_axes(layout)
+    return out, OutSpec((q.shape[0], q.shape[heads], q.shape[tokens]), "float32")
+
+
+def empty(args: Args) -> Tensor | tuple[Tensor, Tensor] | None:
+    """The result of a call without queries or without keys: zeros, and -inf for the LSE."""
+    q: Tensor = args[0]
+    k: Tensor = args[1]
+    if q.numel() and k.numel():
+        return None
+    specs = outputs(args)
+    out = q.new_zeros(specs[0].shape)
+    if len(specs) == 1:
+        return out
+    return out, q.new_full(specs[1].shape, -torch.inf, dtype=torch.float32)
+
+
+def visible_pairs(request: Request) -> float:
+    """How many (query, key) pairs of one head have a score: all, or what causal and window leave."""
+    q_len, k_len = request.dim("Sq"), request.dim("Sk")
+    pairs = float(q_len * k_len)
+    if "causal" in request.features:
+        seen = min(q_len, k_len)
+        pairs = seen * k_len - seen * (seen - 1) / 2
+    if "window" in request.features:
+        pairs = min(pairs, float(q_len * request.dim("W", k_len)))
+    return pairs
+
+
+def work(request: Request) -> Work:
+    """Two products over the visible pairs; q, k, v and the output once through memory."""
+    batch, heads, groups = request.dim("B"), request.dim("Hq"), request.dim("Hk")
+    widths = request.dim("D") + request.dim("Dv")
+    element = 8 if request.dtype == "float64" else 4 if request.dtype == "float32" else 2
+    moved = batch * widths * (request.dim("Sq") * heads + request.dim("Sk") * groups)
+    return Work(flops=2.0 * batch * heads * widths * visible_pairs(request), bytes=float(moved * element))
+
+
+ATTENTION = register(
+    Op(
+        name="attention",
+        build=attention,
+        check=check,
+        reference=attention_reference,
+        outputs=outputs,
+        work=work,
+        operands=(0, 1, 2),
+        exact=frozenset({"Hq", "Hk", "G", "D", "Dv"}),
+        empty=empty,
+        batching=SameShapes(),
+        layouts=Layouts(operands=(0, 1, 2), argument=10, names=("BHSD", "BSHD"), swap=(1, 2)),
+    )
+)

@@ -1,0 +1,104 @@
+"""How attention calls of several callers become one launch: calls of one shape stand along the batch axis.
+
+Callers' operands are often views into one earlier output, a fused projection of all their tokens. Where
+such views are equally spaced, the joined operand is a strided view of that output and nothing is copied.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from layerzero.ops.batching import identity
+from layerzero.ops.op import Args, Launch
+
+
+def stack_view(pieces: Sequence[Tensor]) -> Tensor | None:
+    """One view of all `pieces` along axis 0, if they are equally spaced in one storage; else None.
+
+    Pieces are (b_i, ...) with equal inner shapes and strides. Each entry along axis 0 has to lie the same
+    number of bytes behind the one before it, across pieces too.
+    """
+    first = pieces[0]
+    shape, inner = first.shape[1:], first.stride()[1:]
+    start = first.data_ptr()
+    size = first.element_size()
+    step = first.stride(0) * size if first.shape[0] > 1 else pieces[1].data_ptr() - start
+    if step < 0 or step % size:
+        return None
+    count = 0
+    for piece in pieces:
+        rows = piece.shape[0]
+        if (
+            piece.data_ptr() != start + count * step
+            or piece.shape[1:] != shape
+            or piece.stride()[1:] != inner
+            or (rows > 1 and piece.stride(0) * size != step)
+        ):
+            return None
+        count += rows
+    if pieces[-1].untyped_storage()._cdata != first.untyped_storage()._cdata:
+        return None
+    return first.as_strided((count, *shape), (step // size, *inner))
+
+
+def stack(pieces: Sequence[Tensor]) -> Tensor:
+    """All pieces along axis 0: a view where they are equally spaced, one gather otherwise."""
+    if len(pieces) == 1:
+        return pieces[0]
+    view = stack_view(pieces)
+    return view if view is not None else torch.cat(list(pieces))
+
+
+@dataclass(frozen=True, slots=True)
+class SameShapes:
+    """Calls of one (Sq, Sk) become one launch; other lengths in the same group get their own.
+
+    Calls with a mask, dropout or slopes per sequence run alone.
+    """
+
+    def group(self, args: Args) -> Hashable | None:
+        """Everything but lengths: dtype, device, heads, head sizes, flags, layout."""
+        q, k, v, mask, causal, scale, dropout_p, window, softcap, slopes, layout, lse = args[:12]
+        if mask is not None or dropout_p or (slopes is not None and slopes.dim() != 1):
+            return None
+        heads = 1 if layout == "BHSD" else 2
+        return (
+            q.dtype, k.dtype, v.dtype, q.device, q.shape[heads], k.shape[heads], q.shape[3], v.shape[3],
+            causal, scale, window, softcap, identity(slopes), layout, lse,
+        )  # fmt: skip
+
+    def size(self, args: Args) -> tuple[int, int]:
+        """(query tokens, operand bytes)."""
+        q, k, v = args[0], args[1], args[2]
+        tokens = q.shape[0] * q.shape[2 if args[10] == "BHSD" else 1]
+        return tokens, sum(t.numel() * t.element_size() for t in (q, k, v))
+
+    def run(self, calls: Sequence[Args], launch: Launch) -> list[Any]:
+        """One launch for each (Sq, Sk), callers in order along the batch axis of each."""
+        if len(calls) == 1:
+            return [launch(calls[0])]
+        tokens = 2 if calls[0][10] == "BHSD" else 1
+        parts: dict[tuple[int, int], list[int]] = {}
+        for index, args in enumerate(calls):
+            parts.setdefault((args[0].shape[tokens], args[1].shape[tokens]), []).append(index)
+        results: list[Any] = [None] * len(calls)
+        for members in parts.values():
+            together = self._run_equal([calls[i] for i in members], launch)
+            for index, result in zip(members, together, strict=True):
+                results[index] = result
+        return results
+
+    def _run_equal(self, calls: Sequence[Args], launch: Launch) -> list[Any]:
+        if len(calls) == 1:
+            return [launch(calls[0])]
+        merged = tuple(stack([args[position] for args in calls]) for position in range(3))
+        out = launch((*merged, *calls[0][3:]))
+        counts = [args[0].shape[0] for args in calls]
+        if isinstance(out, tuple):
+            return list(zip(*(part.split_with_sizes(counts) for part in out), strict=True))
+        return list(out.split_with_sizes(counts))
