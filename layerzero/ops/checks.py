@@ -17,7 +17,15 @@ def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def need_tensor(name: str, value: Any, *, rank: int | tuple[int, ...] | None = None, floating: bool = True) -> Tensor:
+def dtype_bytes(name: str) -> int:
+    """Bytes of one element: 2 for `"bfloat16"`."""
+    dtype: torch.dtype = getattr(torch, name)
+    return dtype.itemsize
+
+
+def need_tensor(
+    name: str, value: Any, *, rank: int | tuple[int, ...] | None = None, floating: bool = True
+) -> Tensor:
     """`value` as a tensor of the given rank(s); floating point unless told otherwise."""
     if not isinstance(value, Tensor):
         raise TypeError(f"{name} needs a torch.Tensor, got {type(value).__name__}: {_short(value)}")
@@ -25,12 +33,55 @@ def need_tensor(name: str, value: Any, *, rank: int | tuple[int, ...] | None = N
         ranks = (rank,) if isinstance(rank, int) else rank
         if value.dim() not in ranks:
             wanted = " or ".join(str(r) for r in ranks)
-            raise ValueError(f"{name} needs {wanted} dimensions, got {value.dim()}: shape {tuple(value.shape)}")
+            raise ValueError(
+                f"{name} needs {wanted} dimensions, got {value.dim()}: shape {tuple(value.shape)}"
+            )
     if floating and not value.dtype.is_floating_point:
         raise TypeError(f"{name} needs a floating point dtype, got {dtype_name(value.dtype)}")
     if value.layout is not torch.strided:
         raise ValueError(f"{name} needs a strided tensor, got layout {value.layout}")
     return value
+
+
+def need_rows(name: str, value: Any) -> Tensor:
+    """`value` as floating point rows (..., C) with C of at least 1."""
+    tensor = need_tensor(name, value)
+    if tensor.dim() == 0 or tensor.shape[-1] == 0:
+        raise ValueError(f"{name} needs a last axis of at least 1, got shape {tuple(tensor.shape)}")
+    return tensor
+
+
+def need_vector(name: str, value: Any, size: int, why: str) -> Tensor:
+    """`value` as a floating point tensor (size,); `why` says what the size follows from."""
+    tensor = need_tensor(name, value, rank=1)
+    if tensor.shape[0] != size:
+        raise ValueError(f"{name} needs {size} elements like {why}, got {tensor.shape[0]}")
+    return tensor
+
+
+def need_index(name: str, value: Any, *, rank: int | tuple[int, ...] | None = None) -> Tensor:
+    """`value` as a tensor of int32 or int64."""
+    tensor = need_tensor(name, value, rank=rank, floating=False)
+    if tensor.dtype not in (torch.int32, torch.int64):
+        raise TypeError(f"{name} needs dtype int32 or int64, got {dtype_name(tensor.dtype)}")
+    return tensor
+
+
+def ids_in_range(name: str, ids: Tensor, limit: int, what: str, *, ignore: int | None = None) -> None:
+    """Every id is in [0, limit) or is `ignore`; read on the CPU only, where that waits for nothing."""
+    if ids.device.type != "cpu" or ids.numel() == 0:
+        return
+    low, high = torch.aminmax(ids)
+    if low >= 0 and high < limit:
+        return
+    wrong = (ids < 0) | (ids >= limit)
+    if ignore is not None:
+        wrong &= ids != ignore
+    places = wrong.nonzero()
+    if places.shape[0]:
+        place = tuple(places[0].tolist())
+        where = f" at position {place[0] if len(place) == 1 else place}" if place else ""
+        raise ValueError(f"{name} needs ids in [0, {limit}) ({what}), got {int(ids[place])}{where}")
 
 
 def need_same_device(first_name: str, first: Tensor, **others: Tensor | None) -> None:
@@ -40,7 +91,9 @@ def need_same_device(first_name: str, first: Tensor, **others: Tensor | None) ->
             raise ValueError(f"{name} needs to be on {first.device} like {first_name}, got {tensor.device}")
 
 
-def need_number(name: str, value: Any, *, low: float = -math.inf, high: float = math.inf, what: str = "") -> float:
+def need_number(
+    name: str, value: Any, *, low: float = -math.inf, high: float = math.inf, what: str = ""
+) -> float:
     """`value` as a finite number within [low, high]."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise TypeError(f"{name} needs a number, got {type(value).__name__}: {_short(value)}")
@@ -71,7 +124,9 @@ def need_choice(name: str, value: Any, choices: Iterable[str]) -> str:
     """`value` as one of `choices`."""
     allowed = tuple(choices)
     if not isinstance(value, str):
-        raise TypeError(f"{name} needs one of {', '.join(allowed)}, got {type(value).__name__}: {_short(value)}")
+        raise TypeError(
+            f"{name} needs one of {', '.join(allowed)}, got {type(value).__name__}: {_short(value)}"
+        )
     if value not in allowed:
         raise ValueError(f"{name} needs one of {', '.join(allowed)}, got {value!r}")
     return value

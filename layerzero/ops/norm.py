@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from layerzero.ops import checks
 from layerzero.ops.batching import Rows
-from layerzero.ops.op import Args, Call, Op, register
+from layerzero.ops.op import Args, Call, Op, register, signature_of
 from layerzero.ops.request import OutSpec, Request, Work
 
 
@@ -19,38 +23,48 @@ def rms_norm(x: Tensor, weight: Tensor | None = None, *, eps: float = 1e-6) -> C
     Raises: ValueError, TypeError: an argument does not fit, by name.
     Source: arXiv 1910.07467.
     """
-    return (
-        "rms_norm", x.shape, x.stride(), x.dtype, x.device, x.requires_grad, _sig(weight), eps,
-    ), (x, weight, eps)  # fmt: skip
-
-
-def _sig(tensor: Tensor | None) -> tuple[object, ...] | None:
-    if tensor is None:
-        return None
-    return (tensor.shape, tensor.stride(), tensor.dtype, tensor.device, tensor.requires_grad)
+    args = (x, weight, eps)
+    try:
+        return (
+            "rms_norm", x.shape, x.stride(), x.dtype, x.device, x.requires_grad, signature_of(weight), eps,
+        ), args  # fmt: skip
+    except AttributeError:
+        _check_rms_norm(args)  # names the operand that is no tensor
+        raise
 
 
 def _check_rms_norm(args: Args) -> Request:
     x, weight, eps = args
-    checks.need_tensor("x", x)
-    if x.dim() == 0 or x.shape[-1] == 0:
-        raise ValueError(f"x needs a last axis of at least 1, got shape {tuple(x.shape)}")
-    if weight is not None:
-        checks.need_tensor("weight", weight, rank=1)
-        if weight.shape[0] != x.shape[-1]:
-            raise ValueError(f"weight needs {x.shape[-1]} elements like x's last axis, got {weight.shape[0]}")
-        checks.need_same_device("x", x, weight=weight)
+    checks.need_rows("x", x)
+    _check_weights(x, eps, weight=weight)
+    return _norm_request("rms_norm", x, [t for t in (x, weight) if t is not None], _features(weight, None))
+
+
+def _check_weights(x: Tensor, eps: Any, **vectors: Any) -> None:
+    """Each given vector is (C,) and on x's device; eps is a number that is not negative."""
+    for name, vector in vectors.items():
+        if vector is not None:
+            checks.need_vector(name, vector, x.shape[-1], "x's last axis")
+            checks.need_same_device("x", x, **{name: vector})
     checks.need_number("eps", eps, low=0.0)
+
+
+def _features(weight: Tensor | None, bias: Tensor | None) -> frozenset[str]:
+    return frozenset(
+        name for name, holds in (("no_weight", weight is None), ("bias", bias is not None)) if holds
+    )
+
+
+def _norm_request(op: str, x: Tensor, tensors: Sequence[Tensor], features: frozenset[str]) -> Request:
     width = x.shape[-1]
-    tensors = [x] if weight is None else [x, weight]
     return Request(
-        op="rms_norm",
+        op=op,
         platform=x.device.type,
         device=str(x.device),
         dtype=checks.dtype_name(x.dtype),
         dtypes=tuple(checks.dtype_name(t.dtype) for t in tensors),
         dims={"N": x.numel() // width, "C": width},
-        features=frozenset() if weight is not None else frozenset({"no_weight"}),
+        features=features,
         contiguous=checks.is_plain_contiguous(tensors),
         last_stride1=checks.last_stride_is_one(tensors),
         alignment=checks.alignment_of(tensors),
@@ -59,17 +73,29 @@ def _check_rms_norm(args: Args) -> Request:
 
 def rms_norm_reference(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
     """x * rsqrt(mean(x^2) + eps) * weight, in float32 at least."""
-    wide = x if x.dtype == torch.float64 else x.float()
+    wide = _widen(x)
     out = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
     if weight is not None:
         out = out * weight.to(out.dtype)
     return out.to(x.dtype)
 
 
+def _widen(x: Tensor) -> Tensor:
+    return x if x.dtype == torch.float64 else x.float()
+
+
 def _norm_work(request: Request) -> Work:
+    """Five operations an element; rows are read and written once, the weight is read once."""
     n, c = request.dim("N"), request.dim("C")
-    width = 8 if request.dtype == "float64" else 4 if request.dtype == "float32" else 2
-    return Work(flops=5.0 * n * c, bytes=float((2 * n * c + c) * width))
+    return Work(flops=5.0 * n * c, bytes=float((2 * n * c + c) * checks.dtype_bytes(request.dtype)))
+
+
+def _like_x(args: Args) -> tuple[OutSpec, ...]:
+    return (OutSpec(tuple(args[0].shape), checks.dtype_name(args[0].dtype)),)
+
+
+def _empty_like_x(args: Args) -> Tensor | None:
+    return torch.empty_like(args[0]) if args[0].numel() == 0 else None
 
 
 RMS_NORM = register(
@@ -78,11 +104,135 @@ RMS_NORM = register(
         build=rms_norm,
         check=_check_rms_norm,
         reference=rms_norm_reference,
-        outputs=lambda args: (OutSpec(tuple(args[0].shape), checks.dtype_name(args[0].dtype)),),
+        outputs=_like_x,
         work=_norm_work,
         operands=(0, 1),
         exact=frozenset({"C"}),
-        empty=lambda args: torch.empty_like(args[0]) if args[0].numel() == 0 else None,
+        empty=_empty_like_x,
+        batching=Rows(),
+    )
+)
+
+
+def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor | None = None, *, eps: float = 1e-6) -> Call:
+    """Add `residual` to `x` and normalise the sum; both are returned.
+
+    Args: x and residual (..., C) of one shape and dtype; weight (C,) or None.
+    Returns: (normed, x + residual), each of x's shape and dtype; the sum that is normalised is the one
+        returned, rounded to x's dtype, so that fused and separate kernels agree.
+    Raises: ValueError, TypeError: an argument does not fit, by name.
+    Source: arXiv 1910.07467, with the residual stream of pre-norm transformers.
+    """
+    args = (x, residual, weight, eps)
+    try:
+        return (
+            "add_rms_norm", x.shape, x.stride(), x.dtype, x.device, x.requires_grad,
+            residual.shape, residual.stride(), residual.dtype, residual.device, residual.requires_grad,
+            signature_of(weight), eps,
+        ), args  # fmt: skip
+    except AttributeError:
+        _check_add_rms_norm(args)
+        raise
+
+
+def _check_add_rms_norm(args: Args) -> Request:
+    x, residual, weight, eps = args
+    checks.need_rows("x", x)
+    checks.need_tensor("residual", residual)
+    if residual.shape != x.shape:
+        raise ValueError(f"residual needs x's shape {tuple(x.shape)}, got {tuple(residual.shape)}")
+    if residual.dtype != x.dtype:
+        wanted, got = checks.dtype_name(x.dtype), checks.dtype_name(residual.dtype)
+        raise TypeError(f"residual needs x's dtype {wanted}, got {got}")
+    checks.need_same_device("x", x, residual=residual)
+    _check_weights(x, eps, weight=weight)
+    tensors = [t for t in (x, residual, weight) if t is not None]
+    return _norm_request("add_rms_norm", x, tensors, _features(weight, None))
+
+
+def add_rms_norm_reference(
+    x: Tensor, residual: Tensor, weight: Tensor | None, eps: float
+) -> tuple[Tensor, Tensor]:
+    """The sum in x's dtype, then `rms_norm_reference` of it."""
+    total = x + residual
+    return rms_norm_reference(total, weight, eps), total
+
+
+def _add_norm_work(request: Request) -> Work:
+    """Two operands are read, two results written."""
+    n, c = request.dim("N"), request.dim("C")
+    return Work(flops=6.0 * n * c, bytes=float((4 * n * c + c) * checks.dtype_bytes(request.dtype)))
+
+
+def _empty_pair(args: Args) -> tuple[Tensor, Tensor] | None:
+    x = args[0]
+    return (torch.empty_like(x), torch.empty_like(x)) if x.numel() == 0 else None
+
+
+ADD_RMS_NORM = register(
+    Op(
+        name="add_rms_norm",
+        build=add_rms_norm,
+        check=_check_add_rms_norm,
+        reference=add_rms_norm_reference,
+        outputs=lambda args: _like_x(args) * 2,
+        work=_add_norm_work,
+        operands=(0, 1, 2),
+        exact=frozenset({"C"}),
+        empty=_empty_pair,
+        batching=Rows(along=(0, 1)),
+    )
+)
+
+
+def layer_norm(
+    x: Tensor, weight: Tensor | None = None, bias: Tensor | None = None, *, eps: float = 1e-5
+) -> Call:
+    """Shift and scale each row of `x` to mean 0 and variance 1, times `weight`, plus `bias`.
+
+    Args: x (..., C), any float dtype; weight and bias (C,) or None; eps is added to the variance.
+    Returns: x's shape and dtype; mean and (biased) variance are taken in float32.
+    Raises: ValueError, TypeError: an argument does not fit, by name.
+    Source: arXiv 1607.06450.
+    """
+    args = (x, weight, bias, eps)
+    try:
+        return (
+            "layer_norm", x.shape, x.stride(), x.dtype, x.device, x.requires_grad,
+            signature_of(weight), signature_of(bias), eps,
+        ), args  # fmt: skip
+    except AttributeError:
+        _check_layer_norm(args)
+        raise
+
+
+def _check_layer_norm(args: Args) -> Request:
+    x, weight, bias, eps = args
+    checks.need_rows("x", x)
+    _check_weights(x, eps, weight=weight, bias=bias)
+    tensors = [t for t in (x, weight, bias) if t is not None]
+    return _norm_request("layer_norm", x, tensors, _features(weight, bias))
+
+
+def layer_norm_reference(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
+    """`torch.nn.functional.layer_norm` in float32 at least; it shifts before it squares."""
+    wide = _widen(x)
+    scale = None if weight is None else weight.to(wide.dtype)
+    shift = None if bias is None else bias.to(wide.dtype)
+    return F.layer_norm(wide, x.shape[-1:], scale, shift, eps).to(x.dtype)
+
+
+LAYER_NORM = register(
+    Op(
+        name="layer_norm",
+        build=layer_norm,
+        check=_check_layer_norm,
+        reference=layer_norm_reference,
+        outputs=_like_x,
+        work=_norm_work,
+        operands=(0, 1, 2),
+        exact=frozenset({"C"}),
+        empty=_empty_like_x,
         batching=Rows(),
     )
 )

@@ -98,6 +98,13 @@ class Op:
         return [a for a in args if isinstance(a, Tensor)]
 
 
+def signature_of(tensor: Tensor | None) -> tuple[Any, ...] | None:
+    """What a signature holds of an operand that may be absent."""
+    if tensor is None:
+        return None
+    return (tensor.shape, tensor.stride(), tensor.dtype, tensor.device, tensor.requires_grad)
+
+
 OPS: dict[str, Op] = {}
 
 
