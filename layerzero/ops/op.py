@@ -66,10 +66,10 @@ class Op:
     range) and runs for every call that joins a batch.
 
     `reference(*args)` is plain torch, accumulates in float32 (float64 inputs stay float64), and is right
-    for everything `check` lets through. `outputs(args)` gives shapes and dtypes; `empty(args)` the result of a call that has
-    nothing to compute, else None; `work(request)` the least work. `operands` are the positions of the tensors
-    that layout, contiguity and alignment speak of; `exact` the sizes that keys never round;
-    `wide_outputs` the outputs whose dtype does not follow the operands'.
+    for everything `check` lets through. `outputs(args)` gives shapes and dtypes; `empty(args)` the result
+    of a call that has nothing to compute, else None; `work(request)` the least work. `operands` are the
+    positions of the tensors that layout, contiguity and alignment speak of; `exact` the sizes that keys
+    never round; `wide_outputs` the outputs whose dtype does not follow the operands'.
     """
 
     name: str
