@@ -11,7 +11,7 @@ PY := $(VENV)/bin/python
 SPEC := pyproject.toml constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint format bench docs ci dev clean
+.PHONY: help demo test lint ruff layers mypy pyright format bench docs ci dev clean
 
 help:  ## this list
 	@awk -F':.*## ' '/^[a-z]+:.*## / { printf "make %-8s %s\n", $$1, $$2 }' Makefile
@@ -22,11 +22,19 @@ demo: $(VENV)/.installed-demo  ## set up and run the embedding service on real t
 test: $(VENV)/.installed-test  ## set up and run the test suite
 	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(PY) -m pytest $(PYTEST_FLAGS)
 
-lint: $(VENV)/.installed-dev  ## ruff, mypy --strict, pyright, import order
+lint: ruff layers mypy pyright  ## ruff, mypy --strict, pyright, import order
+
+ruff: $(VENV)/.installed-dev
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
+
+layers: $(VENV)/.installed-dev
 	$(VENV)/bin/lint-imports
+
+mypy: $(VENV)/.installed-dev
 	$(VENV)/bin/mypy
+
+pyright: $(VENV)/.installed-dev
 	$(VENV)/bin/pyright --pythonpath $(PY)
 
 format: $(VENV)/.installed-dev  ## let ruff fix what it can

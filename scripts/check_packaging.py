@@ -38,6 +38,14 @@ print(importlib.metadata.version("layerzero-runtime"), layerzero.__file__, layer
 """
 
 
+MISUSE = """
+from layerzero.actors import __name__ as name
+from layerzero.errors import LayerZeroError
+
+number: int = LayerZeroError(name)
+"""
+
+
 def say(command: list[str], cwd: Path) -> str:
     """Run a command, return its output, and stop the whole check with that output if it fails."""
     done = subprocess.run(
@@ -132,6 +140,15 @@ def sources(tree: Path, wheel: Path, sdist: Path) -> Iterator[tuple[str, list[st
     yield "git tree", [f"layerzero-runtime @ git+file://{ROOT}"]
 
 
+def types_reach_users(python: Path, work: Path) -> None:
+    """Check that a type checker sees the installed types: a planted misuse is the only error."""
+    (user := work / "user.py").write_text(MISUSE)
+    command = [sys.executable, "-m", "mypy", "--strict", "--python-executable", str(python), str(user)]
+    done = subprocess.run(command, cwd=work, stdin=subprocess.DEVNULL, capture_output=True, text=True)
+    if "Incompatible types in assignment" not in done.stdout or "Found 1 error in 1 file" not in done.stdout:
+        sys.exit(f"mypy does not see the installed package's types:\n{done.stdout}{done.stderr}")
+
+
 def main() -> int:
     """Install in every way and print what each install imports."""
     with tempfile.TemporaryDirectory() as name:
@@ -153,8 +170,9 @@ def main() -> int:
             home = tree if kind == "editable" else python.parent.parent
             if not all(Path(f).is_relative_to(home) for f in found[1:]):
                 sys.exit(f"{kind}: imported {found[1:]} from outside {home}")
-            if (ROOT / "layerzero" / "cli.py").exists() or (ROOT / "layerzero" / "cli").exists():
-                say([str(python.parent / "lz"), "--help"], work)
+            say([str(python.parent / "lz"), "--help"], work)
+            if kind == "wheel":
+                types_reach_users(python, work)
             print(f"{kind:<9} layerzero-runtime {found[0]}  {time.perf_counter() - begin:.1f} s")
     return 0
 
