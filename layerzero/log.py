@@ -1,12 +1,15 @@
-"""Structured events through structlog, bound on first use; importing this module configures nothing.
+"""Structured events; importing this module configures nothing and imports nothing heavy.
 
-An event is a constant `noun.past_verb`; values travel as keys. The hot path counts and never logs.
+Events go to structlog where the application has configured it, and else to the stdlib logger "layerzero",
+because unconfigured structlog prints to the stdout of a program that never asked for it. An event is a
+constant `noun.past_verb`; values travel as keys. The hot path counts and never logs.
 `redact` is the processor that keeps tokens and passwords out; `configure` puts it in front for the CLI, and
 every event passes through it here as well, whatever the host application configured.
 """
 
 from __future__ import annotations
 
+import logging
 import os
 import re
 import sys
@@ -76,8 +79,6 @@ def configure(
     `stream` defaults to stderr. A library never calls this; an application that has configured structlog
     keeps its own configuration.
     """
-    import logging
-
     import structlog
 
     if level not in ("debug", "info", "warning", "error"):
@@ -102,10 +103,17 @@ def configure(
 
 
 def _emit(method: str, event: str, values: dict[str, Any]) -> None:
-    import structlog  # costs more than our whole import where rich is installed, so not at the top
-
-    logger = structlog.get_logger(LOGGER_NAME)
-    getattr(logger, method)(event, **redact(logger, method, values))
+    # Importing structlog costs more than our whole import where rich is installed: only if it is in use.
+    structlog = sys.modules.get("structlog")
+    if structlog is not None and structlog.is_configured():
+        logger = structlog.get_logger(LOGGER_NAME)
+        getattr(logger, method)(event, **redact(logger, method, values))
+        return
+    plain = logging.getLogger(LOGGER_NAME)
+    level = getattr(logging, method.upper())
+    if plain.isEnabledFor(level):
+        clean = redact(plain, method, values)
+        plain.log(level, "%s%s", event, "".join(f" {key}={value!r}" for key, value in clean.items()))
 
 
 def _is_secret(key: object) -> bool:

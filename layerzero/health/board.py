@@ -1,0 +1,184 @@
+"""The board over all kernels of one device: who is out, who is on probation, what persists."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable
+from enum import StrEnum
+
+from layerzero import log
+from layerzero.health.breaker import MAX_WHY, Breaker, Probe, Standing, State, Transition
+from layerzero.health.store import QuarantineRecord, Store
+from layerzero.reasons import Reason, Rejected
+from layerzero.settings import Settings
+
+KERNEL_FAILED = "kernel.failed"
+KERNEL_QUARANTINED = "kernel.quarantined"
+CIRCUIT_OPENED = "circuit.opened"
+CIRCUIT_HALF_OPENED = "circuit.half_opened"
+CIRCUIT_CLOSED = "circuit.closed"
+
+
+class Level(StrEnum):
+    """How a backend is: no kernel in trouble, some, or none left to serve."""
+
+    HEALTHY = "healthy"
+    DEGRADED = "degraded"
+    UNHEALTHY = "unhealthy"
+
+
+class Health:
+    """The board over all kernels of one device: who is out, who is on probation, what persists.
+
+    `changed` is called after each transition, outside every lock, from the thread that caused it: build a
+    new snapshot there. `device` and `environment` select the quarantine records of `store` that apply.
+    """
+
+    def __init__(
+        self,
+        settings: Settings,
+        clock: Callable[[], float] = time.monotonic,
+        *,
+        store: Store | None = None,
+        device: str = "*",
+        environment: str = "*",
+        changed: Callable[[Transition], None] | None = None,
+        wall: Callable[[], float] = time.time,
+    ) -> None:
+        self._settings = settings
+        self._clock = clock
+        self._wall = wall
+        self._store = store
+        self._device = device
+        self._environment = environment
+        self._changed = changed
+        self._breakers: dict[str, Breaker] = {}
+        for record in store.load() if store is not None else ():
+            if record.device in ("*", device) and record.environment in ("*", environment):
+                self._breaker(record.kernel).quarantine(self._clock(), record.why or "quarantined earlier")
+
+    def failure(self, kernel: str, why: str, **facts: object) -> Transition | None:
+        """A call of `kernel` failed; `facts` (op, sizes, dtype) go to the log."""
+        log.warning(KERNEL_FAILED, kernel=kernel, why=why[:MAX_WHY], **facts)
+        return self._breaker(kernel).failure(self._clock(), why)
+
+    def success(self, kernel: str) -> None:
+        """A call of `kernel` succeeded; worth saying only for a kernel that has failed before."""
+        breaker = self._breakers.get(kernel)
+        if breaker is not None:
+            breaker.success(self._clock())
+
+    def take_probe(self, kernel: str) -> Probe | None:
+        """A place for one call of a half-open kernel, or None; a kernel without trouble needs no probe."""
+        breaker = self._breakers.get(kernel)
+        return None if breaker is None else breaker.take_probe()
+
+    def quarantine(self, kernel: str, why: str) -> Transition | None:
+        """Take `kernel` out on this device until `lift`, in later processes too.
+
+        Raises: OSError: the store cannot be written; the kernel is out of service in this process anyway.
+        """
+        transition = self._breaker(kernel).quarantine(self._clock(), why)
+        if self._store is not None:
+            self._store.save(self._record(kernel, why))
+        return transition
+
+    def lift(self, kernel: str) -> Transition | None:
+        """End the quarantine of `kernel`, stored record included."""
+        if self._store is not None:
+            self._store.forget(self._record(kernel, ""))
+            self._store.forget(QuarantineRecord(kernel=kernel))
+        breaker = self._breakers.get(kernel)
+        return None if breaker is None else breaker.lift(self._clock())
+
+    def tick(self) -> tuple[Transition, ...]:
+        """Let time act on every breaker."""
+        now = self._clock()
+        return tuple(t for breaker in self._all() if (t := breaker.tick(now)) is not None)
+
+    def next_change(self) -> float | None:
+        """The clock's time at which the next cooldown ends, or None."""
+        return min((at for breaker in self._all() if (at := breaker.next_probe_at) is not None), default=None)
+
+    def state(self, kernel: str) -> State:
+        """Where the breaker of `kernel` stands."""
+        breaker = self._breakers.get(kernel)
+        return State.CLOSED if breaker is None else breaker.state
+
+    def blocked(self) -> dict[str, Rejected]:
+        """Kernel id to the reason why it must not run now; kernels on probation are in `probing`."""
+        now = self._clock()
+        blocked: dict[str, Rejected] = {}
+        for breaker in self._all():
+            breaker.tick(now)
+            standing = breaker.standing(now)
+            if standing.state is State.OPEN:
+                left = max(0.0, (standing.next_probe_at or now) - now)
+                blocked[standing.kernel] = Rejected(
+                    Reason.CIRCUIT_OPEN,
+                    "health",
+                    "a closed circuit",
+                    standing.why,
+                    f"probed again in {left:.1f} s",
+                )
+            elif standing.state is State.QUARANTINED:
+                blocked[standing.kernel] = Rejected(
+                    Reason.QUARANTINED, "health", "no quarantine", standing.why, "quarantine lifted"
+                )
+        return blocked
+
+    def probing(self) -> frozenset[str]:
+        """Kernels on probation: each call of them takes a probe first."""
+        return frozenset(b.kernel for b in self._all() if b.state is State.HALF_OPEN)
+
+    def level(self, kernels: Iterable[str]) -> Level:
+        """How a backend with these kernels is; a kernel without trouble counts as healthy."""
+        names = list(kernels)
+        now = self._clock()
+        troubled = 0
+        out = 0
+        for name in names:
+            breaker = self._breakers.get(name)
+            if breaker is None:
+                continue
+            standing = breaker.standing(now)
+            out += standing.state in (State.OPEN, State.QUARANTINED)
+            troubled += standing.state is not State.CLOSED or standing.recent_failures > 0
+        if names and out == len(names):
+            return Level.UNHEALTHY
+        return Level.DEGRADED if troubled else Level.HEALTHY
+
+    def standings(self) -> tuple[Standing, ...]:
+        """One record for each kernel that ever failed here, by id."""
+        now = self._clock()
+        return tuple(sorted((b.standing(now) for b in self._all()), key=lambda s: s.kernel))
+
+    def _all(self) -> list[Breaker]:
+        return list(self._breakers.values())  # one C call: no other thread can insert meanwhile
+
+    def _breaker(self, kernel: str) -> Breaker:
+        breaker = self._breakers.get(kernel)
+        if breaker is None:
+            new = Breaker(self._settings, self._clock, kernel=kernel, changed=self._moved)
+            breaker = self._breakers.setdefault(kernel, new)  # atomic: every thread gets the same one
+        return breaker
+
+    def _record(self, kernel: str, why: str) -> QuarantineRecord:
+        return QuarantineRecord(
+            kernel=kernel,
+            device=self._device,
+            environment=self._environment,
+            why=why[:MAX_WHY],
+            at=self._wall(),
+        )
+
+    def _moved(self, transition: Transition) -> None:
+        if transition.after is State.OPEN:
+            log.warning(CIRCUIT_OPENED, kernel=transition.kernel, why=transition.why)
+        elif transition.after is State.QUARANTINED:
+            log.error(KERNEL_QUARANTINED, kernel=transition.kernel, why=transition.why)
+        else:
+            event = CIRCUIT_CLOSED if transition.after is State.CLOSED else CIRCUIT_HALF_OPENED
+            log.info(event, kernel=transition.kernel, why=transition.why)
+        if self._changed is not None:
+            self._changed(transition)

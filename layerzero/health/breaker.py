@@ -1,0 +1,273 @@
+"""The circuit breaker of one kernel: a state machine without I/O that reads only the clock it is given."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+import weakref
+from collections import deque
+from collections.abc import Callable
+from enum import StrEnum
+from types import TracebackType
+
+import msgspec
+
+from layerzero.settings import Settings
+
+MAX_WHY = 500
+
+
+class State(StrEnum):
+    """Where a kernel's breaker stands."""
+
+    CLOSED = "closed"
+    OPEN = "open"
+    HALF_OPEN = "half_open"
+    QUARANTINED = "quarantined"
+
+
+class Transition(msgspec.Struct, frozen=True):
+    """One change of a breaker's state, and why."""
+
+    kernel: str
+    before: State
+    after: State
+    why: str
+    at: float
+
+
+class Standing(msgspec.Struct, frozen=True):
+    """What a breaker knows, as values: for reports."""
+
+    kernel: str
+    state: State
+    recent_failures: int
+    failures: int
+    successes: int
+    opened: int
+    next_probe_at: float | None
+    why: str
+
+
+class Probe:
+    """Permission for one call of a kernel on probation; settle it once, whatever happens to the call.
+
+    As a context manager: no error is a success, an `Exception` a failure, anything else (cancellation, exit)
+    gives the place back without a verdict. Settling again, or after the round is over, changes nothing.
+    """
+
+    __slots__ = ("_breaker", "number")
+
+    def __init__(self, breaker: Breaker, number: int) -> None:
+        self._breaker = breaker
+        self.number = number
+
+    def succeeded(self) -> Transition | None:
+        """The kernel works: close the breaker."""
+        return self._breaker._settle(self.number, True, "a probe succeeded")
+
+    def failed(self, why: str) -> Transition | None:
+        """The kernel still fails: open the breaker again, for longer."""
+        return self._breaker._settle(self.number, False, why)
+
+    def release(self) -> None:
+        """Give the place back; the call said nothing about the kernel."""
+        self._breaker._settle(self.number, None, "")
+
+    def __enter__(self) -> Probe:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is None:
+            self.succeeded()
+        elif isinstance(error, Exception):
+            self.failed(f"{type(error).__name__}: {error}")
+        else:
+            self.release()
+
+
+class Breaker:
+    """The state machine of one kernel; safe from any thread, and it reads no clock but the one given.
+
+    In CLOSED, `failure` and `success` of ordinary calls count, and a success forgets earlier failures. In
+    every other state only probes decide: a call that began before the breaker opened says nothing about now.
+    """
+
+    def __init__(
+        self,
+        settings: Settings,
+        clock: Callable[[], float] = time.monotonic,
+        *,
+        kernel: str = "",
+        changed: Callable[[Transition], None] | None = None,
+    ) -> None:
+        self.kernel = kernel
+        self._settings = settings
+        self._clock = clock
+        self._changed = changed
+        self._state = State.CLOSED
+        self._recent: deque[float] = deque(maxlen=settings.failures_to_open)
+        self._why = ""
+        self._rounds = 0
+        self._opened = 0
+        self._failures = 0
+        self._successes = 0
+        self._next_probe_at: float | None = None
+        self._probes: dict[int, float] = {}
+        self._issued = 0
+        self._lock = threading.Lock()
+        _after_fork.add(self)
+
+    @property
+    def state(self) -> State:
+        """The state as of the last event; `tick` moves it with time."""
+        return self._state
+
+    @property
+    def next_probe_at(self) -> float | None:
+        """When an open breaker begins probation, or None."""
+        return self._next_probe_at
+
+    def failure(self, now: float, why: str) -> Transition | None:
+        """An ordinary call failed at `now`."""
+        with self._lock:
+            self._failures += 1
+            if self._state is not State.CLOSED:
+                return None
+            self._why = why[:MAX_WHY]
+            self._forget_before(now - self._settings.window_s)
+            self._recent.append(now)
+            if len(self._recent) < self._settings.failures_to_open:
+                return None
+            transition = self._open(now, why)
+        return self._tell(transition)
+
+    def success(self, now: float) -> None:
+        """An ordinary call succeeded at `now`."""
+        with self._lock:
+            self._successes += 1
+            if self._state is State.CLOSED:
+                self._recent.clear()
+
+    def tick(self, now: float) -> Transition | None:
+        """Let time act: cooldowns end, probes that nobody settled count as failures."""
+        with self._lock:
+            transition = self._pass_time(now)
+        return self._tell(transition)
+
+    def take_probe(self, now: float | None = None) -> Probe | None:
+        """One of the `probes` places of a half-open breaker, or None where none is free."""
+        moment = self._clock() if now is None else now
+        with self._lock:
+            transition = self._pass_time(moment)
+            probe = None
+            if self._state is State.HALF_OPEN and len(self._probes) < self._settings.probes:
+                self._issued += 1
+                self._probes[self._issued] = moment
+                probe = Probe(self, self._issued)
+        self._tell(transition)
+        return probe
+
+    def quarantine(self, now: float, why: str) -> Transition | None:
+        """Take the kernel out of service until `lift`."""
+        with self._lock:
+            if self._state is State.QUARANTINED:
+                return None
+            transition = self._move(State.QUARANTINED, now, why)
+            self._next_probe_at = None
+        return self._tell(transition)
+
+    def lift(self, now: float) -> Transition | None:
+        """End a quarantine; in any other state nothing changes."""
+        with self._lock:
+            if self._state is not State.QUARANTINED:
+                return None
+            transition = self._close(now, "quarantine lifted")
+        return self._tell(transition)
+
+    def standing(self, now: float) -> Standing:
+        """Everything this breaker knows, as values."""
+        with self._lock:
+            self._forget_before(now - self._settings.window_s)
+            return Standing(
+                self.kernel,
+                self._state,
+                len(self._recent),
+                self._failures,
+                self._successes,
+                self._opened,
+                self._next_probe_at,
+                self._why,
+            )
+
+    def _settle(self, number: int, good: bool | None, why: str) -> Transition | None:
+        now = self._clock()
+        with self._lock:
+            if self._probes.pop(number, None) is None or good is None:
+                return None
+            if good:
+                self._successes += 1
+                transition = self._close(now, why)
+            else:
+                self._failures += 1
+                transition = self._open(now, why)
+        return self._tell(transition)
+
+    def _pass_time(self, now: float) -> Transition | None:
+        if self._state is State.OPEN and self._next_probe_at is not None and now >= self._next_probe_at:
+            transition = self._move(State.HALF_OPEN, now, "cooldown ended")
+            self._next_probe_at = None
+            return transition
+        limit = now - self._settings.probe_timeout_s
+        if self._state is State.HALF_OPEN and any(begun <= limit for begun in self._probes.values()):
+            self._failures += 1
+            return self._open(now, f"a probe did not return within {self._settings.probe_timeout_s:g} s")
+        return None
+
+    def _open(self, now: float, why: str) -> Transition:
+        settings = self._settings
+        longest = max(settings.cooldown_s, settings.cooldown_max_s)
+        cooldown = min(longest, settings.cooldown_s * 2.0 ** min(self._rounds, 60))
+        self._rounds += 1
+        self._opened += 1
+        self._next_probe_at = now + cooldown
+        return self._move(State.OPEN, now, why)
+
+    def _close(self, now: float, why: str) -> Transition:
+        self._rounds = 0
+        self._next_probe_at = None
+        return self._move(State.CLOSED, now, why)
+
+    def _move(self, after: State, now: float, why: str) -> Transition:
+        transition = Transition(self.kernel, self._state, after, why[:MAX_WHY], now)
+        self._state = after
+        self._why = transition.why
+        self._recent.clear()
+        self._probes.clear()
+        return transition
+
+    def _forget_before(self, moment: float) -> None:
+        while self._recent and self._recent[0] <= moment:
+            self._recent.popleft()
+
+    def _tell(self, transition: Transition | None) -> Transition | None:
+        if transition is not None and self._changed is not None:
+            self._changed(transition)
+        return transition
+
+
+_after_fork: weakref.WeakSet[Breaker] = weakref.WeakSet()
+
+
+def _renew_locks() -> None:
+    # A forked child has one thread: a lock that another held stays held, and their probes never come back.
+    for breaker in _after_fork:
+        breaker._lock = threading.Lock()
+        breaker._probes.clear()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_renew_locks)

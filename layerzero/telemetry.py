@@ -1,0 +1,147 @@
+"""Counters that are exact under threads, and their text for Prometheus."""
+
+from __future__ import annotations
+
+import os
+import re
+import threading
+import weakref
+from collections.abc import Iterator
+from typing import Any, Protocol
+
+import msgspec
+
+MAX_SERIES = 1000
+OVERFLOW = "overflow"
+
+_NAME = re.compile(r"[a-z][a-z0-9_]{0,63}")
+
+
+class Series(msgspec.Struct, frozen=True, order=True):
+    """One counter with one set of label values; `labels` are (name, value) pairs sorted by name."""
+
+    name: str
+    labels: tuple[tuple[str, str], ...] = ()
+
+
+class Collector(Protocol):
+    """What a Prometheus registry scrapes."""
+
+    def collect(self) -> Iterator[Any]: ...
+
+
+class Counters:
+    """Named counters with labels; no increment is ever lost, whatever the number of threads.
+
+    One lock guards all of them, so `snapshot` is one consistent moment. A counter keeps the label names of
+    its first use. Beyond `max_series` label sets, a counter's further ones are summed under "overflow", so
+    that values from outside cannot grow memory without bound.
+    """
+
+    def __init__(self, max_series: int = MAX_SERIES) -> None:
+        if max_series < 1:
+            raise ValueError(f"max_series needs at least 1, got {max_series}")
+        self._max_series = max_series
+        self._values: dict[Series, int | float] = {}
+        self._labels: dict[str, tuple[str, ...]] = {}
+        self._counts: dict[str, int] = {}
+        self._lock = threading.Lock()
+        _after_fork.add(self)
+
+    def add(self, counter: str, value: int | float = 1, /, **labels: object) -> None:
+        """Add `value` to `counter` for these labels.
+
+        Raises: ValueError: a negative value, a malformed name, or other labels than the counter's own.
+        """
+        if value < 0:
+            raise ValueError(f"value of counter {counter} needs to be at least 0, got {value}")
+        series = Series(counter, tuple(sorted((name, str(text)) for name, text in labels.items())))
+        with self._lock:
+            known = self._values.get(series)
+            if known is not None:
+                self._values[series] = known + value
+            else:
+                admitted = self._admit(series)
+                self._values[admitted] = self._values.get(admitted, 0) + value
+
+    def get(self, counter: str, /, **labels: object) -> int | float:
+        """The value for exactly these labels; 0 if nothing was ever added."""
+        series = Series(counter, tuple(sorted((name, str(text)) for name, text in labels.items())))
+        with self._lock:
+            return self._values.get(series, 0)
+
+    def total(self, counter: str) -> int | float:
+        """The sum over all label values of `counter`."""
+        with self._lock:
+            return sum(value for series, value in self._values.items() if series.name == counter)
+
+    def snapshot(self) -> dict[Series, int | float]:
+        """Every value at one moment, sorted by name and labels."""
+        with self._lock:
+            values = dict(self._values)
+        return dict(sorted(values.items()))
+
+    def collector(self, prefix: str = "layerzero_") -> Collector:
+        """A collector for a `prometheus_client` registry: values are read when it is scraped."""
+        return _Collector(self, prefix)
+
+    def exposition(self, prefix: str = "layerzero_") -> str:
+        """All counters in the Prometheus text format.
+
+        Raises: ImportError: prometheus_client is not installed (`pip install layerzero-runtime[serve]`).
+        """
+        from prometheus_client import CollectorRegistry, generate_latest
+
+        registry = CollectorRegistry(auto_describe=False)
+        registry.register(self.collector(prefix))
+        return generate_latest(registry).decode("utf-8")
+
+    def _admit(self, series: Series) -> Series:
+        names = tuple(name for name, _ in series.labels)
+        known = self._labels.get(series.name)
+        if known is None:
+            for word in (series.name, *names):
+                if not _NAME.fullmatch(word):
+                    raise ValueError(f"counter and label names need lower snake case, got {word!r}")
+            self._labels[series.name] = names
+        elif known != names:
+            raise ValueError(f"counter {series.name} has labels {list(known)}, got {list(names)}")
+        count = self._counts.get(series.name, 0)
+        if count >= self._max_series:
+            return Series(series.name, tuple((name, OVERFLOW) for name in names))
+        self._counts[series.name] = count + 1
+        return series
+
+
+class _Collector:
+    def __init__(self, counters: Counters, prefix: str) -> None:
+        self._counters = counters
+        self._prefix = prefix
+
+    def collect(self) -> Iterator[Any]:
+        from prometheus_client.core import CounterMetricFamily
+
+        families: dict[str, Any] = {}
+        for series, value in self._counters.snapshot().items():
+            family = families.get(series.name)
+            if family is None:
+                family = families[series.name] = CounterMetricFamily(
+                    self._prefix + series.name,
+                    series.name.replace("_", " "),
+                    labels=[name for name, _ in series.labels],
+                )
+            family.add_metric([text for _, text in series.labels], value)
+        yield from families.values()
+
+
+_after_fork: weakref.WeakSet[Counters] = weakref.WeakSet()
+
+
+def _renew_locks() -> None:
+    # The forked child has one thread; a lock that another thread held would stay held for ever.
+    for counters in _after_fork:
+        counters._lock = threading.Lock()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_renew_locks)
