@@ -8,7 +8,7 @@ because they are the pieces of one earlier batch, the base is used as it is and 
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -21,31 +21,29 @@ def identity(value: Any) -> Hashable:
     """What makes an argument the same for two callers: tensors by memory, everything else by value."""
     if isinstance(value, Tensor):
         return (value.data_ptr(), value.shape, value.stride(), value.dtype, value.device)
-    return value
+    same: Hashable = value
+    return same
 
 
 def rejoin(pieces: Sequence[Tensor]) -> Tensor | None:
     """The tensor that `pieces` are consecutive row blocks of, as a view; None when they are not.
 
-    Each piece is (rows_i, ...) and dense beyond its rows. Pieces that touch in memory and whose first and
-    last share a storage lie in it altogether.
+    Pieces are (rows_i, ...) of one dtype and, beyond their rows, one shape. Pieces that touch in memory
+    and whose first and last share a storage lie in it altogether.
     """
     first = pieces[0]
-    shape, stride = first.shape[1:], first.stride()
+    stride = first.stride()
     if not stride or stride[0] == 0:
         return None
     step = stride[0] * first.element_size()
-    expected = first.data_ptr()
-    rows = 0
+    start = expected = first.data_ptr()
     for piece in pieces:
-        if piece.data_ptr() != expected or piece.stride() != stride or piece.shape[1:] != shape:
+        if piece.data_ptr() != expected or piece.stride() != stride:
             return None
-        count = piece.shape[0]
-        rows += count
-        expected += count * step
+        expected += piece.size(0) * step
     if pieces[-1].untyped_storage()._cdata != first.untyped_storage()._cdata:
         return None
-    return first.as_strided((rows, *shape), stride)
+    return first.as_strided(((expected - start) // step, *first.shape[1:]), stride)
 
 
 def join_rows(pieces: Sequence[Tensor]) -> Tensor:
@@ -60,68 +58,86 @@ def join_rows(pieces: Sequence[Tensor]) -> Tensor:
 class Rows:
     """Calls over rows: `along` are the operands whose leading axes are rows, the rest must be the same.
 
-    `tail` is how many trailing axes of those operands are not rows (1 for (..., C); 0 for ids (...)).
-    `out_tail` is the same for the outputs. `fits(args)` may refuse a call (None group).
+    `tail` is how many trailing axes of those operands are not rows (1 for (..., C); 0 for ids (...)), one
+    number for all or one for each; `out_tail` is the same for the outputs. `fits(args)` may refuse a call.
     """
 
     along: tuple[int, ...] = (0,)
-    tail: int = 1
-    out_tail: int = 1
+    tail: int | tuple[int, ...] = 1
+    out_tail: int | tuple[int, ...] = 1
     fits: Callable[[Args], bool] | None = None
+    tails: dict[int, int] = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        tail = (self.tail,) * len(self.along) if isinstance(self.tail, int) else self.tail
+        object.__setattr__(self, "tails", dict(zip(self.along, tail, strict=True)))
 
     def group(self, args: Args) -> Hashable | None:
+        """The dtype, device and row shape of what joins; what must be the same by memory or by value."""
         if self.fits is not None and not self.fits(args):
             return None
         parts: list[Hashable] = []
+        tails = self.tails
         for position, value in enumerate(args):
-            if position in self.along:
-                if value is None:
-                    parts.append(None)
-                    continue
-                parts.append((value.dtype, value.device, value.shape[value.dim() - self.tail :]))
+            if not isinstance(value, Tensor):
+                parts.append(value)
+            elif position not in tails:
+                parts += (value.data_ptr(), value.shape, value.stride(), value.dtype, value.device)
             else:
-                parts.append(identity(value))
+                tail = tails[position]
+                width = value.size(-1) if tail == 1 else value.shape[value.dim() - tail :]
+                parts += (value.dtype, value.device, width)
         return tuple(parts)
 
     def size(self, args: Args) -> tuple[int, int]:
+        """Rows and bytes of the first operand."""
         first: Tensor = args[self.along[0]]
-        width = 1
-        for extent in first.shape[first.dim() - self.tail :]:
-            width *= extent
-        return first.numel() // max(width, 1), first.numel() * first.element_size()
+        tail = self.tails[self.along[0]]
+        elements = first.numel()
+        width = (
+            1 if tail == 0 else first.size(-1) if tail == 1 else _product(first.shape[first.dim() - tail :])
+        )
+        return elements // max(width, 1), elements * first.element_size()
 
     def run(self, calls: Sequence[Args], launch: Launch) -> list[Any]:
+        """One launch over everybody's rows; each caller gets a view of the result."""
         if len(calls) == 1:
             return [launch(calls[0])]
         merged = list(calls[0])
-        leads: list[tuple[int, ...]] = []
+        # A caller whose rows have one leading axis needs no reshape, before or after: its lead is None.
+        leads: list[tuple[int, ...] | None] = []
         counts: list[int] = []
-        for position in self.along:
+        for position, tail in self.tails.items():
             if calls[0][position] is None:
                 continue
             pieces = []
             for args in calls:
                 tensor: Tensor = args[position]
-                cut = tensor.dim() - self.tail
+                cut = tensor.dim() - tail
+                lead = None if cut == 1 else tensor.shape[:cut]
+                piece = tensor if lead is None else tensor.reshape(_product(lead), *tensor.shape[cut:])
                 if position == self.along[0]:
-                    lead = tensor.shape[:cut]
                     leads.append(lead)
-                    counts.append(tensor.shape[0] if cut == 1 else _product(lead))
-                pieces.append(tensor if cut == 1 else tensor.reshape(-1, *tensor.shape[cut:]))
+                    counts.append(piece.size(0))
+                pieces.append(piece)
             merged[position] = join_rows(pieces)
         out = launch(tuple(merged))
-        if isinstance(out, tuple):
-            split = [self._split(part, counts, leads) for part in out]
-            return list(zip(*split, strict=True))
-        return self._split(out, counts, leads)
+        if not isinstance(out, tuple):
+            tail = self.out_tail if isinstance(self.out_tail, int) else self.out_tail[0]
+            return _split(out, tail, counts, leads)
+        tails = (self.out_tail,) * len(out) if isinstance(self.out_tail, int) else self.out_tail
+        split = [_split(part, tail, counts, leads) for part, tail in zip(out, tails, strict=True)]
+        return list(zip(*split, strict=True))
 
-    def _split(self, out: Tensor, counts: list[int], leads: list[tuple[int, ...]]) -> list[Any]:
-        pieces = out.split_with_sizes(counts)
-        tail = out.shape[out.dim() - self.out_tail :] if self.out_tail else ()
-        return [
-            piece if len(lead) == 1 else piece.view(*lead, *tail)
-            for piece, lead in zip(pieces, leads, strict=True)
-        ]
+
+def _split(
+    out: Tensor, tail: int, counts: Sequence[int], leads: Sequence[tuple[int, ...] | None]
+) -> list[Tensor]:
+    trailing = out.shape[out.dim() - tail :]
+    return [
+        piece if lead is None else piece.view(*lead, *trailing)
+        for piece, lead in zip(out.split_with_sizes(list(counts)), leads, strict=True)
+    ]
 
 
 def _product(values: Sequence[int]) -> int:
