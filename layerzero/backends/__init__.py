@@ -1,1 +1,86 @@
-"""The backends: one file or folder each, the only vendor imports, blind to each other."""
+"""Backends: one file each, the only place that imports a vendor's library; they do not know each other.
+
+A new backend is one file with `KERNELS`, one line in `BUILTIN` and a test file. A third party announces a
+function that returns its kernels in the entry point group `layerzero.backends`; it is loaded only when named.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import importlib.metadata
+from collections.abc import Collection
+
+from layerzero.errors import BackendNotAvailableError, ConfigurationError
+from layerzero.kernel import Kernel
+from layerzero.reasons import Reason, Rejected
+
+BUILTIN: tuple[str, ...] = (
+    "layerzero.backends.reference",
+    "layerzero.backends.torch_native",
+    "layerzero.backends.torch_sdpa",
+)
+ENTRY_POINT_GROUP = "layerzero.backends"
+
+
+def load_builtin(allowed_plugins: Collection[str] = ()) -> list[Kernel]:
+    """Every kernel of the built-in backends and of the plugins in `allowed_plugins`, by entry point name.
+
+    Imports the modules that describe kernels, never a vendor's library.
+    Raises: BackendNotAvailableError: an allowed plugin is not installed or does not import.
+        ConfigurationError: two kernels have one id, or a plugin gives something else than kernels.
+    """
+    kernels = [kernel for name in BUILTIN for kernel in importlib.import_module(name).KERNELS]
+    for plugin in sorted(set(allowed_plugins)):
+        kernels.extend(_load_plugin(plugin))
+    seen: set[str] = set()
+    for kernel in kernels:
+        if kernel.id in seen:
+            raise ConfigurationError(f"two kernels are named {kernel.id!r}; ids need to be unique")
+        seen.add(kernel.id)
+    return kernels
+
+
+def _load_plugin(name: str) -> list[Kernel]:
+    found = importlib.metadata.entry_points(group=ENTRY_POINT_GROUP, name=name)
+    if not found:
+        raise BackendNotAvailableError(
+            f"backend plugin {name!r} is allowed but no installed distribution announces it in the entry "
+            f"point group {ENTRY_POINT_GROUP!r}",
+            backend=name,
+        )
+    try:
+        announced = next(iter(found)).load()
+    except (ImportError, AttributeError) as error:
+        message = f"backend plugin {name!r} does not import: {error}"
+        raise BackendNotAvailableError(message, backend=name) from error
+    kernels = announced() if callable(announced) else announced
+    if not isinstance(kernels, tuple | list) or not all(isinstance(kernel, Kernel) for kernel in kernels):
+        raise ConfigurationError(
+            f"backend plugin {name!r} needs to give a sequence of Kernel, got {type(kernels).__name__}"
+        )
+    return list(kernels)
+
+
+def availability(kernel: Kernel) -> list[Rejected]:
+    """Why `kernel`'s libraries cannot serve here, from installed metadata alone; empty where they can."""
+    verdicts = (_check_distribution(requirement) for requirement in kernel.distributions)
+    return [verdict for verdict in verdicts if verdict is not None]
+
+
+@functools.cache
+def _check_distribution(text: str) -> Rejected | None:
+    from packaging.requirements import InvalidRequirement, Requirement
+
+    try:
+        requirement = Requirement(text)
+    except InvalidRequirement as error:
+        raise ConfigurationError(f"distributions needs requirement strings, got {text!r}: {error}") from error
+    needs, fix = str(requirement.specifier) or "any version", f"pip install '{text}'"
+    try:
+        version = importlib.metadata.version(requirement.name)
+    except importlib.metadata.PackageNotFoundError:
+        return Rejected(Reason.BACKEND_MISSING, requirement.name, needs, "not installed", fix)
+    if requirement.specifier.contains(version, prereleases=True):
+        return None
+    return Rejected(Reason.BACKEND_VERSION_MISMATCH, requirement.name, needs, version, fix)

@@ -189,6 +189,10 @@ def _features(args: Args, dims: dict[str, int]) -> frozenset[str]:
         "softcap": softcap is not None,
         "alibi": slopes is not None,
         "lse": args[11],
+        # Gradients that fused kernels leave out, and a mask that q's dtype cannot hold.
+        "lse_grad": args[11] and any(t.requires_grad for t in args[:3]),
+        "mask_grad": any(t is not None and t.requires_grad for t in (mask, slopes)),
+        "mask_wide": mask is not None and mask.dtype not in (torch.bool, args[0].dtype),
     }
     return frozenset(name for name, wanted in asked.items() if wanted)
 

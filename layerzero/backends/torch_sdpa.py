@@ -1,0 +1,315 @@
+"""Attention out of torch: each implementation behind `scaled_dot_product_attention` as its own kernel.
+
+The implementations are called by their aten operators, never through the `sdpa_kernel` context: that
+switches them for every thread of the process. torch's own `is_causal` is top-left aligned where queries
+and keys differ in number, ours is bottom-right: it is used only where the two agree, or where the operator
+itself is bottom-right (Flash); otherwise the hidden keys go in as a mask.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from layerzero.kernel import AtMost, Capability, Efficiency, Kernel, MultipleOf, ProductAtMost, SameAs
+from layerzero.ops import masks
+from layerzero.reasons import Reason
+
+aten = torch.ops.aten
+
+_FUSED = frozenset({"scale", "causal"})
+_MASKS = frozenset({"mask_bool", "mask_float", "mask_and_causal", "window"})
+_WIDE_BIAS = frozenset({"alibi", "mask_wide"})  # a float32 bias beside half precision operands
+
+_SAME_HEAD_SIZES = SameAs("D", "Dv", Reason.HEAD_DIMS_DIFFER)
+
+
+def _aligned(q: Tensor, k: Tensor, is_causal: bool, window: masks.Window) -> bool:
+    """Whether nothing but torch's own causal flag, if anything, hides keys."""
+    return window is None and (not is_causal or q.shape[2] == k.shape[2])
+
+
+def _bias_dtype(q: Tensor, attn_mask: Tensor | None, slopes: Tensor | None) -> torch.dtype:
+    """The bias's dtype: q's where that loses nothing, else float32, which CPU operators take beside it."""
+    if slopes is None and (attn_mask is None or attn_mask.dtype in (torch.bool, q.dtype)):
+        return q.dtype
+    return torch.float64 if q.dtype == torch.float64 else torch.float32
+
+
+def _fold(
+    q: Tensor,
+    k: Tensor,
+    attn_mask: Tensor | None,
+    is_causal: bool,
+    window: masks.Window,
+    slopes: Tensor | None = None,
+    dtype: torch.dtype | None = None,
+) -> tuple[Tensor | None, bool]:
+    """(bias, is_causal) as torch's operators want them: a bias or the flag, never both."""
+    causal = is_causal and q.shape[2] > 1  # one query, at the last key, sees every key
+    if attn_mask is None and slopes is None and _aligned(q, k, causal, window):
+        return None, causal
+    dtype = _bias_dtype(q, attn_mask, slopes) if dtype is None else dtype
+    return masks.additive(q, k, attn_mask, causal, window, slopes, dtype), False
+
+
+def math(
+    q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None, is_causal: bool, scale: float | None,
+    dropout_p: float, window: masks.Window, softcap: float | None, alibi_slopes: Tensor | None, *_: Any,
+) -> Tensor:  # fmt: skip
+    """Softmax of the whole score matrix, step by step; half precision keeps float32 in between."""
+    bias, causal = _fold(q, k, attn_mask, is_causal, window, alibi_slopes)
+    grouped = q.shape[1] != k.shape[1]
+    out: Tensor = aten._scaled_dot_product_attention_math(
+        q, k, v, bias, dropout_p, causal, None, scale=scale, enable_gqa=grouped
+    )[0]
+    return out
+
+
+def flash_cpu(
+    q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None, is_causal: bool, scale: float | None,
+    dropout_p: float, window: masks.Window, softcap: float | None, alibi_slopes: Tensor | None, layout: str,
+    return_lse: bool, *_: Any,
+) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
+    """The CPU's tiled kernel, which never writes the score matrix."""
+    bias, causal = _fold(q, k, attn_mask, is_causal, window, alibi_slopes)
+    if bias is not None and bias.dim() != 2:  # the operator takes two or four axes
+        bias = bias.expand(q.shape[0], q.shape[1], q.shape[2], k.shape[2])
+    out, lse = aten._scaled_dot_product_flash_attention_for_cpu(
+        q, k, v, dropout_p, causal, attn_mask=bias, scale=scale
+    )
+    if not return_lse:
+        return out  # type: ignore[no-any-return]
+    if bias is not None:
+        lse = lse.masked_fill(masks.sees_nothing(bias), -torch.inf)
+    return out, lse.float()
+
+
+def flash(
+    q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None, is_causal: bool, scale: float | None,
+    dropout_p: float, window: masks.Window, softcap: float | None, alibi_slopes: Tensor | None, layout: str,
+    return_lse: bool, *_: Any,
+) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
+    """FlashAttention 2 as torch carries it: its causal flag is bottom-right by itself."""
+    out, lse, *_rest = aten._scaled_dot_product_flash_attention(
+        q, k, v, dropout_p, is_causal and q.shape[2] > 1, False, scale=scale
+    )
+    if not return_lse:
+        return out  # type: ignore[no-any-return]
+    return out, lse.masked_fill(lse == torch.inf, -torch.inf)  # it marks rows that see nothing with +inf
+
+
+def efficient(
+    q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None, is_causal: bool, scale: float | None,
+    dropout_p: float, window: masks.Window, softcap: float | None, alibi_slopes: Tensor | None, layout: str,
+    return_lse: bool, *_: Any,
+) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
+    """The memory-efficient kernel that torch carries from xFormers (CUTLASS)."""
+    bias, causal = _fold(q, k, attn_mask, is_causal, window, dtype=q.dtype)
+    out, lse, *_rest = aten._scaled_dot_product_efficient_attention(
+        q, k, v, _padded(bias, q, k), return_lse or _wants_gradient(q, k, v), dropout_p, causal, scale=scale
+    )
+    if not return_lse:
+        return out  # type: ignore[no-any-return]
+    lse = lse[:, :, : q.shape[2]]  # the operator rounds the rows up to 32
+    if bias is not None:
+        lse = lse.masked_fill(masks.sees_nothing(bias), -torch.inf)
+    return out, lse
+
+
+def cudnn(
+    q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None, is_causal: bool, scale: float | None,
+    dropout_p: float, window: masks.Window, softcap: float | None, alibi_slopes: Tensor | None, layout: str,
+    return_lse: bool, *_: Any,
+) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
+    """cuDNN's fused attention; what it writes for a row that sees nothing is arbitrary."""
+    bias, causal = _fold(q, k, attn_mask, is_causal, window, dtype=q.dtype)
+    if bias is not None:
+        bias = bias.expand(q.shape[0], q.shape[1], q.shape[2], k.shape[2])
+    out, lse, *_rest = aten._scaled_dot_product_cudnn_attention(
+        q, k, v, bias, return_lse or _wants_gradient(q, k, v), dropout_p, causal, False, scale=scale
+    )
+    if not return_lse:
+        return out  # type: ignore[no-any-return]
+    return out, lse.view(q.shape[:3])
+
+
+def default(
+    q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None, is_causal: bool, scale: float | None,
+    dropout_p: float, window: masks.Window, softcap: float | None, alibi_slopes: Tensor | None, *_: Any,
+) -> Tensor:  # fmt: skip
+    """`scaled_dot_product_attention` with torch's own choice of implementation."""
+    dtype = None if q.device.type == "cpu" else q.dtype
+    bias, causal = _fold(q, k, attn_mask, is_causal, window, alibi_slopes, dtype)
+    return functional.scaled_dot_product_attention(
+        q, k, v, bias, dropout_p, causal, scale=scale, enable_gqa=q.shape[1] != k.shape[1]
+    )
+
+
+def _wants_gradient(*tensors: Tensor) -> bool:
+    return torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
+
+
+def _padded(bias: Tensor | None, q: Tensor, k: Tensor) -> Tensor | None:
+    """The bias as the memory-efficient kernel reads it: full shape over rows of 16 elements."""
+    if bias is None:
+        return None
+    sk = k.shape[2]
+    if sk % 16:
+        bias = functional.pad(bias.expand(*bias.shape[:-1], sk), (0, 16 - sk % 16))[..., :sk]
+    return bias.expand(q.shape[0], q.shape[1], q.shape[2], sk)
+
+
+def _returning(function: Callable[..., Any]) -> Callable[[], Callable[..., Any]]:
+    return lambda: function
+
+
+_H200 = "one H200, torch 2.11.0+cu130, bf16, causal prefill 2048, 32/8 heads of 128: {} us, least {} us"
+
+
+KERNELS: tuple[Kernel, ...] = (
+    Kernel(
+        id="torch.attention.sdpa_math",
+        op="attention",
+        backend="torch",
+        capability=Capability(
+            source="ATen/native/transformers/attention.cpp; run against float64 on torch 2.13 CPU",
+            features=_FUSED | _MASKS | _WIDE_BIAS | {"gqa", "dropout", "empty_rows", "mask_grad"},
+            layouts=frozenset({"BHSD"}),
+            graph_safe=True,
+        ),
+        load=_returning(math),
+        efficiency=Efficiency(0.02, 0.1, 40.0, _H200.format(3421, 125)),
+        rank=80,
+    ),
+    Kernel(
+        id="torch.attention.sdpa_flash_cpu",
+        op="attention",
+        backend="torch",
+        capability=Capability(
+            source="ATen/native/cpu/FlashAttentionKernel.cpp; run against float64 on torch 2.13 CPU",
+            platforms=frozenset({"cpu"}),
+            features=_FUSED | _MASKS | _WIDE_BIAS | {"gqa", "empty_rows", "lse"},
+            layouts=frozenset({"BHSD"}),
+            last_stride1=True,
+            limits=(_SAME_HEAD_SIZES,),
+        ),
+        load=_returning(flash_cpu),
+        efficiency=Efficiency(0.3, 0.5, 12.0, "estimate"),
+        rank=40,
+    ),
+    Kernel(
+        id="torch.attention.sdpa_cpu",
+        op="attention",
+        backend="torch",
+        capability=Capability(
+            source="ATen/native/transformers/attention.cpp; run against float64 on torch 2.13 CPU",
+            platforms=frozenset({"cpu"}),
+            features=_FUSED | _MASKS | _WIDE_BIAS | {"gqa", "dropout", "empty_rows", "mask_grad"},
+            layouts=frozenset({"BHSD"}),
+        ),
+        load=_returning(default),
+        efficiency=Efficiency(0.3, 0.5, 15.0, "estimate"),
+        rank=45,
+        default=True,
+    ),
+    Kernel(
+        id="torch.attention.sdpa",
+        op="attention",
+        backend="torch",
+        capability=Capability(
+            # cuDNN, which torch takes where it can, writes garbage for rows that see nothing.
+            source="torch docs, scaled_dot_product_attention; run on an H200, torch 2.11",
+            platforms=frozenset({"cuda", "rocm"}),
+            features=_FUSED | _MASKS | {"gqa", "dropout"},
+            layouts=frozenset({"BHSD"}),
+            graph_safe=True,
+        ),
+        load=_returning(default),
+        efficiency=Efficiency(0.51, 0.63, 9.2, _H200.format(85, 9.2)),
+        rank=45,
+        default=True,
+    ),
+    Kernel(
+        id="torch.attention.sdpa_flash",
+        op="attention",
+        backend="torch",
+        capability=Capability(
+            source="ATen/native/transformers/cuda/sdp_utils.cpp; alignment: torch/nn/attention/bias.py",
+            platforms=frozenset({"cuda"}),
+            sm_min=80,
+            sm_max=121,
+            dtypes=frozenset({"float16", "bfloat16"}),
+            features=_FUSED | {"gqa", "dropout", "empty_rows", "lse"},
+            layouts=frozenset({"BHSD"}),
+            last_stride1=True,
+            limits=(
+                AtMost("D", 256, Reason.HEAD_DIM_TOO_LARGE),
+                MultipleOf("D", 8, Reason.HEAD_DIM_ALIGNMENT),
+                _SAME_HEAD_SIZES,
+                ProductAtMost(("B", "Hq"), 65535),
+            ),
+            graph_safe=True,
+        ),
+        load=_returning(flash),
+        efficiency=Efficiency(0.27, 0.6, 9.2, _H200.format(164, 9.2)),
+        rank=40,
+    ),
+    Kernel(
+        id="torch.attention.sdpa_efficient",
+        op="attention",
+        backend="torch",
+        capability=Capability(
+            source="ATen/native/transformers/cuda/sdp_utils.cpp; run on an H200, torch 2.11",
+            platforms=frozenset({"cuda"}),
+            sm_min=80,
+            sm_max=121,
+            dtypes=frozenset({"float16", "bfloat16", "float32"}),
+            features=_FUSED | _MASKS | {"dropout", "empty_rows", "lse"},
+            layouts=frozenset({"BHSD"}),
+            last_stride1=True,
+            alignment=16,
+            limits=(
+                MultipleOf("D", 8, Reason.HEAD_DIM_ALIGNMENT),
+                MultipleOf("Dv", 8, Reason.HEAD_DIM_ALIGNMENT),
+                ProductAtMost(("B", "Hq"), 65535),
+            ),
+            deterministic=False,  # its backward adds with atomics
+            graph_safe=True,
+        ),
+        load=_returning(efficient),
+        efficiency=Efficiency(0.16, 0.3, 7.7, _H200.format(269, 7.7)),
+        rank=60,
+    ),
+    Kernel(
+        id="torch.attention.sdpa_cudnn",
+        op="attention",
+        backend="torch",
+        capability=Capability(
+            source="ATen/native/transformers/cuda/sdp_utils.cpp; run on an H200, torch 2.11, cuDNN 9.19",
+            platforms=frozenset({"cuda"}),
+            sm_min=80,
+            sm_max=121,
+            dtypes=frozenset({"float16", "bfloat16"}),
+            features=_FUSED | _MASKS | {"gqa", "dropout", "lse"},
+            layouts=frozenset({"BHSD"}),
+            last_stride1=True,
+            limits=(
+                AtMost("D", 256, Reason.HEAD_DIM_TOO_LARGE),
+                MultipleOf("D", 8, Reason.HEAD_DIM_ALIGNMENT),
+                _SAME_HEAD_SIZES,
+                AtMost("B", 65535, Reason.CUDA_BLOCK_LIMIT_EXCEEDED),
+                AtMost("Hq", 65535, Reason.CUDA_BLOCK_LIMIT_EXCEEDED),
+            ),
+            deterministic=False,  # torch refuses it under use_deterministic_algorithms
+            graph_safe=True,
+        ),
+        load=_returning(cudnn),
+        efficiency=Efficiency(0.51, 0.63, 8.7, _H200.format(85, 8.7)),
+        rank=42,
+    ),
+)
