@@ -12,7 +12,7 @@ from torch.nn import functional
 from layerzero.ops import checks
 from layerzero.ops.attention_batching import SameShapes
 from layerzero.ops.attention_checks import bounds, check, head_axes, infer_layout
-from layerzero.ops.op import Args, Call, Layouts, Op, register
+from layerzero.ops.op import Args, Call, Layouts, Op, register, signature_of
 from layerzero.ops.request import OutSpec, Request, Work
 
 # The reference holds at most this many scores at once: 64 MiB of float32.
@@ -50,37 +50,26 @@ def attention(
     Raises: ValueError, TypeError: an argument does not fit, by name.
     Source: arXiv 1706.03762; GQA 2305.13245; ALiBi 2108.12409.
     """
-    mask_sig: object = None
-    slopes_sig: object = None
+    if layout is None:
+        layout = infer_layout(q, k, v)
+    if isinstance(window, list):
+        window = tuple(window)
+    args = (
+        q, k, v, attn_mask, is_causal, scale, dropout_p, window, softcap, alibi_slopes,
+        layout, return_lse, combine_mask, rows_nonempty,
+    )  # fmt: skip
     try:
-        if attn_mask is not None:
-            mask_sig = _signature(attn_mask)
-        if alibi_slopes is not None:
-            slopes_sig = _signature(alibi_slopes)
-        if layout is None:
-            layout = infer_layout(q, k, v)
-        if isinstance(window, list):
-            window = tuple(window)
         return (
             "attention", q.shape, q.stride(), q.dtype, q.device, q.requires_grad,
             k.shape, k.stride(), k.dtype, k.device, k.requires_grad,
             v.shape, v.stride(), v.dtype, v.device, v.requires_grad,
-            mask_sig, is_causal, scale, dropout_p, window, softcap, slopes_sig,
-            layout, return_lse, combine_mask, rows_nonempty,
-        ), (
-            q, k, v, attn_mask, is_causal, scale, dropout_p, window, softcap, alibi_slopes,
-            layout, return_lse, combine_mask, rows_nonempty,
-        )  # fmt: skip
+            attn_mask if attn_mask is None else signature_of(attn_mask),
+            alibi_slopes if alibi_slopes is None else signature_of(alibi_slopes),
+            is_causal, scale, dropout_p, window, softcap, layout, return_lse, combine_mask, rows_nonempty,
+        ), args  # fmt: skip
     except AttributeError:
-        named = {"q": q, "k": k, "v": v, "attn_mask": attn_mask, "alibi_slopes": alibi_slopes}
-        for name, value in named.items():
-            if value is not None or name in ("q", "k", "v"):
-                checks.need_tensor(name, value, floating=False)
+        check(args)  # names the operand that is no tensor
         raise
-
-
-def _signature(tensor: Tensor) -> tuple[object, ...]:
-    return (tensor.shape, tensor.stride(), tensor.dtype, tensor.device, tensor.requires_grad)
 
 
 def attention_reference(
@@ -255,6 +244,7 @@ ATTENTION = register(
         operands=(0, 1, 2),
         exact=frozenset({"Hq", "Hk", "G", "D", "Dv"}),
         empty=empty,
+        wide_outputs=frozenset({1}),
         batching=SameShapes(),
         layouts=Layouts(operands=(0, 1, 2), argument=10, names=("BHSD", "BSHD"), swap=(1, 2)),
     )

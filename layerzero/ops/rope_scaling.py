@@ -1,0 +1,227 @@
+"""Tables of rotary angles, plain and for contexts longer than a model was trained on.
+
+Angles are computed in float64 and stored in float32: a float32 frequency is off by a hundredth of a radian
+at position 100,000.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from layerzero.ops import checks
+
+
+class RopeScaling(Protocol):
+    """A way to stretch the angles."""
+
+    def stretch(self, width: int, base: float) -> tuple[Tensor, float]:
+        """(float64 frequencies of `width // 2` pairs, factor on cos and sin)."""
+        ...
+
+
+def frequencies(width: int, base: float) -> Tensor:
+    """base ** (-2i / width) for i in [0, width / 2), float64. Source: arXiv 2104.09864."""
+    return base ** -(torch.arange(0, width, 2, dtype=torch.float64) / width)
+
+
+@dataclass(frozen=True, slots=True)
+class Linear:
+    """Positions divided by `factor`. Source: arXiv 2306.15595."""
+
+    factor: float
+
+    def __post_init__(self) -> None:
+        checks.need_number("factor", self.factor, low=1.0)
+
+    def stretch(self, width: int, base: float) -> tuple[Tensor, float]:
+        return frequencies(width, base) / self.factor, 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class NTK:
+    """A larger base, so that the slowest pair turns `factor` times slower and the fastest as before."""
+
+    factor: float
+
+    def __post_init__(self) -> None:
+        checks.need_number("factor", self.factor, low=1.0)
+
+    def stretch(self, width: int, base: float) -> tuple[Tensor, float]:
+        return frequencies(width, _ntk_base(width, base, self.factor)), 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class DynamicNTK:
+    """NTK with a base that grows with the sequence at hand, `seq_len`, beyond the trained length."""
+
+    factor: float
+    trained: int
+    seq_len: int
+
+    def __post_init__(self) -> None:
+        checks.need_number("factor", self.factor, low=1.0)
+        checks.need_int("trained", self.trained, low=1)
+        checks.need_int("seq_len", self.seq_len, low=1)
+
+    def stretch(self, width: int, base: float) -> tuple[Tensor, float]:
+        length = max(self.seq_len, self.trained)
+        return frequencies(
+            width, _ntk_base(width, base, self.factor * length / self.trained - self.factor + 1)
+        ), 1.0
+
+
+def _ntk_base(width: int, base: float, factor: float) -> float:
+    if width <= 2:
+        raise ValueError(f"NTK scaling needs at least 4 rotated features, got {width}")
+    return float(base * factor ** (width / (width - 2)))
+
+
+@dataclass(frozen=True, slots=True)
+class Yarn:
+    """Fast pairs as they are, slow ones `factor` times slower, a ramp between. Source: arXiv 2309.00071.
+
+    A pair is fast if it turns more than `beta_fast` times within the `trained` length, slow below
+    `beta_slow`. `attention_factor` multiplies cos and sin; None takes the paper's 0.1 ln(factor) + 1, or the
+    ratio of two such terms where both `mscale`s are given. `truncate` rounds the ramp's ends outwards.
+    """
+
+    factor: float
+    trained: int
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    attention_factor: float | None = None
+    mscale: float | None = None
+    mscale_all_dim: float | None = None
+    truncate: bool = True
+
+    def __post_init__(self) -> None:
+        checks.need_number("factor", self.factor, low=1.0)
+        checks.need_int("trained", self.trained, low=1)
+        if not 0 < self.beta_slow < self.beta_fast:
+            raise ValueError(
+                f"beta_slow needs to be between 0 and beta_fast {self.beta_fast}, got {self.beta_slow}"
+            )
+
+    def stretch(self, width: int, base: float) -> tuple[Tensor, float]:
+        low, high = self._pair(self.beta_fast, width, base), self._pair(self.beta_slow, width, base)
+        if self.truncate:
+            low, high = math.floor(low), math.ceil(high)
+        low, high = max(low, 0), min(high, width - 1)
+        # A ramp of no width would divide by zero; a thousandth of a pair is a step.
+        span = high - low or 1e-3
+        ramp = ((torch.arange(width // 2, dtype=torch.float64) - low) / span).clamp(0, 1)
+        plain = frequencies(width, base)
+        return plain * (1 - ramp) + plain / self.factor * ramp, self._attention_factor()
+
+    def _pair(self, turns: float, width: int, base: float) -> float:
+        """The (fractional) pair that turns `turns` times within the trained length."""
+        return width * math.log(self.trained / (turns * 2 * math.pi)) / (2 * math.log(base))
+
+    def _attention_factor(self) -> float:
+        if self.attention_factor is not None:
+            return self.attention_factor
+        if self.mscale and self.mscale_all_dim:
+            return self._temperature(self.mscale) / self._temperature(self.mscale_all_dim)
+        return self._temperature(1.0)
+
+    def _temperature(self, weight: float) -> float:
+        return 0.1 * weight * math.log(self.factor) + 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Llama3:
+    """Long wavelengths stretched by `factor`, short ones kept, blended between, as Llama 3.1 does.
+
+    A wavelength is long above trained / low, short below trained / high.
+    """
+
+    factor: float = 8.0
+    low: float = 1.0
+    high: float = 4.0
+    trained: int = 8192
+
+    def __post_init__(self) -> None:
+        checks.need_number("factor", self.factor, low=1.0)
+        checks.need_int("trained", self.trained, low=1)
+        if not 0 < self.low < self.high:
+            raise ValueError(f"low needs to be between 0 and high {self.high}, got {self.low}")
+
+    def stretch(self, width: int, base: float) -> tuple[Tensor, float]:
+        plain = frequencies(width, base)
+        turns = self.trained * plain / (2 * math.pi)
+        kept = ((turns - self.low) / (self.high - self.low)).clamp(0, 1)
+        return plain * kept + plain / self.factor * (1 - kept), 1.0
+
+
+def rope_tables(
+    head_dim: int,
+    positions: int,
+    *,
+    base: float = 10000.0,
+    rotary_dim: int | None = None,
+    scaling: RopeScaling | None = None,
+    device: torch.device | str | None = None,
+) -> tuple[Tensor, Tensor]:
+    """(cos, sin), each (positions, R / 2) float32, for heads of `head_dim` of which R features turn.
+
+    Args: R is `rotary_dim`, or the whole head; `scaling` is None or a `Linear`, `NTK`, `DynamicNTK`, `Yarn`
+        or `Llama3`.
+    Raises: ValueError, TypeError: an argument does not fit, by name.
+    """
+    width = _rotated(head_dim, rotary_dim)
+    checks.need_int("positions", positions, low=1)
+    if checks.need_number("base", base, low=1.0, what="a number > 1") == 1.0:
+        raise ValueError("base needs a number > 1, got 1.0")
+    if scaling is not None and not hasattr(scaling, "stretch"):
+        raise TypeError(
+            f"scaling needs None, Linear, NTK, DynamicNTK, Yarn or Llama3, got {type(scaling).__name__}"
+        )
+    speeds, factor = (frequencies(width, base), 1.0) if scaling is None else scaling.stretch(width, base)
+    angles = torch.outer(torch.arange(positions, dtype=torch.float64), speeds)
+    cos, sin = (angles.cos() * factor).float(), (angles.sin() * factor).float()
+    return cos.to(device), sin.to(device)
+
+
+def xpos_table(
+    head_dim: int,
+    positions: int,
+    *,
+    rotary_dim: int | None = None,
+    scale_base: float = 512.0,
+    gamma: float = 0.4,
+    device: torch.device | str | None = None,
+) -> Tensor:
+    """XPos factors (positions, R / 2) float32: zeta ** ((position - positions // 2) / scale_base).
+
+    zeta of pair i is (2i / R + gamma) / (1 + gamma). Positions count from the middle, so that neither end
+    leaves float32; only differences of positions matter.
+    Raises: ValueError, TypeError: an argument does not fit, by name.
+    Source: arXiv 2212.10554, section 3.
+    """
+    width = _rotated(head_dim, rotary_dim)
+    checks.need_int("positions", positions, low=1)
+    if checks.need_number("scale_base", scale_base, low=0.0, what="a number > 0") == 0.0:
+        raise ValueError("scale_base needs a number > 0, got 0.0")
+    if checks.need_number("gamma", gamma, low=0.0, what="a number > 0") == 0.0:
+        raise ValueError("gamma needs a number > 0, got 0.0")
+    pairs = torch.arange(0, width, 2, dtype=torch.float64) / width
+    zeta = (pairs + gamma) / (1 + gamma)
+    power = (torch.arange(positions, dtype=torch.float64) - positions // 2) / scale_base
+    return (zeta ** power[:, None]).float().to(device)
+
+
+def _rotated(head_dim: int, rotary_dim: int | None) -> int:
+    checks.need_int("head_dim", head_dim, low=2)
+    if head_dim % 2:
+        raise ValueError(f"head_dim needs an even number, got {head_dim}")
+    if rotary_dim is None:
+        return head_dim
+    checks.need_int("rotary_dim", rotary_dim, low=2, high=head_dim)
+    if rotary_dim % 2:
+        raise ValueError(f"rotary_dim needs an even number, got {rotary_dim}")
+    return rotary_dim
