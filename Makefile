@@ -45,8 +45,8 @@ bench: $(VENV)/.installed-bench  ## the hot path, ours beside every peer that in
 	$(PY) benchmarks/hot_path.py
 
 docs: $(VENV)/.installed-test  ## run the README's examples, check links, ids and generated tables
-	$(PY) scripts/run_readme.py
-	$(PY) scripts/check_docs.py
+	$(PY) -m scripts.run_readme
+	$(PY) -m scripts.check_docs
 
 ci:  ## everything that a change must pass
 	.ci/run

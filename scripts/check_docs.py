@@ -1,4 +1,7 @@
-"""Check what the documents promise: links, commands, ledger rows, generated tables, the version."""
+"""Check what the documents promise: links, commands, ledger rows, generated tables, the version.
+
+Run it from the root of the checkout: `python -m scripts.check_docs`.
+"""
 
 import re
 import sys
@@ -6,7 +9,7 @@ import tomllib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from tables import rendered  # beside this file
+from scripts.tables import rendered
 
 ROOT = Path(__file__).resolve().parents[1]
 LINK = re.compile(r"(?<!!)\[[^\]]*\]\(([^)\s]+)\)|!\[[^\]]*\]\(([^)\s]+)\)")
@@ -101,7 +104,7 @@ def missing(words: list[str], targets: set[str], tools: set[str]) -> Iterator[st
 
 def command_names() -> set[str]:
     """Return the subcommands of `lz`."""
-    from layerzero.cli import main
+    from layerzero.cli import main  # here, so that the other checks need no torch
 
     return set(getattr(main, "commands", {}))
 
@@ -116,7 +119,7 @@ def tables() -> Iterator[str]:
             yield f"{path.relative_to(ROOT)}: a table cannot be generated: {error!r}"
             continue
         if expected != text:
-            yield f"{path.relative_to(ROOT)}: a table differs from its JSON; run scripts/tables.py"
+            yield f"{path.relative_to(ROOT)}: a table differs from its JSON; run python -m scripts.tables"
 
 
 def changelog() -> Iterator[str]:

@@ -7,7 +7,8 @@ A document marks the place:
     <!-- /table -->
 
 and the JSON file carries `{"tables": {"calls": {"columns": ["what", ...], "rows": [[...], ...]}}}`.  Text
-cells are taken as they are, numbers are printed with three significant digits.
+cells are taken as they are, numbers are printed with three significant digits.  To write them:
+`python -m scripts.tables README.md`.
 """
 
 import argparse

@@ -1,0 +1,36 @@
+"""The README's examples are programs that have to run."""
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from scripts import run_readme
+
+
+def verdict(path: Path, monkeypatch: pytest.MonkeyPatch) -> int:
+    """Run the examples of one file as the command line does."""
+    monkeypatch.setattr(sys, "argv", ["run_readme", str(path)])
+    return run_readme.main()
+
+
+def test_only_marked_blocks_run(tmp_path: Path) -> None:
+    """A block without the mark is prose."""
+    (path := tmp_path / "a.md").write_text("```python\n1/0\n```\n\n```python run\nprint(1)\n```\n")
+    assert run_readme.blocks(path) == [(6, "print(1)\n")]
+
+
+@pytest.mark.parametrize(
+    ("text", "status"),
+    [
+        ("```python run\nprint(1)\n```\n", 0),
+        ("```python run\nraise SystemExit(3)\n```\n```python run\nprint(1)\n```\n", 1),
+        ("no example\n", 1),
+    ],
+)
+def test_a_failing_or_missing_example_fails(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str, status: int
+) -> None:
+    """The exit status counts the examples that failed, and a document without one fails too."""
+    (path := tmp_path / "a.md").write_text(text)
+    assert verdict(path, monkeypatch) == status
