@@ -131,6 +131,24 @@ def test_import_loads_nothing_foreign() -> None:
     assert [name for name in loaded if name in (*FOREIGN, "numpy")] == []
 
 
+EVERY_MODULE = """
+import importlib, json, pkgutil, sys
+import torch
+import layerzero
+for module in pkgutil.walk_packages(layerzero.__path__, "layerzero."):
+    if module.name.split(".")[1] not in ("__main__", "cli", "report", "integrations"):
+        importlib.import_module(module.name)
+print(json.dumps(sorted({name.partition(".")[0] for name in sys.modules})))
+"""
+
+
+def test_no_module_loads_a_vendor_by_being_imported() -> None:
+    """A backend's file can be read where its vendor is missing or slow: the import waits for a first use."""
+    result = run(EVERY_MODULE)
+    assert result.returncode == 0, result.stderr
+    assert [name for name in json.loads(result.stdout) if name in FOREIGN] == []
+
+
 def test_import_starts_no_thread_and_touches_no_device() -> None:
     """Importing is a declaration: threads and CUDA contexts begin with the first use."""
     result = run(
