@@ -1,7 +1,9 @@
 # Needs only make and Python 3.11 or newer; everything else goes into $(VENV).
 #   make demo PYTHON=python3.12                                             another interpreter
 #   make demo PIP_FLAGS="--extra-index-url https://download.pytorch.org/whl/cpu"   a small torch on Linux without a GPU
-PYTHON ?= python3
+# The first interpreter that is new enough.
+PYTHON ?= $(shell for p in python3 python3.11 python3.12 python3.13 python3.14; do \
+    $$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$p && break; done)
 VENV ?= .venv
 PIP_FLAGS ?=
 PYTEST_FLAGS ?=
@@ -58,9 +60,9 @@ clean:  ## remove the environment and every cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(PY):
-	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
-	    || { echo "LayerZero needs Python 3.11 or newer; name one with make PYTHON=python3.12"; exit 1; }
-	$(PYTHON) -m venv $(VENV)
+	@test -n "$(PYTHON)" && $(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
+	    || { echo "LayerZero needs Python 3.11 or newer; name one with make PYTHON=/path/to/python"; exit 1; }
+	$(PYTHON) -m venv $(VENV) || { rm -rf $(VENV); exit 1; }
 
 # One stamp an extra: the second run installs nothing until the two files that decide the versions change.
 $(VENV)/.installed-%: $(SPEC) | $(PY)
