@@ -35,11 +35,12 @@ class Standing:
     """What holds for kernels beyond their capability, at one moment.
 
     `blocked` maps a kernel to why it may not run (missing backend, failed load, open circuit, quarantine);
-    `unready` are those that would have to be loaded first.
+    `unready` are those that would have to be loaded first, `probing` those on probation.
     """
 
     blocked: Mapping[str, Rejected] = field(default_factory=dict)
     unready: frozenset[str] = frozenset()
+    probing: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,7 +121,7 @@ def _verdict(
     if blocked is not None:
         reasons.append(blocked)
     own = judge(kernel, request, hardware)
-    adapted = adapt(op, kernel, request, own, hardware) if own else (request, ())
+    adapted = adapt(op, kernel, request, own, hardware, basis) if own else (request, ())
     if adapted is None:
         reasons.extend(own)
     elif adapted[1] and knobs.strict:

@@ -31,9 +31,12 @@ _BYTES = {"float64": 8, "float32": 4, "float16": 2, "bfloat16": 2}
 
 
 def adapt(
-    op: Op, kernel: Kernel, request: Request, rejected: list[Rejected], hardware: Hardware
+    op: Op, kernel: Kernel, request: Request, rejected: list[Rejected], hardware: Hardware, priced_as: Request
 ) -> tuple[Request, tuple[Transform, ...]] | None:
-    """The request after the fewest transforms with which `kernel` accepts it; None if none would do."""
+    """The request after the fewest transforms with which `kernel` accepts it; None if none would do.
+
+    Copies are priced for the sizes of `priced_as`.
+    """
     reasons = {r.reason for r in rejected}
     if not reasons <= TRANSFORMABLE:
         return None
@@ -44,7 +47,7 @@ def adapt(
         target = _cast_target(capability, request)
         if target is None:
             return None
-        price = _copy_us(op, request, hardware)
+        price = _copy_us(op, priced_as, hardware)
         transforms.append(Transform("cast", "/".join(dict.fromkeys(request.dtypes)), target, price))
         dtypes = tuple(target if d in _BYTES else d for d in request.dtypes)
         now = now.replace(dtype=target, dtypes=dtypes)
@@ -55,7 +58,7 @@ def adapt(
         transforms.append(Transform("layout", request.layout, other, VIEW_US * len(op.layouts.operands)))
         now = now.replace(layout=other, contiguous=False)
     if _needs_dense(capability, now):
-        transforms.append(Transform("contiguous", "strided", "contiguous", _copy_us(op, request, hardware)))
+        transforms.append(Transform("contiguous", "strided", "contiguous", _copy_us(op, priced_as, hardware)))
         now = now.replace(contiguous=True, last_stride1=True, alignment=64)
     return (now, tuple(transforms)) if not judge(kernel, now, hardware) else None
 

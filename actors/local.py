@@ -1,0 +1,280 @@
+"""LocalDevice: one device of this process, with its kernels, health, plans and snapshot of tables."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from layerzero.actors.recovery import Recovery
+from layerzero.actors.registry import Registry
+from layerzero.actors.worker import Worker
+from layerzero.clock import Clock, MonotonicClock, Timer
+from layerzero.dispatch import Plan, Rules, Snapshot, Table, capturing_mode, mode, positional
+from layerzero.errors import CudaGraphUnsafeError, RuntimeClosedError
+from layerzero.hardware import Hardware, probe
+from layerzero.health import Health, Store
+from layerzero.kernel import Kernel
+from layerzero import log
+from layerzero.ops.op import Args, Op, Signature
+from layerzero.policy.policy import EMPTY, Policy
+from layerzero.selection.decide import CostModel, Knobs, Standing, roofline
+from layerzero.selection.record import Selection
+from layerzero.selection.transform import compile_transforms
+from layerzero.settings import Settings
+from layerzero.telemetry import Counters
+
+_MAX_VIEWS = 64
+
+
+class LocalDevice:
+    """One device: reads of its snapshot need no lock; every change makes the next generation.
+
+    `snapshot` is for the process-wide policy; `view(policy)` gives the snapshot of a context's own policy.
+    """
+
+    def __init__(
+        self,
+        device: torch.device | str,
+        settings: Settings,
+        registry: Registry,
+        *,
+        policy: Policy = EMPTY,
+        store: Store | None = None,
+        counters: Counters | None = None,
+        clock: Clock | None = None,
+        hardware: Hardware | None = None,
+        cost: CostModel = roofline,
+    ) -> None:
+        self._lock = threading.RLock()
+        self.device = torch.device(device)
+        self.settings = settings
+        self.snapshot = Snapshot(1, policy)
+        self.registry = registry
+        self.hardware = hardware or probe(self.device)
+        self.clock: Clock = clock or MonotonicClock()
+        self.health = Health(
+            settings, self.clock.now, store=store, device=str(self.device), changed=lambda _: self.refresh()
+        )
+        self.counters = counters if counters is not None else Counters()
+        self.mode = capturing_mode if self.device.type == "cuda" else mode
+        self.worker = Worker(f"layerzero-{self.device}")
+        self._background = Worker(f"layerzero-warm-{self.device}")
+        self._cost = cost
+        self._warming: set[str] = set()
+        self._timer: Timer | None = None
+        self._views: dict[str, Snapshot] = {}
+        self._recovery = Recovery(self)
+        self.closed = False
+
+    # -- generations ------------------------------------------------------------------------------
+
+    @property
+    def generation(self) -> int:
+        """The number of the current generation."""
+        return self.snapshot.generation
+
+    def set_policy(self, policy: Policy) -> None:
+        """Put another process-wide policy in force; calls that started before finish under the old one."""
+        self._advance(policy)
+
+    def refresh(self) -> None:
+        """Make the next generation after kernels or their health have changed."""
+        self._advance(self.snapshot.policy)
+
+    def _advance(self, policy: Policy) -> None:
+        with self._lock:
+            before = self.snapshot
+            generation = before.generation + 1
+            self.snapshot = self._successor(before, policy, generation)
+            self._views = {
+                digest: self._successor(view, view.policy, generation)
+                for digest, view in self._views.items()
+            }
+        self._arm()
+
+    def _successor(self, before: Snapshot, policy: Policy, generation: int) -> Snapshot:
+        kept: dict[str, Table] = {}
+        for name, table in list(before.tables.items()):
+            if self._rules(name, policy).fingerprint(name) == table.fingerprint:
+                kept[name] = table
+        return Snapshot(generation, policy, kept)
+
+    def view(self, policy: Policy) -> Snapshot:
+        """The snapshot of a context's own policy, kept while its generation lasts."""
+        digest = policy.digest
+        found = self._views.get(digest)
+        if found is not None:
+            return found
+        with self._lock:
+            if len(self._views) >= _MAX_VIEWS:
+                self._views = {}
+            return self._views.setdefault(digest, Snapshot(self.snapshot.generation, policy))
+
+    def reset_after_fork(self) -> None:
+        """Start anew in a forked child: fresh locks, no timers or threads, an empty snapshot."""
+        self._lock = threading.RLock()
+        self._timer = None
+        self._warming = set()
+        self._views = {}
+        self.snapshot = Snapshot(self.snapshot.generation + 1, self.snapshot.policy)
+
+    # -- finding a plan ---------------------------------------------------------------------------
+
+    def plan(self, op: Op, signature: Signature, args: Args, bits: int, snapshot: Snapshot | None = None) -> Plan:
+        """The plan for a call, remembered or made now.
+
+        Raises: ValueError, TypeError: an argument is wrong, by name. NoKernelFoundError: nobody may and can.
+        """
+        if self.closed:
+            raise RuntimeClosedError(f"device {self.device} is closed")
+        table = self.table(op, snapshot)
+        plan = table.hot[bits].get(signature)
+        return plan if plan is not None else table.miss(signature, args, bits)
+
+    def table(self, op: Op, snapshot: Snapshot | None = None) -> Table:
+        """The table of an op in a snapshot (the current one by default), made on first use."""
+        now = snapshot or self.snapshot
+        table = now.tables.get(op.name)
+        if table is None:
+            made = Table(
+                op,
+                self._rules(op.name, now.policy),
+                self._compile,
+                generation=now.generation,
+                max_keys=self.settings.max_keys,
+                cost=self._cost,
+            )
+            table = now.tables.setdefault(op.name, made)
+        return table
+
+    def _rules(self, op: str, policy: Policy) -> Rules:
+        settings = self.settings
+        blocked = {**self.registry.blocked(), **self.health.blocked()}
+        return Rules(
+            kernels=self.registry.for_op(op),
+            hardware=self.hardware,
+            policy=policy,
+            standing=Standing(blocked, self.registry.unready(), self.health.probing()),
+            knobs=Knobs(settings.strict, settings.tie_band, settings.default_gain),
+            modes=frozenset({"batch_invariant"}) if settings.determinism == "strict" else frozenset(),
+        )
+
+    def _compile(self, op: Op, selection: Selection) -> Plan:
+        """The plan of a selection; loads the kernel if it is not, and starts what is chosen when warm."""
+        self.counters.add("selections", op=op.name)
+        kernel = self.registry.get(selection.kernel)
+        assert kernel is not None
+        accepted = selection.candidate(kernel.id).accepted
+        if accepted is not None and not accepted.ready and "capture" in selection.request.modes:
+            raise CudaGraphUnsafeError(f"{kernel.id} needs loading, which cannot happen while a graph is captured")
+        call = compile_transforms(op, selection.transforms, self.registry.callable_of(kernel.id))
+        if kernel.id in self.health.probing():
+            call = self._recovery.probe(op, kernel.id, call, selection)
+        if selection.when_warm is not None:
+            self._warm(selection.when_warm)
+        return Plan(op, call, selection, selection.request)
+
+    # -- running ----------------------------------------------------------------------------------
+
+    def launch(self, op: Op, args: Args, snapshot: Snapshot | None = None) -> Any:
+        """Select for exactly these arguments and run; the way a merged batch runs."""
+        return self.launch_planned(op, args, snapshot)[0]
+
+    def launch_planned(self, op: Op, args: Args, snapshot: Snapshot | None = None) -> tuple[Any, Plan]:
+        """`launch`, with the plan that ran."""
+        bits = self.mode()
+        plan = self.plan(op, positional(op, args), args, bits, snapshot)
+        try:
+            return plan.call(*args), plan
+        except Exception as error:
+            return self.recover(plan, args, error, snapshot)
+
+    def recover(self, plan: Plan, args: Args, error: Exception, snapshot: Snapshot | None = None) -> tuple[Any, Plan]:
+        """The result of the next kernel that can answer, after `plan`'s kernel raised; and the plan of that.
+
+        Raises: ValueError: the data was wrong. KernelExecutionError: nobody could answer.
+        """
+        return self._recovery.recover(plan, args, error, snapshot)
+
+    def callable_for(self, op: Op, selection: Selection, kernel_id: str) -> Callable[..., Any]:
+        """`kernel_id`'s callable with the transforms that `selection`'s trace gives it."""
+        accepted = selection.candidate(kernel_id).accepted
+        transforms = accepted.transforms if accepted is not None else ()
+        return compile_transforms(op, transforms, self.registry.callable_of(kernel_id))
+
+    # -- readiness and health ---------------------------------------------------------------------
+
+    def _warm(self, kernel_id: str) -> None:
+        if self.settings.warm == "off":
+            return
+        with self._lock:
+            if kernel_id in self._warming:
+                return
+            self._warming.add(kernel_id)
+        self._background.submit(lambda: self._load(kernel_id))
+
+    def _load(self, kernel_id: str) -> None:
+        started = self.clock.now()
+        try:
+            self.registry.callable_of(kernel_id)
+        except Exception as error:
+            self.counters.add("load_failures", kernel=kernel_id)
+            log.warning("kernel.load_failed", kernel=kernel_id, error=f"{type(error).__name__}: {error}")
+        else:
+            log.info("kernel.loaded", kernel=kernel_id, seconds=round(self.clock.now() - started, 3))
+        finally:
+            with self._lock:
+                self._warming.discard(kernel_id)
+            self.refresh()
+
+    def warm(self, kernel_ids: Sequence[str]) -> None:
+        """Load kernels now, in this thread; failures block them with their reason."""
+        for kernel_id in kernel_ids:
+            self._load(kernel_id)
+
+    def _arm(self) -> None:
+        """One timer for the next breaker that will want a probe."""
+        with self._lock:
+            if self._timer is not None:
+                self._timer.cancel()
+                self._timer = None
+            due = self.health.next_change()
+            if due is not None and not self.closed:
+                delay = max(0.0, due - self.clock.now())
+                self._timer = self.clock.call_later(delay, self._tick)
+
+    def _tick(self) -> None:
+        self.health.tick()
+        self._arm()
+
+    # -- closing ----------------------------------------------------------------------------------
+
+    def close(self) -> None:
+        """Stop the threads and timers; every later call raises RuntimeClosedError."""
+        with self._lock:
+            self.closed = True
+            if self._timer is not None:
+                self._timer.cancel()
+                self._timer = None
+            self.snapshot = Snapshot(self.snapshot.generation + 1, self.snapshot.policy)
+        self.worker.close()
+        self._background.close()
+
+    def kernels(self) -> tuple[Kernel, ...]:
+        """Every kernel registered on this device."""
+        return self.registry.all()
+
+
+def device_of(args: Args) -> torch.device:
+    """The device a call runs on: its first argument's.
+
+    Raises: TypeError: the first argument is no tensor.
+    """
+    first = args[0]
+    if not isinstance(first, Tensor):
+        raise TypeError(f"the first argument needs a torch.Tensor, got {type(first).__name__}")
+    return first.device

@@ -1,0 +1,109 @@
+"""What happens when a kernel raises: the next one answers inside the same call, and health is told.
+
+A failure counts against a kernel only if another kernel answers the same call: when all raise, the data
+is at fault, not the kernel.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from layerzero.dispatch import Plan, Snapshot
+from layerzero.errors import KernelExecutionError, LayerZeroError
+from layerzero import log
+from layerzero.ops.op import Args, Op
+from layerzero.selection.record import Selection
+
+if TYPE_CHECKING:
+    from layerzero.actors.local import LocalDevice
+
+_ARGUMENT_ERRORS = (ValueError, TypeError, IndexError)
+
+
+class Recovery:
+    """Fallback inside one call, and probes of kernels that rest."""
+
+    def __init__(self, device: LocalDevice) -> None:
+        self._device = device
+
+    def recover(self, plan: Plan, args: Args, error: Exception, snapshot: Snapshot | None) -> tuple[Any, Plan]:
+        """Run the kernels after `plan.kernel` in its selection's order until one answers."""
+        op, selection = plan.op, plan.selection
+        if isinstance(error, LayerZeroError):
+            raise error
+        if op.guard is not None:
+            self._blame_data(op, args, error)
+        if not op.pure:
+            raise self._failed(plan.kernel, error, f"{op.name} changes its inputs, so no other kernel may repeat it")
+        device = self._device
+        for kernel_id in selection.order:
+            if kernel_id == plan.kernel or kernel_id in device.health.blocked():
+                continue
+            try:
+                result = device.callable_for(op, selection, kernel_id)(*args)
+            except Exception as other:
+                log.warning("kernel.failed", kernel=kernel_id, op=op.name, error=_short(other))
+                continue
+            self._count(plan, kernel_id, error)
+            return result, self._note(plan, kernel_id, error)
+        if isinstance(error, _ARGUMENT_ERRORS):
+            raise error
+        device.counters.add("failures", kernel=plan.kernel)
+        device.health.failure(plan.kernel, _short(error), op=op.name)
+        raise self._failed(plan.kernel, error, "no other kernel could answer")
+
+    def _blame_data(self, op: Op, args: Args, error: Exception) -> None:
+        assert op.guard is not None
+        try:
+            op.guard(args)
+        except (ValueError, TypeError) as fault:
+            raise fault from error
+
+    def _count(self, plan: Plan, used: str, error: Exception) -> None:
+        device = self._device
+        device.counters.add("fallbacks", kernel=plan.kernel)
+        log.warning("kernel.fell_back", kernel=plan.kernel, used=used, op=plan.op.name, error=_short(error))
+        device.health.failure(plan.kernel, _short(error), op=plan.op.name)
+
+    def _note(self, plan: Plan, used: str, error: Exception) -> Plan:
+        """The plan as it really ran, for `last_selection`."""
+        record = msgspec.structs.replace(
+            plan.selection,
+            kernel=used,
+            request=plan.request,
+            why=f"fallback: {plan.kernel} raised {_short(error)}",
+            fallback=plan.kernel,
+        )
+        return Plan(plan.op, plan.call, record, plan.request)
+
+    def _failed(self, kernel: str, error: Exception, what: str) -> KernelExecutionError:
+        failure = KernelExecutionError(f"{kernel} raised {_short(error)}; {what}", kernel=kernel)
+        failure.__cause__ = error
+        return failure
+
+    def probe(self, op: Op, kernel_id: str, call: Callable[..., Any], selection: Selection) -> Callable[..., Any]:
+        """`call` for callers that get a probe token of a half-open circuit, the next kernel for all others."""
+        device = self._device
+
+        def probing(*args: Any) -> Any:
+            token = device.health.take_probe(kernel_id)
+            if token is None:
+                return self._others(op, kernel_id, selection, args)
+            with token:
+                return call(*args)
+
+        return probing
+
+    def _others(self, op: Op, kernel_id: str, selection: Selection, args: Args) -> Any:
+        for other in selection.order:
+            if other != kernel_id:
+                return self._device.callable_for(op, selection, other)(*args)
+        raise KernelExecutionError(f"{kernel_id} rests and no other kernel takes the call", kernel=kernel_id)
+
+
+def _short(error: BaseException) -> str:
+    text = f"{type(error).__name__}: {error}"
+    return text if len(text) <= 200 else text[:197] + "..."

@@ -1,0 +1,149 @@
+"""Both surfaces of an op from its one signature: `blocking(op)` and `awaited(op)`.
+
+The fast path stands here in full and calls nothing of ours on a hit: build the signature, find the device,
+the table and the plan, run it. Whatever is unusual (no plan yet, a scope, an error) leaves it at once.
+"""
+
+from __future__ import annotations
+
+import inspect
+import threading
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor
+
+from layerzero.actors.local import LocalDevice, device_of
+from layerzero.api.scope import ROOT, SCOPE, Scope
+from layerzero.dispatch import Plan, Snapshot
+from layerzero.ops.op import Args, Op, Signature
+from layerzero.runtime import ACTIVE, Runtime, current
+from layerzero.selection.record import Selection
+
+
+class _Last(threading.local):
+    """The plan that ran last in this thread; read right after a call, nothing can have come between."""
+
+    plan: Plan | None = None
+
+
+LAST = _Last()
+
+
+def last_selection() -> Selection | None:
+    """The record of the last call in this thread: what was executed, batched and fallen back as it was.
+
+    None before the first call of this thread.
+    """
+    plan = LAST.plan
+    return None if plan is None else plan.record()
+
+
+def blocking(op: Op) -> Callable[..., Any]:
+    """The op as a blocking function with the signature of `op.build`, plus `backend=`."""
+    build, name, active, scoped, last = op.build, op.name, ACTIVE, SCOPE.get, LAST
+
+    def call(*args: Any, backend: str | None = None, **kwargs: Any) -> Any:
+        try:
+            signature, full = build(*args, **kwargs)
+            device = active.devices[full[0].device]
+            bits = device.mode()
+            if backend is None and scoped() is None:
+                plan = device.snapshot.tables[name].hot[bits][signature]
+            else:
+                return _unusual(op, signature, full, backend)
+        except (KeyError, AttributeError, TypeError) as error:
+            return _first(op, args, kwargs, backend, error)
+        last.plan = plan
+        try:
+            return plan.call(*full)
+        except Exception as error:
+            return _recovered(device, plan, full, error, None)
+
+    return _named(call, op)
+
+
+def _named(call: Callable[..., Any], op: Op) -> Callable[..., Any]:
+    call.__name__ = call.__qualname__ = op.name
+    call.__doc__ = op.build.__doc__
+    call.__module__ = "layerzero"
+    call.__signature__ = inspect.signature(op.build)  # type: ignore[attr-defined]
+    return call
+
+
+def _first(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any], backend: str | None, error: Exception) -> Any:
+    """A call whose plan is not there yet, or whose arguments are wrong."""
+    signature, full = checked_build(op, args, kwargs, error)
+    return _unusual(op, signature, full, backend)
+
+
+def checked_build(
+    op: Op, args: tuple[Any, ...], kwargs: dict[str, Any], error: Exception | None = None
+) -> tuple[Signature, Args]:
+    """`op.build` with its arguments explained where it cannot take them.
+
+    Raises: TypeError: an argument is missing, unknown or no tensor, by name.
+    """
+    try:
+        inspect.signature(op.build).bind(*args, **kwargs)
+    except TypeError as wrong:
+        raise TypeError(f"{op.name}(): {wrong}") from None
+    try:
+        signature, full = op.build(*args, **kwargs)
+    except (AttributeError, TypeError) as wrong:
+        raise _explained(op, args, kwargs, wrong) from error
+    try:
+        hash(signature)
+    except TypeError as wrong:
+        op.check(full)
+        raise TypeError(f"{op.name}() needs hashable flags and numbers: {wrong}") from None
+    return signature, full
+
+
+def _explained(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any], wrong: Exception) -> Exception:
+    """The error that names the argument which is no tensor."""
+    bound = inspect.signature(op.build).bind(*args, **kwargs)
+    bound.apply_defaults()
+    for parameter in inspect.signature(op.build).parameters.values():
+        value = bound.arguments.get(parameter.name)
+        takes_tensor = "Tensor" in str(parameter.annotation)
+        optional = "None" in str(parameter.annotation)
+        if takes_tensor and not isinstance(value, Tensor) and not (optional and value is None):
+            return TypeError(f"{parameter.name} needs a torch.Tensor, got {type(value).__name__}")
+    return wrong
+
+
+def runtime_here() -> Runtime:
+    """The runtime of the calling context: a scoped one, else the process's."""
+    scope = SCOPE.get()
+    return scope.runtime if scope is not None and scope.runtime is not None else current()
+
+
+def device_here(args: Args) -> LocalDevice:
+    """The LocalDevice of a call's tensors, in the calling context's runtime."""
+    return runtime_here().device(device_of(args))
+
+
+def snapshot_here(device: LocalDevice, op: str, backend: str | None) -> Snapshot:
+    """The snapshot that governs a call in the calling context."""
+    scope: Scope | None = SCOPE.get()
+    if scope is None:
+        return device.snapshot if backend is None else ROOT.snapshot(device, op, backend)
+    return scope.snapshot(device, op, backend)
+
+
+def _unusual(op: Op, signature: Signature, args: Args, backend: str | None) -> Any:
+    """Plan and run a call in full: scopes, first uses, everything."""
+    device = device_here(args)
+    snapshot = snapshot_here(device, op.name, backend)
+    plan = device.plan(op, signature, args, device.mode(), snapshot)
+    LAST.plan = plan
+    try:
+        return plan.call(*args)
+    except Exception as error:
+        return _recovered(device, plan, args, error, snapshot)
+
+
+def _recovered(device: LocalDevice, plan: Plan, args: Args, error: Exception, snapshot: Snapshot | None) -> Any:
+    result, LAST.plan = device.recover(plan, args, error, snapshot)
+    return result

@@ -1,0 +1,178 @@
+"""Looking at choices without making them: select, explain, which, dry_run, list_kernels, validate."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from layerzero.api.calls import checked_build, device_here, runtime_here, snapshot_here
+from layerzero.dispatch import Plan, positional
+from layerzero.hardware import Hardware
+from layerzero.kernel import Capability, Kernel
+from layerzero.ops import table as ops_table
+from layerzero.ops.op import Args, Op
+from layerzero.ops.request import Request
+from layerzero.reasons import Rejected
+from layerzero.selection.decide import Knobs, Standing, decide
+from layerzero.selection.record import Selection
+from layerzero.selection.render import render
+
+
+class Explanation(msgspec.Struct, frozen=True):
+    """Why a call would run where it would; `str()` is a table for people, `selection` the record."""
+
+    selection: Selection
+
+    def __str__(self) -> str:
+        return render(self.selection)
+
+    def as_json(self) -> str:
+        """The whole record as JSON."""
+        return msgspec.json.encode(self.selection.as_plain()).decode()
+
+
+class KernelInfo(msgspec.Struct, frozen=True, kw_only=True):
+    """One registered kernel as it stands on a device: `state` is ready, cold, or why it is blocked."""
+
+    id: str
+    op: str
+    backend: str
+    state: str
+    default: bool
+    capability: Capability
+    blocked: Rejected | None = None
+
+
+def select(op: str, /, *args: Any, backend: str | None = None, **kwargs: Any) -> Selection:
+    """The selection that a call with these arguments gets now; nothing runs.
+
+    Raises: NoKernelFoundError: unknown op (the ops are listed), or no kernel may and can.
+    """
+    return _plan(ops_table.get(op), args, kwargs, backend).record()
+
+
+def which(op: str, /, *args: Any, batch: int = 1, backend: str | None = None, **kwargs: Any) -> str:
+    """The id of the kernel that a call with these arguments gets; with `batch`, that many of them merged."""
+    definition = ops_table.get(op)
+    if batch == 1:
+        return _plan(definition, args, kwargs, backend).kernel
+    if isinstance(batch, bool) or not isinstance(batch, int) or batch < 1:
+        raise ValueError(f"batch needs an int >= 1, got {batch!r}")
+    _, full = checked_build(definition, args, kwargs)
+    merged = _merged(definition, full, batch)
+    device = device_here(merged)
+    snapshot = snapshot_here(device, op, backend)
+    return device.plan(definition, positional(definition, merged), merged, device.mode(), snapshot).kernel
+
+
+def explain(op: str, /, *args: Any, backend: str | None = None, **kwargs: Any) -> Explanation:
+    """Every kernel's verdict on a call with these arguments, decided anew; print it.
+
+    Raises: NoKernelFoundError: as `select`; its message holds the same verdicts.
+    """
+    definition = ops_table.get(op)
+    _, full = checked_build(definition, args, kwargs)
+    device = device_here(full)
+    table = device.table(definition, snapshot_here(device, op, backend))
+    request = table.describe(full, device.mode())
+    if definition.empty is not None and definition.empty(full) is not None:
+        return Explanation(_plan(definition, args, kwargs, backend).record())
+    return Explanation(table.fresh(request))
+
+
+def dry_run(op: str, /, *args: Any, hardware: Hardware | None = None, strict: bool | None = None, **kwargs: Any) -> Selection:
+    """The choice for these arguments on other hardware, or under another strictness; nothing runs.
+
+    On the machine at hand this is `select`. On `hardware`, every registered kernel is judged as if its
+    library were installed there, so that a fleet can be planned from a laptop.
+    """
+    definition = ops_table.get(op)
+    signature, full = checked_build(definition, args, kwargs)
+    device = device_here(full)
+    request = device.table(definition).describe(full, device.mode())
+    settings = device.settings
+    knobs = Knobs(settings.strict if strict is None else strict, settings.tie_band, settings.default_gain)
+    if hardware is None:
+        if strict is None:
+            return device.plan(definition, signature, full, device.mode()).record()
+        standing = Standing({**device.registry.blocked(), **device.health.blocked()}, device.registry.unready())
+        return decide(
+            definition, request, device.registry.for_op(op), device.hardware, device.snapshot.policy, standing, knobs
+        )
+    elsewhere = request.replace(platform=hardware.platform, device=hardware.device)
+    return decide(
+        definition, elsewhere, device.registry.for_op(op), hardware, device.snapshot.policy, Standing(), knobs
+    )
+
+
+def validate(op: str, /, *args: Any, **kwargs: Any) -> Request:
+    """The request that these arguments make, after every check of the op; nothing is selected or run.
+
+    Raises: ValueError, TypeError: an argument is wrong, by name.
+    """
+    definition = ops_table.get(op)
+    _, full = checked_build(definition, args, kwargs)
+    request = definition.check(full)
+    if definition.guard is not None:
+        definition.guard(full)
+    return request
+
+
+def list_kernels(op: str | None = None, *, backend: str | None = None) -> list[KernelInfo]:
+    """The kernels registered on the default device, in registration order, with how each stands.
+
+    Raises: NoKernelFoundError: `op` does not exist. ValueError: no kernel is of `backend`.
+    """
+    device = runtime_here().device()
+    kernels: tuple[Kernel, ...] = device.kernels()
+    if op is not None:
+        kernels = device.registry.for_op(ops_table.get(op).name)
+    if backend is not None:
+        names = sorted({kernel.backend for kernel in device.kernels()})
+        if backend not in names:
+            raise ValueError(f"backend needs one of {', '.join(names)}, got {backend!r}")
+        kernels = tuple(kernel for kernel in kernels if kernel.backend == backend)
+    blocked = {**device.registry.blocked(), **device.health.blocked()}
+    unready = device.registry.unready()
+    return [
+        KernelInfo(
+            id=kernel.id,
+            op=kernel.op,
+            backend=kernel.backend,
+            state="blocked" if kernel.id in blocked else "cold" if kernel.id in unready else "ready",
+            default=kernel.default,
+            capability=kernel.capability,
+            blocked=blocked.get(kernel.id),
+        )
+        for kernel in kernels
+    ]
+
+
+def _plan(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any], backend: str | None) -> Plan:
+    signature, full = checked_build(op, args, kwargs)
+    device = device_here(full)
+    return device.plan(op, signature, full, device.mode(), snapshot_here(device, op.name, backend))
+
+
+class _Captured(BaseException):
+    """Carries the merged arguments out of a batching rule; never leaves this module."""
+
+    def __init__(self, args: Args) -> None:
+        super().__init__()
+        self.merged = args
+
+
+def _merged(op: Op, args: Args, batch: int) -> Args:
+    """The arguments that `batch` such calls become."""
+    if op.batching is None or op.batching.group(args) is None:
+        return args
+
+    def capture(merged: Args) -> Any:
+        raise _Captured(merged)
+
+    try:
+        op.batching.run([args] * batch, capture)
+    except _Captured as caught:
+        return caught.merged
+    return args

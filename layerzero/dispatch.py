@@ -1,0 +1,292 @@
+"""The hot path. Read this first.
+
+One call: `op.build` makes a signature; the device's snapshot holds one table an op; the table maps the
+signature to a plan; the plan is called. A hit is two attribute loads and two dict lookups: no lock, no
+counter, no clock, no log. Everything below `Table.miss` is the cold path.
+
+A snapshot is never changed, only inserted into and dropped whole: a policy change, a breaker or a newly
+loaded kernel makes the next generation, which shares the tables whose verdicts cannot have changed. A miss
+publishes into the table it started from, so that a slow computation never reaches a newer generation.
+"""
+
+from __future__ import annotations
+
+import inspect
+import threading
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+import torch
+from torch import Tensor
+
+from layerzero.errors import SelectionTimeoutError
+from layerzero.hardware import Hardware
+from layerzero.kernel import Kernel
+from layerzero.ops.op import Args, Op, Signature
+from layerzero.ops.request import Request
+from layerzero.policy.policy import Policy
+from layerzero.selection.decide import CostModel, Knobs, Standing, decide
+from layerzero.selection.key import KeyMaker
+from layerzero.selection.record import Selection
+
+GRAD, DETERMINISTIC, AUTOCAST, CAPTURE = 1, 2, 4, 8
+_MODES = 16
+_is_grad_enabled = torch.is_grad_enabled
+_is_deterministic = torch.are_deterministic_algorithms_enabled
+_is_autocast = torch._C._is_any_autocast_enabled
+
+
+def mode() -> int:
+    """The bits of torch's modes that can change a choice, on a device that captures no graph."""
+    bits = 1 if _is_grad_enabled() else 0
+    if _is_deterministic():
+        bits |= DETERMINISTIC
+    if _is_autocast():
+        bits |= AUTOCAST
+    return bits
+
+
+def capturing_mode() -> int:
+    """`mode()` on CUDA, where the current stream may be capturing."""
+    return mode() | (CAPTURE if torch.cuda.is_current_stream_capturing() else 0)
+
+
+class Plan:
+    """A selection ready to run: `call(*args)` takes the op's full argument tuple.
+
+    `request` is the call this plan was made for; `selection` may be shared by all requests of one key.
+    """
+
+    __slots__ = ("call", "expected_us", "kernel", "op", "request", "selection")
+
+    def __init__(self, op: Op, call: Callable[..., Any], selection: Selection, request: Request) -> None:
+        self.op = op
+        self.call = call
+        self.selection = selection
+        self.request = request
+        self.kernel = selection.kernel
+        self.expected_us = selection.expected_us
+
+    def at(self, request: Request) -> Plan:
+        """This plan for another request of the same key."""
+        return self if request is self.request else Plan(self.op, self.call, self.selection, request)
+
+    def record(self) -> Selection:
+        """The selection as made for this very request."""
+        if self.selection.request is self.request:
+            return self.selection
+        return msgspec.structs.replace(self.selection, request=self.request)
+
+
+class _Flight:
+    """One computation in progress, for those who want its result."""
+
+    __slots__ = ("done", "error", "owner", "plan")
+
+    def __init__(self) -> None:
+        self.done = threading.Event()
+        self.owner = threading.get_ident()
+        self.plan: Plan | None = None
+        self.error: BaseException | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Rules:
+    """Everything that verdicts of one table depend on; equal rules may share a table."""
+
+    kernels: tuple[Kernel, ...]
+    hardware: Hardware
+    policy: Policy
+    standing: Standing
+    knobs: Knobs
+    modes: frozenset[str] = frozenset()
+
+    def fingerprint(self, op: str) -> Hashable:
+        """Equal for two rule sets that decide every request of `op` alike."""
+        own = tuple(k.id for k in self.kernels)
+        rules = tuple(r for r in self.policy.rules if r.op in ("*", op))
+        standing = self.standing
+        blocked = tuple((k, standing.blocked[k].reason) for k in own if k in standing.blocked)
+        unready = tuple(k for k in own if k in standing.unready)
+        probing = tuple(k for k in own if k in standing.probing)
+        return (own, rules, blocked, unready, probing, self.knobs, self.modes)
+
+
+class Table:
+    """The plans of one op in one generation: `hot[mode]` by signature, `keyed` by reduced request."""
+
+    __slots__ = (
+        "_compile", "_cost", "_flights", "_lock", "_maker", "_max_keys", "_rules", "_timeout_s",
+        "computed", "fingerprint", "generation", "hot", "keyed", "op",
+    )  # fmt: skip
+
+    def __init__(
+        self,
+        op: Op,
+        rules: Rules,
+        compile_plan: Callable[[Op, Selection], Plan],
+        *,
+        generation: int,
+        max_keys: int,
+        cost: CostModel,
+        timeout_s: float = 60.0,
+    ) -> None:
+        self.op = op
+        self.hot: list[dict[Signature, Plan]] = [{} for _ in range(_MODES)]
+        self.keyed: dict[Hashable, Plan] = {}
+        self.generation = generation
+        self.fingerprint = rules.fingerprint(op.name)
+        self.computed = 0
+        self._rules = rules
+        self._compile = compile_plan
+        self._cost = cost
+        self._maker = KeyMaker(op, rules.kernels, rules.policy.conditions(op.name))
+        self._max_keys = max_keys
+        self._timeout_s = timeout_s
+        self._lock = threading.Lock()
+        self._flights: dict[Hashable, _Flight] = {}
+
+    def miss(self, signature: Signature, args: Args, bits: int) -> Plan:
+        """The plan for a call whose signature is new: checked, described, decided once per key, remembered.
+
+        Raises: ValueError, TypeError: an argument is wrong. NoKernelFoundError: nobody may and can.
+        """
+        hash(signature)
+        request = self.describe(args, bits)
+        empty = self.op.empty
+        if empty is not None and empty(args) is not None:
+            plan = Plan(self.op, lambda *full: empty(full), nothing_to_do(request), request)
+        else:
+            plan = self.decided(request).at(request)
+        hot = self.hot[bits]
+        if len(hot) >= self._max_keys:
+            hot = self.hot[bits] = {}
+        hot[signature] = plan
+        return plan
+
+    def describe(self, args: Args, bits: int) -> Request:
+        """The request of a call under the given modes."""
+        request = self.op.check(args)
+        modes = set(self._rules.modes)
+        if bits & GRAD and any(isinstance(a, Tensor) and a.requires_grad for a in args):
+            if not self.op.differentiable:
+                raise ValueError(f"{self.op.name} has no gradient: needs inputs that do not require grad, or torch.no_grad()")
+            modes.add("grad")
+        if bits & DETERMINISTIC:
+            modes.add("deterministic")
+        if bits & AUTOCAST:
+            modes.add("autocast")
+        if bits & CAPTURE:
+            modes.add("capture")
+        return request.replace(modes=frozenset(modes)) if modes else request
+
+    def decided(self, request: Request) -> Plan:
+        """The plan for a request; one computation per key, however many threads ask at once."""
+        key = self._maker.key(request)
+        plan = self.keyed.get(key)
+        if plan is not None:
+            return plan
+        with self._lock:
+            plan = self.keyed.get(key)
+            if plan is not None:
+                return plan
+            flight = self._flights.get(key)
+            leads = flight is None
+            if flight is None:
+                flight = self._flights[key] = _Flight()
+        if not leads and flight.owner != threading.get_ident():
+            return self._follow(flight, request)
+        return self._lead(key, flight, request)
+
+    def _lead(self, key: Hashable, flight: _Flight, request: Request) -> Plan:
+        try:
+            plan = self._compile(self.op, self.fresh(request))
+        except BaseException as error:
+            flight.error = error
+            raise
+        else:
+            flight.plan = plan
+            with self._lock:
+                if len(self.keyed) >= self._max_keys:
+                    self.keyed = {}
+                self.keyed[key] = plan
+            return plan
+        finally:
+            with self._lock:
+                self._flights.pop(key, None)
+                self.computed += 1
+            flight.done.set()
+
+    def _follow(self, flight: _Flight, request: Request) -> Plan:
+        if not flight.done.wait(self._timeout_s):
+            raise SelectionTimeoutError(
+                f"selection for {self.op.name} needs less than {self._timeout_s} s, and has not finished", request=request
+            )
+        if flight.plan is None:
+            assert flight.error is not None
+            raise flight.error
+        return flight.plan
+
+    def fresh(self, request: Request) -> Selection:
+        """The decision for a request, computed anew whatever the table remembers."""
+        rules = self._rules
+        selection = decide(
+            self.op,
+            request,
+            rules.kernels,
+            rules.hardware,
+            rules.policy,
+            rules.standing,
+            rules.knobs,
+            priced_as=self._maker.on_grid(request),
+            cost=self._cost,
+        )
+        return selection_at(selection, self.generation)
+
+
+def nothing_to_do(request: Request) -> Selection:
+    """The record of a call with no element to compute: no kernel was asked."""
+    return Selection(
+        op=request.op,
+        kernel="",
+        request=request,
+        transforms=(),
+        expected_us=0.0,
+        why="nothing to compute: no kernel runs",
+        trace=(),
+        order=(),
+    )
+
+
+def selection_at(selection: Selection, generation: int) -> Selection:
+    """The selection marked with the generation it was made in."""
+    return msgspec.structs.replace(selection, generation=generation)
+
+
+class Snapshot:
+    """One generation of a device's tables, filled op by op as they are first used."""
+
+    __slots__ = ("generation", "policy", "tables")
+
+    def __init__(self, generation: int, policy: Policy, tables: dict[str, Table] | None = None) -> None:
+        self.generation = generation
+        self.policy = policy
+        self.tables: dict[str, Table] = tables if tables is not None else {}
+
+
+def positional(op: Op, args: Sequence[Any]) -> Signature:
+    """The signature of a call given as the op's full argument tuple."""
+    names = _parameters(op)
+    return op.build(**dict(zip(names, args, strict=True)))[0]
+
+
+_PARAMETERS: dict[str, tuple[str, ...]] = {}
+
+
+def _parameters(op: Op) -> tuple[str, ...]:
+    names = _PARAMETERS.get(op.name)
+    if names is None:
+        names = _PARAMETERS[op.name] = tuple(inspect.signature(op.build).parameters)
+    return names

@@ -1,0 +1,315 @@
+"""The runtime: opens and closes everything, and is the only place that wires parts together.
+
+One runtime serves the process: event loops, pool threads and handlers all find it through `ACTIVE`. It is
+made on first use, or opened by `start`. Device state belongs to no event loop.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import warnings
+import weakref
+from collections.abc import Callable
+from types import TracebackType
+
+import torch
+
+from layerzero import log
+from layerzero.actors.local import LocalDevice
+from layerzero.actors.registry import Registry
+from layerzero.backends import availability, load_builtin
+from layerzero.clock import Clock, MonotonicClock, Timer
+from layerzero.errors import ConfigurationError, RuntimeClosedError
+from layerzero.health import Store
+from layerzero.kernel import Kernel
+from layerzero.ops import table as ops_table
+from layerzero.policy import EMPTY, Policy, environment_policy, load_policy, merge
+from layerzero.settings import Settings
+from layerzero.telemetry import Counters
+
+
+class Runtime:
+    """Everything that one process (or one scope) runs ops with.
+
+    `devices` maps a torch.device to its LocalDevice, made on first use; `policy` is the process-wide policy
+    in force: file, environment and program merged.
+    """
+
+    def __init__(
+        self,
+        settings: Settings | None = None,
+        *,
+        clock: Clock | None = None,
+        kernels: Callable[[], list[Kernel]] | None = None,
+        store: Store | None = None,
+    ) -> None:
+        self.settings = settings if settings is not None else Settings.load()
+        self.clock: Clock = clock or MonotonicClock()
+        self.counters = Counters()
+        self.devices: dict[torch.device, LocalDevice] = {}
+        self.closed = False
+        self.started = False
+        self._store = store
+        self.program: Policy = EMPTY
+        self._kernels = kernels or load_builtin
+        self._lock = threading.RLock()
+        self._timer: Timer | None = None
+        self._extra: list[Kernel] = []
+        self._outside = merge(self._file_policy(), environment_policy())
+        self._closers: list[Callable[[], None]] = []
+        self.policy: Policy = self._in_force()
+        _ALL.add(self)
+
+    # -- devices ----------------------------------------------------------------------------------
+
+    def device(self, device: torch.device | str | None = None) -> LocalDevice:
+        """The LocalDevice for a torch device, made on first use; None is the default device.
+
+        Raises: RuntimeClosedError: after close. ValueError: the device does not exist here.
+        """
+        wanted = _canonical(torch.device(device) if device is not None else self.default_device())
+        found = self.devices.get(wanted)
+        if found is not None:
+            return found
+        with self._lock:
+            if self.closed:
+                raise RuntimeClosedError("this runtime is closed; open another with layerzero.start()")
+            found = self.devices.get(wanted)
+            if found is None:
+                found = self._open(wanted)
+                self.devices[wanted] = found
+            return found
+
+    def default_device(self) -> torch.device:
+        """The device that `Settings.device` names; "auto" is the current CUDA device, else the CPU."""
+        name = self.settings.device
+        if name == "auto":
+            name = f"cuda:{torch.cuda.current_device()}" if torch.cuda.is_available() else "cpu"
+        return _canonical(torch.device(name))
+
+    def _open(self, device: torch.device) -> LocalDevice:
+        registry = Registry([*self._kernels(), *self._extra], availability)
+        return LocalDevice(
+            device,
+            self.settings,
+            registry,
+            policy=self.policy,
+            store=self._store,
+            counters=self.counters,
+            clock=self.clock,
+        )
+
+    def add_kernel(self, kernel: Kernel) -> None:
+        """Register a kernel on every device, now and later.
+
+        Raises: ValueError: its id is taken. KeyError: its op does not exist.
+        """
+        ops_table.get(kernel.op)
+        with self._lock:
+            for device in self.devices.values():
+                device.registry.add(kernel)
+                device.refresh()
+            self._extra.append(kernel)
+
+    def remove_kernel(self, kernel_id: str) -> None:
+        """Forget a kernel on every device; calls in flight finish with it.
+
+        Raises: KeyError: no kernel has that id.
+        """
+        with self._lock:
+            for device in self.devices.values():
+                device.registry.remove(kernel_id)
+                device.refresh()
+            self._extra = [k for k in self._extra if k.id != kernel_id]
+
+    def known_kernels(self, op: str | None = None) -> frozenset[str]:
+        """The ids of all kernels, or of one op's."""
+        device = self.device()
+        kernels = device.registry.all() if op is None else device.registry.for_op(op)
+        return frozenset(kernel.id for kernel in kernels)
+
+    # -- policy -----------------------------------------------------------------------------------
+
+    def _file_policy(self) -> Policy:
+        if self.settings.policy is None:
+            return EMPTY
+        loaded = load_policy(
+            self.settings.policy,
+            known_ops=frozenset(ops_table.names()),
+            known_kernels=frozenset(k.id for k in self._kernels()),
+            strict=self.settings.strict,
+        )
+        for finding in loaded.findings:
+            log.warning("policy.rule_unmatched", rule=str(finding.rule), message=finding.message)
+        return loaded.policy
+
+    def _in_force(self) -> Policy:
+        active = merge(self._outside, self.program).at(self.clock.now())
+        self._arm(active.next_change)
+        return active.policy
+
+    def _arm(self, due: float | None) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        if due is not None and not self.closed:
+            self._timer = self.clock.call_later(max(0.0, due - self.clock.now()), self.apply_policy)
+
+    def set_program(self, program: Policy) -> None:
+        """Replace the programmatic layer as a whole; every device swaps once."""
+        with self._lock:
+            self.program = program
+            self.apply_policy()
+
+    def load_policy_file(self, path: str | os.PathLike[str]) -> None:
+        """Replace the file layer; on any error the policy in force stays as it is.
+
+        Raises: PolicyLoadError: the file is no valid policy; file and line are named.
+        """
+        with self._lock:
+            settings = self.settings.replace(policy=os.fspath(path))
+            before, self.settings = self.settings, settings
+            try:
+                outside = merge(self._file_policy(), environment_policy())
+            except BaseException:
+                self.settings = before
+                raise
+            self._outside = outside
+            self.apply_policy()
+
+    def apply_policy(self) -> None:
+        """Put the merged policy of this moment in force; what timers of timeboxed rules call."""
+        with self._lock:
+            if self.closed:
+                return
+            policy = self._in_force()
+            if policy.digest == self.policy.digest:
+                return
+            self.policy = policy
+            for device in self.devices.values():
+                device.set_policy(policy)
+
+    def reconfigure(self, settings: Settings) -> None:
+        """Put other settings in force; every device drops what depended on the old ones."""
+        with self._lock:
+            if settings.device != self.settings.device or settings.policy != self.settings.policy:
+                before, self.settings = self.settings, settings
+                try:
+                    self._outside = merge(self._file_policy(), environment_policy())
+                except BaseException:
+                    self.settings = before
+                    raise
+            self.settings = settings
+            for device in self.devices.values():
+                device.settings = settings
+                device.refresh()
+            self.apply_policy()
+
+    # -- closing ----------------------------------------------------------------------------------
+
+    def on_close(self, closer: Callable[[], None]) -> None:
+        """Call `closer` when this runtime closes, last added first."""
+        self._closers.append(closer)
+
+    def close(self) -> None:
+        """Stop every thread and timer; calls after this raise RuntimeClosedError. Idempotent."""
+        with self._lock:
+            if self.closed:
+                return
+            self.closed = True
+            self._arm(None)
+            closers, self._closers = self._closers[::-1], []
+        for closer in closers:
+            closer()
+        for device in self.devices.values():
+            device.close()
+        _ALL.discard(self)
+
+    def __enter__(self) -> Runtime:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def __del__(self) -> None:
+        if not getattr(self, "closed", True) and any(d.worker.started for d in self.devices.values()):
+            warnings.warn(f"unclosed {self!r}", ResourceWarning, source=self, stacklevel=2)
+
+    def reset_after_fork(self) -> None:
+        """Fresh locks, no threads and no timers in a forked child."""
+        self._lock = threading.RLock()
+        self._timer = None
+        for device in self.devices.values():
+            device.reset_after_fork()
+
+
+class _Active:
+    """The process's runtime, one attribute load away; `devices` is its map, empty when there is none."""
+
+    __slots__ = ("devices", "lock", "runtime")
+
+    def __init__(self) -> None:
+        self.runtime: Runtime | None = None
+        self.devices: dict[torch.device, LocalDevice] = {}
+        self.lock = threading.RLock()
+
+    def put(self, runtime: Runtime | None) -> None:
+        """Make `runtime` the process's, or none."""
+        self.runtime = runtime
+        self.devices = runtime.devices if runtime is not None else {}
+
+
+ACTIVE = _Active()
+_ALL: weakref.WeakSet[Runtime] = weakref.WeakSet()
+
+
+def current() -> Runtime:
+    """The process's runtime, opened with default settings on first use."""
+    runtime = ACTIVE.runtime
+    if runtime is not None and not runtime.closed:
+        return runtime
+    with ACTIVE.lock:
+        if ACTIVE.runtime is None or ACTIVE.runtime.closed:
+            ACTIVE.put(Runtime())
+        assert ACTIVE.runtime is not None
+        return ACTIVE.runtime
+
+
+def install(runtime: Runtime) -> None:
+    """Make `runtime` the process's.
+
+    Raises: ConfigurationError: an open runtime that somebody started is installed already.
+    """
+    with ACTIVE.lock:
+        present = ACTIVE.runtime
+        if present is not None and not present.closed and present.started:
+            raise ConfigurationError("a runtime is open in this process already; use start(..., scoped=True)")
+        ACTIVE.put(runtime)
+    if present is not None:
+        present.close()
+
+
+def uninstall(runtime: Runtime) -> None:
+    """Forget `runtime` if it is the process's; the next use opens a default one."""
+    with ACTIVE.lock:
+        if ACTIVE.runtime is runtime:
+            ACTIVE.put(None)
+
+
+def _canonical(device: torch.device) -> torch.device:
+    if device.type == "cuda" and device.index is None:
+        return torch.device("cuda", torch.cuda.current_device() if torch.cuda.is_available() else 0)
+    return device
+
+
+def _after_fork_in_child() -> None:
+    ACTIVE.lock = threading.RLock()
+    for runtime in list(_ALL):
+        runtime.reset_after_fork()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_after_fork_in_child)
