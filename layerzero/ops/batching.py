@@ -40,7 +40,7 @@ def rejoin(pieces: Sequence[Tensor]) -> Tensor | None:
     for piece in pieces:
         if piece.data_ptr() != expected or piece.stride() != stride:
             return None
-        expected += piece.size(0) * step
+        expected += piece.shape[0] * step
     if pieces[-1].untyped_storage()._cdata != first.untyped_storage()._cdata:
         return None
     return first.as_strided(((expected - start) // step, *first.shape[1:]), stride)
@@ -85,7 +85,7 @@ class Rows:
                 parts += (value.data_ptr(), value.shape, value.stride(), value.dtype, value.device)
             else:
                 tail = tails[position]
-                width = value.size(-1) if tail == 1 else value.shape[value.dim() - tail :]
+                width = value.shape[-1] if tail == 1 else value.shape[value.dim() - tail :]
                 parts += (value.dtype, value.device, width)
         return tuple(parts)
 
@@ -95,7 +95,7 @@ class Rows:
         tail = self.tails[self.along[0]]
         elements = first.numel()
         width = (
-            1 if tail == 0 else first.size(-1) if tail == 1 else _product(first.shape[first.dim() - tail :])
+            1 if tail == 0 else first.shape[-1] if tail == 1 else _product(first.shape[first.dim() - tail :])
         )
         return elements // max(width, 1), elements * first.element_size()
 
@@ -118,7 +118,7 @@ class Rows:
                 piece = tensor if lead is None else tensor.reshape(_product(lead), *tensor.shape[cut:])
                 if position == self.along[0]:
                     leads.append(lead)
-                    counts.append(piece.size(0))
+                    counts.append(piece.shape[0])
                 pieces.append(piece)
             merged[position] = join_rows(pieces)
         out = launch(tuple(merged))

@@ -1,0 +1,333 @@
+"""Drawing tokens: sample, sample_topk, sample_topp.
+
+`drawing` holds the rule that all three filter by and the generator that all three draw by.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from layerzero.ops import checks
+from layerzero.ops.batching import join_rows
+from layerzero.ops.drawing import Count, Number, column, draw, row_seeds, signed, token_weights
+from layerzero.ops.op import Args, Call, Launch, Op, register, signature_of
+from layerzero.ops.request import OutSpec, Request, Work
+
+HOTTEST = torch.finfo(torch.float64).max
+MOST_TOKENS = (1 << 63) - 1
+
+
+def sample(
+    logits: Tensor,
+    *,
+    temperature: Number = 1.0,
+    top_k: Count = 0,
+    top_p: Number = 1.0,
+    seed: Count | None = None,
+    offset: Count = 0,
+) -> Call:
+    """Draw one token a row, after temperature, top-k and top-p.
+
+    Args: logits (B, V), any float dtype, -inf masks; every other argument is a number or a (B,) tensor.
+        temperature 0 takes the largest logit; top_k 0 keeps all; top_p keeps the fewest tokens whose share
+        of what top-k left reaches top_p. Among equal logits the lowest index comes first. The same (seed,
+        offset) draws the same; one seed for B rows gives each row its own stream, the first row's being the
+        seed itself; None takes a seed from torch's default generator when the call is made.
+    Returns: (B,) int64; -1 for a row of NaN or of nothing but -inf where the device's data is not read.
+    Raises: ValueError, TypeError: an argument does not fit, by name; on the CPU also such a row, by index.
+    Source: splitmix64: Steele, Lea and Flood, OOPSLA 2014.
+    """
+    seed = _new_seed() if seed is None else seed
+    args = (logits, temperature, top_k, top_p, seed, offset)
+    try:
+        return (
+            "sample", logits.shape, logits.stride(), logits.dtype, logits.device,
+            _by_value(temperature), _by_value(top_k), _by_value(top_p), _by_type(seed), _by_type(offset),
+        ), args  # fmt: skip
+    except AttributeError:
+        _check_sample(args)  # names the operand that is no tensor
+        raise
+
+
+def sample_topk(
+    logits: Tensor, k: Count, *, temperature: Number = 1.0, seed: Count | None = None, offset: Count = 0
+) -> Call:
+    """Draw one token a row among its `k` largest logits: `sample` with top_k=k of at least 1."""
+    seed = _new_seed() if seed is None else seed
+    args = (logits, k, temperature, seed, offset)
+    try:
+        return (
+            "sample_topk", logits.shape, logits.stride(), logits.dtype, logits.device,
+            _by_value(k), _by_value(temperature), _by_type(seed), _by_type(offset),
+        ), args  # fmt: skip
+    except AttributeError:
+        _check_topk(args)
+        raise
+
+
+def sample_topp(
+    logits: Tensor, p: Number, *, temperature: Number = 1.0, seed: Count | None = None, offset: Count = 0
+) -> Call:
+    """Draw one token a row among the fewest whose probability reaches `p`: `sample` with top_p=p."""
+    seed = _new_seed() if seed is None else seed
+    args = (logits, p, temperature, seed, offset)
+    try:
+        return (
+            "sample_topp", logits.shape, logits.stride(), logits.dtype, logits.device,
+            _by_value(p), _by_value(temperature), _by_type(seed), _by_type(offset),
+        ), args  # fmt: skip
+    except AttributeError:
+        _check_topp(args)
+        raise
+
+
+def _new_seed() -> int:
+    """Drawn in the caller's thread and order, so that `torch.manual_seed` repeats a program's tokens."""
+    return int(torch.randint(1 << 62, ()))
+
+
+def _by_value(value: Any) -> Hashable:
+    return signature_of(value) if isinstance(value, Tensor) else (value.__class__, value)
+
+
+def _by_type(value: Any) -> Hashable:
+    # Seeds and offsets change with every step and any integer is one: their values decide nothing.
+    return signature_of(value) if isinstance(value, Tensor) else value.__class__
+
+
+# -- checks ---------------------------------------------------------------------------------------------
+
+
+def _need_share(name: str, value: Any, high: float, logits: Tensor) -> None:
+    """`value` is a number in [0, high] or a floating point tensor (B,)."""
+    if isinstance(value, Tensor):
+        checks.need_vector(name, value, logits.shape[0], "logits' rows")
+        checks.need_same_device("logits", logits, **{name: value})
+    else:
+        checks.need_number(name, value, low=0.0, high=high)
+
+
+def _need_count(name: str, value: Any, span: tuple[int, int] | None, logits: Tensor) -> None:
+    """`value` is an int in `span` or an index tensor (B,)."""
+    if isinstance(value, Tensor):
+        checks.need_index(name, value, rank=1)
+        if value.shape[0] != logits.shape[0]:
+            got = value.shape[0]
+            raise ValueError(f"{name} needs {logits.shape[0]} elements like logits' rows, got {got}")
+        checks.need_same_device("logits", logits, **{name: value})
+    else:
+        low, high = span or (None, None)
+        checks.need_int(name, value, low=low, high=high)
+
+
+def _request(op: str, logits: Any, seed: Any, offset: Any, temperature: Any) -> Request:
+    """The request of all three; the caller has checked what is its own."""
+    _need_share("temperature", temperature, HOTTEST, logits)
+    _need_count("seed", seed, None, logits)
+    _need_count("offset", offset, None, logits)
+    return Request(
+        op=op,
+        platform=logits.device.type,
+        device=str(logits.device),
+        dtype=checks.dtype_name(logits.dtype),
+        dtypes=(checks.dtype_name(logits.dtype),),
+        dims={"N": logits.shape[0], "V": logits.shape[1]},
+        features=frozenset({"seed_per_row"}) if isinstance(seed, Tensor) else frozenset(),
+        contiguous=logits.is_contiguous(),
+        last_stride1=checks.last_stride_is_one([logits]),
+        alignment=checks.alignment_of([logits]),
+    )
+
+
+def _need_logits(logits: Any) -> None:
+    checks.need_tensor("logits", logits, rank=2)
+    checks.need_rows("logits", logits)
+
+
+def _check_sample(args: Args) -> Request:
+    logits, temperature, top_k, top_p, seed, offset = args
+    _need_logits(logits)
+    _need_count("top_k", top_k, (0, MOST_TOKENS), logits)
+    _need_share("top_p", top_p, 1.0, logits)
+    return _request("sample", logits, seed, offset, temperature)
+
+
+def _check_topk(args: Args) -> Request:
+    logits, k, temperature, seed, offset = args
+    _need_logits(logits)
+    _need_count("k", k, (1, MOST_TOKENS), logits)
+    return _request("sample_topk", logits, seed, offset, temperature)
+
+
+def _check_topp(args: Args) -> Request:
+    logits, p, temperature, seed, offset = args
+    _need_logits(logits)
+    _need_share("p", p, 1.0, logits)
+    return _request("sample_topp", logits, seed, offset, temperature)
+
+
+def _guard_rows(logits: Tensor, **bounds: tuple[Any, float, float]) -> None:
+    """On the CPU: each row's largest logit is finite, each tensor argument within its bounds."""
+    if logits.device.type != "cpu" or logits.shape[0] == 0:
+        return
+    good = torch.isfinite(logits.amax(-1))
+    if not good.all():
+        row = int((~good).nonzero()[0])
+        worst = float(logits[row].amax())
+        raise ValueError(f"logits needs a finite largest value in each row, got {worst} in row {row}")
+    for name, (value, low, high) in bounds.items():
+        if isinstance(value, Tensor):
+            fits = (value >= low) & (value <= high)
+            if not fits.all():
+                row = int((~fits).nonzero()[0])
+                got = value[row].item()
+                raise ValueError(f"{name} needs values in [{low}, {high}], got {got} in row {row}")
+
+
+def _guard_sample(args: Args) -> None:
+    logits, temperature, top_k, top_p, _, _ = args
+    _guard_rows(
+        logits, temperature=(temperature, 0, HOTTEST), top_k=(top_k, 0, MOST_TOKENS), top_p=(top_p, 0, 1)
+    )
+
+
+def _guard_topk(args: Args) -> None:
+    _guard_rows(args[0], k=(args[1], 1, MOST_TOKENS), temperature=(args[2], 0, HOTTEST))
+
+
+def _guard_topp(args: Args) -> None:
+    _guard_rows(args[0], p=(args[1], 0, 1), temperature=(args[2], 0, HOTTEST))
+
+
+# -- references -----------------------------------------------------------------------------------------
+
+
+def sample_reference(
+    logits: Tensor, temperature: Number, top_k: Count, top_p: Number, seed: Count, offset: Count
+) -> Tensor:
+    """Filter, then draw."""
+    return draw(token_weights(logits, temperature, top_k, top_p), seed, offset)
+
+
+def sample_topk_reference(
+    logits: Tensor, k: Count, temperature: Number, seed: Count, offset: Count
+) -> Tensor:
+    """`sample_reference` without top-p."""
+    return sample_reference(logits, temperature, k, 1.0, seed, offset)
+
+
+def sample_topp_reference(
+    logits: Tensor, p: Number, temperature: Number, seed: Count, offset: Count
+) -> Tensor:
+    """`sample_reference` without top-k."""
+    return sample_reference(logits, temperature, 0, p, seed, offset)
+
+
+# -- batching -------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class SampledRows:
+    """Rows of any callers over one vocabulary: where callers differ, their numbers become (B,) tensors.
+
+    `seed` is the position of the seeds, which always become tensors: a row keeps the stream it has alone.
+    `whole` are the positions that hold integers.
+    """
+
+    seed: int
+    whole: frozenset[int]
+
+    def group(self, args: Args) -> Hashable | None:
+        """Dtype, device and vocabulary."""
+        logits: Tensor = args[0]
+        return (logits.dtype, logits.device, logits.shape[1])
+
+    def size(self, args: Args) -> tuple[int, int]:
+        """Rows and bytes of the logits."""
+        logits: Tensor = args[0]
+        return logits.shape[0], logits.numel() * logits.element_size()
+
+    def run(self, calls: Sequence[Args], launch: Launch) -> list[Any]:
+        """One launch over everybody's rows."""
+        if len(calls) == 1:
+            return [launch(calls[0])]
+        merged = list(calls[0])
+        merged[0] = join_rows([args[0] for args in calls])
+        for position in range(1, len(merged)):
+            merged[position] = self._join(position, calls)
+        counts = [args[0].shape[0] for args in calls]
+        return list(launch(tuple(merged)).split_with_sizes(counts))
+
+    def _join(self, position: int, calls: Sequence[Args]) -> Any:
+        values = [args[position] for args in calls]
+        counts = [args[0].shape[0] for args in calls]
+        if position == self.seed:
+            return torch.cat([row_seeds(seed, args[0]) for seed, args in zip(values, calls, strict=True)])
+        kept = values[0]
+        if not isinstance(kept, Tensor) and all(not isinstance(v, Tensor) and v == kept for v in values):
+            return kept
+        dtype = torch.int64 if position in self.whole else torch.float64
+        device = calls[0][0].device
+        if any(isinstance(v, Tensor) for v in values):
+            columns = [column(v, dtype, device).expand(n, 1) for v, n in zip(values, counts, strict=True)]
+            return torch.cat(columns).squeeze(-1)
+        rows = [signed(v) for v, n in zip(values, counts, strict=True) for _ in range(n)]
+        return torch.tensor(rows, dtype=dtype, device=device)
+
+
+def _outputs(args: Args) -> tuple[OutSpec, ...]:
+    return (OutSpec((args[0].shape[0],), "int64"),)
+
+
+def _empty(args: Args) -> Tensor | None:
+    logits = args[0]
+    return torch.empty(0, dtype=torch.int64, device=logits.device) if logits.shape[0] == 0 else None
+
+
+def _work(request: Request) -> Work:
+    """Exponentials, sums and comparisons of logits that are read once."""
+    n, v = request.dim("N"), request.dim("V")
+    return Work(flops=10.0 * n * v, bytes=float(n * v * checks.dtype_bytes(request.dtype) + 8 * n))
+
+
+def _register(
+    build: Callable[..., Call],
+    check: Callable[[Args], Request],
+    reference: Callable[..., Tensor],
+    guard: Callable[[Args], None],
+    batching: SampledRows,
+) -> Op:
+    return register(
+        Op(
+            name=build.__name__,
+            build=build,
+            check=check,
+            reference=reference,
+            outputs=_outputs,
+            work=_work,
+            operands=(0,),
+            exact=frozenset({"V"}),
+            empty=_empty,
+            guard=guard,
+            batching=batching,
+            differentiable=False,
+            stochastic=True,
+            wide_outputs=frozenset({0}),
+        )
+    )
+
+
+SAMPLE = _register(
+    sample, _check_sample, sample_reference, _guard_sample, SampledRows(seed=4, whole=frozenset({2, 5}))
+)
+SAMPLE_TOPK = _register(
+    sample_topk, _check_topk, sample_topk_reference, _guard_topk, SampledRows(seed=3, whole=frozenset({1, 4}))
+)
+SAMPLE_TOPP = _register(
+    sample_topp, _check_topp, sample_topp_reference, _guard_topp, SampledRows(seed=3, whole=frozenset({4}))
+)
