@@ -1,0 +1,456 @@
+"""The driver, the only file that meets asyncio: loop turns become lane events, batches become results.
+
+A front serves one event loop. Its callers' tasks wait on tickets; a batch's tickets are resumed in one
+callback, each in its task's context, so no caller costs the loop a handle of its own. While those callers
+submit their next calls the front has one turn scheduled behind them: that is the lane's "one turn".
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Iterator, Sequence
+from functools import partial
+from typing import Any, Final, Protocol
+
+from layerzero import log
+from layerzero.actors.worker import Worker
+from layerzero.errors import DeadlineExceededError, Overloaded, RuntimeClosedError
+from layerzero.scheduler.blame import run_blaming
+from layerzero.scheduler.lane import Lane
+from layerzero.scheduler.limits import Caps, Stats
+from layerzero.scheduler.single_flight import Flight
+from layerzero.scheduler.ticket import RUNNING, Batch, Caller, Failed, Ticket
+from layerzero.settings import Settings
+
+OPEN: Final = "running"
+DRAINING: Final = "draining"
+STOPPED: Final = "stopped"
+
+LOOP_LOST = "front.loop_lost"
+
+Task = asyncio.Task[Any]
+
+
+class Executor(Protocol):
+    """Who runs a batch: one outcome a call, its value or `Failed`; a batch that fails as a whole gives every
+    call `Failed` with the same error. `op.pure` says whether calls may run again to find the culprit."""
+
+    def execute(self, op: Any, calls: Sequence[tuple[Any, ...]], modes: Any) -> list[Any]: ...
+
+
+def caps_of(settings: Settings) -> Caps:
+    """A lane's limits as the settings name them."""
+    return Caps(
+        items=settings.max_items,
+        tokens=settings.max_tokens,
+        max_bytes=settings.max_bytes,
+        queue_items=settings.queue_items,
+        queue_bytes=settings.queue_bytes,
+        ageing_s=settings.ageing_ms * 1e-3,
+        reject=settings.overload == "reject",
+    )
+
+
+class Front:
+    """One event loop's side of a device: a lane, the tasks that use it, at most one batch in flight.
+
+    Every method belongs to the loop's thread. `always_inline` is for devices whose launches do not compute
+    on the calling thread.
+    """
+
+    __slots__ = (
+        "__weakref__", "_ahead", "_alone", "_armed", "_callers", "_executor", "_flying", "_gone",
+        "_inline_limit_us", "_joined", "_max_inline_us", "_spent_us", "_timer", "_timer_at", "_worker",
+        "lane", "loop", "state",
+    )  # fmt: skip
+
+    def __init__(
+        self,
+        loop: asyncio.AbstractEventLoop,
+        executor: Executor,
+        worker: Worker,
+        settings: Settings | None = None,
+        *,
+        always_inline: bool = False,
+    ) -> None:
+        settings = settings or Settings()
+        self.loop = loop
+        self.lane = Lane(caps_of(settings))
+        self.state = OPEN
+        self._executor = executor
+        self._worker = worker
+        self._ahead = self.lane.caps.ahead
+        self._inline_limit_us = float("inf") if always_inline else settings.inline_limit_us
+        self._max_inline_us = settings.max_inline_us
+        self._callers: dict[Task, Caller] = {}
+        self._alone: Task | None = None
+        self._joined = False
+        self._spent_us = 0.0
+        self._armed = False
+        self._flying: list[Batch] = []
+        self._timer: asyncio.TimerHandle | None = None
+        self._timer_at = float("inf")
+        self._gone: asyncio.Future[None] | None = None  # set when a draining front has lost its last caller
+
+    # -- callers -----------------------------------------------------------------------------------
+
+    def submit(self, ticket: Ticket) -> Ticket:
+        """Queue a call of the current task; await what comes back.
+
+        Raises: Overloaded: the queue is full and the settings reject; RuntimeClosedError: the front is
+            stopped, or drains and this task is new to it.
+        """
+        loop = self.loop
+        task = asyncio.current_task(loop)
+        caller = self._callers.get(task)  # type: ignore[arg-type]
+        if caller is None:
+            caller = self._register(task)
+        ticket.caller = caller
+        ticket.front = self
+        lane = self.lane
+        if not lane.submit(ticket, loop.time()):
+            self._refuse()
+        if ticket.deadline is not None:
+            self._watch()
+        if not self._armed and lane.in_flight < self._ahead:
+            self._armed = True
+            loop.call_soon(self._tick)
+        return ticket
+
+    def may_inline(self) -> bool:
+        """Whether the current task may run a call at once without suspending: it is alone, and the loop has
+        had a turn recently."""
+        return (
+            self._alone is not None
+            and self._spent_us < self._max_inline_us
+            and self._alone is asyncio.current_task(self.loop)
+        )
+
+    def charge(self, us: float) -> None:
+        """Count `us` microseconds of work done inline since the loop's last turn here."""
+        self._spent_us += us
+
+    def cancel(self, ticket: Ticket, message: object = None) -> bool:
+        """Take a call back: out of the queue at once, or detached from the batch it runs in."""
+        if not self.lane.cancel(ticket):
+            return False
+        error = asyncio.CancelledError() if message is None else asyncio.CancelledError(message)
+        self._end(ticket, error)
+        return True
+
+    @property
+    def callers(self) -> int:
+        """Tasks that have used the front and have not ended."""
+        return len(self._callers)
+
+    def _register(self, task: Task | None) -> Caller:
+        if self.state != OPEN:
+            raise RuntimeClosedError(f"this event loop's front is {self.state} and takes no new callers")
+        caller = Caller()
+        if task is not None:
+            self._callers[task] = caller
+            task.add_done_callback(self._unregister)
+        self._changed()
+        return caller
+
+    def _unregister(self, task: Task) -> None:
+        self._callers.pop(task, None)
+        self._changed()
+        if not self._callers and self._gone is not None and not self._gone.done():
+            self._gone.set_result(None)
+
+    def _changed(self) -> None:
+        """Somebody came or went: nobody is alone before a whole turn has passed."""
+        self._alone = None
+        self._joined = True
+        self._arm()
+
+    def _refuse(self) -> None:
+        if self.state != OPEN:
+            raise RuntimeClosedError(f"this event loop's front is {self.state}")
+        lane = self.lane
+        raise Overloaded(
+            f"the lane is full: {lane.queued} calls, {lane.queued_bytes} bytes are queued",
+            retry_after=lane.retry_after_s,
+        )
+
+    # -- turns -------------------------------------------------------------------------------------
+
+    def _arm(self) -> None:
+        if not self._armed and self.state != STOPPED:
+            self._armed = True
+            self.loop.call_soon(self._tick)
+
+    def _tick(self) -> None:
+        """A turn has passed: whoever was resumed has submitted."""
+        self._armed = False
+        self._spent_us = 0.0
+        if self._alone is None and len(self._callers) == 1:
+            if self._joined:
+                self._arm()
+            else:
+                self._alone = next(iter(self._callers))
+        self._joined = False
+        lane = self.lane
+        now = self.loop.time()
+        lane.turn(now)
+        if self._timer_at <= now:
+            self._expire(now)
+        batch = lane.next_batch(now)
+        if batch is not None:
+            self._launch(batch)
+
+    def _launch(self, batch: Batch) -> None:
+        if batch.expected_us < self._inline_limit_us:
+            try:
+                outcomes = self._run(batch)
+            except BaseException as error:  # the interpreter is being stopped: strand nobody on the way out
+                self._finish(batch, _interrupted(batch, error))
+                raise
+            self._finish(batch, outcomes)
+            return
+        self._flying.append(batch)
+        try:
+            self._worker.submit(partial(self._run_there, batch))
+        except RuntimeClosedError as error:
+            self._flying.remove(batch)
+            self._finish(batch, [Failed(error)] * len(batch))
+
+    def _run(self, batch: Batch) -> list[Any]:
+        op, modes, execute = batch.op, batch.modes, self._executor.execute
+        return run_blaming(lambda calls: execute(op, calls, modes), batch.calls, pure=op.pure)
+
+    def _run_there(self, batch: Batch) -> None:
+        """On the worker's thread: run the batch, wake the loop once."""
+        try:
+            outcomes = self._run(batch)
+        except BaseException as error:
+            outcomes = _interrupted(batch, error)
+        try:
+            self.loop.call_soon_threadsafe(self._landed, batch, outcomes)
+        except RuntimeError:
+            # The loop was closed under the batch. Its tasks are gone with it, so nobody else uses the lane.
+            log.warning(LOOP_LOST, calls=len(batch))
+            self._landed(batch, outcomes)
+
+    def _landed(self, batch: Batch, outcomes: list[Any]) -> None:
+        self._flying.remove(batch)
+        self._finish(batch, outcomes)
+
+    def _finish(self, batch: Batch, outcomes: list[Any]) -> None:
+        self.lane.done(batch, outcomes, self.loop.time())
+        if self.loop.is_closed():
+            self.close()
+            return
+        self._arm()
+        self._wake(iter(batch.tickets))
+
+    def _wake(self, tickets: Iterator[Ticket]) -> None:
+        """Resume the callers of `tickets`; what they submit next is queued when this returns."""
+        try:
+            for ticket in tickets:
+                wake = ticket.wake
+                if wake is not None:
+                    ticket.wake = None
+                    ticket.context.run(wake, ticket)
+        except BaseException:
+            # A task lets only SystemExit and KeyboardInterrupt through; the others still get their results.
+            self.loop.call_soon(self._wake, tickets)
+            raise
+
+    def _end(self, ticket: Ticket, error: BaseException) -> None:
+        """Give a ticket an error outside of any batch."""
+        ticket.value = Failed(error)
+        wake = ticket.wake
+        if wake is not None:
+            ticket.wake = None
+            self.loop.call_soon(wake, ticket, context=ticket.context)
+
+    # -- deadlines ---------------------------------------------------------------------------------
+
+    def _watch(self) -> None:
+        """Keep one timer, for the nearest deadline of a call that has not started."""
+        at = self.lane.next_deadline
+        if at >= self._timer_at:
+            return
+        if self._timer is not None:
+            self._timer.cancel()
+        self._timer_at = at
+        self._timer = self.loop.call_at(at, self._overdue)
+
+    def _overdue(self) -> None:
+        # A loop's timer may fire up to one clock tick early.
+        self._expire(max(self.loop.time(), self._timer_at))
+
+    def _expire(self, now: float) -> None:
+        for ticket in self.lane.expire(now):
+            waited_ms = (now - ticket.at) * 1e3
+            self._end(ticket, DeadlineExceededError(f"not started after {waited_ms:.1f} ms in the queue"))
+        if self._timer is not None:
+            self._timer.cancel()
+        self._timer, self._timer_at = None, float("inf")
+        if self.lane.next_deadline < self._timer_at:
+            self._watch()
+
+    # -- the end -----------------------------------------------------------------------------------
+
+    async def drain(self, timeout_s: float) -> bool:
+        """Refuse new callers, let the known ones end, then close; False if `timeout_s` cut them off.
+
+        The task that drains is not waited for. Callers that have not ended by then get RuntimeClosedError.
+        """
+        if self.state == STOPPED:
+            return True
+        self.state = DRAINING
+        own = asyncio.current_task(self.loop)
+        if own is not None and self._callers.pop(own, None) is not None:
+            own.remove_done_callback(self._unregister)
+        in_time = True
+        if self._callers:
+            self._gone = self.loop.create_future()
+            await asyncio.wait({self._gone}, timeout=timeout_s)
+            in_time = self._gone.done()
+        self.close()
+        return in_time
+
+    def close(self) -> None:
+        """Stop at once: what queues or runs fails with RuntimeClosedError, a running batch is detached."""
+        if self.state == STOPPED:
+            return
+        self.state = STOPPED
+        lane = self.lane
+        left = lane.abandon()
+        for batch in self._flying:
+            for ticket in batch.tickets:
+                if ticket.state == RUNNING and lane.cancel(ticket):
+                    left.append(ticket)
+        closed = self.loop.is_closed()
+        for ticket in left:
+            error = RuntimeClosedError("the runtime was closed before this call ended")
+            if closed:
+                ticket.wake = None
+            self._end(ticket, error)
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        for task in self._callers:
+            if not closed:
+                task.remove_done_callback(self._unregister)
+        self._callers.clear()
+        self._alone = None
+
+
+def _interrupted(batch: Batch, error: BaseException) -> list[Any]:
+    return [Failed(RuntimeClosedError(f"the batch was interrupted by {error!r}"))] * len(batch)
+
+
+class Fronts:
+    """One front for every event loop that uses a device, made at its first use there.
+
+    A front of a closed loop is dropped when the next one is made. Thread-safe.
+    """
+
+    __slots__ = (
+        "_always_inline",
+        "_closed",
+        "_executor",
+        "_fronts",
+        "_lock",
+        "_past",
+        "_settings",
+        "_worker",
+    )
+
+    def __init__(
+        self,
+        executor: Executor,
+        worker: Worker,
+        settings: Settings | None = None,
+        *,
+        always_inline: bool = False,
+    ) -> None:
+        self._executor = executor
+        self._worker = worker
+        self._settings = settings or Settings()
+        self._always_inline = always_inline
+        self._fronts: dict[asyncio.AbstractEventLoop, Front] = {}
+        self._past = Stats()
+        self._closed = False
+        self._lock = threading.Lock()
+
+    def current(self) -> Front:
+        """The running loop's front.
+
+        Raises: RuntimeError: no loop runs in this thread; RuntimeClosedError: closed.
+        """
+        loop = asyncio.get_running_loop()
+        front = self._fronts.get(loop)
+        return front if front is not None else self._open(loop)
+
+    def _open(self, loop: asyncio.AbstractEventLoop) -> Front:
+        with self._lock:
+            if self._closed:
+                raise RuntimeClosedError("the runtime is closed")
+            for old in [known for known in self._fronts if known.is_closed()]:
+                front = self._fronts.pop(old)
+                front.close()
+                self._past.add(front.lane.stats)
+            front = self._fronts[loop] = Front(
+                loop, self._executor, self._worker, self._settings, always_inline=self._always_inline
+            )
+        return front
+
+    def stats(self) -> Stats:
+        """What all fronts have counted, those of closed loops included."""
+        with self._lock:
+            total = Stats()
+            for stats in (self._past, *(front.lane.stats for front in self._fronts.values())):
+                total.add(stats)
+        return total
+
+    async def drain(self, timeout_s: float) -> bool:
+        """Drain the running loop's front, close the others; False if callers were cut off."""
+        front = self._fronts.get(asyncio.get_running_loop())
+        in_time = await front.drain(timeout_s) if front is not None else True
+        self.close()
+        return in_time
+
+    def close(self) -> None:
+        """Close every front, each on its own loop's thread."""
+        with self._lock:
+            self._closed = True
+            fronts = list(self._fronts.values())
+        for front in fronts:
+            try:
+                front.loop.call_soon_threadsafe(front.close)
+            except RuntimeError:  # its loop is closed, so nothing runs there
+                front.close()
+
+    def after_fork(self) -> None:
+        """In a forked child: forget the parent's loops."""
+        self._lock = threading.Lock()
+        self._fronts = {}
+
+
+async def join(flight: Flight[Any]) -> Any:
+    """Wait for a flight from a coroutine; a cancelled waiter leaves it alone, its error is raised here."""
+    loop = asyncio.get_running_loop()
+    landed: asyncio.Future[None] = loop.create_future()
+
+    def land() -> None:
+        if not landed.done():
+            landed.set_result(None)
+
+    def told() -> None:
+        try:
+            loop.call_soon_threadsafe(land)
+        except RuntimeError:
+            log.warning(LOOP_LOST, key=repr(flight.key))
+
+    flight.add(told)
+    try:
+        await landed
+    finally:
+        flight.leave(told)
+    return flight.result()

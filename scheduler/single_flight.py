@@ -1,0 +1,155 @@
+"""Single flight: however many callers ask for one key at once, it is computed once.
+
+The computation belongs to whoever runs it (`start`, usually a worker's `submit`), never to the first caller:
+a caller that is cancelled or times out leaves, and the others get the result all the same. An error reaches
+every caller of its flight and is not kept: the next call computes anew.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Hashable
+from typing import Generic, TypeVar
+
+from layerzero.errors import SelectionTimeoutError
+
+T = TypeVar("T")
+Told = Callable[[], None]
+
+
+class Flight(Generic[T]):
+    """One computation on its way; waiters are called back once, on the thread that computed.
+
+    `claims` counts who was given the flight and has not left: `wait`, or `add` and then `leave`, gives one
+    claim back.
+    """
+
+    __slots__ = (
+        "_compute",
+        "_error",
+        "_lock",
+        "_owner",
+        "_started",
+        "_value",
+        "_waiters",
+        "claims",
+        "ended",
+        "key",
+    )
+
+    def __init__(self, owner: SingleFlight[T], key: Hashable, compute: Callable[[], T]) -> None:
+        self.key = key
+        self.ended = False
+        self.claims = 0
+        self._owner = owner
+        self._compute: Callable[[], T] | None = compute
+        self._lock = owner.lock
+        self._started = False
+        self._waiters: list[Told] = []
+        self._error: BaseException | None = None
+        self._value: T
+
+    def add(self, told: Told) -> None:
+        """Call `told()` once it has landed; at once if it has."""
+        with self._lock:
+            if not self.ended:
+                self._waiters.append(told)
+                return
+        told()
+
+    def leave(self, told: Told) -> None:
+        """Give a claim back, landed or not. The last to leave takes back what has not started."""
+        with self._lock:
+            self.claims -= 1
+            if told in self._waiters:
+                self._waiters.remove(told)
+            if not self.claims and not self._started and not self.ended:
+                self._owner.forget(self)
+                self._compute = None
+
+    def result(self) -> T:
+        """The value, or its error raised; only after it has landed."""
+        if self._error is not None:
+            raise self._error.with_traceback(None)
+        return self._value
+
+    def wait(self, timeout_s: float | None = None) -> T:
+        """Block until it has landed; its value.
+
+        Raises: SelectionTimeoutError: `timeout_s` passed first; the flight goes on for the others.
+        """
+        landed = threading.Event()
+        told = landed.set
+        self.add(told)
+        try:
+            if not landed.wait(timeout_s):
+                raise SelectionTimeoutError(f"{self.key!r} took longer than {timeout_s} s")
+        finally:
+            self.leave(told)
+        return self.result()
+
+    def run(self) -> None:
+        """Compute and land; for the one who was given the flight by `start`."""
+        with self._lock:
+            compute = self._compute
+            self._started = True
+        if compute is None:
+            return  # taken back before it started
+        try:
+            self._value = compute()
+        except BaseException as error:
+            self._error = error
+            if not isinstance(error, Exception):
+                raise
+        finally:
+            self._land()
+
+    def fail(self, error: BaseException) -> None:
+        """Land with `error`: whoever should have run it could not take it."""
+        self._error = error
+        self._land()
+
+    def _land(self) -> None:
+        with self._lock:
+            self.ended = True
+            self._compute = None
+            self._owner.forget(self)
+            waiters, self._waiters = self._waiters, []
+        for told in waiters:
+            told()
+
+
+class SingleFlight(Generic[T]):
+    """Flights by key; `start(flight.run)` must run it somewhere, soon, exactly once."""
+
+    __slots__ = ("_flights", "_start", "lock")
+
+    def __init__(self, start: Callable[[Callable[[], None]], object]) -> None:
+        self._start = start
+        self._flights: dict[Hashable, Flight[T]] = {}
+        # Reentrant: a collection inside a locked section may end a waiter, and that waiter leaves.
+        self.lock = threading.RLock()
+
+    def flight(self, key: Hashable, compute: Callable[[], T]) -> Flight[T]:
+        """The flight of `key`: the one on its way, or a new one that computes `compute()`."""
+        with self.lock:
+            flight = self._flights.get(key)
+            if flight is not None:
+                flight.claims += 1
+                return flight
+            flight = self._flights[key] = Flight(self, key, compute)
+            flight.claims = 1
+        try:
+            self._start(flight.run)
+        except BaseException as error:
+            flight.fail(error)
+            raise
+        return flight
+
+    def forget(self, flight: Flight[T]) -> None:
+        with self.lock:
+            if self._flights.get(flight.key) is flight:
+                del self._flights[flight.key]
+
+    def __len__(self) -> int:
+        return len(self._flights)

@@ -1,0 +1,44 @@
+"""Executors for the front's tests: they compute with plain numbers and can be told to fail or to wait."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from typing import Any
+
+from layerzero.scheduler.ticket import Failed
+
+
+class Double:
+    """An op whose calls batch; `pure` as asked."""
+
+    name = "double"
+
+    def __init__(self, pure: bool = True) -> None:
+        self.pure = pure
+
+
+class Device:
+    """Doubles the first argument of every call; a `poison` argument fails the whole batch, as a kernel does.
+
+    `gate`, when given, holds every batch until it is set. `runs` are the sizes of what was run.
+    """
+
+    def __init__(self, gate: threading.Event | None = None) -> None:
+        self.gate = gate
+        self.entered = threading.Event()
+        self.runs: list[int] = []
+        self.threads: set[str] = set()
+        self.modes: list[Any] = []
+
+    def execute(self, op: Any, calls: Sequence[tuple[Any, ...]], modes: Any) -> list[Any]:
+        self.runs.append(len(calls))
+        self.threads.add(threading.current_thread().name)
+        self.modes.append(modes)
+        self.entered.set()
+        if self.gate is not None:
+            assert self.gate.wait(30)
+        if any(args[0] == "poison" for args in calls):
+            failed = Failed(ValueError("a poisoned call"))
+            return [failed] * len(calls)
+        return [args[0] * 2 for args in calls]

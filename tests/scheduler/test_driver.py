@@ -1,0 +1,200 @@
+"""The front on real event loops: batching, inline rule, cancellation, deadlines, limits, loops and threads."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from layerzero.actors.worker import Worker
+from layerzero.errors import DeadlineExceededError, Overloaded, RuntimeClosedError
+from layerzero.scheduler.driver import Front, Fronts
+from layerzero.scheduler.ticket import Ticket
+from layerzero.settings import Settings
+from tests.scheduler.devices import Device, Double
+
+OP = Double()
+CHEAP, DEAR = 1.0, 1e6
+
+
+@pytest.fixture
+def worker() -> Iterator[Worker]:
+    """A device thread that is closed, and gone, after the test."""
+    worker = Worker("test-device")
+    yield worker
+    assert worker.close(10)
+
+
+def ticket(value: Any, *, us: float = CHEAP, group: Any = "double", **more: Any) -> Ticket:
+    """One call of `Double`."""
+    return Ticket(OP, (value,), group, us, **more)
+
+
+def settled(front: Front) -> bool:
+    """Whether nothing is left in the lane and the counters add up."""
+    lane, stats = front.lane, front.lane.stats
+    return (lane.live, lane.queued, lane.queued_bytes, lane.running, lane.in_flight) == (
+        0, 0, 0, 0, 0,
+    ) and stats.submitted == stats.ended  # fmt: skip
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("us", [CHEAP, DEAR])
+async def test_concurrent_callers_share_one_launch(worker: Worker, us: float) -> None:
+    """64 tasks that call in the same turn become one batch, inline or on the worker alike."""
+    device = Device()
+    fronts = Fronts(device, worker)
+
+    async def caller(value: int) -> int:
+        first: int = await fronts.current().submit(ticket(value, us=us))
+        second: int = await fronts.current().submit(ticket(first, us=us, group="next"))
+        return second
+
+    results = await asyncio.gather(*(caller(i) for i in range(64)))
+    assert results == [4 * i for i in range(64)]
+    assert device.runs == [64, 64]
+    assert device.threads == ({"test-device"} if us == DEAR else {threading.current_thread().name})
+    await asyncio.sleep(0)
+    assert settled(fronts.current())
+
+
+@pytest.mark.asyncio
+async def test_only_a_task_that_is_alone_runs_inline(worker: Worker) -> None:
+    """The first call gives a turn, later ones may run at once; a second task ends that, and its end restores it."""
+    fronts = Fronts(Device(), worker, Settings(max_inline_us=100.0))
+    front = fronts.current()
+    assert not front.may_inline()
+    await front.submit(ticket(1))
+    assert not front.may_inline()
+    await front.submit(ticket(1))
+    assert front.may_inline()
+    front.charge(100.0)
+    assert not front.may_inline(), "enough inline work: the loop gets a turn"
+    await front.submit(ticket(1))
+    assert front.may_inline()
+
+    seen: list[bool] = []
+
+    async def other() -> None:
+        await front.submit(ticket(1))
+        seen.append(front.may_inline())
+
+    task = asyncio.create_task(other())
+    await asyncio.sleep(0)
+    assert not front.may_inline()
+    await task
+    assert seen == [False]
+    for _ in range(3):
+        await asyncio.sleep(0)
+    assert front.may_inline()
+
+
+@pytest.mark.asyncio
+async def test_a_poisoned_caller_fails_alone(worker: Worker) -> None:
+    """One bad call among 64 gets the error, 63 get their results."""
+    device = Device()
+    fronts = Fronts(device, worker)
+
+    async def caller(value: Any) -> Any:
+        return await fronts.current().submit(ticket(value))
+
+    values = [*range(40), "poison", *range(41, 64)]
+    results = await asyncio.gather(*(caller(value) for value in values), return_exceptions=True)
+    assert isinstance(results[40], ValueError)
+    assert [r for i, r in enumerate(results) if i != 40] == [2 * i for i in range(64) if i != 40]
+    assert fronts.current().lane.stats.failed == 1
+
+
+@pytest.mark.asyncio
+async def test_a_full_lane_rejects_or_lets_wait_in_order(worker: Worker) -> None:
+    """With `reject` the third call is refused with a time; with `wait` all run, in the order of arrival."""
+    fronts = Fronts(Device(), worker, Settings(queue_items=2, max_items=1, overload="reject"))
+    front = fronts.current()
+    kept = [front.submit(ticket(i)) for i in range(2)]
+    with pytest.raises(Overloaded) as refused:
+        front.submit(ticket(2))
+    assert refused.value.retry_after > 0
+    assert [await t for t in kept] == [0, 2]
+    patient = Front(
+        asyncio.get_running_loop(), Device(), worker, Settings(queue_items=2, max_items=1, overload="wait")
+    )
+    order: list[int] = []
+
+    async def caller(value: int) -> None:
+        await patient.submit(ticket(value))
+        order.append(value)
+
+    await asyncio.gather(*(caller(i) for i in range(10)))
+    assert order == list(range(10))
+    assert settled(patient)
+
+
+@pytest.mark.asyncio
+async def test_a_call_that_is_too_late_never_runs(worker: Worker) -> None:
+    """A deadline that passes in the queue is an error of its own; the device saw only the call before."""
+    gate = threading.Event()
+    device = Device(gate)
+    fronts = Fronts(device, worker)
+    front = fronts.current()
+    loop = asyncio.get_running_loop()
+    first = asyncio.ensure_future(_awaited(front, ticket(1, us=DEAR)))
+    await asyncio.sleep(0.01)
+    with pytest.raises(DeadlineExceededError):
+        await front.submit(ticket(2, us=DEAR, deadline=loop.time() + 0.01))
+    gate.set()
+    assert await first == 2
+    assert device.runs == [1]
+    assert settled(front)
+
+
+async def _awaited(front: Front, call: Ticket) -> Any:
+    return await front.submit(call)
+
+
+@pytest.mark.asyncio
+async def test_draining_lets_known_callers_end_and_refuses_new_ones(worker: Worker) -> None:
+    """A request in the middle of its program ends; a new task is refused; afterwards nothing is left."""
+    fronts = Fronts(Device(), worker)
+    front = fronts.current()
+
+    async def request() -> int:
+        value = 1
+        for _ in range(5):
+            value = await front.submit(ticket(value))
+        return value
+
+    known = asyncio.create_task(request())
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    draining = asyncio.create_task(fronts.drain(5.0))
+    await asyncio.sleep(0)
+    with pytest.raises(RuntimeClosedError):
+        front.submit(ticket(1))
+    assert await draining
+    assert await known == 32
+    assert front.state == "stopped"
+    with pytest.raises(RuntimeClosedError):
+        fronts.current().submit(ticket(1))
+
+
+def test_every_loop_has_its_own_front(worker: Worker) -> None:
+    """A second run, two loops in two threads and a loop after a closed one all work; old fronts are dropped."""
+    fronts = Fronts(Device(), worker)
+
+    async def run() -> int:
+        calls = [fronts.current().submit(ticket(i, us=us)) for i, us in enumerate((CHEAP, DEAR))]
+        return sum([await call for call in calls])
+
+    results = [asyncio.run(run()) for _ in range(3)]
+    threads = [threading.Thread(target=lambda: results.append(asyncio.run(run()))) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    assert results == [2] * 5
+    assert asyncio.run(run()) == 2
+    assert len(fronts._fronts) == 1
+    assert fronts.stats().done == 12
