@@ -1,4 +1,4 @@
-"""Logging: nothing configured by import, events where the application wants them, no secret in any of them."""
+"""Logging: nothing configured by import, events where the application wants them, no secret in any."""
 
 from __future__ import annotations
 
@@ -31,7 +31,8 @@ def structlog_as_before() -> Iterator[None]:
 def test_importing_configures_and_loads_nothing() -> None:
     """A fresh import adds no handler, and neither it nor a first event loads structlog."""
     code = (
-        "import logging, sys; before = list(logging.root.handlers); from layerzero import log; log.info('x.made');"
+        "import logging, sys; before = list(logging.root.handlers);"
+        "from layerzero import log; log.info('x.made');"
         "assert 'structlog' not in sys.modules and 'rich' not in sys.modules, 'loaded';"
         "assert logging.root.handlers == before and not logging.getLogger('layerzero').handlers"
     )

@@ -96,7 +96,7 @@ def test_a_strange_variable_is_reported_and_ignored(caplog: pytest.LogCaptureFix
 def test_an_unknown_setting_lists_near_ones(name: str) -> None:
     """Program and replace refuse unknown names with a suggestion."""
     with pytest.raises(ConfigurationError, match=f"'{name}': did you mean"):
-        Settings.load(env={}, **{name: 1})
+        Settings.load(None, {}, **{name: 1})
     with pytest.raises(ConfigurationError, match=f"'{name}': did you mean"):
         Settings().replace(**{name: 1})
 
