@@ -1,4 +1,4 @@
-"""The front on real event loops: batching, inline rule, cancellation, deadlines, limits, loops and threads."""
+"""The front on real event loops: batching, inline rule, deadlines, limits, drain, loops and threads."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ async def test_concurrent_callers_share_one_launch(worker: Worker, us: float) ->
 
 @pytest.mark.asyncio
 async def test_only_a_task_that_is_alone_runs_inline(worker: Worker) -> None:
-    """The first call gives a turn, later ones may run at once; a second task ends that, and its end restores it."""
+    """The first call gives a turn, later ones may run at once; a second task ends that, its end restores it."""
     fronts = Fronts(Device(), worker, Settings(max_inline_us=100.0))
     front = fronts.current()
     assert not front.may_inline()
@@ -181,7 +181,7 @@ async def test_draining_lets_known_callers_end_and_refuses_new_ones(worker: Work
 
 
 def test_every_loop_has_its_own_front(worker: Worker) -> None:
-    """A second run, two loops in two threads and a loop after a closed one all work; old fronts are dropped."""
+    """A second run, two loops in two threads and a loop after a closed one work; old fronts are dropped."""
     fronts = Fronts(Device(), worker)
 
     async def run() -> int:

@@ -21,7 +21,7 @@ OP_S, ROW_S = 300e-6, 4e-6
 
 
 class Fifo:
-    """The naive policy: the oldest ticket's group runs, with whatever of that group waits; no turn is given."""
+    """The naive policy: the oldest ticket's group runs with all that waits of it; no turn is given."""
 
     def __init__(self) -> None:
         self.waiting: list[Ticket] = []
@@ -49,7 +49,7 @@ class Fifo:
 
 
 def program() -> list[tuple[Any, ...]]:
-    """The groups of one request, `PASSES` times through a model: attention has one group in all its layers."""
+    """The groups of one request, `PASSES` times through a model: attention is one group in all layers."""
     ops: list[tuple[Any, ...]] = []
     for layer in range(LAYERS):
         ops += [(name,) if name == "attention" else (name, layer) for name in LAYER]
@@ -104,7 +104,7 @@ def aligned_s() -> float:
 
 
 def test_the_sweep_gathers_staggered_callers_where_fifo_does_not() -> None:
-    """64 callers over 20 ms through a model of 60 ops meet in batches above 30, first in first out below 8."""
+    """64 callers over 20 ms through a model of 60 ops meet in batches above 30, with FIFO below 8."""
     lane = Lane()
     took = simulate(lane)
     fifo = Fifo()
