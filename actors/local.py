@@ -13,7 +13,7 @@ from layerzero.actors.recovery import Recovery
 from layerzero.actors.registry import Registry
 from layerzero.actors.worker import Worker
 from layerzero.clock import Clock, MonotonicClock, Timer
-from layerzero.dispatch import Plan, Rules, Snapshot, Table, capturing_mode, mode, positional
+from layerzero.dispatch import GRAD, Plan, Rules, Snapshot, Table, capturing_mode, mode, positional
 from layerzero.errors import CudaGraphUnsafeError, RuntimeClosedError
 from layerzero.hardware import Hardware, probe
 from layerzero.health import Health, Store
@@ -34,6 +34,8 @@ class LocalDevice:
     """One device: reads of its snapshot need no lock; every change makes the next generation.
 
     `snapshot` is for the process-wide policy; `view(policy)` gives the snapshot of a context's own policy.
+    `fronts` (one lane for each event loop) and `capture` (torch's modes of a caller) belong to what stands
+    above this class; the runtime sets them.
     """
 
     def __init__(
@@ -60,7 +62,9 @@ class LocalDevice:
             settings, self.clock.now, store=store, device=str(self.device), changed=lambda _: self.refresh()
         )
         self.counters = counters if counters is not None else Counters()
-        self.mode = capturing_mode if self.device.type == "cuda" else mode
+        self.fronts: Any = None
+        self.capture: Any = None
+        self._settle()
         self.worker = Worker(f"layerzero-{self.device}")
         self._background = Worker(f"layerzero-warm-{self.device}")
         self._cost = cost
@@ -69,6 +73,19 @@ class LocalDevice:
         self._views: dict[str, Snapshot] = {}
         self._recovery = Recovery(self)
         self.closed = False
+
+    def _settle(self) -> None:
+        """What follows from the settings: how modes are read, what may run on the caller's thread."""
+        cuda = self.device.type == "cuda"
+        bits = capturing_mode if cuda else mode
+        self.mode: Callable[[], int] = (lambda: bits() & ~GRAD) if self.settings.inference else bits
+        self.inline_limit_us = float("inf") if cuda else self.settings.inline_limit_us
+
+    def set_settings(self, settings: Settings) -> None:
+        """Put other settings in force."""
+        self.settings = settings
+        self._settle()
+        self.refresh()
 
     # -- generations ------------------------------------------------------------------------------
 

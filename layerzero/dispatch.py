@@ -57,9 +57,10 @@ class Plan:
     """A selection ready to run: `call(*args)` takes the op's full argument tuple.
 
     `request` is the call this plan was made for; `selection` may be shared by all requests of one key.
+    `joins` says whether such a call may share a batch, `lane` what it adds to one: (tokens, bytes).
     """
 
-    __slots__ = ("call", "expected_us", "kernel", "op", "request", "selection")
+    __slots__ = ("call", "expected_us", "joins", "kernel", "lane", "op", "request", "selection")
 
     def __init__(self, op: Op, call: Callable[..., Any], selection: Selection, request: Request) -> None:
         self.op = op
@@ -68,6 +69,8 @@ class Plan:
         self.request = request
         self.kernel = selection.kernel
         self.expected_us = selection.expected_us
+        self.joins = op.pure and selection.kernel != "" and "grad" not in request.modes
+        self.lane: tuple[int, int] | None = None
 
     def at(self, request: Request) -> Plan:
         """This plan for another request of the same key."""

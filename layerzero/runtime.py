@@ -23,6 +23,7 @@ from layerzero.clock import Clock, MonotonicClock, Timer
 from layerzero.errors import ConfigurationError, RuntimeClosedError
 from layerzero.health import Store
 from layerzero.kernel import Kernel
+from layerzero.lanes import attach
 from layerzero.ops import table as ops_table
 from layerzero.policy import EMPTY, Policy, environment_policy, load_policy, merge
 from layerzero.settings import Settings
@@ -90,7 +91,7 @@ class Runtime:
 
     def _open(self, device: torch.device) -> LocalDevice:
         registry = Registry([*self._kernels(), *self._extra], availability)
-        return LocalDevice(
+        opened = LocalDevice(
             device,
             self.settings,
             registry,
@@ -99,6 +100,8 @@ class Runtime:
             counters=self.counters,
             clock=self.clock,
         )
+        attach(opened)
+        return opened
 
     def add_kernel(self, kernel: Kernel) -> None:
         """Register a kernel on every device, now and later.
@@ -202,8 +205,7 @@ class Runtime:
                     raise
             self.settings = settings
             for device in self.devices.values():
-                device.settings = settings
-                device.refresh()
+                device.set_settings(settings)
             self.apply_policy()
 
     # -- closing ----------------------------------------------------------------------------------
@@ -211,6 +213,13 @@ class Runtime:
     def on_close(self, closer: Callable[[], None]) -> None:
         """Call `closer` when this runtime closes, last added first."""
         self._closers.append(closer)
+
+    async def drain(self, timeout_s: float) -> bool:
+        """Let the callers of the running loop end; False where `timeout_s` cut some off."""
+        in_time = True
+        for device in list(self.devices.values()):
+            in_time = await device.fronts.drain(timeout_s) and in_time
+        return in_time
 
     def close(self) -> None:
         """Stop every thread and timer; calls after this raise RuntimeClosedError. Idempotent."""
@@ -223,6 +232,7 @@ class Runtime:
         for closer in closers:
             closer()
         for device in self.devices.values():
+            device.fronts.close()
             device.close()
         _ALL.discard(self)
 
@@ -235,7 +245,7 @@ class Runtime:
         self.close()
 
     def __del__(self) -> None:
-        if not getattr(self, "closed", True) and any(d.worker.started for d in self.devices.values()):
+        if not getattr(self, "closed", True) and any(d.worker.running for d in self.devices.values()):
             warnings.warn(f"unclosed {self!r}", ResourceWarning, source=self, stacklevel=2)
 
     def reset_after_fork(self) -> None:
@@ -244,6 +254,7 @@ class Runtime:
         self._timer = None
         for device in self.devices.values():
             device.reset_after_fork()
+            device.fronts.after_fork()
 
 
 class _Active:

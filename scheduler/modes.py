@@ -78,6 +78,16 @@ def capture(cuda: int | None = None) -> Modes:
     return found if found is not None else _interned.setdefault(key, Modes(*key))
 
 
+def without_gradient(modes: Modes) -> Modes:
+    """The same modes in inference mode: what a runtime that never differentiates runs its batches under."""
+    mask = (modes._mask | _INFERENCE) & ~_GRAD
+    if modes.stream is None and not modes.autocast:
+        return _PLAIN[mask]
+    key = (mask, modes.autocast, modes.stream)
+    found = _interned.get(key)
+    return found if found is not None else _interned.setdefault(key, Modes(*key))
+
+
 def _autocast() -> Autocast:
     devices = torch._C._autocast_supported_devices()
     return tuple((d, torch.get_autocast_dtype(d)) for d in devices if torch.is_autocast_enabled(d))
@@ -146,6 +156,22 @@ def check_unchanged(before: Modes) -> None:
         "runtime (Settings(inference=True))",
         mode=changed,
     )
+
+
+def restore(before: Modes) -> None:
+    """Put the grad mode captured before an await back in force; every other mode must be as it was.
+
+    The grad mode can be set from outside of the block that chose it, so a neighbour's `with torch.no_grad():`
+    around an await does no harm. Inference mode, autocast and the stream cannot.
+
+    Raises: ModeChangedError: one of those differs; the message names it.
+    """
+    after = capture(None if before.stream is None else before.stream[1])
+    if after is before:
+        return
+    if after.grad != before.grad and after.inference == before.inference:
+        torch._C._set_grad_enabled(before.grad)
+    check_unchanged(before)
 
 
 def _facts(modes: Modes) -> dict[str, Any]:

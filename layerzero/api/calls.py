@@ -60,10 +60,11 @@ def blocking(op: Op) -> Callable[..., Any]:
         except Exception as error:
             return _recovered(device, plan, full, error, None)
 
-    return _named(call, op)
+    return named(call, op)
 
 
-def _named(call: Callable[..., Any], op: Op) -> Callable[..., Any]:
+def named(call: Callable[..., Any], op: Op) -> Callable[..., Any]:
+    """`call` under the op's name, with its documentation and its signature."""
     call.__name__ = call.__qualname__ = op.name
     call.__doc__ = op.build.__doc__
     call.__module__ = "layerzero"

@@ -1,0 +1,77 @@
+"""What a lane runs a batch with: the callers' modes, selection for the merged call, one outcome a call."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor
+
+from layerzero.actors.local import LocalDevice
+from layerzero.dispatch import Plan, Snapshot
+from layerzero.ops.op import Args, Op
+from layerzero.scheduler.driver import Fronts
+from layerzero.scheduler.modes import Modes, applied, capture, without_gradient
+from layerzero.scheduler.ticket import Failed
+
+
+def attach(device: LocalDevice) -> None:
+    """Give a device its lanes, one for each event loop that comes to use it."""
+    cuda = device.device.index if device.device.type == "cuda" else None
+    device.fronts = Fronts(
+        BatchExecutor(device), device.worker, device.settings, always_inline=device.device.type == "cuda"
+    )
+
+    def modes() -> Modes:
+        now = capture(cuda)
+        return without_gradient(now) if device.settings.inference else now
+
+    device.capture = modes
+
+
+class BatchExecutor:
+    """Runs batches on one device; what a front calls, inline or on the device's thread."""
+
+    __slots__ = ("_device",)
+
+    def __init__(self, device: LocalDevice) -> None:
+        self._device = device
+
+    def execute(self, op: Op, calls: Sequence[Args], modes: tuple[Modes, Snapshot | None]) -> list[Any]:
+        """One outcome a call: (value, plan that made it), or Failed; a failed batch fails every call alike."""
+        surrounding, snapshot = modes
+        launched: list[tuple[Any, Plan]] = []
+        device = self._device
+
+        def launch(args: Args) -> Any:
+            result = device.launch_planned(op, args, snapshot)
+            launched.append(result)
+            return result[0]
+
+        try:
+            with applied(surrounding):
+                if op.batching is None or len(calls) == 1:
+                    values = [launch(args) for args in calls]
+                else:
+                    values = op.batching.run(calls, launch)
+        except Exception as error:
+            failed = Failed(error)
+            return [failed] * len(calls)
+        if len(launched) == 1:
+            plan = launched[0][1]
+            return [(value, plan) for value in values]
+        return [(value, _maker(value, launched)) for value in values]
+
+
+def _maker(value: Any, launched: list[tuple[Any, Plan]]) -> Plan:
+    """The plan of the launch whose output `value` is a piece of."""
+    where = _storage(value)
+    for result, plan in launched:
+        if _storage(result) == where:
+            return plan
+    return launched[-1][1]
+
+
+def _storage(value: Any) -> int:
+    first = value[0] if isinstance(value, tuple) else value
+    return first.untyped_storage().data_ptr() if isinstance(first, Tensor) else 0
