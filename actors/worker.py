@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import os
 import threading
 import weakref
 from collections.abc import Callable
 from queue import SimpleQueue
 
 from layerzero import log
+from layerzero.actors.forks import renew_after_fork
 from layerzero.errors import RuntimeClosedError
 
 Job = Callable[[], object]
@@ -29,7 +29,7 @@ class Worker:
         self.name = name
         self._begin()
         self._closed = False
-        _workers.add(self)
+        renew_after_fork(self)
 
     def _begin(self) -> None:
         self._lock = threading.Lock()
@@ -79,7 +79,8 @@ class Worker:
         thread.join(timeout_s)
         return not thread.is_alive()
 
-    def _after_fork(self) -> None:
+    def after_fork(self) -> None:
+        """In a forked child: no thread yet, an empty queue."""
         self._begin()
 
 
@@ -91,15 +92,3 @@ def _work(queue: SimpleQueue[Job | None]) -> None:
         except Exception as error:
             log.error(JOB_FAILED, thread=threading.current_thread().name, error=repr(error))
         del job  # its tensors would live until the next job
-
-
-_workers: weakref.WeakSet[Worker] = weakref.WeakSet()
-
-
-def _in_child() -> None:
-    for worker in list(_workers):
-        worker._after_fork()
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_in_child)

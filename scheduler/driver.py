@@ -10,10 +10,12 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Iterator, Sequence
+from contextvars import Context
 from functools import partial
 from typing import Any, Final, Protocol
 
 from layerzero import log
+from layerzero.actors.forks import renew_after_fork
 from layerzero.actors.worker import Worker
 from layerzero.errors import DeadlineExceededError, Overloaded, RuntimeClosedError
 from layerzero.scheduler.blame import run_blaming
@@ -60,9 +62,9 @@ class Front:
     """
 
     __slots__ = (
-        "__weakref__", "_ahead", "_alone", "_armed", "_callers", "_executor", "_flying", "_gone",
-        "_inline_limit_us", "_joined", "_max_inline_us", "_spent_us", "_timer", "_timer_at", "_worker",
-        "lane", "loop", "state",
+        "__weakref__", "_ahead", "_alone", "_armed", "_callers", "_context", "_executor", "_flying", "_gone",
+        "_inline_limit_us", "_joined", "_lock", "_max_inline_us", "_spent_us", "_timer", "_timer_at",
+        "_worker", "lane", "loop", "state",
     )  # fmt: skip
 
     def __init__(
@@ -88,7 +90,10 @@ class Front:
         self._joined = False
         self._spent_us = 0.0
         self._armed = False
+        # Batches run in a context of their own: they belong to no caller more than to the others.
+        self._context = Context()
         self._flying: list[Batch] = []
+        self._lock = threading.Lock()  # for the end of a front whose loop is closed: see _lost
         self._timer: asyncio.TimerHandle | None = None
         self._timer_at = float("inf")
         self._gone: asyncio.Future[None] | None = None  # set when a draining front has lost its last caller
@@ -115,7 +120,7 @@ class Front:
             self._watch()
         if not self._armed and lane.in_flight < self._ahead:
             self._armed = True
-            loop.call_soon(self._tick)
+            loop.call_soon(self._tick, context=self._context)
         return ticket
 
     def may_inline(self) -> bool:
@@ -180,7 +185,7 @@ class Front:
     def _arm(self) -> None:
         if not self._armed and self.state != STOPPED:
             self._armed = True
-            self.loop.call_soon(self._tick)
+            self.loop.call_soon(self._tick, context=self._context)
 
     def _tick(self) -> None:
         """A turn has passed: whoever was resumed has submitted."""
@@ -230,9 +235,23 @@ class Front:
         try:
             self.loop.call_soon_threadsafe(self._landed, batch, outcomes)
         except RuntimeError:
-            # The loop was closed under the batch. Its tasks are gone with it, so nobody else uses the lane.
             log.warning(LOOP_LOST, calls=len(batch))
-            self._landed(batch, outcomes)
+            self._lost(batch)
+
+    def _lost(self, batch: Batch) -> None:
+        """The loop was closed under a batch: nobody waits any more, only the counts are brought to an end.
+
+        Called by the worker that finds the loop closed and by `close`, whichever comes first; nothing else
+        uses the lane then.
+        """
+        with self._lock:
+            if batch not in self._flying:
+                return
+            self._flying.remove(batch)
+            lane = self.lane
+            for ticket in batch.tickets:
+                lane.cancel(ticket)
+            lane.done(batch, [None] * len(batch), batch.started)
 
     def _landed(self, batch: Batch, outcomes: list[Any]) -> None:
         self._flying.remove(batch)
@@ -240,9 +259,6 @@ class Front:
 
     def _finish(self, batch: Batch, outcomes: list[Any]) -> None:
         self.lane.done(batch, outcomes, self.loop.time())
-        if self.loop.is_closed():
-            self.close()
-            return
         self._arm()
         self._wake(iter(batch.tickets))
 
@@ -321,21 +337,20 @@ class Front:
         self.state = STOPPED
         lane = self.lane
         left = lane.abandon()
-        for batch in self._flying:
-            for ticket in batch.tickets:
-                if ticket.state == RUNNING and lane.cancel(ticket):
-                    left.append(ticket)
-        closed = self.loop.is_closed()
+        lost = self.loop.is_closed()
+        for batch in list(self._flying):
+            left += [t for t in batch.tickets if t.state == RUNNING and lane.cancel(t)]
+            if lost:
+                self._lost(batch)
         for ticket in left:
-            error = RuntimeClosedError("the runtime was closed before this call ended")
-            if closed:
+            if lost:
                 ticket.wake = None
-            self._end(ticket, error)
+            self._end(ticket, RuntimeClosedError("the runtime was closed before this call ended"))
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
         for task in self._callers:
-            if not closed:
+            if not lost:
                 task.remove_done_callback(self._unregister)
         self._callers.clear()
         self._alone = None
@@ -352,15 +367,9 @@ class Fronts:
     """
 
     __slots__ = (
-        "_always_inline",
-        "_closed",
-        "_executor",
-        "_fronts",
-        "_lock",
-        "_past",
-        "_settings",
+        "__weakref__", "_always_inline", "_closed", "_executor", "_fronts", "_lock", "_past", "_settings",
         "_worker",
-    )
+    )  # fmt: skip
 
     def __init__(
         self,
@@ -378,6 +387,7 @@ class Fronts:
         self._past = Stats()
         self._closed = False
         self._lock = threading.Lock()
+        renew_after_fork(self)
 
     def current(self) -> Front:
         """The running loop's front.

@@ -11,6 +11,7 @@ import threading
 from collections.abc import Callable, Hashable
 from typing import Generic, TypeVar
 
+from layerzero.actors.forks import renew_after_fork
 from layerzero.errors import SelectionTimeoutError
 
 T = TypeVar("T")
@@ -122,10 +123,15 @@ class Flight(Generic[T]):
 class SingleFlight(Generic[T]):
     """Flights by key; `start(flight.run)` must run it somewhere, soon, exactly once."""
 
-    __slots__ = ("_flights", "_start", "lock")
+    __slots__ = ("__weakref__", "_flights", "_start", "lock")
 
     def __init__(self, start: Callable[[Callable[[], None]], object]) -> None:
         self._start = start
+        self.after_fork()
+        renew_after_fork(self)
+
+    def after_fork(self) -> None:
+        """In a forked child: nothing is on its way, whoever computed it is not there."""
         self._flights: dict[Hashable, Flight[T]] = {}
         # Reentrant: a collection inside a locked section may end a waiter, and that waiter leaves.
         self.lock = threading.RLock()

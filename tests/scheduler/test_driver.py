@@ -63,7 +63,7 @@ async def test_concurrent_callers_share_one_launch(worker: Worker, us: float) ->
 
 @pytest.mark.asyncio
 async def test_only_a_task_that_is_alone_runs_inline(worker: Worker) -> None:
-    """The first call gives a turn, later ones may run at once; a second task ends that, its end restores it."""
+    """The first call gives a turn, later ones may run at once; a second task suspends that while it lives."""
     fronts = Fronts(Device(), worker, Settings(max_inline_us=100.0))
     front = fronts.current()
     assert not front.may_inline()

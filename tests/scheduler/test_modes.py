@@ -139,7 +139,7 @@ class Watch(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-class Trace(TorchDispatchMode):
+class Trace(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """A dispatch mode that does nothing."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -151,7 +151,7 @@ def test_modes_that_see_every_operation_bar_queueing() -> None:
     assert bars_queueing() is None
     with Watch():
         assert bars_queueing() == "the torch function mode Watch"
-    with Trace():
+    with Trace():  # type: ignore[no-untyped-call]
         assert bars_queueing() == "a torch dispatch mode"
     with torch.device("cpu"):
         assert bars_queueing() is None

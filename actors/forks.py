@@ -1,0 +1,30 @@
+"""What a forked child must not inherit: threads that are not there and locks that nobody will release."""
+
+from __future__ import annotations
+
+import os
+import weakref
+from typing import Protocol
+
+
+class Forkable(Protocol):
+    """An object with a thread, a lock or an event loop's state, and how it begins anew in a child."""
+
+    def after_fork(self) -> None: ...
+
+
+_alive: weakref.WeakSet[Forkable] = weakref.WeakSet()
+
+
+def renew_after_fork(thing: Forkable) -> None:
+    """Call `thing.after_fork()` in every forked child, while `thing` is alive; it is not kept alive."""
+    _alive.add(thing)
+
+
+def _in_child() -> None:
+    for thing in list(_alive):
+        thing.after_fork()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_in_child)
