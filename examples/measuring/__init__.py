@@ -1,0 +1,1 @@
+"""How the embedding service is put under load, measured and shown."""

