@@ -227,7 +227,8 @@ def test_signature_is_stable() -> None:
     options: dict[str, Any] = {"attn_mask": MASK, "window": (1, 2), "scale": 0.5}
     q, k, v = call()[:3]
     first, _ = attention(q, k, v, **options)
-    again, _ = attention(q + 1, k + 1, v + 1, **options | {"attn_mask": MASK.clone()})
+    options["attn_mask"] = MASK.clone()
+    again, _ = attention(q + 1, k + 1, v + 1, **options)
     assert first == again
     assert hash(first) == hash(again)
     assert first[0] == "attention"
