@@ -23,8 +23,7 @@ def attach(device: LocalDevice) -> None:
     )
 
     def modes() -> Modes:
-        now = capture(cuda)
-        return without_gradient(now) if device.settings.inference else now
+        return capture(cuda)
 
     device.capture = modes
 
@@ -40,6 +39,9 @@ class BatchExecutor:
     def execute(self, op: Op, calls: Sequence[Args], modes: tuple[Modes, Snapshot | None]) -> list[Any]:
         """One outcome a call: (value, plan that made it), or Failed; a failed batch fails every call alike."""
         surrounding, snapshot = modes
+        if self._device.settings.inference:
+            # The caller's own modes stay on its ticket: they are what is compared when it resumes.
+            surrounding = without_gradient(surrounding)
         launched: list[tuple[Any, Plan]] = []
         device = self._device
 
