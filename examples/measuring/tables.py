@@ -70,8 +70,8 @@ def _ways(console: Console, numbers: dict[str, Any]) -> None:
     console.print(table)
     console.print(
         f"(a) to (c) await LayerZero's ops, one coroutine a text; (d) is plain torch: sorted by length, "
-        f"padded, in batches of {numbers['hand_batch']}. Arrivals: {numbers['offered_per_s']:.0f} texts/s offered, "
-        f"{numbers['load']:.0%} of what (d) did in the same round."
+        f"padded, in batches of {numbers['hand_batch']}. Arrivals: {numbers['offered_per_s']:.0f} texts/s "
+        f"offered, {numbers['load']:.0%} of what (d) did in the same round."
     )
 
 
