@@ -89,6 +89,10 @@ class Rows:
                 parts += (value.dtype, value.device, width)
         return tuple(parts)
 
+    def shared(self, args: Args) -> tuple[int, ...]:
+        """Positions of the tensors that must be the same memory for two calls to join."""
+        return tuple(p for p, value in enumerate(args) if isinstance(value, Tensor) and p not in self.tails)
+
     def size(self, args: Args) -> tuple[int, int]:
         """Rows and bytes of the first operand."""
         first: Tensor = args[self.along[0]]
@@ -115,7 +119,7 @@ class Rows:
                 tensor: Tensor = args[position]
                 cut = tensor.dim() - tail
                 lead = None if cut == 1 else tensor.shape[:cut]
-                piece = tensor if lead is None else tensor.reshape(_product(lead), *tensor.shape[cut:])
+                piece = tensor if lead is None else tensor.reshape((_product(lead), *tensor.shape[cut:]))
                 if position == self.along[0]:
                     leads.append(lead)
                     counts.append(piece.shape[0])
@@ -135,7 +139,7 @@ def _split(
 ) -> list[Tensor]:
     trailing = out.shape[out.dim() - tail :]
     return [
-        piece if lead is None else piece.view(*lead, *trailing)
+        piece if lead is None else piece.view((*lead, *trailing))
         for piece, lead in zip(out.split_with_sizes(list(counts)), leads, strict=True)
     ]
 
