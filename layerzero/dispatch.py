@@ -53,11 +53,23 @@ def capturing_mode() -> int:
     return mode() | (CAPTURE if torch.cuda.is_current_stream_capturing() else 0)
 
 
+class LaneFacts:
+    """What a call of one signature means to a lane: its size, and its groups by the addresses that decide."""
+
+    __slots__ = ("bytes", "groups", "shared", "tokens")
+
+    def __init__(self, tokens: int, size: int, shared: tuple[int, ...] | None) -> None:
+        self.tokens = tokens
+        self.bytes = size
+        self.shared = shared
+        self.groups: dict[Hashable, Hashable] = {}
+
+
 class Plan:
     """A selection ready to run: `call(*args)` takes the op's full argument tuple.
 
     `request` is the call this plan was made for; `selection` may be shared by all requests of one key.
-    `joins` says whether such a call may share a batch, `lane` what it adds to one: (tokens, bytes).
+    `joins` says whether such a call may share a batch; `lane` is what a lane remembers of its signature.
     """
 
     __slots__ = ("call", "expected_us", "joins", "kernel", "lane", "op", "request", "selection")
@@ -70,7 +82,7 @@ class Plan:
         self.kernel = selection.kernel
         self.expected_us = selection.expected_us
         self.joins = op.pure and selection.kernel != "" and "grad" not in request.modes
-        self.lane: tuple[int, int] | None = None
+        self.lane: LaneFacts | None = None
 
     def at(self, request: Request) -> Plan:
         """This plan for another request of the same key."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from contextvars import Context
 from functools import partial
 from typing import Any, Final, Protocol
@@ -131,6 +131,11 @@ class Front:
             and self._spent_us < self._max_inline_us
             and self._alone is asyncio.current_task(self.loop)
         )
+
+    def rested(self) -> Rest:
+        """Await it where `may_inline` is false: one loop turn for a task that is alone but has had its share,
+        nothing for any other; the result says whether it may run inline now."""
+        return Rest(self)
 
     def charge(self, us: float) -> None:
         """Count `us` microseconds of work done inline since the loop's last turn here."""
@@ -358,6 +363,26 @@ class Front:
 
 def _interrupted(batch: Batch, error: BaseException) -> list[Any]:
     return [Failed(RuntimeClosedError(f"the batch was interrupted by {error!r}"))] * len(batch)
+
+
+class Rest:
+    """One loop turn, taken only by a task that is alone on its front; see `Front.rested`."""
+
+    __slots__ = ("_front",)
+
+    def __init__(self, front: Front) -> None:
+        self._front = front
+
+    def __await__(self) -> Generator[None, None, bool]:
+        front = self._front
+        task = asyncio.current_task(front.loop)
+        if front._alone is None or front._alone is not task:
+            return False
+        yield
+        if front._alone is not task:
+            return False
+        front._spent_us = 0.0
+        return True
 
 
 class Fronts:

@@ -8,10 +8,10 @@ from typing import Any
 from layerzero.actors.local import LocalDevice
 from layerzero.api.calls import LAST, checked_build, device_here, named, snapshot_here
 from layerzero.api.scope import SCOPE
-from layerzero.dispatch import Plan, Snapshot
+from layerzero.dispatch import LaneFacts, Plan, Snapshot
 from layerzero.ops.op import Args, Op
 from layerzero.runtime import ACTIVE
-from layerzero.scheduler.modes import bars_queueing, restore
+from layerzero.scheduler.modes import Modes, bars_queueing, restore
 from layerzero.scheduler.ticket import Ticket
 
 
@@ -37,7 +37,7 @@ def awaited(op: Op) -> Callable[..., Any]:
         except (KeyError, AttributeError, TypeError):
             device, snapshot, plan, full = _planned(op, args, kwargs, backend)
         front = device.fronts.current()
-        if plan.expected_us < device.inline_limit_us and front.may_inline():
+        if plan.expected_us < device.inline_limit_us and (front.may_inline() or await front.rested()):
             front.charge(plan.expected_us)
             last.plan = plan
             try:
@@ -81,17 +81,64 @@ def _ticket(
 ) -> Ticket:
     """The ticket of a call: its group is None where it must run alone."""
     modes = device.capture()
+    lane = plan.lane
+    if lane is None:
+        lane = plan.lane = _lane_facts(op, args)
     group: Hashable | None = None
-    tokens, size = 1, 0
+    if plan.joins and op.batching is not None:
+        if op.guard is not None:
+            op.guard(args)
+        shared = lane.shared
+        if shared is None:
+            group = _group(op, args, modes, snapshot)
+        else:
+            where = (modes, snapshot, *[args[position].data_ptr() for position in shared])
+            group = lane.groups.get(where, _UNKNOWN)
+            if group is _UNKNOWN:
+                group = _remember(lane, where, _group(op, args, modes, snapshot))
+    return Ticket(
+        op, args, group, plan.expected_us, lane.tokens, lane.bytes, priority, None, (modes, snapshot)
+    )
+
+
+class Group:
+    """A compatibility class of calls, one object each, so that lanes compare and hash it as a pointer."""
+
+    __slots__ = ("key",)
+
+    def __init__(self, key: Hashable) -> None:
+        self.key = key
+
+    def __repr__(self) -> str:
+        return f"Group({self.key!r})"
+
+
+_GROUPS: dict[Hashable, Group] = {}
+_MAX_GROUPS = 65_536
+_MAX_REMEMBERED = 1024
+_UNKNOWN: Any = object()
+
+
+def _group(op: Op, args: Args, modes: Modes, snapshot: Snapshot | None) -> Hashable | None:
+    assert op.batching is not None
+    rule = op.batching.group(args)
+    if rule is None:
+        return None
+    key = (op.name, rule, modes, snapshot)
+    if len(_GROUPS) >= _MAX_GROUPS:
+        _GROUPS.clear()  # calls that wait under the old objects run apart from later ones, nothing worse
+    return _GROUPS.setdefault(key, Group(key))
+
+
+def _remember(lane: LaneFacts, where: Hashable, group: Hashable | None) -> Hashable | None:
+    if len(lane.groups) >= _MAX_REMEMBERED:
+        lane.groups.clear()
+    lane.groups[where] = group
+    return group
+
+
+def _lane_facts(op: Op, args: Args) -> LaneFacts:
     batching = op.batching
-    if batching is not None:
-        if plan.lane is None:
-            plan.lane = batching.size(args)
-        tokens, size = plan.lane
-        if plan.joins:
-            rule = batching.group(args)
-            if rule is not None:
-                if op.guard is not None:
-                    op.guard(args)
-                group = (op.name, rule, modes, snapshot)
-    return Ticket(op, args, group, plan.expected_us, tokens, size, priority, None, (modes, snapshot))
+    if batching is None:
+        return LaneFacts(1, 0, None)
+    return LaneFacts(*batching.size(args), batching.shared(args))

@@ -72,6 +72,10 @@ class SameShapes:
             causal, scale, window, softcap, identity(slopes), layout, lse,
         )  # fmt: skip
 
+    def shared(self, args: Args) -> tuple[int, ...]:
+        """No tensor needs to be the same memory."""
+        return ()
+
     def size(self, args: Args) -> tuple[int, int]:
         """(query tokens, operand bytes)."""
         q, k, v = args[0], args[1], args[2]

@@ -27,6 +27,13 @@ class Batching(Protocol):
         """The compatibility class of a call; None where it must run alone."""
         ...
 
+    def shared(self, args: Args) -> tuple[int, ...] | None:
+        """Positions of the tensors whose address, beside the signature, decides the group.
+
+        None where more than that decides, so that the group cannot be remembered by it.
+        """
+        ...
+
     def size(self, args: Args) -> tuple[int, int]:
         """What the call adds to a batch: (tokens, bytes)."""
         ...

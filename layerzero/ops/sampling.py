@@ -247,6 +247,10 @@ class SampledRows:
         logits: Tensor = args[0]
         return (logits.dtype, logits.device, logits.shape[1])
 
+    def shared(self, args: Args) -> tuple[int, ...]:
+        """No tensor needs to be the same memory."""
+        return ()
+
     def size(self, args: Args) -> tuple[int, int]:
         """Rows and bytes of the logits."""
         logits: Tensor = args[0]
