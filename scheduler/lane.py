@@ -145,6 +145,7 @@ class Lane:
         values = 0
         stats = self.stats
         for ticket, outcome in zip(tickets, outcomes, strict=True):
+            ticket.args = ()
             if ticket.state == DETACHED:
                 ticket.state = CANCELLED
                 stats.cancelled += 1
@@ -155,7 +156,6 @@ class Lane:
             else:
                 ticket.state = DONE
                 values += 1
-            ticket.args = ()
         stats.done += values
         ended = len(tickets)
         detached = sum([1 for t in tickets if t.state == CANCELLED]) if values != ended else 0
