@@ -126,7 +126,8 @@ class Rules:
         blocked = tuple((k, standing.blocked[k].reason) for k in own if k in standing.blocked)
         unready = tuple(k for k in own if k in standing.unready)
         probing = tuple(k for k in own if k in standing.probing)
-        return (own, rules, blocked, unready, probing, self.knobs, self.modes)
+        # The kernels themselves, not their ids: a replaced implementation keeps its id.
+        return (self.kernels, rules, blocked, unready, probing, self.knobs, self.modes)
 
 
 class Table:

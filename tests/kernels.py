@@ -1,0 +1,63 @@
+"""Kernels and devices that tests make up: faulty ones, slow ones, ones with random limits."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+
+from layerzero.actors.local import LocalDevice
+from layerzero.actors.registry import Registry
+from layerzero.kernel import Capability, Efficiency, Kernel
+from layerzero.lanes import attach
+from layerzero.ops import table as ops_table
+from layerzero.settings import Settings
+
+EVERYTHING = frozenset(
+    {
+        "causal", "mask_bool", "mask_float", "mask_and_causal", "empty_rows", "gqa", "dropout", "scale", "window",
+        "softcap", "alibi", "lse", "bias", "no_weight", "interleaved", "partial_rotary", "padding_idx",
+        "label_smoothing", "class_weights", "seed_per_row", "act_swiglu", "act_geglu", "act_reglu", "act_gelu",
+        "act_gelu_tanh", "act_silu", "act_relu",
+    }
+)  # fmt: skip
+
+
+def kernel(
+    kernel_id: str,
+    run: Callable[..., Any] | None = None,
+    *,
+    op: str | None = None,
+    launch_us: float = 5.0,
+    cold: bool = False,
+    default: bool = False,
+    rank: int = 50,
+    load: Callable[[], Callable[..., Any]] | None = None,
+    **capability: Any,
+) -> Kernel:
+    """A kernel of the test's own: `run` defaults to the op's reference, limits to none."""
+    name = op or kernel_id.split(".")[1]
+    body = run or ops_table.get(name).reference
+    capability.setdefault("features", EVERYTHING)
+    capability.setdefault("layouts", frozenset({"BHSD", "BSHD"}) if name == "attention" else frozenset())
+    capability.setdefault("mixed_dtypes", True)
+    return Kernel(
+        id=kernel_id,
+        op=name,
+        backend=kernel_id.split(".")[0],
+        capability=Capability(source="a test", **capability),
+        load=load or (lambda: body),
+        efficiency=Efficiency(flops=0.5, bandwidth=0.5, launch_us=launch_us, source="a test"),
+        rank=rank,
+        cold=cold,
+        default=default,
+    )
+
+
+def device(kernels: Iterable[Kernel], settings: Settings | None = None, **more: Any) -> LocalDevice:
+    """A CPU device that knows only `kernels`, with its lanes attached."""
+    registry = Registry(kernels, lambda _: [])
+    made = LocalDevice(torch.device("cpu"), settings or Settings(), registry, **more)
+    attach(made)
+    return made
