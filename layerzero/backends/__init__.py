@@ -19,6 +19,7 @@ BUILTIN: tuple[str, ...] = (
     "layerzero.backends.reference",
     "layerzero.backends.torch_native",
     "layerzero.backends.torch_sdpa",
+    "layerzero.backends.zentorch",
 )
 ENTRY_POINT_GROUP = "layerzero.backends"
 

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import importlib
-import pkgutil
-
-from layerzero import ops
 from layerzero.kernel import ACTIVATIONS, FEATURE_REASONS, Capability, Efficiency, Kernel
-from layerzero.ops.op import OPS, Op
+from layerzero.ops import table
+from layerzero.ops.op import Op
 
 EVERY_FEATURE = frozenset(FEATURE_REASONS) | {f"act_{name}" for name in ACTIVATIONS}
-EVERY_FEATURE |= {"lse_grad", "mask_grad", "mask_wide"}
+EVERY_FEATURE |= {"lse_grad", "mask_grad", "mask_wide", "xpos"}
 
 
 def reference_kernel(op: Op) -> Kernel:
@@ -31,11 +28,4 @@ def reference_kernel(op: Op) -> Kernel:
     )
 
 
-def _import_every_op() -> None:
-    for module in pkgutil.iter_modules(ops.__path__):
-        if module.name != "table":
-            importlib.import_module(f"{ops.__name__}.{module.name}")
-
-
-_import_every_op()
-KERNELS: tuple[Kernel, ...] = tuple(reference_kernel(op) for op in OPS.values())
+KERNELS: tuple[Kernel, ...] = tuple(reference_kernel(table.get(name)) for name in table.names())

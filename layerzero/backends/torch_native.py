@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.nn import functional
 
@@ -48,6 +49,32 @@ def embedding(ids: Tensor, weight: Tensor, padding_idx: int | None) -> Tensor:
     return functional.embedding(ids, weight, padding_idx)
 
 
+def cross_entropy(
+    logits: Tensor,
+    target: Tensor,
+    weight: Tensor | None,
+    ignore_index: int,
+    label_smoothing: float,
+    reduction: str,
+) -> Tensor:
+    """`torch.nn.functional.cross_entropy` on the last axis, in float32 where the logits are half precision.
+
+    In half precision torch rounds every log-probability before it sums them up.
+    """
+    rows = logits.reshape(-1, logits.shape[-1])
+    wide = rows if rows.dtype in (torch.float32, torch.float64) else rows.float()
+    scale = None if weight is None else weight.to(wide.dtype)
+    loss = functional.cross_entropy(
+        wide,
+        target.reshape(-1).long(),
+        scale,
+        ignore_index=ignore_index,
+        reduction=reduction,
+        label_smoothing=label_smoothing,
+    )
+    return (loss.view(target.shape) if reduction == "none" else loss).to(logits.dtype)
+
+
 def _native(
     op: str,
     function: Callable[..., Any],
@@ -86,4 +113,10 @@ KERNELS: tuple[Kernel, ...] = (
     _native("linear", linear, Efficiency(0.6, 0.7, 4.0, "estimate"), features=_BIAS),
     _native("mlp", mlp, Efficiency(0.5, 0.5, 10.0, "estimate"), features=_ACTIVATIONS | _BIAS),
     _native("embedding", embedding, Efficiency(0.1, 0.4, 4.0, "estimate"), features=_PADDING),
+    _native(
+        "cross_entropy",
+        cross_entropy,
+        Efficiency(0.1, 0.2, 20.0, "estimate"),
+        features=frozenset({"label_smoothing", "class_weights"}),
+    ),
 )

@@ -28,41 +28,12 @@ _WIDE_BIAS = frozenset({"alibi", "mask_wide"})  # a float32 bias beside half pre
 _SAME_HEAD_SIZES = SameAs("D", "Dv", Reason.HEAD_DIMS_DIFFER)
 
 
-def _aligned(q: Tensor, k: Tensor, is_causal: bool, window: masks.Window) -> bool:
-    """Whether nothing but torch's own causal flag, if anything, hides keys."""
-    return window is None and (not is_causal or q.shape[2] == k.shape[2])
-
-
-def _bias_dtype(q: Tensor, attn_mask: Tensor | None, slopes: Tensor | None) -> torch.dtype:
-    """The bias's dtype: q's where that loses nothing, else float32, which CPU operators take beside it."""
-    if slopes is None and (attn_mask is None or attn_mask.dtype in (torch.bool, q.dtype)):
-        return q.dtype
-    return torch.float64 if q.dtype == torch.float64 else torch.float32
-
-
-def _fold(
-    q: Tensor,
-    k: Tensor,
-    attn_mask: Tensor | None,
-    is_causal: bool,
-    window: masks.Window,
-    slopes: Tensor | None = None,
-    dtype: torch.dtype | None = None,
-) -> tuple[Tensor | None, bool]:
-    """(bias, is_causal) as torch's operators want them: a bias or the flag, never both."""
-    causal = is_causal and q.shape[2] > 1  # one query, at the last key, sees every key
-    if attn_mask is None and slopes is None and _aligned(q, k, causal, window):
-        return None, causal
-    dtype = _bias_dtype(q, attn_mask, slopes) if dtype is None else dtype
-    return masks.additive(q, k, attn_mask, causal, window, slopes, dtype), False
-
-
 def math(
     q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None, is_causal: bool, scale: float | None,
     dropout_p: float, window: masks.Window, softcap: float | None, alibi_slopes: Tensor | None, *_: Any,
 ) -> Tensor:  # fmt: skip
     """Softmax of the whole score matrix, step by step; half precision keeps float32 in between."""
-    bias, causal = _fold(q, k, attn_mask, is_causal, window, alibi_slopes)
+    bias, causal = masks.fold(q, k, attn_mask, is_causal, window, alibi_slopes)
     grouped = q.shape[1] != k.shape[1]
     out: Tensor = aten._scaled_dot_product_attention_math(
         q, k, v, bias, dropout_p, causal, None, scale=scale, enable_gqa=grouped
@@ -76,7 +47,7 @@ def flash_cpu(
     return_lse: bool, *_: Any,
 ) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
     """The CPU's tiled kernel, which never writes the score matrix."""
-    bias, causal = _fold(q, k, attn_mask, is_causal, window, alibi_slopes)
+    bias, causal = masks.fold(q, k, attn_mask, is_causal, window, alibi_slopes)
     if bias is not None and bias.dim() != 2:  # the operator takes two or four axes
         bias = bias.expand(q.shape[0], q.shape[1], q.shape[2], k.shape[2])
     out, lse = aten._scaled_dot_product_flash_attention_for_cpu(
@@ -109,7 +80,7 @@ def efficient(
     return_lse: bool, *_: Any,
 ) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
     """The memory-efficient kernel that torch carries from xFormers (CUTLASS)."""
-    bias, causal = _fold(q, k, attn_mask, is_causal, window, dtype=q.dtype)
+    bias, causal = masks.fold(q, k, attn_mask, is_causal, window, dtype=q.dtype)
     out, lse, *_rest = aten._scaled_dot_product_efficient_attention(
         q, k, v, _padded(bias, q, k), return_lse or _wants_gradient(q, k, v), dropout_p, causal, scale=scale
     )
@@ -127,7 +98,7 @@ def cudnn(
     return_lse: bool, *_: Any,
 ) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
     """cuDNN's fused attention; what it writes for a row that sees nothing is arbitrary."""
-    bias, causal = _fold(q, k, attn_mask, is_causal, window, dtype=q.dtype)
+    bias, causal = masks.fold(q, k, attn_mask, is_causal, window, dtype=q.dtype)
     if bias is not None:
         bias = bias.expand(q.shape[0], q.shape[1], q.shape[2], k.shape[2])
     out, lse, *_rest = aten._scaled_dot_product_cudnn_attention(
@@ -144,7 +115,7 @@ def default(
 ) -> Tensor:  # fmt: skip
     """`scaled_dot_product_attention` with torch's own choice of implementation."""
     dtype = None if q.device.type == "cpu" else q.dtype
-    bias, causal = _fold(q, k, attn_mask, is_causal, window, alibi_slopes, dtype)
+    bias, causal = masks.fold(q, k, attn_mask, is_causal, window, alibi_slopes, dtype)
     return functional.scaled_dot_product_attention(
         q, k, v, bias, dropout_p, causal, scale=scale, enable_gqa=q.shape[1] != k.shape[1]
     )

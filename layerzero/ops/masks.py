@@ -27,6 +27,34 @@ def visible(sq: int, sk: int, is_causal: bool, window: Window, device: torch.dev
     return seen
 
 
+def fold(
+    q: Tensor,
+    k: Tensor,
+    attn_mask: Tensor | None,
+    is_causal: bool,
+    window: Window,
+    slopes: Tensor | None = None,
+    dtype: torch.dtype | None = None,
+) -> tuple[Tensor | None, bool]:
+    """(bias, is_causal), never both, for an operator whose causal flag is top-left aligned.
+
+    `dtype` is the bias's; left out it is q's where that loses nothing, else the next wider one.
+    """
+    causal = is_causal and q.shape[2] > 1  # one query, at the last key, sees every key
+    plain = window is None and (not causal or q.shape[2] == k.shape[2])
+    if plain and attn_mask is None and slopes is None:
+        return None, causal
+    return additive(
+        q, k, attn_mask, causal, window, slopes, dtype or _bias_dtype(q, attn_mask, slopes)
+    ), False
+
+
+def _bias_dtype(q: Tensor, attn_mask: Tensor | None, slopes: Tensor | None) -> torch.dtype:
+    if slopes is None and (attn_mask is None or attn_mask.dtype in (torch.bool, q.dtype)):
+        return q.dtype
+    return torch.float64 if q.dtype == torch.float64 else torch.float32
+
+
 def additive(
     q: Tensor,
     k: Tensor,

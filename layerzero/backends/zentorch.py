@@ -1,0 +1,184 @@
+"""ZenDNN, AMD's kernels for EPYC, out of the `zentorch` package.
+
+Importing it takes over a second (it imports torch's inductor) and registers operators and a compile
+backend named "zentorch"; it patches no function of torch's and no thread setting. Its operators trust
+their caller: a strided row or a third axis makes the norms read and write outside their tensors, so every
+limit here is one that keeps memory safe. Its matrix products keep reordered weights by address, and answer
+with the weights of a tensor long freed; that cache is switched off before the import.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import os
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from layerzero.kernel import AtLeast, Capability, Efficiency, Kernel, SameAs
+from layerzero.ops import masks
+from layerzero.reasons import Reason
+
+WEIGHT_CACHE = "ZENDNNL_MATMUL_WEIGHT_CACHE"
+
+
+@functools.cache
+def operators() -> Any:
+    """`torch.ops.zentorch`, its weight cache off.
+
+    Raises: ImportError: the package is not there, or its CPU check says no.
+    """
+    os.environ.setdefault(WEIGHT_CACHE, "0")
+    with warnings.catch_warnings():
+        # The inductor modules it pulls in use what torch itself has deprecated.
+        warnings.simplefilter("ignore", DeprecationWarning)
+        importlib.import_module("zentorch")
+    if not torch.ops.zentorch.zentorch_is_avx512_supported():
+        raise ImportError("zentorch says that this CPU has no AVX-512")
+    return torch.ops.zentorch
+
+
+def _attention() -> Callable[..., Any]:
+    sdpa = operators().zentorch_sdpa
+
+    def attention(
+        q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None, is_causal: bool, scale: float | None,
+        dropout_p: float, window: masks.Window, softcap: float | None, alibi_slopes: Tensor | None, *_: Any,
+    ) -> Tensor:  # fmt: skip
+        """`zentorch_sdpa`; its second result, meant for the log-sum-exp, is not filled in."""
+        bias, causal = masks.fold(q, k, attn_mask, is_causal, window, alibi_slopes)
+        if bias is not None and bias.dim() != 2:  # the operator takes two or four axes
+            bias = bias.expand(q.shape[0], q.shape[1], q.shape[2], k.shape[2])
+        out: Tensor = sdpa(q, k, v, 0.0, causal, attn_mask=bias, scale=scale)[0]
+        return out
+
+    return attention
+
+
+def _rms_norm() -> Callable[..., Any]:
+    kernel = operators().zentorch_rms_norm
+
+    def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """`zentorch_rms_norm` over two axes: with three it writes outside its output."""
+        out: Tensor = kernel(x.view(-1, x.shape[-1]), weight, eps)
+        return out.view(x.shape)
+
+    return rms_norm
+
+
+def _add_rms_norm() -> Callable[..., Any]:
+    kernel = operators().zentorch_add_rms_norm_
+
+    def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+        """`zentorch_add_rms_norm_` on copies: it overwrites both operands."""
+        normed, total = x.clone(), residual.clone()
+        width = x.shape[-1]
+        kernel(normed.view(-1, width), weight, total.view(-1, width), eps)
+        return normed, total
+
+    return add_rms_norm
+
+
+def _linear() -> Callable[..., Any]:
+    kernel = operators().zentorch_linear_unary
+    _refuse_stale_weights(kernel)
+
+    def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """`zentorch_linear_unary` without its cache of weights."""
+        out: Tensor = kernel(x, weight, bias)
+        return out
+
+    return linear
+
+
+def _refuse_stale_weights(kernel: Callable[..., Tensor]) -> None:
+    """Raise ImportError where a product does not follow its weight: zentorch was imported before, caching."""
+    x, weight = torch.ones(8, 64), torch.ones(64, 64)
+    kernel(x, weight)
+    weight.zero_()
+    if kernel(x, weight).any():
+        raise ImportError(f"zentorch was imported with its weight cache on; set {WEIGHT_CACHE}=0 before that")
+
+
+_LIMITED = "probed with zentorch 2.13.0.2, torch 2.13.0, on an AMD EPYC with AVX-512"
+_DISTRIBUTIONS = ("zentorch>=2.13,<2.14",)
+
+
+def _capability(
+    features: frozenset[str], *, contiguous: bool = True, limits: tuple[Any, ...] = (), **more: Any
+) -> Capability:
+    return Capability(
+        source=_LIMITED,
+        platforms=frozenset({"cpu"}),
+        cpu_vendors=frozenset({"amd"}),
+        isa=frozenset({"avx512f", "avx512bw"}),
+        torch_min="2.13",
+        torch_below="2.14",
+        dtypes=frozenset({"float32", "bfloat16"}),
+        features=features,
+        contiguous=contiguous,
+        limits=limits,
+        gradient=False,
+        **more,
+    )
+
+
+_ATTENTION_FEATURES = frozenset(
+    {
+        "causal", "scale", "gqa", "mask_bool", "mask_float", "mask_wide", "mask_and_causal", "empty_rows",
+        "window", "alibi",
+    }
+)  # fmt: skip
+
+KERNELS: tuple[Kernel, ...] = (
+    Kernel(
+        id="zentorch.attention.sdpa",
+        op="attention",
+        backend="zentorch",
+        capability=_capability(
+            _ATTENTION_FEATURES,
+            contiguous=False,
+            limits=(SameAs("D", "Dv", Reason.HEAD_DIMS_DIFFER),),
+            layouts=frozenset({"BHSD"}),
+            last_stride1=True,
+        ),
+        load=_attention,
+        efficiency=Efficiency(0.4, 0.5, 15.0, "estimate"),
+        cold=True,
+        distributions=_DISTRIBUTIONS,
+    ),
+    Kernel(
+        id="zentorch.rms_norm.native",
+        op="rms_norm",
+        backend="zentorch",
+        capability=_capability(frozenset(), limits=(AtLeast("C", 2),), batch_invariant=True),
+        load=_rms_norm,
+        efficiency=Efficiency(0.3, 0.8, 4.0, "estimate"),
+        cold=True,
+        distributions=_DISTRIBUTIONS,
+    ),
+    Kernel(
+        id="zentorch.add_rms_norm.native",
+        op="add_rms_norm",
+        backend="zentorch",
+        capability=_capability(frozenset(), limits=(AtLeast("C", 2),), batch_invariant=True),
+        load=_add_rms_norm,
+        efficiency=Efficiency(0.3, 0.6, 9.0, "estimate"),
+        cold=True,
+        distributions=_DISTRIBUTIONS,
+    ),
+    Kernel(
+        id="zentorch.linear.native",
+        op="linear",
+        backend="zentorch",
+        capability=_capability(frozenset({"bias"})),
+        load=_linear,
+        efficiency=Efficiency(0.6, 0.3, 20.0, "estimate"),
+        cold=True,
+        distributions=_DISTRIBUTIONS,
+    ),
+)
