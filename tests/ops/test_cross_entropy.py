@@ -1,4 +1,4 @@
-"""cross_entropy against float64 written out: reductions, ignored rows, smoothing, class weights, bad input."""
+"""cross_entropy against float64 written out: reductions, ignored rows, smoothing, weights, bad input."""
 
 import math
 from typing import Any

@@ -52,8 +52,10 @@ def test_draws_follow_the_filtered_distribution(
     rows = LOGITS.expand(DRAWS, -1)
     count = torch.arange(DRAWS)
     source: dict[str, Any] = {
-        "seeds": {"seed": count}, "offsets": {"seed": torch.full((DRAWS,), 5), "offset": count}, "rows": {"seed": 1},
-    }[stream]  # fmt: skip
+        "seeds": {"seed": count},
+        "offsets": {"seed": torch.full((DRAWS,), 5), "offset": count},
+        "rows": {"seed": 1},
+    }[stream]
     tokens = call(SAMPLE, rows, **options, **source)
     shares = torch.zeros(8, dtype=torch.float64)
     shares[kept] = torch.softmax(LOGITS[kept].double() / options.get("temperature", 1.0), 0)
@@ -115,11 +117,15 @@ def test_a_row_draws_the_same_alone_and_among_64(vocab: int, dtype: torch.dtype)
     """64 callers with their own temperature, filters, seed and offset: one launch, everyone's own token."""
     calls = [
         SAMPLE.build(
-            (torch.randn(1, vocab) * 3).to(dtype), temperature=(0.0, 0.7, 1.0, 1.3)[i % 4], top_k=(0, 5, 50)[i % 3],
-            top_p=(1.0, 0.9)[i % 2], seed=i // 2, offset=i % 5,
+            (torch.randn(1, vocab) * 3).to(dtype),
+            temperature=(0.0, 0.7, 1.0, 1.3)[i % 4],
+            top_k=(0, 5, 50)[i % 3],
+            top_p=(1.0, 0.9)[i % 2],
+            seed=i // 2,
+            offset=i % 5,
         )[1]
         for i in range(64)
-    ]  # fmt: skip
+    ]
     results, launched = together(SAMPLE, calls)
     assert len(launched) == 1
     assert [r.tolist() for r in results] == [SAMPLE.reference(*args).tolist() for args in calls]
