@@ -208,7 +208,11 @@ def test_the_call_is_described() -> None:
 
 def test_no_tokens_give_empty_outputs() -> None:
     """A call without tokens computes nothing."""
-    call = valid() | {"q": torch.zeros(0, 4, 8), "k": torch.zeros(0, 2, 8), "positions": torch.arange(0)}
+    call: dict[str, Any] = valid() | {
+        "q": torch.zeros(0, 4, 8),
+        "k": torch.zeros(0, 2, 8),
+        "positions": torch.arange(0),
+    }
     assert ROPE.empty is not None
     out = ROPE.empty(rope(**call)[1])
     assert [t.shape for t in out] == [(0, 4, 8), (0, 2, 8)]
