@@ -52,6 +52,48 @@ def test_label_values_are_bounded() -> None:
     assert counters.get("seen", key=OVERFLOW) == 7 and counters.total("seen") == 10
 
 
+class Yielding(dict[Series, int | float]):
+    """Values that let every other thread run between being read and being written."""
+
+    def get(self, series: Series, default: int | float | None = None) -> int | float | None:  # type: ignore[override]
+        value = super().get(series, default)
+        threading.Event().wait(0.0001)
+        return value
+
+
+class NoLock:
+    """The guard, removed."""
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, *details: object) -> None: ...
+
+
+def counted(counters: Counters) -> int | float:
+    """What is left of 8 threads x 50 increments, with a switch forced inside each."""
+    counters.add("hits")
+    counters._values = Yielding(counters._values)
+
+    def work() -> None:
+        for _ in range(50):
+            counters.add("hits")
+
+    threads = [threading.Thread(target=work) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return counters.total("hits") - 1
+
+
+def test_a_switch_inside_an_increment_loses_nothing() -> None:
+    """However the threads interleave, every increment counts; without the lock the same check fails."""
+    assert counted(Counters()) == 400
+    unguarded = Counters()
+    unguarded._lock = NoLock()  # type: ignore[assignment]
+    assert counted(unguarded) < 400
+
+
 @pytest.mark.parametrize(
     ("name", "value", "labels", "needs"),
     [

@@ -97,7 +97,8 @@ def test_a_lock_beats_denials_up_to_its_layer_only() -> None:
     lock = make_rule("lock", "flash_attn", op="attention", layer=Layer.PROGRAM)
     below = make_rule("deny", "flash_attn", layer=Layer.FILE)
     above = make_rule("deny", "flash_attn", layer=Layer.CONTEXT)
-    assert codes(policy(lock, below), FLASH) == []
+    beside = make_rule("deny", "flash_attn", layer=Layer.PROGRAM)
+    assert codes(policy(lock, below, beside), FLASH) == []
     assert codes(policy(lock, below, above), FLASH) == [Reason.POLICY_DENIED]
 
 
