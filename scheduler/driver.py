@@ -14,6 +14,8 @@ from contextvars import Context
 from functools import partial
 from typing import Any, Final, Protocol
 
+import torch
+
 from layerzero import log
 from layerzero.actors.forks import renew_after_fork
 from layerzero.actors.worker import Worker
@@ -62,6 +64,7 @@ class Front:
     """
 
     __slots__ = (
+        "ambient_grad",
         "__weakref__", "_ahead", "_alone", "_armed", "_callers", "_context", "_executor", "_flying", "_gone",
         "_inline_limit_us", "_joined", "_lock", "_max_inline_us", "_spent_us", "_timer", "_timer_at",
         "_worker", "lane", "loop", "state",
@@ -78,6 +81,8 @@ class Front:
     ) -> None:
         settings = settings or Settings()
         self.loop = loop
+        # What tasks find that begin while others wait: a waiting caller's own grad mode goes with it.
+        self.ambient_grad = torch.is_grad_enabled()
         self.lane = Lane(caps_of(settings))
         self.state = OPEN
         self._executor = executor

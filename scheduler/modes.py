@@ -29,20 +29,14 @@ class Modes:
     None where the call is not on CUDA.
     """
 
-    __slots__ = ("_mask", "autocast", "stream")
+    __slots__ = ("_mask", "autocast", "grad", "inference", "stream")
 
     def __init__(self, mask: int, autocast: Autocast = (), stream: Stream | None = None) -> None:
         self._mask = mask
+        self.grad = bool(mask & _GRAD)
+        self.inference = bool(mask & _INFERENCE)
         self.autocast = autocast
         self.stream = stream
-
-    @property
-    def grad(self) -> bool:
-        return bool(self._mask & _GRAD)
-
-    @property
-    def inference(self) -> bool:
-        return bool(self._mask & _INFERENCE)
 
     @property
     def deterministic(self) -> bool:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable
 from typing import Any
 
+from torch._C import _set_grad_enabled as set_grad_enabled
+
 from layerzero.actors.local import LocalDevice
 from layerzero.api.calls import LAST, checked_build, device_here, named, snapshot_here
 from layerzero.api.scope import SCOPE
@@ -53,11 +55,24 @@ def awaited(op: Op) -> Callable[..., Any]:
             ticket.deadline = front.loop.time() + timeout
         modes = ticket.modes[0]
         front.submit(ticket)
+        if modes.grad is not front.ambient_grad and not modes.inference:
+            return await _away(ticket, modes, front.ambient_grad)
         result, last.plan = await ticket
         restore(modes)
         return result
 
     return named(call, op)
+
+
+async def _away(ticket: Ticket, modes: Modes, ambient: bool) -> Any:
+    """Await a ticket under another grad mode than the loop's: the mode leaves with its caller."""
+    set_grad_enabled(ambient)
+    try:
+        result, LAST.plan = await ticket
+    finally:
+        set_grad_enabled(modes.grad)
+    restore(modes)
+    return result
 
 
 def _planned(

@@ -1,0 +1,217 @@
+"""What awaiting an op means: modes, batches, one bad caller, cancellation, gradients."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+import pytest_asyncio
+import torch
+from torch.overrides import TorchFunctionMode
+
+import layerzero as lz
+import layerzero.sync
+from layerzero.runtime import Runtime
+
+WEIGHT = torch.randn(8, 16)
+
+
+@pytest_asyncio.fixture
+async def runtime() -> AsyncIterator[Runtime]:
+    """A runtime of the test's own; awaits go through the lane's worker thread as well."""
+    async with lz.start(lz.Settings(inline_limit_us=20.0)) as opened:
+        yield opened
+
+
+def sizes(runtime: Runtime) -> dict[int, int]:
+    found: dict[int, int] = runtime.device("cpu").fronts.stats().sizes
+    return found
+
+
+@pytest.mark.asyncio
+async def test_concurrent_callers_share_a_launch(runtime: Runtime) -> None:
+    """64 callers with one weight become one batch, and each gets its own rows."""
+    inputs = [torch.randn(1 + i % 3, 16) for i in range(64)]
+    outs = await asyncio.gather(*[lz.linear(x, WEIGHT) for x in inputs])
+    for x, out in zip(inputs, outs, strict=True):
+        torch.testing.assert_close(out, torch.nn.functional.linear(x, WEIGHT))
+    assert sizes(runtime) == {64: 1}
+
+
+@pytest.mark.asyncio
+async def test_last_selection_names_the_merged_request(runtime: Runtime) -> None:
+    """The record is of what was executed: 64 rows, not the caller's one."""
+
+    async def one() -> lz.Selection | None:
+        await lz.linear(torch.randn(1, 16), WEIGHT)
+        return lz.last_selection()
+
+    records = await asyncio.gather(*[one() for _ in range(64)])
+    assert {r.request.dims["N"] for r in records if r is not None} == {64}
+    assert lz.which("linear", torch.randn(1, 16), WEIGHT, batch=64) == records[0].kernel  # type: ignore[union-attr]
+
+
+@pytest.mark.asyncio
+async def test_one_poisoned_caller_fails_alone(runtime: Runtime) -> None:
+    """63 neighbours of a bad id get their rows; the culprit gets the error that names it."""
+    table = torch.randn(10, 4)
+    ids = [torch.tensor([i % 10]) for i in range(64)]
+    ids[17] = torch.tensor([10])
+    outs = await asyncio.gather(*[lz.embedding(i, table) for i in ids], return_exceptions=True)
+    assert isinstance(outs[17], ValueError) and "ids" in str(outs[17])
+    good = [out for i, out in enumerate(outs) if i != 17]
+    assert all(isinstance(out, torch.Tensor) for out in good)
+    assert torch.equal(torch.cat(good), table[[i % 10 for i in range(64) if i != 17]])  # type: ignore[arg-type]
+
+
+@pytest.mark.asyncio
+async def test_calls_that_need_a_gradient_never_share_a_launch(runtime: Runtime) -> None:
+    """Each caller's backward is its own; a second caller's does not fail."""
+    weight = WEIGHT.clone().requires_grad_()
+    inputs = [torch.randn(2, 16) for _ in range(6)]
+
+    async def step(x: torch.Tensor) -> torch.Tensor:
+        out = await lz.linear(x, weight)
+        (gradient,) = torch.autograd.grad(out.sum(), weight)
+        return gradient
+
+    gradients = await asyncio.gather(*[step(x) for x in inputs])
+    for x, gradient in zip(inputs, gradients, strict=True):
+        torch.testing.assert_close(gradient, x.sum(0).expand(8, 16))
+    assert set(sizes(runtime)) == {1}
+
+
+@pytest.mark.asyncio
+async def test_grad_mode_is_the_callers_own_across_an_await(runtime: Runtime) -> None:
+    """A neighbour's no_grad around an await reaches nobody else, and is there again after its own."""
+    weight = WEIGHT.clone().requires_grad_()
+
+    async def without() -> tuple[bool, bool]:
+        with torch.no_grad():
+            out = await lz.linear(torch.randn(1, 16), weight)
+            return out.requires_grad, torch.is_grad_enabled()
+
+    async def with_gradient() -> tuple[bool, bool]:
+        await lz.linear(torch.randn(1, 16), WEIGHT)
+        out = await lz.linear(torch.randn(1, 16), weight)
+        return out.requires_grad, torch.is_grad_enabled()
+
+    results = await asyncio.gather(with_gradient(), without(), with_gradient(), without())
+    assert results == [(True, True), (False, False), (True, True), (False, False)]
+    assert torch.is_grad_enabled()
+
+
+@pytest.mark.asyncio
+async def test_inference_mode_leaking_from_a_neighbour_is_a_named_error(runtime: Runtime) -> None:
+    """A mode that cannot be restored is reported, with what to do instead."""
+
+    async def leaks() -> None:
+        with torch.inference_mode():
+            await lz.linear(torch.randn(1, 16), WEIGHT)
+            await asyncio.sleep(0)
+
+    async def victim() -> None:
+        await lz.linear(torch.randn(1, 16), WEIGHT)
+
+    results = await asyncio.gather(victim(), leaks(), return_exceptions=True)
+    assert any(isinstance(r, lz.ModeChangedError) and "Settings(inference=True)" in str(r) for r in results)
+
+
+@pytest.mark.asyncio
+async def test_an_inference_runtime_needs_no_mode_around_awaits() -> None:
+    """With Settings(inference=True) weights that require grad still batch, and results carry no graph."""
+    weight = WEIGHT.clone().requires_grad_()
+    async with lz.start(lz.Settings(inference=True)) as opened:
+        outs = await asyncio.gather(*[lz.linear(torch.randn(1, 16), weight) for _ in range(32)])
+        assert not any(out.requires_grad for out in outs)
+        assert sizes(opened) == {32: 1}
+
+
+@pytest.mark.asyncio
+async def test_a_function_mode_never_queues(runtime: Runtime) -> None:
+    """A mode that watches its thread's operations sees the op, at once and on this thread."""
+    seen: list[str] = []
+
+    class Watch(TorchFunctionMode):
+        def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            seen.append(getattr(func, "__name__", str(func)))
+            return func(*args, **(kwargs or {}))
+
+    async def other() -> None:
+        await lz.linear(torch.randn(1, 16), WEIGHT)
+
+    with Watch():
+        task = asyncio.ensure_future(other())
+        await lz.linear(torch.randn(1, 16), WEIGHT)
+    await task
+    assert "linear" in seen
+
+
+@pytest.mark.asyncio
+async def test_a_cancelled_caller_strands_nobody(runtime: Runtime) -> None:
+    """50 of 100 waiters cancelled: the others get their rows, and the counts add up."""
+
+    async def caller(x: torch.Tensor) -> torch.Tensor:
+        return await lz.linear(x, WEIGHT)
+
+    inputs = [torch.randn(1, 16) for _ in range(100)]
+    tasks = [asyncio.ensure_future(caller(x)) for x in inputs]
+    await asyncio.sleep(0)
+    for task in tasks[::2]:
+        task.cancel()
+    results = await asyncio.gather(*tasks, return_exceptions=True)
+    for position, (x, result) in enumerate(zip(inputs, results, strict=True)):
+        if position % 2:
+            assert isinstance(result, torch.Tensor)
+            torch.testing.assert_close(result, torch.nn.functional.linear(x, WEIGHT))
+        else:
+            assert isinstance(result, asyncio.CancelledError)
+    stats = runtime.device("cpu").fronts.stats()
+    assert stats.submitted == stats.ended
+
+
+@pytest.mark.asyncio
+async def test_a_call_that_cannot_start_in_time_expires(runtime: Runtime) -> None:
+    """`timeout=` is about starting; the error says how long the call waited."""
+    import threading
+
+    hold = threading.Event()
+    runtime.device("cpu").worker.submit(lambda: hold.wait(5))
+    big = torch.randn(4096, 512)
+    weight = torch.randn(512, 512)
+
+    async def first() -> None:
+        await lz.linear(big, weight)
+
+    async def late() -> None:
+        await lz.rms_norm(torch.randn(1, 16), timeout=0.05)
+
+    busy = asyncio.ensure_future(first())
+    await asyncio.sleep(0.01)
+    with pytest.raises(lz.DeadlineExceededError, match="queue"):
+        await late()
+    hold.set()
+    await busy
+
+
+@pytest.mark.asyncio
+async def test_awaited_equals_blocking_for_every_op(runtime: Runtime) -> None:
+    """The two surfaces of each op answer alike."""
+    x, ids = torch.randn(3, 16), torch.tensor([1, 2, 1])
+    q = torch.randn(1, 2, 5, 8)
+    calls: dict[str, tuple[Any, ...]] = {
+        "linear": (x, WEIGHT),
+        "rms_norm": (x,),
+        "layer_norm": (x, torch.ones(16), torch.zeros(16)),
+        "add_rms_norm": (x, x.clone()),
+        "mlp": (x, torch.randn(32, 16), torch.randn(16, 16)),
+        "embedding": (ids, torch.randn(4, 16)),
+        "attention": (q, q, q),
+        "cross_entropy": (x, ids),
+    }
+    for name, arguments in calls.items():
+        awaited = await getattr(lz, name)(*arguments)
+        blocking = getattr(layerzero.sync, name)(*arguments)
+        torch.testing.assert_close(awaited, blocking)

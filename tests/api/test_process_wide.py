@@ -1,0 +1,190 @@
+"""One runtime for the process: handlers, pool threads, a second loop and a loop after a closed one see it."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+import threading
+from collections.abc import AsyncIterator, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager
+from typing import Any
+
+import httpx
+import pytest
+import torch
+import uvicorn
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import JSONResponse
+from starlette.routing import Route
+
+import layerzero as lz
+import layerzero.sync
+from layerzero.runtime import ACTIVE, current
+
+WEIGHT = torch.arange(12.0).view(3, 4)
+
+
+@pytest.fixture(autouse=True)
+def fresh_runtime() -> Iterator[None]:
+    """No runtime before a test, none left after it."""
+    if ACTIVE.runtime is not None:
+        ACTIVE.runtime.close()
+        ACTIVE.put(None)
+    yield
+    if ACTIVE.runtime is not None:
+        ACTIVE.runtime.close()
+        ACTIVE.put(None)
+
+
+async def project(value: float) -> float:
+    out = await lz.linear(torch.full((2, 4), value), WEIGHT)
+    return float(out.sum())
+
+
+EXPECTED = float(torch.nn.functional.linear(torch.ones(2, 4), WEIGHT).sum())
+
+
+def test_a_loop_after_a_closed_one_works() -> None:
+    """Two asyncio.run in a row use one runtime and two fronts."""
+    assert asyncio.run(project(1.0)) == EXPECTED
+    first = ACTIVE.runtime
+    assert asyncio.run(project(1.0)) == EXPECTED
+    assert ACTIVE.runtime is first
+
+
+def test_loops_in_two_threads_work_at_once() -> None:
+    """Each loop has a front of its own; the runtime is shared."""
+    barrier = threading.Barrier(2)
+    out: list[float] = []
+    seen: list[Any] = []
+
+    def run() -> None:
+        async def main() -> None:
+            barrier.wait()
+            out.extend(await asyncio.gather(*[project(1.0) for _ in range(20)]))
+            seen.append(ACTIVE.runtime)
+
+        asyncio.run(main())
+
+    threads = [threading.Thread(target=run) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    assert out == [EXPECTED] * 40
+    assert seen[0] is seen[1] is not None
+
+
+def test_pool_threads_use_the_blocking_ops() -> None:
+    """CS-034: threads and coroutines on one runtime at the same time."""
+
+    def blocking() -> float:
+        return float(layerzero.sync.linear(torch.ones(2, 4), WEIGHT).sum())
+
+    async def main() -> list[float]:
+        loop = asyncio.get_running_loop()
+        with ThreadPoolExecutor(4) as pool:
+            threads = [loop.run_in_executor(pool, blocking) for _ in range(16)]
+            return [*await asyncio.gather(*[project(1.0) for _ in range(16)]), *await asyncio.gather(*threads)]
+
+    assert asyncio.run(main()) == [EXPECTED] * 32
+
+
+def test_a_runtime_opened_in_an_asgi_lifespan_serves_the_handlers() -> None:
+    """Handlers run in other contexts than the lifespan, and see its runtime all the same."""
+    opened: list[Any] = []
+
+    @asynccontextmanager
+    async def lifespan(app: Starlette) -> AsyncIterator[None]:
+        async with lz.start(lz.Settings(inference=True)) as runtime:
+            opened.append(runtime)
+            yield
+
+    async def handler(request: Request) -> JSONResponse:
+        value = await project(float(request.query_params["x"]))
+        return JSONResponse({"value": value, "same": ACTIVE.runtime is opened[0]})
+
+    app = Starlette(routes=[Route("/", handler)], lifespan=lifespan)
+    listener = socket.socket()
+    listener.bind(("127.0.0.1", 0))
+    port = listener.getsockname()[1]
+    server = uvicorn.Server(uvicorn.Config(app, log_level="error", lifespan="on"))
+    thread = threading.Thread(target=lambda: asyncio.run(server.serve(sockets=[listener])))
+    thread.start()
+    try:
+        with httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=10) as client:
+            answers = [client.get("/", params={"x": 1.0}).json() for _ in range(4)]
+    finally:
+        server.should_exit = True
+        thread.join(20)
+        listener.close()
+    assert answers == [{"value": EXPECTED, "same": True}] * 4
+    assert opened[0].closed
+    assert ACTIVE.runtime is None
+
+
+@pytest.mark.asyncio
+async def test_a_second_runtime_is_an_error_unless_scoped() -> None:
+    """The process has one runtime; a scoped one is its context's alone."""
+    async with lz.start() as outer:
+        with pytest.raises(lz.ConfigurationError, match="scoped=True"):
+            async with lz.start():
+                pass
+        async with lz.start(scoped=True) as inner:
+            assert inner is not outer
+            assert await project(1.0) == EXPECTED
+            assert list(inner.devices) == [torch.device("cpu")]
+            assert not outer.devices
+        assert await project(1.0) == EXPECTED
+        assert outer.devices
+
+
+@pytest.mark.asyncio
+async def test_a_closed_runtime_leaves_nothing_and_the_next_use_opens_another() -> None:
+    """I9: threads of a closed runtime are gone; a later call works."""
+    before = threading.active_count()
+    async with lz.start(lz.Settings(inline_limit_us=1)) as runtime:
+        await asyncio.gather(*[project(1.0) for _ in range(8)])
+        assert runtime.device("cpu").worker.running
+    assert threading.active_count() <= before
+    assert await project(1.0) == EXPECTED
+    assert ACTIVE.runtime is not runtime
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs os.fork, which this platform does not have")
+@pytest.mark.filterwarnings("ignore:This process.*is multi-threaded:DeprecationWarning")
+def test_a_forked_child_works_with_threads_in_the_parent() -> None:
+    """Locks, threads and fronts are made anew in the child, from the first thread on."""
+    asyncio.run(_threaded())
+    assert current().device("cpu").worker.running
+    reader, writer = os.pipe()
+    child = os.fork()
+    if child == 0:
+        status = 1
+        try:
+            total = asyncio.run(_threaded())
+            total += float(layerzero.sync.linear(torch.ones(2, 4), WEIGHT).sum())
+            os.write(writer, repr(total).encode())
+            status = 0
+        finally:
+            os._exit(status)
+    os.close(writer)
+    with os.fdopen(reader) as answers:
+        text = answers.read()
+    assert os.waitpid(child, 0)[1] == 0
+    assert float(text) == EXPECTED * 9
+    assert asyncio.run(_threaded()) == EXPECTED * 8
+
+
+async def _threaded() -> float:
+    lz.configure(inline_limit_us=1.0)
+    return sum(await asyncio.gather(*[project(1.0) for _ in range(8)]))
+
+
+def test_importing_and_configuring_need_no_loop() -> None:
+    """Blocking use never touches asyncio."""
+    assert float(layerzero.sync.linear(torch.ones(2, 4), WEIGHT).sum()) == EXPECTED
+    assert lz.get_config().device == "auto"
