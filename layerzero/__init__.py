@@ -12,6 +12,7 @@ General layout, from the top down (a module imports only what stands below it):
     policy, health, telemetry, backends, kernel, ops, hardware, settings, log, reasons, errors
 """
 
+from layerzero import sync as sync
 from layerzero.api.awaiting import awaited as _awaited
 from layerzero.api.binding import bind as bind
 from layerzero.api.calls import last_selection as last_selection
@@ -56,10 +57,10 @@ from layerzero.kernel import Efficiency as Efficiency
 from layerzero.kernel import Kernel as Kernel
 from layerzero.ops import table as _table
 from layerzero.ops.alibi import alibi_slopes as alibi_slopes
+from layerzero.ops.rope_scaling import NTK as NTK
 from layerzero.ops.rope_scaling import DynamicNTK as DynamicNTK
 from layerzero.ops.rope_scaling import Linear as Linear
 from layerzero.ops.rope_scaling import Llama3 as Llama3
-from layerzero.ops.rope_scaling import NTK as NTK
 from layerzero.ops.rope_scaling import Yarn as Yarn
 from layerzero.ops.rope_scaling import rope_tables as rope_tables
 from layerzero.ops.rope_scaling import xpos_table as xpos_table

@@ -1,0 +1,210 @@
+"""The ops, blocking: same names and signatures as the awaitable ones in `layerzero`.
+
+Written by scripts/make_stubs.py; do not edit.
+"""
+
+from typing import Literal, overload
+
+from torch import Tensor
+
+def add_rms_norm(
+    x: Tensor,
+    residual: Tensor,
+    weight: Tensor | None = None,
+    *,
+    eps: float = 1e-06,
+    backend: str | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Add `residual` to `x` and normalise the sum; both are returned."""
+
+def alibi(
+    slopes: Tensor,
+    q_len: int,
+    k_len: int,
+    *,
+    backend: str | None = None,
+) -> Tensor:
+    """The bias that `slopes` put on the scores of `q_len` queries and `k_len` keys."""
+
+@overload
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    attn_mask: Tensor | None = None,
+    is_causal: bool = False,
+    scale: float | None = None,
+    dropout_p: float = 0.0,
+    window: tuple[int, ...] | list[int] | None = None,
+    softcap: float | None = None,
+    alibi_slopes: Tensor | None = None,
+    layout: str | None = "BHSD",
+    return_lse: Literal[False] = False,
+    combine_mask: bool = False,
+    rows_nonempty: bool = False,
+    backend: str | None = None,
+) -> Tensor:
+    """Attend `q` to `k` and `v`: softmax(scale * q k^T + bias) v."""
+
+@overload
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    attn_mask: Tensor | None = None,
+    is_causal: bool = False,
+    scale: float | None = None,
+    dropout_p: float = 0.0,
+    window: tuple[int, ...] | list[int] | None = None,
+    softcap: float | None = None,
+    alibi_slopes: Tensor | None = None,
+    layout: str | None = "BHSD",
+    return_lse: Literal[True],
+    combine_mask: bool = False,
+    rows_nonempty: bool = False,
+    backend: str | None = None,
+) -> tuple[Tensor, Tensor]: ...
+@overload
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    attn_mask: Tensor | None = None,
+    is_causal: bool = False,
+    scale: float | None = None,
+    dropout_p: float = 0.0,
+    window: tuple[int, ...] | list[int] | None = None,
+    softcap: float | None = None,
+    alibi_slopes: Tensor | None = None,
+    layout: str | None = "BHSD",
+    return_lse: bool = False,
+    combine_mask: bool = False,
+    rows_nonempty: bool = False,
+    backend: str | None = None,
+) -> Tensor | tuple[Tensor, Tensor]: ...
+def cross_entropy(
+    logits: Tensor,
+    target: Tensor,
+    *,
+    weight: Tensor | None = None,
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+    reduction: str = "mean",
+    backend: str | None = None,
+) -> Tensor:
+    """The negative log likelihood of each row's target class."""
+
+def embedding(
+    ids: Tensor,
+    weight: Tensor,
+    *,
+    padding_idx: int | None = None,
+    backend: str | None = None,
+) -> Tensor:
+    """The row of `weight` for each id."""
+
+def layer_norm(
+    x: Tensor,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    *,
+    eps: float = 1e-05,
+    backend: str | None = None,
+) -> Tensor:
+    """Shift and scale each row of `x` to mean 0 and variance 1, times `weight`, plus `bias`."""
+
+def linear(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    *,
+    backend: str | None = None,
+) -> Tensor:
+    """Multiply each row of `x` by `weight` transposed and add `bias`."""
+
+def mlp(
+    x: Tensor,
+    w_up: Tensor,
+    w_down: Tensor,
+    b_up: Tensor | None = None,
+    b_down: Tensor | None = None,
+    *,
+    activation: str = "swiglu",
+    backend: str | None = None,
+) -> Tensor:
+    """Project each row of `x` up to F, apply `activation`, project down again."""
+
+def rms_norm(
+    x: Tensor,
+    weight: Tensor | None = None,
+    *,
+    eps: float = 1e-06,
+    backend: str | None = None,
+) -> Tensor:
+    """Scale each row of `x` to unit root mean square, times `weight`."""
+
+def rope(
+    q: Tensor,
+    k: Tensor,
+    positions: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    *,
+    interleaved: bool = False,
+    xpos_scale: Tensor | None = None,
+    backend: str | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Turn the first R features of each head by the angles of the token's position."""
+
+def sample(
+    logits: Tensor,
+    *,
+    temperature: float | Tensor = 1.0,
+    top_k: int | Tensor = 0,
+    top_p: float | Tensor = 1.0,
+    seed: int | Tensor | None = None,
+    offset: int | Tensor = 0,
+    backend: str | None = None,
+) -> Tensor:
+    """Draw one token a row, after temperature, top-k and top-p."""
+
+def sample_topk(
+    logits: Tensor,
+    k: int | Tensor,
+    *,
+    temperature: float | Tensor = 1.0,
+    seed: int | Tensor | None = None,
+    offset: int | Tensor = 0,
+    backend: str | None = None,
+) -> Tensor:
+    """Draw one token a row among its `k` largest logits: `sample` with top_k=k of at least 1."""
+
+def sample_topp(
+    logits: Tensor,
+    p: float | Tensor,
+    *,
+    temperature: float | Tensor = 1.0,
+    seed: int | Tensor | None = None,
+    offset: int | Tensor = 0,
+    backend: str | None = None,
+) -> Tensor:
+    """Draw one token a row among the fewest whose probability reaches `p`: `sample` with top_p=p."""
+
+__all__ = [
+    "add_rms_norm",
+    "alibi",
+    "attention",
+    "cross_entropy",
+    "embedding",
+    "layer_norm",
+    "linear",
+    "mlp",
+    "rms_norm",
+    "rope",
+    "sample",
+    "sample_topk",
+    "sample_topp",
+]

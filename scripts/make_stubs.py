@@ -1,0 +1,168 @@
+"""Write `layerzero/__init__.pyi` and `layerzero/sync.pyi` from the ops' signatures.
+
+Run it from the root of the checkout after a change of a signature: `python -m scripts.make_stubs`.
+
+The two surfaces are made by wrappers at run time, which no type checker can follow.  Parameters come from
+`op.build`; the result comes from what `op.reference` is annotated to return.  Where that is a union, one
+flag decides between its members: `DECIDED_BY` names the flag, and the stub gets one overload for each value.
+"""
+
+import ast
+import inspect
+import sys
+import types
+from collections.abc import Iterator
+from pathlib import Path
+
+from layerzero.ops import table
+from layerzero.ops.op import Op
+
+ROOT = Path(__file__).resolve().parents[1]
+PACKAGE = ROOT / "layerzero"
+
+# Op to the flag that adds a second output: False returns the first member of the union, True the other.
+DECIDED_BY = {"attention": "return_lse"}
+
+WAITING = ("backend: str | None = None", "priority: int = 1", "timeout: float | None = None")
+BLOCKING = ("backend: str | None = None",)
+HEADER = '"""{}\n\nWritten by scripts/make_stubs.py; do not edit.\n"""\n'
+# A call's `timeout` is its deadline in the lane; a cancel scope around the await could not keep it queued.
+NO_LINT = "# ruff: noqa: ASYNC109\n"
+SYNC_DOC = "The ops, blocking: same names and signatures as the awaitable ones in `layerzero`."
+
+
+def alternatives(op: Op) -> list[str]:
+    """The members of what the op's reference returns, as source text.
+
+    Raises: ValueError: the reference has no annotation, or a union that no flag in DECIDED_BY explains.
+    """
+    annotation = inspect.signature(op.reference).return_annotation
+    if not isinstance(annotation, str):
+        raise ValueError(f"{op.name}: the reference needs a written return annotation, got {annotation!r}")
+    members: list[str] = []
+    node = ast.parse(annotation, mode="eval").body
+    while isinstance(node, ast.BinOp):
+        members.insert(0, ast.unparse(node.right))
+        node = node.left
+    members.insert(0, ast.unparse(node))
+    if len(members) > 1 and (len(members) != 2 or op.name not in DECIDED_BY):
+        raise ValueError(f"{op.name}: a flag in DECIDED_BY needs to decide between {annotation}")
+    return members
+
+
+def written(op: Op, annotation: str) -> str:
+    """An annotation of `op.build` with its module's aliases spelled out, as an editor should show it."""
+    names = vars(sys.modules[op.build.__module__])
+
+    class Spelled(ast.NodeTransformer):
+        def visit_Name(self, node: ast.Name) -> ast.AST:
+            alias = names.get(node.id)
+            if isinstance(alias, types.UnionType):
+                text = str(alias).replace("torch.Tensor", "Tensor").replace("NoneType", "None")
+                return ast.parse(text, mode="eval").body
+            return node
+
+    return ast.unparse(Spelled().visit(ast.parse(annotation, mode="eval")))
+
+
+def parameters(op: Op, more: tuple[str, ...], literal: str | None = None) -> Iterator[str]:
+    """The lines between the parentheses; `literal` is the value that the deciding flag has."""
+    flag = DECIDED_BY.get(op.name)
+    starred = False
+    for parameter in inspect.signature(op.build).parameters.values():
+        if parameter.kind is inspect.Parameter.KEYWORD_ONLY and not starred:
+            starred = True
+            yield "*"
+        text = f"{parameter.name}: {written(op, str(parameter.annotation))}"
+        default = "" if parameter.default is inspect.Parameter.empty else f" = {parameter.default!r}"
+        if parameter.name == flag and literal is not None:
+            text = f"{parameter.name}: {literal}"
+            default = default if literal in ("bool", f"Literal[{parameter.default}]") else ""
+        yield (text + default).replace("'", '"')
+    if not starred:
+        yield "*"
+    yield from more
+
+
+def function(op: Op, head: str, more: tuple[str, ...]) -> str:
+    """The op as one function, or as one overload for each value of its deciding flag."""
+    results = alternatives(op)
+    cases: list[tuple[str | None, str]] = [(None, results[0])]
+    if len(results) == 2:
+        cases = [
+            ("Literal[False]", results[0]),
+            ("Literal[True]", results[1]),
+            ("bool", " | ".join(results)),
+        ]
+    first_line = (op.build.__doc__ or "").strip().partition("\n")[0]
+    text = ""
+    for index, (literal, result) in enumerate(cases):
+        decorator = "@overload\n" if len(cases) > 1 else ""
+        lines = "".join(f"    {line},\n" for line in parameters(op, more, literal))
+        body = f':\n    """{first_line}"""\n\n' if index == 0 else ": ...\n"
+        text += f"{decorator}{head} {op.name}(\n{lines}) -> {result}{body}"
+    return text
+
+
+def ops() -> list[Op]:
+    """Every op, by name."""
+    return [table.get(name) for name in table.names()]
+
+
+def typing_imports(text: str) -> str:
+    """The import line for what `text` uses of typing and torch."""
+    used = [name for name in ("Literal", "overload") if name in text]
+    line = f"from typing import {', '.join(used)}\n\n" if used else ""
+    return f"{line}from torch import Tensor\n\n"
+
+
+def blocking_stub() -> str:
+    """The text of `layerzero/sync.pyi`."""
+    functions = "".join(function(op, "def", BLOCKING) for op in ops())
+    names = "".join(f'    "{name}",\n' for name in table.names())
+    return f"{HEADER.format(SYNC_DOC)}\n{typing_imports(functions)}{functions}__all__ = [\n{names}]\n"
+
+
+def awaitable_stub() -> str:
+    """The text of `layerzero/__init__.pyi`: the imports of `__init__.py` as they are, then the ops.
+
+    Raises: ValueError: `__init__.py` holds something else than imports, ops and `__version__`.
+    """
+    tree = ast.parse((PACKAGE / "__init__.py").read_text())
+    document = ast.get_docstring(tree) or ""
+    imports = ""
+    for node in tree.body[1:]:
+        if isinstance(node, ast.ImportFrom):
+            public = [name for name in node.names if not (name.asname or name.name).startswith("_")]
+            for name in public:
+                if name.asname != name.name:
+                    raise ValueError(f"{name.name} needs `as {name.name}`, so that checkers re-export it")
+                imports += f"from {node.module} import {name.name} as {name.name}\n"
+        elif isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
+            target = node.targets[0].id
+            if target != "__version__" and target not in table.names():
+                raise ValueError(f"layerzero/__init__.py sets {target}, whose type is not known here")
+        else:
+            raise ValueError(f"layerzero/__init__.py:{node.lineno} is neither an import nor an op")
+    functions = "".join(function(op, "async def", WAITING) for op in ops())
+    header = HEADER.format(document.partition("\n")[0]) + NO_LINT
+    text = f"{header}\n{typing_imports(functions)}{imports}\n__version__: str\n\n{functions}"
+    return text.rstrip("\n") + "\n"
+
+
+def stubs() -> dict[Path, str]:
+    """Each committed stub and the text it has to have."""
+    return {PACKAGE / "__init__.pyi": awaitable_stub(), PACKAGE / "sync.pyi": blocking_stub()}
+
+
+def main() -> int:
+    """Write the stubs and print which of them changed."""
+    for path, text in stubs().items():
+        changed = not path.exists() or path.read_text() != text
+        path.write_text(text)
+        print(f"{path.relative_to(ROOT)}: {'rewritten' if changed else 'unchanged'}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

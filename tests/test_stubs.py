@@ -1,0 +1,114 @@
+"""The committed stubs say what the code does, and type checkers read them as users do."""
+
+import ast
+import importlib.util
+import inspect
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+import layerzero as lz
+from layerzero.ops import table
+from scripts import make_stubs
+
+ROOT = Path(__file__).resolve().parents[1]
+API = ROOT / "tests" / "typing" / "api.py"
+
+PLANTED = """from torch import Tensor
+import layerzero as lz
+
+async def wrong(q: Tensor) -> None:
+    await lz.attention(q, q)
+    await lz.rms_norm(q, epsilon=1e-5)
+    await lz.linear(q, "weight")
+    a: Tensor = await lz.attention(q, q, q, return_lse=True)
+    lz.sync.rms_norm(q, priority=1)
+    b: Tensor = lz.rms_norm(q)
+"""
+WRONG_LINES = {5, 6, 7, 8, 9, 10}
+
+
+def public(module: ModuleType) -> set[str]:
+    """The names that a user may take from a module at run time."""
+    return {
+        name
+        for name, value in vars(module).items()
+        if not name.startswith("_") and (not isinstance(value, ModuleType) or name == "sync")
+    } - {"annotations", "blocking"}
+
+
+def stubbed(path: Path) -> set[str]:
+    """The names that a stub defines or re-exports."""
+    names: set[str] = set()
+    for node in ast.parse(path.read_text()).body:
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            names.add(node.name)
+        elif isinstance(node, ast.ImportFrom):
+            names |= {alias.asname for alias in node.names if alias.asname is not None}
+    return names
+
+
+@pytest.mark.parametrize("path", list(make_stubs.stubs()), ids=lambda path: path.name)
+def test_a_stub_is_what_the_script_writes(path: Path) -> None:
+    """A signature that changed without `python -m scripts.make_stubs` is seen here."""
+    assert path.read_text() == make_stubs.stubs()[path]
+
+
+def test_the_stub_names_everything_public() -> None:
+    """`layerzero/__init__.py` and its stub list the same names, neither more nor less."""
+    assert stubbed(ROOT / "layerzero" / "__init__.pyi") == public(lz)
+
+
+def test_the_blocking_stub_names_everything_public() -> None:
+    """`layerzero/sync.py`, its `__all__` and its stub list the same names."""
+    assert stubbed(ROOT / "layerzero" / "sync.pyi") == public(lz.sync) == set(lz.sync.__all__)
+
+
+@pytest.mark.parametrize("name", table.names())
+def test_every_op_has_both_surfaces(name: str) -> None:
+    """An op that is registered can be awaited and can be called."""
+    assert inspect.iscoroutinefunction(getattr(lz, name))
+    assert callable(getattr(lz.sync, name)) and not inspect.iscoroutinefunction(getattr(lz.sync, name))
+
+
+@pytest.mark.parametrize("name", table.names())
+def test_what_the_stub_adds_is_what_the_wrappers_take(name: str) -> None:
+    """The keywords beyond the op's own exist at run time, keyword-only and with the same defaults."""
+    for surface, more in ((lz, make_stubs.WAITING), (lz.sync, make_stubs.BLOCKING)):
+        code: Callable[..., Any] = getattr(surface, name)
+        given = code.__kwdefaults__  # type: ignore[attr-defined]
+        assert given == {line.partition(":")[0]: ast.literal_eval(line.rpartition("= ")[2]) for line in more}
+
+
+def test_a_result_that_nothing_decides_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A union without a deciding flag would be a stub that no caller can use."""
+    monkeypatch.setattr(make_stubs, "DECIDED_BY", {})
+    with pytest.raises(ValueError, match="attention: a flag in DECIDED_BY"):
+        make_stubs.alternatives(table.get("attention"))
+
+
+CHECKERS = {
+    "mypy": ("--strict", "--follow-imports=silent", "--no-pretty"),
+    "pyright": ("--pythonpath", sys.executable),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("tool", CHECKERS)
+def test_checkers_read_the_stubs_as_users_do(tool: str, tmp_path: Path) -> None:
+    """Every assert_type of tests/typing/api.py holds, and each planted mistake is reported at its line."""
+    if importlib.util.find_spec(tool) is None:
+        pytest.skip(f"{tool} is not installed here; it comes with the extra [dev]")
+    planted = tmp_path / "planted.py"
+    planted.write_text(PLANTED)
+    command = [sys.executable, "-m", tool, *CHECKERS[tool], str(API), str(planted)]
+    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=170, check=False)
+    assert result.returncode == 1, result.stdout + result.stderr
+    errors = [line for line in result.stdout.splitlines() if " error: " in line or " - error" in line]
+    assert [line for line in errors if "planted.py:" not in line] == []
+    assert {int(line.partition("planted.py:")[2].partition(":")[0]) for line in errors} == WRONG_LINES
