@@ -12,6 +12,7 @@ import warnings
 import weakref
 from collections.abc import Callable
 from types import TracebackType
+from typing import cast
 
 import torch
 
@@ -311,7 +312,7 @@ def uninstall(runtime: Runtime) -> None:
 
 
 def _canonical(device: torch.device) -> torch.device:
-    if device.type == "cuda" and device.index is None:
+    if device.type == "cuda" and cast("int | None", device.index) is None:  # torch declares an int
         return torch.device("cuda", torch.cuda.current_device() if torch.cuda.is_available() else 0)
     return device
 
