@@ -19,7 +19,8 @@ def kept_tokens(logits: list[float], temperature: float, top_k: int, top_p: floa
         return {order[0]: 1.0}
     order = order[:top_k] if top_k else order
     mass = {i: math.exp((logits[i] - logits[order[0]]) / temperature) for i in order}
-    total, reached, kept = sum(mass.values()), 0.0, {}
+    total, reached = sum(mass.values()), 0.0
+    kept: dict[int, float] = {}
     for i in order:
         if kept and reached >= top_p * total:
             break
@@ -50,11 +51,11 @@ def test_the_rule_keeps_what_sorting_keeps(
 
 
 def test_the_crossing_token_is_kept_and_the_next_is_not() -> None:
-    """Shares of 1/2, 1/4, 1/4: a top_p of exactly 1/2 keeps one token, any more keeps two."""
-    logits = torch.tensor([[0.5, 0.25, 0.25]]).log()
-    assert token_weights(logits, 1.0, 0, 0.5)[0].gt(0).tolist() == [True, False, False]
-    assert token_weights(logits, 1.0, 0, 0.51)[0].gt(0).tolist() == [True, True, False]
-    assert token_weights(logits, 1.0, 0, 0.0)[0].gt(0).tolist() == [True, False, False]
+    """Four equal shares: a top_p of exactly 1/2 keeps two tokens, any more keeps three, 0 keeps one."""
+    logits = torch.zeros(1, 4)
+    for top_p, kept in ((0.0, 1), (0.25, 1), (0.5, 2), (0.51, 3), (0.75, 3), (1.0, 4)):
+        wanted = [index < kept for index in range(4)]
+        assert token_weights(logits, 1.0, 0, top_p)[0].gt(0).tolist() == wanted
 
 
 def test_top_p_is_a_share_of_what_top_k_left() -> None:

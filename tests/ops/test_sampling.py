@@ -51,12 +51,12 @@ def test_draws_follow_the_filtered_distribution(
     """1e5 draws over seeds, over offsets and over rows: chi-square p > 1e-3, nothing outside the mask."""
     rows = LOGITS.expand(DRAWS, -1)
     count = torch.arange(DRAWS)
-    source: dict[str, Any] = {
+    sources: dict[str, dict[str, Any]] = {
         "seeds": {"seed": count},
         "offsets": {"seed": torch.full((DRAWS,), 5), "offset": count},
         "rows": {"seed": 1},
-    }[stream]
-    tokens = call(SAMPLE, rows, **options, **source)
+    }
+    tokens = call(SAMPLE, rows, **options, **sources[stream])
     shares = torch.zeros(8, dtype=torch.float64)
     shares[kept] = torch.softmax(LOGITS[kept].double() / options.get("temperature", 1.0), 0)
     assert chi_square_p(counted(tokens, 8), shares) > 1e-3
