@@ -66,6 +66,7 @@ class LocalDevice:
         self.capture: Any = None
         self._settle()
         self.worker = Worker(f"layerzero-{self.device}")
+        self.reaper = Worker(f"layerzero-reap-{self.device}")
         self._background = Worker(f"layerzero-warm-{self.device}")
         self._cost = cost
         self._warming: set[str] = set()
@@ -279,6 +280,7 @@ class LocalDevice:
                 self._timer = None
             self.snapshot = Snapshot(self.snapshot.generation + 1, self.snapshot.policy)
         self.worker.close()
+        self.reaper.close()
         self._background.close()
 
     def kernels(self) -> tuple[Kernel, ...]:

@@ -1,0 +1,36 @@
+"""`to_host`: the awaitable read-back of a result."""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+from torch import Tensor
+
+from layerzero.api.calls import runtime_here
+from layerzero.scheduler.readback import Readback, compacted
+
+_READBACKS: weakref.WeakKeyDictionary[Any, dict[int, Readback]] = weakref.WeakKeyDictionary()
+
+
+async def to_host(tensor: Tensor) -> Tensor:
+    """`tensor` in host memory, by itself: no piece of a batch, safe to read, pickle and keep.
+
+    Args: tensor of any shape and dtype, on the CPU or a CUDA device.
+    Returns: a detached CPU tensor of the same shape and dtype. Copies that one loop turn asks for share an
+        event and a wake; the event loop is never blocked.
+    Raises: TypeError: the argument is no tensor.
+    """
+    if not isinstance(tensor, Tensor):
+        raise TypeError(f"tensor needs a torch.Tensor, got {type(tensor).__name__}")
+    plain = tensor.detach()
+    if plain.device.type != "cuda":
+        return compacted(plain.cpu() if plain.device.type != "cpu" else plain)
+    device = runtime_here().device(plain.device)
+    loop = device.fronts.current().loop
+    of_loop = _READBACKS.setdefault(loop, {})
+    readback = of_loop.get(id(device))
+    if readback is None:
+        readback = of_loop[id(device)] = Readback(loop, device.reaper)
+    copied: Tensor = await readback.add(plain)
+    return copied
