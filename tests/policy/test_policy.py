@@ -243,6 +243,29 @@ def test_conditions_that_a_key_must_separate_are_listed() -> None:
     assert [str(c) for c in value.conditions("linear")] == ["Sq > 8", "dtype == float16"]
 
 
+class CountedSizes(dict[str, int]):
+    """Sizes that count how often one is read."""
+
+    reads = 0
+
+    def get(self, axis: str, default: int | None = None) -> int | None:  # type: ignore[override]
+        self.reads += 1
+        return super().get(axis, default)
+
+
+def test_a_request_pays_for_its_own_op_s_distinct_conditions_only() -> None:
+    """100 rules, 10 ops, 5 conditions: one request reads 5 sizes, however many kernels ask (PS-004)."""
+    ops = ["attention", *(f"op{n}" for n in range(9))]
+    value = policy(
+        *(make_rule("deny", f"b{n}.*", op=ops[n % 10], when=f"Sq > {n // 20}") for n in range(100))
+    )
+    sizes = CountedSizes(Sq=2)
+    facing = value.facing(Request(op="attention", dims=sizes))
+    verdicts = [facing.verdict(f"b{n}.attention", f"b{n}") for n in range(100)]
+    assert sizes.reads == 5
+    assert [n for n, verdict in enumerate(verdicts) if not verdict.allowed] == [0, 10, 20, 30]
+
+
 def test_a_policy_describes_itself() -> None:
     """The chain comes out as plain values, in reading order."""
     value = policy(
