@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from pathlib import Path
 from typing import Any
 
@@ -197,3 +198,12 @@ def test_any_text_in_a_variable_parses_or_is_refused_by_name(field: str, text: s
         assert str(error).startswith(variable)
     else:
         assert isinstance(settings, Settings)
+
+
+def test_the_process_environment_is_read_unless_rights_were_borrowed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without `env` the process's variables count; under another user's rights they are ignored."""
+    monkeypatch.setenv("LAYERZERO_PROBES", "7")
+    assert Settings.load().probes == 7
+    if hasattr(os, "geteuid"):
+        monkeypatch.setattr(os, "geteuid", lambda: os.getuid() + 1)
+        assert Settings.load().probes == Settings().probes

@@ -173,3 +173,12 @@ def test_no_damage_frees_a_kernel(
     assert records and all(
         r == RECORD or (r.kernel, r.device, r.environment) == ("a.b", "*", "*") for r in records
     )
+
+
+def test_a_record_too_large_is_damage(tmp_path: Path) -> None:
+    """A file above the size limit is not decoded; its kernel stays out."""
+    store = JsonStore(tmp_path)
+    store.save(RECORD)
+    only_file(tmp_path).write_bytes(b" " * 70_000)
+    (record,) = store.load()
+    assert (record.kernel, record.device) == ("a.b", "*")
