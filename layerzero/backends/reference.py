@@ -10,6 +10,11 @@ EVERY_FEATURE = frozenset(FEATURE_REASONS) | {f"act_{name}" for name in ACTIVATI
 EVERY_FEATURE |= {"lse_grad", "mask_grad", "mask_wide", "xpos"}
 
 
+# Ops whose reference treats rows one by one in fixed order; products of matrices choose their order of sums
+# by their size, and attention takes blocks of queries by the size of the batch.
+BATCH_INVARIANT = frozenset({"embedding", "rope", "sample", "sample_topk", "sample_topp"})
+
+
 def reference_kernel(op: Op) -> Kernel:
     """`op.reference` as the kernel `reference.<op>`."""
     return Kernel(
@@ -21,6 +26,7 @@ def reference_kernel(op: Op) -> Kernel:
             mixed_dtypes=True,
             features=EVERY_FEATURE,
             gradient=op.differentiable,
+            batch_invariant=op.name in BATCH_INVARIANT,
         ),
         load=lambda: op.reference,
         efficiency=Efficiency(0.05, 0.1, 60.0, "estimate"),

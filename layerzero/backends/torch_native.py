@@ -5,14 +5,14 @@ They work in the operands' dtype; torch accumulates half precision in float32 in
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-from layerzero.kernel import ACTIVATIONS, INDEX_DTYPES, Capability, Efficiency, Kernel
+from layerzero.kernel import ACTIVATIONS, Capability, Efficiency, Kernel
 from layerzero.ops.mlp import activate
 
 
@@ -75,25 +75,72 @@ def cross_entropy(
     return (loss.view(target.shape) if reduction == "none" else loss).to(logits.dtype)
 
 
+def _each_row(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    """`function` of every row alone, from a buffer of its own alignment: the same bits in every batch.
+
+    Matrix libraries choose their blocking, and with it the order of their sums, by the number of rows.
+    """
+    out = torch.cat([function(row.clone()) for row in x.reshape(-1, 1, x.shape[-1])])
+    return out.view(*x.shape[:-1], out.shape[-1])
+
+
+def linear_by_row(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """`torch.nn.functional.linear` row by row: slow, and what strict determinism costs."""
+    return _each_row(lambda row: functional.linear(row, weight, bias), x)
+
+
+def mlp_by_row(
+    x: Tensor, w_up: Tensor, w_down: Tensor, b_up: Tensor | None, b_down: Tensor | None, activation: str
+) -> Tensor:
+    """`mlp` row by row."""
+    return _each_row(lambda row: mlp(row, w_up, w_down, b_up, b_down, activation), x)
+
+
+# (op, function, features, whether a row's bits are its own on the CPU, efficiency on the CPU, on CUDA)
+_CPU = "scripts/measure_efficiency.py, AMD EPYC with AVX-512, 1 thread, float32"
+_CUDA = "one H200, torch 2.11.0+cu130: 64 rows x 4096 x 4096 linear; the others by its share of the roofs"
+_ACTIVATIONS = frozenset(f"act_{name}" for name in ACTIVATIONS)
+_TABLE: tuple[tuple[str, Callable[..., Any], frozenset[str], bool, Efficiency, Efficiency], ...] = (
+    (
+        "rms_norm", rms_norm, frozenset({"no_weight"}), True,
+        Efficiency(0.05, 0.2, 8.0, _CPU), Efficiency(0.1, 0.7, 9.0, _CUDA),
+    ),
+    (
+        "add_rms_norm", add_rms_norm, frozenset({"no_weight"}), True,
+        Efficiency(0.05, 0.2, 10.0, _CPU), Efficiency(0.1, 0.5, 14.0, _CUDA),
+    ),
+    (
+        "layer_norm", layer_norm, frozenset({"no_weight", "bias"}), True,
+        Efficiency(0.1, 0.6, 6.0, _CPU), Efficiency(0.1, 0.7, 8.0, _CUDA),
+    ),
+    (
+        "linear", linear, frozenset({"bias"}), False,
+        Efficiency(0.6, 0.7, 5.0, _CPU), Efficiency(0.7, 0.74, 8.0, _CUDA),
+    ),
+    (
+        "mlp", mlp, _ACTIVATIONS | {"bias"}, False,
+        Efficiency(0.5, 0.5, 14.0, _CPU), Efficiency(0.6, 0.6, 25.0, _CUDA),
+    ),
+    (
+        "embedding", embedding, frozenset({"padding_idx"}), True,
+        Efficiency(0.1, 0.4, 5.0, _CPU), Efficiency(0.1, 0.6, 6.0, _CUDA),
+    ),
+    (
+        "cross_entropy", cross_entropy, frozenset({"label_smoothing", "class_weights"}), False,
+        Efficiency(0.1, 0.2, 20.0, _CPU), Efficiency(0.1, 0.4, 25.0, _CUDA),
+    ),
+)  # fmt: skip
+
+
 def _native(
-    op: str,
-    function: Callable[..., Any],
-    efficiency: Efficiency,
-    *,
-    features: frozenset[str] = frozenset(),
-    batch_invariant: bool = False,
+    op: str, function: Callable[..., Any], features: frozenset[str], efficiency: Efficiency, **more: Any
 ) -> Kernel:
+    on_cpu = "cpu" in more["platforms"]
     return Kernel(
-        id=f"torch.{op}.native",
+        id=f"torch.{op}.{'native' if on_cpu else 'cuda'}",
         op=op,
         backend="torch",
-        capability=Capability(
-            source="torch.nn.functional; run against float64 on torch 2.13 CPU",
-            features=features,
-            index_dtypes=INDEX_DTYPES,
-            batch_invariant=batch_invariant,
-            graph_safe=True,
-        ),
+        capability=Capability(source="torch.nn.functional; run on torch 2.13 CPU", features=features, **more),
         load=lambda: function,
         efficiency=efficiency,
         rank=40,
@@ -101,22 +148,29 @@ def _native(
     )
 
 
-_ACTIVATIONS = frozenset(f"act_{name}" for name in ACTIVATIONS)
-_PADDING = frozenset({"padding_idx"})
-_BIAS = frozenset({"bias"})
-_NO_WEIGHT = frozenset({"no_weight"})
+def _by_row(op: str, function: Callable[..., Any], features: frozenset[str], launch_us: float) -> Kernel:
+    return Kernel(
+        id=f"torch.{op}.by_row",
+        op=op,
+        backend="torch",
+        capability=Capability(
+            source="by construction; run bitwise against other batches on torch 2.13 CPU",
+            platforms=frozenset({"cpu"}),
+            features=features,
+            batch_invariant=True,
+        ),
+        load=lambda: function,
+        efficiency=Efficiency(0.05, 0.05, launch_us, _CPU),
+        rank=90,
+    )
 
-KERNELS: tuple[Kernel, ...] = (
-    _native("rms_norm", rms_norm, Efficiency(0.1, 0.5, 6.0, "estimate"), features=_NO_WEIGHT),
-    _native("add_rms_norm", add_rms_norm, Efficiency(0.1, 0.35, 8.0, "estimate"), features=_NO_WEIGHT),
-    _native("layer_norm", layer_norm, Efficiency(0.1, 0.6, 5.0, "estimate"), features=_NO_WEIGHT | _BIAS),
-    _native("linear", linear, Efficiency(0.6, 0.7, 4.0, "estimate"), features=_BIAS),
-    _native("mlp", mlp, Efficiency(0.5, 0.5, 10.0, "estimate"), features=_ACTIVATIONS | _BIAS),
-    _native("embedding", embedding, Efficiency(0.1, 0.4, 4.0, "estimate"), features=_PADDING),
-    _native(
-        "cross_entropy",
-        cross_entropy,
-        Efficiency(0.1, 0.2, 20.0, "estimate"),
-        features=frozenset({"label_smoothing", "class_weights"}),
-    ),
-)
+
+def _kernels() -> Iterator[Kernel]:
+    for op, function, features, own_bits, cpu, cuda in _TABLE:
+        yield _native(op, function, features, cpu, platforms=frozenset({"cpu"}), batch_invariant=own_bits)
+        yield _native(op, function, features, cuda, platforms=frozenset({"cuda", "rocm"}), graph_safe=True)
+    yield _by_row("linear", linear_by_row, frozenset({"bias"}), 15.0)
+    yield _by_row("mlp", mlp_by_row, _ACTIVATIONS | {"bias"}, 30.0)
+
+
+KERNELS: tuple[Kernel, ...] = tuple(_kernels())

@@ -60,6 +60,24 @@ def flash_cpu(
     return out, lse.float()
 
 
+def by_sequence(q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None, *rest: Any) -> Any:
+    """`flash_cpu` of every sequence alone, from buffers of its own: the same bits in every batch."""
+    slopes = rest[5]
+    outs: list[Any] = []
+    for i in range(q.shape[0]):
+        mine = slice(i, i + 1)
+        mask = attn_mask
+        if mask is not None and mask.dim() == 4 and mask.shape[0] > 1:
+            mask = mask[mine]
+        own = slopes[mine] if slopes is not None and slopes.dim() == 2 else slopes
+        outs.append(
+            flash_cpu(q[mine].clone(), k[mine].clone(), v[mine].clone(), mask, *rest[:5], own, *rest[6:])
+        )
+    if isinstance(outs[0], tuple):
+        return tuple(torch.cat(parts) for parts in zip(*outs, strict=True))
+    return torch.cat(outs)
+
+
 def flash(
     q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None, is_causal: bool, scale: float | None,
     dropout_p: float, window: masks.Window, softcap: float | None, alibi_slopes: Tensor | None, layout: str,
@@ -172,6 +190,23 @@ KERNELS: tuple[Kernel, ...] = (
         load=_returning(flash_cpu),
         efficiency=Efficiency(0.3, 0.5, 12.0, "estimate"),
         rank=40,
+    ),
+    Kernel(
+        id="torch.attention.by_sequence",
+        op="attention",
+        backend="torch",
+        capability=Capability(
+            source="by construction; run bitwise against other batches on torch 2.13 CPU",
+            platforms=frozenset({"cpu"}),
+            features=_FUSED | _MASKS | _WIDE_BIAS | {"gqa", "empty_rows", "lse"},
+            layouts=frozenset({"BHSD"}),
+            last_stride1=True,
+            limits=(_SAME_HEAD_SIZES,),
+            batch_invariant=True,
+        ),
+        load=_returning(by_sequence),
+        efficiency=Efficiency(0.2, 0.3, 30.0, "estimate"),
+        rank=90,
     ),
     Kernel(
         id="torch.attention.sdpa_cpu",

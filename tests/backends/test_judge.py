@@ -1,0 +1,300 @@
+"""Every limit of every kernel speaks for itself: a request that breaks one thing gets that reason, alone."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+import layerzero
+from layerzero.backends import load_builtin
+from layerzero.hardware import Hardware, MMAFamily
+from layerzero.kernel import (
+    ACTIVATIONS,
+    FEATURE_REASONS,
+    INDEX_DTYPES,
+    AtLeast,
+    AtMost,
+    Capability,
+    Efficiency,
+    Kernel,
+    Limit,
+    MultipleOf,
+    OneOf,
+    ProductAtMost,
+    SameAs,
+    judge,
+)
+from layerzero.ops.request import Request
+from layerzero.reasons import Reason
+
+# A kernel that has every limit there is: what no real kernel claims yet is judged here all the same.
+FULL = Kernel(
+    id="made_up.attention.full",
+    op="attention",
+    backend="made_up",
+    capability=Capability(
+        source="made up",
+        platforms=frozenset({"cuda"}),
+        sm_min=80,
+        sm_max=89,
+        mma_families=frozenset({MMAFamily.WMMA, MMAFamily.WGMMA}),
+        torch_min="2.11",
+        torch_below="2.99",
+        cuda_min="12.8",
+        driver_min="570.0",
+        dtypes=frozenset({"bfloat16"}),
+        index_dtypes=frozenset({"int32"}),
+        layouts=frozenset({"BSHD"}),
+        contiguous=True,
+        last_stride1=True,
+        alignment=16,
+        limits=(
+            AtMost("D", 256, Reason.HEAD_DIM_TOO_LARGE),
+            AtLeast("D", 32, Reason.HEAD_DIM_TOO_SMALL),
+            MultipleOf("D", 8, Reason.HEAD_DIM_ALIGNMENT),
+            SameAs("D", "Dv", Reason.HEAD_DIMS_DIFFER),
+            AtMost("Sk", 1 << 20, Reason.SEQ_TOO_LONG),
+            AtLeast("Sk", 2, Reason.SEQ_TOO_SHORT),
+            AtMost("B", 4096, Reason.BATCH_TOO_LARGE),
+            AtLeast("B", 2, Reason.BATCH_TOO_SMALL),
+            OneOf("G", (1, 2, 4, 8), Reason.GROUP_SIZE_UNSUPPORTED),
+            OneOf("P", (16, 32, 64), Reason.PAGE_SIZE_UNSUPPORTED),
+            MultipleOf("Hk", 2, Reason.HEADS_UNSUPPORTED),
+            AtMost("N", 1000, Reason.ROWS_UNSUPPORTED),
+            AtMost("C", 65536, Reason.WIDTH_TOO_LARGE),
+            MultipleOf("C", 4, Reason.WIDTH_ALIGNMENT),
+            OneOf("V", (128, 256)),
+            OneOf("K", (64, 128), Reason.HEAD_DIM_INVALID),
+            ProductAtMost(("B", "Hq"), 65535),
+            SameAs("Sq", "Sk", Reason.SEQ_LENGTHS_DIFFER, when="causal"),
+        ),
+        features=frozenset({"causal"}),
+        gradient=False,
+        deterministic=False,
+        autocast=False,
+    ),
+    load=lambda: print,
+    efficiency=Efficiency(1.0, 1.0, 1.0, "made up"),
+)
+CPU_ONLY = Kernel(
+    id="made_up.linear.cpu",
+    op="linear",
+    backend="made_up",
+    capability=Capability(
+        source="made up",
+        platforms=frozenset({"cpu"}),
+        cpu_vendors=frozenset({"amd"}),
+        isa=frozenset({"avx512f"}),
+    ),
+    load=lambda: print,
+    efficiency=Efficiency(1.0, 1.0, 1.0, "made up"),
+)
+KERNELS = [*load_builtin(), FULL, CPU_ONLY]
+# The capability's promises: what a request calls the mode, and the reason where the promise is missing.
+MODES = {
+    "gradient": ("grad", Reason.NO_GRADIENT),
+    "deterministic": ("deterministic", Reason.NOT_DETERMINISTIC),
+    "batch_invariant": ("batch_invariant", Reason.NOT_BATCH_INVARIANT),
+    "graph_safe": ("capture", Reason.CUDA_GRAPH_UNSAFE),
+    "autocast": ("autocast", Reason.AUTOCAST_UNSUPPORTED),
+    "tp_invariant": ("tp_invariant", Reason.TP_INVARIANCE_REQUIRED),
+}
+
+
+@dataclass(frozen=True)
+class Violation:
+    """One broken thing and the reason it has to give."""
+
+    what: str
+    reason: Reason
+    request: Request
+    hardware: Hardware
+
+
+def fitting(kernel: Kernel) -> tuple[Request, Hardware]:
+    """A request and a device that the kernel accepts, at its most restricted."""
+    cap = kernel.capability
+    platform = min(cap.platforms)
+    dims = dict.fromkeys(("Sq", "Sk", "D", "Dv", "N", "C", "K", "F", "R"), 64)
+    dims |= {"B": 2, "Hq": 8, "Hk": 4, "G": 2, "V": 128, "P": 16}
+    dtype = min(cap.dtypes)
+    layout = min(cap.layouts) if cap.layouts else ""
+    request = Request(op=kernel.op, platform=platform, dtype=dtype, dtypes=(dtype,), dims=dims, layout=layout)
+    hardware = Hardware(
+        platform=platform,
+        device=platform,
+        name="fitting",
+        vendor=min(cap.cpu_vendors or {"amd"}),
+        sm=max(cap.sm_min or 90, 80),
+        isa=cap.isa,
+        torch=cap.torch_min or "2.13.0",
+        cuda=cap.cuda_min or "13.0",
+        driver=cap.driver_min or "580.0",
+    )
+    return request, hardware
+
+
+def violations(kernel: Kernel) -> Iterator[Violation]:
+    """For each field of the capability, a request or a device that breaks it and nothing else."""
+    request, hardware = fitting(kernel)
+    for what, reason, broken in _hardware_violations(kernel.capability, hardware.platform):
+        yield Violation(what, reason, request, msgspec.structs.replace(hardware, **broken))
+    for what, reason, changes in (
+        *_operand_violations(kernel.capability, request),
+        *_feature_violations(kernel.capability),
+        *_limit_violations(kernel.capability, request),
+    ):
+        yield Violation(what, reason, request.replace(**changes), hardware)
+
+
+Broken = tuple[str, Reason, dict[str, Any]]
+
+
+def _hardware_violations(cap: Capability, platform: str) -> Iterator[Broken]:
+    yield "platform", Reason.PLATFORM_MISMATCH, {"platform": "xpu"}
+    if cap.torch_min:
+        yield "torch_min", Reason.TORCH_TOO_OLD, {"torch": "2.0.0"}
+    if cap.torch_below:
+        yield "torch_below", Reason.TORCH_TOO_NEW, {"torch": cap.torch_below}
+    if cap.cpu_vendors is not None:
+        yield "cpu_vendors", Reason.CPU_VENDOR_UNSUPPORTED, {"vendor": "nobody"}
+    if cap.isa:
+        yield "isa", Reason.ISA_MISSING, {"isa": frozenset()}
+    if platform == "cuda":
+        if cap.sm_min is not None:
+            yield "sm_min", Reason.SM_TOO_OLD, {"sm": cap.sm_min - 1}
+        if cap.sm_max is not None:
+            yield "sm_max", Reason.SM_TOO_NEW, {"sm": cap.sm_max + 1}
+        if cap.cuda_min:
+            yield "cuda_min", Reason.CUDA_TOO_OLD, {"cuda": "11.8"}
+        if cap.driver_min:
+            yield "driver_min", Reason.DRIVER_TOO_OLD, {"driver": "470.1"}
+
+
+def _operand_violations(cap: Capability, request: Request) -> Iterator[Broken]:
+    odd = "float8_e5m2"
+    yield "dtypes", Reason.DTYPE_UNSUPPORTED, {"dtype": odd, "dtypes": (odd,)}
+    if not cap.mixed_dtypes:
+        yield "mixed_dtypes", Reason.DTYPES_MIXED, {"dtypes": (request.dtype, odd)}
+    for index in sorted(INDEX_DTYPES - cap.index_dtypes):
+        yield "index_dtypes", Reason.INDEX_DTYPE_UNSUPPORTED, {"dtypes": (request.dtype, index)}
+    if cap.layouts:
+        yield "layouts", Reason.LAYOUT_UNSUPPORTED, {"layout": "THD"}
+    if cap.contiguous:
+        yield "contiguous", Reason.NOT_CONTIGUOUS, {"contiguous": False}
+    if cap.last_stride1:
+        yield "last_stride1", Reason.STRIDE_LAST_DIM, {"last_stride1": False}
+    if cap.alignment > 1:
+        yield "alignment", Reason.MISALIGNED, {"alignment": cap.alignment // 2}
+
+
+def _feature_violations(cap: Capability) -> Iterator[Broken]:
+    reasons = dict(FEATURE_REASONS)
+    reasons.update((f"act_{name}", Reason.ACTIVATION_UNSUPPORTED) for name in ACTIVATIONS)
+    reasons["unheard_of"] = Reason.FEATURE_UNSUPPORTED
+    for feature in sorted(reasons.keys() - cap.features):
+        yield feature, reasons[feature], {"features": frozenset({feature})}
+    for flag, (mode, reason) in MODES.items():
+        if not getattr(cap, flag):
+            yield flag, reason, {"modes": frozenset({mode})}
+
+
+def _limit_violations(cap: Capability, request: Request) -> Iterator[Broken]:
+    for limit in cap.limits:
+        features = frozenset({limit.when} if limit.when else ())
+        dims = {**request.dims, **beyond(limit, request)}
+        yield f"{limit.dim} {limit.needs()}", limit.reason, {"dims": dims, "features": features}
+
+
+def beyond(limit: Limit, request: Request) -> dict[str, int]:
+    """Sizes one step beyond a limit, all other limits of the made-up kernel kept."""
+    match limit:
+        case AtMost(dim=dim, value=value):
+            step = 8 if dim == "D" else 4 if dim == "C" else 1
+            return {dim: value + step, **({"Dv": value + step} if dim == "D" else {})}
+        case AtLeast(dim=dim, value=value):
+            step = 8 if dim == "D" else 1
+            return {dim: value - step, **({"Dv": value - step} if dim == "D" else {})}
+        case MultipleOf(dim=dim, value=value):
+            size = request.dim(dim) + 1
+            return {dim: size, **({"Dv": size} if dim == "D" else {"D": size - 1} if dim == "Dv" else {})}
+        case OneOf(dim=dim, values=values):
+            return {dim: max(values) + 1}
+        case SameAs(dim=dim, other=other):
+            return {other: request.dim(dim) * 2}
+        case ProductAtMost(dims=dims, value=value):
+            return {dims[0]: 4096, dims[1]: value // 4096 + 1}
+
+
+ALL = [(k, v) for k in KERNELS for v in violations(k)]
+
+
+@pytest.mark.parametrize("kernel", KERNELS, ids=[k.id for k in KERNELS])
+def test_the_fitting_request_is_accepted(kernel: Kernel) -> None:
+    """Without a violation there is no reason."""
+    request, hardware = fitting(kernel)
+    assert judge(kernel, request, hardware) == []
+
+
+@pytest.mark.parametrize("kernel", KERNELS, ids=[k.id for k in KERNELS])
+def test_each_violation_gives_exactly_its_reason(kernel: Kernel) -> None:
+    """One broken field, one reason; no field of a capability is decoration."""
+    found = list(violations(kernel))
+    assert len(found) >= 5
+    for violation in found:
+        reasons = judge(kernel, violation.request, violation.hardware)
+        assert {r.reason for r in reasons} == {violation.reason}, (violation.what, reasons)
+        assert reasons[0].needs and reasons[0].got
+
+
+def test_all_violations_together_are_all_reported() -> None:
+    """The list holds every reason, not the first."""
+    request, hardware = fitting(FULL)
+    worst = request.replace(
+        dtype="float32", layout="BHSD", contiguous=False, last_stride1=False, alignment=4,
+        features=frozenset({"softcap", "lse"}), modes=frozenset({"grad", "deterministic"}),
+        dims={**request.dims, "D": 300, "Dv": 300},
+    )  # fmt: skip
+    got = {r.reason for r in judge(FULL, worst, msgspec.structs.replace(hardware, sm=75))}
+    assert got == {
+        Reason.SM_TOO_OLD, Reason.DTYPE_UNSUPPORTED, Reason.LAYOUT_UNSUPPORTED, Reason.NOT_CONTIGUOUS,
+        Reason.STRIDE_LAST_DIM, Reason.MISALIGNED, Reason.SOFTCAP_UNSUPPORTED, Reason.LSE_UNSUPPORTED,
+        Reason.NO_GRADIENT, Reason.NOT_DETERMINISTIC, Reason.HEAD_DIM_TOO_LARGE, Reason.HEAD_DIM_ALIGNMENT,
+    }  # fmt: skip
+
+
+def test_the_tensor_core_family_is_judged() -> None:
+    """A Blackwell that has no tensor core family of the kernel's is refused for it."""
+    request, hardware = fitting(FULL)
+    newer = msgspec.structs.replace(hardware, sm=100)
+    assert {r.reason for r in judge(FULL, request, newer)} == {
+        Reason.SM_TOO_NEW,
+        Reason.MMA_FAMILY_UNSUPPORTED,
+    }
+
+
+def test_at_least_fifty_reasons_have_a_producer() -> None:
+    """Reasons are given by `judge`, or by a module of the library that names them."""
+    judged = {violation.reason for _, violation in ALL} | {Reason.MMA_FAMILY_UNSUPPORTED}
+    assert len(judged) >= 50, len(judged)
+    named: set[str] = set()
+    root = Path(layerzero.__file__).parent
+    for folder in (root, root.parent / "actors", root.parent / "scheduler"):
+        for path in folder.rglob("*.py"):
+            if path.name != "reasons.py":
+                named |= _reasons_in(path)
+    assert len(named) >= 50, len(named)
+
+
+def _reasons_in(path: Path) -> set[str]:
+    return {
+        node.attr
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "Reason"
+    }
