@@ -12,7 +12,9 @@ EVERY_FEATURE |= {"lse_grad", "mask_grad", "mask_wide", "xpos"}
 
 # Ops whose reference treats rows one by one in fixed order; products of matrices choose their order of sums
 # by their size, and attention takes blocks of queries by the size of the batch.
-BATCH_INVARIANT = frozenset({"embedding", "rope", "sample", "sample_topk", "sample_topp"})
+BATCH_INVARIANT = frozenset(
+    {"alibi", "cross_entropy", "embedding", "rope", "sample", "sample_topk", "sample_topp"}
+)
 
 
 def reference_kernel(op: Op) -> Kernel:

@@ -126,7 +126,7 @@ _TABLE: tuple[tuple[str, Callable[..., Any], frozenset[str], bool, Efficiency, E
         Efficiency(0.1, 0.4, 5.0, _CPU), Efficiency(0.1, 0.6, 6.0, _CUDA),
     ),
     (
-        "cross_entropy", cross_entropy, frozenset({"label_smoothing", "class_weights"}), False,
+        "cross_entropy", cross_entropy, frozenset({"label_smoothing", "class_weights"}), True,
         Efficiency(0.1, 0.2, 20.0, _CPU), Efficiency(0.1, 0.4, 25.0, _CUDA),
     ),
 )  # fmt: skip

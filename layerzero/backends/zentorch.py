@@ -96,12 +96,12 @@ def _linear() -> Callable[..., Any]:
 
 
 def _refuse_stale_weights(kernel: Callable[..., Tensor]) -> None:
-    """Raise ImportError where a product does not follow its weight: zentorch was imported before, caching."""
+    """Raise ImportError where a product does not follow its weight: zentorch was used before, caching."""
     x, weight = torch.ones(8, 64), torch.ones(64, 64)
     kernel(x, weight)
     weight.zero_()
     if kernel(x, weight).any():
-        raise ImportError(f"zentorch was imported with its weight cache on; set {WEIGHT_CACHE}=0 before that")
+        raise ImportError(f"zentorch was used with its weight cache on; set {WEIGHT_CACHE}=0 before that")
 
 
 _LIMITED = "probed with zentorch 2.13.0.2, torch 2.13.0, on an AMD EPYC with AVX-512"

@@ -133,7 +133,9 @@ def _plain(case: Case, rand: Any, generator: torch.Generator) -> tuple[list[Any]
     if case.op == "cross_entropy":
         weights = rand(vocabulary).abs() if "class_weights" in asks else None
         smoothing = 0.1 if "label_smoothing" in asks else 0.0
-        return [rand(n, vocabulary), ids], {"weight": weights, "label_smoothing": smoothing}
+        reduction = "mean" if "mean" in asks else "none"
+        named = {"weight": weights, "label_smoothing": smoothing, "reduction": reduction}
+        return [rand(n, vocabulary), ids], named
     if case.op == "alibi":
         return [rand(dims.get("Hq", 4)), 5, 9], {}
     if case.op == "sample":
@@ -156,7 +158,7 @@ _ASKS: dict[str, tuple[str, ...]] = {
     "linear": ("bias",),
     "mlp": ("bias", *(f"act_{name}" for name in ACTIVATIONS)),
     "embedding": ("padding_idx",),
-    "cross_entropy": ("label_smoothing", "class_weights"),
+    "cross_entropy": ("mean", "label_smoothing", "class_weights"),
     "rope": ("interleaved", "partial_rotary", "xpos"),
     "sample": ("seed_per_row",),
     "sample_topk": ("seed_per_row",),

@@ -110,7 +110,7 @@ def test_repeated_runs_give_the_same_bits(kernel: Kernel) -> None:
 _ROWS = {
     "attention": (0, 1, 2), "rms_norm": (0,), "add_rms_norm": (0, 1), "layer_norm": (0,), "linear": (0,),
     "mlp": (0,), "embedding": (0,), "rope": (0, 1, 2), "sample": (0,), "sample_topk": (0,),
-    "sample_topp": (0,),
+    "sample_topp": (0,), "cross_entropy": (0, 1),
 }  # fmt: skip
 
 
@@ -140,8 +140,38 @@ def test_batch_invariance_holds_where_claimed(kernel: Kernel) -> None:
     """A row's bits do not depend on how many rows stand with it, for kernels that promise so."""
     if not kernel.capability.batch_invariant:
         pytest.skip("makes no such promise")
+    if kernel.op not in _ROWS:
+        pytest.skip("has no rows")
     for dtype in cases.dtypes(kernel):
         for dims in WIDTHS if kernel.op != "attention" else ({}, {"Sq": 33, "Sk": 65, "D": 64}):
             for ask in ((), *((a,) for a in cases._ASKS.get(kernel.op, ()))):
-                if "mask" not in str(ask) and ask != ("seed_per_row",):
+                if "mask" not in str(ask) and ask not in (("seed_per_row",), ("mean",)):
                     assert row_bits_hold(kernel, dtype, dims, ask), (dtype, dims, ask)
+
+
+@every_kernel
+def test_gradients_equal_the_references(kernel: Kernel) -> None:
+    """Where a gradient is promised, every floating operand gets the float64 reference's."""
+    op = table.get(kernel.op)
+    if not kernel.capability.gradient or not op.differentiable:
+        pytest.skip("promises no gradient")
+    compared = 0
+    learned = op.operands if kernel.op != "cross_entropy" else (0,)  # class weights are constants
+    for case in cases.cases(kernel.op):
+        args = tuple(
+            a.requires_grad_() if isinstance(a, Tensor) and a.is_floating_point() and i in learned else a
+            for i, a in enumerate(cases.call(case, torch.float64))
+        )
+        request = op.check(args)
+        if judge(kernel, request.replace(modes=frozenset({"grad"})), cases.CPU):
+            continue
+        leaves = [a for a in args if isinstance(a, Tensor) and a.requires_grad]
+        ours, truths = (
+            torch.autograd.grad([o.sum() for o in cases.as_tuple(run(*args)) if o.requires_grad], leaves)
+            for run in (loaded(kernel), op.reference)
+        )
+        for mine, true in zip(ours, truths, strict=True):
+            problems = tolerances.disagreements(mine, true, true)
+            assert not problems, (str(case), problems)
+        compared += len(leaves)
+    assert compared or kernel.op == "alibi" or "float64" not in kernel.capability.dtypes

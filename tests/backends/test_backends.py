@@ -1,0 +1,120 @@
+"""The list of backends: what it loads, what it imports, how plugins are let in, what is missing."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.metadata
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+
+from layerzero import backends
+from layerzero.errors import BackendNotAvailableError, ConfigurationError
+from layerzero.kernel import Kernel
+from layerzero.ops import table
+from layerzero.reasons import Reason
+
+KERNELS = backends.load_builtin()
+
+
+def with_distributions(*requirements: str) -> Kernel:
+    return dataclasses.replace(KERNELS[0], distributions=requirements)
+
+
+def test_every_op_has_a_reference_and_at_most_one_default_a_platform() -> None:
+    """No op is left without a kernel of last resort; the library default is one."""
+    assert {k.op for k in KERNELS if k.backend == "reference"} == set(table.names())
+    for op in table.names():
+        for platform in ("cpu", "cuda", "rocm"):
+            defaults = [
+                k.id for k in KERNELS if k.op == op and k.default and platform in k.capability.platforms
+            ]
+            assert len(defaults) <= 1, defaults
+
+
+def test_every_fact_has_a_source() -> None:
+    """Limits and speeds say where they come from."""
+    assert all(k.capability.source and k.efficiency.source for k in KERNELS)
+    assert all(0 < k.efficiency.flops <= 1 and 0 < k.efficiency.bandwidth <= 1 for k in KERNELS)
+
+
+def test_describing_kernels_imports_no_vendor() -> None:
+    """Only `load` imports a vendor's library."""
+    code = (
+        "import sys; from layerzero.backends import load_builtin, availability\n"
+        "[availability(k) for k in load_builtin()]\n"
+        "print([m for m in ('zentorch', 'flashinfer', 'triton', 'ray') if m in sys.modules])"
+    )
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert run.stdout.strip() == "[]"
+
+
+def test_a_missing_library_is_a_reason_with_its_remedy() -> None:
+    """What is not installed says so, and what to install."""
+    (reason,) = backends.availability(with_distributions("layerzero-no-such-thing>=1"))
+    assert reason.reason is Reason.BACKEND_MISSING
+    assert reason.counterfactual == "pip install 'layerzero-no-such-thing>=1'"
+
+
+def test_another_version_is_a_reason() -> None:
+    """An installed library of the wrong version names both versions."""
+    (reason,) = backends.availability(with_distributions("torch<1.0"))
+    assert reason.reason is Reason.BACKEND_VERSION_MISMATCH
+    assert (reason.needs, reason.got) == ("<1.0", importlib.metadata.version("torch"))
+    assert backends.availability(with_distributions("torch>=2.11")) == []
+
+
+def test_a_requirement_that_does_not_parse_is_an_error() -> None:
+    """A broken requirement string is the author's mistake, and named."""
+    with pytest.raises(ConfigurationError, match="requirement strings"):
+        backends.availability(with_distributions("torch >>> 2"))
+
+
+class Announced:
+    """An entry point that gives `value`."""
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+    def load(self) -> Any:
+        if isinstance(self.value, Exception):
+            raise self.value
+        return self.value
+
+
+def announce(monkeypatch: pytest.MonkeyPatch, value: Any) -> list[str]:
+    asked: list[str] = []
+
+    def entry_points(*, group: str, name: str) -> list[Announced]:
+        asked.append(f"{group}:{name}")
+        return [Announced(value)] if name == "acme" else []
+
+    monkeypatch.setattr(importlib.metadata, "entry_points", entry_points)
+    return asked
+
+
+def test_plugins_stay_out_unless_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Installed plugins are not even looked for until they are allowed by name."""
+    own = dataclasses.replace(KERNELS[0], id="acme.attention", backend="acme")
+    asked = announce(monkeypatch, lambda: [own])
+    assert "acme.attention" not in {k.id for k in backends.load_builtin()}
+    assert asked == []
+    assert "acme.attention" in {k.id for k in backends.load_builtin(["acme"])}
+    assert asked == ["layerzero.backends:acme"]
+
+
+def test_a_plugin_that_is_not_there_or_broken_raises(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A plugin that was asked for and cannot be had is an error, not a silence."""
+    announce(monkeypatch, ImportError("no acme_kernels"))
+    with pytest.raises(BackendNotAvailableError, match="nobody"):
+        backends.load_builtin(["nobody"])
+    with pytest.raises(BackendNotAvailableError, match="no acme_kernels"):
+        backends.load_builtin(["acme"])
+    announce(monkeypatch, lambda: ["no kernel"])
+    with pytest.raises(ConfigurationError, match="sequence of Kernel"):
+        backends.load_builtin(["acme"])
+    announce(monkeypatch, lambda: [KERNELS[0]])
+    with pytest.raises(ConfigurationError, match="ids need to be unique"):
+        backends.load_builtin(["acme"])

@@ -1,0 +1,82 @@
+"""What is special about zentorch: what its import changes, and the traps its kernels keep out of."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+from torch.nn import functional
+
+from layerzero.backends import zentorch
+from tests.backends import cases
+
+BY_ID = {k.id: k for k in cases.KERNELS}
+MISSING = cases.why_not_here(BY_ID["zentorch.linear.native"])
+pytestmark = pytest.mark.skipif(bool(MISSING), reason=MISSING or "runs here")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_product_follows_its_weight(dtype: torch.dtype) -> None:
+    """Weights edited in place, or freed and made anew at the same address, are never answered from memory."""
+    linear = BY_ID["zentorch.linear.native"].load()
+    x = torch.randn(8, 128).to(dtype)
+    for _ in range(20):
+        weight = torch.randn(64, 128).to(dtype)
+        for _ in range(2):
+            torch.testing.assert_close(linear(x, weight, None), functional.linear(x, weight))
+            weight.mul_(-2)
+        del weight
+
+
+def test_a_cache_switched_on_before_us_is_found_out() -> None:
+    """Where the process had used zentorch with its cache on, the kernel refuses to load."""
+    code = (
+        "import warnings; warnings.simplefilter('ignore'); import torch, zentorch\n"
+        "torch.ops.zentorch.zentorch_linear_unary(torch.ones(2, 64), torch.ones(3, 64))\n"
+        "from layerzero.backends.zentorch import KERNELS\n"
+        "linear = next(k for k in KERNELS if k.op == 'linear')\n"
+        "try: linear.load()\n"
+        "except ImportError as error: print('refused:', error)"
+    )
+    environment = {k: v for k, v in os.environ.items() if k != zentorch.WEIGHT_CACHE}
+    run = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, env=environment
+    )
+    assert "refused: zentorch was used with its weight cache on" in run.stdout
+
+
+def test_loading_patches_nothing_of_torchs() -> None:
+    """torch's functions, threads, dtype and logging are what they were before the import."""
+    code = (
+        "import logging, torch, torch.nn.functional as F\n"
+        "def state(): return (F.scaled_dot_product_attention, F.linear, torch.get_num_threads(),"
+        " torch.get_num_interop_threads(), torch.get_default_dtype(), torch.backends.mkldnn.enabled,"
+        " logging.root.level, torch.get_float32_matmul_precision())\n"
+        "before = state()\n"
+        "from layerzero.backends.zentorch import operators; operators()\n"
+        "print('same' if state() == before else 'changed')"
+    )
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert "same" in run.stdout
+
+
+def test_norms_take_any_number_of_axes_safely() -> None:
+    """Three axes, which the operator itself writes past, go through as two."""
+    norm = BY_ID["zentorch.rms_norm.native"].load()
+    x, weight = torch.randn(2, 3, 5, 33), torch.randn(33)
+    torch.testing.assert_close(norm(x, weight, 1e-6), functional.rms_norm(x, (33,), weight, 1e-6))
+    torch.testing.assert_close(norm(x[0, 0, 0], weight, 1e-6), norm(x, weight, 1e-6)[0, 0, 0])
+
+
+def test_the_in_place_operator_works_on_copies() -> None:
+    """The caller's operands stay; the second result is the sum in the operands' dtype."""
+    kernel = BY_ID["zentorch.add_rms_norm.native"].load()
+    x, residual, weight = torch.randn(4, 64), torch.randn(4, 64), torch.randn(64)
+    kept = x.clone(), residual.clone()
+    _, total = kernel(x, residual, weight, 1e-6)
+    assert torch.equal(x, kept[0]) and torch.equal(residual, kept[1])
+    assert torch.equal(total, x + residual)
+    assert total.data_ptr() != residual.data_ptr()
