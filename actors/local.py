@@ -23,7 +23,7 @@ from layerzero.ops.op import Args, Op, Signature
 from layerzero.policy.policy import EMPTY, Policy
 from layerzero.selection.decide import CostModel, Knobs, Standing, roofline
 from layerzero.selection.record import Selection
-from layerzero.selection.transform import compile_transforms
+from layerzero.selection.transform import compile_transforms, keep_aligned
 from layerzero.settings import Settings
 from layerzero.telemetry import Counters
 
@@ -189,7 +189,7 @@ class LocalDevice:
         accepted = selection.candidate(kernel.id).accepted
         if accepted is not None and not accepted.ready and "capture" in selection.request.modes:
             raise CudaGraphUnsafeError(f"{kernel.id} needs loading, which cannot happen while a graph is captured")
-        call = compile_transforms(op, selection.transforms, self.registry.callable_of(kernel.id))
+        call = self.callable_for(op, selection, kernel.id)
         if kernel.id in self.health.probing():
             call = self._recovery.probe(op, kernel.id, call, selection)
         if selection.when_warm is not None:
@@ -222,7 +222,11 @@ class LocalDevice:
         """`kernel_id`'s callable with the transforms that `selection`'s trace gives it."""
         accepted = selection.candidate(kernel_id).accepted
         transforms = accepted.transforms if accepted is not None else ()
-        return compile_transforms(op, transforms, self.registry.callable_of(kernel_id))
+        run = self.registry.callable_of(kernel_id)
+        kernel = self.registry.get(kernel_id)
+        if kernel is not None:
+            run = keep_aligned(op, kernel.capability.alignment, run)
+        return compile_transforms(op, transforms, run)
 
     # -- readiness and health ---------------------------------------------------------------------
 

@@ -122,6 +122,28 @@ def compile_transforms(
     return transformed
 
 
+def keep_aligned(op: Op, alignment: int, run: Callable[..., Any]) -> Callable[..., Any]:
+    """`run` with operands copied where their address is not a multiple of `alignment` bytes.
+
+    A signature does not hold addresses, so a plan made for aligned operands may meet others.
+    """
+    if alignment <= 1:
+        return run
+
+    def aligned(*args: Any) -> Any:
+        for position in op.operands:
+            value = args[position]
+            if isinstance(value, Tensor) and value.data_ptr() % alignment:
+                return run(*[_realigned(a, alignment) if isinstance(a, Tensor) else a for a in args])
+        return run(*args)
+
+    return aligned
+
+
+def _realigned(value: Tensor, alignment: int) -> Tensor:
+    return value.clone() if value.data_ptr() % alignment else value
+
+
 def _swap(op: Op, args: list[Any], layout: str) -> None:
     assert op.layouts is not None
     for position in op.layouts.operands:
