@@ -8,6 +8,7 @@ the queue entry and the future at once; nothing here imports a loop.
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Hashable
+from contextvars import copy_context
 from typing import Any, Final
 
 # States of a ticket. NEW -> WAITING (no room yet) -> QUEUED -> RUNNING -> DONE | FAILED, with the side exits
@@ -103,8 +104,13 @@ class Ticket:
     context: Any
 
     def __await__(self) -> Generator[Ticket, None, Any]:
-        """Wait for the result; an error or a cancellation is raised here."""
+        """Wait for the result; an error or a cancellation is raised here.
+
+        Raises: RuntimeError: another task waits already.
+        """
         if self.state <= RUNNING:
+            if self.wake is not None:
+                raise RuntimeError("a call can be awaited by one task only; await a task around it instead")
             self._asyncio_future_blocking = True
             yield self
         return self.value if self.state == DONE else self.result()
@@ -139,17 +145,12 @@ class Ticket:
         return self.front.loop
 
     def add_done_callback(self, wake: Callable[[Any], object], *, context: Any = None) -> None:
-        """Call `wake(self)` in `context` once it has ended; one waiter only.
-
-        Raises: RuntimeError: somebody waits already.
-        """
-        if self.wake is not None:
-            raise RuntimeError("a call can be awaited by one task only; await a task around it instead")
+        """Call `wake(self)` in `context` once it has ended; one waiter only, as `__await__` sees to."""
         if self.state > RUNNING:
             self.front.loop.call_soon(wake, self, context=context)
             return
         self.wake = wake
-        self.context = context
+        self.context = copy_context() if context is None else context
 
     def remove_done_callback(self, wake: Callable[[Any], object]) -> int:
         """Forget the waiter; how many there were."""

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from layerzero.scheduler.ticket import Failed
@@ -42,3 +44,11 @@ class Device:
             failed = Failed(ValueError("a poisoned call"))
             return [failed] * len(calls)
         return [args[0] * 2 for args in calls]
+
+
+async def until(true: Callable[[], object]) -> None:
+    """Give the loop turns until another thread has made `true()` so."""
+    limit = time.monotonic() + 30
+    while not true():
+        assert time.monotonic() < limit
+        await asyncio.sleep(0.001)

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import gc
+import os
 import threading
-from collections.abc import Iterator
+import weakref
+from collections.abc import Sequence
+from contextvars import ContextVar
 from typing import Any
 
 import pytest
@@ -14,18 +18,10 @@ from layerzero.errors import DeadlineExceededError, Overloaded, RuntimeClosedErr
 from layerzero.scheduler.driver import Front, Fronts
 from layerzero.scheduler.ticket import Ticket
 from layerzero.settings import Settings
-from tests.scheduler.devices import Device, Double
+from tests.scheduler.devices import Device, Double, until
 
 OP = Double()
 CHEAP, DEAR = 1.0, 1e6
-
-
-@pytest.fixture
-def worker() -> Iterator[Worker]:
-    """A device thread that is closed, and gone, after the test."""
-    worker = Worker("test-device")
-    yield worker
-    assert worker.close(10)
 
 
 def ticket(value: Any, *, us: float = CHEAP, group: Any = "double", **more: Any) -> Ticket:
@@ -198,3 +194,132 @@ def test_every_loop_has_its_own_front(worker: Worker) -> None:
     assert asyncio.run(run()) == 2
     assert len(fronts._fronts) == 1
     assert fronts.stats().done == 12
+
+
+@pytest.mark.asyncio
+async def test_staggered_callers_walk_together(worker: Worker) -> None:
+    """Callers that start at different turns meet: batches hold many of them, inline and on the worker."""
+    device = Device()
+    front = Front(asyncio.get_running_loop(), device, worker)
+
+    async def request(delay: int) -> int:
+        for _ in range(delay):
+            await asyncio.sleep(0)
+        value = 1
+        for step in range(40):
+            value = await front.submit(ticket(value, group=step % 10, us=CHEAP if step % 3 else DEAR)) % 1009
+        return value
+
+    results = await asyncio.gather(*(request(delay * 3) for delay in range(32)))
+    assert set(results) == {pow(2, 40, 1009)}
+    assert front.lane.stats.mean_batch > 8
+    assert settled(front)
+
+
+SECRET: ContextVar[str] = ContextVar("SECRET", default="unset")
+
+
+@pytest.mark.asyncio
+async def test_a_batch_runs_in_nobodys_context(worker: Worker) -> None:
+    """A caller's context variables reach its own continuation, never the batch it happens to start."""
+    seen: list[str] = []
+
+    class Looks(Device):
+        """Notes the context variable of where it runs."""
+
+        def execute(self, op: Any, calls: Sequence[tuple[Any, ...]], modes: Any) -> list[Any]:
+            seen.append(SECRET.get())
+            return super().execute(op, calls, modes)
+
+    front = Front(asyncio.get_running_loop(), Looks(), worker)
+
+    async def caller(name: str) -> str:
+        SECRET.set(name)
+        await front.submit(ticket(1))
+        await front.submit(ticket(1, us=DEAR))
+        return SECRET.get()
+
+    assert await asyncio.gather(*(caller(name) for name in "abc")) == list("abc")
+    assert seen == ["unset", "unset"]
+
+
+@pytest.mark.asyncio
+async def test_an_error_of_the_device_reaches_every_caller_with_a_short_traceback(worker: Worker) -> None:
+    """Callers that share one error each see where it was raised, not one another's frames."""
+    device = Device()
+    front = Front(asyncio.get_running_loop(), device, worker)
+    op = Double(pure=False)
+
+    async def caller() -> Any:
+        return await front.submit(Ticket(op, ("poison",), "g", CHEAP))
+
+    depths = []
+    for task in [asyncio.create_task(caller()) for _ in range(8)]:
+        with pytest.raises(ValueError, match="poisoned") as raised:
+            await task
+        depths.append(len(raised.traceback))
+    assert device.runs == [8]
+    assert max(depths) == min(depths)
+
+
+@pytest.mark.asyncio
+async def test_a_closed_worker_fails_what_it_should_have_run() -> None:
+    """Dear work for a worker that is closed is an error for its caller, not a hang."""
+    closed = Worker("closed")
+    closed.close()
+    front = Front(asyncio.get_running_loop(), Device(), closed)
+    with pytest.raises(RuntimeClosedError):
+        await front.submit(ticket(1, us=DEAR))
+    assert await front.submit(ticket(1)) == 2
+
+
+@pytest.mark.asyncio
+async def test_closing_leaves_no_task_timer_or_callback(worker: Worker) -> None:
+    """After close the loop holds nothing of the front: it can be collected."""
+    loop = asyncio.get_running_loop()
+    front = Front(loop, Device(), worker)
+    assert await front.submit(ticket(1, deadline=loop.time() + 3600)) == 2
+    watched = weakref.ref(front)
+    assert front.callers == 1
+    front.close()
+    front.close()
+    del front
+    await asyncio.sleep(0)
+    gc.collect()
+    assert watched() is None
+    assert asyncio.all_tasks() == {asyncio.current_task()}
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="this platform has no fork")
+@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
+def test_a_forked_child_has_fronts_of_its_own(worker: Worker) -> None:
+    """A child forked while the parent's loop waits for a batch serves a loop of its own on its own thread."""
+    gate = threading.Event()
+    device = Device(gate)
+    fronts = Fronts(device, worker)
+
+    async def call(value: int) -> Any:
+        return await fronts.current().submit(ticket(value, us=DEAR))
+
+    async def parent() -> tuple[Any, int]:
+        mine = asyncio.create_task(call(3))
+        await until(device.entered.is_set)
+        fronts._lock.acquire()  # as another thread may hold it at the moment of the fork
+        child = os.fork()
+        if child == 0:
+            os._exit(in_child())
+        fronts._lock.release()
+        gate.set()
+        return await mine, child
+
+    def in_child() -> int:
+        answers: list[int] = []
+        device.gate = None
+        thread = threading.Thread(target=lambda: answers.append(asyncio.run(call(4))))
+        thread.start()
+        thread.join(30)
+        return 0 if answers == [8] else 1
+
+    result, child = asyncio.run(parent())
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert result == 6
