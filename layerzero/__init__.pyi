@@ -22,6 +22,7 @@ from layerzero.api.configuration import lock as lock
 from layerzero.api.configuration import prefer as prefer
 from layerzero.api.configuration import reset_policy as reset_policy
 from layerzero.api.configuration import unlock as unlock
+from layerzero.api.host import to_host as to_host
 from layerzero.api.inspection import dry_run as dry_run
 from layerzero.api.inspection import explain as explain
 from layerzero.api.inspection import list_kernels as list_kernels
@@ -29,6 +30,7 @@ from layerzero.api.inspection import select as select
 from layerzero.api.inspection import validate as validate
 from layerzero.api.inspection import which as which
 from layerzero.api.start import start as start
+from layerzero.doctor import doctor as doctor
 from layerzero.errors import BackendNotAvailableError as BackendNotAvailableError
 from layerzero.errors import CacheCorruptionError as CacheCorruptionError
 from layerzero.errors import ConfigurationError as ConfigurationError

@@ -137,6 +137,31 @@ _CUDA_HALF_FLOPS = {75: 6.5e13, 80: 3.1e14, 86: 1.5e14, 89: 3.6e14, 90: 7.9e14, 
 _CUDA_BANDWIDTH = {75: 3e11, 80: 1.5e12, 86: 9e11, 89: 8.6e11, 90: 4.3e12, 100: 7e12}
 
 
+def imagined_gpu(
+    sm: int, *, cuda: str = "13.0", driver: str = "580.0", memory_bytes: int = 80 << 30
+) -> Hardware:
+    """An NVIDIA GPU that need not be here, for planning: its roofs are those of its compute capability.
+
+    Raises: ValueError: `sm` (times ten: 90 is 9.0) is no compute capability.
+    """
+    if isinstance(sm, bool) or not isinstance(sm, int) or not 50 <= sm <= 130:
+        raise ValueError(f"sm needs a compute capability times ten, such as 90 for 9.0, got {sm!r}")
+    half = _CUDA_HALF_FLOPS.get(sm, 1e14)
+    return Hardware(
+        platform="cuda",
+        device="cuda:0",
+        name=f"an imagined sm {sm // 10}.{sm % 10}",
+        vendor="nvidia",
+        sm=sm,
+        torch=torch.__version__,
+        cuda=cuda,
+        driver=driver,
+        memory_bytes=memory_bytes,
+        peak_flops={"float16": half, "bfloat16": half, "float32": half / 15, "float64": half / 30},
+        bandwidth=_CUDA_BANDWIDTH.get(sm, 1.5e12),
+    )
+
+
 def _cuda_driver() -> str | None:
     version = Path("/proc/driver/nvidia/version")
     if version.exists():

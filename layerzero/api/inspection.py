@@ -60,10 +60,10 @@ def which(op: str, /, *args: Any, batch: int = 1, backend: str | None = None, **
     if isinstance(batch, bool) or not isinstance(batch, int) or batch < 1:
         raise ValueError(f"batch needs an int >= 1, got {batch!r}")
     _, full = checked_build(definition, args, kwargs)
-    merged = _merged(definition, full, batch)
-    device = device_here(merged)
+    together = merged(definition, full, batch)
+    device = device_here(together)
     snapshot = snapshot_here(device, op, backend)
-    return device.plan(definition, positional(definition, merged), merged, device.mode(), snapshot).kernel
+    return device.plan(definition, positional(definition, together), together, device.mode(), snapshot).kernel
 
 
 def explain(op: str, /, *args: Any, backend: str | None = None, **kwargs: Any) -> Explanation:
@@ -163,7 +163,7 @@ class _Captured(BaseException):
         self.merged = args
 
 
-def _merged(op: Op, args: Args, batch: int) -> Args:
+def merged(op: Op, args: Args, batch: int) -> Args:
     """The arguments that `batch` such calls become."""
     if op.batching is None or op.batching.group(args) is None:
         return args

@@ -1,0 +1,26 @@
+"""The command `lz`: doctor, kernels, explain, which, policy check.
+
+Exit status: 0 all well, 1 a problem was found, 2 the command line is wrong.
+"""
+
+from __future__ import annotations
+
+import click
+
+from layerzero import __version__
+from layerzero.cli.asking import explain, which
+from layerzero.cli.looking import doctor, kernels
+from layerzero.cli.policies import policy
+
+
+@click.group(context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(__version__, "-V", "--version", prog_name="lz", message="%(prog)s %(version)s")
+def main() -> None:
+    """Choose, explain and check kernels from the command line.
+
+    Exit status: 0 all well, 1 a problem was found, 2 the command line is wrong.
+    """
+
+
+for command in (doctor, kernels, explain, which, policy):
+    main.add_command(command)

@@ -1,0 +1,236 @@
+"""`lz explain` and `lz which`: what a call would run on, and why."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import click
+
+from layerzero.api.calls import snapshot_here
+from layerzero.api.inspection import dry_run, merged
+from layerzero.cli import show, spec
+from layerzero.cli.options import json_option, op_named, runtime_of, standing_options
+from layerzero.dispatch import nothing_to_do
+from layerzero.errors import NoKernelFoundError, PolicyValidationError
+from layerzero.hardware import Hardware, imagined_gpu
+from layerzero.ops.op import Args, Op
+from layerzero.ops.request import Request
+from layerzero.reasons import Category, Rejected
+from layerzero.runtime import Runtime
+from layerzero.selection.record import Candidate, Selection
+
+# The sides of a call that its caller decides.
+CALLERS = frozenset({Category.DTYPE, Category.SHAPE, Category.MEMORY_LAYOUT, Category.FEATURE, Category.MODE})
+
+
+def call_options(command: Callable[..., None]) -> Callable[..., None]:
+    """The op, its arguments, and what decides beside them."""
+    for option in (
+        click.option(
+            "--batch", type=click.IntRange(min=1), default=1, help="Ask for so many such calls, merged."
+        ),
+        click.option(
+            "--cuda", default="13.0", show_default=True, help="The CUDA version that goes with --sm."
+        ),
+        click.option(
+            "--sm",
+            type=click.IntRange(min=50, max=130),
+            help="Imagine an NVIDIA GPU of this compute capability (90: 9.0) with every library installed.",
+        ),
+        click.option("--backend", default=None, help="Lock the call to a kernel or a backend."),
+        standing_options,
+        click.option(
+            "--shape", default=None, help="The tensor for every required argument that is not named."
+        ),
+        click.argument("arguments", nargs=-1, metavar="[NAME=VALUE]..."),
+        click.argument("op"),
+    ):
+        command = option(command)
+    return command
+
+
+@click.command()
+@call_options
+@json_option
+@click.pass_context
+def explain(ctx: click.Context, /, op: str, json_: bool, **asked: Any) -> None:
+    """Show every kernel's verdict on a call and why one is taken.
+
+    \b
+    lz explain attention q=1x32x2048x128:bf16 k=1x8x2048x128:bf16 v=1x8x2048x128:bf16 is_causal=true
+    lz explain rms_norm --shape 4096x4096:bf16 --sm 90
+
+    A tensor is SHAPE[:DTYPE][:grad]; nothing is allocated. Exit status 1: no kernel takes the call.
+    """
+    definition = op_named(op)
+    try:
+        selection = selected(definition, **asked)
+    except NoKernelFoundError as error:
+        refuse(definition, error, json_)
+        ctx.exit(1)
+    if json_:
+        show.as_json(selection.as_plain())
+        return
+    show.line(_headline(selection.request))
+    show.line(f"-> {selection.kernel or 'no kernel'}: {selection.why}")
+    if selection.transforms:
+        show.line(f"transforms: {', '.join(map(str, selection.transforms))}")
+    if selection.when_warm:
+        show.line(f"chosen when warm: {selection.when_warm}")
+    rows = [_row(c, selection.kernel) for c in ranked(selection.trace, selection.kernel)]
+    show.table(f"{len(rows)} kernels", ("kernel", "expected us", "verdict"), rows, mark=selection.kernel)
+
+
+@click.command()
+@call_options
+@json_option
+@click.pass_context
+def which(ctx: click.Context, /, op: str, json_: bool, **asked: Any) -> None:
+    """Print the id of the kernel that a call gets; takes what `explain` takes."""
+    definition = op_named(op)
+    try:
+        selection = selected(definition, **asked)
+    except NoKernelFoundError as error:
+        refuse(definition, error, json_)
+        ctx.exit(1)
+    if json_:
+        show.as_json({"op": op, "kernel": selection.kernel, "expected_us": round(selection.expected_us, 3)})
+    else:
+        show.line(selection.kernel or "nothing to compute: no kernel runs")
+
+
+def selected(
+    op: Op,
+    *,
+    arguments: Sequence[str],
+    shape: str | None,
+    device: str | None,
+    policy_file: str | None,
+    strict: bool,
+    backend: str | None,
+    sm: int | None,
+    cuda: str,
+    batch: int,
+) -> Selection:
+    """The selection for a call that stands in words.
+
+    Raises: NoKernelFoundError: no kernel takes it. click.UsageError: the words, or the arguments they give,
+        are wrong.
+    """
+    if sm is not None and device is not None:
+        raise click.UsageError("--sm imagines a GPU: leave --device out")
+    if sm is not None and backend is not None:
+        raise click.UsageError("--backend locks a call on a device that is here: leave --sm out")
+    with runtime_of(device, policy_file, strict) as runtime:
+        try:
+            _, args = spec.built(op, arguments, shape)
+            args = merged(op, args, batch) if batch > 1 else args
+            if sm is not None:
+                return _imagined(op, args, imagined_gpu(sm, cuda=cuda))
+            return _decided(op, args, runtime, backend)
+        except (ValueError, TypeError, PolicyValidationError) as error:
+            raise click.UsageError(f"{error}\n{spec.usage(op)}") from error
+
+
+def _decided(op: Op, args: Args, runtime: Runtime, backend: str | None) -> Selection:
+    """The choice on a device that is here, as a call there would get it."""
+    device = runtime.device()
+    table = device.table(op, snapshot_here(device, op.name, backend))
+    hardware = device.hardware
+    request = table.describe(args, device.mode())
+    request = request.replace(platform=hardware.platform, device=str(device.device))
+    if op.empty is not None and op.empty(args) is not None:
+        return nothing_to_do(request)
+    return table.fresh(request)
+
+
+def _imagined(op: Op, args: Args, hardware: Hardware) -> Selection:
+    """The choice on hardware that is not here, as if every kernel's library were installed there."""
+    named = dict(zip(inspect.signature(op.build).parameters, args, strict=True))
+    return dry_run(op.name, hardware=hardware, **named)
+
+
+def refuse(op: Op, error: NoKernelFoundError, json_: bool) -> None:
+    """Say why nobody takes the call: every kernel's reasons, and the nearest way to a yes."""
+    trace: tuple[Candidate, ...] = error.trace
+    near = nearest(trace)
+    if json_:
+        candidates = [
+            {"kernel": c.kernel, "reasons": [str(r) for r in c.rejected], "would_take_with": list(_hints(c))}
+            for c in ranked(trace, "")
+        ]
+        plain = {
+            "op": op.name,
+            "kernel": None,
+            "error": str(error),
+            "nearest": near,
+            "candidates": candidates,
+        }
+        show.as_json(plain)
+        return
+    show.line(str(error).partition("\n")[0], bad=True)
+    rows = [
+        (c.kernel, " and ".join(_hints(c)) or "-", "; ".join(map(str, c.rejected))) for c in ranked(trace, "")
+    ]
+    show.table(f"{len(rows)} kernels refuse", ("kernel", "would take it with", "reasons"), rows)
+    if near is not None:
+        show.line(f"nearest: {near}")
+
+
+def nearest(trace: Sequence[Candidate]) -> str | None:
+    """The refusal with the fewest reasons that each have a remedy, as one sentence; None if there is none."""
+    able = [c for c in trace if c.rejected and all(remedy(r) for r in c.rejected)]
+    if not able:
+        return None
+    best = min(able, key=lambda c: (len(c.rejected), c.kernel))
+    return f"{best.kernel} would take it with {' and '.join(_hints(best))}"
+
+
+def remedy(rejected: Rejected) -> str | None:
+    """What a caller could change about the call so that this reason vanishes; None for what is not his."""
+    if rejected.counterfactual:
+        return rejected.counterfactual
+    if rejected.reason.category in CALLERS and rejected.needs:
+        return f"{rejected.field} {rejected.needs}"
+    return None
+
+
+def ranked(trace: Sequence[Candidate], chosen: str) -> list[Candidate]:
+    """The chosen kernel, then those that accept by cost, then those that refuse by number of reasons."""
+
+    def order(candidate: Candidate) -> tuple[int, float, str]:
+        if candidate.kernel == chosen:
+            return (0, 0.0, candidate.kernel)
+        if candidate.takes and candidate.accepted is not None:
+            return (1, candidate.accepted.total_us, candidate.kernel)
+        return (2, float(len(candidate.rejected)), candidate.kernel)
+
+    return sorted(trace, key=order)
+
+
+def _hints(candidate: Candidate) -> tuple[str, ...]:
+    return tuple(dict.fromkeys(text for r in candidate.rejected if (text := remedy(r)) is not None))
+
+
+def _headline(request: Request) -> str:
+    sizes = " ".join(f"{name}={size}" for name, size in request.dims.items())
+    asks = " ".join(sorted(request.features | request.modes))
+    return f"{request.op} on {request.device}, {request.dtype}, {sizes}" + (
+        f", asking {asks}" if asks else ""
+    )
+
+
+def _row(candidate: Candidate, chosen: str) -> tuple[str, str, str]:
+    accepted = candidate.accepted
+    if not candidate.takes or accepted is None:
+        curable = all(remedy(r) for r in candidate.rejected)
+        hints = f" (would take it with {' and '.join(_hints(candidate))})" if curable else ""
+        return (candidate.kernel, "-", "no: " + "; ".join(map(str, candidate.rejected)) + hints)
+    parts = ["taken" if candidate.kernel == chosen else "yes", f"by {accepted.source}"]
+    if accepted.transforms:
+        parts.append(f"+ {accepted.transform_us:.1f} us for {', '.join(map(str, accepted.transforms))}")
+    if accepted.note:
+        parts.append(f"({accepted.note})")
+    return (candidate.kernel, f"{accepted.total_us:.1f}", " ".join(parts))

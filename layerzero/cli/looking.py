@@ -1,0 +1,92 @@
+"""`lz doctor` and `lz kernels`: what is here."""
+
+from __future__ import annotations
+
+import click
+import msgspec
+
+from layerzero.api.inspection import KernelInfo, list_kernels
+from layerzero.cli import show
+from layerzero.cli.options import json_option, op_named, runtime_of, standing_options
+from layerzero.doctor import doctor as examine
+from layerzero.doctor import unfit
+from layerzero.kernel import Capability
+from layerzero.runtime import Runtime
+
+
+@click.command()
+@click.option("--quick", is_flag=True, help="Do not import the optional libraries.")
+@click.option(
+    "--timeout",
+    type=click.FloatRange(min=0, min_open=True),
+    default=60.0,
+    show_default=True,
+    help="Seconds that the import of one library may take.",
+)
+@json_option
+@click.pass_context
+def doctor(ctx: click.Context, quick: bool, timeout: float, json_: bool) -> None:
+    """Examine the installation: hardware, torch, libraries, kernels, health, policy.
+
+    Exit status 1 only where a required part is broken; an optional library may be absent.
+    """
+    report = examine(imports=not quick, timeout_s=timeout)
+    if json_:
+        show.as_json({"ok": report.ok, **msgspec.structs.asdict(report)})
+    else:
+        for title, columns, rows in report.sections():
+            show.table(title, columns, rows)
+        for note in report.notes:
+            show.line(f"note: {note}")
+        for problem in report.problems:
+            show.line(f"problem: {problem}", bad=True)
+        if report.ok:
+            show.line("every required part works")
+    ctx.exit(0 if report.ok else 1)
+
+
+@click.command()
+@click.option("--op", default=None, help="Only the kernels of one op.")
+@click.option("--backend", default=None, help="Only the kernels of one backend.")
+@standing_options
+@json_option
+def kernels(
+    op: str | None,
+    backend: str | None,
+    device: str | None,
+    policy_file: str | None,
+    strict: bool,
+    json_: bool,
+) -> None:
+    """List the kernels and how each stands on a device."""
+    if op is not None:
+        op_named(op)
+    with runtime_of(device, policy_file, strict) as runtime:
+        try:
+            found = list_kernels(op, backend=backend)
+        except ValueError as error:
+            raise click.UsageError(f"--{error}") from error
+        notes = {info.id: _note(info, runtime) for info in found}
+    if json_:
+        show.as_json([{**msgspec.structs.asdict(info), "note": notes[info.id]} for info in found])
+        return
+    rows = [
+        (i.id, i.op, i.state, "yes" if i.default else "", _takes(i.capability), notes[i.id]) for i in found
+    ]
+    show.table(f"{len(rows)} kernels", ("kernel", "op", "state", "default", "takes", "note"), rows)
+
+
+def _note(info: KernelInfo, runtime: Runtime) -> str:
+    """Why the kernel cannot be taken here whatever it is asked, and what would help."""
+    if info.blocked is not None:
+        fix = f"; {info.blocked.counterfactual}" if info.blocked.counterfactual else ""
+        return f"{info.blocked}{fix}"
+    device = runtime.device()
+    kernel = device.registry.get(info.id)
+    return unfit(kernel, device.hardware) if kernel is not None else ""
+
+
+def _takes(capability: Capability) -> str:
+    short = {"float32": "f32", "float16": "f16", "bfloat16": "bf16", "float64": "f64"}
+    dtypes = " ".join(sorted(short.get(dtype, dtype) for dtype in capability.dtypes))
+    return f"{'/'.join(sorted(capability.platforms))}, {dtypes}"

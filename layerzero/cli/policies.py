@@ -1,0 +1,63 @@
+"""`lz policy check FILE`: is a policy file valid, and does all that it names exist."""
+
+from __future__ import annotations
+
+import click
+
+from layerzero.backends import load_builtin
+from layerzero.cli import show
+from layerzero.cli.options import json_option
+from layerzero.errors import PolicyLoadError
+from layerzero.ops import table as ops_table
+from layerzero.policy import load_policy
+from layerzero.policy.policy import describe
+
+
+@click.group()
+def policy() -> None:
+    """Work with policy files."""
+
+
+@policy.command()
+@click.argument("file", type=click.Path(exists=True, dir_okay=False))
+@click.option("--strict", is_flag=True, help="A name that is unknown here is an error, as in strict mode.")
+@json_option
+@click.pass_context
+def check(ctx: click.Context, file: str, strict: bool, json_: bool) -> None:
+    """Check a policy file; an error names the file and the line.
+
+    A rule that names nothing known here is a warning: the file may be meant for another machine.
+    """
+    try:
+        loaded = load_policy(
+            file,
+            known_ops=frozenset(ops_table.names()),
+            known_kernels=frozenset(kernel.id for kernel in load_builtin()),
+            strict=strict,
+        )
+    except PolicyLoadError as error:
+        if json_:
+            show.as_json({"ok": False, "path": error.path, "line": error.line, "error": str(error)})
+        else:
+            show.line(str(error), bad=True)
+        ctx.exit(1)
+    rules = describe(loaded.policy)
+    if json_:
+        warnings = [{"source": found.rule.source, "message": found.message} for found in loaded.findings]
+        show.as_json({"ok": True, "digest": loaded.policy.digest, "rules": rules, "warnings": warnings})
+        return
+    rows = [
+        (
+            rule.source,
+            rule.action,
+            ", ".join(rule.patterns),
+            rule.target,
+            " and ".join(map(str, rule.when)),
+            rule.note,
+        )
+        for rule in loaded.policy.rules
+    ]
+    show.table(f"{len(rows)} rules", ("from", "action", "kernels", "op", "when", "note"), rows)
+    for finding in loaded.findings:
+        show.line(f"warning: {finding.rule.source}: {finding.message}")
+    show.line(f"{file}: valid")

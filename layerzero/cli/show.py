@@ -1,0 +1,48 @@
+"""How results reach the user: rich tables on a terminal, aligned text in a pipe, JSON on demand."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import click
+import msgspec
+
+from layerzero.doctor import aligned
+
+
+def as_json(value: Any) -> None:
+    """Print `value` as JSON with sorted keys and sets, so that equal values print alike."""
+    encoded = msgspec.json.encode(value, order="deterministic")
+    click.echo(msgspec.json.format(encoded, indent=2).decode())
+
+
+def table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]], *, mark: str = "") -> None:
+    """Print one table; the row whose first cell is `mark` stands out on a terminal."""
+    if not sys.stdout.isatty():
+        click.echo(title)
+        click.echo(aligned([tuple(columns), *map(tuple, rows)] if rows else []))
+        return
+    from rich.console import Console
+
+    Console().print(drawn(title, columns, rows, mark=mark))
+
+
+def drawn(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]], *, mark: str = "") -> Any:
+    """The table as rich draws it; cells are text, never markup."""
+    from rich.table import Table
+    from rich.text import Text
+
+    made = Table(title=title, title_justify="left", caption=None if rows else "none", header_style="bold")
+    for name in columns:
+        made.add_column(name, overflow="fold")
+    for row in rows:
+        chosen = bool(mark) and row[0] == mark
+        made.add_row(*(Text(cell) for cell in row), style="bold green" if chosen else None)
+    return made
+
+
+def line(text: str, *, bad: bool = False) -> None:
+    """Print one line; coloured where it reports a problem on a terminal."""
+    click.secho(text, fg="red" if bad else None)

@@ -1,0 +1,134 @@
+"""The optional libraries: which are installed, what to install, and whether each imports here.
+
+An import runs in a child process with a time limit, because a library built against another torch can end
+the process that imports it.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Literal
+
+import msgspec
+
+State = Literal["works", "missing", "broken", "installed", "ended"]
+DISTRIBUTION = "layerzero-runtime"
+_CHILD = "import importlib, sys; importlib.import_module(sys.argv[1])"
+_SAID = 300
+
+
+class Library(msgspec.Struct, frozen=True):
+    """One library: its `backend` name, the distribution, the module to import, and the extra that brings it.
+
+    `ended` says why it is not used any more; such a library is reported and never imported.
+    """
+
+    backend: str
+    distribution: str
+    module: str
+    extra: str = ""
+    ended: str = ""
+
+    @property
+    def install(self) -> str:
+        """The command that installs it."""
+        return (
+            f"pip install '{DISTRIBUTION}[{self.extra}]'"
+            if self.extra
+            else f"pip install {self.distribution}"
+        )
+
+
+class Found(msgspec.Struct, frozen=True, kw_only=True):
+    """What became of one library: `state`, the installed version, one sentence, and what would change it."""
+
+    backend: str
+    state: State
+    version: str | None = None
+    detail: str = ""
+    install: str = ""
+
+
+IPEX_ENDED = (
+    "its development has ended: 2.8.0 was the last release and the repository was archived in March 2026; "
+    "torch itself carries the oneDNN kernels"
+)
+LIBRARIES: tuple[Library, ...] = (
+    Library("flashinfer", "flashinfer-python", "flashinfer", "flashinfer"),
+    Library("flash_attn", "flash-attn", "flash_attn", "flash-attn"),
+    Library("liger", "liger-kernel", "liger_kernel.transformers", "liger"),
+    Library("zentorch", "zentorch", "zentorch", "zentorch"),
+    Library("xformers", "xformers", "xformers.ops"),
+    Library("triton", "triton", "triton"),
+    Library("transformers", "transformers", "transformers", "hf"),
+    Library("safetensors", "safetensors", "safetensors.torch", "hf"),
+    Library("tokenizers", "tokenizers", "tokenizers", "tokenizers"),
+    Library("ray", "ray", "ray", "ray"),
+    Library("prometheus", "prometheus_client", "prometheus_client", "serve"),
+    Library("ipex", "intel-extension-for-pytorch", "intel_extension_for_pytorch", "", IPEX_ENDED),
+)
+
+
+def examine(
+    libraries: Iterable[Library] = LIBRARIES, *, imports: bool = True, timeout_s: float = 60.0
+) -> tuple[Found, ...]:
+    """How each library stands, in order; with `imports` every installed one is imported in a child."""
+    with ThreadPoolExecutor(max_workers=2, thread_name_prefix="layerzero-doctor") as pool:
+        return tuple(pool.map(lambda library: _one(library, imports, timeout_s), libraries))
+
+
+def _one(library: Library, imports: bool, timeout_s: float) -> Found:
+    try:
+        version = importlib.metadata.version(library.distribution)
+    except importlib.metadata.PackageNotFoundError:
+        if library.ended:
+            return Found(backend=library.backend, state="ended", detail=f"not installed; {library.ended}")
+        return Found(backend=library.backend, state="missing", install=library.install)
+    if library.ended:
+        detail = f"installed and not used; {library.ended}"
+        return Found(backend=library.backend, state="ended", version=version, detail=detail)
+    if not imports:
+        return Found(backend=library.backend, state="installed", version=version)
+    failure = import_failure(library.module, timeout_s)
+    if failure is None:
+        return Found(backend=library.backend, state="works", version=version)
+    return Found(
+        backend=library.backend, state="broken", version=version, detail=failure, install=library.install
+    )
+
+
+def import_failure(module: str, timeout_s: float) -> str | None:
+    """Why `module` does not import in a fresh interpreter, in one sentence; None where it does."""
+    path = os.pathsep.join(entry for entry in sys.path if entry)
+    try:
+        child = subprocess.run(
+            [sys.executable, "-c", _CHILD, module],
+            capture_output=True,
+            text=True,
+            errors="replace",
+            timeout=timeout_s,
+            check=False,
+            stdin=subprocess.DEVNULL,
+            env={**os.environ, "PYTHONPATH": path},
+        )
+    except subprocess.TimeoutExpired:
+        return f"importing {module} did not end within {timeout_s:g} s"
+    if child.returncode == 0:
+        return None
+    if child.returncode < 0:
+        return f"importing {module} ended the process by {_signal_name(-child.returncode)}"
+    said = [line for line in child.stderr.splitlines() if line.strip()]
+    return (said[-1] if said else f"exit status {child.returncode}")[:_SAID]
+
+
+def _signal_name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
