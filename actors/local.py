@@ -59,7 +59,12 @@ class LocalDevice:
         self.hardware = hardware or probe(self.device)
         self.clock: Clock = clock or MonotonicClock()
         self.health = Health(
-            settings, self.clock.now, store=store, device=str(self.device), changed=lambda _: self.refresh()
+            settings,
+            self.clock.now,
+            store=store,
+            device=str(self.device),
+            environment=environment_of(self.hardware),
+            changed=lambda _: self.refresh(),
         )
         self.counters = counters if counters is not None else Counters()
         self.fronts: Any = None
@@ -85,6 +90,7 @@ class LocalDevice:
     def set_settings(self, settings: Settings) -> None:
         """Put other settings in force."""
         self.settings = settings
+        self.health.set_settings(settings)
         self._settle()
         self.refresh()
 
@@ -290,6 +296,12 @@ class LocalDevice:
     def kernels(self) -> tuple[Kernel, ...]:
         """Every kernel registered on this device."""
         return self.registry.all()
+
+
+def environment_of(hardware: Hardware) -> str:
+    """What a stored quarantine holds for: the device's kind and the software under it."""
+    parts = (hardware.name, hardware.torch, hardware.cuda, hardware.driver)
+    return " / ".join(part for part in parts if part)
 
 
 def device_of(args: Args) -> torch.device:

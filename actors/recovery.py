@@ -39,15 +39,18 @@ class Recovery:
         if not op.pure:
             raise self._failed(plan.kernel, error, f"{op.name} changes its inputs, so no other kernel may repeat it")
         device = self._device
+        failed = [(plan.kernel, error)]
         for kernel_id in selection.order:
             if kernel_id == plan.kernel or kernel_id in device.health.blocked():
                 continue
             try:
                 result = device.callable_for(op, selection, kernel_id)(*args)
             except Exception as other:
-                log.warning("kernel.failed", kernel=kernel_id, op=op.name, error=_short(other))
+                failed.append((kernel_id, other))
                 continue
-            self._count(plan, kernel_id, error)
+            for broken, why in failed:
+                self._count(plan, broken, kernel_id, why)
+            device.health.success(kernel_id)
             return result, self._note(plan, kernel_id, error)
         if isinstance(error, _ARGUMENT_ERRORS):
             raise error
@@ -62,11 +65,11 @@ class Recovery:
         except (ValueError, TypeError) as fault:
             raise fault from error
 
-    def _count(self, plan: Plan, used: str, error: Exception) -> None:
+    def _count(self, plan: Plan, broken: str, used: str, error: Exception) -> None:
         device = self._device
-        device.counters.add("fallbacks", kernel=plan.kernel)
-        log.warning("kernel.fell_back", kernel=plan.kernel, used=used, op=plan.op.name, error=_short(error))
-        device.health.failure(plan.kernel, _short(error), op=plan.op.name)
+        device.counters.add("fallbacks", kernel=broken)
+        log.warning("kernel.fell_back", kernel=broken, used=used, op=plan.op.name, error=_short(error))
+        device.health.failure(broken, _short(error), op=plan.op.name)
 
     def _note(self, plan: Plan, used: str, error: Exception) -> Plan:
         """The plan as it really ran, for `last_selection`."""
@@ -89,6 +92,8 @@ class Recovery:
         device = self._device
 
         def probing(*args: Any) -> Any:
+            if op.guard is not None:
+                op.guard(args)
             token = device.health.take_probe(kernel_id)
             if token is None:
                 return self._others(op, kernel_id, selection, args)

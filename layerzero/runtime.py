@@ -21,12 +21,12 @@ from layerzero.actors.local import LocalDevice
 from layerzero.actors.registry import Registry
 from layerzero.backends import availability, load_builtin
 from layerzero.clock import Clock, MonotonicClock, Timer
-from layerzero.errors import ConfigurationError, RuntimeClosedError
+from layerzero.errors import ConfigurationError, PolicyValidationError, RuntimeClosedError
 from layerzero.health import Store
 from layerzero.kernel import Kernel
 from layerzero.lanes import attach
 from layerzero.ops import table as ops_table
-from layerzero.policy import EMPTY, Policy, environment_policy, load_policy, merge
+from layerzero.policy import EMPTY, Policy, check_names, environment_policy, load_policy, merge
 from layerzero.settings import Settings
 from layerzero.telemetry import Counters
 
@@ -58,7 +58,7 @@ class Runtime:
         self._lock = threading.RLock()
         self._timer: Timer | None = None
         self._extra: list[Kernel] = []
-        self._outside = merge(self._file_policy(), environment_policy())
+        self._outside = self._outside_policy()
         self._closers: list[Callable[[], None]] = []
         self.policy: Policy = self._in_force()
         _ALL.add(self)
@@ -135,6 +135,17 @@ class Runtime:
 
     # -- policy -----------------------------------------------------------------------------------
 
+    def _outside_policy(self) -> Policy:
+        """What file and environment ask for; names that nothing here has are logged, or refused when strict."""
+        environment = environment_policy()
+        if environment:
+            ops, kernels = frozenset(ops_table.names()), frozenset(k.id for k in self._kernels())
+            for finding in check_names(environment, known_ops=ops, known_kernels=kernels):
+                if self.settings.strict:
+                    raise PolicyValidationError(finding.message, rule=finding.rule)
+                log.warning("policy.rule_unmatched", rule=str(finding.rule), message=finding.message)
+        return merge(self._file_policy(), environment)
+
     def _file_policy(self) -> Policy:
         if self.settings.policy is None:
             return EMPTY
@@ -175,7 +186,7 @@ class Runtime:
             settings = self.settings.replace(policy=os.fspath(path))
             before, self.settings = self.settings, settings
             try:
-                outside = merge(self._file_policy(), environment_policy())
+                outside = self._outside_policy()
             except BaseException:
                 self.settings = before
                 raise
@@ -200,7 +211,7 @@ class Runtime:
             if settings.device != self.settings.device or settings.policy != self.settings.policy:
                 before, self.settings = self.settings, settings
                 try:
-                    self._outside = merge(self._file_policy(), environment_policy())
+                    self._outside = self._outside_policy()
                 except BaseException:
                     self.settings = before
                     raise

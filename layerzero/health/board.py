@@ -57,6 +57,12 @@ class Health:
             if record.device in ("*", device) and record.environment in ("*", environment):
                 self._breaker(record.kernel).quarantine(self._clock(), record.why or "quarantined earlier")
 
+    def set_settings(self, settings: Settings) -> None:
+        """Put other limits in force, for breakers that exist and for those to come."""
+        self._settings = settings
+        for breaker in self._all():
+            breaker.set_settings(settings)
+
     def failure(self, kernel: str, why: str, **facts: object) -> Transition | None:
         """A call of `kernel` failed; `facts` (op, sizes, dtype) go to the log."""
         log.warning(KERNEL_FAILED, kernel=kernel, why=why[:MAX_WHY], **facts)

@@ -131,6 +131,11 @@ class Breaker:
         """When an open breaker begins probation, or None."""
         return self._next_probe_at
 
+    def set_settings(self, settings: Settings) -> None:
+        """Judge later events by other limits; the present state stays."""
+        with self._lock:
+            self._settings = settings
+
     def failure(self, now: float, why: str) -> Transition | None:
         """An ordinary call failed at `now`."""
         with self._lock:

@@ -181,7 +181,7 @@ def refusal(op: Op, request: Request, trace: Sequence[Candidate], lock: Rule | N
         head = f"the lock `{lock}` cannot hold: {head}"
     lines = [f"  {c.kernel}: {'; '.join(str(r) for r in c.rejected)}" for c in ordered]
     hints = [r.counterfactual for r in ordered[0].rejected if r.counterfactual]
-    near = f"\nnearest: {ordered[0].kernel} would take it with {' and '.join(hints)}" if hints else ""
+    near = f"\nnearest: {ordered[0].kernel} takes it given {' and '.join(hints)}" if hints else ""
     return head + "\n" + "\n".join(lines) + near
 
 
