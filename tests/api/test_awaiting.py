@@ -215,3 +215,30 @@ async def test_awaited_equals_blocking_for_every_op(runtime: Runtime) -> None:
         awaited = await getattr(lz, name)(*arguments)
         blocking = getattr(layerzero.sync, name)(*arguments)
         torch.testing.assert_close(awaited, blocking)
+
+
+@pytest.mark.asyncio
+async def test_threads_and_coroutines_on_one_key_cause_one_decision(runtime: Runtime) -> None:
+    """100 threads and 1,000 coroutines meet a new key: it is decided once, and everybody is served."""
+    import threading
+
+    x = torch.randn(5, 16)
+    barrier = threading.Barrier(100)
+    out: list[torch.Tensor] = []
+
+    def blocking() -> None:
+        barrier.wait()
+        out.append(layerzero.sync.layer_norm(x))
+
+    threads = [threading.Thread(target=blocking) for _ in range(100)]
+    for thread in threads:
+        thread.start()
+    awaited = await asyncio.gather(*[lz.layer_norm(x) for _ in range(1000)])
+    for thread in threads:
+        await asyncio.to_thread(thread.join)
+    table = runtime.device("cpu").snapshot.tables["layer_norm"]
+    single = {plan.request.dims["N"] for hot in table.hot for plan in hot.values()}
+    assert len(awaited) == 1000 and len(out) == 100
+    assert table.computed == len({key for key in table.keyed}) <= len(single)
+    want = torch.nn.functional.layer_norm(x, (16,))
+    assert all(torch.allclose(t, want, atol=1e-6) for t in [*awaited, *out])
