@@ -254,6 +254,25 @@ def test_an_interrupt_during_a_batch_strands_nobody() -> None:
     assert isinstance(seen[0], RuntimeClosedError)
 
 
+def test_a_caller_that_stops_the_loop_strands_nobody() -> None:
+    """SystemExit out of the first caller leaves the loop; run again, the others have their results."""
+    loop = asyncio.new_event_loop()
+    front = Front(loop, Device(), cast(Worker, HandWorker()))
+
+    async def caller(value: int) -> Any:
+        result = await front.submit(Ticket(OP, (value,), "g"))
+        if value == 0:
+            raise SystemExit(3)
+        return result
+
+    tasks = [loop.create_task(caller(value)) for value in range(3)]
+    with pytest.raises(SystemExit):
+        loop.run_forever()
+    assert loop.run_until_complete(asyncio.wait_for(asyncio.gather(*tasks[1:]), 5)) == [2, 4]
+    assert isinstance(tasks[0].exception(), SystemExit)
+    loop.close()
+
+
 @pytest.mark.asyncio
 async def test_closing_answers_everybody(worker: Worker) -> None:
     """Queued and running callers get RuntimeClosedError, the late batch lands without harm."""

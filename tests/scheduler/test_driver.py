@@ -231,6 +231,7 @@ async def test_a_batch_runs_in_nobodys_context(worker: Worker) -> None:
             seen.append(SECRET.get())
             return super().execute(op, calls, modes)
 
+    SECRET.set("whoever made the front")
     front = Front(asyncio.get_running_loop(), Looks(), worker)
 
     async def caller(name: str) -> str:

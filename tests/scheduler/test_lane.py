@@ -412,6 +412,9 @@ class LaneMachine(RuleBasedStateMachine):
         assert lane.queued_bytes == sum(t.bytes for t in self.tickets if t.state == QUEUED)
         assert lane.running == sum(t.state in (RUNNING, DETACHED) for t in self.tickets)
         assert lane.queued <= lane.caps.queue_items
+        for waiting in list(lane._backlog)[:1]:
+            full = lane.queued_bytes + waiting.bytes > lane.caps.queue_bytes
+            assert lane.queued and (full or lane.queued == lane.caps.queue_items), "room goes to who waits"
         assert len(lane.sweep.pending) <= lane.queued
         assert all(slot.count > 0 for slot in lane.sweep.pending)
         assert sum(slot.count for slot in lane.sweep.pending) == lane.queued
