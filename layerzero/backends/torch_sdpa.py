@@ -159,6 +159,8 @@ def _returning(function: Callable[..., Any]) -> Callable[[], Callable[..., Any]]
 
 _H200 = "one H200, torch 2.11.0+cu130, bf16, causal prefill 2048, 32/8 heads of 128: {} us, least {} us"
 
+_CPU = "scripts/measure_efficiency.py, AMD EPYC with AVX-512, 1 thread"
+
 
 KERNELS: tuple[Kernel, ...] = (
     Kernel(
@@ -188,7 +190,7 @@ KERNELS: tuple[Kernel, ...] = (
             limits=(_SAME_HEAD_SIZES,),
         ),
         load=_returning(flash_cpu),
-        efficiency=Efficiency(0.3, 0.5, 12.0, "estimate"),
+        efficiency=Efficiency(0.4, 0.8, 9.0, _CPU),
         rank=40,
     ),
     Kernel(
@@ -205,7 +207,7 @@ KERNELS: tuple[Kernel, ...] = (
             batch_invariant=True,
         ),
         load=_returning(by_sequence),
-        efficiency=Efficiency(0.2, 0.3, 30.0, "estimate"),
+        efficiency=Efficiency(0.3, 0.5, 20.0, _CPU),
         rank=90,
     ),
     Kernel(
@@ -219,7 +221,7 @@ KERNELS: tuple[Kernel, ...] = (
             layouts=frozenset({"BHSD"}),
         ),
         load=_returning(default),
-        efficiency=Efficiency(0.3, 0.5, 15.0, "estimate"),
+        efficiency=Efficiency(0.4, 0.8, 7.0, _CPU),
         rank=45,
         default=True,
     ),

@@ -149,6 +149,11 @@ def test_batch_invariance_holds_where_claimed(kernel: Kernel) -> None:
                     assert row_bits_hold(kernel, dtype, dims, ask), (dtype, dims, ask)
 
 
+def _weighed(out: Tensor) -> Tensor:
+    """A sum in which no two elements count alike: a plain sum of normed rows has no gradient."""
+    return (out * torch.arange(out.numel(), dtype=out.dtype).cos().view(out.shape)).sum()
+
+
 @every_kernel
 def test_gradients_equal_the_references(kernel: Kernel) -> None:
     """Where a gradient is promised, every floating operand gets the float64 reference's."""
@@ -167,11 +172,10 @@ def test_gradients_equal_the_references(kernel: Kernel) -> None:
             continue
         leaves = [a for a in args if isinstance(a, Tensor) and a.requires_grad]
         ours, truths = (
-            torch.autograd.grad([o.sum() for o in cases.as_tuple(run(*args)) if o.requires_grad], leaves)
+            torch.autograd.grad([_weighed(o) for o in cases.as_tuple(run(*args)) if o.requires_grad], leaves)
             for run in (loaded(kernel), op.reference)
         )
         for mine, true in zip(ours, truths, strict=True):
-            problems = tolerances.disagreements(mine, true, true)
-            assert not problems, (str(case), problems)
+            torch.testing.assert_close(mine, true)
         compared += len(leaves)
     assert compared or kernel.op == "alibi" or "float64" not in kernel.capability.dtypes
