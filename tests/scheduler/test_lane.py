@@ -234,6 +234,18 @@ def test_cancelling_removes_detaches_or_does_nothing() -> None:
     assert conserved(lane) and lane.idle
 
 
+def test_room_goes_to_who_waits_longest_however_it_is_made() -> None:
+    """A cancelled or expired ticket lets the next one in, also when the one in front of it has gone."""
+    lane = Lane(Caps(queue_items=1))
+    first, second, third, fourth = put(lane, call(), call(), call(deadline=1.0), call())
+    assert lane.cancel(first) and second.state == QUEUED and third.state == WAITING
+    assert lane.cancel(second) and third.state == QUEUED
+    assert lane.expire(2.0) == [third] and fourth.state == QUEUED
+    lane = Lane(Caps(queue_bytes=10))
+    _, large, small = put(lane, call(bytes=5), call(bytes=20), call(bytes=5))
+    assert lane.cancel(large) and small.state == QUEUED
+
+
 def test_draining_refuses_and_abandoning_ends() -> None:
     """After `drain` new tickets are rejected; `abandon` fails what has not started."""
     lane = Lane(Caps(queue_items=1))
