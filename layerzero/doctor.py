@@ -188,7 +188,7 @@ def _torch(problems: list[str]) -> Torch:
     )
     devices = tuple(device for device in found if device is not None)
     return Torch(
-        version=torch.__version__,
+        version=str(torch.__version__),
         onednn=onednn_version(torch.__config__.show()) if torch.backends.mkldnn.is_available() else None,
         cuda=torch.version.cuda,
         hip=torch.version.hip,

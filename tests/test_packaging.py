@@ -135,9 +135,15 @@ EVERY_MODULE = """
 import importlib, json, pkgutil, sys
 import torch
 import layerzero
-for module in pkgutil.walk_packages(layerzero.__path__, "layerzero."):
-    if module.name.split(".")[1] not in ("__main__", "cli", "report", "integrations"):
-        importlib.import_module(module.name)
+
+def load(path, prefix):  # pkgutil.walk_packages would import the packages that are left out, too
+    for module in pkgutil.iter_modules(path, prefix):
+        if module.name.split(".")[1] not in ("__main__", "cli", "report", "integrations"):
+            loaded = importlib.import_module(module.name)
+            if module.ispkg:
+                load(loaded.__path__, module.name + ".")
+
+load(layerzero.__path__, "layerzero.")
 print(json.dumps(sorted({name.partition(".")[0] for name in sys.modules})))
 """
 

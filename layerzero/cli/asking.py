@@ -158,7 +158,7 @@ def refuse(op: Op, error: NoKernelFoundError, json_: bool) -> None:
     near = nearest(trace)
     if json_:
         candidates = [
-            {"kernel": c.kernel, "reasons": [str(r) for r in c.rejected], "would_take_with": list(_hints(c))}
+            {"kernel": c.kernel, "reasons": [str(r) for r in c.rejected], "would_take_with": list(cures(c))}
             for c in ranked(trace, "")
         ]
         plain = {
@@ -172,7 +172,7 @@ def refuse(op: Op, error: NoKernelFoundError, json_: bool) -> None:
         return
     show.line(str(error).partition("\n")[0], bad=True)
     rows = [
-        (c.kernel, " and ".join(_hints(c)) or "-", "; ".join(map(str, c.rejected))) for c in ranked(trace, "")
+        (c.kernel, " and ".join(cures(c)) or "-", "; ".join(map(str, c.rejected))) for c in ranked(trace, "")
     ]
     show.table(f"{len(rows)} kernels refuse", ("kernel", "would take it with", "reasons"), rows)
     if near is not None:
@@ -180,12 +180,18 @@ def refuse(op: Op, error: NoKernelFoundError, json_: bool) -> None:
 
 
 def nearest(trace: Sequence[Candidate]) -> str | None:
-    """The refusal with the fewest reasons that each have a remedy, as one sentence; None if there is none."""
-    able = [c for c in trace if c.rejected and all(remedy(r) for r in c.rejected)]
+    """The refusal with the fewest reasons that the caller can remove, as one sentence; None if none is."""
+    able = [c for c in trace if cures(c)]
     if not able:
         return None
     best = min(able, key=lambda c: (len(c.rejected), c.kernel))
-    return f"{best.kernel} would take it with {' and '.join(_hints(best))}"
+    return f"{best.kernel} would take it with {' and '.join(cures(best))}"
+
+
+def cures(candidate: Candidate) -> tuple[str, ...]:
+    """The changes to the call with which this kernel would take it; empty where changes do not suffice."""
+    found = [remedy(rejected) for rejected in candidate.rejected]
+    return tuple(dict.fromkeys(text for text in found if text)) if all(found) else ()
 
 
 def remedy(rejected: Rejected) -> str | None:
@@ -210,10 +216,6 @@ def ranked(trace: Sequence[Candidate], chosen: str) -> list[Candidate]:
     return sorted(trace, key=order)
 
 
-def _hints(candidate: Candidate) -> tuple[str, ...]:
-    return tuple(dict.fromkeys(text for r in candidate.rejected if (text := remedy(r)) is not None))
-
-
 def _headline(request: Request) -> str:
     sizes = " ".join(f"{name}={size}" for name, size in request.dims.items())
     asks = " ".join(sorted(request.features | request.modes))
@@ -225,8 +227,7 @@ def _headline(request: Request) -> str:
 def _row(candidate: Candidate, chosen: str) -> tuple[str, str, str]:
     accepted = candidate.accepted
     if not candidate.takes or accepted is None:
-        curable = all(remedy(r) for r in candidate.rejected)
-        hints = f" (would take it with {' and '.join(_hints(candidate))})" if curable else ""
+        hints = f" (would take it with {' and '.join(cures(candidate))})" if cures(candidate) else ""
         return (candidate.kernel, "-", "no: " + "; ".join(map(str, candidate.rejected)) + hints)
     parts = ["taken" if candidate.kernel == chosen else "yes", f"by {accepted.source}"]
     if accepted.transforms:
