@@ -16,7 +16,6 @@ SOFTCAP_FACTOR = 3.0
 # output's root mean square; half precision results by their own rounding alone.
 ULPS = {torch.float32: 64.0, torch.float64: 64.0, torch.float16: 1.0, torch.bfloat16: 1.0}
 TILE_ROWS = 128
-MATCHED_SHARE = 0.99
 
 
 def disagreements(out: Tensor, truth: Tensor, baseline: Tensor, *, softcap: bool = False) -> list[str]:

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from rich.console import Console
 from rich.table import Table
+from torch import Tensor
 
 from layerzero.backends import availability, load_builtin
 from layerzero.hardware import Hardware, probe
@@ -37,7 +38,10 @@ SHAPES: dict[str, Shapes] = {
 
 def call(op: str, shape: tuple[int, ...], dtype: torch.dtype) -> Args:
     """The arguments of one call of `op` at `shape`."""
-    rand = lambda *s: torch.randn(s).to(dtype)  # noqa: E731
+
+    def rand(*size: int) -> Tensor:
+        return torch.randn(size).to(dtype)
+
     built: dict[str, Callable[[], list[Any]]] = {
         "attention": lambda: [rand(*shape), rand(*shape), rand(*shape)],
         "rms_norm": lambda: [rand(*shape), rand(shape[-1])],

@@ -16,7 +16,7 @@ ATTENTION = table.get("attention")
 def attended(dtype: torch.dtype, asks: tuple[str, ...] = ("causal",)) -> tuple[Tensor, Tensor, Tensor]:
     """(torch's answer, the truth, the baseline) of one causal call."""
     args = cases.call(cases.Case("attention", asks, {"B": 1, "Sq": 150, "Sk": 150, "D": 32}), dtype)
-    out = torch.nn.functional.scaled_dot_product_attention(*args[:3], is_causal=True)
+    out = torch.nn.functional.scaled_dot_product_attention(args[0], args[1], args[2], is_causal=True)
     return out, cases.truth(ATTENTION, args)[0], cases.baseline(ATTENTION, args)[0]
 
 
