@@ -1,0 +1,256 @@
+"""What LayerZero adds to a call, row by row, beside its peers in the same run.
+
+    python benchmarks/hot_path.py            # a few minutes; writes benchmarks/results/hot_path.json
+    python benchmarks/hot_path.py --quick    # seconds: only shows that every row runs
+
+Rows: a a table hit, b a blocking call, c a miss, d the first call of a process, e an awaited call, f a bound
+callable; and what a hit allocates, and what policy swaps do to running threads. A null kernel (it returns a
+tensor made before) takes the place of the real one where only our own cost is meant. The peers need the
+extra `bench`; `peers.py` says what each of them is asked.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import awaiting
+import peers
+import tables
+import torch
+from harness import Plan, distribution, environment, interleave, over, show, singles, us, write
+from torch import Tensor
+
+import layerzero as lz
+from layerzero.actors.local import LocalDevice
+from layerzero.ops import table as ops_table
+
+RESULTS = Path(__file__).resolve().parent / "results" / "hot_path.json"
+DISTRIBUTIONS = (
+    "layerzero-runtime", "transformers", "kernels", "diffusers", "flashinfer-bench", "kernel-set", "zentorch",
+)  # fmt: skip
+
+# Floors are promises, aims what we hold ourselves to; microseconds unless a name says otherwise.
+BOUNDS: dict[str, dict[str, float]] = {
+    "a_hit": {"floor": 1.0, "aim": 0.1},
+    "a_hit_p99": {"floor": 10.0, "aim": 10.0},
+    "b_attention": {"floor": 5.0, "aim": 2.0},
+    "b_linear": {"floor": 5.0, "aim": 2.0},
+    "b_rms_norm": {"floor": 5.0, "aim": 2.0},
+    "c_miss_100_kernels": {"floor": 1000.0, "aim": 100.0},
+    "d_first_call": {"floor": 10_000.0, "aim": 10_000.0},
+    "d_import": {"floor": 60_000.0, "aim": 60_000.0},
+    "e_lone_inline": {"floor": 10.0, "aim": 1.0},
+    "e_lone_worker": {"floor": 60.0, "aim": 60.0},
+    "e_one_of_64": {"floor": 5.0, "aim": 2.5},
+    "e_one_of_64_spawn": {"floor": 5.0, "aim": 1.5},
+    "f_guarded": {"floor": 0.6, "aim": 0.6},
+    "f_unguarded": {"floor": 0.1, "aim": 0.1},
+}
+
+
+def operands(op: str) -> tuple[Tensor, ...]:
+    """Small operands, so that the kernel does not bury what is measured."""
+    torch.manual_seed(0)
+    if op == "attention":
+        return tuple(torch.randn(1, 8, 16, 64) for _ in range(3))
+    if op == "linear":
+        return torch.randn(1, 64), torch.randn(64, 64)
+    return torch.randn(1, 64), torch.randn(64)
+
+
+def null_kernel(op: str, out: Tensor) -> lz.Kernel:
+    """A kernel that does nothing: it hands back a tensor made before."""
+
+    def null(*_: Any) -> Tensor:
+        return out
+
+    return lz.Kernel(
+        id=f"bench.{op}.null",
+        op=op,
+        backend="bench",
+        capability=lz.Capability(
+            source="takes anything",
+            features=tables.FEATURES,
+            layouts=frozenset({"BHSD"}) if op == "attention" else frozenset(),
+        ),
+        load=lambda: null,
+        efficiency=lz.Efficiency(1.0, 1.0, 0.001, "does nothing"),
+    )
+
+
+def device() -> LocalDevice:
+    """The CPU's device in the runtime in force."""
+    return lz.Runtime.device(_runtime(), "cpu")
+
+
+def _runtime() -> lz.Runtime:
+    from layerzero.runtime import current
+
+    return current()
+
+
+# -- b and f ------------------------------------------------------------------------------------------
+
+
+def blocking(plan: Plan, op: str) -> dict[str, Any]:
+    """Row b: the blocking op over its own kernel called directly, the real one and a null one."""
+    args = operands(op)
+    result = {"real": _over_kernel(plan, op, args)}
+    out = getattr(lz.sync, op)(*args)
+    runtime = _runtime()
+    kernel = null_kernel(op, out)
+    runtime.add_kernel(kernel)
+    lz.lock(op, kernel.id)
+    try:
+        result["null"] = _over_kernel(plan, op, args)
+    finally:
+        lz.unlock(op)
+        runtime.remove_kernel(kernel.id)
+    result["over_us"] = result["null"]["over"]["cpu_us"]["median"]
+    return result
+
+
+def _over_kernel(plan: Plan, op: str, args: tuple[Tensor, ...]) -> dict[str, Any]:
+    call = getattr(lz.sync, op)
+    signature, full = ops_table.get(op).build(*args)
+    here = device()
+    direct = here.plan(ops_table.get(op), signature, full, here.mode()).call
+    guarded, bare = lz.bind(op, *args), lz.bind(op, *args, guard=False)
+    if len(args) == 3:
+        q, k, v = args
+        calls: dict[str, Callable[[], Any]] = {
+            "direct": lambda: direct(*full),
+            "sync": lambda: call(q, k, v),
+            "guarded": lambda: guarded(q, k, v),
+            "unguarded": lambda: bare(q, k, v),
+        }
+    else:
+        x, w = args
+        calls = {
+            "direct": lambda: direct(*full),
+            "sync": lambda: call(x, w),
+            "guarded": lambda: guarded(x, w),
+            "unguarded": lambda: bare(x, w),
+        }
+    arms = interleave(plan, **calls)
+    base = arms["direct"]
+    return {
+        "kernel": lz.which(op, *args),
+        "kernel_us": us(base),
+        "over": over(arms["sync"], base),
+        "bound_guarded": over(arms["guarded"], base),
+        "bound_unguarded": over(arms["unguarded"], base),
+        "single_calls": distribution(singles(calls["sync"], plan.singles)),
+        "build": _build_cost(plan, op, args),
+    }
+
+
+def _build_cost(plan: Plan, op: str, args: tuple[Tensor, ...]) -> dict[str, Any]:
+    build = ops_table.get(op).build
+    return us(interleave(plan, build=lambda: build(*args))["build"])
+
+
+# -- the whole ------------------------------------------------------------------------------------------
+
+
+def measure(plan: Plan) -> dict[str, Any]:
+    """Every row; what each returns stands under its letter."""
+    rows: dict[str, Any] = {}
+    q, k, v = operands("attention")
+    rows["a"] = tables.hits(plan, device(), (q, k, v))
+    rows["b"] = {op: blocking(plan, op) for op in ("attention", "linear", "rms_norm")}
+    rows["c"] = tables.misses(plan)
+    rows["d"] = tables.first_calls(plan)
+    rows["e"] = awaiting.measure(plan, null_kernel)
+    rows["allocation"] = tables.allocation(plan, (q, k, v))
+    rows["swaps"] = tables.swaps(plan)
+    rows["peers"] = peers.compare(plan, q, k, v)
+    return rows
+
+
+def verdicts(rows: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """Each bounded number beside its floor and aim."""
+    attention = rows["b"]["attention"]["null"]
+    found: dict[str, float | None] = {
+        "a_hit": rows["a"]["hit"]["cpu_us"]["median"],
+        "a_hit_p99": rows["a"]["single_hits"]["p99_us"],
+        "b_attention": rows["b"]["attention"]["over_us"],
+        "b_linear": rows["b"]["linear"]["over_us"],
+        "b_rms_norm": rows["b"]["rms_norm"]["over_us"],
+        "c_miss_100_kernels": rows["c"]["100 kernels"]["cpu_us"]["median"],
+        "d_first_call": rows["d"]["first_call_us"]["median"],
+        "d_import": rows["d"]["import_us"]["median"],
+        "e_lone_inline": rows["e"]["lone_inline"]["cpu_us"]["median"],
+        "e_lone_worker": rows["e"]["lone_worker"]["wall_us"]["median"],
+        "e_one_of_64": rows["e"]["one_of_64"]["rejoined"]["beyond_kernel"]["cpu_us"]["median"],
+        "e_one_of_64_spawn": (rows["e"]["one_of_64_spawn"] or {}).get("cpu_us", {}).get("median"),
+        "f_guarded": attention["bound_guarded"]["cpu_us"]["median"],
+        "f_unguarded": attention["bound_unguarded"]["cpu_us"]["median"],
+    }
+    return {
+        name: {
+            "us": value,
+            **BOUNDS[name],
+            "meets_floor": None if value is None else value < BOUNDS[name]["floor"],
+            "meets_aim": None if value is None else value < BOUNDS[name]["aim"],
+        }
+        for name, value in found.items()
+    }
+
+
+def render(record: dict[str, Any]) -> None:
+    """The record as two tables."""
+    marks = {True: "yes", False: "NO", None: "-"}
+    show(
+        "hot path, microseconds",
+        ("row", "measured", "floor", "", "aim", ""),
+        [
+            (
+                name, "-" if v["us"] is None else f"{v['us']:.3f}",
+                f"{v['floor']:g}", marks[v["meets_floor"]], f"{v['aim']:g}", marks[v["meets_aim"]],
+            )
+            for name, v in record["verdicts"].items()
+        ],
+    )  # fmt: skip
+    show(
+        "one attention call, microseconds of CPU",
+        ("who", "what", "total", "over torch", "note"),
+        [
+            (
+                name, p["what"],
+                "-" if p["total"] is None else f"{p['total']['cpu_us']['median']:.2f}",
+                "-" if p["over_torch"] is None else f"{p['over_torch']['cpu_us']['median']:.2f}",
+                (p["refused"] or "")[:60],
+            )
+            for name, p in record["rows"]["peers"].items()
+        ],
+    )  # fmt: skip
+
+
+def main() -> int:
+    """Measure, print, write."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--quick", action="store_true", help="few rounds: shows that every row runs")
+    parser.add_argument("--out", type=Path, default=None, help="where the JSON goes")
+    options = parser.parse_args()
+    plan = Plan.quick() if options.quick else Plan()
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        record = {"environment": environment(DISTRIBUTIONS), "quick": options.quick, "rows": measure(plan)}
+    finally:
+        torch.set_num_threads(threads)
+    record["environment"]["load_average_after"] = environment()["load_average"]
+    record["verdicts"] = verdicts(record["rows"])
+    render(record)
+    if options.out is not None or not options.quick:
+        write(options.out or RESULTS, record)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

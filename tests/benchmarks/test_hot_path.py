@@ -1,0 +1,90 @@
+"""The hot-path benchmark runs whole and its record is complete; how fast anything is, is not asserted."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+PEERS = {"transformers", "kernels", "diffusers", "flashinfer-bench", "kernel-set"}
+
+
+@pytest.fixture(scope="module")
+def record(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """What one quick run wrote."""
+    out = tmp_path_factory.mktemp("hot_path") / "hot_path.json"
+    done = subprocess.run(
+        [sys.executable, str(ROOT / "benchmarks" / "hot_path.py"), "--quick", "--out", str(out)],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=170,
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    read: dict[str, Any] = json.loads(out.read_text())
+    return read
+
+
+def test_the_environment_is_recorded(record: dict[str, Any]) -> None:
+    """A reader finds the machine, the versions, the commit and the load."""
+    environment = record["environment"]
+    assert record["quick"] is True
+    for name in ("date", "cpu", "cores", "python", "torch", "commit", "load_average", "versions"):
+        assert environment[name], name
+
+
+def test_every_row_is_there(record: dict[str, Any]) -> None:
+    """Rows a to f, allocation, swaps and peers each have their numbers."""
+    rows = record["rows"]
+    assert set(rows) == {"a", "b", "c", "d", "e", "allocation", "swaps", "peers"}
+    assert set(rows["a"]["relative_to_one"]) == {"1", "4", "16", "64"}
+    assert set(rows["b"]) == {"attention", "linear", "rms_norm"}
+    for op in rows["b"].values():
+        for kind in ("real", "null"):
+            assert {"over", "bound_guarded", "bound_unguarded", "single_calls"} <= set(op[kind])
+        assert op["null"]["kernel"].startswith("bench.")
+    assert {"100 kernels", "1000 kernels", "100 kernels, 100 rules"} <= set(rows["c"])
+    assert {"import_us", "first_call_us", "warm_torch_first_call_us"} <= set(rows["d"])
+
+
+def test_the_crowd_really_batched(record: dict[str, Any]) -> None:
+    """The 64 callers met in batches; otherwise their number would say nothing."""
+    for name, crowd in record["rows"]["e"]["one_of_64"].items():
+        assert crowd["mean_batch"] > 32, name
+
+
+def test_hits_leave_nothing_behind(record: dict[str, Any]) -> None:
+    """A lookup keeps no block: what remains does not grow with the number of hits."""
+    allocation = record["rows"]["allocation"]
+    assert allocation["lookup"] < allocation["calls"] / 10
+
+
+def test_policies_were_swapped_while_threads_selected(record: dict[str, Any]) -> None:
+    """Both kinds of swap happened, and the readers went on."""
+    swaps = record["rows"]["swaps"]
+    assert swaps["keys"] == 1000 and swaps["readers"] == 8
+    assert swaps["quiet"]["swaps"] == 0
+    for kind in ("other op", "same op"):
+        assert swaps[kind]["swaps"] > 0
+        assert swaps[kind]["selections"] > 0
+
+
+def test_every_peer_has_a_number_or_a_reason(record: dict[str, Any]) -> None:
+    """A peer that is missing or cannot run here says so; none is left out."""
+    peers = record["rows"]["peers"]
+    assert set(peers) >= PEERS | {"torch", "layerzero_sync", "layerzero_bound"}
+    for name, peer in peers.items():
+        assert (peer["total"] is None) == bool(peer["refused"]), name
+
+
+def test_every_bounded_number_has_a_verdict(record: dict[str, Any]) -> None:
+    """Each floor and each aim is either compared or marked as not measured."""
+    for name, verdict in record["verdicts"].items():
+        measured = verdict["us"] is not None
+        assert (verdict["meets_floor"] is not None) == measured, name
+        assert (verdict["meets_aim"] is not None) == measured, name
