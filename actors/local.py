@@ -16,7 +16,7 @@ from layerzero.clock import Clock, MonotonicClock, Timer
 from layerzero.dispatch import GRAD, Plan, Rules, Snapshot, Table, capturing_mode, mode, positional
 from layerzero.errors import CudaGraphUnsafeError, RuntimeClosedError
 from layerzero.hardware import Hardware, probe
-from layerzero.health import Health, Store
+from layerzero.health import Health, Store, Transition
 from layerzero.kernel import Kernel
 from layerzero import log
 from layerzero.ops.op import Args, Op, Signature
@@ -58,14 +58,6 @@ class LocalDevice:
         self.registry = registry
         self.hardware = hardware or probe(self.device)
         self.clock: Clock = clock or MonotonicClock()
-        self.health = Health(
-            settings,
-            self.clock.now,
-            store=store,
-            device=str(self.device),
-            environment=environment_of(self.hardware),
-            changed=lambda _: self.refresh(),
-        )
         self.counters = counters if counters is not None else Counters()
         self.fronts: Any = None
         self.capture: Any = None
@@ -79,6 +71,20 @@ class LocalDevice:
         self._views: dict[str, Snapshot] = {}
         self._recovery = Recovery(self)
         self.closed = False
+        self._opened = False
+        self.health = Health(
+            settings,
+            self.clock.now,
+            store=store,
+            device=str(self.device),
+            environment=environment_of(self.hardware),
+            changed=self._health_changed,
+        )
+        self._opened = True
+
+    def _health_changed(self, transition: Transition) -> None:
+        if self._opened:  # stored quarantines arrive while the board is being made; nothing is planned yet
+            self.refresh()
 
     def _settle(self) -> None:
         """What follows from the settings: how modes are read, what may run on the caller's thread."""
@@ -263,6 +269,11 @@ class LocalDevice:
         """Load kernels now, in this thread; failures block them with their reason."""
         for kernel_id in kernel_ids:
             self._load(kernel_id)
+
+    def batches(self, op: Op) -> bool:
+        """Whether the settings let calls of `op` share launches."""
+        mode_of_batching = self.settings.batching
+        return mode_of_batching == "all" or (mode_of_batching == "rows" and op.rowwise)
 
     def _arm(self) -> None:
         """One timer for the next breaker that will want a probe."""

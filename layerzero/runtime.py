@@ -22,7 +22,7 @@ from layerzero.actors.registry import Registry
 from layerzero.backends import availability, load_builtin
 from layerzero.clock import Clock, MonotonicClock, Timer
 from layerzero.errors import ConfigurationError, PolicyValidationError, RuntimeClosedError
-from layerzero.health import Store
+from layerzero.health import JsonStore, Store
 from layerzero.kernel import Kernel
 from layerzero.lanes import attach
 from layerzero.ops import table as ops_table
@@ -52,6 +52,12 @@ class Runtime:
         self.devices: dict[torch.device, LocalDevice] = {}
         self.closed = False
         self.started = False
+        if self.settings.cluster is not None:
+            raise ConfigurationError(
+                f"cluster needs None, since this version runs in one process, got {self.settings.cluster!r}"
+            )
+        if store is None and self.settings.state_dir is not None:
+            store = JsonStore(self.settings.state_dir)
         self._store = store
         self.program: Policy = EMPTY
         self._kernels = kernels or load_builtin
@@ -102,6 +108,8 @@ class Runtime:
             clock=self.clock,
         )
         attach(opened)
+        if self.settings.warm == "eager":
+            opened.warm(sorted(registry.unready() - registry.blocked().keys()))
         return opened
 
     def add_kernel(self, kernel: Kernel) -> None:
@@ -126,6 +134,21 @@ class Runtime:
                 device.registry.remove(kernel_id)
                 device.refresh()
             self._extra = [k for k in self._extra if k.id != kernel_id]
+
+    def quarantine(self, kernel_id: str, why: str) -> None:
+        """Take a kernel out of service on every device until `lift`, remembered in `Settings.state_dir`.
+
+        Raises: KeyError: no kernel has that id.
+        """
+        if kernel_id not in self.known_kernels():
+            raise KeyError(f"no kernel is named {kernel_id!r}")
+        for device in list(self.devices.values()):
+            device.health.quarantine(kernel_id, why)
+
+    def lift(self, kernel_id: str) -> None:
+        """End a quarantine, its stored record included."""
+        for device in list(self.devices.values()):
+            device.health.lift(kernel_id)
 
     def known_kernels(self, op: str | None = None) -> frozenset[str]:
         """The ids of all kernels, or of one op's."""

@@ -30,6 +30,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         device: "auto", "cpu", "cuda" or "cuda:<index>".
         cluster: None runs in this process; "auto" or an address joins that Ray cluster.
         policy: path of the policy file; None has no file.
+        state_dir: folder in which quarantined kernels are remembered; None forgets them with the process.
     What it may do:
         strict: refuse implicit layout, dtype and contiguity transforms and unknown names in policy files.
         graph_strict: under graph capture accept only kernels proved capture-safe.
@@ -64,6 +65,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     device: str = "auto"
     cluster: str | None = None
     policy: str | None = None
+    state_dir: str | None = None
     strict: bool = False
     graph_strict: bool = False
     inference: bool | None = None

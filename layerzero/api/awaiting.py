@@ -100,7 +100,7 @@ def _ticket(
     if lane is None:
         lane = plan.lane = _lane_facts(op, args)
     group: Hashable | None = None
-    if plan.joins and op.batching is not None:
+    if plan.joins and op.batching is not None and device.batches(op):
         if op.guard is not None:
             op.guard(args)
         shared = lane.shared

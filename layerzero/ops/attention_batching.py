@@ -61,6 +61,11 @@ class SameShapes:
     copied.
     """
 
+    @property
+    def rowwise(self) -> bool:
+        """Calls stand along the batch axis, each with keys of its own."""
+        return False
+
     def group(self, args: Args) -> Hashable | None:
         """Everything but lengths: dtype, device, heads, head sizes, flags, layout."""
         q, k, v, mask, causal, scale, dropout_p, window, softcap, slopes, layout, lse = args[:12]

@@ -72,6 +72,11 @@ class Rows:
         tail = (self.tail,) * len(self.along) if isinstance(self.tail, int) else self.tail
         object.__setattr__(self, "tails", dict(zip(self.along, tail, strict=True)))
 
+    @property
+    def rowwise(self) -> bool:
+        """Rows do not touch each other."""
+        return True
+
     def group(self, args: Args) -> Hashable | None:
         """The dtype, device and row shape of what joins; what must be the same by memory or by value."""
         if self.fits is not None and not self.fits(args):

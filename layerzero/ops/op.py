@@ -21,7 +21,13 @@ Launch = Callable[[Args], Any]
 
 
 class Batching(Protocol):
-    """How calls of several callers become fewer launches, and back."""
+    """How calls of several callers become fewer launches, and back.
+
+    `rowwise` says that rows of different callers do not touch each other inside the kernel.
+    """
+
+    @property
+    def rowwise(self) -> bool: ...
 
     def group(self, args: Args) -> Hashable | None:
         """The compatibility class of a call; None where it must run alone."""
@@ -95,6 +101,11 @@ class Op:
     differentiable: bool = True
     stochastic: bool = False
     wide_outputs: frozenset[int] = field(default_factory=frozenset)
+
+    @property
+    def rowwise(self) -> bool:
+        """Whether its batching rule joins rows that do not touch each other."""
+        return self.batching is not None and self.batching.rowwise
 
     def casts_back(self, output: int) -> bool:
         """Whether an output follows the operands' dtype (a log-sum-exp, say, does not)."""

@@ -242,6 +242,11 @@ class SampledRows:
     seed: int
     whole: frozenset[int]
 
+    @property
+    def rowwise(self) -> bool:
+        """Rows do not touch each other."""
+        return True
+
     def group(self, args: Args) -> Hashable | None:
         """Dtype, device and vocabulary."""
         logits: Tensor = args[0]

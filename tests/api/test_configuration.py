@@ -195,3 +195,53 @@ def test_a_policy_swapped_under_load_is_always_a_whole_policy() -> None:
     for thread in threads:
         thread.join()
     assert wrong == []
+
+
+def test_quarantine_is_remembered_and_lifted(tmp_path: Path) -> None:
+    """A quarantined kernel stays out in the next runtime of the same environment, until it is lifted."""
+    with lz.start(lz.Settings(state_dir=str(tmp_path)), scoped=True) as first:
+        chosen = lz.which("rms_norm", X)
+        first.quarantine(chosen, "wrong by one percent")
+        other = lz.which("rms_norm", X)
+        assert other != chosen
+        with pytest.raises(KeyError, match="nonesuch"):
+            first.quarantine("nonesuch", "")
+    with lz.start(lz.Settings(state_dir=str(tmp_path)), scoped=True) as second:
+        explained = lz.explain("rms_norm", X).selection
+        assert explained.kernel == other
+        reasons = explained.candidate(chosen).rejected
+        assert [r.reason for r in reasons] == [lz.Reason.QUARANTINED]
+        assert "wrong by one percent" in str(reasons[0])
+        second.lift(chosen)
+        assert lz.which("rms_norm", X) == chosen
+    with lz.start(lz.Settings(state_dir=str(tmp_path)), scoped=True):
+        assert lz.which("rms_norm", X) == chosen
+
+
+@pytest.mark.parametrize(("batching", "linear", "attention"), [("all", {8: 1}, {8: 1}), ("rows", {8: 1}, {1: 8}), ("off", {1: 8}, {1: 8})])
+def test_batching_can_be_off_or_for_rows_only(batching: str, linear: dict[int, int], attention: dict[int, int]) -> None:
+    """`Settings.batching` decides which ops may share launches."""
+    weight, q = torch.randn(8, 16), torch.randn(1, 2, 4, 8)
+
+    async def sizes(awaitables: list[object]) -> dict[int, int]:
+        await asyncio.gather(*awaitables)  # type: ignore[arg-type]
+        found: dict[int, int] = current_runtime.device("cpu").fronts.stats().sizes
+        return found
+
+    for op, expected in (("linear", linear), ("attention", attention)):
+        with lz.start(lz.Settings(batching=batching), scoped=True) as current_runtime:  # type: ignore[arg-type]
+            calls = [lz.linear(X, weight) if op == "linear" else lz.attention(q, q, q) for _ in range(8)]
+            assert asyncio.run(sizes(calls)) == expected
+
+
+def test_eager_warming_leaves_nothing_cold() -> None:
+    """warm="eager": when the device is there, its kernels are loaded or blocked with a reason."""
+    with lz.start(lz.Settings(warm="eager"), scoped=True) as runtime:
+        registry = runtime.device("cpu").registry
+        assert registry.unready() <= registry.blocked().keys()
+
+
+def test_a_cluster_is_refused_by_name() -> None:
+    """What this version does not do is an error, not a silence."""
+    with pytest.raises(lz.ConfigurationError, match="cluster"), lz.start(lz.Settings(cluster="auto"), scoped=True):
+        pass
