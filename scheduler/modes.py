@@ -180,7 +180,7 @@ def _facts(modes: Modes) -> dict[str, Any]:
 
 _dispatch_modes = torch._C._len_torch_dispatch_stack
 _function_modes = torch._C._len_torch_function_stack
-_functorch_level = torch._C._functorch.maybe_current_level
+_functorch_level = torch._C._functorch.maybe_current_level  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def bars_queueing() -> str | None:

@@ -51,7 +51,7 @@ class Readback:
             host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
             copies.append(host.copy_(tensor, non_blocking=True))
         event = torch.cuda.Event(blocking=True)
-        event.record()  # type: ignore[no-untyped-call]
+        event.record()
         self._worker.submit(lambda: self._wait(event, pending, copies))
 
     def _wait(self, event: Any, pending: list[tuple[Tensor, Any]], copies: list[Tensor]) -> None:
