@@ -9,7 +9,8 @@ import torch
 
 import layerzero as lz
 from layerzero import doctor as doctor_function
-from layerzero.doctor import Report, has_wal_reset_bug, onednn_version
+from layerzero.doctor import Report, Torch, has_wal_reset_bug, onednn_version
+from layerzero.hardware import imagined_gpu
 from layerzero.ops import table
 
 
@@ -137,6 +138,31 @@ def test_the_last_selection_stays_the_callers() -> None:
     lz.doctor(imports=False)
     last = lz.last_selection()
     assert last is not None and last.op == "layer_norm"
+
+
+def test_a_gpu_is_shown_with_its_generation_driver_and_cuda(report: Report) -> None:
+    """What a support question needs first; the GPU is imagined, so that this runs anywhere."""
+    gpu = imagined_gpu(90, cuda="13.0", driver="580.1")
+    found = Torch(
+        version="2.13.0+cu130",
+        onednn="3.12.0",
+        cuda="13.0",
+        hip=None,
+        cudnn=91900,
+        mps=False,
+        driver=gpu.driver,
+        devices=(gpu,),
+    )
+    text = str(msgspec.structs.replace(report, torch=found))
+    assert "sm 9.0 HOPPER, 80 GiB" in text
+    assert "CUDA 13.0, driver 580.1, cuDNN 91900" in text
+
+
+@pytest.mark.parametrize("sm", [0, 9, 131, 9.0, True, "90"])
+def test_an_imagined_gpu_needs_a_compute_capability(sm: object) -> None:
+    """9 is not 9.0: the message says how it is written."""
+    with pytest.raises(ValueError, match="such as 90 for 9.0"):
+        imagined_gpu(sm)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("timeout_s", [0, -1.0, "1", True])
