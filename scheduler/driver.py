@@ -64,10 +64,9 @@ class Front:
     """
 
     __slots__ = (
-        "ambient_grad",
         "__weakref__", "_ahead", "_alone", "_armed", "_callers", "_context", "_executor", "_flying", "_gone",
-        "_inline_limit_us", "_joined", "_lock", "_max_inline_us", "_spent_us", "_timer", "_timer_at",
-        "_worker", "lane", "loop", "state",
+        "_inline_limit_us", "_joined", "_lock", "_max_inline_us", "_now", "_spent_us", "_timer", "_timer_at",
+        "_worker", "ambient_grad", "lane", "loop", "state",
     )  # fmt: skip
 
     def __init__(
@@ -94,6 +93,7 @@ class Front:
         self._alone: Task | None = None
         self._joined = False
         self._spent_us = 0.0
+        self._now = 0.0
         self._armed = False
         # Batches run in a context of their own: they belong to no caller more than to the others.
         self._context = Context()
@@ -118,8 +118,9 @@ class Front:
             caller = self._register(task)
         ticket.caller = caller
         ticket.front = self
+        ticket._loop = loop
         lane = self.lane
-        if not lane.submit(ticket, loop.time()):
+        if not lane.submit(ticket, self._now or loop.time()):
             self._refuse()
         if ticket.deadline is not None:
             self._watch()
@@ -268,9 +269,14 @@ class Front:
         self._finish(batch, outcomes)
 
     def _finish(self, batch: Batch, outcomes: list[Any]) -> None:
-        self.lane.done(batch, outcomes, self.loop.time())
+        now = self.loop.time()
+        self.lane.done(batch, outcomes, now)
         self._arm()
-        self._wake(iter(batch.tickets))
+        self._now = now  # what the resumed callers submit at once comes at one time
+        try:
+            self._wake(iter(batch.tickets))
+        finally:
+            self._now = 0.0
 
     def _wake(self, tickets: Iterator[Ticket]) -> None:
         """Resume the callers of `tickets`; what they submit next is queued when this returns."""

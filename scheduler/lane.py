@@ -92,24 +92,23 @@ class Lane:
         """Take a new ticket; False where it was rejected (the queue is full, or the lane drains)."""
         if ticket.state != NEW:
             raise ValueError("a ticket is submitted once")
-        stats = self.stats
-        stats.submitted += 1
+        self.stats.submitted += 1
         self._seq = ticket.seq = self._seq + 1
         ticket.at = now
-        if self.draining:
-            return self._reject(ticket)
-        caps = self.caps
-        if self._backlog or (
-            self.queued
-            and (self.queued >= caps.queue_items or self.queued_bytes + ticket.bytes > caps.queue_bytes)
-        ):
-            if caps.reject:
+        queued = self.queued
+        if not queued:
+            if not self.in_flight:
+                self._turn_owed = True
+            full = False
+        else:
+            caps = self.caps
+            full = queued >= caps.queue_items or self.queued_bytes + ticket.bytes > caps.queue_bytes
+        if full or self._backlog or self.draining:
+            if self.draining or self.caps.reject:
                 return self._reject(ticket)
             ticket.state = WAITING
             self._backlog[ticket] = None
         else:
-            if not self.queued and not self.in_flight:
-                self._turn_owed = True
             self._enqueue(ticket)
         if ticket.deadline is not None:
             self._watch(ticket)
@@ -248,9 +247,12 @@ class Lane:
         if slot is None:
             slot = sweep.new_slot(group, before, self._seq)
         caller.last = group
-        if not slot.count:
+        if slot.count:
+            slot.count += 1
+        else:
+            slot.count = 1
             sweep.pending[slot] = None
-        slot.count += 1
+            group.busy.append(slot)
         ticket.slot = slot
         ticket.state = QUEUED
         priority = ticket.priority
@@ -276,18 +278,11 @@ class Lane:
         group.bytes -= ticket.bytes
         self.queued -= 1
         self.queued_bytes -= ticket.bytes
-        self._leave([ticket])
-
-    def _leave(self, tickets: list[Ticket]) -> None:
-        """Take tickets out of their slots."""
-        pending, seq = self.sweep.pending, self._seq
-        for ticket in tickets:
-            slot: Slot = ticket.slot
-            ticket.slot = None
-            slot.count -= 1
-            if not slot.count:
-                slot.used = seq
-                del pending[slot]
+        slot.count -= 1
+        if not slot.count:
+            slot.used = self._seq
+            group.busy.remove(slot)
+            del self.sweep.pending[slot]
 
     def _unwait(self, ticket: Ticket) -> None:
         del self._backlog[ticket]
@@ -343,7 +338,12 @@ class Lane:
         self.queued -= group.count
         self.queued_bytes -= group.bytes
         group.count = group.tokens = group.bytes = 0
-        self._leave(tickets)
+        pending, seq = self.sweep.pending, self._seq
+        for slot in group.busy:
+            slot.count = 0
+            slot.used = seq
+            del pending[slot]
+        group.busy.clear()
         if self._urgent:
             for ticket in tickets:
                 self._urgent.pop(ticket, None)
@@ -381,17 +381,13 @@ class Lane:
         return sorted((t for line in lines for t in islice(line, self.caps.items + 1)), key=rank)
 
     def _started(self, tickets: list[Ticket], now: float) -> Batch:
-        waited = 0.0
-        oldest = now
         for ticket in tickets:
             ticket.state = RUNNING
-            at = ticket.at
-            waited += now - at
-            if at < oldest:
-                oldest = at
+            ticket.slot = None
+        since = [ticket.at for ticket in tickets]
         stats, size = self.stats, len(tickets)
-        stats.wait_s += waited
-        stats.wait_max_s = max(stats.wait_max_s, now - oldest)
+        stats.wait_s += size * now - sum(since)
+        stats.wait_max_s = max(stats.wait_max_s, now - min(since))
         stats.batches += 1
         stats.sizes[size] = stats.sizes.get(size, 0) + 1
         self.in_flight += 1

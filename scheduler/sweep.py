@@ -14,10 +14,11 @@ from layerzero.scheduler.ticket import Ticket
 class Group:
     """The waiting tickets of one compatibility class, one line a priority; a dict is an ordered set.
 
-    A `solo` group serves an op's calls that batch with nothing: one ticket a batch.
+    A `solo` group serves an op's calls that batch with nothing: one ticket a batch. `busy` are its slots
+    with tickets.
     """
 
-    __slots__ = ("bytes", "count", "key", "lines", "slots", "solo", "tokens")
+    __slots__ = ("busy", "bytes", "count", "key", "lines", "slots", "solo", "tokens")
 
     def __init__(self, key: Any, solo: bool) -> None:
         self.key = key
@@ -25,6 +26,7 @@ class Group:
         self.lines: tuple[dict[Ticket, None], ...] = ({}, {}, {})
         self.count = self.tokens = self.bytes = 0
         self.slots: dict[Group | None, Slot] = {}
+        self.busy: list[Slot] = []
 
 
 class Slot:

@@ -1,7 +1,7 @@
 """What travels through a lane: the ticket of one call, the batch of several, and who called.
 
 A ticket is what its caller awaits. It speaks the protocol by which an event loop's task waits for
-something (`_asyncio_future_blocking`, `add_done_callback`, `get_loop`, `cancel`, `result`), so one object is
+something (`_asyncio_future_blocking`, `_loop`, `add_done_callback`, `cancel`, `result`), so one object is
 the queue entry and the future at once; nothing here imports a loop.
 """
 
@@ -60,9 +60,9 @@ class Ticket:
     """
 
     __slots__ = (
-        "__weakref__", "_asyncio_future_blocking", "args", "at", "bytes", "caller", "context", "deadline",
-        "expected_us", "front", "group", "modes", "op", "priority", "seq", "slot", "state", "tokens", "value",
-        "wake",
+        "__weakref__", "_asyncio_future_blocking", "_loop", "args", "at", "bytes", "caller", "context",
+        "deadline", "expected_us", "front", "group", "modes", "op", "priority", "seq", "slot", "state", "tokens",
+        "value", "wake",
     )  # fmt: skip
 
     def __init__(
@@ -99,8 +99,9 @@ class Ticket:
     seq: int
     slot: Any
     value: Any
-    # What a front writes: itself; what a task writes: its context.
+    # What a front writes: itself and its loop, which a task reads; what a task writes: its context.
     front: Any
+    _loop: Any
     context: Any
 
     def __await__(self) -> Generator[Ticket, None, Any]:
@@ -139,10 +140,6 @@ class Ticket:
     def exception(self) -> BaseException | None:
         """The error it ended with, or None after a value."""
         return None if self.state == DONE else self.error()
-
-    def get_loop(self) -> Any:
-        """The event loop whose task may await it."""
-        return self.front.loop
 
     def add_done_callback(self, wake: Callable[[Any], object], *, context: Any = None) -> None:
         """Call `wake(self)` in `context` once it has ended; one waiter only, as `__await__` sees to."""
