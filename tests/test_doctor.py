@@ -161,7 +161,7 @@ def test_a_gpu_is_shown_with_its_generation_driver_and_cuda(report: Report) -> N
 @pytest.mark.parametrize("sm", [0, 9, 131, 9.0, True, "90"])
 def test_an_imagined_gpu_needs_a_compute_capability(sm: object) -> None:
     """9 is not 9.0: the message says how it is written."""
-    with pytest.raises(ValueError, match="such as 90 for 9.0"):
+    with pytest.raises(ValueError, match=r"such as 90 for 9\.0"):
         imagined_gpu(sm)  # type: ignore[arg-type]
 
 
