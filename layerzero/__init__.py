@@ -14,6 +14,7 @@ General layout, from the top down (a module imports only what stands below it):
 
 from layerzero import sync as sync
 from layerzero.api.awaiting import awaited as _awaited
+from layerzero.api.batched import batched as batched
 from layerzero.api.binding import bind as bind
 from layerzero.api.calls import last_selection as last_selection
 from layerzero.api.configuration import add_policy as add_policy

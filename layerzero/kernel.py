@@ -153,6 +153,10 @@ FEATURE_REASONS: Mapping[str, Reason] = {
     "softcap": Reason.SOFTCAP_UNSUPPORTED,
     "alibi": Reason.ALIBI_UNSUPPORTED,
     "lse": Reason.LSE_UNSUPPORTED,
+    "lse_grad": Reason.LSE_GRADIENT_UNSUPPORTED,
+    "mask_grad": Reason.MASK_GRADIENT_UNSUPPORTED,
+    "mask_wide": Reason.MASK_DTYPE_UNSUPPORTED,
+    "xpos": Reason.XPOS_UNSUPPORTED,
     "bias": Reason.BIAS_UNSUPPORTED,
     "no_weight": Reason.WEIGHT_REQUIRED,
     "interleaved": Reason.INTERLEAVED_UNSUPPORTED,
@@ -161,6 +165,12 @@ FEATURE_REASONS: Mapping[str, Reason] = {
     "label_smoothing": Reason.LABEL_SMOOTHING_UNSUPPORTED,
     "class_weights": Reason.CLASS_WEIGHTS_UNSUPPORTED,
     "seed_per_row": Reason.SEED_PER_ROW_UNSUPPORTED,
+    "prefill": Reason.FEATURE_UNSUPPORTED,
+    "kv_strided": Reason.FEATURE_UNSUPPORTED,
+    "kv_float64": Reason.KV_DTYPE_MISMATCH,
+    "kv_float32": Reason.KV_DTYPE_MISMATCH,
+    "kv_float16": Reason.KV_DTYPE_MISMATCH,
+    "kv_bfloat16": Reason.KV_DTYPE_MISMATCH,
 }
 ACTIVATIONS = ("swiglu", "geglu", "reglu", "gelu", "gelu_tanh", "silu", "relu")
 INDEX_DTYPES = frozenset({"int32", "int64"})

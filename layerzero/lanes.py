@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Protocol
 
 from torch import Tensor
 
@@ -28,6 +28,15 @@ def attach(device: LocalDevice) -> None:
     device.capture = modes
 
 
+class Function(Protocol):
+    """What a lane runs beside ops: a function over the rows of several callers."""
+
+    name: str
+    pure: bool
+
+    def run(self, calls: Sequence[Args]) -> list[Any]: ...
+
+
 class BatchExecutor:
     """Runs batches on one device; what a front calls, inline or on the device's thread."""
 
@@ -36,7 +45,7 @@ class BatchExecutor:
     def __init__(self, device: LocalDevice) -> None:
         self._device = device
 
-    def execute(self, op: Op, calls: Sequence[Args], modes: tuple[Modes, Snapshot | None]) -> list[Any]:
+    def execute(self, op: Op | Function, calls: Sequence[Args], modes: tuple[Modes, Snapshot | None]) -> list[Any]:
         """One outcome a call: (value, plan that made it), or Failed; a failed batch fails every call alike."""
         surrounding, snapshot = modes
         if self._device.settings.inference:
@@ -52,6 +61,8 @@ class BatchExecutor:
 
         try:
             with applied(surrounding):
+                if not isinstance(op, Op):
+                    return [(value, None) for value in op.run(calls)]
                 if op.batching is None or len(calls) == 1:
                     values = [launch(args) for args in calls]
                 else:

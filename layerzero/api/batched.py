@@ -1,0 +1,191 @@
+"""`batched`: any function over rows becomes an awaitable whose concurrent calls share one run.
+
+Ops are one granularity; a layer or a whole step of a model is another. A batched function goes through the
+same lane: it coalesces across callers, obeys priorities and deadlines, is cancelled alike, and one bad
+caller fails alone.
+"""
+
+from __future__ import annotations
+
+import inspect
+import time
+import weakref
+from collections.abc import Awaitable, Callable, Hashable, Sequence
+from types import MethodType
+from typing import Any, Generic, ParamSpec, TypeVar
+
+import torch
+from torch import Tensor
+from torch._C import _set_grad_enabled as set_grad_enabled
+
+from layerzero.actors.local import LocalDevice
+from layerzero.api.calls import LAST, runtime_here
+from layerzero.ops.batching import join_rows
+from layerzero.scheduler.modes import bars_queueing, restore
+from layerzero.scheduler.ticket import Ticket
+
+P = ParamSpec("P")
+R = TypeVar("R")
+Args = tuple[Any, ...]
+_NEWEST = 0.25
+
+
+class Batched(Generic[P, R]):
+    """A function over rows, awaited; what `batched` returns.
+
+    It stands in a lane where an op stands: `name`, `pure`, `run`. `expected_us` is learned from its own
+    batches, microseconds a row.
+    """
+
+    def __init__(self, fn: Callable[P, R], *, pure: bool, name: str, device: torch.device | None) -> None:
+        owner = getattr(fn, "__self__", None)
+        self._owner = weakref.ref(owner) if owner is not None else None
+        self._function: Callable[..., Any] = fn.__func__ if isinstance(fn, MethodType) else fn
+        parameters = inspect.signature(fn).parameters.values()
+        self._wants_counts = any(
+            p.name == "counts" or p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters
+        )
+        self._device = device
+        self.name = name
+        self.pure = pure
+        self.us_per_row = float("inf")
+
+    async def __call__(self, *args: Any, priority: int = 1, timeout: float | None = None) -> Any:
+        """Run for this caller's rows, together with whoever calls at the same time.
+
+        Tensors carry rows along their first axis, the same number in each; every other argument reaches
+        the function as a list with one entry a caller. `priority` and `timeout` as for ops.
+        Raises: ValueError: tensors with different numbers of rows. What the function raises.
+        """
+        rows, size = _measure(self.name, args)
+        device = self._place(args)
+        front = device.fronts.current()
+        expected_us = self.us_per_row * rows
+        if expected_us < device.inline_limit_us and (front.may_inline() or await front.rested()):
+            front.charge(expected_us)
+            LAST.plan = None
+            return self.run([args])[0]
+        if bars_queueing() is not None:
+            return self.run([args])[0]
+        modes = device.capture()
+        group = None if _needs_grad(args) else (self, modes, *map(_kind, args))
+        ticket = Ticket(self, args, group, expected_us, rows, size, priority, None, (modes, None))
+        if timeout is not None:
+            ticket.deadline = front.loop.time() + timeout
+        front.submit(ticket)
+        leaves = modes.grad is not front.ambient_grad and not modes.inference
+        if leaves:
+            set_grad_enabled(front.ambient_grad)
+        try:
+            result, LAST.plan = await ticket
+        finally:
+            if leaves:
+                set_grad_enabled(modes.grad)
+        restore(modes)
+        return result
+
+    def _place(self, args: Args) -> LocalDevice:
+        first = next((a for a in args if isinstance(a, Tensor)), None)
+        return runtime_here().device(first.device if first is not None else self._device)
+
+    def run(self, calls: Sequence[Args]) -> list[Any]:
+        """Call the function once for the rows of all callers; one result a caller."""
+        function = self._function
+        if self._owner is not None:
+            owner = self._owner()
+            if owner is None:
+                raise ReferenceError(f"the object that {self.name} belongs to is gone")
+            function = MethodType(function, owner)
+        counts = [_measure(self.name, args)[0] for args in calls]
+        columns = [_column(values) for values in zip(*calls, strict=True)]
+        started = time.perf_counter()
+        out = function(*columns, counts=counts) if self._wants_counts else function(*columns)
+        self._learn((time.perf_counter() - started) * 1e6 / max(1, sum(counts)))
+        return self._split(out, counts)
+
+    def _learn(self, us_per_row: float) -> None:
+        known = self.us_per_row
+        self.us_per_row = us_per_row if known == float("inf") else known + _NEWEST * (us_per_row - known)
+
+    def _split(self, out: Any, counts: list[int]) -> list[Any]:
+        if isinstance(out, tuple):
+            parts = [self._split(part, counts) for part in out]
+            return list(zip(*parts, strict=True))
+        if isinstance(out, Tensor) and out.dim() > 0 and out.shape[0] == sum(counts):
+            return list(out.split_with_sizes(counts))
+        if isinstance(out, list) and len(out) == len(counts):
+            return out
+        got = f"shape {tuple(out.shape)}" if isinstance(out, Tensor) else f"{type(out).__name__}"
+        raise ValueError(
+            f"{self.name} needs to return tensors of {sum(counts)} rows or a list of {len(counts)} results, got {got}"
+        )
+
+    def __repr__(self) -> str:
+        return f"<batched {self.name}>"
+
+
+_FUNCTIONS: weakref.WeakKeyDictionary[Any, dict[Hashable, Batched[..., Any]]] = weakref.WeakKeyDictionary()
+
+
+def batched(
+    fn: Callable[P, R], *, pure: bool = False, key: str | None = None, device: str | torch.device | None = None
+) -> Callable[..., Awaitable[Any]]:
+    """An awaitable of `fn` whose concurrent calls, from any number of tasks, run as one.
+
+    `fn` gets the tensors of all callers with their rows behind each other (no copy where they already
+    stand so), every other argument as a list with one entry a caller, and, where it takes a keyword
+    `counts`, the rows of each caller. It returns tensors with as many rows, or a list with one result a
+    caller, or a tuple of those. The same function, or the same method of the same object, is one lane
+    entry wherever it is wrapped. `pure=True` allows the lane to run a failed batch again in halves to find
+    the caller at fault; leave it False for a function that writes a KV cache.
+
+    Raises: TypeError: `fn` is no function, is a coroutine function, or is a lambda or a function made
+        inside another without a `key` that names it: each wrapping would be a group of its own.
+    """
+    if not callable(fn):
+        raise TypeError(f"fn needs a function, got {type(fn).__name__}")
+    if inspect.iscoroutinefunction(fn):
+        raise TypeError(f"fn needs a plain function, since a lane runs it, got the coroutine function {fn.__name__}")
+    if isinstance(fn, Batched):
+        return fn
+    plain: Any = fn.__func__ if isinstance(fn, MethodType) else fn
+    name = getattr(plain, "__qualname__", type(fn).__name__)
+    if key is None and "<l" in name:  # <lambda>, <locals>
+        raise TypeError(f"fn needs a name that outlives one call, or key=..., got {name}")
+    owner = getattr(fn, "__self__", plain)
+    entries = _FUNCTIONS.setdefault(owner, {})
+    entry = (key or name, pure)
+    found = entries.get(entry)
+    if found is None:
+        where = torch.device(device) if device is not None else None
+        found = entries[entry] = Batched(fn, pure=pure, name=key or name, device=where)
+    return found
+
+
+def _measure(name: str, args: Args) -> tuple[int, int]:
+    """Rows and bytes of one call's tensors."""
+    rows, size = -1, 0
+    for position, value in enumerate(args):
+        if not isinstance(value, Tensor):
+            continue
+        if value.dim() == 0:
+            raise ValueError(f"{name} needs rows along the first axis of argument {position}, got a scalar tensor")
+        if rows >= 0 and value.shape[0] != rows:
+            raise ValueError(f"{name} needs {rows} rows in argument {position}, got {value.shape[0]}")
+        rows = value.shape[0]
+        size += value.numel() * value.element_size()
+    return (1 if rows < 0 else rows), size
+
+
+def _column(values: tuple[Any, ...]) -> Any:
+    return join_rows(values) if isinstance(values[0], Tensor) else list(values)
+
+
+def _kind(value: Any) -> Hashable:
+    if isinstance(value, Tensor):
+        return (value.dtype, value.device, value.shape[1:])
+    return type(value)
+
+
+def _needs_grad(args: Args) -> bool:
+    return torch.is_grad_enabled() and any(isinstance(a, Tensor) and a.requires_grad for a in args)

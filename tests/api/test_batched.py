@@ -1,0 +1,131 @@
+"""A function over rows behaves in a lane like an op: shared runs, one culprit, cancellation, ownership of rows."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+import torch
+
+import layerzero as lz
+from layerzero.runtime import Runtime
+
+
+class Model:
+    """Counts its runs and who came together."""
+
+    def __init__(self) -> None:
+        self.runs: list[list[int]] = []
+        self.weight = torch.randn(4, 4)
+
+    def step(self, x: torch.Tensor, handles: list[str], counts: list[int]) -> tuple[torch.Tensor, list[str]]:
+        self.runs.append(counts)
+        return x @ self.weight, [handle.upper() for handle in handles]
+
+    def picky(self, x: torch.Tensor) -> torch.Tensor:
+        self.runs.append([x.shape[0]])
+        if bool((x < 0).any()):
+            raise ValueError("x needs values of at least 0")
+        return x + 1
+
+
+async def gather(*calls: Any) -> list[Any]:
+    return await asyncio.gather(*calls, return_exceptions=True)
+
+
+def runtime() -> Any:
+    return lz.start(lz.Settings(), scoped=True)
+
+
+@pytest.mark.asyncio
+async def test_concurrent_calls_share_one_run() -> None:
+    """Rows stand behind each other, handles come as a list, results go back to their callers."""
+    model = Model()
+    inputs = [torch.randn(1 + i % 3, 4) for i in range(16)]
+    async with runtime():
+        outs = await gather(*[lz.batched(model.step)(x, f"h{i}") for i, x in enumerate(inputs)])
+    assert model.runs == [[x.shape[0] for x in inputs]]
+    for i, (x, (y, handle)) in enumerate(zip(inputs, outs, strict=True)):
+        torch.testing.assert_close(y, x @ model.weight)
+        assert handle == f"H{i}"
+
+
+@pytest.mark.asyncio
+async def test_two_objects_never_share_a_run() -> None:
+    """A method is keyed by its function and its instance."""
+    first, second = Model(), Model()
+    async with runtime():
+        await gather(*[lz.batched(m.step)(torch.randn(1, 4), "h") for m in (first, second) for _ in range(4)])
+    assert first.runs == [[1] * 4] and second.runs == [[1] * 4]
+
+
+@pytest.mark.asyncio
+async def test_one_bad_caller_of_a_pure_function_fails_alone() -> None:
+    """The batch is bisected; 15 neighbours get their rows."""
+    model = Model()
+    inputs = [torch.full((1, 4), float(i)) for i in range(16)]
+    inputs[5] = -inputs[5]
+    async with runtime():
+        outs = await gather(*[lz.batched(model.picky, pure=True)(x) for x in inputs])
+    assert isinstance(outs[5], ValueError)
+    assert all(torch.equal(o, x + 1) for i, (x, o) in enumerate(zip(inputs, outs, strict=True)) if i != 5)
+
+
+@pytest.mark.asyncio
+async def test_an_impure_function_is_never_repeated() -> None:
+    """Without `pure=True` everybody of the batch gets the error, and the function ran once."""
+    model = Model()
+    inputs = [torch.full((1, 4), float(i - 3)) for i in range(8)]
+    async with runtime():
+        outs = await gather(*[lz.batched(model.picky)(x) for x in inputs])
+    assert all(isinstance(o, ValueError) for o in outs)
+    assert model.runs == [[8]]
+
+
+@pytest.mark.asyncio
+async def test_a_cancelled_caller_leaves_before_the_run() -> None:
+    """Its rows are not computed."""
+    model = Model()
+    async with runtime():
+        step = lz.batched(model.step)
+        tasks = [asyncio.ensure_future(step(torch.randn(1, 4), "h")) for _ in range(6)]
+        await asyncio.sleep(0)
+        tasks[2].cancel()
+        await gather(*tasks)
+    assert sum(len(run) for run in model.runs) == 5
+
+
+def total(x: torch.Tensor) -> torch.Tensor:
+    return x.sum()
+
+
+@pytest.mark.asyncio
+async def test_wrong_functions_and_results_are_named() -> None:
+    """Lambdas, coroutine functions, lost rows and ragged arguments say what they need."""
+    with pytest.raises(TypeError, match="name that outlives one call"):
+        lz.batched(lambda x: x)
+    with pytest.raises(TypeError, match="coroutine function gather"):
+        lz.batched(gather)
+    with pytest.raises(TypeError, match="fn needs a function, got int"):
+        lz.batched(3)  # type: ignore[arg-type]
+    async with runtime():
+        with pytest.raises(ValueError, match="total needs to return tensors of 3 rows"):
+            await lz.batched(total)(torch.ones(3, 4))
+        model = Model()
+        with pytest.raises(ValueError, match="needs 2 rows in argument 1, got 3"):
+            await lz.batched(model.step)(torch.ones(2, 4), torch.ones(3, 4))
+
+
+@pytest.mark.asyncio
+async def test_a_lone_caller_runs_inline_once_the_cost_is_known() -> None:
+    """Cheap functions stop going through the worker thread after the first run."""
+    model = Model()
+    async with runtime() as opened:
+        own: Runtime = opened
+        step = lz.batched(model.step)
+        for _ in range(40):
+            await step(torch.ones(1, 4), "h")
+        submitted = own.device("cpu").fronts.stats().submitted
+    assert len(model.runs) == 40
+    assert submitted < 40
