@@ -45,4 +45,4 @@ def drawn(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]], *, 
 
 def line(text: str, *, bad: bool = False) -> None:
     """Print one line; coloured where it reports a problem on a terminal."""
-    click.secho(text, fg="red" if bad else None)
+    click.echo(click.style(text, fg="red") if bad else text)
