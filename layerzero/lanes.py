@@ -9,7 +9,7 @@ from torch import Tensor
 
 from layerzero.actors.local import LocalDevice
 from layerzero.dispatch import Plan, Snapshot
-from layerzero.ops.op import Args, Op
+from layerzero.ops.op import Args, Launch, Op
 from layerzero.scheduler.driver import Fronts
 from layerzero.scheduler.modes import Modes, applied, capture, without_gradient
 from layerzero.scheduler.ticket import Failed
@@ -54,15 +54,11 @@ class BatchExecutor:
         launched: list[tuple[Any, Plan]] = []
         device = self._device
 
-        def launch(args: Args) -> Any:
-            result = device.launch_planned(op, args, snapshot)
-            launched.append(result)
-            return result[0]
-
         try:
             with applied(surrounding):
                 if not isinstance(op, Op):
                     return [(value, None) for value in op.run(calls)]
+                launch = _recording(device, op, snapshot, launched)
                 if op.batching is None or len(calls) == 1:
                     values = [launch(args) for args in calls]
                 else:
@@ -74,6 +70,19 @@ class BatchExecutor:
             plan = launched[0][1]
             return [(value, plan) for value in values]
         return [(value, _maker(value, launched)) for value in values]
+
+
+def _recording(
+    device: LocalDevice, op: Op, snapshot: Snapshot | None, launched: list[tuple[Any, Plan]]
+) -> Launch:
+    """A launch that notes each result with the plan that made it."""
+
+    def launch(args: Args) -> Any:
+        result = device.launch_planned(op, args, snapshot)
+        launched.append(result)
+        return result[0]
+
+    return launch
 
 
 def _maker(value: Any, launched: list[tuple[Any, Plan]]) -> Plan:

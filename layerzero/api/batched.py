@@ -184,7 +184,7 @@ def _column(values: tuple[Any, ...]) -> Any:
 def _kind(value: Any) -> Hashable:
     if isinstance(value, Tensor):
         return (value.dtype, value.device, value.shape[1:])
-    return type(value)
+    return type(value).__qualname__
 
 
 def _needs_grad(args: Args) -> bool:
