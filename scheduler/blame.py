@@ -3,13 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 from layerzero.errors import DeviceLostError
 from layerzero.scheduler.ticket import Failed
 
 Calls = Sequence[tuple[Any, ...]]
 Run = Callable[[Calls], list[Any]]
+
+
+class Executor(Protocol):
+    """Who runs a batch: one outcome a call, its value or `Failed`; a batch that fails as a whole gives every
+    call `Failed` with the same error. `op.pure` says whether calls may run again to find the culprit."""
+
+    def execute(self, op: Any, calls: Calls, modes: Any) -> list[Any]: ...
+
 
 # Errors of the device, which no caller's arguments cause; running the halves would only repeat them.
 _NOBODYS = (DeviceLostError, MemoryError)

@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Generator, Iterator
 from contextvars import Context
 from functools import partial
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 import torch
 
@@ -20,7 +20,7 @@ from layerzero import log
 from layerzero.actors.forks import renew_after_fork
 from layerzero.actors.worker import Worker
 from layerzero.errors import DeadlineExceededError, Overloaded, RuntimeClosedError
-from layerzero.scheduler.blame import run_blaming
+from layerzero.scheduler.blame import Executor, run_blaming
 from layerzero.scheduler.lane import Lane
 from layerzero.scheduler.limits import Caps, Stats
 from layerzero.scheduler.single_flight import Flight
@@ -34,26 +34,6 @@ STOPPED: Final = "stopped"
 LOOP_LOST = "front.loop_lost"
 
 Task = asyncio.Task[Any]
-
-
-class Executor(Protocol):
-    """Who runs a batch: one outcome a call, its value or `Failed`; a batch that fails as a whole gives every
-    call `Failed` with the same error. `op.pure` says whether calls may run again to find the culprit."""
-
-    def execute(self, op: Any, calls: Sequence[tuple[Any, ...]], modes: Any) -> list[Any]: ...
-
-
-def caps_of(settings: Settings) -> Caps:
-    """A lane's limits as the settings name them."""
-    return Caps(
-        items=settings.max_items,
-        tokens=settings.max_tokens,
-        max_bytes=settings.max_bytes,
-        queue_items=settings.queue_items,
-        queue_bytes=settings.queue_bytes,
-        ageing_s=settings.ageing_ms * 1e-3,
-        reject=settings.overload == "reject",
-    )
 
 
 class Front:
@@ -82,7 +62,7 @@ class Front:
         self.loop = loop
         # What tasks find that begin while others wait: a waiting caller's own grad mode goes with it.
         self.ambient_grad = torch.is_grad_enabled()
-        self.lane = Lane(caps_of(settings))
+        self.lane = Lane(Caps.of(settings))
         self.state = OPEN
         self._executor = executor
         self._worker = worker
@@ -222,7 +202,7 @@ class Front:
             try:
                 outcomes = self._run(batch)
             except BaseException as error:  # the interpreter is being stopped: strand nobody on the way out
-                self._finish(batch, _interrupted(batch, error))
+                self._finish(batch, batch.interrupted(error))
                 raise
             self._finish(batch, outcomes)
             return
@@ -242,7 +222,7 @@ class Front:
         try:
             outcomes = self._run(batch)
         except BaseException as error:
-            outcomes = _interrupted(batch, error)
+            outcomes = batch.interrupted(error)
         try:
             self.loop.call_soon_threadsafe(self._landed, batch, outcomes)
         except RuntimeError:
@@ -370,10 +350,6 @@ class Front:
                 task.remove_done_callback(self._unregister)
         self._callers.clear()
         self._alone = None
-
-
-def _interrupted(batch: Batch, error: BaseException) -> list[Any]:
-    return [Failed(RuntimeClosedError(f"the batch was interrupted by {error!r}"))] * len(batch)
 
 
 class Rest:

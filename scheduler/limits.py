@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from layerzero.settings import Settings
+
 
 class Caps:
     """Limits of one lane: of a batch, of the queue, of what it remembers.
@@ -37,6 +39,19 @@ class Caps:
         self.ahead = ahead
         self.slots = slots
         self.reject = reject
+
+    @classmethod
+    def of(cls, settings: Settings) -> Caps:
+        """A lane's limits as the settings name them."""
+        return cls(
+            items=settings.max_items,
+            tokens=settings.max_tokens,
+            max_bytes=settings.max_bytes,
+            queue_items=settings.queue_items,
+            queue_bytes=settings.queue_bytes,
+            ageing_s=settings.ageing_ms * 1e-3,
+            reject=settings.overload == "reject",
+        )
 
 
 class Stats:

@@ -11,6 +11,8 @@ from collections.abc import Callable, Generator, Hashable
 from contextvars import copy_context
 from typing import Any, Final
 
+from layerzero.errors import RuntimeClosedError
+
 # States of a ticket. NEW -> WAITING (no room yet) -> QUEUED -> RUNNING -> DONE | FAILED, with the side exits
 # CANCELLED, EXPIRED, REJECTED; DETACHED is a running ticket whose caller has gone. To its caller a call has
 # ended above RUNNING, to the lane above DETACHED.
@@ -61,8 +63,8 @@ class Ticket:
 
     __slots__ = (
         "__weakref__", "_asyncio_future_blocking", "_loop", "args", "at", "bytes", "caller", "context",
-        "deadline", "expected_us", "front", "group", "modes", "op", "priority", "seq", "slot", "state", "tokens",
-        "value", "wake",
+        "deadline", "expected_us", "front", "group", "modes", "op", "priority", "seq", "slot", "state",
+        "tokens", "value", "wake",
     )  # fmt: skip
 
     def __init__(
@@ -183,6 +185,10 @@ class Batch:
     @property
     def calls(self) -> list[tuple[Any, ...]]:
         return [ticket.args for ticket in self.tickets]
+
+    def interrupted(self, error: BaseException) -> list[Any]:
+        """The outcomes of a batch that something other than its calls has ended."""
+        return [Failed(RuntimeClosedError(f"the batch was interrupted by {error!r}"))] * len(self.tickets)
 
     def __len__(self) -> int:
         return len(self.tickets)
