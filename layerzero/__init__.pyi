@@ -9,6 +9,7 @@ from typing import Literal, overload
 from torch import Tensor
 
 from layerzero import sync as sync
+from layerzero.api.batched import batched as batched
 from layerzero.api.binding import bind as bind
 from layerzero.api.calls import last_selection as last_selection
 from layerzero.api.configuration import add_policy as add_policy

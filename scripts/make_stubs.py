@@ -4,7 +4,7 @@ Run it from the root of the checkout after a change of a signature: `python -m s
 
 The two surfaces are made by wrappers at run time, which no type checker can follow.  Parameters come from
 `op.build`; the result comes from what `op.reference` is annotated to return.  Where that is a union, one
-flag decides between its members: `DECIDED_BY` names the flag, and the stub gets one overload for each value.
+flag decides between its members: `DECIDING` lists such flags, and the stub gets one overload for each value.
 """
 
 import ast
@@ -20,8 +20,8 @@ from layerzero.ops.op import Op
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "layerzero"
 
-# Op to the flag that adds a second output: False returns the first member of the union, True the other.
-DECIDED_BY = {"attention": "return_lse"}
+# The flags that add a second output: False returns the first member of the union, True the other.
+DECIDING = ("return_lse",)
 
 WAITING = ("backend: str | None = None", "priority: int = 1", "timeout: float | None = None")
 BLOCKING = ("backend: str | None = None",)
@@ -31,10 +31,15 @@ NO_LINT = "# ruff: noqa: ASYNC109\n"
 SYNC_DOC = "The ops, blocking: same names and signatures as the awaitable ones in `layerzero`."
 
 
+def decider(op: Op) -> str | None:
+    """The flag of this op that adds a second output, if it has one."""
+    return next((flag for flag in DECIDING if flag in inspect.signature(op.build).parameters), None)
+
+
 def alternatives(op: Op) -> list[str]:
     """The members of what the op's reference returns, as source text.
 
-    Raises: ValueError: the reference has no annotation, or a union that no flag in DECIDED_BY explains.
+    Raises: ValueError: the reference has no annotation, or a union that no flag in DECIDING explains.
     """
     annotation = inspect.signature(op.reference).return_annotation
     if not isinstance(annotation, str):
@@ -45,8 +50,8 @@ def alternatives(op: Op) -> list[str]:
         members.insert(0, ast.unparse(node.right))
         node = node.left
     members.insert(0, ast.unparse(node))
-    if len(members) > 1 and (len(members) != 2 or op.name not in DECIDED_BY):
-        raise ValueError(f"{op.name}: a flag in DECIDED_BY needs to decide between {annotation}")
+    if len(members) > 1 and (len(members) != 2 or decider(op) is None):
+        raise ValueError(f"{op.name}: a flag in DECIDING needs to decide between {annotation}")
     return members
 
 
@@ -67,7 +72,7 @@ def written(op: Op, annotation: str) -> str:
 
 def parameters(op: Op, more: tuple[str, ...], literal: str | None = None) -> Iterator[str]:
     """The lines between the parentheses; `literal` is the value that the deciding flag has."""
-    flag = DECIDED_BY.get(op.name)
+    flag = decider(op)
     starred = False
     for parameter in inspect.signature(op.build).parameters.values():
         if parameter.kind is inspect.Parameter.KEYWORD_ONLY and not starred:
@@ -104,9 +109,20 @@ def function(op: Op, head: str, more: tuple[str, ...]) -> str:
     return text
 
 
-def ops() -> list[Op]:
-    """Every op, by name."""
-    return [table.get(name) for name in table.names()]
+def assigned(tree: ast.Module) -> list[str]:
+    """The names that a module sets at its top level, `__version__` and `__all__` left out.
+
+    Raises: ValueError: one of them is no op, so that its type is not known here.
+    """
+    names: list[str] = []
+    for node in tree.body:
+        if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
+            name = node.targets[0].id
+            if name not in ("__version__", "__all__"):
+                if name not in table.names():
+                    raise ValueError(f"line {node.lineno} sets {name}, which is no op")
+                names.append(name)
+    return sorted(names)
 
 
 def typing_imports(text: str) -> str:
@@ -117,35 +133,32 @@ def typing_imports(text: str) -> str:
 
 
 def blocking_stub() -> str:
-    """The text of `layerzero/sync.pyi`."""
-    functions = "".join(function(op, "def", BLOCKING) for op in ops())
-    names = "".join(f'    "{name}",\n' for name in table.names())
+    """The text of `layerzero/sync.pyi`: the ops that `sync.py` sets."""
+    ops = assigned(ast.parse((PACKAGE / "sync.py").read_text()))
+    functions = "".join(function(table.get(name), "def", BLOCKING) for name in ops)
+    names = "".join(f'    "{name}",\n' for name in ops)
     return f"{HEADER.format(SYNC_DOC)}\n{typing_imports(functions)}{functions}__all__ = [\n{names}]\n"
 
 
 def awaitable_stub() -> str:
-    """The text of `layerzero/__init__.pyi`: the imports of `__init__.py` as they are, then the ops.
+    """The text of `layerzero/__init__.pyi`: the imports of `__init__.py` as they are, then its ops.
 
     Raises: ValueError: `__init__.py` holds something else than imports, ops and `__version__`.
     """
     tree = ast.parse((PACKAGE / "__init__.py").read_text())
-    document = ast.get_docstring(tree) or ""
     imports = ""
     for node in tree.body[1:]:
         if isinstance(node, ast.ImportFrom):
-            public = [name for name in node.names if not (name.asname or name.name).startswith("_")]
-            for name in public:
+            for name in node.names:
+                if (name.asname or name.name).startswith("_"):
+                    continue
                 if name.asname != name.name:
                     raise ValueError(f"{name.name} needs `as {name.name}`, so that checkers re-export it")
                 imports += f"from {node.module} import {name.name} as {name.name}\n"
-        elif isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
-            target = node.targets[0].id
-            if target != "__version__" and target not in table.names():
-                raise ValueError(f"layerzero/__init__.py sets {target}, whose type is not known here")
-        else:
+        elif not isinstance(node, ast.Assign):
             raise ValueError(f"layerzero/__init__.py:{node.lineno} is neither an import nor an op")
-    functions = "".join(function(op, "async def", WAITING) for op in ops())
-    header = HEADER.format(document.partition("\n")[0]) + NO_LINT
+    functions = "".join(function(table.get(name), "async def", WAITING) for name in assigned(tree))
+    header = HEADER.format((ast.get_docstring(tree) or "").partition("\n")[0]) + NO_LINT
     text = f"{header}\n{typing_imports(functions)}{imports}\n__version__: str\n\n{functions}"
     return text.rstrip("\n") + "\n"
 

@@ -53,9 +53,10 @@ def stubbed(path: Path) -> set[str]:
     return names
 
 
-@pytest.mark.parametrize("path", list(make_stubs.stubs()), ids=lambda path: path.name)
-def test_a_stub_is_what_the_script_writes(path: Path) -> None:
+@pytest.mark.parametrize("name", ["__init__.pyi", "sync.pyi"])
+def test_a_stub_is_what_the_script_writes(name: str) -> None:
     """A signature that changed without `python -m scripts.make_stubs` is seen here."""
+    path = make_stubs.PACKAGE / name
     assert path.read_text() == make_stubs.stubs()[path]
 
 
@@ -76,7 +77,7 @@ def test_every_op_has_both_surfaces(name: str) -> None:
     assert callable(getattr(lz.sync, name)) and not inspect.iscoroutinefunction(getattr(lz.sync, name))
 
 
-@pytest.mark.parametrize("name", table.names())
+@pytest.mark.parametrize("name", lz.sync.__all__)
 def test_what_the_stub_adds_is_what_the_wrappers_take(name: str) -> None:
     """The keywords beyond the op's own exist at run time, keyword-only and with the same defaults."""
     for surface, more in ((lz, make_stubs.WAITING), (lz.sync, make_stubs.BLOCKING)):
@@ -87,8 +88,8 @@ def test_what_the_stub_adds_is_what_the_wrappers_take(name: str) -> None:
 
 def test_a_result_that_nothing_decides_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """A union without a deciding flag would be a stub that no caller can use."""
-    monkeypatch.setattr(make_stubs, "DECIDED_BY", {})
-    with pytest.raises(ValueError, match="attention: a flag in DECIDED_BY"):
+    monkeypatch.setattr(make_stubs, "DECIDING", ())
+    with pytest.raises(ValueError, match="attention: a flag in DECIDING"):
         make_stubs.alternatives(table.get("attention"))
 
 
