@@ -9,6 +9,7 @@ import tomllib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+from scripts import outputs
 from scripts.tables import rendered
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -122,6 +123,19 @@ def tables() -> Iterator[str]:
             yield f"{path.relative_to(ROOT)}: a table differs from its JSON; run python -m scripts.tables"
 
 
+def shown() -> Iterator[str]:
+    """Yield documents whose terminal output is not what the command prints now."""
+    for path in documents():
+        text = path.read_text()
+        try:
+            expected = outputs.rendered(text)
+        except RuntimeError as error:
+            yield f"{path.relative_to(ROOT)}: {error}"
+            continue
+        if expected != text:
+            yield f"{path.relative_to(ROOT)}: terminal output has changed; run python -m scripts.outputs"
+
+
 def changelog() -> Iterator[str]:
     """Yield a complaint if the changelog does not begin with this version or with what is unreleased."""
     version = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
@@ -130,7 +144,7 @@ def changelog() -> Iterator[str]:
         yield f"CHANGELOG.md begins with {newest and newest[1]}, pyproject.toml says {version}"
 
 
-CHECKS: tuple[Callable[[], Iterator[str]], ...] = (links, ledger, commands, tables, changelog)
+CHECKS: tuple[Callable[[], Iterator[str]], ...] = (links, ledger, commands, tables, shown, changelog)
 
 
 def main() -> int:

@@ -1,4 +1,4 @@
-"""Run every block of the README (or of the named files) that opens with ```python run.
+"""Run every block of the README and of docs/ (or of the named files) that opens with ```python run.
 
 Each block is a program of its own: it starts in a fresh interpreter, in an empty folder, and must exit 0.
 """
@@ -14,6 +14,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 BLOCK = re.compile(r"^```python run[^\n]*\n(.*?)^```", re.MULTILINE | re.DOTALL)
 TIMEOUT_S = 180
+DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 
 
 def blocks(path: Path) -> list[tuple[int, str]]:
@@ -42,7 +43,7 @@ def run(code: str) -> subprocess.CompletedProcess[str]:
 def main() -> int:
     """Run all blocks, print one line each, and return how many failed (or 1 if there was none)."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("files", nargs="*", type=Path, default=[ROOT / "README.md"])
+    parser.add_argument("files", nargs="*", type=Path, default=DOCUMENTS)
     ran = failed = 0
     for path in parser.parse_args().files:
         for line, code in blocks(path):

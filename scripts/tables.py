@@ -18,6 +18,7 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
+DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 PLACE = re.compile(r"(<!-- table: (?P<file>[^#\s]+)#(?P<name>\S+) -->\n).*?(<!-- /table -->)", re.DOTALL)
 
 
@@ -54,7 +55,7 @@ def rendered(text: str) -> str:
 def main() -> int:
     """Rewrite the named documents and print which of them changed."""
     parser = argparse.ArgumentParser(description="write generated tables")
-    parser.add_argument("files", nargs="*", type=Path, default=[ROOT / "README.md"])
+    parser.add_argument("files", nargs="*", type=Path, default=DOCUMENTS)
     for path in parser.parse_args().files:
         before = path.read_text()
         after = rendered(before)

@@ -1,0 +1,128 @@
+"""Add the tables that the documents show to the JSON files of the benchmarks.
+
+    python -m scripts.result_tables                      # both files under benchmarks/results
+    python -m scripts.tables README.md docs/limits.md    # then write them into the documents
+
+A file without the measurements that a table needs is an error: no table is made of nothing.
+"""
+
+import argparse
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+RESULTS = ROOT / "benchmarks" / "results"
+Table = dict[str, list[Any]]
+
+CALLS = {
+    "a_hit": "a table hit, the request prepared",
+    "a_hit_p99": "the same, p99 of single calls",
+    "b_attention": "`lz.sync.attention` over its kernel called directly",
+    "b_linear": "`lz.sync.linear` over its kernel",
+    "b_rms_norm": "`lz.sync.rms_norm` over its kernel",
+    "c_miss_100_kernels": "a miss with 100 kernels registered",
+    "d_first_call": "the first call of a process, after `import torch`",
+    "d_import": "`import layerzero` after `import torch`",
+    "e_lone_inline": "`await` of a lone caller over the blocking call, inline",
+    "e_lone_worker": "the same through the worker thread",
+    "e_one_of_64": "one of 64 awaiting callers, beyond the batched kernel",
+    "e_one_of_64_spawn": "the same with `rt.spawn`",
+    "f_guarded": "a bound callable over its kernel",
+    "f_unguarded": "the same with `guard=False`",
+}
+WAYS = {
+    "one by one": "(a) LayerZero, one request after another",
+    "together": "(b) LayerZero, all requests together",
+    "arrivals": "(c) LayerZero, Poisson arrivals",
+    "hand-batched": "(d) plain torch, batched by hand, one job",
+    "arrivals by hand": "(d) plain torch, batched by hand, the arrivals of (c)",
+}
+
+
+def calls(record: dict[str, Any]) -> Table:
+    """Return the hot path's rows beside their bounds; a row that was not measured is left out."""
+    found = {name: v for name, v in record["verdicts"].items() if v["us"] is not None}
+    rows = [
+        [CALLS.get(name, name), v["us"], v["floor"], v["meets_floor"], v["aim"], v["meets_aim"]]
+        for name, v in found.items()
+    ]
+    return {"columns": ["microseconds", "measured", "floor", "met", "aim", "met"], "rows": rows}
+
+
+def peers(record: dict[str, Any]) -> Table:
+    """Return one attention call through each peer; a peer that refused says why."""
+    rows = [
+        [name, peer["what"], _median(peer["total"]), _median(peer["over_torch"]), (peer["refused"] or "")[:60]]
+        for name, peer in record["rows"]["peers"].items()
+    ]
+    return {"columns": ["who", "what", "us", "over torch, us", "note"], "rows": rows}
+
+
+def _median(arm: dict[str, Any] | None) -> float | None:
+    return None if arm is None else float(arm["cpu_us"]["median"])
+
+
+def service(record: dict[str, Any]) -> Table:
+    """Return throughput, latency, loop lag and batch of each way, medians over the rounds."""
+    columns = ["way", "texts/s", "p50 ms", "p99 ms", "loop lag p99 ms", "requests a launch", "lowest cosine"]
+    rows = []
+    for name, label in WAYS.items():
+        way = record["ways"][name]
+        numbers = [way[key] for key in ("throughput_per_s", "p50_ms", "p99_ms", "lag_p99_ms", "mean_batch")]
+        rows.append([label, *numbers, f"{record['parity']['ways'][name]['min_cosine']:.7f}"])
+    return {"columns": columns, "rows": rows}
+
+
+def targets(record: dict[str, Any]) -> Table:
+    """Return what the service promises beside what was measured."""
+    rows = [[row["what"], row["needs"], row["got"], row["met"]] for row in record["targets"]]
+    return {"columns": ["what", "needs", "measured", "met"], "rows": rows}
+
+
+def kernels(record: dict[str, Any]) -> Table:
+    """Return which kernel served each op of the service, and why."""
+    rows = [[row["op"], f"`{row['kernel']}`", row["why"]] for row in record["kernels"]]
+    return {"columns": ["op", "kernel", "why"], "rows": rows}
+
+
+def place(record: dict[str, Any]) -> Table:
+    """Return the machine and the versions of a measurement."""
+    where = record["environment"]
+    rows = [
+        [name, str(where[name])]
+        for name in ("date", "cpu", "gpu", "usable_cores", "threads", "torch_threads", "platform", "python", "torch")
+        if where.get(name) is not None
+    ]
+    rows += [[name, number] for name, number in where.get("versions", {}).items() if number and name != "torch"]
+    return {"columns": ["where", "value"], "rows": rows}
+
+
+FILES: dict[str, dict[str, Callable[[dict[str, Any]], Table]]] = {
+    "hot_path.json": {"calls": calls, "peers": peers, "place": place},
+    "embedding_demo.json": {"service": service, "targets": targets, "kernels": kernels, "place": place},
+}
+
+
+def main() -> int:
+    """Add the tables to each named file (by default to those that exist) and say what was added."""
+    parser = argparse.ArgumentParser(description="add tables to the benchmarks' JSON")
+    parser.add_argument("files", nargs="*", type=Path)
+    given = parser.parse_args().files
+    paths = given or [RESULTS / name for name in FILES if (RESULTS / name).exists()]
+    for path in paths:
+        if path.name not in FILES:
+            parser.error(f"files needs {' or '.join(FILES)}, got {path.name}")
+        record = json.loads(path.read_text())
+        record["tables"] = {name: make(record) for name, make in FILES[path.name].items()}
+        path.write_text(json.dumps(record, indent=2) + "\n")
+        print(f"{path.name}: {', '.join(record['tables'])}")
+    if not paths:
+        print(f"nothing to do: no result under {RESULTS}")
+    return 0 if paths else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,152 @@
+"""The support matrix: which kernel ran where, from the registry and the records of what ran.
+
+    python -m scripts.support_matrix --run    # run the kernels' tests on this machine and record them
+    python -m scripts.support_matrix          # make the table from the registry and all records
+    python -m scripts.tables docs/backends.md # write it into the document
+
+A record is `benchmarks/results/ran_<platform>.json`: the environment, and every kernel with the outcome of
+its test against the float64 reference. The table has three values: measured here (a record says so),
+executed by its owner's tests (the owner's suite runs this function there), descriptor only.
+"""
+
+import argparse
+import json
+import os
+import platform
+import re
+import sys
+from datetime import UTC, datetime
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+RESULTS = ROOT / "benchmarks" / "results"
+MATRIX = RESULTS / "support.json"
+PLATFORMS = ("cpu", "cuda", "rocm")
+# The test that compares a kernel with the float64 reference, on each platform.
+PROOFS = {
+    "cpu": "tests/backends/test_contract.py::test_results_are_within_tolerance",
+    "cuda": "tests/backends/test_torch_sdpa.py::test_cuda_kernels_agree_with_the_reference",
+}
+# Whose own suite executes the functions that a backend calls, by backend and platform.
+OWNERS = {
+    ("torch", "cpu"): "pytorch, test/test_transformers.py and test/test_nn.py",
+    ("torch", "cuda"): "pytorch, test/test_transformers.py and test/test_nn.py",
+    ("torch", "rocm"): "pytorch, test/test_transformers.py and test/test_nn.py",
+    ("zentorch", "cpu"): "ZenDNN PyTorch plug-in, test/unittests",
+}
+MEASURED, OWNED, DESCRIBED = "measured here", "executed by its owner's tests", "descriptor only"
+
+
+class Outcomes:
+    """A pytest plugin: the outcome of every test whose parameter is a kernel id."""
+
+    def __init__(self) -> None:
+        self.found: dict[str, str] = {}
+
+    def pytest_runtest_logreport(self, report: Any) -> None:
+        """Keep the worst phase of each test."""
+        parameter = re.search(r"\[([a-z0-9_.]+)", report.nodeid)
+        if parameter is None or (report.when != "call" and report.outcome == "passed"):
+            return
+        self.found[parameter[1]] = report.outcome
+
+
+def record(target: str) -> dict[str, Any]:
+    """Run a platform's proof and return what ran, with the machine that ran it."""
+    import pytest
+    import torch
+
+    plugin = Outcomes()
+    os.chdir(ROOT)
+    pytest.main([PROOFS[target], "-q", "-p", "no:cacheprovider"], plugins=[plugin])
+    versions = {name: _version(name) for name in ("torch", "zentorch", "layerzero-runtime")}
+    return {
+        "platform": target,
+        "proof": PROOFS[target],
+        "environment": {
+            "date": datetime.now(UTC).isoformat(timespec="seconds"),
+            "device": torch.cuda.get_device_name() if target == "cuda" else _cpu(),
+            "system": platform.platform(),
+            "python": platform.python_version(),
+            "versions": {name: number for name, number in versions.items() if number},
+        },
+        "kernels": dict(sorted(plugin.found.items())),
+    }
+
+
+def _version(name: str) -> str | None:
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _cpu() -> str:
+    listing = Path("/proc/cpuinfo")
+    names = re.findall(r"^model name\s*: (.+)$", listing.read_text(), re.MULTILINE) if listing.exists() else []
+    return names[0] if names else platform.processor() or platform.machine()
+
+
+def matrix(records: list[dict[str, Any]]) -> dict[str, Any]:
+    """Return the tables: one row a kernel, and one row a record."""
+    from layerzero.backends import load_builtin
+
+    ran = {(name, r["platform"]): outcome for r in records for name, outcome in r["kernels"].items()}
+    rows = [
+        [kernel.op, f"`{kernel.id}`", *(_value(kernel, target, ran) for target in PLATFORMS)]
+        for kernel in sorted(load_builtin(), key=lambda kernel: (kernel.op, kernel.id))
+    ]
+    machines = [
+        [
+            r["platform"],
+            r["environment"]["device"],
+            ", ".join(f"{name} {number}" for name, number in r["environment"]["versions"].items()),
+            r["environment"]["date"][:10],
+            sum(outcome == "passed" for outcome in r["kernels"].values()),
+            f"`{r['proof']}`",
+        ]
+        for r in records
+    ]
+    owners = [[backend, target, where] for (backend, target), where in sorted(OWNERS.items())]
+    return {
+        "support": {"columns": ["op", "kernel", *PLATFORMS], "rows": rows},
+        "machines": {
+            "columns": ["platform", "device", "versions", "date", "kernels", "test"],
+            "rows": machines,
+        },
+        "owners": {"columns": ["backend", "platform", "suite"], "rows": owners},
+    }
+
+
+def _value(kernel: Any, target: str, ran: dict[tuple[str, str], str]) -> str:
+    if target not in kernel.capability.platforms:
+        return "-"
+    outcome = ran.get((kernel.id, target))
+    if outcome == "passed":
+        return MEASURED
+    if outcome == "failed":
+        return "fails here"
+    return OWNED if (kernel.backend, target) in OWNERS else DESCRIBED
+
+
+def main() -> int:
+    """Record what runs here where asked, then make the table; 1 where a kernel failed."""
+    parser = argparse.ArgumentParser(description="make the support matrix")
+    parser.add_argument("--run", nargs="?", const="cpu", choices=sorted(PROOFS), help="run a platform's kernels")
+    target = parser.parse_args().run
+    RESULTS.mkdir(parents=True, exist_ok=True)
+    failed = False
+    if target is not None:
+        made = record(target)
+        failed = not made["kernels"] or "failed" in made["kernels"].values()
+        (RESULTS / f"ran_{target}.json").write_text(json.dumps(made, indent=2) + "\n")
+    records = [json.loads(path.read_text()) for path in sorted(RESULTS.glob("ran_*.json"))]
+    MATRIX.write_text(json.dumps({"tables": matrix(records)}, indent=2) + "\n")
+    print(f"{MATRIX.relative_to(ROOT)}: {len(records)} records")
+    return int(failed)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
