@@ -33,7 +33,8 @@ STOPPED: Final = "stopped"
 
 LOOP_LOST = "front.loop_lost"
 
-Task = asyncio.Task[Any]
+Task = asyncio.Future[Any]  # a task, or the result of a spawned coroutine
+Cancelled = asyncio.CancelledError
 
 
 class Front:
@@ -44,9 +45,9 @@ class Front:
     """
 
     __slots__ = (
-        "__weakref__", "_ahead", "_alone", "_armed", "_callers", "_context", "_executor", "_flying", "_gone",
+        "__weakref__", "_ahead", "_armed", "_callers", "_context", "_executor", "_flying", "_gone",
         "_inline_limit_us", "_joined", "_lock", "_max_inline_us", "_now", "_spent_us", "_timer", "_timer_at",
-        "_worker", "ambient_grad", "lane", "loop", "state",
+        "_worker", "alone", "ambient_grad", "lane", "loop", "state", "stepping",
     )  # fmt: skip
 
     def __init__(
@@ -64,13 +65,15 @@ class Front:
         self.ambient_grad = torch.is_grad_enabled()
         self.lane = Lane(Caps.of(settings))
         self.state = OPEN
+        self.stepping: Caller | None = None  # the spawned coroutine that runs just now
         self._executor = executor
         self._worker = worker
         self._ahead = self.lane.caps.ahead
         self._inline_limit_us = float("inf") if always_inline else settings.inline_limit_us
         self._max_inline_us = settings.max_inline_us
         self._callers: dict[Task, Caller] = {}
-        self._alone: Task | None = None
+        # The only task there is, if it may expect to stay that for this turn; None where callers meet.
+        self.alone: Task | None = None
         self._joined = False
         self._spent_us = 0.0
         self._now = 0.0
@@ -92,10 +95,12 @@ class Front:
             stopped, or drains and this task is new to it.
         """
         loop = self.loop
-        task = asyncio.current_task(loop)
-        caller = self._callers.get(task)  # type: ignore[arg-type]
+        caller = self.stepping
         if caller is None:
-            caller = self._register(task)
+            task = asyncio.current_task(loop)
+            caller = self._callers.get(task)  # type: ignore[arg-type]
+            if caller is None:
+                caller = self._register(task)
         ticket.caller = caller
         ticket.front = self
         ticket._loop = loop
@@ -113,9 +118,9 @@ class Front:
         """Whether the current task may run a call at once without suspending: it is alone, and the loop has
         had a turn recently."""
         return (
-            self._alone is not None
+            self.alone is not None
             and self._spent_us < self._max_inline_us
-            and self._alone is asyncio.current_task(self.loop)
+            and self.alone is asyncio.current_task(self.loop)
         )
 
     def rested(self) -> Rest:
@@ -134,6 +139,10 @@ class Front:
         error = asyncio.CancelledError() if message is None else asyncio.CancelledError(message)
         self._end(ticket, error)
         return True
+
+    def enlist(self, ended: Task) -> Caller:
+        """Know a caller that is no task until `ended` is done."""
+        return self._register(ended)
 
     @property
     def callers(self) -> int:
@@ -158,7 +167,7 @@ class Front:
 
     def _changed(self) -> None:
         """Somebody came or went: nobody is alone before a whole turn has passed."""
-        self._alone = None
+        self.alone = None
         self._joined = True
         self._arm()
 
@@ -182,11 +191,11 @@ class Front:
         """A turn has passed: whoever was resumed has submitted."""
         self._armed = False
         self._spent_us = 0.0
-        if self._alone is None and len(self._callers) == 1:
+        if self.alone is None and len(self._callers) == 1:
             if self._joined:
                 self._arm()
             else:
-                self._alone = next(iter(self._callers))
+                self.alone = next(iter(self._callers))
         self._joined = False
         lane = self.lane
         now = self.loop.time()
@@ -349,7 +358,7 @@ class Front:
             if not lost:
                 task.remove_done_callback(self._unregister)
         self._callers.clear()
-        self._alone = None
+        self.alone = None
 
 
 class Rest:
@@ -363,10 +372,10 @@ class Rest:
     def __await__(self) -> Generator[None, None, bool]:
         front = self._front
         task = asyncio.current_task(front.loop)
-        if front._alone is None or front._alone is not task:
+        if front.alone is None or front.alone is not task:
             return False
         yield
-        if front._alone is not task:
+        if front.alone is not task:
             return False
         front._spent_us = 0.0
         return True

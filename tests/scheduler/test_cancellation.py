@@ -105,11 +105,16 @@ async def sweep(
     tasks.clear()
     assert settled(front)
     assert front.callers == 0
+    return hit, left_behind(refs)
+
+
+def left_behind(refs: list[weakref.ref[Number]]) -> bool:
+    """Whether an argument lives on."""
     for generation in range(3):  # a cancelled task and its traceback are a cycle
         if all(ref() is None for ref in refs):
-            break
+            return False
         gc.collect(generation)
-    return hit, any(ref() is not None for ref in refs)
+    return any(ref() is not None for ref in refs)
 
 
 @pytest.mark.asyncio
