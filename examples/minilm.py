@@ -195,7 +195,7 @@ def reference_embeddings(texts: Sequence[str]) -> Tensor:
     from sentence_transformers import SentenceTransformer
     from transformers.utils.logging import disable_progress_bar
 
-    disable_progress_bar()  # type: ignore[no-untyped-call]
+    disable_progress_bar()
     judge = SentenceTransformer(str(model_folder()), device="cpu")
     rows = judge.encode(
         list(texts), convert_to_tensor=True, normalize_embeddings=True, show_progress_bar=False

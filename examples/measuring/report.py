@@ -41,7 +41,7 @@ class Session:
     """Everything one session measured; `runs` holds one Run a round for each way.
 
     `reference` are the embeddings of sentence-transformers (B, C); `rates` the offered arrivals a second of
-    each round; `answer` the embedding of `query`.
+    each round; `answer` the embedding of `query` in host memory.
     """
 
     texts: list[str]
@@ -85,7 +85,7 @@ def parity(session: Session) -> dict[str, Any]:
     ways: dict[str, dict[str, float]] = {}
     for name in WAYS:
         runs = session.runs[name]
-        got = [run.embeddings.double().cpu() for run in runs]
+        got = [run.embeddings.double() for run in runs]
         ways[name] = {
             "max_abs_diff": max(float((rows - wanted).abs().max()) for rows in got),
             "min_cosine": min(float(F.cosine_similarity(rows, wanted).min()) for rows in got),
@@ -105,14 +105,9 @@ def nearest(session: Session) -> dict[str, Any]:
     """Return the texts nearest to the query, best first, by the embeddings that LayerZero computed."""
     if session.answer is None:
         raise ValueError("answer needs to be the embedding of the query, got None")
-    rows = session.runs[TOGETHER][-1].embeddings.cpu()
-    scores = rows @ session.answer.cpu()
-    best = torch.topk(scores, min(ANSWERS, len(session.texts)))
-    answers = [
-        {"cosine": score, "text": session.texts[index]}
-        for score, index in zip(best.values.tolist(), best.indices.tolist(), strict=True)
-    ]
-    return {"text": session.query, "answers": answers}
+    scores = [float(score) for score in session.runs[TOGETHER][-1].embeddings @ session.answer]
+    best = sorted(zip(scores, session.texts, strict=True), reverse=True)[:ANSWERS]
+    return {"text": session.query, "answers": [{"cosine": score, "text": text} for score, text in best]}
 
 
 def way(runs: list[Run]) -> dict[str, float]:
