@@ -38,7 +38,7 @@ class Spawned(Generic[T]):
 
     def __init__(self, front: Front, coro: Coroutine[Any, Any, T]) -> None:
         self._front = front
-        self._coro = coro
+        self._coro: Any = coro  # None once it has ended
         self._send = coro.send
         self._context = copy_context()
         self._waits: Any = None
@@ -124,7 +124,7 @@ class Spawned(Generic[T]):
 
     def _end(self, error: BaseException) -> None:
         """The coroutine has returned or raised: pass it on."""
-        self._coro = None  # type: ignore[assignment]
+        self._coro = None
         future = self._future
         if isinstance(error, StopIteration):
             if not future.done():
