@@ -202,8 +202,7 @@ class Front:
         lane.turn(now)
         if self._timer_at <= now:
             self._expire(now)
-        batch = lane.next_batch(now)
-        if batch is not None:
+        while (batch := lane.next_batch(now)) is not None:
             self._launch(batch)
 
     def _launch(self, batch: Batch) -> None:
