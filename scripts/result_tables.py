@@ -55,7 +55,13 @@ def calls(record: dict[str, Any]) -> Table:
 def peers(record: dict[str, Any]) -> Table:
     """Return one attention call through each peer; a peer that refused says why."""
     rows = [
-        [name, peer["what"], _median(peer["total"]), _median(peer["over_torch"]), (peer["refused"] or "")[:60]]
+        [
+            name,
+            peer["what"],
+            _median(peer["total"]),
+            _median(peer["over_torch"]),
+            (peer["refused"] or "")[:60],
+        ]
         for name, peer in record["rows"]["peers"].items()
     ]
     return {"columns": ["who", "what", "us", "over torch, us", "note"], "rows": rows}
@@ -93,10 +99,22 @@ def place(record: dict[str, Any]) -> Table:
     where = record["environment"]
     rows = [
         [name, str(where[name])]
-        for name in ("date", "cpu", "gpu", "usable_cores", "threads", "torch_threads", "platform", "python", "torch")
+        for name in (
+            "date",
+            "cpu",
+            "gpu",
+            "usable_cores",
+            "threads",
+            "torch_threads",
+            "platform",
+            "python",
+            "torch",
+        )
         if where.get(name) is not None
     ]
-    rows += [[name, number] for name, number in where.get("versions", {}).items() if number and name != "torch"]
+    rows += [
+        [name, number] for name, number in where.get("versions", {}).items() if number and name != "torch"
+    ]
     return {"columns": ["where", "value"], "rows": rows}
 
 

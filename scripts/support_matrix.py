@@ -85,7 +85,9 @@ def _version(name: str) -> str | None:
 
 def _cpu() -> str:
     listing = Path("/proc/cpuinfo")
-    names = re.findall(r"^model name\s*: (.+)$", listing.read_text(), re.MULTILINE) if listing.exists() else []
+    names = (
+        re.findall(r"^model name\s*: (.+)$", listing.read_text(), re.MULTILINE) if listing.exists() else []
+    )
     return names[0] if names else platform.processor() or platform.machine()
 
 
@@ -134,7 +136,9 @@ def _value(kernel: Any, target: str, ran: dict[tuple[str, str], str]) -> str:
 def main() -> int:
     """Record what runs here where asked, then make the table; 1 where a kernel failed."""
     parser = argparse.ArgumentParser(description="make the support matrix")
-    parser.add_argument("--run", nargs="?", const="cpu", choices=sorted(PROOFS), help="run a platform's kernels")
+    parser.add_argument(
+        "--run", nargs="?", const="cpu", choices=sorted(PROOFS), help="run a platform's kernels"
+    )
     target = parser.parse_args().run
     RESULTS.mkdir(parents=True, exist_ok=True)
     failed = False
