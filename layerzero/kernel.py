@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -263,14 +264,18 @@ def judge(kernel: Kernel, request: Request, hardware: Hardware) -> list[Rejected
     Pure: the same three values give the same list on any machine.
     """
     capability = kernel.capability
-    return [
-        *_judge_hardware(capability, hardware),
-        *_judge_dtypes(capability, request),
-        *_judge_layout(capability, request),
-        *_judge_features(capability, request),
-        *_judge_limits(capability, request),
-        *_judge_modes(capability, request),
-    ]
+    found = list(_judge_hardware(capability, hardware))
+    # Most requests are plain: what cannot find anything is not asked.
+    if request.dtype not in capability.dtypes or set(request.dtypes) != {request.dtype}:
+        found += _judge_dtypes(capability, request)
+    found += _judge_layout(capability, request)
+    if not request.features <= capability.features:
+        found += _judge_features(capability, request)
+    if capability.limits:
+        found += _judge_limits(capability, request)
+    if request.modes:
+        found += _judge_modes(capability, request)
+    return found
 
 
 def _judge_hardware(cap: Capability, hw: Hardware) -> Iterator[Rejected]:
@@ -372,6 +377,12 @@ def version(text: str) -> tuple[int, ...]:
 
 
 def _any(values: Any) -> str:
+    return _any_of(values) if isinstance(values, frozenset) else " or ".join(sorted(str(v) for v in values))
+
+
+@functools.cache
+def _any_of(values: frozenset[Any]) -> str:
+    """The words of one of a capability's sets, which every refusal repeats."""
     return " or ".join(sorted(str(v) for v in values))
 
 

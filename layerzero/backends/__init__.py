@@ -9,13 +9,15 @@ from __future__ import annotations
 import functools
 import importlib
 import importlib.metadata
+import re
 from collections.abc import Collection
 
 from layerzero.errors import BackendNotAvailableError, ConfigurationError
-from layerzero.kernel import Kernel
+from layerzero.kernel import Kernel, version
 from layerzero.reasons import Reason, Rejected
 
 BUILTIN: tuple[str, ...] = (
+    "layerzero.backends.native",
     "layerzero.backends.reference",
     "layerzero.backends.torch_native",
     "layerzero.backends.torch_sdpa",
@@ -69,8 +71,44 @@ def availability(kernel: Kernel) -> list[Rejected]:
     return [verdict for verdict in verdicts if verdict is not None]
 
 
+# `name`, `name>=1.2`, `name>=1.2,<2`: what nearly every kernel asks for, compared by numbers alone.
+_SIMPLE = re.compile(
+    r"(?P<name>[A-Za-z0-9](?:[A-Za-z0-9._-]*[A-Za-z0-9])?)"
+    r"(?:>=(?P<least>\d+(?:\.\d+)*))?(?:,?<(?P<below>\d+(?:\.\d+)*))?"
+)
+_RELEASE = re.compile(r"\d+(?:\.\d+)*(?:\+.*)?")
+
+
+def _holds_simply(text: str) -> bool:
+    """Whether an installed release satisfies a plain requirement; False also where that takes a closer look.
+
+    `packaging` decides everything else, but importing it costs the first call of a process 20 ms.
+    """
+    simple = _SIMPLE.fullmatch(text)
+    if simple is None:
+        return False
+    try:
+        found = importlib.metadata.version(simple["name"])
+    except importlib.metadata.PackageNotFoundError:
+        return False
+    if not _RELEASE.fullmatch(found):
+        return False
+    here, least, below = (_numbers(v) for v in (found, simple["least"], simple["below"]))
+    return least <= here and (not below or here < below)
+
+
+def _numbers(text: str | None) -> tuple[int, ...]:
+    """A version's numbers without trailing zeros, so that 2.13 and 2.13.0 are equal."""
+    numbers = list(version(text or ""))
+    while numbers and not numbers[-1]:
+        numbers.pop()
+    return tuple(numbers)
+
+
 @functools.cache
 def _check_distribution(text: str) -> Rejected | None:
+    if _holds_simply(text):
+        return None
     from packaging.requirements import InvalidRequirement, Requirement
 
     try:
@@ -79,9 +117,9 @@ def _check_distribution(text: str) -> Rejected | None:
         raise ConfigurationError(f"distributions needs requirement strings, got {text!r}: {error}") from error
     needs, fix = str(requirement.specifier) or "any version", f"pip install '{text}'"
     try:
-        version = importlib.metadata.version(requirement.name)
+        found = importlib.metadata.version(requirement.name)
     except importlib.metadata.PackageNotFoundError:
         return Rejected(Reason.BACKEND_MISSING, requirement.name, needs, "not installed", fix)
-    if requirement.specifier.contains(version, prereleases=True):
+    if requirement.specifier.contains(found, prereleases=True):
         return None
-    return Rejected(Reason.BACKEND_VERSION_MISMATCH, requirement.name, needs, version, fix)
+    return Rejected(Reason.BACKEND_VERSION_MISMATCH, requirement.name, needs, found, fix)
