@@ -8,14 +8,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from layerzero.actors.local import LocalDevice
+from layerzero.actors.local import LocalDevice, device_of
 from layerzero.api.calls import checked_build, device_here, snapshot_here
-from layerzero.dispatch import Plan, Snapshot, positional
+from layerzero.dispatch import GRAD, Plan, Snapshot, positional
 from layerzero.kernel import Kernel
 from layerzero.ops import table as ops_table
 from layerzero.ops.op import Args, Op
 
 Check = Callable[..., bool]
+
+# torch's own guards on tensors, as torch.compile uses them: all of a call's metadata in one C call.
+_guards: Any = getattr(getattr(torch._C, "_dynamo", None), "guards", None)
+_TensorGuards: Any = getattr(_guards, "TensorGuards", None)
 
 
 class Binding:
@@ -57,6 +61,9 @@ class Binding:
         if len(tensors) != self._count:
             raise TypeError(f"the bound {self._op.name} needs {self._count} arguments, got {len(tensors)}")
         full = (*tensors, *self.tail)
+        where, own = device_of(full), self._device.device
+        if where != own:
+            raise ValueError(f"the bound {self._op.name} needs tensors on {own}, where it was bound, got {where}")
         if self._device.snapshot is not self.base:
             self.rebind()
         plan = self._planned(full)
@@ -107,7 +114,6 @@ def _guard_for(binding: Binding, example: Args) -> Check:
 def _guarded(binding: Binding, device: LocalDevice, tail: Args, check: Check) -> Callable[..., Any]:
     bits = device.mode()
     mode = device.mode
-
     def bound(*tensors: Any) -> Any:
         if not check(*tensors) or mode() != bits:
             return binding.other(tensors)
@@ -117,8 +123,48 @@ def _guarded(binding: Binding, device: LocalDevice, tail: Args, check: Check) ->
         except Exception as error:
             return binding.recover(plan, (*tensors, *tail), error)
 
+    exact = _exact_check(binding)
+    if exact is None or device.capturing is not None or bits & ~GRAD:
+        bound.binding = binding  # type: ignore[attr-defined]
+        return bound
+    return _guarded_exactly(binding, device, tail, exact, bound)
+
+
+def _guarded_exactly(
+    binding: Binding, device: LocalDevice, tail: Args, exact: Check, otherwise: Callable[..., Any]
+) -> Callable[..., Any]:
+    """Calls whose tensors are the example's in everything, under plain modes; `otherwise` takes the rest."""
+    deterministic, autocast = torch.are_deterministic_algorithms_enabled, torch._C._is_any_autocast_enabled
+
+    def bound(*tensors: Any) -> Any:
+        try:
+            if not exact(*tensors) or deterministic() or autocast():
+                return otherwise(*tensors)
+        except TypeError:  # another number of arguments, or no tensors
+            return otherwise(*tensors)
+        plan = binding.plan if device.snapshot is binding.base else binding.rebind()
+        try:
+            return plan.call(*tensors, *tail)
+        except Exception as error:
+            return binding.recover(plan, (*tensors, *tail), error)
+
     bound.binding = binding  # type: ignore[attr-defined]
     return bound
+
+
+def _exact_check(binding: Binding) -> Check | None:
+    """The C check that tensors are the example's in shape, strides, dtype, device and grad; None without one.
+
+    Only where no argument requires grad: then torch's grad mode decides nothing and need not be read.
+    """
+    tensors = [value for value in binding.full if isinstance(value, Tensor)]
+    example = binding.full[: len(binding.full) - len(binding.tail)]
+    if _TensorGuards is None or any(t.requires_grad for t in tensors):
+        return None
+    if not example or any(type(value) is not Tensor for value in example):
+        return None
+    check: Check = _TensorGuards(*example, dynamic_dims_sizes=None, dynamic_dims_strides=None).check
+    return check
 
 
 def _unguarded(binding: Binding, device: LocalDevice, tail: Args) -> Callable[..., Any]:
