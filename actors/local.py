@@ -91,6 +91,9 @@ class LocalDevice:
         cuda = self.device.type == "cuda"
         bits = capturing_mode if cuda else mode
         self.mode: Callable[[], int] = (lambda: bits() & ~GRAD) if self.settings.inference else bits
+        # The same for who holds the captured modes already: their bits that count here, and what else adds one.
+        self.counted = ~GRAD if self.settings.inference else -1
+        self.capturing: Callable[[], bool] | None = torch.cuda.is_current_stream_capturing if cuda else None
         self.inline_limit_us = float("inf") if cuda else self.settings.inline_limit_us
 
     def set_settings(self, settings: Settings) -> None:

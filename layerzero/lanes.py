@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, Protocol
 
 from torch import Tensor
@@ -22,10 +23,7 @@ def attach(device: LocalDevice) -> None:
         BatchExecutor(device), device.worker, device.settings, always_inline=device.device.type == "cuda"
     )
 
-    def modes() -> Modes:
-        return capture(cuda)
-
-    device.capture = modes
+    device.capture = capture if cuda is None else partial(capture, cuda)
 
 
 class Function(Protocol):
@@ -77,7 +75,11 @@ def _recording(
 ) -> Launch:
     """A launch that notes each result with the plan that made it."""
 
+    guard = op.guard if op.guard_joined else None
+
     def launch(args: Args) -> Any:
+        if guard is not None:
+            guard(args)
         result = device.launch_planned(op, args, snapshot)
         launched.append(result)
         return result[0]

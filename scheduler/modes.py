@@ -12,6 +12,7 @@ from typing import Any, Final
 
 import torch
 
+from layerzero.dispatch import AUTOCAST, DETERMINISTIC, GRAD
 from layerzero.errors import ModeChangedError
 
 _GRAD: Final = 1
@@ -29,7 +30,7 @@ class Modes:
     None where the call is not on CUDA.
     """
 
-    __slots__ = ("_mask", "autocast", "grad", "inference", "stream")
+    __slots__ = ("_mask", "autocast", "bits", "grad", "inference", "stream")
 
     def __init__(self, mask: int, autocast: Autocast = (), stream: Stream | None = None) -> None:
         self._mask = mask
@@ -37,6 +38,12 @@ class Modes:
         self.inference = bool(mask & _INFERENCE)
         self.autocast = autocast
         self.stream = stream
+        # What of this a table of plans distinguishes; `dispatch.mode()` reads the same from torch.
+        self.bits = (
+            (GRAD if self.grad else 0)
+            | (DETERMINISTIC if self.deterministic else 0)
+            | (AUTOCAST if autocast else 0)
+        )
 
     @property
     def deterministic(self) -> bool:

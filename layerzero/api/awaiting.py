@@ -32,14 +32,22 @@ def awaited(op: Op) -> Callable[..., Any]:
         try:
             signature, full = build(*args, **kwargs)
             device = active.devices[full[0].device]
+            modes = device.capture()
             if backend is not None or scoped() is not None:
                 device, snapshot, plan, full = _planned(op, args, kwargs, backend)
+            elif device.capturing is None:
+                plan = device.snapshot.tables[name].hot[modes.bits & device.counted][signature]
             else:
                 plan = device.snapshot.tables[name].hot[device.mode()][signature]
         except (KeyError, AttributeError, TypeError):
             device, snapshot, plan, full = _planned(op, args, kwargs, backend)
+            modes = device.capture()
         front = device.fronts.current()
-        if plan.expected_us < device.inline_limit_us and (front.may_inline() or await front.rested()):
+        if (
+            front.alone is not None
+            and plan.expected_us < device.inline_limit_us
+            and (front.may_inline() or await front.rested())
+        ):
             front.charge(plan.expected_us)
             last.plan = plan
             try:
@@ -50,15 +58,15 @@ def awaited(op: Op) -> Callable[..., Any]:
         if bars_queueing() is not None or "capture" in plan.request.modes:
             result, last.plan = device.launch_planned(op, full, snapshot)
             return result
-        ticket = _ticket(op, device, plan, full, snapshot, priority)
+        ticket = _ticket(op, device, plan, full, modes, snapshot, priority)
         if timeout is not None:
             ticket.deadline = front.loop.time() + timeout
-        modes = ticket.modes[0]
         front.submit(ticket)
         if modes.grad is not front.ambient_grad and not modes.inference:
             return await _away(ticket, modes, front.ambient_grad)
         result, last.plan = await ticket
-        restore(modes)
+        if device.capture() is not modes:
+            restore(modes)
         return result
 
     return named(call, op)
@@ -87,27 +95,25 @@ def _planned(
 
 
 def _ticket(
-    op: Op,
-    device: LocalDevice,
-    plan: Plan,
-    args: Args,
-    snapshot: Snapshot | None,
-    priority: int,
+    op: Op, device: LocalDevice, plan: Plan, args: Args, modes: Modes, snapshot: Snapshot | None, priority: int
 ) -> Ticket:
     """The ticket of a call: its group is None where it must run alone."""
-    modes = device.capture()
     lane = plan.lane
     if lane is None:
         lane = plan.lane = _lane_facts(op, args)
     group: Hashable | None = None
     if plan.joins and op.batching is not None and device.batches(op):
-        if op.guard is not None:
+        if op.guard is not None and not op.guard_joined:
             op.guard(args)
         shared = lane.shared
         if shared is None:
             group = _group(op, args, modes, snapshot)
         else:
-            where = (modes, snapshot, *[args[position].data_ptr() for position in shared])
+            where: Hashable
+            if len(shared) == 1:
+                where = (modes, snapshot, args[shared[0]].data_ptr())
+            else:
+                where = (modes, snapshot, *[args[position].data_ptr() for position in shared])
             group = lane.groups.get(where, _UNKNOWN)
             if group is _UNKNOWN:
                 group = _remember(lane, where, _group(op, args, modes, snapshot))

@@ -90,6 +90,7 @@ EMBEDDING = register(
         exact=frozenset({"V", "C"}),
         empty=_empty,
         guard=_guard,
+        guard_joined=True,
         batching=Rows(tail=0),
     )
 )

@@ -24,7 +24,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Call:
         return (
             "linear", x.shape, x.stride(), x.dtype, x.device, x.requires_grad,
             weight.shape, weight.stride(), weight.dtype, weight.device, weight.requires_grad,
-            signature_of(bias),
+            bias if bias is None else signature_of(bias),
         ), args  # fmt: skip
     except AttributeError:
         _check(args)  # names the operand that is no tensor

@@ -76,7 +76,8 @@ class Op:
     `check(args)` validates (ValueError/TypeError naming the argument, what it needs, what it got) and
     describes the call as a Request; it runs once per new signature, so it may take its time, but it must
     not read tensor data. `guard(args)` reads data where that needs no device synchronisation (ids in
-    range) and runs for every call that joins a batch.
+    range) and runs for every call that joins a batch; with `guard_joined` once for the whole batch instead,
+    on its merged arguments, and only where that fails for smaller parts until the culprit stands alone.
 
     `reference(*args)` is plain torch, accumulates in float32 (float64 inputs stay float64), and is right
     for everything `check` lets through. `outputs(args)` gives shapes and dtypes; `empty(args)` the result
@@ -95,6 +96,7 @@ class Op:
     exact: frozenset[str] = field(default_factory=frozenset)
     empty: Callable[[Args], Any] | None = None
     guard: Callable[[Args], None] | None = None
+    guard_joined: bool = False
     batching: Batching | None = None
     layouts: Layouts | None = None
     pure: bool = True
