@@ -20,6 +20,7 @@ from layerzero.ops import masks
 from layerzero.reasons import Reason
 
 aten = torch.ops.aten
+_sdpa = functional.scaled_dot_product_attention
 
 _FUSED = frozenset({"scale", "causal"})
 _MASKS = frozenset({"mask_bool", "mask_float", "mask_and_causal", "window"})
@@ -132,11 +133,12 @@ def default(
     dropout_p: float, window: masks.Window, softcap: float | None, alibi_slopes: Tensor | None, *_: Any,
 ) -> Tensor:  # fmt: skip
     """`scaled_dot_product_attention` with torch's own choice of implementation."""
+    grouped = q.size(1) != k.size(1)
+    if attn_mask is None and not is_causal and window is None and alibi_slopes is None:
+        return _sdpa(q, k, v, None, dropout_p, False, scale=scale, enable_gqa=grouped)
     dtype = None if q.device.type == "cpu" else q.dtype
     bias, causal = masks.fold(q, k, attn_mask, is_causal, window, alibi_slopes, dtype)
-    return functional.scaled_dot_product_attention(
-        q, k, v, bias, dropout_p, causal, scale=scale, enable_gqa=q.shape[1] != k.shape[1]
-    )
+    return _sdpa(q, k, v, bias, dropout_p, causal, scale=scale, enable_gqa=grouped)
 
 
 def _wants_gradient(*tensors: Tensor) -> bool:

@@ -40,6 +40,8 @@ def fold(
 
     `dtype` is the bias's; left out it is q's where that loses nothing, else the next wider one.
     """
+    if attn_mask is None and window is None and slopes is None and not is_causal:
+        return None, False
     causal = is_causal and q.shape[2] > 1  # one query, at the last key, sees every key
     plain = window is None and (not causal or q.shape[2] == k.shape[2])
     if plain and attn_mask is None and slopes is None:
