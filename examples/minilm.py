@@ -11,7 +11,7 @@ Axes: B texts, S tokens of one text, H heads, D head size, C = H * D channels.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass
 from importlib.resources import files
 from pathlib import Path
@@ -86,6 +86,10 @@ class MiniLM:
         """Read weights and tokenizer from the installed package onto `device`."""
         folder = model_folder()
         self.device = torch.device(device)
+        # Any function of many is awaited like an op: who asks at the same time is tokenized together.
+        self.tokens: Callable[[str], Awaitable[Tensor]] = lz.batched(
+            self.tokenize, pure=True, device=self.device
+        )
         self.tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
         self.tokenizer.no_padding()
         self.tokenizer.enable_truncation(MAX_TOKENS)
@@ -98,13 +102,15 @@ class MiniLM:
             self.norm = _pair(get, "embeddings.LayerNorm")
             self.layers = [_layer(get, f"encoder.layer.{index}") for index in range(LAYERS)]
 
-    def tokens(self, text: str) -> Tensor:
-        """Return the token ids of `text`, (S,) int64 on the encoder's device."""
-        return torch.tensor(self.tokenizer.encode(text).ids, device=self.device)
+    def tokenize(self, texts: Sequence[str]) -> list[Tensor]:
+        """Return the token ids of each text, (S,) int64 on the encoder's device."""
+        ids = [encoding.ids for encoding in self.tokenizer.encode_batch(list(texts))]
+        together = torch.tensor([token for row in ids for token in row], device=self.device)
+        return list(together.split([len(row) for row in ids]))
 
     async def embed(self, text: str) -> Tensor:
         """Return the unit-length embedding of one text, (C,) float32."""
-        ids = self.tokens(text)
+        ids = await self.tokens(text)
         x = await lz.embedding(ids, self.words)
         x = await lz.layer_norm(x + self.positions[: len(ids)], *self.norm, eps=EPS)
         for layer in self.layers:
@@ -115,7 +121,8 @@ class MiniLM:
             x = await lz.layer_norm(x + out, *layer.norm_attention, eps=EPS)
             out = await lz.mlp(x, layer.w_up, layer.w_down, layer.b_up, layer.b_down, activation="gelu")
             x = await lz.layer_norm(x + out, *layer.norm_mlp, eps=EPS)
-        return F.normalize(x.mean(0), dim=0)
+        mean = x.mean(0)
+        return mean / mean.norm()
 
     def embed_batch(self, texts: Sequence[str], batch: int = 16) -> Tensor:
         """Return the unit-length embeddings of `texts` in their order, (B, C) float32."""

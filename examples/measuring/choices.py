@@ -22,11 +22,11 @@ def launches(runtime: lz.Runtime) -> Counter[int]:
 
 def example_calls(model: MiniLM, texts: list[str]) -> list[tuple[str, tuple[Any, ...], dict[str, Any]]]:
     """Return one call of each op of the encoder, with the rows that `texts` have together."""
-    ids = torch.cat([model.tokens(text) for text in texts])
+    ids = torch.cat(model.tokenize(texts))
     longest = max(texts, key=len)
     layer = model.layers[0]
     x = model.words[ids]
-    q, k, v = _projected(model, model.tokens(longest)).unbind(2)
+    q, k, v = _projected(model, model.tokenize([longest])[0]).unbind(2)
     return [
         ("embedding", (ids, model.words), {}),
         ("layer_norm", (x, *model.norm), {"eps": EPS}),
