@@ -63,7 +63,7 @@ class Binding:
         full = (*tensors, *self.tail)
         where, own = device_of(full), self._device.device
         if where != own:
-            raise ValueError(f"the bound {self._op.name} needs tensors on {own}, where it was bound, got {where}")
+            raise ValueError(f"the bound {self._op.name} needs tensors on {own}, got {where}")
         if self._device.snapshot is not self.base:
             self.rebind()
         plan = self._planned(full)

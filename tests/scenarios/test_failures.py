@@ -41,7 +41,7 @@ def test_out_of_memory_goes_to_the_next_kernel() -> None:
 
 
 def test_memory_that_nobody_finds_is_one_clear_error() -> None:
-    """FS-011: when every kernel fails to allocate, the error names the kernel, chains it, and blames no circuit."""
+    """FS-011: when every kernel fails to allocate, one error chains it and no circuit counts it."""
     own = device([kernel("a.rms_norm", exhausted), kernel("b.rms_norm", exhausted)])
     with pytest.raises(lz.KernelExecutionError) as caught:
         own.launch(RMS, full())
@@ -50,7 +50,7 @@ def test_memory_that_nobody_finds_is_one_clear_error() -> None:
 
 
 def test_a_compiler_that_fails_costs_one_kernel() -> None:
-    """FS-017: a kernel that does not build is refused with what the compiler said, tried once, and others serve."""
+    """FS-017: a kernel that does not build is refused in the compiler's words, and tried once."""
     tries: list[int] = []
 
     def build() -> Any:
@@ -108,7 +108,8 @@ import sys
 
 class Refuse:
     def find_spec(self, name, path=None, target=None):
-        if name.split(".")[0] in {"triton", "flash_attn", "flashinfer", "liger_kernel", "xformers", "zentorch", "ray"}:
+        out = {"triton", "flash_attn", "flashinfer", "liger_kernel", "xformers", "zentorch", "ray"}
+        if name.split(".")[0] in out:
             raise ImportError(f"{name} is out of reach here")
 
 sys.meta_path.insert(0, Refuse())
