@@ -392,6 +392,7 @@ class Lane:
         stats.wait_s += size * now - sum(since)
         stats.wait_max_s = max(stats.wait_max_s, now - min(since))
         stats.batches += 1
+        stats.tokens += sum([ticket.tokens for ticket in tickets])
         stats.sizes[size] = stats.sizes.get(size, 0) + 1
         self.in_flight += 1
         self.running += size

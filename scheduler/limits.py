@@ -62,13 +62,13 @@ class Stats:
 
     __slots__ = (
         "batches", "cancelled", "detached", "done", "expired", "failed", "rejected", "sizes", "submitted",
-        "sweeps", "wait_max_s", "wait_s",
+        "sweeps", "tokens", "wait_max_s", "wait_s",
     )  # fmt: skip
 
     def __init__(self) -> None:
         self.submitted = self.done = self.failed = 0
         self.cancelled = self.expired = self.rejected = 0
-        self.detached = self.batches = self.sweeps = 0
+        self.detached = self.batches = self.sweeps = self.tokens = 0
         self.wait_s = self.wait_max_s = 0.0
         self.sizes: dict[int, int] = {}
 
