@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import itertools
 import time
 from collections.abc import Awaitable, Callable
@@ -39,6 +40,7 @@ def measure(plan: Plan, null_kernel: NullKernel) -> dict[str, Any]:
         "one_of_64": {
             "fresh": _crowd(plan, "linear", rejoined=False),
             "rejoined": _crowd(plan, "linear", rejoined=True),
+            "rejoined_with_collector": _crowd(plan, "linear", rejoined=True, collector=True),
             "rms_norm_rejoined": _crowd(plan, "rms_norm", rejoined=True),
             "embedding": _crowd(plan, "embedding", rejoined=False),
         },
@@ -90,12 +92,15 @@ def _null_rows(op: str, width: int) -> tuple[lz.Kernel, list[int]]:
     return kernel, seen
 
 
-def _crowd(plan: Plan, op: str, *, rejoined: bool, spawn: bool = False) -> dict[str, Any]:
+def _crowd(
+    plan: Plan, op: str, *, rejoined: bool, spawn: bool = False, collector: bool = False
+) -> dict[str, Any]:
     """Microseconds of one call of one of 64 callers, beyond what the batched kernel itself takes.
 
     `rejoined`: each call takes the last one's row, which lies beside its neighbours' in the batch's output;
     otherwise each caller brings rows of its own, which are gathered. The bare loop, the same coroutines
-    awaiting nothing, is taken off.
+    awaiting nothing, is taken off. The garbage collector rests during the rounds, as in every comparison
+    here, unless `collector`.
     """
     kernel, seen = _null_rows(op, 64)
     weight = torch.randn(64, 64) if op != "rms_norm" else torch.randn(64)
@@ -105,7 +110,13 @@ def _crowd(plan: Plan, op: str, *, rejoined: bool, spawn: bool = False) -> dict[
         call = getattr(lz, op)
         steps = STEPS if plan.rounds > 10 else 4
         run = runtime.spawn if spawn else None  # type: ignore[attr-defined]
-        wall, cpu, own = asyncio.run(_rounds(plan, call, op, weight, steps, rejoined, run))
+        gc.collect()
+        if not collector:
+            gc.disable()
+        try:
+            wall, cpu, own = asyncio.run(_rounds(plan, call, op, weight, steps, rejoined, run))
+        finally:
+            gc.enable()
     # What the null kernel itself takes: one slice of a buffer a batch.
     return {
         "beyond_kernel": {"wall_us": summary(wall, 1e-3), "cpu_us": summary(cpu, 1e-3)},
