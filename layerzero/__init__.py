@@ -76,6 +76,7 @@ from layerzero.settings import Settings as Settings
 
 __version__ = "0.1.0"
 
+add_layer_norm = _awaited(_table.get("add_layer_norm"))
 add_rms_norm = _awaited(_table.get("add_rms_norm"))
 alibi = _awaited(_table.get("alibi"))
 attention = _awaited(_table.get("attention"))

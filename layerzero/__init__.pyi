@@ -70,6 +70,19 @@ from layerzero.settings import Settings as Settings
 
 __version__: str
 
+async def add_layer_norm(
+    x: Tensor,
+    residual: Tensor,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    *,
+    eps: float = 1e-05,
+    backend: str | None = None,
+    priority: int = 1,
+    timeout: float | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Add `residual` to `x` and normalise the sum to mean 0 and variance 1; both are returned."""
+
 async def add_rms_norm(
     x: Tensor,
     residual: Tensor,

@@ -5,6 +5,7 @@ from __future__ import annotations
 from layerzero.api.calls import blocking
 from layerzero.ops import table as _table
 
+add_layer_norm = blocking(_table.get("add_layer_norm"))
 add_rms_norm = blocking(_table.get("add_rms_norm"))
 alibi = blocking(_table.get("alibi"))
 attention = blocking(_table.get("attention"))
@@ -20,6 +21,7 @@ sample_topk = blocking(_table.get("sample_topk"))
 sample_topp = blocking(_table.get("sample_topp"))
 
 __all__ = [
+    "add_layer_norm",
     "add_rms_norm",
     "alibi",
     "attention",

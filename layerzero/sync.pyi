@@ -7,6 +7,17 @@ from typing import Literal, overload
 
 from torch import Tensor
 
+def add_layer_norm(
+    x: Tensor,
+    residual: Tensor,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    *,
+    eps: float = 1e-05,
+    backend: str | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Add `residual` to `x` and normalise the sum to mean 0 and variance 1; both are returned."""
+
 def add_rms_norm(
     x: Tensor,
     residual: Tensor,
@@ -194,6 +205,7 @@ def sample_topp(
     """Draw one token a row among the fewest whose probability reaches `p`: `sample` with top_p=p."""
 
 __all__ = [
+    "add_layer_norm",
     "add_rms_norm",
     "alibi",
     "attention",

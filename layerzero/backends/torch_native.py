@@ -32,6 +32,14 @@ def layer_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float
     return functional.layer_norm(x, x.shape[-1:], weight, bias, eps)
 
 
+def add_layer_norm(
+    x: Tensor, residual: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float
+) -> tuple[Tensor, Tensor]:
+    """The sum, then its norm: two launches."""
+    total = x + residual
+    return functional.layer_norm(total, x.shape[-1:], weight, bias, eps), total
+
+
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """`torch.nn.functional.linear`."""
     return functional.linear(x, weight, bias)
@@ -112,6 +120,10 @@ _TABLE: tuple[tuple[str, Callable[..., Any], frozenset[str], bool, Efficiency, E
     (
         "layer_norm", layer_norm, frozenset({"no_weight", "bias"}), True,
         Efficiency(0.15, 1.0, 3.5, _CPU), Efficiency(0.1, 0.7, 8.0, _CUDA),
+    ),
+    (
+        "add_layer_norm", add_layer_norm, frozenset({"no_weight", "bias"}), True,
+        Efficiency(0.15, 1.0, 5.5, _CPU), Efficiency(0.1, 0.5, 13.0, _CUDA),
     ),
     (
         "linear", linear, frozenset({"bias"}), False,

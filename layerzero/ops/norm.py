@@ -1,4 +1,4 @@
-"""Normalisation over the last axis: rms_norm, add_rms_norm, layer_norm."""
+"""Normalisation over the last axis: rms_norm and layer_norm, each also with the residual sum before it."""
 
 from __future__ import annotations
 
@@ -134,8 +134,7 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor | None = None, *, e
         raise
 
 
-def _check_add_rms_norm(args: Args) -> Request:
-    x, residual, weight, eps = args
+def _check_residual(x: Tensor, residual: Tensor) -> None:
     checks.need_rows("x", x)
     checks.need_tensor("residual", residual)
     if residual.shape != x.shape:
@@ -144,6 +143,11 @@ def _check_add_rms_norm(args: Args) -> Request:
         wanted, got = checks.dtype_name(x.dtype), checks.dtype_name(residual.dtype)
         raise TypeError(f"residual needs x's dtype {wanted}, got {got}")
     checks.need_same_device("x", x, residual=residual)
+
+
+def _check_add_rms_norm(args: Args) -> Request:
+    x, residual, weight, eps = args
+    _check_residual(x, residual)
     _check_weights(x, eps, weight=weight)
     tensors = [t for t in (x, residual, weight) if t is not None]
     return _norm_request("add_rms_norm", x, tensors, _features(weight, None))
@@ -241,5 +245,60 @@ LAYER_NORM = register(
         exact=frozenset({"C"}),
         empty=_empty_like_x,
         batching=Rows(),
+    )
+)
+
+
+def add_layer_norm(
+    x: Tensor, residual: Tensor, weight: Tensor | None = None, bias: Tensor | None = None, *, eps: float = 1e-5
+) -> Call:
+    """Add `residual` to `x` and normalise the sum to mean 0 and variance 1; both are returned.
+
+    Args: x and residual (..., C) of one shape and dtype; weight and bias (C,) or None.
+    Returns: (normed, x + residual), each of x's shape and dtype; the sum that is normalised is the one
+        returned, rounded to x's dtype.
+    Raises: ValueError, TypeError: an argument does not fit, by name.
+    Source: arXiv 1607.06450, with the residual stream of post-norm transformers.
+    """
+    args = (x, residual, weight, bias, eps)
+    try:
+        return (
+            "add_layer_norm", x.shape, x.stride(), x.dtype, x.device, x.requires_grad,
+            residual.shape, residual.stride(), residual.dtype, residual.device, residual.requires_grad,
+            signature_of(weight), signature_of(bias), eps,
+        ), args  # fmt: skip
+    except AttributeError:
+        _check_add_layer_norm(args)
+        raise
+
+
+def _check_add_layer_norm(args: Args) -> Request:
+    x, residual, weight, bias, eps = args
+    _check_residual(x, residual)
+    _check_weights(x, eps, weight=weight, bias=bias)
+    tensors = [t for t in (x, residual, weight, bias) if t is not None]
+    return _norm_request("add_layer_norm", x, tensors, _features(weight, bias))
+
+
+def add_layer_norm_reference(
+    x: Tensor, residual: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float
+) -> tuple[Tensor, Tensor]:
+    """The sum in x's dtype, then `layer_norm_reference` of it."""
+    total = x + residual
+    return layer_norm_reference(total, weight, bias, eps), total
+
+
+ADD_LAYER_NORM = register(
+    Op(
+        name="add_layer_norm",
+        build=add_layer_norm,
+        check=_check_add_layer_norm,
+        reference=add_layer_norm_reference,
+        outputs=lambda args: _like_x(args) * 2,
+        work=_add_norm_work,
+        operands=(0, 1, 2, 3),
+        exact=frozenset({"C"}),
+        empty=_empty_pair,
+        batching=Rows(along=(0, 1)),
     )
 )

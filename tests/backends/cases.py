@@ -124,6 +124,8 @@ def _plain(case: Case, rand: Any, generator: torch.Generator) -> tuple[list[Any]
         return [rand(n, c), weight], {}
     if case.op == "add_rms_norm":
         return [rand(n, c), rand(n, c), weight], {}
+    if case.op == "add_layer_norm":
+        return [rand(n, c), rand(n, c), weight, rand(c) if "bias" in asks else None], {}
     if case.op == "layer_norm":
         return [rand(n, c), weight, rand(c) if "bias" in asks else None], {}
     if case.op == "linear":
@@ -155,6 +157,7 @@ _ASKS: dict[str, tuple[str, ...]] = {
     "rms_norm": ("no_weight",),
     "add_rms_norm": ("no_weight",),
     "layer_norm": ("no_weight", "bias"),
+    "add_layer_norm": ("no_weight", "bias"),
     "linear": ("bias",),
     "mlp": ("bias", *(f"act_{name}" for name in ACTIVATIONS)),
     "embedding": ("padding_idx",),

@@ -108,7 +108,8 @@ def test_repeated_runs_give_the_same_bits(kernel: Kernel) -> None:
 
 # Which operands have callers' rows in front; the others belong to all.
 _ROWS = {
-    "attention": (0, 1, 2), "rms_norm": (0,), "add_rms_norm": (0, 1), "layer_norm": (0,), "linear": (0,),
+    "attention": (0, 1, 2), "rms_norm": (0,), "add_rms_norm": (0, 1), "layer_norm": (0,),
+    "add_layer_norm": (0, 1), "linear": (0,),
     "mlp": (0,), "embedding": (0,), "rope": (0, 1, 2), "sample": (0,), "sample_topk": (0,),
     "sample_topp": (0,), "cross_entropy": (0, 1),
 }  # fmt: skip

@@ -22,6 +22,7 @@ GQA = (
     "cpu",
 )
 EXAMPLES: dict[str, tuple[str, ...]] = {
+    "add_layer_norm": ("--shape", "4x8"),
     "add_rms_norm": ("--shape", "4x8"),
     "alibi": ("slopes=8", "q_len=4", "k_len=16"),
     "attention": ("--shape", "1x2x4x8"),

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from layerzero.ops.norm import ADD_RMS_NORM, LAYER_NORM, RMS_NORM
+from layerzero.ops.norm import ADD_LAYER_NORM, ADD_RMS_NORM, LAYER_NORM, RMS_NORM
 from layerzero.ops.op import Op
 from tests.ops.calls import call
 
@@ -67,6 +67,17 @@ def test_add_rms_norm_returns_the_norm_of_the_sum_it_returns(width: int, dtype: 
     normed, total = call(ADD_RMS_NORM, x, residual, weight)
     assert torch.equal(total, x + residual)
     assert_rounded(normed, rms_oracle(total, weight, 1e-6))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("width", WIDTHS)
+def test_add_layer_norm_returns_the_norm_of_the_sum_it_returns(width: int, dtype: torch.dtype) -> None:
+    """The second result is x + residual in x's dtype; the first is that tensor's norm."""
+    x, residual = rows(width, dtype), rows(width, dtype) * 2
+    weight, bias = rows(width, dtype, ()), rows(width, dtype, ()) - 1
+    normed, total = call(ADD_LAYER_NORM, x, residual, weight, bias)
+    assert torch.equal(total, x + residual)
+    assert_rounded(normed, layer_oracle(total, weight, bias, 1e-5))
 
 
 def test_squares_do_not_overflow_half_precision() -> None:
