@@ -1,0 +1,115 @@
+"""What a completion request may ask: the fields of OpenAI's API that this server honours."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from typing import Any
+
+from generation import Sampling
+
+
+class BadRequest(Exception):
+    """The request cannot be served as it is; `param` names the field."""
+
+    def __init__(self, message: str, param: str | None = None) -> None:
+        super().__init__(message)
+        self.param = param
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """A completion request: the prompt as text or as token ids, and how to answer."""
+
+    text: str
+    ids: list[int] | None
+    sampling: Sampling
+    stream: bool
+    include_usage: bool
+
+
+# Fields that are understood only where they ask for nothing: field -> values that ask for nothing.
+_NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "n": (1,), "best_of": (1,), "echo": (False,), "logprobs": (), "suffix": (),
+    "presence_penalty": (0,), "frequency_penalty": (0,), "logit_bias": ({},),
+}  # fmt: skip
+_KNOWN = {
+    "model", "prompt", "max_tokens", "temperature", "top_p", "seed", "stop", "stream", "stream_options",
+    "user", *_NEUTRAL,
+}  # fmt: skip
+
+
+def read(body: bytes, served: str) -> Asked:
+    """The request in `body`, for the model that is `served`.
+
+    Raises: BadRequest: the body is no JSON object, or a field cannot be honoured; the message names it.
+    """
+    given = _object(body)
+    model = given.get("model")
+    if model != served:
+        raise BadRequest(f"model needs {served!r}, got {model!r}", "model")
+    text, ids = _prompt(given.get("prompt"))
+    stream = _bool(given, "stream")
+    options = given.get("stream_options") or {}
+    if not isinstance(options, dict) or (options and not stream):
+        raise BadRequest("stream_options needs an object, and stream to be true", "stream_options")
+    return Asked(text, ids, _sampling(given), stream, bool(options.get("include_usage", False)))
+
+
+def _object(body: bytes) -> dict[str, Any]:
+    try:
+        given = json.loads(body)
+    except ValueError as error:
+        raise BadRequest(f"the body needs to be JSON: {error}") from error
+    if not isinstance(given, dict):
+        raise BadRequest(f"the body needs to be a JSON object, got {type(given).__name__}")
+    for name, value in given.items():
+        if name not in _KNOWN:
+            raise BadRequest(f"unknown field {name!r}", name)
+        if name in _NEUTRAL and value is not None and value not in _NEUTRAL[name]:
+            raise BadRequest(f"{name} is not supported, got {value!r}", name)
+    return given
+
+
+def _prompt(prompt: Any) -> tuple[str, list[int] | None]:
+    """One prompt, as text or as token ids; a list of one of those is that one."""
+    if isinstance(prompt, list) and len(prompt) == 1 and isinstance(prompt[0], str | list):
+        prompt = prompt[0]
+    if isinstance(prompt, str):
+        return prompt, None
+    if isinstance(prompt, list) and prompt and all(type(token) is int for token in prompt):
+        return "", prompt
+    raise BadRequest("prompt needs one string or one list of token ids", "prompt")
+
+
+def _sampling(given: dict[str, Any]) -> Sampling:
+    values: dict[str, Any] = {}
+    for name, kinds in (
+        ("max_tokens", int),
+        ("seed", int),
+        ("temperature", int | float),
+        ("top_p", int | float),
+    ):
+        value = given.get(name)
+        if value is None:
+            continue
+        if isinstance(value, bool) or not isinstance(value, kinds):
+            raise BadRequest(f"{name} needs a number, got {value!r}", name)
+        values[name] = value if kinds is int else float(value)
+    stop = given.get("stop")
+    if stop is not None:
+        stops = [stop] if isinstance(stop, str) else stop
+        if not isinstance(stops, list) or not all(isinstance(word, str) for word in stops):
+            raise BadRequest(f"stop needs a string or a list of strings, got {stop!r}", "stop")
+        values["stop"] = tuple(stops)
+    try:
+        return Sampling(**values)
+    except ValueError as error:
+        raise BadRequest(str(error), str(error).split()[0]) from error
+
+
+def _bool(given: dict[str, Any], name: str) -> bool:
+    value = given.get(name)
+    if value is not None and not isinstance(value, bool):
+        raise BadRequest(f"{name} needs true or false, got {value!r}", name)
+    return bool(value)

@@ -1,0 +1,383 @@
+"""A generation server: every request is one coroutine, and requests meet in batches.
+
+    python examples/generate_server.py [--model FOLDER] [--device cpu|cuda] [--per op|layer|step] [--port N]
+
+It speaks the completion API of OpenAI's clients: /v1/completions (streamed or not) and /v1/models, beside
+/health and /metrics. A client that goes away takes its request with it; a full server answers 429 with
+Retry-After; SIGTERM ends what has begun and takes nothing new.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import signal
+import sys
+import time
+import uuid
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine
+from contextlib import aclosing, asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import anyio
+import torch
+import uvicorn
+from completion import Asked, BadRequest, read
+from generation import Words, generate, load_tokenizer
+from llama import FOLDER, Llama, Per, load
+from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, Counter, Gauge, generate_latest
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+from starlette.types import Receive, Scope, Send
+from tokenizers import Tokenizer
+
+import layerzero as lz
+from layerzero import metrics
+from layerzero.kvcache import PagesExhaustedError
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """How the server runs."""
+
+    model: Path = FOLDER
+    device: str = "cpu"
+    per: Per = "step"
+    pages: int = 1024
+    page_size: int = 16
+    max_requests: int = 256
+    strict: bool = False
+    host: str = "127.0.0.1"
+    port: int = 8000
+    drain_s: int = 30
+
+
+class Full(Exception):
+    """The server takes no further request now; try again after `retry_after` seconds."""
+
+    def __init__(self, message: str, retry_after: float = 1.0) -> None:
+        super().__init__(message)
+        self.retry_after = max(1, math.ceil(retry_after))
+
+
+class Service:
+    """The model, its tokenizer, and what is counted about requests."""
+
+    def __init__(self, options: Options, runtime: lz.Runtime) -> None:
+        self.options = options
+        self.name = options.model.resolve().name
+        self.model: Llama = load(
+            options.model,
+            device=options.device,
+            dtype=torch.float32 if options.device == "cpu" else torch.bfloat16,
+            pages=options.pages,
+            page_size=options.page_size,
+            per=options.per,
+        )
+        self.tokenizer: Tokenizer = load_tokenizer(options.model)
+        self.active = 0
+        self.started = int(time.time())
+        self.registry = CollectorRegistry()
+        self.registry.register(metrics.collector(runtime))
+        self.requests = Counter("requests", "requests by how they ended", ["outcome"], registry=self.registry)
+        self.tokens = Counter("generated_tokens", "tokens drawn", registry=self.registry)
+        gauges: dict[str, tuple[str, Callable[[], float]]] = {
+            "requests_in_flight": ("requests being answered", lambda: self.active),
+            "kv_pages_free": ("pages that no request holds", lambda: self.model.pages.free),
+        }
+        for name, (what, value) in gauges.items():
+            Gauge(name, what, registry=self.registry).set_function(value)
+
+    async def answer(self, asked: Asked) -> AsyncGenerator[Piece, None]:
+        """Yield the answer's text as it comes; the last piece says why it ended.
+
+        Raises: Full: too many requests, no pages, or a full lane. BadRequest: the prompt does not fit.
+        """
+        if self.active >= self.options.max_requests:
+            self.requests.labels("rejected").inc()
+            raise Full(f"{self.active} requests are being answered, and no more at once")
+        self.active += 1
+        outcome = "cancelled"
+        try:
+            async with aclosing(self._pieces(asked)) as pieces:
+                async for piece in pieces:
+                    yield piece
+            outcome = "done"
+        except (PagesExhaustedError, lz.Overloaded) as error:
+            outcome = "rejected"
+            raise Full(str(error), getattr(error, "retry_after", 1.0)) from error
+        except Exception:
+            outcome = "failed"
+            raise
+        finally:
+            self.active -= 1
+            self.requests.labels(outcome).inc()
+
+    async def _pieces(self, asked: Asked) -> AsyncGenerator[Piece, None]:
+        ids = asked.ids if asked.ids is not None else self.tokenizer.encode(asked.text).ids
+        self._check(ids, asked)
+        words, count, reason = Words(self.tokenizer, asked.sampling.stop), 0, "length"
+        async with aclosing(generate(self.model, ids, asked.sampling)) as tokens:
+            async for token in tokens:
+                count += 1
+                self.tokens.inc()
+                if token in self.model.config.end:
+                    reason = "stop"
+                    break
+                text = words.feed(token)
+                if words.stopped:
+                    reason = "stop"
+                    yield Piece(text, count, len(ids), reason)
+                    return
+                yield Piece(text, count, len(ids))
+        yield Piece(words.end(), count, len(ids), reason)
+
+    def _check(self, ids: list[int], asked: Asked) -> None:
+        pages = self.model.pages
+        most = min(pages.positions, pages.count * pages.page_size)
+        if not ids:
+            raise BadRequest("prompt needs at least one token", "prompt")
+        if len(ids) + asked.sampling.max_tokens > most:
+            raise BadRequest(
+                f"prompt and max_tokens need at most {most} tokens together, got {len(ids)} and "
+                f"{asked.sampling.max_tokens}",
+                "max_tokens",
+            )
+        if asked.ids is not None and not all(0 <= token < self.model.config.vocab for token in ids):
+            raise BadRequest(f"prompt needs token ids in [0, {self.model.config.vocab})", "prompt")
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """A piece of an answer: text, tokens drawn and given so far, and why it ended, if it did."""
+
+    text: str
+    drawn: int
+    prompt: int
+    reason: str | None = None
+
+    @property
+    def usage(self) -> dict[str, int]:
+        """The counts in the words of the API."""
+        return {
+            "prompt_tokens": self.prompt, "completion_tokens": self.drawn,
+            "total_tokens": self.prompt + self.drawn,
+        }  # fmt: skip
+
+
+# -- answers over HTTP ----------------------------------------------------------------------------------
+
+
+class Completion:
+    """The answer to one completion request: an ASGI response that ends when its client goes."""
+
+    def __init__(self, service: Service, asked: Asked) -> None:
+        self.service, self.asked = service, asked
+        self.head = {
+            "id": f"cmpl-{uuid.uuid4().hex}", "object": "text_completion", "created": int(time.time()),
+            "model": service.name,
+        }  # fmt: skip
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        respond = self.stream if self.asked.stream else self.whole
+        async with anyio.create_task_group() as tasks:
+
+            async def watch() -> None:
+                while (await receive())["type"] != "http.disconnect":
+                    continue
+                tasks.cancel_scope.cancel()
+
+            tasks.start_soon(watch)
+            await self.answered(respond, scope, receive, send)
+            tasks.cancel_scope.cancel()
+
+    async def answered(
+        self,
+        respond: Callable[[Scope, Receive, Send], Coroutine[Any, Any, None]],
+        scope: Scope,
+        receive: Receive,
+        send: Send,
+    ) -> None:
+        """Respond, or say in the words of the API why not."""
+        try:
+            await respond(scope, receive, send)
+        except Full as full:
+            again = {"Retry-After": str(full.retry_after)}
+            await failure(429, str(full), kind="rate_limit_error", headers=again)(scope, receive, send)
+        except BadRequest as bad:
+            await failure(400, str(bad), param=bad.param)(scope, receive, send)
+
+    async def whole(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """The whole text in one answer."""
+        texts: list[str] = []
+        async with aclosing(self.service.answer(self.asked)) as pieces:
+            async for piece in pieces:
+                texts.append(piece.text)
+        body = {**self.head, "choices": [choice("".join(texts), piece.reason)], "usage": piece.usage}
+        await JSONResponse(body)(scope, receive, send)
+
+    async def stream(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Server-sent events, one a piece of text; the status is sent with the first piece."""
+        begun = False
+        async with aclosing(self.service.answer(self.asked)) as pieces:
+            try:
+                async for piece in pieces:
+                    if not begun:
+                        begun = True
+                        await send(STREAM_START)
+                    if piece.text or piece.reason:
+                        await self._event(send, {**self.head, "choices": [choice(piece.text, piece.reason)]})
+            except (Full, lz.LayerZeroError) as error:
+                if not begun:
+                    raise
+                await self._event(send, error_body(str(error), "server_error"))
+                await send({"type": "http.response.body", "body": b""})
+                return
+        if self.asked.include_usage:
+            await self._event(send, {**self.head, "choices": [], "usage": piece.usage})
+        await send({"type": "http.response.body", "body": b"data: [DONE]\n\n"})
+
+    async def _event(self, send: Send, data: dict[str, Any]) -> None:
+        body = f"data: {json.dumps(data, ensure_ascii=False)}\n\n".encode()
+        await send({"type": "http.response.body", "body": body, "more_body": True})
+
+
+STREAM_START = {
+    "type": "http.response.start",
+    "status": 200,
+    "headers": [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")],
+}
+
+
+def choice(text: str, reason: str | None) -> dict[str, Any]:
+    """One choice of an answer."""
+    return {"index": 0, "text": text, "logprobs": None, "finish_reason": reason}
+
+
+def error_body(message: str, kind: str = "invalid_request_error", param: str | None = None) -> dict[str, Any]:
+    """An error in the words of the API."""
+    return {"error": {"message": message, "type": kind, "param": param, "code": None}}
+
+
+def failure(
+    status: int,
+    message: str,
+    *,
+    kind: str = "invalid_request_error",
+    param: str | None = None,
+    headers: dict[str, str] | None = None,
+) -> JSONResponse:
+    """An error as a response."""
+    return JSONResponse(error_body(message, kind, param), status_code=status, headers=headers)
+
+
+# -- the application ------------------------------------------------------------------------------------
+
+
+async def completions(request: Request) -> Any:
+    """POST /v1/completions."""
+    service: Service = request.app.state.service
+    try:
+        asked = read(await request.body(), service.name)
+    except BadRequest as bad:
+        return failure(400, str(bad), param=bad.param)
+    return Completion(service, asked)
+
+
+async def models(request: Request) -> JSONResponse:
+    """GET /v1/models."""
+    service: Service = request.app.state.service
+    model = {"id": service.name, "object": "model", "created": service.started, "owned_by": "layerzero"}
+    return JSONResponse({"object": "list", "data": [model]})
+
+
+async def health(request: Request) -> JSONResponse:
+    """GET /health: 200 with what is going on."""
+    service: Service = request.app.state.service
+    pages = service.model.pages
+    state = {"status": "ok", "requests": service.active, "pages": pages.count, "pages_free": pages.free}
+    return JSONResponse(state)
+
+
+async def exposition(request: Request) -> Response:
+    """GET /metrics: what lanes and requests have counted."""
+    service: Service = request.app.state.service
+    return Response(generate_latest(service.registry), headers={"Content-Type": CONTENT_TYPE_LATEST})
+
+
+async def http_failure(request: Request, error: Exception) -> JSONResponse:
+    """An unknown path or method, in the words of the API."""
+    assert isinstance(error, HTTPException)
+    return failure(error.status_code, f"{error.detail}: {request.method} {request.url.path}")
+
+
+def application(options: Options) -> Starlette:
+    """The server as an ASGI application; its lifespan opens the runtime, and drains it at the end."""
+
+    @asynccontextmanager
+    async def lifespan(app: Starlette) -> AsyncIterator[None]:
+        determinism = "strict" if options.strict else "default"
+        settings = lz.Settings.load(device=options.device, inference=True, determinism=determinism)
+        async with lz.start(settings) as runtime:
+            app.state.runtime, app.state.service = runtime, Service(options, runtime)
+            yield
+
+    routes = [
+        Route("/v1/completions", completions, methods=["POST"]),
+        Route("/v1/models", models),
+        Route("/health", health),
+        Route("/metrics", exposition),
+    ]
+    return Starlette(routes=routes, lifespan=lifespan, exception_handlers={HTTPException: http_failure})
+
+
+def parse(arguments: list[str] | None) -> Options:
+    """Read the command line."""
+    known = Options()
+    parser = argparse.ArgumentParser(description="Serve completions of a Llama.")
+    parser.add_argument("--model", type=Path, default=known.model, help="a Hugging Face Llama folder")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default=known.device)
+    parser.add_argument(
+        "--per", choices=("op", "layer", "step"), default=known.per, help="what one await covers"
+    )
+    parser.add_argument("--pages", type=int, default=known.pages)
+    parser.add_argument("--page-size", type=int, default=known.page_size)
+    parser.add_argument("--max-requests", type=int, default=known.max_requests)
+    parser.add_argument("--strict", action="store_true", help="only kernels whose rows ignore their batch")
+    parser.add_argument("--host", default=known.host)
+    parser.add_argument("--port", type=int, default=known.port)
+    parser.add_argument(
+        "--drain-s", type=int, default=known.drain_s, help="seconds SIGTERM leaves to answers"
+    )
+    given = parser.parse_args(arguments)
+    for name in ("pages", "page_size", "max_requests", "drain_s"):
+        if getattr(given, name) < 1:
+            parser.error(f"--{name.replace('_', '-')} needs to be at least 1, got {getattr(given, name)}")
+    return Options(**vars(given))
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Serve until SIGTERM or SIGINT, and return 0 after a drain."""
+    options = parse(arguments)
+    config = uvicorn.Config(
+        application(options),
+        host=options.host,
+        port=options.port,
+        log_level="warning",
+        timeout_graceful_shutdown=options.drain_s,
+    )
+    # uvicorn raises the signal again when it has drained: that would turn a clean end into a killed process.
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: None)
+    uvicorn.Server(config).run()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

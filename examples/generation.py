@@ -1,0 +1,119 @@
+"""One coroutine a request: an ordinary loop over tokens that meets all other requests in batches."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import AsyncGenerator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from llama import FOLDER, Llama
+from tokenizers import Tokenizer
+
+import layerzero as lz
+
+# Rows of a prompt that one step takes: longer prompts go in pieces, so that nobody's next token waits long.
+PREFILL = 256
+_HALF = "\ufffd"
+
+
+@dataclass(frozen=True, slots=True)
+class Sampling:
+    """How a request wants its tokens drawn; the same seed draws the same tokens in any company.
+
+    Raises: ValueError: a value is out of range, by name.
+    """
+
+    max_tokens: int = 16
+    temperature: float = 1.0
+    top_p: float = 1.0
+    seed: int = field(default_factory=lambda: random.getrandbits(62))
+    stop: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.max_tokens < 1:
+            raise ValueError(f"max_tokens needs at least 1, got {self.max_tokens}")
+        if not 0 <= self.temperature <= 2:
+            raise ValueError(f"temperature needs 0 to 2, got {self.temperature}")
+        if not 0 < self.top_p <= 1:
+            raise ValueError(f"top_p needs to be above 0 and at most 1, got {self.top_p}")
+        if len(self.stop) > 4 or "" in self.stop:
+            raise ValueError(f"stop needs at most 4 strings, none of them empty, got {list(self.stop)}")
+
+
+async def generate(model: Llama, prompt: Sequence[int], sampling: Sampling) -> AsyncGenerator[int, None]:
+    """Yield the tokens that continue `prompt`, until one ends the text or `max_tokens` are drawn.
+
+    Cancelled or closed, it takes its call back from the lane and gives its pages back.
+    Raises: PagesExhaustedError: the pool is full. ValueError: the prompt is empty, or too long.
+    """
+    if not prompt:
+        raise ValueError("prompt needs at least one token, got none")
+    device = model.pages.device
+    with model.pages.sequence(len(prompt) + sampling.max_tokens) as sequence:
+        for start in range(0, len(prompt), PREFILL):
+            piece = torch.tensor(prompt[start : start + PREFILL], device=device)
+            logits = await model.step(piece, sequence.extend(len(piece)))
+        for drawn in range(sampling.max_tokens):
+            token = await lz.sample(
+                logits,
+                temperature=sampling.temperature,
+                top_p=sampling.top_p,
+                seed=sampling.seed,
+                offset=drawn,
+            )
+            number = int(await lz.to_host(token))
+            yield number
+            if number in model.config.end or drawn == sampling.max_tokens - 1:
+                return
+            logits = await model.step(token, sequence.extend(1))
+
+
+class Words:
+    """Tokens into text, piece by piece: whole characters only, nothing of a stop string."""
+
+    def __init__(self, tokenizer: Tokenizer, stop: Sequence[str] = ()) -> None:
+        self._tokenizer, self._stop = tokenizer, stop
+        self._ids: list[int] = []
+        self._given = 0
+        self.stopped = False
+
+    def feed(self, token: int) -> str:
+        """The text that `token` completes; may be empty."""
+        self._ids.append(token)
+        return self._release(held=True)
+
+    def end(self) -> str:
+        """What was held back at the end of the text."""
+        return "" if self.stopped else self._release(held=False)
+
+    def _release(self, held: bool) -> str:
+        text = self._tokenizer.decode(self._ids)
+        found = [at for at in (text.find(stop, self._searched(stop)) for stop in self._stop) if at >= 0]
+        if found:
+            self.stopped = True
+            upto = min(found)
+        else:
+            upto = len(text) - (self._unsure(text) if held else 0)
+        piece = text[self._given : upto]
+        self._given = max(self._given, upto)
+        return piece
+
+    def _searched(self, stop: str) -> int:
+        return max(0, self._given - len(stop) + 1)
+
+    def _unsure(self, text: str) -> int:
+        """How many characters at the end may still change, or begin a stop string."""
+        unsure = len(text) - len(text.rstrip(_HALF))
+        for stop in self._stop:
+            for size in range(min(len(stop) - 1, len(text)), unsure, -1):
+                if text.endswith(stop[:size]):
+                    unsure = size
+                    break
+        return unsure
+
+
+def load_tokenizer(folder: Path = FOLDER) -> Tokenizer:
+    """The tokenizer of a Hugging Face folder."""
+    return Tokenizer.from_file(str(folder / "tokenizer.json"))

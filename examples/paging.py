@@ -1,0 +1,156 @@
+"""The pages that keys and values lie in, and where the rows of a forward stand in them.
+
+A sequence takes all the pages it may ever need when it opens and gives them back when it closes, so that
+no request runs out of memory half way; a pool that cannot hold it says so at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Several
+from dataclasses import dataclass
+from functools import cached_property
+from types import TracebackType
+
+import torch
+from torch import Tensor
+
+from layerzero.kvcache import PageAllocator
+
+
+@dataclass(frozen=True, slots=True)
+class Places:
+    """Where the rows (T,) of B sequences stand: what a layer needs beside the rows themselves.
+
+    positions (T,) in their sequences, slots (T,) in the pool; tables (B, M), lengths (B,) with these rows
+    counted, offsets (B + 1,) of each sequence's rows, or None where each has one; last picks each sequence's
+    last row.
+    """
+
+    positions: Tensor
+    slots: Tensor
+    tables: Tensor
+    lengths: Tensor
+    offsets: Tensor | None
+    last: Tensor | slice
+
+
+class Chunk:
+    """`count` tokens that a sequence adds from position `start` on."""
+
+    last = slice(-1, None)
+
+    def __init__(self, sequence: Sequence, start: int, count: int) -> None:
+        self.sequence, self.start, self.count = sequence, start, count
+
+    @property
+    def end(self) -> int:
+        """The sequence's length with this chunk."""
+        return self.start + self.count
+
+    @cached_property
+    def places(self) -> Places:
+        """Where these tokens stand when nobody else's stand beside them."""
+        return _places([self])
+
+    def slots(self) -> list[int]:
+        """The chunk's places in the pool."""
+        pages, size = self.sequence.pages, self.sequence.pool.page_size
+        return [pages[at // size] * size + at % size for at in range(self.start, self.end)]
+
+
+class Sequence:
+    """One request's pages; a context manager that gives them back."""
+
+    def __init__(self, pool: Pages, pages: list[int], limit: int) -> None:
+        self.pool, self.pages, self.limit = pool, pages, limit
+        self.length = 0
+        self.table = torch.zeros(pool.width, dtype=torch.int32)
+        self.table[: len(pages)] = torch.tensor(pages, dtype=torch.int32)
+
+    def extend(self, count: int) -> Chunk:
+        """Places for the next `count` tokens.
+
+        Raises: ValueError: the sequence was not opened for so many.
+        """
+        if count < 1 or self.length + count > self.limit:
+            raise ValueError(f"count needs 1 to {self.limit - self.length} more tokens, got {count}")
+        chunk = Chunk(self, self.length, count)
+        self.length += count
+        return chunk
+
+    def __enter__(self) -> Sequence:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.pool.allocator.give_back(self.pages)
+
+
+class Pages:
+    """A pool of pages for all layers: keys and values (layers, N, page size, Hk, D)."""
+
+    def __init__(
+        self,
+        *,
+        layers: int,
+        heads: int,
+        head_dim: int,
+        pages: int,
+        page_size: int,
+        positions: int,
+        dtype: torch.dtype,
+        device: torch.device | str,
+    ) -> None:
+        self.device, self.page_size, self.count = torch.device(device), page_size, pages
+        self.positions, self.width = positions, -(-positions // page_size)
+        shape = (layers, pages, page_size, heads, head_dim)
+        self._keys = torch.zeros(shape, dtype=dtype, device=device)
+        self._values = torch.zeros(shape, dtype=dtype, device=device)
+        self.allocator = PageAllocator(pages)
+
+    @property
+    def free(self) -> int:
+        """Pages that no sequence holds."""
+        return self.allocator.free_pages
+
+    def layer(self, index: int) -> tuple[Tensor, Tensor]:
+        """The keys and values of one layer, each (N, page size, Hk, D)."""
+        return self._keys[index], self._values[index]
+
+    def sequence(self, limit: int) -> Sequence:
+        """Open a sequence of at most `limit` tokens.
+
+        Raises: ValueError: a pool of this size could never hold it. PagesExhaustedError: it cannot now.
+        """
+        most = min(self.positions, self.count * self.page_size)
+        if not 1 <= limit <= most:
+            raise ValueError(f"limit needs 1 to {most} tokens, got {limit}")
+        return Sequence(self, self.allocator.take(-(-limit // self.page_size)), limit)
+
+
+def places(chunks: Several[Chunk]) -> Places:
+    """Where the rows of several sequences' chunks stand, one behind the other."""
+    return chunks[0].places if len(chunks) == 1 else _places(chunks)
+
+
+def _places(chunks: Several[Chunk]) -> Places:
+    """The places of `chunks`, made on the host and sent to the pool's device."""
+    pool = chunks[0].sequence.pool
+    device, longest = pool.device, max(chunk.end for chunk in chunks)
+    tables = torch.stack([chunk.sequence.table for chunk in chunks])[:, : -(-longest // pool.page_size)]
+    offsets: Tensor | None = None
+    last: Tensor | slice = slice(None)
+    if any(chunk.count > 1 for chunk in chunks):
+        counts = torch.tensor([0, *(chunk.count for chunk in chunks)], dtype=torch.int32)
+        offsets = counts.cumsum(0, dtype=torch.int32)
+        last = (offsets[1:] - 1).long().to(device)
+        offsets = offsets.to(device)
+    return Places(
+        positions=torch.tensor([at for c in chunks for at in range(c.start, c.end)]).to(device),
+        slots=torch.tensor([slot for chunk in chunks for slot in chunk.slots()]).to(device),
+        tables=tables.contiguous().to(device),
+        lengths=torch.tensor([chunk.end for chunk in chunks], dtype=torch.int32).to(device),
+        offsets=offsets,
+        last=last,
+    )
