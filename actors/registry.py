@@ -10,6 +10,7 @@ import threading
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
+from layerzero.errors import BackendNotAvailableError
 from layerzero.kernel import Kernel
 from layerzero.reasons import Reason, Rejected
 
@@ -105,4 +106,6 @@ class Registry:
 
 def _load_failure(kernel: Kernel, error: Exception) -> Rejected:
     reason = Reason.BACKEND_IMPORT_FAILED if isinstance(error, ImportError) else Reason.KERNEL_LOAD_FAILED
+    if isinstance(error, BackendNotAvailableError):
+        reason = error.context.get("reason", reason)
     return Rejected(reason, "load", f"{kernel.backend} to load", f"{type(error).__name__}: {error}"[:300])

@@ -9,8 +9,11 @@ import layerzero.ops.attention
 import layerzero.ops.cross_entropy
 import layerzero.ops.embedding
 import layerzero.ops.linear
+import layerzero.ops.mla
 import layerzero.ops.mlp
 import layerzero.ops.norm
+import layerzero.ops.paged
+import layerzero.ops.ragged
 import layerzero.ops.rope
 import layerzero.ops.sampling  # noqa: F401  each import registers its ops
 from layerzero.errors import NoKernelFoundError

@@ -1,0 +1,144 @@
+"""Attention over pages and ragged sequences on the CPU, in C++ that is compiled on the user's machine.
+
+`attention.cpp` is the kernel, `build` compiles it. Compiling takes up to a minute and is done once, in the
+background or by warming up; until then, and wherever there is no compiler, the other kernels serve.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from layerzero.kernel import AtMost, Capability, Efficiency, Kernel
+from layerzero.ops import mla, paged, ragged
+from layerzero.ops.attention_checks import bounds
+from layerzero.ops.op import Args
+from layerzero.reasons import Reason
+
+
+def _compiled() -> Any:
+    # Imported here: the module needs what only Unix has.
+    from layerzero.backends.native import build
+
+    return build.library()
+
+
+def _paged() -> Callable[..., Any]:
+    native = _compiled().paged
+
+    def paged_attention(*args: Any) -> Tensor | tuple[Tensor, Tensor]:
+        """One walk over each sequence's pages; what it cannot trust it refuses before it reads."""
+        q, k, v, tables, lens, cu, is_causal, scale, window, softcap, layout, return_lse = args
+        out, lse = _results(q, v.shape[3], return_lse)
+        left, right = bounds(is_causal, window)
+        factor = q.shape[2] ** -0.5 if scale is None else scale
+        cap = 0.0 if softcap is None else softcap
+        if not native(out, lse, q, k, v, tables, lens, cu, factor, left, right, cap, layout == "HND"):
+            _refused(paged.guard, args)
+        return out if lse is None else (out, lse)
+
+    return paged_attention
+
+
+def _ragged() -> Callable[..., Any]:
+    native = _compiled().ragged
+
+    def ragged_attention(*args: Any) -> Tensor | tuple[Tensor, Tensor]:
+        """The same walk over keys that stand behind each other."""
+        q, k, v, cu, cu_k, is_causal, scale, window, softcap, return_lse = args
+        out, lse = _results(q, v.shape[2], return_lse)
+        left, right = bounds(is_causal, window)
+        factor = q.shape[2] ** -0.5 if scale is None else scale
+        cap = 0.0 if softcap is None else softcap
+        if not native(out, lse, q, k, v, cu, cu_k, factor, left, right, cap):
+            _refused(ragged.guard, args)
+        return out if lse is None else (out, lse)
+
+    return ragged_attention
+
+
+def _latent() -> Callable[..., Any]:
+    native = _compiled().latent
+
+    def mla_attention(*args: Any) -> Tensor | tuple[Tensor, Tensor]:
+        """Keys are put together from both pools; their first part is the values."""
+        q, q_pe, ckv, kpe, tables, lens, cu, scale, is_causal, return_lse = args
+        out, lse = _results(q, q.shape[2], return_lse)
+        if not native(out, lse, q, q_pe, ckv, kpe, tables, lens, cu, scale, 0 if is_causal else -1):
+            _refused(mla.guard, args)
+        return out if lse is None else (out, lse)
+
+    return mla_attention
+
+
+def _results(q: Tensor, width: int, return_lse: bool) -> tuple[Tensor, Tensor | None]:
+    out = torch.empty((q.shape[0], q.shape[1], width), dtype=q.dtype)
+    return out, torch.empty(out.shape[:2], dtype=torch.float32) if return_lse else None
+
+
+def _refused(guard: Callable[[Args], None], args: Args) -> None:
+    """Raise the error that names what does not fit."""
+    guard(args)
+    raise AssertionError("the kernel refused metadata that the op's guard accepts")
+
+
+_SOURCE = "by construction; run against float64 loops and bitwise in batches on an AMD EPYC with AVX-512"
+_DTYPES = frozenset({"float32", "bfloat16", "float16"})
+_MIXED = frozenset({"kv_float32", "kv_bfloat16", "kv_float16"})
+_EFFICIENCY = Efficiency(0.4, 0.7, 8.0, "estimate; benchmarks/paged.py measures it")
+
+
+def _capability(features: frozenset[str], **more: Any) -> Capability:
+    return Capability(
+        source=_SOURCE,
+        platforms=frozenset({"cpu"}),
+        dtypes=_DTYPES,
+        features=features | {"causal", "lse", "gqa"},
+        last_stride1=True,
+        gradient=False,
+        batch_invariant=True,
+        **more,
+    )
+
+
+_WIDTHS = (AtMost("D", 1024, Reason.HEAD_DIM_TOO_LARGE), AtMost("Dv", 1024, Reason.HEAD_DIM_TOO_LARGE))
+
+KERNELS: tuple[Kernel, ...] = (
+    Kernel(
+        id="native.paged_attention.cpu",
+        op="paged_attention",
+        backend="native",
+        capability=_capability(
+            _MIXED | {"prefill", "scale", "window", "softcap"},
+            layouts=frozenset({"NHD", "HND"}),
+            limits=_WIDTHS,
+        ),
+        load=_paged,
+        efficiency=_EFFICIENCY,
+        rank=20,
+        cold=True,
+    ),
+    Kernel(
+        id="native.ragged_attention.cpu",
+        op="ragged_attention",
+        backend="native",
+        capability=_capability(frozenset({"scale", "window", "softcap"}), limits=_WIDTHS),
+        load=_ragged,
+        efficiency=_EFFICIENCY,
+        rank=20,
+        cold=True,
+    ),
+    Kernel(
+        id="native.mla_attention.cpu",
+        op="mla_attention",
+        backend="native",
+        capability=_capability(_MIXED | {"prefill"}, limits=(AtMost("C", 1024), AtMost("R", 1024))),
+        load=_latent,
+        efficiency=_EFFICIENCY,
+        rank=20,
+        cold=True,
+    ),
+)

@@ -1,0 +1,20 @@
+"""Where keys and values of growing sequences lie: in pages, in one block each, or in chunks.
+
+`PagedCache` hands its pool and block tables to `paged_attention`; `ContiguousCache` and `ChunkedCache` give
+dense tensors. All three are a `Cache`. One event loop or thread owns a cache; it has no lock.
+"""
+
+from layerzero.kvcache.chunked import ChunkedCache as ChunkedCache
+from layerzero.kvcache.contiguous import ContiguousCache as ContiguousCache
+from layerzero.kvcache.convert import Conversion as Conversion
+from layerzero.kvcache.convert import conversion as conversion
+from layerzero.kvcache.convert import convert as convert
+from layerzero.kvcache.paged import PagedCache as PagedCache
+from layerzero.kvcache.pages import ForeignPageError as ForeignPageError
+from layerzero.kvcache.pages import FreedPageError as FreedPageError
+from layerzero.kvcache.pages import PageAllocator as PageAllocator
+from layerzero.kvcache.pages import PagesExhaustedError as PagesExhaustedError
+from layerzero.kvcache.protocol import Cache as Cache
+from layerzero.kvcache.protocol import FreedSequenceError as FreedSequenceError
+from layerzero.kvcache.protocol import Spec as Spec
+from layerzero.kvcache.protocol import UnknownSequenceError as UnknownSequenceError

@@ -1,0 +1,92 @@
+"""Each sequence as a list of chunks of one size: growing never copies, forks share the full chunks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from layerzero.kvcache.protocol import Sequences, Spec
+from layerzero.ops import checks
+
+Chunk = tuple[Tensor, Tensor]
+
+
+@dataclass(slots=True)
+class _Chunks:
+    length: int = 0
+    chunks: list[Chunk] = field(default_factory=list)
+
+
+class ChunkedCache:
+    """Chunks of `chunk` tokens, allocated as they are needed; reading joins them."""
+
+    __slots__ = ("_chunk", "_sequences", "epoch", "spec")
+
+    def __init__(self, spec: Spec, *, chunk: int = 64) -> None:
+        self.spec = spec
+        self.epoch = 0
+        self._chunk = checks.need_int("chunk", chunk, low=1)
+        self._sequences: Sequences[_Chunks] = Sequences()
+
+    def new(self) -> int:
+        """A sequence without tokens."""
+        self.epoch += 1
+        return self._sequences.add(_Chunks())
+
+    def fork(self, sequence: int) -> int:
+        """A sequence over the same full chunks and a copy of the last one."""
+        source = self._sequences.get(sequence)
+        chunks = list(source.chunks)
+        if source.length % self._chunk:
+            keys, values = chunks[-1]
+            chunks[-1] = keys.clone(), values.clone()
+        self.epoch += 1
+        return self._sequences.add(_Chunks(source.length, chunks))
+
+    def append(self, sequence: int, keys: Tensor, values: Tensor) -> None:
+        """Write tokens behind the sequence's, into new chunks where the last is full."""
+        count = self.spec.check(keys, values)
+        state = self._sequences.get(sequence)
+        done = 0
+        while done < count:
+            entry, slot = divmod(state.length, self._chunk)
+            if entry == len(state.chunks):
+                state.chunks.append(self._empty())
+            step = min(self._chunk - slot, count - done)
+            for place, given in zip(state.chunks[entry], (keys, values), strict=True):
+                place[slot : slot + step].copy_(given[done : done + step])
+            state.length += step
+            done += step
+        if count:
+            self.epoch += 1
+
+    def _empty(self) -> Chunk:
+        spec = self.spec
+        keys = torch.empty((self._chunk, spec.heads, spec.width), dtype=spec.dtype, device=spec.device)
+        return keys, keys.new_empty((self._chunk, spec.heads, spec.value_width))
+
+    def free(self, sequence: int) -> None:
+        """Forget the sequence; chunks that forks share stay."""
+        self._sequences.pop(sequence)
+        self.epoch += 1
+
+    def length(self, sequence: int) -> int:
+        """The sequence's tokens."""
+        return self._sequences.get(sequence).length
+
+    def read(self, sequence: int) -> tuple[Tensor, Tensor]:
+        """The sequence's chunks joined: a copy, a view where one chunk holds all."""
+        state = self._sequences.get(sequence)
+        if len(state.chunks) == 1:
+            keys, values = state.chunks[0]
+        else:
+            chunks = state.chunks or [self._empty()]
+            keys, values = (torch.cat([chunk[part] for chunk in chunks]) for part in (0, 1))
+        return keys[: state.length], values[: state.length]
+
+    def bytes_held(self) -> int:
+        """Bytes of all chunks, shared ones once."""
+        chunks = {id(keys) for state in self._sequences.values() for keys, _ in state.chunks}
+        return len(chunks) * self._chunk * self.spec.token_bytes

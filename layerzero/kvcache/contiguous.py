@@ -1,0 +1,81 @@
+"""Each sequence in one block that doubles when it is full: dense keys for any attention kernel."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from layerzero.kvcache.protocol import Sequences, Spec
+from layerzero.ops import checks
+
+
+@dataclass(slots=True)
+class _Block:
+    keys: Tensor
+    values: Tensor
+    length: int = 0
+
+
+class ContiguousCache:
+    """Blocks that start with room for `capacity` tokens; growing and forking copy."""
+
+    __slots__ = ("_capacity", "_sequences", "epoch", "spec")
+
+    def __init__(self, spec: Spec, *, capacity: int = 64) -> None:
+        self.spec = spec
+        self.epoch = 0
+        self._capacity = checks.need_int("capacity", capacity, low=1)
+        self._sequences: Sequences[_Block] = Sequences()
+
+    def _block(self, capacity: int) -> _Block:
+        spec = self.spec
+        keys = torch.empty((capacity, spec.heads, spec.width), dtype=spec.dtype, device=spec.device)
+        return _Block(keys, keys.new_empty((capacity, spec.heads, spec.value_width)))
+
+    def new(self) -> int:
+        """A sequence without tokens."""
+        self.epoch += 1
+        return self._sequences.add(self._block(self._capacity))
+
+    def fork(self, sequence: int) -> int:
+        """A copy of the sequence."""
+        source = self._sequences.get(sequence)
+        self.epoch += 1
+        return self._sequences.add(_Block(source.keys.clone(), source.values.clone(), source.length))
+
+    def append(self, sequence: int, keys: Tensor, values: Tensor) -> None:
+        """Write tokens behind the sequence's; a full block moves to one twice its size."""
+        count = self.spec.check(keys, values)
+        block = self._sequences.get(sequence)
+        if not count:
+            return
+        end = block.length + count
+        if end > block.keys.shape[0]:
+            wider = self._block(max(end, 2 * block.keys.shape[0]))
+            wider.keys[: block.length].copy_(block.keys[: block.length])
+            wider.values[: block.length].copy_(block.values[: block.length])
+            block.keys, block.values = wider.keys, wider.values
+        block.keys[block.length : end].copy_(keys)
+        block.values[block.length : end].copy_(values)
+        block.length = end
+        self.epoch += 1
+
+    def free(self, sequence: int) -> None:
+        """Forget the sequence; views that callers hold keep its memory alive."""
+        self._sequences.pop(sequence)
+        self.epoch += 1
+
+    def length(self, sequence: int) -> int:
+        """The sequence's tokens."""
+        return self._sequences.get(sequence).length
+
+    def read(self, sequence: int) -> tuple[Tensor, Tensor]:
+        """Views of the sequence's keys and values."""
+        block = self._sequences.get(sequence)
+        return block.keys[: block.length], block.values[: block.length]
+
+    def bytes_held(self) -> int:
+        """Bytes of all blocks, their unused ends included."""
+        return sum(block.keys.shape[0] for block in self._sequences.values()) * self.spec.token_bytes

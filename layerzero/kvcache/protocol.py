@@ -1,0 +1,154 @@
+"""What every cache can do, and what its tokens look like."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Generic, Protocol, TypeVar
+
+import torch
+from torch import Tensor
+
+from layerzero.errors import LayerZeroError
+from layerzero.ops import checks
+
+T = TypeVar("T")
+
+
+class UnknownSequenceError(LayerZeroError, KeyError):
+    """The cache never gave out such a sequence."""
+
+    def __str__(self) -> str:
+        return str(self.args[0])
+
+
+class FreedSequenceError(LayerZeroError, ValueError):
+    """The sequence was freed before: its keys and values may be somebody else's by now."""
+
+
+@dataclass(frozen=True, slots=True)
+class Spec:
+    """One token's keys and values: `heads` key heads of `width`, values of `value_width`, in `dtype`."""
+
+    heads: int
+    width: int
+    value_width: int = 0
+    dtype: torch.dtype = torch.float32
+    device: torch.device | str = "cpu"
+
+    def __post_init__(self) -> None:
+        checks.need_int("heads", self.heads, low=1)
+        checks.need_int("width", self.width, low=1)
+        checks.need_int("value_width", self.value_width, low=0)
+        if not self.value_width:
+            object.__setattr__(self, "value_width", self.width)
+
+    @property
+    def token_bytes(self) -> int:
+        """Bytes of one token's key and value."""
+        return self.heads * (self.width + self.value_width) * self.dtype.itemsize
+
+    def check(self, keys: Tensor, values: Tensor) -> int:
+        """The number of tokens in `keys` (S, heads, width) and `values` (S, heads, value_width).
+
+        Raises: ValueError, TypeError: shape, dtype or device differ; nothing is converted on the way.
+        """
+        for name, tensor, width in (("keys", keys, self.width), ("values", values, self.value_width)):
+            checks.need_tensor(name, tensor, rank=3)
+            if tensor.shape[1:] != (self.heads, width):
+                raise ValueError(f"{name} needs shape (S, {self.heads}, {width}), got {tuple(tensor.shape)}")
+            if tensor.dtype != self.dtype:
+                wanted, got = checks.dtype_name(self.dtype), checks.dtype_name(tensor.dtype)
+                raise TypeError(f"{name} needs dtype {wanted} like the cache, got {got}; convert it first")
+            if tensor.device != torch.device(self.device):
+                raise ValueError(f"{name} needs to be on {self.device}, got {tensor.device}")
+        if keys.shape[0] != values.shape[0]:
+            raise ValueError(f"values needs {keys.shape[0]} tokens like keys, got {values.shape[0]}")
+        return int(keys.shape[0])
+
+
+class Cache(Protocol):
+    """Keys and values of many growing sequences; a sequence is an int that `new` or `fork` gave.
+
+    `epoch` rises with every change, so that whoever remembers something of a cache can tell that it is old.
+    """
+
+    spec: Spec
+    epoch: int
+
+    def new(self) -> int:
+        """A sequence without tokens."""
+        ...
+
+    def fork(self, sequence: int) -> int:
+        """A sequence that begins with the other's tokens and goes its own way from there."""
+        ...
+
+    def append(self, sequence: int, keys: Tensor, values: Tensor) -> None:
+        """Put tokens (S, heads, width) behind the sequence's."""
+        ...
+
+    def free(self, sequence: int) -> None:
+        """Give the sequence's memory back; the sequence cannot be used again."""
+        ...
+
+    def length(self, sequence: int) -> int:
+        """The sequence's tokens."""
+        ...
+
+    def read(self, sequence: int) -> tuple[Tensor, Tensor]:
+        """All keys (S, heads, width) and values (S, heads, value_width) in order; maybe views."""
+        ...
+
+    def bytes_held(self) -> int:
+        """Bytes of keys and values that live sequences occupy, shared ones once."""
+        ...
+
+
+class Sequences(Generic[T]):
+    """The live sequences of a cache, by the numbers it gave out; numbers are never used again."""
+
+    __slots__ = ("_live", "_next")
+
+    def __init__(self) -> None:
+        self._live: dict[int, T] = {}
+        self._next = 0
+
+    def add(self, state: T) -> int:
+        """A new number for `state`."""
+        number = self._next
+        self._next += 1
+        self._live[number] = state
+        return number
+
+    def get(self, sequence: int) -> T:
+        """The state of a live sequence.
+
+        Raises: FreedSequenceError: it was freed. UnknownSequenceError: there never was one.
+        """
+        found = self._live.get(sequence)
+        if found is None:
+            self._refuse(sequence)
+        return self._live[sequence]
+
+    def pop(self, sequence: int) -> T:
+        """Forget a live sequence; the same errors as `get`."""
+        state = self.get(sequence)
+        del self._live[sequence]
+        return state
+
+    def values(self) -> list[T]:
+        """Every live state."""
+        return list(self._live.values())
+
+    def numbers(self) -> list[int]:
+        """Every live number."""
+        return list(self._live)
+
+    def _refuse(self, sequence: int) -> None:
+        if isinstance(sequence, int) and 0 <= sequence < self._next:
+            raise FreedSequenceError(
+                f"sequence {sequence} needs to be live, got one that was freed", sequence=sequence
+            )
+        raise UnknownSequenceError(
+            f"sequence needs one that this cache gave, got {sequence!r}", sequence=sequence
+        )

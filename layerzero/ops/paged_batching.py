@@ -1,0 +1,120 @@
+"""How paged calls of several callers become one launch: queries and block tables stand behind each other.
+
+Keys and values stay where they are: callers join only over one and the same pool.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from layerzero.ops.batching import identity, join_rows
+from layerzero.ops.op import Args, Launch
+
+
+@dataclass(frozen=True, slots=True)
+class OverOnePool:
+    """Calls over one pool, prefill and decode alike.
+
+    The arguments are queries, pools, block_tables, context_lens, cu_seqlens, flags: `queries` counts the tensors in front whose rows are query tokens, `pools` the pools behind them.
+    """
+
+    queries: int
+    pools: int
+
+    @property
+    def table(self) -> int:
+        """The position of block_tables; context_lens and cu_seqlens follow it."""
+        return self.queries + self.pools
+
+    def group(self, args: Args) -> Hashable | None:
+        """Dtype, device and heads of the queries, the pool's memory, every flag."""
+        table = self.table
+        return (
+            *[(q.dtype, q.device, q.shape[1:]) for q in args[: self.queries]],
+            *[identity(pool) for pool in args[self.queries : table]],
+            *args[table + 3 :],
+        )
+
+    def shared(self, args: Args) -> tuple[int, ...]:
+        """The pools."""
+        return tuple(range(self.queries, self.table))
+
+    def size(self, args: Args) -> tuple[int, int]:
+        """(query tokens, bytes of the queries): what is copied; the pool is not."""
+        tokens: int = args[0].shape[0]
+        return tokens, sum(q.numel() * q.element_size() for q in args[: self.queries])
+
+    def run(self, calls: Sequence[Args], launch: Launch) -> list[Any]:
+        """One launch over everybody's queries."""
+        if len(calls) == 1:
+            return [launch(calls[0])]
+        table = self.table
+        counts = [args[0].shape[0] for args in calls]
+        queries = [join_rows([args[i] for args in calls]) for i in range(self.queries)]
+        merged = (
+            *queries,
+            *calls[0][self.queries : table],
+            stack_tables([args[table] for args in calls]),
+            join_rows_of_any([args[table + 1] for args in calls]),
+            join_offsets([args[table + 2] for args in calls], counts, queries[0].device),
+            *calls[0][table + 3 :],
+        )
+        return split(launch(merged), counts)
+
+
+def split(out: Any, counts: Sequence[int]) -> list[Any]:
+    """Each caller's rows of every output."""
+    if isinstance(out, tuple):
+        return list(zip(*(part.split_with_sizes(list(counts)) for part in out), strict=True))
+    return list(out.split_with_sizes(list(counts)))
+
+
+def join_rows_of_any(pieces: Sequence[Tensor]) -> Tensor:
+    """`join_rows` for index tensors of which some may be int32 and some int64."""
+    if all(piece.dtype == pieces[0].dtype for piece in pieces):
+        return join_rows(pieces)
+    return torch.cat([piece.long() for piece in pieces])
+
+
+def stack_tables(tables: Sequence[Tensor]) -> Tensor:
+    """All rows of tables of any width, filled up with zeros where a length never reaches."""
+    width = max(table.shape[1] for table in tables)
+    if all(table.shape[1] == width for table in tables):
+        return join_rows_of_any(tables)
+    wide = torch.int64 if any(table.dtype == torch.int64 for table in tables) else torch.int32
+    rows = sum(table.shape[0] for table in tables)
+    stacked = torch.zeros((rows, width), dtype=wide, device=tables[0].device)
+    at = 0
+    for table in tables:
+        stacked[at : at + table.shape[0], : table.shape[1]] = table
+        at += table.shape[0]
+    return stacked
+
+
+def join_offsets(
+    offsets: Sequence[Tensor | None], counts: Sequence[int], device: torch.device
+) -> Tensor | None:
+    """The offsets of all callers' sequences behind each other; None where each has one query a sequence.
+
+    A caller without offsets has one query a sequence; `counts` are the callers' tokens. Int32.
+    """
+    if all(own is None for own in offsets):
+        return None
+    if device.type == "cpu":
+        values, start = [0], 0
+        for own, count in zip(offsets, counts, strict=True):
+            ends = range(1, count + 1) if own is None else own.tolist()[1:]
+            values.extend([start + end for end in ends])
+            start += count
+        return torch.tensor(values, dtype=torch.int32)
+    pieces, start = [torch.zeros(1, dtype=torch.int32, device=device)], 0
+    for own, count in zip(offsets, counts, strict=True):
+        ends = torch.arange(1, count + 1, device=device) if own is None else own[1:]
+        pieces.append((ends + start).to(torch.int32))
+        start += count
+    return torch.cat(pieces)

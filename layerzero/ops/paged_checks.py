@@ -1,0 +1,153 @@
+"""What attention over pages checks: shapes once per new kind of call, page ids and lengths once per call."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from layerzero.ops import checks
+from layerzero.ops.op import Args
+
+LAYOUTS = ("NHD", "HND")
+POOL_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+
+
+def page_axes(layout: str) -> tuple[int, int]:
+    """The axes of a pool that hold a page's tokens and its heads."""
+    return (1, 2) if layout == "NHD" else (2, 1)
+
+
+def check_pool(name: str, pool: Any, q: Tensor, rank: int) -> Tensor:
+    """`pool` as pages of keys or values beside `q`: floating, of `rank` axes, no page empty."""
+    checks.need_tensor(name, pool, rank=rank)
+    if pool.dtype not in POOL_DTYPES:
+        wanted = ", ".join(checks.dtype_name(dtype) for dtype in POOL_DTYPES)
+        raise TypeError(f"{name} needs one of {wanted}, got {checks.dtype_name(pool.dtype)}")
+    checks.need_same_device("q", q, **{name: pool})
+    if 0 in pool.shape[1:]:
+        raise ValueError(
+            f"{name} needs pages of at least one token, head and element, got shape {tuple(pool.shape)}"
+        )
+    return pool  # type: ignore[no-any-return]
+
+
+def check_tables(q: Tensor, block_tables: Any, context_lens: Any, cu_seqlens: Any) -> dict[str, int]:
+    """Shapes and dtypes of the metadata; gives the sizes B, T and M (pages a table row can name)."""
+    checks.need_index("block_tables", block_tables, rank=2)
+    checks.need_index("context_lens", context_lens, rank=1)
+    batch = block_tables.shape[0]
+    if context_lens.shape[0] != batch:
+        raise ValueError(
+            f"context_lens needs {batch} lengths like block_tables' rows, got {context_lens.shape[0]}"
+        )
+    checks.need_same_device(
+        "q", q, block_tables=block_tables, context_lens=context_lens, cu_seqlens=cu_seqlens
+    )
+    if cu_seqlens is not None:
+        check_offsets("cu_seqlens", cu_seqlens, batch, "block_tables' rows")
+    elif q.shape[0] != batch:
+        raise ValueError(
+            f"q needs {batch} rows, one for each of block_tables' rows, got {q.shape[0]}; several queries of a "
+            f"sequence need cu_seqlens"
+        )
+    return {"B": batch, "T": q.shape[0], "M": block_tables.shape[1]}
+
+
+def check_offsets(name: str, offsets: Any, batch: int, like: str) -> None:
+    """`offsets` as int32 or int64 (batch + 1,)."""
+    checks.need_index(name, offsets, rank=1)
+    if offsets.shape[0] != batch + 1:
+        raise ValueError(f"{name} needs {batch + 1} offsets for {batch} of {like}, got {offsets.shape[0]}")
+
+
+def guard_offsets(name: str, offsets: Tensor | None, tokens: int, what: str) -> list[int]:
+    """Offsets that start at 0, never fall and end at the number of tokens; read on the CPU only.
+
+    Raises: ValueError: they do not; the position is named.
+    """
+    if offsets is None or offsets.device.type != "cpu":
+        return []
+    values: list[int] = offsets.tolist()
+    if values[0] != 0:
+        raise ValueError(f"{name} needs to start at 0, got {values[0]}")
+    for position, (before, after) in enumerate(itertools.pairwise(values)):
+        if after < before:
+            raise ValueError(
+                f"{name} needs offsets that never fall, got {before} and then {after} at {position + 1}"
+            )
+    if values[-1] != tokens:
+        raise ValueError(f"{name} needs to end at {tokens}, {what}, got {values[-1]}")
+    return values
+
+
+def guard_tables(block_tables: Tensor, context_lens: Tensor, pages: int, page_size: int) -> None:
+    """Lengths that the tables can hold, page ids that exist, no page twice in one sequence; CPU only.
+
+    Only the entries that a length reaches are read: what stands behind them may be anything. Two sequences
+    may share a page, as forks of one prefix do; one sequence that holds a page twice owns it doubly.
+    Raises: ValueError: an entry does not fit; sequence and entry are named.
+    """
+    if block_tables.device.type != "cpu":
+        return
+    width = block_tables.shape[1]
+    for row, length in enumerate(context_lens.tolist()):
+        if not 0 <= length <= width * page_size:
+            raise ValueError(
+                f"context_lens needs lengths in [0, {width * page_size}] ({width} pages of {page_size} tokens a "
+                f"row of block_tables), got {length} at {row}"
+            )
+        used: list[int] = block_tables[row, : -(-length // page_size)].tolist()
+        if used and not (min(used) >= 0 and max(used) < pages and len(set(used)) == len(used)):
+            _name_wrong_page(row, used, pages)
+
+
+def _name_wrong_page(row: int, used: list[int], pages: int) -> None:
+    seen: dict[int, int] = {}
+    for entry, page in enumerate(used):
+        if not 0 <= page < pages:
+            raise ValueError(
+                f"block_tables needs page ids in [0, {pages}), got {page} at row {row}, entry {entry}"
+            )
+        if page in seen:
+            raise ValueError(
+                f"block_tables needs each page once a sequence, got page {page} at row {row}, entries {seen[page]} "
+                f"and {entry}"
+            )
+        seen[page] = entry
+
+
+def pool_features(q: Tensor, *pools: Tensor) -> dict[str, bool]:
+    """What a pool asks of a kernel: another dtype than q's, elements that do not lie behind each other.
+
+    Both are features and no dtypes or strides of the request, for no cast of q may reach a pool.
+    """
+    asked = {f"kv_{checks.dtype_name(pool.dtype)}": True for pool in pools if pool.dtype != q.dtype}
+    return asked | {"kv_strided": not checks.last_stride_is_one(pools)}
+
+
+def query_offsets(tokens: int, cu_seqlens: Tensor | None) -> list[int]:
+    """Where each sequence's queries start, and the end; one query a sequence without cu_seqlens."""
+    return list(range(tokens + 1)) if cu_seqlens is None else cu_seqlens.tolist()
+
+
+def gather(pool: Tensor, pages: Tensor, length: int, layout: str) -> Tensor:
+    """A sequence's first `length` tokens out of its pages, (length, H, D)."""
+    taken = pool.index_select(0, pages.long())
+    if layout == "HND":
+        taken = taken.transpose(1, 2)
+    return taken.reshape(-1, *taken.shape[2:])[:length]
+
+
+def dtypes_of(args: Args, positions: tuple[int, ...]) -> tuple[str, ...]:
+    """The dtype names of the tensors at `positions`."""
+    return tuple(checks.dtype_name(args[p].dtype) for p in positions)
+
+
+def no_queries(out: Tensor, lse_shape: tuple[int, ...], return_lse: bool) -> Tensor | tuple[Tensor, Tensor]:
+    """The result for no query at all."""
+    if not return_lse:
+        return out
+    return out, out.new_full(lse_shape, -torch.inf, dtype=torch.float32)

@@ -1,0 +1,117 @@
+"""Three strategies, one behaviour: random lives of sequences, attention over each, no page lost."""
+
+from __future__ import annotations
+
+import torch
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from torch import Tensor
+from torch.testing import assert_close
+
+from layerzero.kvcache import Cache, ChunkedCache, ContiguousCache, PagedCache, PagesExhaustedError, Spec
+from layerzero.ops.paged import PAGED_ATTENTION, attend
+
+SPEC = Spec(heads=2, width=4, value_width=6)
+
+
+class Lives(RuleBasedStateMachine):
+    """Every sequence lives in all three caches; the truth is a list of tokens."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.random = torch.Generator().manual_seed(0)
+        self.paged = PagedCache(SPEC, pages=24, page_size=4, layout="HND")
+        self.caches: list[Cache] = [
+            self.paged,
+            ContiguousCache(SPEC, capacity=2),
+            ChunkedCache(SPEC, chunk=3),
+        ]
+        self.truth: dict[tuple[int, ...], tuple[Tensor, Tensor]] = {}
+        self.epochs = [0, 0, 0]
+
+    def draw(self, index: int) -> tuple[int, ...]:
+        return sorted(self.truth)[index % len(self.truth)]
+
+    @rule()
+    def new(self) -> None:
+        numbers = tuple(cache.new() for cache in self.caches)
+        self.truth[numbers] = (torch.zeros(0, 2, 4), torch.zeros(0, 2, 6))
+
+    @precondition(lambda self: self.truth)
+    @rule(index=st.integers(0, 99), count=st.integers(0, 9))
+    def append(self, index: int, count: int) -> None:
+        numbers = self.draw(index)
+        keys = torch.randn(count, 2, 4, generator=self.random)
+        values = torch.randn(count, 2, 6, generator=self.random)
+        before = self.paged.allocator.epoch
+        try:
+            self.paged.append(numbers[0], keys, values)
+        except PagesExhaustedError:
+            assert self.paged.allocator.epoch == before
+            return
+        assert count == 0 or self.paged.epoch > before
+        for cache, number in zip(self.caches[1:], numbers[1:], strict=True):
+            cache.append(number, keys, values)
+        k, v = self.truth[numbers]
+        self.truth[numbers] = torch.cat([k, keys]), torch.cat([v, values])
+
+    @precondition(lambda self: self.truth)
+    @rule(index=st.integers(0, 99))
+    def fork(self, index: int) -> None:
+        numbers = self.draw(index)
+        forked = tuple(cache.fork(n) for cache, n in zip(self.caches, numbers, strict=True))
+        self.truth[forked] = self.truth[numbers]
+
+    @precondition(lambda self: self.truth)
+    @rule(index=st.integers(0, 99))
+    def free(self, index: int) -> None:
+        numbers = self.draw(index)
+        for cache, number in zip(self.caches, numbers, strict=True):
+            cache.free(number)
+        del self.truth[numbers]
+
+    @precondition(lambda self: self.truth)
+    @rule()
+    def attention_agrees(self) -> None:
+        order = sorted(self.truth)
+        q = torch.randn(len(order), 4, 4, generator=self.random)
+        tables, lens = self.paged.tables([numbers[0] for numbers in order])
+        _, args = PAGED_ATTENTION.build(q, self.paged.k_pages, self.paged.v_pages, tables, lens, layout="HND")
+        PAGED_ATTENTION.check(args)
+        over_pages = PAGED_ATTENTION.reference(*args)
+        for row, numbers in enumerate(order):
+            for cache, number in zip(self.caches[1:], numbers[1:], strict=True):
+                keys, values = cache.read(number)
+                dense, _ = attend(q[row : row + 1], keys, values, True, None, None, None)
+                assert_close(dense[0], over_pages[row])
+
+    @invariant()
+    def every_cache_holds_the_truth(self) -> None:
+        for numbers, (keys, values) in self.truth.items():
+            for cache, number in zip(self.caches, numbers, strict=True):
+                assert cache.length(number) == keys.shape[0]
+                held = cache.read(number)
+                assert torch.equal(held[0], keys) and torch.equal(held[1], values)
+
+    @invariant()
+    def every_page_is_free_or_held(self) -> None:
+        allocator = self.paged.allocator
+        held: dict[int, int] = {}
+        for numbers in self.truth:
+            for page in self.paged.pages(numbers[0]):
+                held[page] = held.get(page, 0) + 1
+        assert {p: n for p in range(allocator.total) if (n := allocator.holders(p))} == held
+        assert allocator.free_pages == allocator.total - len(held)
+        assert self.paged.bytes_held() == len(held) * 4 * SPEC.token_bytes
+
+    def teardown(self) -> None:
+        for numbers in self.truth:
+            for cache, number in zip(self.caches, numbers, strict=True):
+                cache.free(number)
+        assert self.paged.allocator.free_pages == self.paged.allocator.total
+        assert [cache.bytes_held() for cache in self.caches] == [0, 0, 0]
+
+
+TestLives = Lives.TestCase
+TestLives.settings = settings(max_examples=25, stateful_step_count=30, deadline=None)
