@@ -120,10 +120,7 @@ class Lane:
 
     def next_batch(self, now: float) -> Batch | None:
         """The next batch to run, or None: nothing waits, a turn is owed, or enough is in flight."""
-        if not self.queued or self._turn_owed:
-            return None
-        caps = self.caps
-        if self.in_flight >= caps.ahead and not (self.in_flight < caps.run_ahead and self.sweep.continues):
+        if not self.queued or self._turn_owed or self.in_flight >= self.caps.ahead:
             return None
         chosen = self._cut_in(now)
         if chosen is not None:

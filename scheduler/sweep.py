@@ -75,8 +75,9 @@ class Sweep:
 
         Only for a sweep with a pending slot.
         """
-        if self.continues and self._serving is not None:
-            return self._serving.group
+        serving = self._serving
+        if serving is not None and self._owed > 0 and serving.count:
+            return serving.group
         place = self._place
         after: Slot | None = None
         first: Slot | None = None
@@ -94,11 +95,6 @@ class Sweep:
         self._place = after.place
         self._owed = after.group.count
         return after.group
-
-    @property
-    def continues(self) -> bool:
-        """Whether tickets of the group being served were cut off by a batch's caps: they wait for nobody."""
-        return self._serving is not None and self._owed > 0 and self._serving.count > 0
 
     def served(self, group: Group, count: int) -> None:
         """`count` tickets of `group` were taken; those that came after the sweep reached it wait a round."""
