@@ -112,17 +112,16 @@ class MiniLM:
         """Return the unit-length embedding of one text, (C,) float32."""
         ids = await self.tokens(text)
         x = await lz.embedding(ids, self.words)
-        x = await lz.layer_norm(x + self.positions[: len(ids)], *self.norm, eps=EPS)
+        x, _ = await lz.add_layer_norm(x, self.positions[: len(ids)], *self.norm, eps=EPS)
         for layer in self.layers:
             qkv = await lz.linear(x, layer.w_qkv, layer.b_qkv)
             q, k, v = qkv.view(1, len(ids), 3, HEADS, -1).unbind(2)
             mixed = await lz.attention(q, k, v, layout="BSHD")
             out = await lz.linear(mixed.reshape(x.shape), layer.w_out, layer.b_out)
-            x = await lz.layer_norm(x + out, *layer.norm_attention, eps=EPS)
+            x, _ = await lz.add_layer_norm(out, x, *layer.norm_attention, eps=EPS)
             out = await lz.mlp(x, layer.w_up, layer.w_down, layer.b_up, layer.b_down, activation="gelu")
-            x = await lz.layer_norm(x + out, *layer.norm_mlp, eps=EPS)
-        mean = x.mean(0)
-        return mean / mean.norm()
+            x, _ = await lz.add_layer_norm(out, x, *layer.norm_mlp, eps=EPS)
+        return F.normalize(x.mean(0), dim=0)
 
     def embed_batch(self, texts: Sequence[str], batch: int = 16) -> Tensor:
         """Return the unit-length embeddings of `texts` in their order, (B, C) float32."""

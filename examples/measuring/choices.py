@@ -29,7 +29,7 @@ def example_calls(model: MiniLM, texts: list[str]) -> list[tuple[str, tuple[Any,
     q, k, v = _projected(model, model.tokenize([longest])[0]).unbind(2)
     return [
         ("embedding", (ids, model.words), {}),
-        ("layer_norm", (x, *model.norm), {"eps": EPS}),
+        ("add_layer_norm", (x, x, *model.norm), {"eps": EPS}),
         ("linear", (x, layer.w_qkv, layer.b_qkv), {}),
         ("attention", (q, k, v), {"layout": "BSHD"}),
         ("mlp", (x, layer.w_up, layer.w_down, layer.b_up, layer.b_down), {"activation": "gelu"}),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, Literal
 
 from rich.console import Console
 from rich.markup import escape
@@ -55,7 +55,7 @@ def _query(console: Console, query: dict[str, Any]) -> None:
 def _ways(console: Console, numbers: dict[str, Any]) -> None:
     table = _table(
         "Throughput, latency, loop lag (medians over the rounds)",
-        ("way", "texts/s", "p50 ms", "p99 ms", "lag p99 ms", "requests a launch"),
+        ("way", "texts/s", "p50 ms", "p99 ms", "lag p99 ms", "mean batch"),
     )
     for name in WAYS:
         row = numbers["ways"][name]
@@ -71,7 +71,7 @@ def _ways(console: Console, numbers: dict[str, Any]) -> None:
     console.print(
         f"(a) to (c) await LayerZero's ops, one coroutine a text; (d) is plain torch: sorted by length, "
         f"padded, in batches of {numbers['hand_batch']}. Arrivals: {numbers['offered_per_s']:.0f} texts/s "
-        f"offered, {numbers['load']:.0%} of what (d) did in the same round."
+        f"offered, {numbers['load']:.0%} of the best that (d) did."
     )
 
 
@@ -113,5 +113,6 @@ def _table(title: str, columns: Iterable[str], left: tuple[int, ...] = ()) -> Ta
     table = Table(title=title, title_justify="left", title_style="bold")
     for position, column in enumerate(columns):
         words = position in left or (position == 0 and not left)
-        table.add_column(column, justify="left" if words else "right", overflow="fold")
+        side: Literal["left", "right"] = "left" if words else "right"
+        table.add_column(column, justify=side, overflow="fold", no_wrap=position == 0)
     return table

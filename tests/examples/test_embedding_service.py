@@ -58,7 +58,7 @@ def test_the_quick_demo_is_right_and_says_so(tmp_path: Path) -> None:
     assert [set(target) for target in numbers["targets"]] == [{"what", "needs", "got", "met"}] * 4
     assert {row["op"] for row in numbers["kernels"]} == {
         "embedding",
-        "layer_norm",
+        "add_layer_norm",
         "linear",
         "attention",
         "mlp",
