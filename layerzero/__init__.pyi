@@ -219,6 +219,59 @@ async def linear(
 ) -> Tensor:
     """Multiply each row of `x` by `weight` transposed and add `bias`."""
 
+@overload
+async def mla_attention(
+    q_nope: Tensor,
+    q_pe: Tensor,
+    ckv_pages: Tensor,
+    kpe_pages: Tensor,
+    block_tables: Tensor,
+    context_lens: Tensor,
+    *,
+    scale: float,
+    cu_seqlens: Tensor | None = None,
+    is_causal: bool = True,
+    return_lse: Literal[False] = False,
+    backend: str | None = None,
+    priority: int = 1,
+    timeout: float | None = None,
+) -> Tensor:
+    """Attend absorbed queries to the latent vectors that all heads share: softmax(scale * s) ckv."""
+
+@overload
+async def mla_attention(
+    q_nope: Tensor,
+    q_pe: Tensor,
+    ckv_pages: Tensor,
+    kpe_pages: Tensor,
+    block_tables: Tensor,
+    context_lens: Tensor,
+    *,
+    scale: float,
+    cu_seqlens: Tensor | None = None,
+    is_causal: bool = True,
+    return_lse: Literal[True],
+    backend: str | None = None,
+    priority: int = 1,
+    timeout: float | None = None,
+) -> tuple[Tensor, Tensor]: ...
+@overload
+async def mla_attention(
+    q_nope: Tensor,
+    q_pe: Tensor,
+    ckv_pages: Tensor,
+    kpe_pages: Tensor,
+    block_tables: Tensor,
+    context_lens: Tensor,
+    *,
+    scale: float,
+    cu_seqlens: Tensor | None = None,
+    is_causal: bool = True,
+    return_lse: bool = False,
+    backend: str | None = None,
+    priority: int = 1,
+    timeout: float | None = None,
+) -> Tensor | tuple[Tensor, Tensor]: ...
 async def mlp(
     x: Tensor,
     w_up: Tensor,
@@ -233,6 +286,118 @@ async def mlp(
 ) -> Tensor:
     """Project each row of `x` up to F, apply `activation`, project down again."""
 
+@overload
+async def paged_attention(
+    q: Tensor,
+    k_pages: Tensor,
+    v_pages: Tensor,
+    block_tables: Tensor,
+    context_lens: Tensor,
+    *,
+    cu_seqlens: Tensor | None = None,
+    is_causal: bool = True,
+    scale: float | None = None,
+    window: tuple[int, ...] | list[int] | None = None,
+    softcap: float | None = None,
+    layout: str = "NHD",
+    return_lse: Literal[False] = False,
+    backend: str | None = None,
+    priority: int = 1,
+    timeout: float | None = None,
+) -> Tensor:
+    """Attend the queries of several sequences to their keys and values in a shared pool of pages."""
+
+@overload
+async def paged_attention(
+    q: Tensor,
+    k_pages: Tensor,
+    v_pages: Tensor,
+    block_tables: Tensor,
+    context_lens: Tensor,
+    *,
+    cu_seqlens: Tensor | None = None,
+    is_causal: bool = True,
+    scale: float | None = None,
+    window: tuple[int, ...] | list[int] | None = None,
+    softcap: float | None = None,
+    layout: str = "NHD",
+    return_lse: Literal[True],
+    backend: str | None = None,
+    priority: int = 1,
+    timeout: float | None = None,
+) -> tuple[Tensor, Tensor]: ...
+@overload
+async def paged_attention(
+    q: Tensor,
+    k_pages: Tensor,
+    v_pages: Tensor,
+    block_tables: Tensor,
+    context_lens: Tensor,
+    *,
+    cu_seqlens: Tensor | None = None,
+    is_causal: bool = True,
+    scale: float | None = None,
+    window: tuple[int, ...] | list[int] | None = None,
+    softcap: float | None = None,
+    layout: str = "NHD",
+    return_lse: bool = False,
+    backend: str | None = None,
+    priority: int = 1,
+    timeout: float | None = None,
+) -> Tensor | tuple[Tensor, Tensor]: ...
+@overload
+async def ragged_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens: Tensor,
+    cu_seqlens_k: Tensor | None = None,
+    *,
+    is_causal: bool = False,
+    scale: float | None = None,
+    window: tuple[int, ...] | list[int] | None = None,
+    softcap: float | None = None,
+    return_lse: Literal[False] = False,
+    backend: str | None = None,
+    priority: int = 1,
+    timeout: float | None = None,
+) -> Tensor:
+    """Attend each sequence's queries to its own keys and values, without padding."""
+
+@overload
+async def ragged_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens: Tensor,
+    cu_seqlens_k: Tensor | None = None,
+    *,
+    is_causal: bool = False,
+    scale: float | None = None,
+    window: tuple[int, ...] | list[int] | None = None,
+    softcap: float | None = None,
+    return_lse: Literal[True],
+    backend: str | None = None,
+    priority: int = 1,
+    timeout: float | None = None,
+) -> tuple[Tensor, Tensor]: ...
+@overload
+async def ragged_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens: Tensor,
+    cu_seqlens_k: Tensor | None = None,
+    *,
+    is_causal: bool = False,
+    scale: float | None = None,
+    window: tuple[int, ...] | list[int] | None = None,
+    softcap: float | None = None,
+    return_lse: bool = False,
+    backend: str | None = None,
+    priority: int = 1,
+    timeout: float | None = None,
+) -> Tensor | tuple[Tensor, Tensor]: ...
 async def rms_norm(
     x: Tensor,
     weight: Tensor | None = None,

@@ -13,7 +13,10 @@ cross_entropy = blocking(_table.get("cross_entropy"))
 embedding = blocking(_table.get("embedding"))
 layer_norm = blocking(_table.get("layer_norm"))
 linear = blocking(_table.get("linear"))
+mla_attention = blocking(_table.get("mla_attention"))
 mlp = blocking(_table.get("mlp"))
+paged_attention = blocking(_table.get("paged_attention"))
+ragged_attention = blocking(_table.get("ragged_attention"))
 rms_norm = blocking(_table.get("rms_norm"))
 rope = blocking(_table.get("rope"))
 sample = blocking(_table.get("sample"))
@@ -29,7 +32,10 @@ __all__ = [
     "embedding",
     "layer_norm",
     "linear",
+    "mla_attention",
     "mlp",
+    "paged_attention",
+    "ragged_attention",
     "rms_norm",
     "rope",
     "sample",

@@ -57,7 +57,7 @@ def call(case: Case, dtype: torch.dtype, seed: int = 0) -> Args:
             return wide.to(kind)[..., : shape[-1]]
         return torch.randn(shape, generator=generator).to(kind)
 
-    build = {"attention": _attention, "rope": _rope, "mlp": _mlp}.get(case.op, _plain)
+    build = ({"attention": _attention, "rope": _rope, "mlp": _mlp} | _OVER_SEQUENCES).get(case.op, _plain)
     positional, named = build(case, rand, generator)
     args: Args = table.get(case.op).build(*positional, **named)[1]
     return args
@@ -104,6 +104,55 @@ def _rope(case: Case, rand: Any, generator: torch.Generator) -> tuple[list[Any],
         named["xpos_scale"] = torch.rand(32, half, generator=generator) + 0.5
     positions = torch.randint(0, 32, (n,), generator=generator)
     return [rand(n, 4, d), rand(n, 2, d), positions, angles.cos(), angles.sin()], named
+
+
+def _ragged(case: Case, rand: Any, generator: torch.Generator) -> tuple[list[Any], dict[str, Any]]:
+    dims = {"Hq": 4, "Hk": 2 if "gqa" in case.asks else 4, "D": 16} | case.dims
+    hq, hk, d = dims["Hq"], dims["Hk"], dims["D"]
+    cu, cu_k = torch.tensor([0, 3, 3, 10]), torch.tensor([0, 40, 45, 52])
+    return [rand(10, hq, d), rand(52, hk, d), rand(52, hk, dims.get("Dv", d)), cu, cu_k], _flags(case)
+
+
+def _paged(case: Case, rand: Any, generator: torch.Generator) -> tuple[list[Any], dict[str, Any]]:
+    dims = {"Hq": 4, "Hk": 2 if "gqa" in case.asks else 4, "D": 16, "P": 8, "N": 3} | case.dims
+    hq, hk, d, size, batch = (dims[n] for n in ("Hq", "Hk", "D", "P", "N"))
+    tables = torch.randperm(6 * batch, generator=generator).view(batch, 6)
+    lens = torch.randint(1, 6 * size + 1, (batch,), generator=generator)
+    pools = [rand(6 * batch, size, hk, w) for w in (d, dims.get("Dv", d))]
+    named, tokens = _flags(case), batch
+    if "prefill" in case.asks:
+        named["cu_seqlens"], tokens = torch.arange(batch + 1) * 3, 3 * batch
+    if "hnd" in case.asks:
+        pools, named["layout"] = [pool.transpose(1, 2) for pool in pools], "HND"
+    for ask in case.asks:
+        if ask.startswith("kv_"):
+            pools = [pool.to(getattr(torch, ask.removeprefix("kv_"))) for pool in pools]
+    return [rand(tokens, hq, d), *pools, tables, lens], named
+
+
+def _latent(case: Case, rand: Any, generator: torch.Generator) -> tuple[list[Any], dict[str, Any]]:
+    wide = Case(case.op, tuple(a for a in case.asks if a not in ("gqa", "hnd")), {**case.dims, "Hk": 1})
+    (_, ckv, _, tables, lens), named = _paged(wide, rand, generator)
+    del named["scale"], named["window"], named["softcap"]
+    heads, tokens = 1 if "gqa" not in case.asks else 3, len(lens) * (3 if "prefill" in case.asks else 1)
+    ckv, kpe = ckv[:, :, 0], rand(*ckv.shape[:2], 8).to(ckv.dtype)
+    return [rand(tokens, heads, ckv.shape[2]), rand(tokens, heads, 8), ckv, kpe, tables, lens], named | {
+        "scale": 0.3
+    }
+
+
+def _flags(case: Case) -> dict[str, Any]:
+    asks = set(case.asks)
+    return {
+        "is_causal": "causal" in asks,
+        "return_lse": "lse" in asks,
+        "scale": 0.37 if "scale" in asks else None,
+        "window": (3, 2) if "window" in asks else None,
+        "softcap": 1.5 if "softcap" in asks else None,
+    }
+
+
+_OVER_SEQUENCES = {"paged_attention": _paged, "ragged_attention": _ragged, "mla_attention": _latent}
 
 
 def _mlp(case: Case, rand: Any, generator: torch.Generator) -> tuple[list[Any], dict[str, Any]]:
@@ -154,6 +203,12 @@ _ASKS: dict[str, tuple[str, ...]] = {
         "causal", "mask_bool", "mask_float", "mask_wide", "empty_rows", "gqa", "scale", "window", "softcap",
         "alibi", "lse", "bshd",
     ),
+    "paged_attention": (
+        "causal", "prefill", "gqa", "scale", "window", "softcap", "lse", "hnd", "kv_float32", "kv_bfloat16",
+        "kv_float16",
+    ),
+    "ragged_attention": ("causal", "gqa", "scale", "window", "softcap", "lse"),
+    "mla_attention": ("causal", "prefill", "gqa", "lse", "kv_float32", "kv_bfloat16", "kv_float16"),
     "rms_norm": ("no_weight",),
     "add_rms_norm": ("no_weight",),
     "layer_norm": ("no_weight", "bias"),
@@ -179,6 +234,9 @@ _SIZES: dict[str, tuple[dict[str, int], ...]] = {
         {"D": 16, "Dv": 8},
     ),
     "rope": ({"N": 1}, {"N": 17, "D": 64}),
+    "paged_attention": ({"P": 1}, {"P": 64, "D": 40}, {"N": 1, "D": 1}, {"D": 128, "Dv": 24}),
+    "ragged_attention": ({"D": 1}, {"D": 128, "Dv": 24}, {"Hq": 6, "Hk": 1}),
+    "mla_attention": ({"P": 1}, {"P": 64, "D": 40}, {"N": 1, "D": 1}),
 }
 _ROW_SIZES: tuple[dict[str, int], ...] = (
     {"N": 1, "C": 1}, {"N": 1, "C": 2}, {"N": 1, "C": 384}, {"N": 33, "C": 31}, {"N": 64, "C": 128, "K": 128},

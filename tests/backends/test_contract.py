@@ -112,6 +112,7 @@ _ROWS = {
     "add_layer_norm": (0, 1), "linear": (0,),
     "mlp": (0,), "embedding": (0,), "rope": (0, 1, 2), "sample": (0,), "sample_topk": (0,),
     "sample_topp": (0,), "cross_entropy": (0, 1),
+    "paged_attention": (0, 3, 4), "mla_attention": (0, 1, 4, 5),
 }  # fmt: skip
 
 
@@ -146,7 +147,7 @@ def test_batch_invariance_holds_where_claimed(kernel: Kernel) -> None:
     for dtype in cases.dtypes(kernel):
         for dims in WIDTHS if kernel.op != "attention" else ({}, {"Sq": 33, "Sk": 65, "D": 64}):
             for ask in ((), *((a,) for a in cases._ASKS.get(kernel.op, ()))):
-                if "mask" not in str(ask) and ask not in (("seed_per_row",), ("mean",)):
+                if "mask" not in str(ask) and ask not in (("seed_per_row",), ("mean",), ("prefill",)):
                     assert row_bits_hold(kernel, dtype, dims, ask), (dtype, dims, ask)
 
 
