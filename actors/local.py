@@ -14,7 +14,7 @@ from layerzero.actors.registry import Registry
 from layerzero.actors.worker import Worker
 from layerzero.clock import Clock, MonotonicClock, Timer
 from layerzero.dispatch import GRAD, Plan, Rules, Snapshot, Table, capturing_mode, mode, positional
-from layerzero.errors import CudaGraphUnsafeError, RuntimeClosedError
+from layerzero.errors import CudaGraphUnsafeError, NoKernelFoundError, RuntimeClosedError
 from layerzero.hardware import Hardware, probe
 from layerzero.health import Health, Store, Transition
 from layerzero.kernel import Kernel
@@ -200,7 +200,9 @@ class LocalDevice:
         """The plan of a selection; loads the kernel if it is not, and starts what is chosen when warm."""
         self.counters.add("selections", op=op.name)
         kernel = self.registry.get(selection.kernel)
-        assert kernel is not None
+        if kernel is None:
+            message = f"{selection.kernel} was removed while it was being chosen; call again"
+            raise NoKernelFoundError(message, trace=selection.trace, op=op.name, request=selection.request)
         accepted = selection.candidate(kernel.id).accepted
         if accepted is not None and not accepted.ready and "capture" in selection.request.modes:
             raise CudaGraphUnsafeError(f"{kernel.id} needs loading, which cannot happen while a graph is captured")

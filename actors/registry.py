@@ -62,9 +62,24 @@ class Registry:
             return kernel
 
     def replace(self, kernel: Kernel) -> None:
-        """Put another implementation under an id; calls in flight finish with the old one."""
-        self.remove(kernel.id)
-        self.add(kernel)
+        """Put another implementation under an id, in its place; calls in flight finish with the old one.
+
+        Raises: KeyError: no kernel has that id. ValueError: the replacement serves another op.
+        """
+        with self._lock:
+            before = self._by_id[kernel.id]
+            if before.op != kernel.op:
+                raise ValueError(f"op of the new {kernel.id!r} needs {before.op!r}, got {kernel.op!r}")
+            reasons = self._availability(kernel)
+            self._by_id = {**self._by_id, kernel.id: kernel}
+            self._by_op = {
+                **self._by_op,
+                kernel.op: tuple(kernel if k is before else k for k in self._by_op[kernel.op]),
+            }
+            self._loaded.pop(kernel.id, None)
+            self._failed = {k: v for k, v in self._failed.items() if k != kernel.id}
+            others = {k: v for k, v in self._missing.items() if k != kernel.id}
+            self._missing = {**others, kernel.id: reasons[0]} if reasons else others
 
     def get(self, kernel_id: str) -> Kernel | None:
         """The kernel of that id, or None."""
@@ -101,7 +116,11 @@ class Registry:
             if isinstance(error, Exception):
                 self._failed = {**self._failed, kernel_id: _load_failure(kernel, error)}
             raise
-        return self._loaded.setdefault(kernel_id, loaded)
+        with self._lock:
+            # A kernel that was replaced while it loaded must not stand in for its successor.
+            if self._by_id.get(kernel_id) is kernel:
+                return self._loaded.setdefault(kernel_id, loaded)
+        return loaded
 
 
 def _load_failure(kernel: Kernel, error: Exception) -> Rejected:
