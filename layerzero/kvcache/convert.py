@@ -12,7 +12,7 @@ from layerzero.ops.paged_checks import LAYOUTS
 
 
 class Conversion(msgspec.Struct, frozen=True, kw_only=True):
-    """What a conversion does and costs: `bytes` read and written, `expected_us`, and whether it loses digits."""
+    """What a conversion does and costs: bytes read and written, microseconds, whether it loses digits."""
 
     layout: tuple[str, str]
     dtype: tuple[str, str]

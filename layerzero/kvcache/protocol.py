@@ -73,7 +73,11 @@ class Cache(Protocol):
     """
 
     spec: Spec
-    epoch: int
+
+    @property
+    def epoch(self) -> int:
+        """Rises with every change."""
+        ...
 
     def new(self) -> int:
         """A sequence without tokens."""

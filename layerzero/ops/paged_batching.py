@@ -20,7 +20,8 @@ from layerzero.ops.op import Args, Launch
 class OverOnePool:
     """Calls over one pool, prefill and decode alike.
 
-    The arguments are queries, pools, block_tables, context_lens, cu_seqlens, flags: `queries` counts the tensors in front whose rows are query tokens, `pools` the pools behind them.
+    The arguments are queries, pools, block_tables, context_lens, cu_seqlens, flags: `queries` counts
+    the tensors in front whose rows are query tokens, `pools` the pools behind them.
     """
 
     queries: int
@@ -30,6 +31,11 @@ class OverOnePool:
     def table(self) -> int:
         """The position of block_tables; context_lens and cu_seqlens follow it."""
         return self.queries + self.pools
+
+    @property
+    def rowwise(self) -> bool:
+        """Sequences stand behind each other, each with keys of its own."""
+        return False
 
     def group(self, args: Args) -> Hashable | None:
         """Dtype, device and heads of the queries, the pool's memory, every flag."""
@@ -114,7 +120,7 @@ def join_offsets(
         return torch.tensor(values, dtype=torch.int32)
     pieces, start = [torch.zeros(1, dtype=torch.int32, device=device)], 0
     for own, count in zip(offsets, counts, strict=True):
-        ends = torch.arange(1, count + 1, device=device) if own is None else own[1:]
-        pieces.append((ends + start).to(torch.int32))
+        later = torch.arange(1, count + 1, device=device) if own is None else own[1:]
+        pieces.append((later + start).to(torch.int32))
         start += count
     return torch.cat(pieces)

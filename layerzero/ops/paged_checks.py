@@ -50,8 +50,8 @@ def check_tables(q: Tensor, block_tables: Any, context_lens: Any, cu_seqlens: An
         check_offsets("cu_seqlens", cu_seqlens, batch, "block_tables' rows")
     elif q.shape[0] != batch:
         raise ValueError(
-            f"q needs {batch} rows, one for each of block_tables' rows, got {q.shape[0]}; several queries of a "
-            f"sequence need cu_seqlens"
+            f"q needs {batch} rows, one for each of block_tables' rows, got {q.shape[0]}; several queries of "
+            f"a sequence need cu_seqlens"
         )
     return {"B": batch, "T": q.shape[0], "M": block_tables.shape[1]}
 
@@ -96,8 +96,8 @@ def guard_tables(block_tables: Tensor, context_lens: Tensor, pages: int, page_si
     for row, length in enumerate(context_lens.tolist()):
         if not 0 <= length <= width * page_size:
             raise ValueError(
-                f"context_lens needs lengths in [0, {width * page_size}] ({width} pages of {page_size} tokens a "
-                f"row of block_tables), got {length} at {row}"
+                f"context_lens needs lengths in [0, {width * page_size}] ({width} pages of {page_size} tokens "
+                f"a row of block_tables), got {length} at {row}"
             )
         used: list[int] = block_tables[row, : -(-length // page_size)].tolist()
         if used and not (min(used) >= 0 and max(used) < pages and len(set(used)) == len(used)):
@@ -113,8 +113,8 @@ def _name_wrong_page(row: int, used: list[int], pages: int) -> None:
             )
         if page in seen:
             raise ValueError(
-                f"block_tables needs each page once a sequence, got page {page} at row {row}, entries {seen[page]} "
-                f"and {entry}"
+                f"block_tables needs each page once a sequence, got page {page} at row {row}, entries "
+                f"{seen[page]} and {entry}"
             )
         seen[page] = entry
 

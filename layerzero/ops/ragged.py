@@ -184,6 +184,11 @@ def work(request: Request) -> Work:
 class Behind:
     """Sequences of all callers behind each other; callers that would have to be copied only while small."""
 
+    @property
+    def rowwise(self) -> bool:
+        """Sequences stand behind each other, each with keys of its own."""
+        return False
+
     def group(self, args: Args) -> Hashable | None:
         """Dtype, device and heads of the operands, every flag."""
         return (*[(t.dtype, t.device, t.shape[1:]) for t in args[:3]], *args[5:])

@@ -65,7 +65,7 @@ OPTIONS: list[dict[str, Any]] = [
 @pytest.mark.parametrize("layout", ["NHD", "HND"])
 @pytest.mark.parametrize("page_size", [1, 8, 16, 32, 64])
 def test_pages_agree_with_float64(dtype: torch.dtype, layout: str, page_size: int) -> None:
-    """Prefill, chunked prefill, decode and empty sequences with every option; poison behind lengths is not read."""
+    """Prefill, chunks, decode and empty sequences with every option; poison behind lengths is not read."""
     for number, options in enumerate(OPTIONS):
         index = torch.int64 if number % 2 else torch.int32
         args, _ = paged_call(
@@ -124,7 +124,7 @@ def test_latent_pages_agree_with_float64() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("threads", [1, 2])
 def test_a_sequence_has_the_same_bits_alone_and_in_any_batch(dtype: torch.dtype, threads: int) -> None:
-    """Whatever stands beside it, whatever its number of threads, whether its queries come at once or in chunks."""
+    """Whatever stands beside it, for any number of threads, its queries at once or one by one."""
     before = torch.get_num_threads()
     try:
         lengths, queries = [1, 64, 200, 33, 9, 130], [1, 1, 7, 33, 2, 40]

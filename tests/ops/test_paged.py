@@ -29,7 +29,7 @@ def run(args: tuple[Any, ...]) -> Any:
 def test_pages_of_every_size_and_layout_agree_with_a_loop(
     page_size: int, layout: str, index: torch.dtype
 ) -> None:
-    """Prefill, chunked prefill, decode, no query and no key in one call; what lengths do not reach is not read."""
+    """Prefill, chunks, decode, no query and no key in one call; what lengths do not reach is not read."""
     args, dense = paged_call(
         [5, 3, 1, 0, 2], [5, 21, 9, 4, 0], page_size=page_size, layout=layout, index=index, return_lse=True
     )

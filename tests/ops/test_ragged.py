@@ -68,10 +68,9 @@ def test_callers_share_a_launch() -> None:
     given, _ = operands([3, 5, 2], [3, 5, 2])
     calls = []
     for start, stop in ((0, 3), (3, 8), (8, 10)):
-        mine = [t[start:stop] for t in given[:3]]
-        calls.append(
-            ragged_attention(*mine, torch.tensor([0, stop - start]), is_causal=True, return_lse=True)[1]
-        )
+        q, k, v = (t[start:stop] for t in given[:3])
+        own = torch.tensor([0, stop - start])
+        calls.append(ragged_attention(q, k, v, own, is_causal=True, return_lse=True)[1])
     (launched,) = assert_same(RAGGED_ATTENTION, calls)
     assert launched[0].data_ptr() == given[0].data_ptr()
     assert launched[3].tolist() == [0, 3, 8, 10] and launched[4].tolist() == [0, 3, 8, 10]

@@ -88,7 +88,7 @@ def _refused(guard: Callable[[Args], None], args: Args) -> None:
 _SOURCE = "by construction; run against float64 loops and bitwise in batches on an AMD EPYC with AVX-512"
 _DTYPES = frozenset({"float32", "bfloat16", "float16"})
 _MIXED = frozenset({"kv_float32", "kv_bfloat16", "kv_float16"})
-_EFFICIENCY = Efficiency(0.4, 0.7, 8.0, "estimate; benchmarks/paged.py measures it")
+_EFFICIENCY = Efficiency(0.4, 0.7, 8.0, "estimate, ordered by benchmarks/paged.py on an AMD EPYC")
 
 
 def _capability(features: frozenset[str], **more: Any) -> Capability:

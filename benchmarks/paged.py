@@ -1,0 +1,103 @@
+"""Paged decode beside attention over contiguous keys, and beside gathering pages for it.
+
+Run `python -m benchmarks.paged`. It prints, for each shape, page size, layout and dtype, the best of several
+interleaved rounds in microseconds and two ratios: how many times the native kernel is as fast as contiguous
+SDPA (1.0 is equal), and as gather + SDPA.
+`--json PATH` also writes them with the environment, `--threads` sets torch's threads.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.nn import functional
+
+from benchmarks.harness import environment
+from layerzero.backends.native import KERNELS
+from layerzero.ops.paged import PAGED_ATTENTION
+
+# Sequences, query heads, key heads, head size, context.
+SHAPES = [(1, 32, 8, 128, 2048), (16, 32, 8, 128, 512), (64, 8, 8, 64, 128), (8, 12, 12, 64, 1024)]
+PAGES = [(1, "NHD"), (16, "NHD"), (16, "HND"), (64, "HND")]
+
+
+def best(arms: Sequence[Callable[[], Any]], rounds: int) -> list[float]:
+    """Each arm's fastest round in microseconds; the arms take turns."""
+    times: list[list[float]] = [[] for _ in arms]
+    for _ in range(rounds + 1):
+        for own, arm in zip(times, arms, strict=True):
+            started = time.perf_counter()
+            arm()
+            own.append(time.perf_counter() - started)
+    return [min(own[1:]) * 1e6 for own in times]
+
+
+def measure(
+    shape: tuple[int, ...], page_size: int, layout: str, dtype: torch.dtype, rounds: int
+) -> dict[str, Any]:
+    """One row: pages in random order, every sequence with its full context."""
+    batch, heads, groups, width, context = shape
+    entries = -(-context // page_size)
+    tables = torch.randperm(batch * entries).view(batch, entries).int()
+    inner = (page_size, groups) if layout == "NHD" else (groups, page_size)
+    k_pages, v_pages = (torch.randn(batch * entries, *inner, width).to(dtype) for _ in range(2))
+    q = torch.randn(batch, heads, width).to(dtype)
+    args = PAGED_ATTENTION.build(q, k_pages, v_pages, tables, torch.full((batch,), context), layout=layout)[1]
+    native = next(k for k in KERNELS if k.op == "paged_attention").load()
+    keys, values = (torch.randn(batch, groups, context, width).to(dtype) for _ in range(2))
+    flat, query = tables.flatten().long(), q.unsqueeze(2)
+
+    def sdpa(k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        return functional.scaled_dot_product_attention(query, k, v, enable_gqa=heads != groups)
+
+    def gathered() -> torch.Tensor:
+        dense = []
+        for pool in (k_pages, v_pages):
+            taken = pool.index_select(0, flat)
+            taken = taken if layout == "NHD" else taken.transpose(1, 2)
+            dense.append(taken.reshape(batch, -1, groups, width)[:, :context].transpose(1, 2))
+        return sdpa(*dense)
+
+    ours, contiguous, gather = best([lambda: native(*args), lambda: sdpa(keys, values), gathered], rounds)
+    return {
+        "shape": shape, "page_size": page_size, "layout": layout, "dtype": str(dtype).removeprefix("torch."),
+        "native_us": ours, "sdpa_us": contiguous, "gather_sdpa_us": gather,
+        "of_sdpa": contiguous / ours, "of_gather": gather / ours,
+    }  # fmt: skip
+
+
+def main() -> None:
+    """Measure every row and print it as it comes."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
+    parser.add_argument("--rounds", type=int, default=20)
+    options = parser.parse_args()
+    torch.set_num_threads(options.threads)
+    torch.manual_seed(0)
+    rows = []
+    print("B, Hq, Hk, D, context   page layout dtype     native us  x SDPA  x gather + SDPA")
+    with torch.inference_mode():
+        for dtype in (torch.float32, torch.bfloat16):
+            for shape in SHAPES:
+                for page_size, layout in PAGES:
+                    row = measure(shape, page_size, layout, dtype, options.rounds)
+                    rows.append(row)
+                    print(
+                        f"{shape!s:24}{page_size:4} {layout:6} {row['dtype']:9} {row['native_us']:9.0f} "
+                        f"{row['of_sdpa']:7.2f} {row['of_gather']:8.2f}", flush=True,
+                    )  # fmt: skip
+    if options.json:
+        options.json.write_text(json.dumps({"environment": environment(), "rows": rows}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
