@@ -44,7 +44,7 @@ def kernels(model: MiniLM, texts: list[str]) -> list[dict[str, Any]]:
         rows.append(
             {
                 "op": op,
-                "call": " ".join(str(tuple(arg.shape)) for arg in args if arg.dim() > 1),
+                "call": " ".join(str(tuple(arg.shape)) for arg in args if arg is args[0] or arg.dim() > 1),
                 "kernel": chosen.kernel,
                 "expected_us": chosen.expected_us,
                 "why": chosen.why,

@@ -13,6 +13,8 @@ from rich.text import Text
 from measuring.report import WAYS
 
 BAR = 36
+# Columns whose words are names, to be copied whole.
+WHOLE = {"way", "op", "kernel", "what"}
 
 
 def show(console: Console, numbers: dict[str, Any]) -> None:
@@ -114,5 +116,5 @@ def _table(title: str, columns: Iterable[str], left: tuple[int, ...] = ()) -> Ta
     for position, column in enumerate(columns):
         words = position in left or (position == 0 and not left)
         side: Literal["left", "right"] = "left" if words else "right"
-        table.add_column(column, justify=side, overflow="fold", no_wrap=position == 0)
+        table.add_column(column, justify=side, overflow="fold", no_wrap=column in WHOLE)
     return table
