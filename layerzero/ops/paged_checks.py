@@ -96,8 +96,8 @@ def guard_tables(block_tables: Tensor, context_lens: Tensor, pages: int, page_si
     for row, length in enumerate(context_lens.tolist()):
         if not 0 <= length <= width * page_size:
             raise ValueError(
-                f"context_lens needs lengths in [0, {width * page_size}] ({width} pages of {page_size} tokens "
-                f"a row of block_tables), got {length} at {row}"
+                f"context_lens needs lengths in [0, {width * page_size}] ({width} pages of {page_size} "
+                f"tokens a row of block_tables), got {length} at {row}"
             )
         used: list[int] = block_tables[row, : -(-length // page_size)].tolist()
         if used and not (min(used) >= 0 and max(used) < pages and len(set(used)) == len(used)):

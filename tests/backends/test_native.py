@@ -69,7 +69,7 @@ def test_pages_agree_with_float64(dtype: torch.dtype, layout: str, page_size: in
     for number, options in enumerate(OPTIONS):
         index = torch.int64 if number % 2 else torch.int32
         args, _ = paged_call(
-            [5, 40, 1, 0, 2], [5, 77, 130, 4, 0], heads=(4, 2), widths=(16, 16), page_size=page_size, layout=layout,
+            [5, 40, 1, 0, 2], [5, 77, 130, 4, 0], widths=(16, 16), page_size=page_size, layout=layout,
             dtype=dtype, index=index, return_lse=True, seed=number, **options,
         )  # fmt: skip
         assert_right(PAGED, args, softcap="softcap" in options)
