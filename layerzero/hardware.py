@@ -211,7 +211,8 @@ def parse_cpuinfo(fields: Mapping[str, str], machine: str) -> tuple[str, str, se
     vendors = {"AuthenticAMD": "amd", "GenuineIntel": "intel"}
     vendor = vendors.get(fields.get("vendor_id", ""), "arm" if machine in {"aarch64", "arm64"} else "unknown")
     flags = set((fields.get("flags") or fields.get("Features") or "").split())
-    return vendor, fields.get("model name", host.processor() or machine), flags
+    # Not platform.processor(): where it knows nothing it starts a process to ask.
+    return vendor, fields.get("model name", machine), flags
 
 
 def _memory_bytes() -> int:

@@ -9,8 +9,9 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from layerzero.actors.local import LocalDevice
-from layerzero.dispatch import Plan, Snapshot
-from layerzero.ops.op import Args, Launch, Op
+from layerzero.dispatch import Plan, Snapshot, positional
+from layerzero.errors import NoKernelFoundError
+from layerzero.ops.op import Args, Op
 from layerzero.scheduler.driver import Fronts
 from layerzero.scheduler.modes import Modes, applied, capture, without_gradient
 from layerzero.scheduler.ticket import Failed
@@ -49,14 +50,11 @@ class BatchExecutor:
         if self._device.settings.inference:
             # The caller's own modes stay on its ticket: they are what is compared when it resumes.
             surrounding = without_gradient(surrounding)
-        launched: list[tuple[Any, Plan]] = []
-        device = self._device
-
         try:
             with applied(surrounding):
                 if not isinstance(op, Op):
                     return [(value, None) for value in op.run(calls)]
-                launch = _recording(device, op, snapshot, launched)
+                launch = _Launch(self._device, op, snapshot)
                 if op.batching is None or len(calls) == 1:
                     values = [launch(args) for args in calls]
                 else:
@@ -64,27 +62,48 @@ class BatchExecutor:
         except Exception as error:
             failed = Failed(error)
             return [failed] * len(calls)
+        launched = launch.launched
         if len(launched) == 1:
             plan = launched[0][1]
             return [(value, plan) for value in values]
         return [(value, _maker(value, launched)) for value in values]
 
 
-def _recording(
-    device: LocalDevice, op: Op, snapshot: Snapshot | None, launched: list[tuple[Any, Plan]]
-) -> Launch:
+class _Launch:
     """A launch that notes each result with the plan that made it."""
 
-    guard = op.guard if op.guard_joined else None
+    __slots__ = ("_device", "_guard", "_op", "_snapshot", "launched")
 
-    def launch(args: Args) -> Any:
-        if guard is not None:
-            guard(args)
-        result = device.launch_planned(op, args, snapshot)
-        launched.append(result)
+    def __init__(self, device: LocalDevice, op: Op, snapshot: Snapshot | None) -> None:
+        self._device = device
+        self._op = op
+        self._snapshot = snapshot
+        self._guard = op.guard if op.guard_joined else None
+        self.launched: list[tuple[Any, Plan]] = []
+
+    @property
+    def free(self) -> bool:
+        settings = self._device.settings
+        if settings.strict or settings.determinism == "strict":
+            return False
+        rules = (self._snapshot or self._device.snapshot).policy.rules
+        return not any(rule.op in ("*", self._op.name) for rule in rules)
+
+    def __call__(self, args: Args, op: Op | None = None) -> Any:
+        if self._guard is not None:
+            self._guard(args)
+        result = self._device.launch_planned(op or self._op, args, self._snapshot)
+        self.launched.append(result)
         return result[0]
 
-    return launch
+    def expected_us(self, args: Args, op: Op | None = None) -> float:
+        wanted = op or self._op
+        device = self._device
+        try:
+            plan = device.plan(wanted, positional(wanted, args), args, device.mode(), self._snapshot)
+        except NoKernelFoundError:
+            return float("inf")
+        return plan.expected_us
 
 
 def _maker(value: Any, launched: list[tuple[Any, Plan]]) -> Plan:

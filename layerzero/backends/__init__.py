@@ -20,6 +20,7 @@ BUILTIN: tuple[str, ...] = (
     "layerzero.backends.native",
     "layerzero.backends.reference",
     "layerzero.backends.torch_native",
+    "layerzero.backends.torch_ragged",
     "layerzero.backends.torch_sdpa",
     "layerzero.backends.zentorch",
 )

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from layerzero.ops.batching import identity
-from layerzero.ops.op import Args, Launch
+from layerzero.ops.op import OPS, Args, Launch, Launcher
 
 
 def stack_view(pieces: Sequence[Tensor]) -> Tensor | None:
@@ -95,6 +96,10 @@ class SameShapes:
         parts: dict[tuple[int, int], list[int]] = {}
         for index, args in enumerate(calls):
             parts.setdefault((args[0].shape[tokens], args[1].shape[tokens]), []).append(index)
+        if len(parts) > 1:
+            ragged = _ragged(calls, len(parts), launch)
+            if ragged is not None:
+                return ragged
         results: list[Any] = [None] * len(calls)
         for members in parts.values():
             together = self._run_equal([calls[i] for i in members], launch)
@@ -119,3 +124,49 @@ class SameShapes:
         if isinstance(out, tuple):
             return list(zip(*(part.split_with_sizes(counts) for part in out), strict=True))
         return list(out.split_with_sizes(counts))
+
+
+def _ragged(calls: Sequence[Args], shapes: int, launch: Launch) -> list[Any] | None:
+    """All calls as one ragged launch, sequences behind each other; None where that is not cheaper or not the same.
+
+    Only for one sequence a call in token-major layout: there the callers' rows, views of one projection, are
+    already behind each other, and so are the rows that go back to them.
+    """
+    first = calls[0]
+    q, k, causal, scale, window, softcap, slopes, layout, lse = (first[i] for i in (0, 1, 4, 5, 7, 8, 9, 10, 11))
+    op = OPS.get("ragged_attention")
+    if op is None or layout != "BSHD" or slopes is not None or lse or window is not None or softcap is not None:
+        return None
+    if not isinstance(launch, Launcher) or not launch.free or any(args[0].shape[0] != 1 for args in calls):
+        return None
+    lengths = [args[0].shape[1] for args in calls]
+    lengths_k = [args[1].shape[1] for args in calls]
+    offsets = _offsets(lengths, q.device)
+    offsets_k = offsets if lengths == lengths_k else _offsets(lengths_k, k.device)
+    joined = [_tokens([args[position] for args in calls]) for position in range(3)]
+    merged = (*joined, offsets, offsets_k, causal, scale, None, None, False)
+    longest = max(calls, key=lambda args: args[0].shape[1] * args[1].shape[1])
+    if launch.expected_us(merged, op) >= shapes * launch.expected_us(longest):
+        return None
+    out: Tensor = launch(merged, op)
+    return [piece.unsqueeze(0) for piece in out.split_with_sizes(lengths)]
+
+
+def _offsets(lengths: Sequence[int], device: torch.device) -> Tensor:
+    return torch.tensor([0, *accumulate(lengths)], dtype=torch.int32, device=device)
+
+
+def _tokens(pieces: Sequence[Tensor]) -> Tensor:
+    """(1, S_i, H, D) pieces as (T, H, D): a view where they stand behind each other, else one gather."""
+    first = pieces[0]
+    inner, stride = first.shape[2:], first.stride()[1:]
+    step = stride[0] * first.element_size()
+    expected, tokens = first.data_ptr(), 0
+    for piece in pieces:
+        if piece.data_ptr() != expected or piece.stride()[1:] != stride or piece.shape[2:] != inner:
+            return torch.cat([p.squeeze(0) for p in pieces])
+        tokens += piece.shape[1]
+        expected += piece.shape[1] * step
+    if stride[0] == 0 or pieces[-1].untyped_storage()._cdata != first.untyped_storage()._cdata:
+        return torch.cat([p.squeeze(0) for p in pieces])
+    return first.as_strided((tokens, *inner), stride)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from torch import Tensor
 
@@ -17,7 +17,26 @@ from layerzero.ops.request import OutSpec, Request, Work
 Signature = tuple[Any, ...]
 Args = tuple[Any, ...]
 Call = tuple[Signature, Args]
+
+
 Launch = Callable[[Args], Any]
+
+
+@runtime_checkable
+class Launcher(Protocol):
+    """A launch that can be asked first, and that launches other ops too; what a lane gives a batching rule.
+
+    `free` says that no policy speaks about the op and nothing asks for its own bits, so that the rule may
+    launch another op that means the same; `expected_us` is what a launch would cost, infinite where no
+    kernel takes it.
+    """
+
+    @property
+    def free(self) -> bool: ...
+
+    def __call__(self, args: Args, op: Op | None = None) -> Any: ...
+
+    def expected_us(self, args: Args, op: Op | None = None) -> float: ...
 
 
 class Batching(Protocol):

@@ -1,0 +1,130 @@
+"""Ragged attention on the CPU out of torch's own parts: sequences of like length padded together.
+
+Sequences are taken by length, those whose length rounds up to one size share a padded batch and one SDPA
+launch. Rows are gathered once and put back once; one launch a size replaces one a sequence.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from layerzero.kernel import AtMost, Capability, Efficiency, Kernel
+from layerzero.reasons import Reason
+
+# Lengths are rounded up to a multiple of this; a larger step means fewer launches and more padding.
+STEP = 8
+
+
+def padded(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens: Tensor,
+    cu_seqlens_k: Tensor,
+    is_causal: bool,
+    scale: float | None,
+    window: tuple[int, int] | None,
+    softcap: float | None,
+    return_lse: bool,
+) -> Tensor:
+    """Attention of every sequence to itself, one SDPA launch for each padded length."""
+    starts = cu_seqlens.tolist()
+    starts_k = starts if cu_seqlens_k is cu_seqlens else cu_seqlens_k.tolist()
+    out = q.new_empty(q.shape[0], q.shape[1], v.shape[2])
+    for members in _by_length(starts, starts_k):
+        _attend(q, k, v, [starts[b] for b in members], [starts_k[b] for b in members],
+                [starts[b + 1] - starts[b] for b in members],
+                [starts_k[b + 1] - starts_k[b] for b in members], is_causal, scale, out)  # fmt: skip
+    return out
+
+
+def _by_length(starts: Sequence[int], starts_k: Sequence[int]) -> list[list[int]]:
+    """Sequences that have queries, grouped by their rounded lengths."""
+    groups: dict[tuple[int, int], list[int]] = {}
+    for b in range(len(starts) - 1):
+        length, length_k = starts[b + 1] - starts[b], starts_k[b + 1] - starts_k[b]
+        if length:
+            groups.setdefault((-(-length // STEP), -(-length_k // STEP)), []).append(b)
+    return list(groups.values())
+
+
+def _attend(
+    q: Tensor, k: Tensor, v: Tensor, starts: list[int], starts_k: list[int],
+    lengths: list[int], lengths_k: list[int], is_causal: bool, scale: float | None, out: Tensor,
+) -> None:  # fmt: skip
+    size, size_k = max(lengths), max(lengths_k)
+    if size_k == 0:
+        for start, length in zip(starts, lengths, strict=True):
+            out[start : start + length] = 0
+        return
+    rows, real = _rows(starts, lengths, size)
+    rows_k, real_k = (rows, real) if starts_k == starts and lengths_k == lengths else _rows(starts_k, lengths_k, size_k)
+    many = len(starts)
+    parts = [
+        tensor.index_select(0, index).view(many, width, *tensor.shape[1:]).transpose(1, 2)
+        for tensor, index, width in ((q, rows, size), (k, rows_k, size_k), (v, rows_k, size_k))
+    ]
+    mask = _mask(lengths, lengths_k, size, size_k, real_k, is_causal)
+    mixed = functional.scaled_dot_product_attention(
+        parts[0], parts[1], parts[2], attn_mask=mask, scale=scale, enable_gqa=q.shape[1] != k.shape[1]
+    )
+    flat = mixed.transpose(1, 2).reshape(many * size, *out.shape[1:])
+    if min(lengths) == size:
+        out.index_copy_(0, rows, flat)
+    else:
+        kept = real.view(-1).nonzero().squeeze(1)
+        out.index_copy_(0, rows.index_select(0, kept), flat.index_select(0, kept))
+
+
+def _rows(starts: list[int], lengths: list[int], size: int) -> tuple[Tensor, Tensor]:
+    """The row of every padded position, padding repeating a sequence's first row; and which are real."""
+    first = torch.tensor(starts).unsqueeze(1)
+    position = torch.arange(size).unsqueeze(0)
+    real = position < torch.tensor(lengths).unsqueeze(1)
+    rows = torch.where(real, first + position, first.clamp(max=max(starts)))
+    return rows.view(-1), real
+
+
+def _mask(
+    lengths: list[int], lengths_k: list[int], size: int, size_k: int, real_k: Tensor, is_causal: bool
+) -> Tensor | None:
+    """Which keys each query sees, (B, 1, 1 or Sq, Sk) bool; None where it is all of them."""
+    if not is_causal:
+        return None if min(lengths_k) == size_k else real_k[:, None, None, :]
+    # Bottom-right: the last query of a sequence sees its last key.
+    shift = torch.tensor(lengths_k) - torch.tensor(lengths)
+    reach = torch.arange(size)[None, :, None] + shift[:, None, None]
+    seen = torch.arange(size_k)[None, None, :] <= reach
+    return (seen & real_k[:, None, :])[:, None]
+
+
+def _load() -> Callable[..., Any]:
+    return padded
+
+
+KERNELS: tuple[Kernel, ...] = (
+    Kernel(
+        id="torch.ragged_attention.padded",
+        op="ragged_attention",
+        backend="torch",
+        capability=Capability(
+            source="torch.nn.functional.scaled_dot_product_attention on the CPU, sequences padded by length",
+            platforms=frozenset({"cpu"}),
+            dtypes=frozenset({"float32", "bfloat16"}),
+            features=frozenset({"causal", "gqa", "scale"}),
+            limits=(AtMost("D", 512, Reason.HEAD_DIM_TOO_LARGE),),
+            gradient=False,
+        ),
+        load=_load,
+        efficiency=Efficiency(
+            0.4, 0.3, 150.0, "benchmarks of the embedding service's batches, AMD EPYC with AVX-512, 2 threads"
+        ),
+        rank=30,
+        default=True,
+    ),
+)
