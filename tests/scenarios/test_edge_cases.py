@@ -12,6 +12,7 @@ from torch import Tensor
 
 import layerzero as lz
 import layerzero.sync
+from layerzero.actors.local import LocalDevice
 from layerzero.dispatch import CAPTURE, mode, positional
 from layerzero.hardware import Hardware, probe
 from layerzero.kernel import AtMost
@@ -19,7 +20,7 @@ from layerzero.ops import table as ops_table
 from layerzero.ops.request import Request
 from layerzero.policy import Policy, make_rule
 from layerzero.reasons import Reason
-from layerzero.selection.key import KeyMaker
+from layerzero.selection.key import KeyMaker, grid
 from tests.kernels import device, kernel
 
 ATTENTION = ops_table.get("attention")
@@ -55,12 +56,20 @@ def test_one_token() -> None:
     torch.testing.assert_close(layerzero.sync.attention(q, q, v), v)
 
 
-def served_by(batch: int, length: int) -> tuple[str, list[Reason]]:
-    """Which of two kernels serves a call, and why the bounded one does not."""
-    limits = (AtMost("B", 4, Reason.BATCH_TOO_LARGE), AtMost("Sk", 16, Reason.SEQ_TOO_LONG))
-    own = device(
+def bounded() -> LocalDevice:
+    """A device with a fast kernel up to batch 13 and length 13, and a slow one without bounds.
+
+    13 and 14 are one point of the key's grid, so that only the bounds' own bits tell them apart.
+    """
+    assert grid(13) == grid(14)
+    limits = (AtMost("B", 13, Reason.BATCH_TOO_LARGE), AtMost("Sk", 13, Reason.SEQ_TOO_LONG))
+    return device(
         [kernel("small.attention", launch_us=0.1, limits=limits), kernel("any.attention", launch_us=90.0)]
     )
+
+
+def served_by(own: LocalDevice, batch: int, length: int) -> tuple[str, list[Reason]]:
+    """Which of the two kernels serves a call, and why the bounded one does not."""
     q = heads(batch, 2, length, 8)
     full = ATTENTION.build(q, q, q)[1]
     record = own.plan(ATTENTION, positional(ATTENTION, full), full, mode()).record()
@@ -69,14 +78,16 @@ def served_by(batch: int, length: int) -> tuple[str, list[Reason]]:
 
 def test_the_largest_batch_is_taken_and_one_more_is_not() -> None:
     """EC-003: a bound on the batch holds to the very number, whatever the key's grid rounds."""
-    assert served_by(4, 8) == ("small.attention", [])
-    assert served_by(5, 8) == ("any.attention", [Reason.BATCH_TOO_LARGE])
+    own = bounded()
+    assert served_by(own, 13, 8) == ("small.attention", [])
+    assert served_by(own, 14, 8) == ("any.attention", [Reason.BATCH_TOO_LARGE])
 
 
 def test_the_longest_sequence_is_taken_and_one_more_is_not() -> None:
-    """EC-004: a bound on the length holds to the very number."""
-    assert served_by(2, 16) == ("small.attention", [])
-    assert served_by(2, 17) == ("any.attention", [Reason.SEQ_TOO_LONG])
+    """EC-004: a bound on the length holds to the very number, whatever the key's grid rounds."""
+    own = bounded()
+    assert served_by(own, 2, 13) == ("small.attention", [])
+    assert served_by(own, 2, 14) == ("any.attention", [Reason.SEQ_TOO_LONG])
 
 
 def test_strided_operands_go_to_a_kernel_that_takes_them() -> None:
