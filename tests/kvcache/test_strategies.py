@@ -114,4 +114,4 @@ class Lives(RuleBasedStateMachine):
 
 
 TestLives = Lives.TestCase
-TestLives.settings = settings(max_examples=25, stateful_step_count=30, deadline=None)
+TestLives.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
