@@ -215,22 +215,22 @@ class Completion:
 
     async def whole(self, scope: Scope, receive: Receive, send: Send) -> None:
         """The whole text in one answer."""
-        texts: list[str] = []
-        async with aclosing(self.service.answer(self.asked)) as pieces:
-            async for piece in pieces:
-                texts.append(piece.text)
-        body = {**self.head, "choices": [choice("".join(texts), piece.reason)], "usage": piece.usage}
+        async with aclosing(self.service.answer(self.asked)) as answer:
+            pieces = [piece async for piece in answer]
+        text, last = "".join(piece.text for piece in pieces), pieces[-1]
+        body = {**self.head, "choices": [choice(text, last.reason)], "usage": last.usage}
         await JSONResponse(body)(scope, receive, send)
 
     async def stream(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Server-sent events, one a piece of text; the status is sent with the first piece."""
-        begun = False
+        begun, usage = False, {}
         async with aclosing(self.service.answer(self.asked)) as pieces:
             try:
                 async for piece in pieces:
                     if not begun:
                         begun = True
                         await send(STREAM_START)
+                    usage = piece.usage
                     if piece.text or piece.reason:
                         await self._event(send, {**self.head, "choices": [choice(piece.text, piece.reason)]})
             except (Full, lz.LayerZeroError) as error:
@@ -240,7 +240,7 @@ class Completion:
                 await send({"type": "http.response.body", "body": b""})
                 return
         if self.asked.include_usage:
-            await self._event(send, {**self.head, "choices": [], "usage": piece.usage})
+            await self._event(send, {**self.head, "choices": [], "usage": usage})
         await send({"type": "http.response.body", "body": b"data: [DONE]\n\n"})
 
     async def _event(self, send: Send, data: dict[str, Any]) -> None:

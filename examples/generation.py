@@ -38,6 +38,8 @@ class Sampling:
             raise ValueError(f"temperature needs 0 to 2, got {self.temperature}")
         if not 0 < self.top_p <= 1:
             raise ValueError(f"top_p needs to be above 0 and at most 1, got {self.top_p}")
+        if not -(1 << 63) <= self.seed < 1 << 63:
+            raise ValueError(f"seed needs 64 bits with a sign, got {self.seed}")
         if len(self.stop) > 4 or "" in self.stop:
             raise ValueError(f"stop needs at most 4 strings, none of them empty, got {list(self.stop)}")
 

@@ -45,12 +45,11 @@ def judged(model: Any, ids: list[int]) -> Tensor:
 
 async def taught(model: Any, ids: list[int], prompt: int, piece: int = 256) -> Tensor:
     """Logits after the prompt and after each later token, (S - prompt + 1, V); the prompt goes in pieces."""
-    rows = []
+    rows: list[Tensor] = []
     with model.pages.sequence(len(ids)) as sequence:
         for start in range(0, prompt, piece):
             part = torch.tensor(ids[start : min(start + piece, prompt)])
-            row = await model.step(part, sequence.extend(len(part)))
-        rows.append(row)
+            rows = [await model.step(part, sequence.extend(len(part)))]
         for token in ids[prompt:]:
             rows.append(await model.step(torch.tensor([token]), sequence.extend(1)))
     return torch.cat(rows)
@@ -101,8 +100,8 @@ def small(**changes: Any) -> Any:
 
 
 LLAMA3 = {
-    "rope_type": "llama3", "rope_theta": 500.0, "factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 32,
+    "rope_type": "llama3", "rope_theta": 500.0, "factor": 4.0, "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0, "original_max_position_embeddings": 32,
 }  # fmt: skip
 
 

@@ -1,0 +1,139 @@
+"""A generation server that runs for tests: in a thread of this process, on loopback."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import httpx
+import openai
+import uvicorn
+
+PROMPT = "And Jesus said unto them,"
+NOTHING = {"pages": 0, "requests": 0, "calls": 0, "callers": 0, "tasks": 0}
+
+
+def asked(**more: Any) -> dict[str, Any]:
+    """The fields of a request."""
+    return {"model": "generate", "prompt": PROMPT, "max_tokens": 12, "temperature": 0.9, "seed": 3} | more
+
+
+class Running:
+    """A served application: its address, and what is left behind when requests have ended."""
+
+    def __init__(self, server: uvicorn.Server, app: Any) -> None:
+        self.server, self.app = server, app
+        self.loop: asyncio.AbstractEventLoop | None = None
+        self.idle_tasks = 0
+
+    @property
+    def url(self) -> str:
+        """The address without a path."""
+        port = self.server.servers[0].sockets[0].getsockname()[1]
+        return f"http://127.0.0.1:{port}"
+
+    @property
+    def service(self) -> Any:
+        """The service behind the application."""
+        return self.app.state.service
+
+    def left(self) -> dict[str, int]:
+        """What no request should leave: pages, requests, calls in the lane, callers the lane still knows."""
+        pages = self.service.model.pages
+        stats = self.lanes()
+        return {
+            "pages": pages.count - pages.free,
+            "requests": self.service.active,
+            "calls": stats.submitted - stats.ended,
+            "callers": self.inside(lambda: self.device().fronts.current().callers),
+            "tasks": max(0, self.inside(lambda: len(asyncio.all_tasks())) - self.idle_tasks),
+        }
+
+    def settled(self, seconds: float = 20.0) -> dict[str, int]:
+        """`left`, once nothing is, or after `seconds`."""
+        until = time.monotonic() + seconds
+        while any((left := self.left()).values()) and time.monotonic() < until:
+            time.sleep(0.05)
+        return left
+
+    def lanes(self) -> Any:
+        """What the lanes have counted."""
+        return self.inside(lambda: self.device().fronts.stats())
+
+    def device(self) -> Any:
+        """The device that serves."""
+        return self.app.state.runtime.device("cpu")
+
+    def inside(self, call: Any) -> Any:
+        """The result of `call`, made on the server's loop."""
+
+        async def run() -> Any:
+            return call()
+
+        assert self.loop is not None
+        return asyncio.run_coroutine_threadsafe(run(), self.loop).result(30)
+
+    def metrics(self) -> dict[tuple[str, tuple[tuple[str, str], ...]], float]:
+        """Every sample of /metrics, by its name and labels."""
+        from prometheus_client.parser import text_string_to_metric_families
+
+        text = httpx.get(f"{self.url}/metrics").text
+        return {
+            (sample.name, tuple(sorted(sample.labels.items()))): sample.value
+            for family in text_string_to_metric_families(text)
+            for sample in family.samples
+        }
+
+
+@contextmanager
+def serving(options: Any) -> Iterator[Running]:
+    """A real uvicorn on a free port of loopback, until the block ends."""
+    import generate_server
+
+    app = generate_server.application(options)
+    server = uvicorn.Server(uvicorn.Config(app, host="127.0.0.1", port=0, log_level="warning"))
+    running = Running(server, app)
+
+    async def serve() -> None:
+        running.loop = asyncio.get_running_loop()
+        await server.serve()
+
+    thread = threading.Thread(target=lambda: asyncio.run(serve()), name="server")
+    thread.start()
+    try:
+        until = time.monotonic() + 60
+        while not server.started:
+            assert thread.is_alive() and time.monotonic() < until, "the server did not start"
+            time.sleep(0.02)
+        # The one that counts is itself a task.
+        running.idle_tasks = running.inside(lambda: len(asyncio.all_tasks()))
+        yield running
+    finally:
+        server.should_exit = True
+        thread.join(60)
+        assert not thread.is_alive()
+
+
+async def check_texts_in_company(server: Running, count: int, tokens: int) -> None:
+    """`count` streams at once give each the text that it gives alone, and they meet in batches."""
+    url = f"{server.url}/v1"
+    async with openai.AsyncOpenAI(base_url=url, api_key="none", max_retries=0, timeout=300) as client:
+
+        async def text(seed: int) -> str:
+            request = asked(seed=seed, max_tokens=tokens, prompt=PROMPT[: 5 + seed % 20], top_p=0.95)
+            events = await client.completions.create(**request, stream=True)
+            return "".join([event.choices[0].text async for event in events])
+
+        alone = [await text(seed) for seed in range(8)]
+        before = server.lanes()
+        together = await asyncio.gather(*(text(seed) for seed in range(count)))
+        after = server.lanes()
+    assert together[:8] == alone
+    assert len(set(together)) > count / 2
+    calls = sum(size * n for size, n in after.sizes.items()) - sum(s * n for s, n in before.sizes.items())
+    assert calls / (after.batches - before.batches) > count / 4
+    assert server.settled() == NOTHING

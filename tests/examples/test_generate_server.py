@@ -1,0 +1,307 @@
+"""The generation server over a real socket: OpenAI's client, httpx, disconnects, overload, SIGTERM."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import random
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+for package in ("openai", "starlette", "uvicorn", "prometheus_client", "tokenizers", "safetensors"):
+    pytest.importorskip(package, reason=f"the server needs {package}: pip install 'layerzero-runtime[test]'")
+
+import generate_server  # noqa: E402  the skips come first
+import openai  # noqa: E402
+
+from tests.examples.serving import NOTHING, Running, asked, check_texts_in_company, serving  # noqa: E402
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Running]:
+    """A server whose pool holds 4,096 tokens."""
+    with serving(generate_server.Options(pages=256)) as running:
+        yield running
+
+
+@pytest.fixture
+def client(server: Running) -> Iterator[openai.OpenAI]:
+    """OpenAI's own client."""
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=120) as opened:
+        yield opened
+
+
+def test_models_and_health(server: Running, client: openai.OpenAI) -> None:
+    """The one model is listed under its folder's name; health says what is free."""
+    assert [model.id for model in client.models.list()] == ["generate"]
+    state = httpx.get(f"{server.url}/health")
+    assert state.status_code == 200
+    assert state.json()["status"] == "ok"
+    assert state.json()["pages"] == 256
+
+
+def test_a_stream_is_the_same_answer_in_pieces(client: openai.OpenAI) -> None:
+    """Text, reason and counts agree; the same seed gives the same text, another one another."""
+    whole = client.completions.create(**asked())
+    assert whole.object == "text_completion"
+    choice = whole.choices[0]
+    assert choice.text and choice.finish_reason == "length"
+    assert whole.usage is not None
+    assert whole.usage.prompt_tokens == 7 and whole.usage.completion_tokens == 12
+    assert whole.usage.total_tokens == 19
+    events = list(client.completions.create(**asked(), stream=True, stream_options={"include_usage": True}))
+    assert events[-1].usage == whole.usage
+    pieces = [event.choices[0] for event in events[:-1]]
+    assert len(pieces) > 3
+    assert "".join(piece.text for piece in pieces) == choice.text
+    assert [piece.finish_reason for piece in pieces[:-1]] == [None] * (len(pieces) - 1)
+    assert pieces[-1].finish_reason == "length"
+    assert len({event.id for event in events}) == 1
+    assert client.completions.create(**asked(seed=4)).choices[0].text != choice.text
+
+
+def test_greedy_text_continues_the_prose(client: openai.OpenAI) -> None:
+    """Temperature 0 needs no seed, takes token ids as well as text, and gives words of the prose."""
+    greedy = asked(temperature=0, seed=None, max_tokens=24)
+    text = client.completions.create(**greedy).choices[0].text
+    assert text == client.completions.create(**greedy).choices[0].text
+    words = {word.strip(",.;:?") for word in text.split()}
+    assert len(words & {"the", "unto", "and", "of", "ye", "Ye", "that", "have", "said"}) >= 3, text
+
+
+def test_stop_strings_end_the_text_before_them(client: openai.OpenAI) -> None:
+    """Nothing of the stop string is given, in one piece or streamed, and the reason is `stop`."""
+    free = client.completions.create(**asked(temperature=0, max_tokens=30)).choices[0].text
+    stop = free[len(free) // 2 :][:5]
+    wanted = free[: free.index(stop)]
+    cut = client.completions.create(**asked(temperature=0, max_tokens=30, stop=[stop, "\x00"])).choices[0]
+    assert (cut.text, cut.finish_reason) == (wanted, "stop")
+    events = list(client.completions.create(**asked(temperature=0, max_tokens=30, stop=stop), stream=True))
+    assert "".join(event.choices[0].text for event in events) == wanted
+    assert events[-1].choices[0].finish_reason == "stop"
+
+
+@pytest.mark.parametrize(
+    ("changes", "param"),
+    [
+        ({"model": "gpt-9"}, "model"),
+        ({"prompt": ["a", "b"]}, "prompt"),
+        ({"prompt": [5000]}, "prompt"),
+        ({"prompt": []}, "prompt"),
+        ({"max_tokens": 0}, "max_tokens"),
+        ({"max_tokens": 5000}, "max_tokens"),
+        ({"temperature": 3}, "temperature"),
+        ({"top_p": 0}, "top_p"),
+        ({"n": 2}, "n"),
+        ({"stop": ["a", "b", "c", "d", "e"]}, "stop"),
+        ({"seed": "one"}, "seed"),
+        ({"seed": 1 << 64}, "seed"),
+        ({"echo": True}, "echo"),
+        ({"stream_options": {"include_usage": True}}, "stream_options"),
+        ({"beam": 4}, "beam"),
+    ],
+)
+def test_what_cannot_be_honoured_is_named(server: Running, changes: dict[str, Any], param: str) -> None:
+    """A field that does not fit gives 400 and its name; nothing is ignored in silence."""
+    given = httpx.post(f"{server.url}/v1/completions", json=asked(**changes))
+    assert given.status_code == 400, given.text
+    assert given.json()["error"]["param"] == param
+    assert param in given.json()["error"]["message"]
+    assert server.settled() == NOTHING
+
+
+def test_other_nonsense_is_refused(server: Running, client: openai.OpenAI) -> None:
+    """No JSON is 400, an unknown path 404, another method 405, each an error that the client knows."""
+    url = f"{server.url}/v1/completions"
+    assert httpx.post(url, content=b"{").status_code == 400
+    assert httpx.post(url, content=b"[1]").status_code == 400
+    assert httpx.get(url).status_code == 405
+    assert "error" in httpx.get(f"{server.url}/v1/nothing").json()
+    with pytest.raises(openai.BadRequestError, match="temperature needs"):
+        client.completions.create(**asked(temperature=9))
+    with pytest.raises(openai.NotFoundError):
+        client.chat.completions.create(model="generate", messages=[])
+
+
+def test_a_full_pool_answers_429(server: Running, client: openai.OpenAI) -> None:
+    """What the pool cannot hold now is refused with Retry-After, and served once the pool is free."""
+    before = server.metrics()
+    with client.completions.create(**asked(max_tokens=4000, temperature=0), stream=True) as held:
+        events = iter(held)
+        assert next(events).choices
+        with pytest.raises(openai.RateLimitError) as refused:
+            client.completions.create(**asked(max_tokens=500))
+        assert int(refused.value.response.headers["Retry-After"]) >= 1
+        assert client.completions.create(**asked(max_tokens=2)).choices[0].text
+    assert server.settled() == NOTHING
+    assert client.completions.create(**asked(max_tokens=3)).usage
+    rejected = ("requests_total", (("outcome", "rejected"),))
+    assert server.metrics()[rejected] == before.get(rejected, 0) + 1
+
+
+def test_too_many_requests_answer_429(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A server of two requests refuses the third while they run, and takes the next when they have ended."""
+    monkeypatch.setattr(server.service, "options", replace(server.service.options, max_requests=2))
+    url, long = f"{server.url}/v1/completions", asked(max_tokens=1900, temperature=0, stream=True)
+    with (
+        httpx.stream("POST", url, json=long) as one,
+        httpx.stream("POST", url, json=long) as two,
+    ):
+        lines = one.iter_lines(), two.iter_lines()  # an iterator that is dropped hangs up
+        assert all(next(of) for of in lines)
+        third = httpx.post(url, json=asked())
+        assert third.status_code == 429
+        assert int(third.headers["Retry-After"]) >= 1
+        assert third.json()["error"]["type"] == "rate_limit_error"
+    assert server.settled() == NOTHING
+    assert httpx.post(url, json=asked()).status_code == 200
+
+
+@pytest.mark.asyncio
+async def test_sixteen_streams_meet_and_check_texts_in_company(server: Running) -> None:
+    """A seed gives the same text alone and among sixteen."""
+    await check_texts_in_company(server, 16, 16)
+
+
+async def _hang_up(server: Running, count: int, seed: int) -> None:
+    """`count` requests of which most are left by their clients at a random moment; nothing stays behind."""
+    chance = random.Random(seed)
+    before = server.lanes()
+
+    async def one(client: httpx.AsyncClient, number: int) -> int:
+        request = asked(seed=number, max_tokens=chance.choice((1, 5, 40)), stream=number % 3 > 0)
+        given_up_after = chance.choice((0, 0, 1, 3, 100))
+        if not request["stream"]:
+            try:
+                patience = 0.02 if given_up_after < 3 else 100.0
+                done = await client.post("/v1/completions", json=request, timeout=patience)
+            except httpx.TimeoutException:
+                return 0
+            return done.status_code
+        async with client.stream("POST", "/v1/completions", json=request, timeout=100) as response:
+            lines = 0
+            async for line in response.aiter_lines():
+                lines += bool(line)
+                if lines > given_up_after:
+                    return 0
+            return response.status_code
+
+    async with httpx.AsyncClient(base_url=server.url) as client:
+        given = await asyncio.gather(*(one(client, number) for number in range(count)))
+    assert set(given) <= {0, 200}
+    assert given.count(0) > count / 4
+    assert server.settled() == NOTHING
+    stats = server.lanes()
+    assert stats.cancelled > before.cancelled
+    assert stats.failed == before.failed
+    assert stats.submitted == stats.done + stats.failed + stats.cancelled + stats.expired + stats.rejected
+
+
+@pytest.mark.asyncio
+async def test_clients_that_hang_up_leave_nothing_behind(server: Running) -> None:
+    """Pages, callers, calls and tasks are gone with the request, streamed or not."""
+    await _hang_up(server, 24, seed=1)
+
+
+@pytest.mark.slow
+@pytest.mark.asyncio
+async def test_sixty_four_that_hang_up_again_and_again_leave_nothing_behind(server: Running) -> None:
+    """The same five times over with sixty-four at once."""
+    for seed in range(5):
+        await _hang_up(server, 64, seed)
+
+
+def test_metrics_tell_what_the_lane_did(server: Running, client: openai.OpenAI) -> None:
+    """Scraped before and after one request, every family moves by what the request did."""
+    device = (("device", "cpu"),)
+    before = server.metrics()
+    assert client.completions.create(**asked(max_tokens=6)).usage
+    assert server.settled() == NOTHING
+    after = server.metrics()
+
+    def moved(name: str, labels: tuple[tuple[str, str], ...] = device) -> float:
+        return after[(name, labels)] - before.get((name, labels), 0.0)
+
+    assert moved("generated_tokens_total", ()) == 6
+    assert moved("requests_total", (("outcome", "done"),)) == 1
+    assert moved("layerzero_lane_items_total") == moved("layerzero_lane_batch_size_sum") > 0
+    assert moved("layerzero_lane_items_total") == moved("layerzero_lane_queue_wait_seconds_count")
+    assert moved("layerzero_lane_calls_total", (("device", "cpu"), ("outcome", "done"))) > 0
+    assert moved("layerzero_lane_tokens_total") > moved("layerzero_lane_batch_size_count") > 0
+    assert after[("layerzero_lane_in_flight", device)] == 0
+    assert after[("layerzero_lane_queue_wait_seconds_sum", device)] > 0
+    assert after[("layerzero_lane_queue_wait_max_seconds", device)] > 0
+    for outcome in ("failed", "cancelled", "expired", "rejected"):
+        assert ("layerzero_lane_calls_total", (("device", "cpu"), ("outcome", outcome))) in after
+    assert after[("requests_in_flight", ())] == 0
+    assert after[("kv_pages_free", ())] == 256
+
+
+def test_sigterm_lets_answers_end() -> None:
+    """After SIGTERM a stream that has begun comes to its end, nothing new is taken, the exit code is 0."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    command = [
+        sys.executable,
+        str(ROOT / "examples" / "generate_server.py"),
+        "--port",
+        str(port),
+        "--pages",
+        "64",
+    ]
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    process = subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True)
+    url = f"http://127.0.0.1:{port}"
+    try:
+        _wait_until_healthy(url, process)
+        events: list[str] = []
+        request = asked(max_tokens=900, temperature=0, stream=True)
+        with httpx.stream("POST", f"{url}/v1/completions", json=request, timeout=60) as response:
+            for line in response.iter_lines():
+                if line:
+                    events.append(line)
+                if len(events) == 3 and line:
+                    process.send_signal(signal.SIGTERM)
+        assert events[-1] == "data: [DONE]"
+        assert json.loads(events[-2].removeprefix("data: "))["choices"][0]["finish_reason"]
+        _, errors = process.communicate(timeout=30)
+        assert process.returncode == 0, errors
+        with pytest.raises(httpx.ConnectError):
+            httpx.get(f"{url}/health")
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def _wait_until_healthy(url: str, process: subprocess.Popen[str]) -> None:
+    until = time.monotonic() + 90
+    while time.monotonic() < until:
+        assert process.poll() is None, process.communicate()[1]
+        try:
+            if httpx.get(f"{url}/health").status_code == 200:
+                return
+        except httpx.TransportError:
+            time.sleep(0.1)
+    pytest.fail("the server did not answer within 90 seconds")
+
+
+@pytest.mark.parametrize("arguments", [["--pages", "0"], ["--max-requests", "-1"], ["--per", "token"]])
+def test_options_out_of_range_are_refused(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    """The command exits 2 and names the argument."""
+    with pytest.raises(SystemExit) as left:
+        generate_server.parse(arguments)
+    assert left.value.code == 2
+    assert arguments[0] in capsys.readouterr().err
