@@ -18,6 +18,7 @@ from layerzero.reasons import Reason, Rejected
 
 BUILTIN: tuple[str, ...] = (
     "layerzero.backends.native",
+    "layerzero.backends.onednn",
     "layerzero.backends.reference",
     "layerzero.backends.torch_native",
     "layerzero.backends.torch_ragged",

@@ -127,11 +127,11 @@ _TABLE: tuple[tuple[str, Callable[..., Any], frozenset[str], bool, Efficiency, E
     ),
     (
         "linear", linear, frozenset({"bias"}), False,
-        Efficiency(1.0, 0.9, 2.5, _CPU), Efficiency(0.7, 0.74, 8.0, _CUDA),
+        Efficiency(0.8, 0.75, 2.5, _CPU), Efficiency(0.7, 0.74, 8.0, _CUDA),
     ),
     (
         "mlp", mlp, _ACTIVATIONS | {"bias"}, False,
-        Efficiency(1.0, 0.9, 14.0, _CPU), Efficiency(0.6, 0.6, 25.0, _CUDA),
+        Efficiency(0.75, 0.7, 14.0, _CPU), Efficiency(0.6, 0.6, 25.0, _CUDA),
     ),
     (
         "embedding", embedding, frozenset({"padding_idx"}), True,
