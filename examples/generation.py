@@ -73,47 +73,57 @@ async def generate(model: Llama, prompt: Sequence[int], sampling: Sampling) -> A
 
 
 class Words:
-    """Tokens into text, piece by piece: whole characters only, nothing of a stop string."""
+    """Tokens into text, piece by piece: whole characters only, nothing of a stop string.
+
+    A token's text depends on the ones before it, so each is decoded behind the last few that are known.
+    """
 
     def __init__(self, tokenizer: Tokenizer, stop: Sequence[str] = ()) -> None:
         self._tokenizer, self._stop = tokenizer, stop
         self._ids: list[int] = []
+        self._behind = self._known = 0  # ids from _behind on are decoded, those before _known are in _text
+        self._text = ""
         self._given = 0
         self.stopped = False
 
     def feed(self, token: int) -> str:
         """The text that `token` completes; may be empty."""
         self._ids.append(token)
-        return self._release(held=True)
+        self._take(whole=True)
+        return self._release(self._begun())
 
     def end(self) -> str:
         """What was held back at the end of the text."""
-        return "" if self.stopped else self._release(held=False)
+        if self.stopped:
+            return ""
+        self._take(whole=False)
+        return self._release(0)
 
-    def _release(self, held: bool) -> str:
-        text = self._tokenizer.decode(self._ids)
-        found = [at for at in (text.find(stop, self._searched(stop)) for stop in self._stop) if at >= 0]
-        if found:
-            self.stopped = True
-            upto = min(found)
-        else:
-            upto = len(text) - (self._unsure(text) if held else 0)
-        piece = text[self._given : upto]
+    def _take(self, whole: bool) -> None:
+        """Add the text of the ids that are not in it yet; a character that is only half there waits."""
+        before = self._tokenizer.decode(self._ids[self._behind : self._known])
+        after = self._tokenizer.decode(self._ids[self._behind :])
+        if whole and after.endswith(_HALF):
+            return
+        self._text += after[len(before) :]
+        self._behind, self._known = self._known, len(self._ids)
+
+    def _release(self, held: int) -> str:
+        """Give what no stop string begins in; `held` characters at the end wait for what follows."""
+        ends = [at for at in (self._text.find(stop, self._given) for stop in self._stop) if at >= 0]
+        self.stopped = bool(ends)
+        upto = min(ends) if ends else len(self._text) - held
+        piece = self._text[self._given : upto]
         self._given = max(self._given, upto)
         return piece
 
-    def _searched(self, stop: str) -> int:
-        return max(0, self._given - len(stop) + 1)
-
-    def _unsure(self, text: str) -> int:
-        """How many characters at the end may still change, or begin a stop string."""
-        unsure = len(text) - len(text.rstrip(_HALF))
+    def _begun(self) -> int:
+        """How many characters at the end may begin a stop string."""
+        most = 0
         for stop in self._stop:
-            for size in range(min(len(stop) - 1, len(text)), unsure, -1):
-                if text.endswith(stop[:size]):
-                    unsure = size
-                    break
-        return unsure
+            sizes = range(min(len(stop) - 1, len(self._text)), most, -1)
+            most = next((size for size in sizes if self._text.endswith(stop[:size])), most)
+        return most
 
 
 def load_tokenizer(folder: Path = FOLDER) -> Tokenizer:

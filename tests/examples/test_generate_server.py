@@ -170,7 +170,7 @@ def test_too_many_requests_answer_429(server: Running, monkeypatch: pytest.Monke
 
 
 @pytest.mark.asyncio
-async def test_sixteen_streams_meet_and_check_texts_in_company(server: Running) -> None:
+async def test_sixteen_streams_meet_and_keep_their_texts(server: Running) -> None:
     """A seed gives the same text alone and among sixteen."""
     await check_texts_in_company(server, 16, 16)
 

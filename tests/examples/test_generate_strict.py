@@ -16,7 +16,7 @@ from tests.examples.serving import check_texts_in_company, serving  # noqa: E402
 @pytest.mark.slow
 @pytest.mark.asyncio
 @pytest.mark.parametrize("per", ["op", "layer", "step"])
-async def test_sixty_four_streams_check_texts_in_company(per: Per) -> None:
+async def test_sixty_four_streams_keep_their_texts(per: Per) -> None:
     """A seed gives the same text alone and among sixty-four, on kernels whose rows ignore their batch."""
     with serving(generate_server.Options(pages=512, strict=True, per=per)) as strict:
         await check_texts_in_company(strict, 64, 24)
