@@ -136,6 +136,8 @@ class Front:
         """Take a call back: out of the queue at once, or detached from the batch it runs in."""
         if not self.lane.cancel(ticket):
             return False
+        # A batch that was left behind still writes what it was given: nobody runs inline beside it.
+        self.alone = None
         error = asyncio.CancelledError() if message is None else asyncio.CancelledError(message)
         self._end(ticket, error)
         return True
@@ -191,7 +193,7 @@ class Front:
         """A turn has passed: whoever was resumed has submitted."""
         self._armed = False
         self._spent_us = 0.0
-        if self.alone is None and len(self._callers) == 1:
+        if self.alone is None and len(self._callers) == 1 and not self._flying:
             if self._joined:
                 self._arm()
             else:

@@ -324,3 +324,67 @@ def test_a_forked_child_has_fronts_of_its_own(worker: Worker) -> None:
     result, child = asyncio.run(parent())
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
     assert result == 6
+
+
+@pytest.mark.asyncio
+async def test_nobody_runs_inline_beside_a_batch_that_was_left(worker: Worker) -> None:
+    """A launched batch whose caller has gone may still write memory that the next caller was given."""
+    gate = threading.Event()
+    device = Device(gate)
+    fronts = Fronts(device, worker)
+    leaver = asyncio.ensure_future(_call(fronts, DEAR))
+    await until(device.entered.is_set)
+    leaver.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await leaver
+
+    async def stayer() -> tuple[bool, bool]:
+        front = fronts.current()
+        front.cancel(front.submit(ticket(2)))  # makes this task known, and the only one
+        for _ in range(5):
+            await asyncio.sleep(0)
+        beside = front.may_inline()
+        gate.set()
+        await until(lambda: not front.lane.in_flight)
+        for _ in range(5):
+            await asyncio.sleep(0)
+        return beside, front.may_inline()
+
+    try:
+        assert await asyncio.ensure_future(stayer()) == (False, True)
+    finally:
+        gate.set()
+    assert settled(fronts.current())
+
+
+@pytest.mark.asyncio
+async def test_who_leaves_a_launched_call_is_no_longer_alone(worker: Worker) -> None:
+    """The only task loses its right to run inline while a batch that it took back still runs."""
+    gate = threading.Event()
+    fronts = Fronts(Device(gate), worker)
+    front = fronts.current()
+
+    async def only() -> tuple[bool, bool]:
+        await _call(fronts, CHEAP)
+        for _ in range(3):
+            await asyncio.sleep(0)
+        alone = front.may_inline()
+        gate.clear()
+        launched = front.submit(ticket(1, us=DEAR))
+        await until(lambda: front.lane.in_flight)
+        front.cancel(launched)
+        for _ in range(3):
+            await asyncio.sleep(0)
+        return alone, front.may_inline()
+
+    gate.set()
+    try:
+        assert await asyncio.ensure_future(only()) == (True, False)
+    finally:
+        gate.set()
+    await until(lambda: not front.lane.in_flight)
+    assert settled(front)
+
+
+async def _call(fronts: Fronts, us: float) -> Any:
+    return await fronts.current().submit(ticket(1, us=us))
