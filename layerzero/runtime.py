@@ -10,9 +10,9 @@ import os
 import threading
 import warnings
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from types import TracebackType
-from typing import cast
+from typing import Any, TypeVar, cast
 
 import torch
 
@@ -27,8 +27,11 @@ from layerzero.kernel import Kernel
 from layerzero.lanes import attach
 from layerzero.ops import table as ops_table
 from layerzero.policy import EMPTY, Policy, check_names, environment_policy, load_policy, merge
+from layerzero.scheduler.spawn import Spawned, spawn
 from layerzero.settings import Settings
 from layerzero.telemetry import Counters
+
+T = TypeVar("T")
 
 
 class Runtime:
@@ -248,6 +251,18 @@ class Runtime:
     def on_close(self, closer: Callable[[], None]) -> None:
         """Call `closer` when this runtime closes, last added first."""
         self._closers.append(closer)
+
+    def spawn(self, coro: Coroutine[Any, Any, T], *, device: torch.device | str | None = None) -> Spawned[T]:
+        """Step a request's coroutine from the lane of `device`, cheaper than a task; await it for its result.
+
+        What asks for the current task (`asyncio.timeout`, task groups) does not work inside it.
+        Raises: RuntimeClosedError: after close. RuntimeError: no event loop runs in this thread.
+        """
+        try:
+            return spawn(self.device(device).fronts.current(), coro)
+        except BaseException:
+            coro.close()
+            raise
 
     async def drain(self, timeout_s: float) -> bool:
         """Let the callers of the running loop end; False where `timeout_s` cut some off."""

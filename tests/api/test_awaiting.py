@@ -242,3 +242,19 @@ async def test_threads_and_coroutines_on_one_key_cause_one_decision(runtime: Run
     assert table.computed == len({key for key in table.keyed}) <= len(single)
     want = torch.nn.functional.layer_norm(x, (16,))
     assert all(torch.allclose(t, want, atol=1e-6) for t in [*awaited, *out])
+
+
+@pytest.mark.asyncio
+async def test_spawned_coroutines_batch_like_tasks(runtime: Runtime) -> None:
+    """`rt.spawn` steps 64 request coroutines; their ops share launches and their results come back."""
+    inputs = [torch.randn(1, 16) for _ in range(64)]
+
+    async def request(x: torch.Tensor) -> torch.Tensor:
+        x = await lz.rms_norm(x)
+        return await lz.linear(x, WEIGHT)
+
+    outs = await asyncio.gather(*[runtime.spawn(request(x)) for x in inputs])
+    for x, out in zip(inputs, outs, strict=True):
+        normed = torch.nn.functional.rms_norm(x, (16,), eps=1e-6)
+        torch.testing.assert_close(out, torch.nn.functional.linear(normed, WEIGHT))
+    assert sizes(runtime) == {64: 2}
