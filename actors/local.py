@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from layerzero import log
 from layerzero.actors.recovery import Recovery
 from layerzero.actors.registry import Registry
 from layerzero.actors.worker import Worker
@@ -18,7 +19,6 @@ from layerzero.errors import CudaGraphUnsafeError, NoKernelFoundError, RuntimeCl
 from layerzero.hardware import Hardware, probe
 from layerzero.health import Health, Store, Transition
 from layerzero.kernel import Kernel
-from layerzero import log
 from layerzero.ops.op import Args, Op, Signature
 from layerzero.policy.policy import EMPTY, Policy
 from layerzero.selection.decide import CostModel, Knobs, Standing, roofline
@@ -124,8 +124,7 @@ class LocalDevice:
             generation = before.generation + 1
             self.snapshot = self._successor(before, policy, generation)
             self._views = {
-                digest: self._successor(view, view.policy, generation)
-                for digest, view in self._views.items()
+                digest: self._successor(view, view.policy, generation) for digest, view in self._views.items()
             }
         self._arm()
 
@@ -157,7 +156,9 @@ class LocalDevice:
 
     # -- finding a plan ---------------------------------------------------------------------------
 
-    def plan(self, op: Op, signature: Signature, args: Args, bits: int, snapshot: Snapshot | None = None) -> Plan:
+    def plan(
+        self, op: Op, signature: Signature, args: Args, bits: int, snapshot: Snapshot | None = None
+    ) -> Plan:
         """The plan for a call, remembered or made now.
 
         Raises: ValueError, TypeError: an argument is wrong, by name. NoKernelFoundError: nobody may and can.
@@ -205,7 +206,9 @@ class LocalDevice:
             raise NoKernelFoundError(message, trace=selection.trace, op=op.name, request=selection.request)
         accepted = selection.candidate(kernel.id).accepted
         if accepted is not None and not accepted.ready and "capture" in selection.request.modes:
-            raise CudaGraphUnsafeError(f"{kernel.id} needs loading, which cannot happen while a graph is captured")
+            raise CudaGraphUnsafeError(
+                f"{kernel.id} needs loading, which cannot happen while a graph is captured"
+            )
         call = self.callable_for(op, selection, kernel.id)
         if kernel.id in self.health.probing():
             call = self._recovery.probe(op, kernel.id, call, selection)
@@ -228,7 +231,9 @@ class LocalDevice:
         except Exception as error:
             return self.recover(plan, args, error, snapshot)
 
-    def recover(self, plan: Plan, args: Args, error: Exception, snapshot: Snapshot | None = None) -> tuple[Any, Plan]:
+    def recover(
+        self, plan: Plan, args: Args, error: Exception, snapshot: Snapshot | None = None
+    ) -> tuple[Any, Plan]:
         """The result of the next kernel that can answer, after `plan`'s kernel raised; and the plan of that.
 
         Raises: ValueError: the data was wrong. KernelExecutionError: nobody could answer.

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from layerzero import log
 from layerzero.dispatch import Plan, Snapshot
 from layerzero.errors import KernelExecutionError, LayerZeroError
-from layerzero import log
 from layerzero.ops.op import Args, Op
 from layerzero.selection.record import Selection
 
@@ -29,7 +29,9 @@ class Recovery:
     def __init__(self, device: LocalDevice) -> None:
         self._device = device
 
-    def recover(self, plan: Plan, args: Args, error: Exception, snapshot: Snapshot | None) -> tuple[Any, Plan]:
+    def recover(
+        self, plan: Plan, args: Args, error: Exception, snapshot: Snapshot | None
+    ) -> tuple[Any, Plan]:
         """Run the kernels after `plan.kernel` in its selection's order until one answers."""
         op, selection = plan.op, plan.selection
         if isinstance(error, LayerZeroError):
@@ -37,7 +39,9 @@ class Recovery:
         if op.guard is not None:
             self._blame_data(op, args, error)
         if not op.pure:
-            raise self._failed(plan.kernel, error, f"{op.name} changes its inputs, so no other kernel may repeat it")
+            raise self._failed(
+                plan.kernel, error, f"{op.name} changes its inputs, so no other kernel may repeat it"
+            )
         device = self._device
         failed = [(plan.kernel, error)]
         for kernel_id in selection.order:
@@ -87,7 +91,9 @@ class Recovery:
         failure.__cause__ = error
         return failure
 
-    def probe(self, op: Op, kernel_id: str, call: Callable[..., Any], selection: Selection) -> Callable[..., Any]:
+    def probe(
+        self, op: Op, kernel_id: str, call: Callable[..., Any], selection: Selection
+    ) -> Callable[..., Any]:
         """`call` for callers that get a probe token of a half-open circuit, the next kernel for all others."""
         device = self._device
 

@@ -188,7 +188,9 @@ class Table:
         modes = set(self._rules.modes)
         if bits & GRAD and any(isinstance(a, Tensor) and a.requires_grad for a in args):
             if not self.op.differentiable:
-                raise ValueError(f"{self.op.name} has no gradient: needs inputs that do not require grad, or torch.no_grad()")
+                raise ValueError(
+                    f"{self.op.name} has no gradient: needs inputs that do not require grad, or torch.no_grad()"
+                )
             modes.add("grad")
         if bits & DETERMINISTIC:
             modes.add("deterministic")
@@ -238,7 +240,8 @@ class Table:
     def _follow(self, flight: _Flight, request: Request) -> Plan:
         if not flight.done.wait(self._timeout_s):
             raise SelectionTimeoutError(
-                f"selection for {self.op.name} needs less than {self._timeout_s} s, and has not finished", request=request
+                f"selection for {self.op.name} needs less than {self._timeout_s} s, and has not finished",
+                request=request,
             )
         if flight.plan is None:
             assert flight.error is not None

@@ -77,7 +77,9 @@ class PolicyValidationError(ConfigurationError):
 class PolicyLoadError(PolicyValidationError):
     """A policy file cannot be read; `line` is 1-based, or None where no line applies."""
 
-    def __init__(self, message: str, *, path: str | None = None, line: int | None = None, **context: Any) -> None:
+    def __init__(
+        self, message: str, *, path: str | None = None, line: int | None = None, **context: Any
+    ) -> None:
         super().__init__(message, path=path, line=line, **context)
         self.path = path
         self.line = line
@@ -95,7 +97,7 @@ class CacheCorruptionError(LayerZeroError):
         self.path = path
 
 
-class Overloaded(LayerZeroError):  # noqa: N818  the field's word, as in HTTP 503
+class Overloaded(LayerZeroError):
     """The lane is full; try again after `retry_after` seconds."""
 
     def __init__(self, message: str, *, retry_after: float, **context: Any) -> None:

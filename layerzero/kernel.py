@@ -311,7 +311,9 @@ def _judge_dtypes(cap: Capability, request: Request) -> Iterator[Rejected]:
         yield Rejected(Reason.DTYPE_UNSUPPORTED, "dtype", _any(cap.dtypes), request.dtype)
     floats = {d for d in request.dtypes if d not in INDEX_DTYPES and d != "bool"}
     if len(floats) > 1 and not cap.mixed_dtypes:
-        yield Rejected(Reason.DTYPES_MIXED, "dtypes", "one dtype", _all(floats), f"every operand {request.dtype}")
+        yield Rejected(
+            Reason.DTYPES_MIXED, "dtypes", "one dtype", _all(floats), f"every operand {request.dtype}"
+        )
     for index in sorted({d for d in request.dtypes if d in INDEX_DTYPES} - cap.index_dtypes):
         yield Rejected(Reason.INDEX_DTYPE_UNSUPPORTED, "index dtype", _any(cap.index_dtypes), index)
 
@@ -319,13 +321,17 @@ def _judge_dtypes(cap: Capability, request: Request) -> Iterator[Rejected]:
 def _judge_layout(cap: Capability, request: Request) -> Iterator[Rejected]:
     if cap.layouts and request.layout not in cap.layouts:
         needs = _any(cap.layouts)
-        yield Rejected(Reason.LAYOUT_UNSUPPORTED, "layout", needs, request.layout or "none", f"layout={needs}")
+        yield Rejected(
+            Reason.LAYOUT_UNSUPPORTED, "layout", needs, request.layout or "none", f"layout={needs}"
+        )
     if cap.contiguous and not request.contiguous:
         yield Rejected(Reason.NOT_CONTIGUOUS, "strides", "contiguous operands", "strided", ".contiguous()")
     if cap.last_stride1 and not request.last_stride1:
         yield Rejected(Reason.STRIDE_LAST_DIM, "stride(-1)", "1", "another stride", ".contiguous()")
     if request.alignment < cap.alignment:
-        yield Rejected(Reason.MISALIGNED, "alignment", f">= {cap.alignment} bytes", f"{request.alignment} bytes")
+        yield Rejected(
+            Reason.MISALIGNED, "alignment", f">= {cap.alignment} bytes", f"{request.alignment} bytes"
+        )
 
 
 def _judge_features(cap: Capability, request: Request) -> Iterator[Rejected]:
@@ -356,7 +362,9 @@ def _judge_modes(cap: Capability, request: Request) -> Iterator[Rejected]:
     if "deterministic" in modes and not cap.deterministic:
         yield Rejected(Reason.NOT_DETERMINISTIC, "deterministic", "no determinism", "deterministic mode")
     if "batch_invariant" in modes and not cap.batch_invariant:
-        yield Rejected(Reason.NOT_BATCH_INVARIANT, "determinism", "default", "strict", 'determinism="default"')
+        yield Rejected(
+            Reason.NOT_BATCH_INVARIANT, "determinism", "default", "strict", 'determinism="default"'
+        )
     if "capture" in modes and not cap.graph_safe:
         yield Rejected(Reason.CUDA_GRAPH_UNSAFE, "capture", "no graph capture", "a capturing stream")
     if "autocast" in modes and not cap.autocast:

@@ -44,7 +44,9 @@ class BatchExecutor:
     def __init__(self, device: LocalDevice) -> None:
         self._device = device
 
-    def execute(self, op: Op | Function, calls: Sequence[Args], modes: tuple[Modes, Snapshot | None]) -> list[Any]:
+    def execute(
+        self, op: Op | Function, calls: Sequence[Args], modes: tuple[Modes, Snapshot | None]
+    ) -> list[Any]:
         """One outcome a call: (value, plan that made it), or Failed; a failed batch fails every call alike."""
         surrounding, snapshot = modes
         if self._device.settings.inference:

@@ -55,7 +55,11 @@ class Reason(StrEnum):
     DTYPE_UNSUPPORTED = "DTYPE_UNSUPPORTED", Category.DTYPE, "does not take this dtype"
     DTYPES_MIXED = "DTYPES_MIXED", Category.DTYPE, "needs one dtype for all operands"
     INDEX_DTYPE_UNSUPPORTED = "INDEX_DTYPE_UNSUPPORTED", Category.DTYPE, "does not take this index dtype"
-    QUANT_FORMAT_UNSUPPORTED = "QUANT_FORMAT_UNSUPPORTED", Category.DTYPE, "does not take this quantized format"
+    QUANT_FORMAT_UNSUPPORTED = (
+        "QUANT_FORMAT_UNSUPPORTED",
+        Category.DTYPE,
+        "does not take this quantized format",
+    )
     SCALE_LAYOUT_MISMATCH = "SCALE_LAYOUT_MISMATCH", Category.DTYPE, "needs scales laid out differently"
     KV_DTYPE_MISMATCH = "KV_DTYPE_MISMATCH", Category.DTYPE, "needs a KV cache of another dtype"
 
@@ -70,8 +74,16 @@ class Reason(StrEnum):
     BATCH_TOO_LARGE = "BATCH_TOO_LARGE", Category.SHAPE, "batch above its limit"
     BATCH_TOO_SMALL = "BATCH_TOO_SMALL", Category.SHAPE, "batch below its limit"
     HEADS_UNSUPPORTED = "HEADS_UNSUPPORTED", Category.SHAPE, "number of heads is not one it takes"
-    CUDA_BLOCK_LIMIT_EXCEEDED = "CUDA_BLOCK_LIMIT_EXCEEDED", Category.SHAPE, "grid above what the device launches"
-    GROUP_SIZE_UNSUPPORTED = "GROUP_SIZE_UNSUPPORTED", Category.SHAPE, "query heads per key head not supported"
+    CUDA_BLOCK_LIMIT_EXCEEDED = (
+        "CUDA_BLOCK_LIMIT_EXCEEDED",
+        Category.SHAPE,
+        "grid above what the device launches",
+    )
+    GROUP_SIZE_UNSUPPORTED = (
+        "GROUP_SIZE_UNSUPPORTED",
+        Category.SHAPE,
+        "query heads per key head not supported",
+    )
     PAGE_SIZE_UNSUPPORTED = "PAGE_SIZE_UNSUPPORTED", Category.SHAPE, "page size is not one it takes"
     ROWS_UNSUPPORTED = "ROWS_UNSUPPORTED", Category.SHAPE, "number of rows is not one it takes"
     WIDTH_TOO_LARGE = "WIDTH_TOO_LARGE", Category.SHAPE, "row width above its limit"
@@ -98,9 +110,17 @@ class Reason(StrEnum):
     SOFTCAP_UNSUPPORTED = "SOFTCAP_UNSUPPORTED", Category.FEATURE, "has no soft cap"
     ALIBI_UNSUPPORTED = "ALIBI_UNSUPPORTED", Category.FEATURE, "has no ALiBi"
     LSE_UNSUPPORTED = "LSE_UNSUPPORTED", Category.FEATURE, "returns no log-sum-exp"
-    LSE_GRADIENT_UNSUPPORTED = "LSE_GRADIENT_UNSUPPORTED", Category.FEATURE, "has no gradient through log-sum-exp"
+    LSE_GRADIENT_UNSUPPORTED = (
+        "LSE_GRADIENT_UNSUPPORTED",
+        Category.FEATURE,
+        "has no gradient through log-sum-exp",
+    )
     MASK_GRADIENT_UNSUPPORTED = "MASK_GRADIENT_UNSUPPORTED", Category.FEATURE, "has no gradient for its mask"
-    MASK_DTYPE_UNSUPPORTED = "MASK_DTYPE_UNSUPPORTED", Category.FEATURE, "takes no mask wider than its operands"
+    MASK_DTYPE_UNSUPPORTED = (
+        "MASK_DTYPE_UNSUPPORTED",
+        Category.FEATURE,
+        "takes no mask wider than its operands",
+    )
     XPOS_UNSUPPORTED = "XPOS_UNSUPPORTED", Category.FEATURE, "has no XPos scale"
     BIAS_UNSUPPORTED = "BIAS_UNSUPPORTED", Category.FEATURE, "takes no bias"
     WEIGHT_REQUIRED = "WEIGHT_REQUIRED", Category.FEATURE, "needs a weight"
@@ -123,7 +143,11 @@ class Reason(StrEnum):
     BACKEND_MISSING = "BACKEND_MISSING", Category.BACKEND, "its library is not installed"
     BACKEND_IMPORT_FAILED = "BACKEND_IMPORT_FAILED", Category.BACKEND, "its library does not import"
     BACKEND_VERSION_MISMATCH = "BACKEND_VERSION_MISMATCH", Category.BACKEND, "its library has another version"
-    BACKEND_PLATFORM_BUILD = "BACKEND_PLATFORM_BUILD", Category.BACKEND, "its library was built for something else"
+    BACKEND_PLATFORM_BUILD = (
+        "BACKEND_PLATFORM_BUILD",
+        Category.BACKEND,
+        "its library was built for something else",
+    )
     KERNEL_LOAD_FAILED = "KERNEL_LOAD_FAILED", Category.BACKEND, "could not be loaded"
     JIT_FAILED = "JIT_FAILED", Category.BACKEND, "did not compile"
     NOT_READY = "NOT_READY", Category.BACKEND, "is still being imported or compiled: chosen when warm"
@@ -135,7 +159,11 @@ class Reason(StrEnum):
     POLICY_DENIED = "POLICY_DENIED", Category.POLICY, "is denied by policy"
     POLICY_NOT_ALLOWED = "POLICY_NOT_ALLOWED", Category.POLICY, "is not on the policy's allow list"
     LOCKED_ELSEWHERE = "LOCKED_ELSEWHERE", Category.POLICY, "another kernel is locked"
-    STRICT_NEEDS_TRANSFORM = "STRICT_NEEDS_TRANSFORM", Category.POLICY, "strict mode refuses the transforms it needs"
+    STRICT_NEEDS_TRANSFORM = (
+        "STRICT_NEEDS_TRANSFORM",
+        Category.POLICY,
+        "strict mode refuses the transforms it needs",
+    )
     RANKS_DISAGREE = "RANKS_DISAGREE", Category.POLICY, "the group's ranks do not agree on it"
 
     MEMORY_HEADROOM_EXCEEDED = "MEMORY_HEADROOM_EXCEEDED", Category.RESOURCE, "needs more memory than is free"

@@ -95,7 +95,13 @@ def _planned(
 
 
 def _ticket(
-    op: Op, device: LocalDevice, plan: Plan, args: Args, modes: Modes, snapshot: Snapshot | None, priority: int
+    op: Op,
+    device: LocalDevice,
+    plan: Plan,
+    args: Args,
+    modes: Modes,
+    snapshot: Snapshot | None,
+    priority: int,
 ) -> Ticket:
     """The ticket of a call: its group is None where it must run alone."""
     lane = plan.lane

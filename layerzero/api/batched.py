@@ -128,7 +128,11 @@ _FUNCTIONS: weakref.WeakKeyDictionary[Any, dict[Hashable, Batched[..., Any]]] = 
 
 
 def batched(
-    fn: Callable[P, R], *, pure: bool = False, key: str | None = None, device: str | torch.device | None = None
+    fn: Callable[P, R],
+    *,
+    pure: bool = False,
+    key: str | None = None,
+    device: str | torch.device | None = None,
 ) -> Callable[..., Awaitable[Any]]:
     """An awaitable of `fn` whose concurrent calls, from any number of tasks, run as one.
 
@@ -145,7 +149,9 @@ def batched(
     if not callable(fn):
         raise TypeError(f"fn needs a function, got {type(fn).__name__}")
     if inspect.iscoroutinefunction(fn):
-        raise TypeError(f"fn needs a plain function, since a lane runs it, got the coroutine function {fn.__name__}")
+        raise TypeError(
+            f"fn needs a plain function, since a lane runs it, got the coroutine function {fn.__name__}"
+        )
     if isinstance(fn, Batched):
         return fn
     plain: Any = fn.__func__ if isinstance(fn, MethodType) else fn
@@ -169,7 +175,9 @@ def _measure(name: str, args: Args) -> tuple[int, int]:
         if not isinstance(value, Tensor):
             continue
         if value.dim() == 0:
-            raise ValueError(f"{name} needs rows along the first axis of argument {position}, got a scalar tensor")
+            raise ValueError(
+                f"{name} needs rows along the first axis of argument {position}, got a scalar tensor"
+            )
         if rows >= 0 and value.shape[0] != rows:
             raise ValueError(f"{name} needs {rows} rows in argument {position}, got {value.shape[0]}")
         rows = value.shape[0]

@@ -46,7 +46,9 @@ class Binding:
         """The kernel of the plan it holds."""
         kernel = self._device.registry.get(self.plan.kernel)
         if kernel is None:
-            raise ValueError(f"bind needs an example with something to compute, got an empty {self._op.name} call")
+            raise ValueError(
+                f"bind needs an example with something to compute, got an empty {self._op.name} call"
+            )
         return kernel
 
     def rebind(self) -> Plan:
@@ -81,7 +83,9 @@ class Binding:
         return self._device.recover(plan, full, error, self.snapshot)[0]
 
 
-def bind(op: str, /, *example: Any, guard: bool = True, backend: str | None = None, **fixed: Any) -> Callable[..., Any]:
+def bind(
+    op: str, /, *example: Any, guard: bool = True, backend: str | None = None, **fixed: Any
+) -> Callable[..., Any]:
     """Resolve `op` for tensors like `example` and return a callable that takes such tensors.
 
     The positional arguments of the example are what each call passes anew; keyword arguments stay fixed.
@@ -114,6 +118,7 @@ def _guard_for(binding: Binding, example: Args) -> Check:
 def _guarded(binding: Binding, device: LocalDevice, tail: Args, check: Check) -> Callable[..., Any]:
     bits = device.mode()
     mode = device.mode
+
     def bound(*tensors: Any) -> Any:
         if not check(*tensors) or mode() != bits:
             return binding.other(tensors)
@@ -182,7 +187,12 @@ def _unguarded(binding: Binding, device: LocalDevice, tail: Args) -> Callable[..
 def _tensor_check(example: Args, *, strides: bool, grad: bool) -> Check:
     """A check that arguments are like the example's: tensors by metadata, everything else by value."""
     count = len(example)
-    if count <= len(_CHECKS) and all(isinstance(value, Tensor) for value in example) and not strides and not grad:
+    if (
+        count <= len(_CHECKS)
+        and all(isinstance(value, Tensor) for value in example)
+        and not strides
+        and not grad
+    ):
         return _CHECKS[count - 1](*example)
     facts = [_facts(value, strides, grad) for value in example]
 

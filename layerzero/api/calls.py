@@ -72,7 +72,9 @@ def named(call: Callable[..., Any], op: Op) -> Callable[..., Any]:
     return call
 
 
-def _first(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any], backend: str | None, error: Exception) -> Any:
+def _first(
+    op: Op, args: tuple[Any, ...], kwargs: dict[str, Any], backend: str | None, error: Exception
+) -> Any:
     """A call whose plan is not there yet, or whose arguments are wrong."""
     signature, full = checked_build(op, args, kwargs, error)
     return _unusual(op, signature, full, backend)
@@ -145,6 +147,8 @@ def _unusual(op: Op, signature: Signature, args: Args, backend: str | None) -> A
         return _recovered(device, plan, args, error, snapshot)
 
 
-def _recovered(device: LocalDevice, plan: Plan, args: Args, error: Exception, snapshot: Snapshot | None) -> Any:
+def _recovered(
+    device: LocalDevice, plan: Plan, args: Args, error: Exception, snapshot: Snapshot | None
+) -> Any:
     result, LAST.plan = device.recover(plan, args, error, snapshot)
     return result

@@ -81,7 +81,9 @@ def explain(op: str, /, *args: Any, backend: str | None = None, **kwargs: Any) -
     return Explanation(table.fresh(request))
 
 
-def dry_run(op: str, /, *args: Any, hardware: Hardware | None = None, strict: bool | None = None, **kwargs: Any) -> Selection:
+def dry_run(
+    op: str, /, *args: Any, hardware: Hardware | None = None, strict: bool | None = None, **kwargs: Any
+) -> Selection:
     """The choice for these arguments on other hardware, or under another strictness; nothing runs.
 
     On the machine at hand this is `select`. On `hardware`, every registered kernel is judged as if its
@@ -96,9 +98,17 @@ def dry_run(op: str, /, *args: Any, hardware: Hardware | None = None, strict: bo
     if hardware is None:
         if strict is None:
             return device.plan(definition, signature, full, device.mode()).record()
-        standing = Standing({**device.registry.blocked(), **device.health.blocked()}, device.registry.unready())
+        standing = Standing(
+            {**device.registry.blocked(), **device.health.blocked()}, device.registry.unready()
+        )
         return decide(
-            definition, request, device.registry.for_op(op), device.hardware, device.snapshot.policy, standing, knobs
+            definition,
+            request,
+            device.registry.for_op(op),
+            device.hardware,
+            device.snapshot.policy,
+            standing,
+            knobs,
         )
     elsewhere = request.replace(platform=hardware.platform, device=hardware.device)
     return decide(

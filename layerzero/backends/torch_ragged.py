@@ -63,7 +63,9 @@ def _attend(
             out[start : start + length] = 0
         return
     rows, real = _rows(starts, lengths, size)
-    rows_k, real_k = (rows, real) if starts_k == starts and lengths_k == lengths else _rows(starts_k, lengths_k, size_k)
+    rows_k, real_k = (
+        (rows, real) if starts_k == starts and lengths_k == lengths else _rows(starts_k, lengths_k, size_k)
+    )
     many = len(starts)
     parts = [
         tensor.index_select(0, index).view(many, width, *tensor.shape[1:]).transpose(1, 2)

@@ -133,9 +133,18 @@ def _ragged(calls: Sequence[Args], shapes: int, launch: Launch) -> list[Any] | N
     already behind each other, and so are the rows that go back to them.
     """
     first = calls[0]
-    q, k, causal, scale, window, softcap, slopes, layout, lse = (first[i] for i in (0, 1, 4, 5, 7, 8, 9, 10, 11))
+    q, k, causal, scale, window, softcap, slopes, layout, lse = (
+        first[i] for i in (0, 1, 4, 5, 7, 8, 9, 10, 11)
+    )
     op = OPS.get("ragged_attention")
-    if op is None or layout != "BSHD" or slopes is not None or lse or window is not None or softcap is not None:
+    if (
+        op is None
+        or layout != "BSHD"
+        or slopes is not None
+        or lse
+        or window is not None
+        or softcap is not None
+    ):
         return None
     if not isinstance(launch, Launcher) or not launch.free or any(args[0].shape[0] != 1 for args in calls):
         return None

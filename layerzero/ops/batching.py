@@ -40,9 +40,7 @@ def rejoin(pieces: Sequence[Tensor]) -> Tensor | None:
     dense = first.is_contiguous()
     for piece in pieces:
         # Dense pieces of one row shape have one stride; asking whether they are is half the price.
-        if piece.data_ptr() != expected or not (
-            piece.is_contiguous() if dense else piece.stride() == stride
-        ):
+        if piece.data_ptr() != expected or not (piece.is_contiguous() if dense else piece.stride() == stride):
             return None
         expected += piece.size(0) * step
     if pieces[-1].untyped_storage()._cdata != first.untyped_storage()._cdata:

@@ -250,7 +250,12 @@ LAYER_NORM = register(
 
 
 def add_layer_norm(
-    x: Tensor, residual: Tensor, weight: Tensor | None = None, bias: Tensor | None = None, *, eps: float = 1e-5
+    x: Tensor,
+    residual: Tensor,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    *,
+    eps: float = 1e-5,
 ) -> Call:
     """Add `residual` to `x` and normalise the sum to mean 0 and variance 1; both are returned.
 

@@ -75,7 +75,8 @@ def decide(
     basis = priced_as or request
     work = op.work(basis)
     trace = tuple(
-        _verdict(op, kernel, request, basis, work, hardware, facing, standing, knobs, cost) for kernel in kernels
+        _verdict(op, kernel, request, basis, work, hardware, facing, standing, knobs, cost)
+        for kernel in kernels
     )
     by_id = {kernel.id: kernel for kernel in kernels}
     takes = [c for c in trace if c.accepted is not None and not c.rejected]
@@ -88,7 +89,10 @@ def decide(
     if lock is not None:
         why = f"locked by {lock.source}" + (f": {lock.note}" if lock.note else "")
     accepted = _cost_of(chosen)
-    order = [chosen.kernel, *sorted((c.kernel for c in pool if c is not chosen), key=lambda k: _total(pool, k))]
+    order = [
+        chosen.kernel,
+        *sorted((c.kernel for c in pool if c is not chosen), key=lambda k: _total(pool, k)),
+    ]
     return Selection(
         op=op.name,
         kernel=chosen.kernel,
@@ -137,7 +141,9 @@ def _verdict(
     transform_us = sum(t.cost_us for t in transforms)
     total = verdict.boost.apply(kernel_us + transform_us)
     ready = kernel.id not in standing.unready
-    accepted = Accepted(kernel_us, transform_us, total, source, transforms, ready, "" if ready else "chosen when warm")
+    accepted = Accepted(
+        kernel_us, transform_us, total, source, transforms, ready, "" if ready else "chosen when warm"
+    )
     return Candidate(kernel.id, kernel.backend, accepted, tuple(reasons))
 
 

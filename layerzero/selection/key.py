@@ -69,5 +69,3 @@ class KeyMaker:
 
     def _sizes(self, dims: Mapping[str, int]) -> dict[str, int]:
         return {name: size if name in self._exact else grid(size) for name, size in dims.items()}
-
-

@@ -11,7 +11,8 @@ def render(selection: Selection) -> str:
     sizes = " ".join(f"{name}={size}" for name, size in request.dims.items())
     asks = " ".join(sorted(request.features | request.modes))
     lines = [
-        f"{selection.op} on {request.device}, {request.dtype}, {sizes}" + (f", asking {asks}" if asks else ""),
+        f"{selection.op} on {request.device}, {request.dtype}, {sizes}"
+        + (f", asking {asks}" if asks else ""),
         f"-> {selection.kernel or 'no kernel'}: {selection.why}",
     ]
     if selection.transforms:
@@ -38,7 +39,10 @@ def _order(candidate: Candidate, chosen: str) -> tuple[int, float, str]:
 def _verdict(candidate: Candidate) -> str:
     accepted = candidate.accepted
     if candidate.rejected or accepted is None:
-        parts = [str(r) + (f" (accepted if {r.counterfactual})" if r.counterfactual else "") for r in candidate.rejected]
+        parts = [
+            str(r) + (f" (accepted if {r.counterfactual})" if r.counterfactual else "")
+            for r in candidate.rejected
+        ]
         return "no   " + "; ".join(parts)
     parts = [f"{accepted.kernel_us:9.1f} us {accepted.source}"]
     if accepted.transforms:

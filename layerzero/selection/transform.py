@@ -168,5 +168,3 @@ def _restore(op: Op, out: Any, dtype: torch.dtype | None, swapped: bool) -> Any:
             part = part.to(dtype)
         parts[position] = part
     return tuple(parts) if isinstance(out, tuple) else parts[0]
-
-

@@ -190,7 +190,10 @@ def test_a_cold_kernel_is_loaded_in_the_background_and_then_chosen() -> None:
         loaded.set()
         return RMS.reference
 
-    kernels = [kernel("slow.rms_norm", load=load, cold=True, launch_us=0.1), kernel("steady.rms_norm", launch_us=9.0)]
+    kernels = [
+        kernel("slow.rms_norm", load=load, cold=True, launch_us=0.1),
+        kernel("steady.rms_norm", launch_us=9.0),
+    ]
     own = device(kernels)
     first = selection(own, args())
     assert (first.kernel, first.when_warm) == ("steady.rms_norm", "slow.rms_norm")
@@ -210,7 +213,10 @@ def test_a_kernel_that_does_not_load_is_blocked_with_its_reason() -> None:
         tries.append(1)
         raise ImportError("no such library")
 
-    kernels = [kernel("gone.rms_norm", load=load, cold=True, launch_us=0.1), kernel("steady.rms_norm", launch_us=9.0)]
+    kernels = [
+        kernel("gone.rms_norm", load=load, cold=True, launch_us=0.1),
+        kernel("steady.rms_norm", launch_us=9.0),
+    ]
     own = device(kernels)
     own.launch(RMS, args())
     own._background.close(10)

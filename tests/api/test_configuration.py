@@ -42,7 +42,9 @@ def test_a_lock_that_cannot_hold_raises() -> None:
     """K19: a CUDA kernel locked on the CPU is an error with its reason, never a silent fallback."""
     lz.lock("attention", "torch.attention.sdpa_flash")
     q = torch.randn(1, 2, 4, 8)
-    with pytest.raises(lz.NoKernelFoundError, match=r"(?s)the lock .* cannot hold.*sdpa_flash: PLATFORM_MISMATCH"):
+    with pytest.raises(
+        lz.NoKernelFoundError, match=r"(?s)the lock .* cannot hold.*sdpa_flash: PLATFORM_MISMATCH"
+    ):
         layerzero.sync.attention(q, q, q)
 
 
@@ -218,8 +220,13 @@ def test_quarantine_is_remembered_and_lifted(tmp_path: Path) -> None:
         assert lz.which("rms_norm", X) == chosen
 
 
-@pytest.mark.parametrize(("batching", "linear", "attention"), [("all", {8: 1}, {8: 1}), ("rows", {8: 1}, {1: 8}), ("off", {1: 8}, {1: 8})])
-def test_batching_can_be_off_or_for_rows_only(batching: str, linear: dict[int, int], attention: dict[int, int]) -> None:
+@pytest.mark.parametrize(
+    ("batching", "linear", "attention"),
+    [("all", {8: 1}, {8: 1}), ("rows", {8: 1}, {1: 8}), ("off", {1: 8}, {1: 8})],
+)
+def test_batching_can_be_off_or_for_rows_only(
+    batching: str, linear: dict[int, int], attention: dict[int, int]
+) -> None:
     """`Settings.batching` decides which ops may share launches."""
     weight, q = torch.randn(8, 16), torch.randn(1, 2, 4, 8)
 
@@ -243,5 +250,8 @@ def test_eager_warming_leaves_nothing_cold() -> None:
 
 def test_a_cluster_is_refused_by_name() -> None:
     """What this version does not do is an error, not a silence."""
-    with pytest.raises(lz.ConfigurationError, match="cluster"), lz.start(lz.Settings(cluster="auto"), scoped=True):
+    with (
+        pytest.raises(lz.ConfigurationError, match="cluster"),
+        lz.start(lz.Settings(cluster="auto"), scoped=True),
+    ):
         pass

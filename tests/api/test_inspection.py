@@ -84,7 +84,9 @@ def test_an_explanation_shows_every_kernel_with_its_reasons() -> None:
 
 def test_an_unknown_op_lists_the_ops() -> None:
     """FS-030: the error teaches."""
-    with pytest.raises(lz.NoKernelFoundError, match=r"unknown op 'atention'; did you mean attention\?.*rms_norm"):
+    with pytest.raises(
+        lz.NoKernelFoundError, match=r"unknown op 'atention'; did you mean attention\?.*rms_norm"
+    ):
         lz.which("atention", torch.randn(1, 2, 4, 8))
 
 

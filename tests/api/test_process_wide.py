@@ -88,7 +88,10 @@ def test_pool_threads_use_the_blocking_ops() -> None:
         loop = asyncio.get_running_loop()
         with ThreadPoolExecutor(4) as pool:
             threads = [loop.run_in_executor(pool, blocking) for _ in range(16)]
-            return [*await asyncio.gather(*[project(1.0) for _ in range(16)]), *await asyncio.gather(*threads)]
+            return [
+                *await asyncio.gather(*[project(1.0) for _ in range(16)]),
+                *await asyncio.gather(*threads),
+            ]
 
     assert asyncio.run(main()) == [EXPECTED] * 32
 

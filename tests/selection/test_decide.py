@@ -41,7 +41,10 @@ def test_the_cheapest_wins_outside_of_the_band() -> None:
 def test_inside_the_band_the_fixed_order_decides() -> None:
     """Two kernels within 3 % are settled by rank, whichever was measured faster today."""
     for first, second in ((100.0, 101.0), (101.0, 100.0)):
-        kernels = [kernel("a.rms_norm", launch_us=first, rank=20), kernel("b.rms_norm", launch_us=second, rank=10)]
+        kernels = [
+            kernel("a.rms_norm", launch_us=first, rank=20),
+            kernel("b.rms_norm", launch_us=second, rank=10),
+        ]
         selection = choose(kernels)
         assert selection.kernel == "b.rms_norm"
         assert "first in fixed order among 2" in selection.why
@@ -72,7 +75,9 @@ def test_a_default_that_is_wrong_is_not_shielded() -> None:
 def test_a_boost_changes_the_comparison_and_not_the_expectation() -> None:
     """The record keeps the honest cost beside the boosted one."""
     policy = Policy((make_rule("boost", "slow.rms_norm", factor=0.01),))
-    selection = choose([kernel("slow.rms_norm", launch_us=50.0), kernel("fast.rms_norm", launch_us=5.0)], policy)
+    selection = choose(
+        [kernel("slow.rms_norm", launch_us=50.0), kernel("fast.rms_norm", launch_us=5.0)], policy
+    )
     assert selection.kernel == "slow.rms_norm"
     assert selection.expected_us > 50.0
     accepted = selection.candidate("slow.rms_norm").accepted
@@ -81,7 +86,9 @@ def test_a_boost_changes_the_comparison_and_not_the_expectation() -> None:
 
 def test_an_unready_kernel_waits_for_its_turn() -> None:
     """READY is part of the verdict: the better kernel is named as chosen when warm."""
-    selection = choose([kernel("cold.rms_norm", launch_us=1.0, cold=True), kernel("warm.rms_norm", launch_us=9.0)])
+    selection = choose(
+        [kernel("cold.rms_norm", launch_us=1.0, cold=True), kernel("warm.rms_norm", launch_us=9.0)]
+    )
     assert (selection.kernel, selection.when_warm) == ("warm.rms_norm", "cold.rms_norm")
     alone = choose([kernel("cold.rms_norm", launch_us=1.0, cold=True)])
     assert (alone.kernel, alone.when_warm) == ("cold.rms_norm", None)
@@ -109,7 +116,9 @@ def test_strict_determinism_takes_only_batch_invariant_kernels() -> None:
 
 def test_deterministic_mode_of_torch_reaches_the_request() -> None:
     """torch.use_deterministic_algorithms filters kernels, and leaves the other mode's plans alone."""
-    own = device([kernel("a.rms_norm", launch_us=1.0, deterministic=False), kernel("b.rms_norm", launch_us=9.0)])
+    own = device(
+        [kernel("a.rms_norm", launch_us=1.0, deterministic=False), kernel("b.rms_norm", launch_us=9.0)]
+    )
     full = RMS.build(torch.randn(3, 8))[1]
     signature = positional(RMS, full)
     assert own.plan(RMS, signature, full, own.mode()).kernel == "a.rms_norm"
@@ -126,13 +135,18 @@ def test_the_record_survives_json() -> None:
     import msgspec
 
     selection = choose(
-        [kernel("a.rms_norm", launch_us=1.0), kernel("b.rms_norm", dtypes=frozenset({"float16"}), gradient=False)]
+        [
+            kernel("a.rms_norm", launch_us=1.0),
+            kernel("b.rms_norm", dtypes=frozenset({"float16"}), gradient=False),
+        ]
     )
     again = msgspec.json.decode(msgspec.json.encode(selection), type=Selection)
     assert again == selection
 
 
-@pytest.mark.parametrize(("size", "point"), [(0, 0), (1, 1), (4, 4), (5, 6), (6, 6), (7, 8), (9, 12), (13, 16), (1000, 1024)])
+@pytest.mark.parametrize(
+    ("size", "point"), [(0, 0), (1, 1), (4, 4), (5, 6), (6, 6), (7, 8), (9, 12), (13, 16), (1000, 1024)]
+)
 def test_the_grid_is_fixed(size: int, point: int) -> None:
     """Stored measurements and keys rely on these points."""
     assert grid(size) == point

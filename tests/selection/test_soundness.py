@@ -51,8 +51,12 @@ def registries(draw: st.DrawFn) -> list[Kernel]:
                 default=draw(st.booleans()),
                 rank=draw(st.integers(0, 3)),
                 limits=tuple(draw(st.lists(limits(), max_size=4))),
-                dtypes=frozenset(draw(st.sets(st.sampled_from(["float32", "bfloat16", "float16"]), min_size=1))),
-                features=frozenset(draw(st.sets(st.sampled_from(["causal", "gqa", "lse", "scale", "empty_rows"])))),
+                dtypes=frozenset(
+                    draw(st.sets(st.sampled_from(["float32", "bfloat16", "float16"]), min_size=1))
+                ),
+                features=frozenset(
+                    draw(st.sets(st.sampled_from(["causal", "gqa", "lse", "scale", "empty_rows"])))
+                ),
                 layouts=frozenset(draw(st.sets(st.sampled_from(["BHSD", "BSHD"]), min_size=1))),
                 contiguous=draw(st.booleans()),
                 mixed_dtypes=draw(st.booleans()),
@@ -65,7 +69,12 @@ def registries(draw: st.DrawFn) -> list[Kernel]:
 def calls(draw: st.DrawFn) -> tuple[Any, ...]:
     heads_k = draw(st.integers(1, 3))
     heads = heads_k * draw(st.integers(1, 3))
-    batch, sq, sk, size = draw(st.integers(1, 9)), draw(SIZES), draw(SIZES), draw(st.sampled_from([8, 16, 24, 32]))
+    batch, sq, sk, size = (
+        draw(st.integers(1, 9)),
+        draw(SIZES),
+        draw(SIZES),
+        draw(st.sampled_from([8, 16, 24, 32])),
+    )
     dtype = getattr(torch, draw(st.sampled_from(["float32", "bfloat16", "float16"])))
     layout = draw(st.sampled_from(["BHSD", "BSHD"]))
 
@@ -90,7 +99,9 @@ POLICIES = st.sampled_from(
         Policy(),
         Policy((make_rule("deny", "made.attention.k0", op="attention", when="Sq > 17"),)),
         Policy((make_rule("boost", "made.attention.k1", factor=0.01, when="D == 16"),)),
-        Policy((make_rule("allow", ("made.attention.k0", "made.attention.k2"), op="attention", when="Sk <= 5"),)),
+        Policy(
+            (make_rule("allow", ("made.attention.k0", "made.attention.k2"), op="attention", when="Sk <= 5"),)
+        ),
     ]
 )
 
@@ -104,7 +115,9 @@ def outcome(selection: Selection | None) -> Any:
 
 
 @given(registries(), st.lists(calls(), min_size=1, max_size=8), POLICIES, st.booleans())
-def test_cached_equals_uncached(kernels: list[Kernel], asked: list[Any], policy: Policy, strict: bool) -> None:
+def test_cached_equals_uncached(
+    kernels: list[Kernel], asked: list[Any], policy: Policy, strict: bool
+) -> None:
     """Whatever was asked before, the table answers what a decision from scratch answers."""
     own = device(kernels, Settings(strict=strict), policy=policy)
     table = own.table(ATTENTION)
