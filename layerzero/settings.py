@@ -33,7 +33,6 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         state_dir: folder in which quarantined kernels are remembered; None forgets them with the process.
     What it may do:
         strict: refuse implicit layout, dtype and contiguity transforms and unknown names in policy files.
-        graph_strict: under graph capture accept only kernels proved capture-safe.
         inference: True runs every op under `torch.inference_mode`, False never does, None follows the caller.
         determinism: "strict" admits only kernels whose rows do not depend on the batch they run in.
     How it chooses:
@@ -67,7 +66,6 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     policy: str | None = None
     state_dir: str | None = None
     strict: bool = False
-    graph_strict: bool = False
     inference: bool | None = None
     determinism: Literal["default", "strict"] = "default"
     tie_band: float = 0.03
