@@ -283,18 +283,7 @@ def _judge_hardware(cap: Capability, hw: Hardware) -> Iterator[Rejected]:
         yield Rejected(Reason.PLATFORM_MISMATCH, "platform", _any(cap.platforms), hw.platform)
         return
     if hw.platform == "cuda":
-        sm = hw.sm or 0
-        if cap.sm_min is not None and sm < cap.sm_min:
-            yield Rejected(Reason.SM_TOO_OLD, "sm", f">= {cap.sm_min}", str(sm))
-        if cap.sm_max is not None and sm > cap.sm_max:
-            yield Rejected(Reason.SM_TOO_NEW, "sm", f"<= {cap.sm_max}", str(sm))
-        if cap.mma_families is not None and hw.mma_family not in cap.mma_families:
-            needs = _any(m.value for m in cap.mma_families)
-            yield Rejected(Reason.MMA_FAMILY_UNSUPPORTED, "mma_family", needs, hw.mma_family.value)
-        if cap.cuda_min is not None and version(hw.cuda or "0") < version(cap.cuda_min):
-            yield Rejected(Reason.CUDA_TOO_OLD, "cuda", f">= {cap.cuda_min}", str(hw.cuda))
-        if cap.driver_min is not None and version(hw.driver or "0") < version(cap.driver_min):
-            yield Rejected(Reason.DRIVER_TOO_OLD, "driver", f">= {cap.driver_min}", str(hw.driver))
+        yield from _judge_cuda(cap, hw)
     if hw.platform == "cpu":
         if cap.cpu_vendors is not None and hw.vendor not in cap.cpu_vendors:
             yield Rejected(Reason.CPU_VENDOR_UNSUPPORTED, "vendor", _any(cap.cpu_vendors), hw.vendor)
@@ -304,6 +293,21 @@ def _judge_hardware(cap: Capability, hw: Hardware) -> Iterator[Rejected]:
         yield Rejected(Reason.TORCH_TOO_OLD, "torch", f">= {cap.torch_min}", hw.torch)
     if cap.torch_below is not None and version(hw.torch) >= version(cap.torch_below):
         yield Rejected(Reason.TORCH_TOO_NEW, "torch", f"< {cap.torch_below}", hw.torch)
+
+
+def _judge_cuda(cap: Capability, hw: Hardware) -> Iterator[Rejected]:
+    sm = hw.sm or 0
+    if cap.sm_min is not None and sm < cap.sm_min:
+        yield Rejected(Reason.SM_TOO_OLD, "sm", f">= {cap.sm_min}", str(sm))
+    if cap.sm_max is not None and sm > cap.sm_max:
+        yield Rejected(Reason.SM_TOO_NEW, "sm", f"<= {cap.sm_max}", str(sm))
+    if cap.mma_families is not None and hw.mma_family not in cap.mma_families:
+        needs = _any(m.value for m in cap.mma_families)
+        yield Rejected(Reason.MMA_FAMILY_UNSUPPORTED, "mma_family", needs, hw.mma_family.value)
+    if cap.cuda_min is not None and version(hw.cuda or "0") < version(cap.cuda_min):
+        yield Rejected(Reason.CUDA_TOO_OLD, "cuda", f">= {cap.cuda_min}", str(hw.cuda))
+    if cap.driver_min is not None and version(hw.driver or "0") < version(cap.driver_min):
+        yield Rejected(Reason.DRIVER_TOO_OLD, "driver", f">= {cap.driver_min}", str(hw.driver))
 
 
 def _judge_dtypes(cap: Capability, request: Request) -> Iterator[Rejected]:
@@ -342,7 +346,10 @@ def _judge_features(cap: Capability, request: Request) -> Iterator[Rejected]:
             yield Rejected(Reason.ACTIVATION_UNSUPPORTED, "activation", have or "none", got)
             continue
         reason = FEATURE_REASONS.get(feature, Reason.FEATURE_UNSUPPORTED)
-        yield Rejected(reason, feature, f"no {feature}", feature, f"without {feature}")
+        if feature == "no_weight":
+            yield Rejected(reason, "weight", "one", "none", "a weight")
+        else:
+            yield Rejected(reason, feature, f"calls without {feature}", feature, f"no {feature}")
 
 
 def _judge_limits(cap: Capability, request: Request) -> Iterator[Rejected]:

@@ -183,7 +183,7 @@ class Rejected(msgspec.Struct, frozen=True, tag=True):
     counterfactual: str | None = None
 
     def __str__(self) -> str:
-        where = f"{self.field} " if self.field else ""
+        where = f"{self.field} " if self.field not in ("", self.got) else ""
         detail = f": {where}needs {self.needs}, got {self.got}" if self.needs or self.got else ""
         return f"{self.reason.value}{detail or ': ' + self.reason.summary}"
 

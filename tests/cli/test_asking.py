@@ -131,10 +131,10 @@ def test_the_nearest_needs_every_reason_removed() -> None:
     """A kernel with one reason that the caller cannot remove is no way out, whatever else it says."""
     hardware = Rejected(Reason.SM_TOO_OLD, "sm", ">= 90", "80")
     size = Rejected(Reason.SIZE_UNSUPPORTED, "D", "<= 128", "256", "D <= 128")
-    causal = Rejected(Reason.CAUSAL_UNSUPPORTED, "causal", "no causal", "causal", "without causal")
+    causal = Rejected(Reason.CAUSAL_UNSUPPORTED, "causal", "calls without causal", "causal", "no causal")
     stuck = Candidate("a.op", "a", None, (hardware, size))
     both = Candidate("b.op", "b", None, (size, causal))
-    assert nearest([stuck, both]) == "b.op would take it with D <= 128 and without causal"
+    assert nearest([stuck, both]) == "b.op would take it with D <= 128 and no causal"
     assert nearest([stuck]) is None
 
 
