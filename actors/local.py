@@ -23,7 +23,7 @@ from layerzero.ops.op import Args, Op, Signature
 from layerzero.policy.policy import EMPTY, Policy
 from layerzero.selection.decide import CostModel, Knobs, Standing, roofline
 from layerzero.selection.record import Selection
-from layerzero.selection.transform import compile_transforms, keep_aligned
+from layerzero.selection.transform import compile_transforms, keep_aligned, without_graph
 from layerzero.settings import Settings
 from layerzero.telemetry import Counters
 
@@ -91,7 +91,7 @@ class LocalDevice:
         cuda = self.device.type == "cuda"
         bits = capturing_mode if cuda else mode
         self.mode: Callable[[], int] = (lambda: bits() & ~GRAD) if self.settings.inference else bits
-        # The same for who holds the captured modes already: their bits that count here, and what else adds one.
+        # For who holds the captured modes already: their bits that count here, and what else adds one.
         self.counted = ~GRAD if self.settings.inference else -1
         self.capturing: Callable[[], bool] | None = torch.cuda.is_current_stream_capturing if cuda else None
         self.inline_limit_us = float("inf") if cuda else self.settings.inline_limit_us
@@ -210,6 +210,8 @@ class LocalDevice:
                 f"{kernel.id} needs loading, which cannot happen while a graph is captured"
             )
         call = self.callable_for(op, selection, kernel.id)
+        if self.settings.inference:
+            call = without_graph(call)
         if kernel.id in self.health.probing():
             call = self._recovery.probe(op, kernel.id, call, selection)
         if selection.when_warm is not None:

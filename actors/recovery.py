@@ -94,7 +94,7 @@ class Recovery:
     def probe(
         self, op: Op, kernel_id: str, call: Callable[..., Any], selection: Selection
     ) -> Callable[..., Any]:
-        """`call` for callers that get a probe token of a half-open circuit, the next kernel for all others."""
+        """`call` for callers that get a probe token of a half-open circuit, the next kernel for others."""
         device = self._device
 
         def probing(*args: Any) -> Any:

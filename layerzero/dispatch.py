@@ -189,7 +189,8 @@ class Table:
         if bits & GRAD and any(isinstance(a, Tensor) and a.requires_grad for a in args):
             if not self.op.differentiable:
                 raise ValueError(
-                    f"{self.op.name} has no gradient: needs inputs that do not require grad, or torch.no_grad()"
+                    f"{self.op.name} has no gradient: needs inputs that do not require grad, "
+                    "or torch.no_grad()"
                 )
             modes.add("grad")
         if bits & DETERMINISTIC:

@@ -194,7 +194,8 @@ def _probe_cpu(device: str) -> Hardware:
 
 
 _ISA_NAMES = {
-    "avx", "avx2", "fma", "avx512f", "avx512bw", "avx512_vnni", "avx512_bf16", "amx_bf16", "amx_int8", "neon", "asimd", "sve",
+    "avx", "avx2", "fma", "avx512f", "avx512bw", "avx512_vnni", "avx512_bf16",
+    "amx_bf16", "amx_int8", "neon", "asimd", "sve",
 }  # fmt: skip
 
 

@@ -47,7 +47,7 @@ class BatchExecutor:
     def execute(
         self, op: Op | Function, calls: Sequence[Args], modes: tuple[Modes, Snapshot | None]
     ) -> list[Any]:
-        """One outcome a call: (value, plan that made it), or Failed; a failed batch fails every call alike."""
+        """One outcome a call: (value, its plan), or Failed; a failed batch fails every call alike."""
         surrounding, snapshot = modes
         if self._device.settings.inference:
             # The caller's own modes stay on its ticket: they are what is compared when it resumes.

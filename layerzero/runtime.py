@@ -162,7 +162,7 @@ class Runtime:
     # -- policy -----------------------------------------------------------------------------------
 
     def _outside_policy(self) -> Policy:
-        """What file and environment ask for; names that nothing here has are logged, or refused when strict."""
+        """What file and environment ask for; names that nothing here has are logged, when strict refused."""
         environment = environment_policy()
         if environment:
             ops, kernels = frozenset(ops_table.names()), frozenset(k.id for k in self._kernels())

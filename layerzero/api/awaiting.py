@@ -26,7 +26,11 @@ def awaited(op: Op) -> Callable[..., Any]:
     build, name, active, scoped, last = op.build, op.name, ACTIVE, SCOPE.get, LAST
 
     async def call(
-        *args: Any, backend: str | None = None, priority: int = 1, timeout: float | None = None, **kwargs: Any
+        *args: Any,
+        backend: str | None = None,
+        priority: int = 1,
+        timeout: float | None = None,  # noqa: ASYNC109  the lane cancels queued calls by it
+        **kwargs: Any,
     ) -> Any:
         snapshot: Snapshot | None = None
         try:

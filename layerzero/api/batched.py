@@ -23,6 +23,7 @@ from layerzero.api.calls import LAST, runtime_here
 from layerzero.ops.batching import join_rows
 from layerzero.scheduler.modes import bars_queueing, restore
 from layerzero.scheduler.ticket import Ticket
+from layerzero.selection.transform import without_graph
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -50,7 +51,12 @@ class Batched(Generic[P, R]):
         self.pure = pure
         self.us_per_row = float("inf")
 
-    async def __call__(self, *args: Any, priority: int = 1, timeout: float | None = None) -> Any:
+    async def __call__(
+        self,
+        *args: Any,
+        priority: int = 1,
+        timeout: float | None = None,  # noqa: ASYNC109  the lane cancels queued calls by it
+    ) -> Any:
         """Run for this caller's rows, together with whoever calls at the same time.
 
         Tensors carry rows along their first axis, the same number in each; every other argument reaches
@@ -64,9 +70,9 @@ class Batched(Generic[P, R]):
         if expected_us < device.inline_limit_us and (front.may_inline() or await front.rested()):
             front.charge(expected_us)
             LAST.plan = None
-            return self.run([args])[0]
+            return self._alone(device, args)
         if bars_queueing() is not None:
-            return self.run([args])[0]
+            return self._alone(device, args)
         modes = device.capture()
         group = None if _needs_grad(args) else (self, modes, *map(_kind, args))
         ticket = Ticket(self, args, group, expected_us, rows, size, priority, None, (modes, None))
@@ -83,6 +89,11 @@ class Batched(Generic[P, R]):
                 set_grad_enabled(modes.grad)
         restore(modes)
         return result
+
+    def _alone(self, device: LocalDevice, args: Args) -> Any:
+        """Run one call on this thread."""
+        run = without_graph(self.run) if device.settings.inference else self.run
+        return run([args])[0]
 
     def _place(self, args: Args) -> LocalDevice:
         first = next((a for a in args if isinstance(a, Tensor)), None)
@@ -117,7 +128,8 @@ class Batched(Generic[P, R]):
             return out
         got = f"shape {tuple(out.shape)}" if isinstance(out, Tensor) else f"{type(out).__name__}"
         raise ValueError(
-            f"{self.name} needs to return tensors of {sum(counts)} rows or a list of {len(counts)} results, got {got}"
+            f"{self.name} needs to return tensors of {sum(counts)} rows "
+            f"or a list of {len(counts)} results, got {got}"
         )
 
     def __repr__(self) -> str:

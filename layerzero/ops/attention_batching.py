@@ -127,7 +127,7 @@ class SameShapes:
 
 
 def _ragged(calls: Sequence[Args], shapes: int, launch: Launch) -> list[Any] | None:
-    """All calls as one ragged launch, sequences behind each other; None where that is not cheaper or not the same.
+    """All calls as one ragged launch, sequences behind each other; None where that is dearer or not the same.
 
     Only for one sequence a call in token-major layout: there the callers' rows, views of one projection, are
     already behind each other, and so are the rows that go back to them.

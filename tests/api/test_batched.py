@@ -1,4 +1,4 @@
-"""A function over rows behaves in a lane like an op: shared runs, one culprit, cancellation, ownership of rows."""
+"""A function over rows behaves in a lane like an op: shared runs, one culprit, cancellation, own rows."""
 
 from __future__ import annotations
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Awaitable, Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -230,8 +230,8 @@ def test_batching_can_be_off_or_for_rows_only(
     """`Settings.batching` decides which ops may share launches."""
     weight, q = torch.randn(8, 16), torch.randn(1, 2, 4, 8)
 
-    async def sizes(awaitables: list[object]) -> dict[int, int]:
-        await asyncio.gather(*awaitables)  # type: ignore[arg-type]
+    async def sizes(awaitables: Sequence[Awaitable[object]]) -> dict[int, int]:
+        await asyncio.gather(*awaitables)
         found: dict[int, int] = current_runtime.device("cpu").fronts.stats().sizes
         return found
 

@@ -37,5 +37,5 @@ async def test_a_tensor_of_its_own_is_not_copied() -> None:
 @pytest.mark.asyncio
 async def test_what_is_no_tensor_is_named() -> None:
     """TypeError says what came."""
-    with pytest.raises(TypeError, match="tensor needs a torch.Tensor, got list"):
+    with pytest.raises(TypeError, match=r"tensor needs a torch\.Tensor, got list"):
         await lz.to_host([1.0])  # type: ignore[arg-type]

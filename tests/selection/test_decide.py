@@ -1,4 +1,4 @@
-"""Deciding among those that accept: costs, the tie band, the default's place, boosts, readiness, memory of why."""
+"""Deciding among those that accept: costs, the tie band, the default's place, boosts, readiness, reasons."""
 
 from __future__ import annotations
 
