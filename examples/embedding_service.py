@@ -55,7 +55,7 @@ QUICK_SENTENCES = 40
 HAND_BATCHES = (8, 12, 16, 24, 32, 64)
 
 # More rows at once make a row no cheaper on a CPU, and everybody waits longer for them.
-CPU_BATCH_TOKENS = 2048
+CPU_BATCH_TOKENS = 4096
 
 
 @dataclass(frozen=True, slots=True)

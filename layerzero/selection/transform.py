@@ -122,6 +122,22 @@ def compile_transforms(
     return transformed
 
 
+def without_graph(run: Callable[..., Any]) -> Callable[..., Any]:
+    """`run` with gradients off, whatever the caller's mode: how an inference runtime runs every plan."""
+    enabled, switch = torch.is_grad_enabled, torch._C._set_grad_enabled
+
+    def ungraphed(*args: Any) -> Any:
+        if not enabled():
+            return run(*args)
+        switch(False)
+        try:
+            return run(*args)
+        finally:
+            switch(True)
+
+    return ungraphed
+
+
 def keep_aligned(op: Op, alignment: int, run: Callable[..., Any]) -> Callable[..., Any]:
     """`run` with operands copied where their address is not a multiple of `alignment` bytes.
 

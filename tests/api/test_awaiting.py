@@ -127,6 +127,10 @@ async def test_an_inference_runtime_needs_no_mode_around_awaits() -> None:
         outs = await asyncio.gather(*[lz.linear(torch.randn(1, 16), weight) for _ in range(32)])
         assert not any(out.requires_grad for out in outs)
         assert sizes(opened) == {32: 1}
+        for _ in range(5):  # alone, and so inline
+            assert not (await lz.linear(torch.randn(1, 16), weight)).requires_grad
+        assert not lz.sync.linear(torch.randn(1, 16), weight).requires_grad
+        assert torch.is_grad_enabled()
 
 
 @pytest.mark.asyncio

@@ -7,12 +7,12 @@ others wait for its result.
 
 from __future__ import annotations
 
-import fcntl
 import functools
 import hashlib
 import importlib.machinery
 import importlib.util
 import os
+import platform
 import shutil
 import subprocess
 import sys
@@ -87,14 +87,15 @@ def cpu_flags() -> str:
     info = Path("/proc/cpuinfo")
     lines = info.read_text(errors="replace").splitlines() if info.exists() else []
     named = {line.split(":")[0].strip(): line for line in lines}
-    return "".join(named.get(key, "") for key in ("model name", "flags", "Features")) or os.uname().machine
+    return "".join(named.get(key, "") for key in ("model name", "flags", "Features")) or platform.machine()
 
 
 @contextmanager
 def locked(path: Path) -> Iterator[None]:
     """Hold `path`'s lock; it ends with the process that held it, so none is ever left behind."""
-    with path.open("w") as handle:
-        fcntl.flock(handle, fcntl.LOCK_EX)
+    from filelock import FileLock  # torch brings it
+
+    with FileLock(path):
         yield
 
 
