@@ -41,7 +41,7 @@ class Batched(Generic[P, R]):
     def __init__(self, fn: Callable[P, R], *, pure: bool, name: str, device: torch.device | None) -> None:
         owner = getattr(fn, "__self__", None)
         self._owner = weakref.ref(owner) if owner is not None else None
-        self._function: Callable[..., Any] = fn.__func__ if isinstance(fn, MethodType) else fn
+        self._function: Callable[..., Any] = _unbound(fn)
         parameters = inspect.signature(fn).parameters.values()
         self._wants_counts = any(
             p.name == "counts" or p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters
@@ -136,6 +136,10 @@ class Batched(Generic[P, R]):
         return f"<batched {self.name}>"
 
 
+def _unbound(fn: Any) -> Any:
+    return fn.__func__ if isinstance(fn, MethodType) else fn
+
+
 _FUNCTIONS: weakref.WeakKeyDictionary[Any, dict[Hashable, Batched[..., Any]]] = weakref.WeakKeyDictionary()
 
 
@@ -166,7 +170,7 @@ def batched(
         )
     if isinstance(fn, Batched):
         return fn
-    plain: Any = fn.__func__ if isinstance(fn, MethodType) else fn
+    plain = _unbound(fn)
     name = getattr(plain, "__qualname__", type(fn).__name__)
     if key is None and "<l" in name:  # <lambda>, <locals>
         raise TypeError(f"fn needs a name that outlives one call, or key=..., got {name}")

@@ -97,7 +97,8 @@ def test_all_tickets_of_a_group_join_whatever_their_slot() -> None:
     lane = Lane()
     one, two = Caller(), Caller()
     put(lane, call("q0", one), call("q1", two))
-    pick(lane), pick(lane)
+    pick(lane)
+    pick(lane)
     tickets = put(lane, call("attention", one), call("attention", two))
     assert lane.sweep.groups["attention"].count == 2
     assert len(lane.sweep.groups["attention"].slots) == 2
