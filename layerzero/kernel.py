@@ -365,7 +365,7 @@ def _judge_limits(cap: Capability, request: Request) -> Iterator[Rejected]:
 def _judge_modes(cap: Capability, request: Request) -> Iterator[Rejected]:
     modes = request.modes
     if "grad" in modes and not cap.gradient:
-        yield Rejected(Reason.NO_GRADIENT, "grad", "no gradient", "requires_grad", "under torch.no_grad()")
+        yield Rejected(Reason.NO_GRADIENT, "grad", "no gradient", "requires_grad", "torch.no_grad()")
     if "deterministic" in modes and not cap.deterministic:
         yield Rejected(Reason.NOT_DETERMINISTIC, "deterministic", "no determinism", "deterministic mode")
     if "batch_invariant" in modes and not cap.batch_invariant:

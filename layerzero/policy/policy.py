@@ -167,7 +167,7 @@ class _OpRules:
         if known is None:
             rule = self.rules[index]
             known = Rejected(
-                Reason.POLICY_DENIED, "policy", "no rule against it", str(rule), f"without {rule.source}"
+                Reason.POLICY_DENIED, "policy", "no rule against it", str(rule), f"no rule by {rule.source}"
             )
             self._denials[index] = known
         return known
@@ -232,7 +232,7 @@ def _indices(bits: int) -> Iterable[int]:
 
 
 def _locked(lock: Rule, kernel_id: str) -> Rejected:
-    return Rejected(Reason.LOCKED_ELSEWHERE, "policy", str(lock), kernel_id, f"without {lock.source}")
+    return Rejected(Reason.LOCKED_ELSEWHERE, "policy", str(lock), kernel_id, f"no rule by {lock.source}")
 
 
 def _not_allowed(allows: list[Rule], kernel_id: str) -> Rejected:

@@ -279,6 +279,21 @@ def test_the_tensor_core_family_is_judged() -> None:
     }
 
 
+@pytest.mark.parametrize(
+    ("feature", "words", "cure"),
+    [
+        ("gqa", "GQA_UNSUPPORTED: needs calls without gqa, got gqa", "no gqa"),
+        ("no_weight", "WEIGHT_REQUIRED: weight needs one, got none", "a weight"),
+    ],
+)
+def test_a_missing_feature_reads_as_a_sentence(feature: str, words: str, cure: str) -> None:
+    """What the kernel needs, what the call has, and a cure that stands behind "would take it with"."""
+    request, hardware = fitting(CPU_ONLY)
+    (rejected,) = judge(CPU_ONLY, request.replace(features=frozenset({feature})), hardware)
+    assert str(rejected) == words
+    assert rejected.counterfactual == cure
+
+
 def test_at_least_fifty_reasons_have_a_producer() -> None:
     """Reasons are given by `judge`, or by a module of the library that names them."""
     judged = {violation.reason for _, violation in ALL} | {Reason.MMA_FAMILY_UNSUPPORTED}
