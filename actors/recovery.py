@@ -15,6 +15,7 @@ from layerzero import log
 from layerzero.dispatch import Plan, Snapshot
 from layerzero.errors import KernelExecutionError, LayerZeroError
 from layerzero.ops.op import Args, Op
+from layerzero.selection.outputs import check_outputs
 from layerzero.selection.record import Selection
 
 if TYPE_CHECKING:
@@ -49,6 +50,7 @@ class Recovery:
                 continue
             try:
                 result = device.callable_for(op, selection, kernel_id)(*args)
+                check_outputs(op, args, result, dtypes="autocast" not in plan.request.modes)
             except Exception as other:
                 failed.append((kernel_id, other))
                 continue
@@ -104,7 +106,9 @@ class Recovery:
             if token is None:
                 return self._others(op, kernel_id, selection, args)
             with token:
-                return call(*args)
+                result = call(*args)
+                check_outputs(op, args, result, dtypes="autocast" not in selection.request.modes)
+                return result
 
         return probing
 

@@ -29,6 +29,7 @@ from layerzero.ops.request import Request
 from layerzero.policy.policy import Policy
 from layerzero.selection.decide import CostModel, Knobs, Standing, decide
 from layerzero.selection.key import KeyMaker
+from layerzero.selection.outputs import check_outputs
 from layerzero.selection.record import Selection
 
 GRAD, DETERMINISTIC, AUTOCAST, CAPTURE = 1, 2, 4, 8
@@ -87,6 +88,23 @@ class Plan:
     def at(self, request: Request) -> Plan:
         """This plan for another request of the same key."""
         return self if request is self.request else Plan(self.op, self.call, self.selection, request)
+
+    def unproven(self, request: Request) -> Plan:
+        """This plan for a new signature: until a run's outputs were right, each run's are compared.
+
+        The comparison takes itself out of the plan, so that a hit after it pays nothing.
+        """
+        call, op = self.call, self.op
+        dtypes = "autocast" not in request.modes
+
+        def compared(*args: Any) -> Any:
+            result = call(*args)
+            check_outputs(op, args, result, dtypes=dtypes)
+            plan.call = call
+            return result
+
+        plan = Plan(op, compared, self.selection, request)
+        return plan
 
     def record(self) -> Selection:
         """The selection as made for this very request."""
@@ -175,7 +193,7 @@ class Table:
         if empty is not None and empty(args) is not None:
             plan = Plan(self.op, lambda *full: empty(full), nothing_to_do(request), request)
         else:
-            plan = self.decided(request).at(request)
+            plan = self.decided(request).unproven(request)
         hot = self.hot[bits]
         if len(hot) >= self._max_keys:
             hot = self.hot[bits] = {}

@@ -142,13 +142,21 @@ def last_stride_is_one(tensors: Iterable[Tensor]) -> bool:
     return all(t.dim() == 0 or t.size(-1) <= 1 or t.stride(-1) == 1 for t in tensors)
 
 
+def address_of(tensor: Tensor) -> int:
+    """Where a tensor's data starts; 0 for one that a functorch transform wraps, which has none itself."""
+    try:
+        return tensor.data_ptr()
+    except RuntimeError:
+        return 0
+
+
 def alignment_of(tensors: Iterable[Tensor]) -> int:
-    """The largest power of two, at most 64, that divides every tensor's address (64 for meta tensors)."""
+    """The largest power of two, at most 64, that divides every tensor's address (64 for what has none)."""
     best = MAX_ALIGNMENT
     for tensor in tensors:
         if tensor.device.type == "meta" or tensor.numel() == 0:
             continue
-        address = tensor.data_ptr()
+        address = address_of(tensor)
         best = min(best, address & -address) if address else best
     return best
 

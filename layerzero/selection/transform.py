@@ -14,6 +14,7 @@ from torch import Tensor
 
 from layerzero.hardware import Hardware
 from layerzero.kernel import Capability, Kernel, judge
+from layerzero.ops.checks import address_of
 from layerzero.ops.op import Op
 from layerzero.ops.request import Request
 from layerzero.reasons import Reason, Rejected
@@ -141,7 +142,8 @@ def without_graph(run: Callable[..., Any]) -> Callable[..., Any]:
 def keep_aligned(op: Op, alignment: int, run: Callable[..., Any]) -> Callable[..., Any]:
     """`run` with operands copied where their address is not a multiple of `alignment` bytes.
 
-    A signature does not hold addresses, so a plan made for aligned operands may meet others.
+    A signature does not hold addresses, so a plan made for aligned operands may meet others. A tensor that a
+    functorch transform wraps has no address; torch's own operators see to the memory under it.
     """
     if alignment <= 1:
         return run
@@ -149,7 +151,7 @@ def keep_aligned(op: Op, alignment: int, run: Callable[..., Any]) -> Callable[..
     def aligned(*args: Any) -> Any:
         for position in op.operands:
             value = args[position]
-            if isinstance(value, Tensor) and value.data_ptr() % alignment:
+            if isinstance(value, Tensor) and address_of(value) % alignment:
                 return run(*[_realigned(a, alignment) if isinstance(a, Tensor) else a for a in args])
         return run(*args)
 
@@ -157,7 +159,7 @@ def keep_aligned(op: Op, alignment: int, run: Callable[..., Any]) -> Callable[..
 
 
 def _realigned(value: Tensor, alignment: int) -> Tensor:
-    return value.clone() if value.data_ptr() % alignment else value
+    return value.clone() if address_of(value) % alignment else value
 
 
 def _swap(op: Op, args: list[Any], layout: str) -> None:
@@ -170,7 +172,7 @@ def _swap(op: Op, args: list[Any], layout: str) -> None:
 def _dense(value: Any) -> Any:
     if not isinstance(value, Tensor):
         return value
-    if value.is_contiguous() and value.data_ptr() % 64 == 0:
+    if value.is_contiguous() and address_of(value) % 64 == 0:
         return value
     return value.clone(memory_format=torch.contiguous_format)
 

@@ -1,0 +1,76 @@
+"""A kernel that returns something else than its op promises has failed."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from layerzero.errors import KernelExecutionError
+from layerzero.ops import table
+from tests.kernels import device, kernel
+
+OP = table.get("rms_norm")
+ARGS = OP.build(torch.randn(4, 64), torch.randn(64))[1]
+
+WRONG: dict[str, Callable[..., Any]] = {
+    "shape": lambda *args: torch.zeros(3, 64),
+    "dtype": lambda *args: torch.zeros(4, 64, dtype=torch.float16),
+    "device": lambda *args: torch.zeros(4, 64, device="meta"),
+    "outputs": lambda *args: (torch.zeros(4, 64), torch.zeros(4, 64)),
+    "tuple of one": lambda *args: (torch.zeros(4, 64),),
+    "NoneType": lambda *args: None,
+}
+
+
+@pytest.mark.parametrize("what", WRONG)
+def test_a_wrong_output_is_replaced_and_counted(what: str) -> None:
+    """The next kernel answers inside the same call, and the record says what was wrong."""
+    made = device(
+        [kernel("bad.rms_norm.k", WRONG[what], launch_us=1.0), kernel("good.rms_norm.k", launch_us=50.0)]
+    )
+    result, plan = made.launch_planned(OP, ARGS)
+    made.close()
+    torch.testing.assert_close(result, OP.reference(*ARGS))
+    assert plan.kernel == "good.rms_norm.k"
+    assert what in plan.selection.why
+    assert made.counters.get("fallbacks", kernel="bad.rms_norm.k") == 1
+
+
+def test_a_wrong_output_without_another_kernel_raises() -> None:
+    """Nobody gets an output of the wrong shape, on any run."""
+    made = device([kernel("bad.rms_norm.k", WRONG["shape"])])
+    for _ in range(2):
+        with pytest.raises(KernelExecutionError, match=r"needs shape \(4, 64\)"):
+            made.launch_planned(OP, ARGS)
+    made.close()
+
+
+def test_the_comparison_leaves_the_plan_after_a_right_run() -> None:
+    """A hit calls the kernel's callable itself."""
+    made = device([kernel("good.rms_norm.k")])
+    first = made.launch_planned(OP, ARGS)[1].call
+    again = made.launch_planned(OP, ARGS)[1].call
+    made.close()
+    assert first is again
+    assert first.__name__ != "compared"
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, asyncio.CancelledError, SystemExit])
+def test_what_is_no_kernel_fault_passes_through(error: type[BaseException]) -> None:
+    """An interrupt inside a kernel reaches the caller and counts against nobody."""
+
+    def interrupted(*args: Any) -> Any:
+        raise error
+
+    made = device(
+        [kernel("bad.rms_norm.k", interrupted, launch_us=1.0), kernel("good.rms_norm.k", launch_us=50.0)]
+    )
+    with pytest.raises(error):
+        made.launch_planned(OP, ARGS)
+    made.close()
+    assert not made.health.blocked()
+    assert made.counters.get("fallbacks", kernel="bad.rms_norm.k") == 0
