@@ -85,9 +85,9 @@ def _attend(
 
 def _rows(starts: list[int], lengths: list[int], size: int) -> tuple[Tensor, Tensor]:
     """The row of every padded position, padding repeating a sequence's first row; and which are real."""
-    first = torch.tensor(starts).unsqueeze(1)
-    position = torch.arange(size).unsqueeze(0)
-    real = position < torch.tensor(lengths).unsqueeze(1)
+    first = torch.tensor(starts, device="cpu").unsqueeze(1)
+    position = torch.arange(size, device="cpu").unsqueeze(0)
+    real = position < torch.tensor(lengths, device="cpu").unsqueeze(1)
     rows = torch.where(real, first + position, first.clamp(max=max(starts)))
     return rows.view(-1), real
 
@@ -99,9 +99,9 @@ def _mask(
     if not is_causal:
         return None if min(lengths_k) == size_k else real_k[:, None, None, :]
     # Bottom-right: the last query of a sequence sees its last key.
-    shift = torch.tensor(lengths_k) - torch.tensor(lengths)
-    reach = torch.arange(size)[None, :, None] + shift[:, None, None]
-    seen = torch.arange(size_k)[None, None, :] <= reach
+    shift = torch.tensor(lengths_k, device="cpu") - torch.tensor(lengths, device="cpu")
+    reach = torch.arange(size, device="cpu")[None, :, None] + shift[:, None, None]
+    seen = torch.arange(size_k, device="cpu")[None, None, :] <= reach
     return (seen & real_k[:, None, :])[:, None]
 
 

@@ -88,7 +88,7 @@ def sample_topp(
 
 def _new_seed() -> int:
     """Drawn in the caller's thread and order, so that `torch.manual_seed` repeats a program's tokens."""
-    return int(torch.randint(1 << 62, ()))
+    return int(torch.randint(1 << 62, (), device="cpu"))
 
 
 def _by_value(value: Any) -> Hashable:

@@ -75,8 +75,8 @@ def _latent() -> Callable[..., Any]:
 
 
 def _results(q: Tensor, width: int, return_lse: bool) -> tuple[Tensor, Tensor | None]:
-    out = torch.empty((q.shape[0], q.shape[1], width), dtype=q.dtype)
-    return out, torch.empty(out.shape[:2], dtype=torch.float32) if return_lse else None
+    out = torch.empty((q.shape[0], q.shape[1], width), dtype=q.dtype, device=q.device)
+    return out, torch.empty(out.shape[:2], dtype=torch.float32, device=q.device) if return_lse else None
 
 
 def _refused(guard: Callable[[Args], None], args: Args) -> None:
