@@ -210,8 +210,6 @@ class LocalDevice:
                 f"{kernel.id} needs loading, which cannot happen while a graph is captured"
             )
         call = self.callable_for(op, selection, kernel.id)
-        if self.settings.inference:
-            call = without_graph(call)
         if kernel.id in self.health.probing():
             call = self._recovery.probe(op, kernel.id, call, selection)
         if selection.when_warm is not None:
@@ -250,7 +248,8 @@ class LocalDevice:
         kernel = self.registry.get(kernel_id)
         if kernel is not None:
             run = keep_aligned(op, kernel.capability.alignment, run)
-        return compile_transforms(op, transforms, run)
+        call = compile_transforms(op, transforms, run)
+        return without_graph(call) if self.settings.inference else call
 
     # -- readiness and health ---------------------------------------------------------------------
 

@@ -11,6 +11,7 @@ from layerzero.actors.local import LocalDevice
 from layerzero.api.calls import LAST, checked_build, device_here, named, snapshot_here
 from layerzero.api.scope import SCOPE
 from layerzero.dispatch import LaneFacts, Plan, Snapshot
+from layerzero.ops.checks import need_number
 from layerzero.ops.op import Args, Op
 from layerzero.runtime import ACTIVE
 from layerzero.scheduler.modes import Modes, bars_queueing, restore
@@ -64,7 +65,7 @@ def awaited(op: Op) -> Callable[..., Any]:
             return result
         ticket = _ticket(op, device, plan, full, modes, snapshot, priority)
         if timeout is not None:
-            ticket.deadline = front.loop.time() + timeout
+            ticket.deadline = front.loop.time() + need_number("timeout", timeout, low=0.0)
         front.submit(ticket)
         if modes.grad is not front.ambient_grad and not modes.inference:
             return await _away(ticket, modes, front.ambient_grad)

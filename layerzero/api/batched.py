@@ -21,6 +21,7 @@ from torch._C import _set_grad_enabled as set_grad_enabled
 from layerzero.actors.local import LocalDevice
 from layerzero.api.calls import LAST, runtime_here
 from layerzero.ops.batching import join_rows
+from layerzero.ops.checks import need_number
 from layerzero.scheduler.modes import bars_queueing, restore
 from layerzero.scheduler.ticket import Ticket
 from layerzero.selection.transform import without_graph
@@ -77,7 +78,7 @@ class Batched(Generic[P, R]):
         group = None if _needs_grad(args) else (self, modes, *map(_kind, args))
         ticket = Ticket(self, args, group, expected_us, rows, size, priority, None, (modes, None))
         if timeout is not None:
-            ticket.deadline = front.loop.time() + timeout
+            ticket.deadline = front.loop.time() + need_number("timeout", timeout, low=0.0)
         front.submit(ticket)
         leaves = modes.grad is not front.ambient_grad and not modes.inference
         if leaves:

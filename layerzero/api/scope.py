@@ -42,6 +42,10 @@ class Scope:
             return found[1]
         policy = self.policy
         if backend is not None:
+            if not isinstance(backend, str):
+                raise TypeError(
+                    f"backend needs a kernel id or a backend's name, got {type(backend).__name__}"
+                )
             known = frozenset(kernel.id for kernel in device.registry.for_op(op))
             policy = merge(policy, requesting(op, backend, known_kernels=known))
         view = device.view(merge(base.policy, policy)) if policy else base

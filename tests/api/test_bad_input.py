@@ -141,3 +141,18 @@ def test_an_op_without_a_gradient_says_so() -> None:
         layerzero.sync.sample(logits, seed=1)
     with torch.no_grad():
         assert layerzero.sync.sample(logits, seed=1).shape == (2,)
+
+
+def test_what_concerns_waiting_is_checked_by_name() -> None:
+    """A timeout that is no number and a backend that is no name say so, and nothing runs."""
+    with pytest.raises(TypeError, match="backend needs a kernel id"):
+        layerzero.sync.rms_norm(X, backend=3)  # type: ignore[arg-type]
+
+    async def two(**keywords: Any) -> None:
+        await asyncio.gather(lz.rms_norm(X), lz.rms_norm(X, **keywords))
+
+    for timeout, kind in (("x", TypeError), (float("nan"), ValueError), (-1.0, ValueError)):
+        with pytest.raises(kind, match="timeout"):
+            asyncio.run(two(timeout=timeout))
+    with pytest.raises(ValueError, match="priority"):
+        asyncio.run(two(priority=7))
