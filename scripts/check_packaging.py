@@ -47,17 +47,16 @@ number: int = LayerZeroError(name)
 
 
 def say(command: list[str], cwd: Path) -> str:
-    """Run a command, return its output, and stop the whole check with that output if it fails."""
+    """Run a command, return what it printed, and stop the whole check with all of it if it fails."""
     done = subprocess.run(
         command,
         cwd=cwd,
         stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
+        capture_output=True,
         text=True,
     )
     if done.returncode:
-        sys.exit(f"$ {' '.join(command)}\n{done.stdout}\nexit {done.returncode}")
+        sys.exit(f"$ {' '.join(command)}\n{done.stdout}{done.stderr}\nexit {done.returncode}")
     return done.stdout
 
 

@@ -41,7 +41,7 @@ def test_the_same_question_gives_the_same_text(lz: Lz) -> None:
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (("--op", "atention"), "ops: add_rms_norm"),
+        (("--op", "atention"), "ops: add_layer_norm"),
         (("--backend", "nope"), "--backend needs one of "),
     ],
 )
