@@ -28,6 +28,7 @@ from layerzero.settings import Settings
 from layerzero.telemetry import Counters
 
 _MAX_VIEWS = 64
+_WARM_DELAY_S = 0.1
 
 
 class LocalDevice:
@@ -71,6 +72,7 @@ class LocalDevice:
         self._views: dict[str, Snapshot] = {}
         self._recovery = Recovery(self)
         self.closed = False
+        self._closing = threading.Event()
         self._opened = False
         self.health = Health(
             settings,
@@ -151,6 +153,7 @@ class LocalDevice:
         self._lock = threading.RLock()
         self._timer = None
         self._warming = set()
+        self._closing = threading.Event()
         self._views = {}
         self.snapshot = Snapshot(self.snapshot.generation + 1, self.snapshot.policy)
 
@@ -260,7 +263,15 @@ class LocalDevice:
             if kernel_id in self._warming:
                 return
             self._warming.add(kernel_id)
-        self._background.submit(lambda: self._load(kernel_id))
+        self._background.submit(lambda: self._load_soon(kernel_id))
+
+    def _load_soon(self, kernel_id: str) -> None:
+        """Load on the background thread, once the call that asked for it has had time to end.
+
+        An import holds the interpreter for tens of milliseconds at a time; the first call would wait for it.
+        """
+        if not self._closing.wait(_WARM_DELAY_S):
+            self._load(kernel_id)
 
     def _load(self, kernel_id: str) -> None:
         started = self.clock.now()
@@ -305,6 +316,7 @@ class LocalDevice:
 
     def close(self) -> None:
         """Stop the threads and timers; every later call raises RuntimeClosedError."""
+        self._closing.set()
         with self._lock:
             self.closed = True
             if self._timer is not None:
