@@ -136,7 +136,7 @@ def sources(tree: Path, wheel: Path, sdist: Path) -> Iterator[tuple[str, list[st
     yield "wheel", [str(wheel)]
     yield "sdist", [str(sdist)]
     yield "editable", ["--editable", str(tree)]
-    yield "git tree", [f"layerzero-runtime @ git+file://{ROOT}"]
+    yield "git tree", [f"git+file://{ROOT}"]
 
 
 def types_reach_users(python: Path, work: Path) -> None:
