@@ -153,7 +153,3 @@ def register(op: Op) -> Op:
         raise ValueError(f"op {op.name!r} is already registered")
     OPS[op.name] = op
     return op
-
-
-def no_guard(args: Args) -> None:
-    """A guard for ops whose data cannot be wrong."""
