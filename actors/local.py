@@ -257,7 +257,7 @@ class LocalDevice:
     # -- readiness and health ---------------------------------------------------------------------
 
     def _warm(self, kernel_id: str) -> None:
-        if self.settings.warm == "off":
+        if self.settings.warm == "off" or self._closing.is_set():
             return
         with self._lock:
             if kernel_id in self._warming:
@@ -286,6 +286,11 @@ class LocalDevice:
             with self._lock:
                 self._warming.discard(kernel_id)
             self.refresh()
+
+    def stop_loading(self, timeout_s: float) -> None:
+        """Begin no more background loads, and wait for the one that runs."""
+        self._closing.set()
+        self._background.close(timeout_s)
 
     def warm(self, kernel_ids: Sequence[str]) -> None:
         """Load kernels now, in this thread; failures block them with their reason."""
