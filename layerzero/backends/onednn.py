@@ -1,7 +1,7 @@
 """oneDNN's own linear with its activation fused, which torch carries but `F.linear` does not take.
 
 For float32 on the CPU torch's `F.linear` runs its BLAS; the operator that inductor emits for fused linears
-runs oneDNN instead. On an AMD EPYC with AVX-512 it was 10 to 45 % faster at every size tried.
+runs oneDNN instead.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def _capability(features: frozenset[str]) -> Capability:
     )
 
 
-_SOURCE = "scripts/measure_efficiency.py, AMD EPYC with AVX-512, 2 threads"
+_SOURCE = "an estimate: faster than torch's linear in float32 wherever tried on an AMD EPYC with AVX-512"
 
 KERNELS: tuple[Kernel, ...] = (
     Kernel(

@@ -124,7 +124,7 @@ KERNELS: tuple[Kernel, ...] = (
         ),
         load=_load,
         efficiency=Efficiency(
-            0.4, 0.3, 150.0, "benchmarks of the embedding service's batches, AMD EPYC with AVX-512, 2 threads"
+            0.4, 0.3, 150.0, "an estimate, from batches of short sequences on an AMD EPYC with AVX-512"
         ),
         rank=30,
         default=True,
