@@ -19,6 +19,7 @@ help:  ## this list
 	@awk -F':.*## ' '/^[a-z]+:.*## / { printf "make %-8s %s\n", $$1, $$2 }' Makefile
 
 demo: $(VENV)/.installed-demo  ## set up and run the embedding service on real text
+	$(PY) -m layerzero.native
 	$(PY) examples/embedding_service.py $(DEMO_FLAGS)
 
 test: $(VENV)/.installed-test  ## set up and run the test suite

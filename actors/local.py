@@ -4,28 +4,39 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
-from typing import Any
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
 
 from layerzero import log
+from layerzero.actors.memory import Room
 from layerzero.actors.recovery import Recovery
 from layerzero.actors.registry import Registry
 from layerzero.actors.worker import Worker
 from layerzero.clock import Clock, MonotonicClock, Timer
-from layerzero.dispatch import GRAD, Plan, Rules, Snapshot, Table, capturing_mode, mode, positional
-from layerzero.errors import CudaGraphUnsafeError, NoKernelFoundError, RuntimeClosedError
-from layerzero.hardware import Hardware, probe
+from layerzero.dispatch import GRAD, Plan, Rules, Snapshot, Table, Terms, capturing_mode, mode, positional
+from layerzero.errors import KernelExecutionError, NoKernelFoundError, RuntimeClosedError
+from layerzero.graphs.proof import Proofs, ProofStore
+from layerzero.hardware import Hardware, kind_of, probe
 from layerzero.health import Health, Store, Transition
 from layerzero.kernel import Kernel
 from layerzero.ops.op import Args, Op, Signature
+from layerzero.ops.request import Request
 from layerzero.policy.policy import EMPTY, Policy
 from layerzero.selection.decide import CostModel, Knobs, Standing, roofline
 from layerzero.selection.record import Selection
 from layerzero.selection.transform import compile_transforms, keep_aligned, without_graph
 from layerzero.settings import Settings
 from layerzero.telemetry import Counters
+
+if TYPE_CHECKING:  # what only some deployments use is imported where they ask for it
+    from layerzero.actors.guard import NumericsGuard
+    from layerzero.actors.journal import Journal
+    from layerzero.actors.watching import Watcher
+    from layerzero.perfdb import Measurement
+    from layerzero.selection.solved import Solved
 
 _MAX_VIEWS = 64
 _WARM_DELAY_S = 0.1
@@ -36,7 +47,8 @@ class LocalDevice:
 
     `snapshot` is for the process-wide policy; `view(policy)` gives the snapshot of a context's own policy.
     `fronts` (one lane for each event loop) and `capture` (torch's modes of a caller) belong to what stands
-    above this class; the runtime sets them.
+    above this class; the runtime sets them. `journal`, where there is one, notes each kernel while it runs;
+    `noted` is told each request that was decided here.
     """
 
     def __init__(
@@ -59,14 +71,30 @@ class LocalDevice:
         self.registry = registry
         self.hardware = hardware or probe(self.device)
         self.clock: Clock = clock or MonotonicClock()
+        folder = settings.state_dir
+        self.proofs = Proofs(
+            self.hardware, ProofStore(Path(folder) / "graphs") if folder is not None else None
+        )
         self.counters = counters if counters is not None else Counters()
         self.fronts: Any = None
         self.capture: Any = None
+        self.journal: Journal | None = None
+        self.noted: Callable[[Request], object] | None = None
         self._settle()
         self.worker = Worker(f"layerzero-{self.device}")
         self.reaper = Worker(f"layerzero-reap-{self.device}")
         self._background = Worker(f"layerzero-warm-{self.device}")
         self._cost = cost
+        self._expected = threading.Event()
+        self._expected.set()
+        self._watchers: tuple[Watcher, ...] = ()
+        self._guard: NumericsGuard | None = None
+        self._solved: Solved | None = None
+        self._take_table()
+        self._sized: dict[str, bool] = {}
+        self.room = Room(self.device, self.hardware, self.clock.now)
+        self._watch_numerics()
+        self.measured: tuple[Measurement, ...] = ()  # what was tuned here and no file holds
         self._warming: set[str] = set()
         self._timer: Timer | None = None
         self._views: dict[str, Snapshot] = {}
@@ -79,7 +107,7 @@ class LocalDevice:
             self.clock.now,
             store=store,
             device=str(self.device),
-            environment=environment_of(self.hardware),
+            environment=kind_of(self.hardware),
             changed=self._health_changed,
         )
         self._opened = True
@@ -103,7 +131,43 @@ class LocalDevice:
         self.settings = settings
         self.health.set_settings(settings)
         self._settle()
+        self._watch_numerics()
+        self._take_table()
+        self._look_at_memory()
         self.refresh()
+
+    def _look_at_memory(self) -> None:
+        """Choose anew where the room for workspaces has changed."""
+
+        def look() -> None:
+            if not self.closed and self.room.moved(self.settings):
+                self.refresh()
+
+        if self.room.quick:
+            look()
+        elif not self._closing.is_set():
+            self._background.submit(look)
+
+    def _take_table(self) -> None:
+        """Put the settings' dispatch table in force, if it holds for this device."""
+        self._solved = None
+        if self.settings.dispatch_table is not None:
+            from layerzero.selection.solved import in_force
+
+            path, kernels = self.settings.dispatch_table, self.registry.all()
+            self._solved = in_force(path, self.hardware, kernels, strict=self.settings.strict)
+
+    def _watch_numerics(self) -> None:
+        """Have sampled calls checked, or no longer, as the settings say."""
+        if self._guard is not None:
+            self._watchers = tuple(w for w in self._watchers if w is not self._guard)
+            self._guard.close()
+            self._guard = None
+        if self.settings.check_rate > 0:
+            from layerzero.actors.guard import NumericsGuard
+
+            self._guard = NumericsGuard(self, self.settings.check_rate)
+            self._watchers = (*self._watchers, self._guard)
 
     # -- generations ------------------------------------------------------------------------------
 
@@ -154,6 +218,8 @@ class LocalDevice:
         self._timer = None
         self._warming = set()
         self._closing = threading.Event()
+        self._expected = threading.Event()
+        self._expected.set()
         self._views = {}
         self.snapshot = Snapshot(self.snapshot.generation + 1, self.snapshot.policy)
 
@@ -168,9 +234,19 @@ class LocalDevice:
         """
         if self.closed:
             raise RuntimeClosedError(f"device {self.device} is closed")
+        if snapshot is None and self._sized_here(op.name) and self.room.due():
+            self._look_at_memory()
         table = self.table(op, snapshot)
         plan = table.hot[bits].get(signature)
         return plan if plan is not None else table.miss(signature, args, bits)
+
+    def _sized_here(self, op: str) -> bool:
+        """Whether a kernel of the op states a workspace, so that free memory bears on the choice."""
+        known = self._sized.get(op)
+        if known is None:
+            stated = (kernel.workspace_bytes is not None for kernel in self.registry.for_op(op))
+            known = self._sized[op] = any(stated)
+        return known
 
     def table(self, op: Op, snapshot: Snapshot | None = None) -> Table:
         """The table of an op in a snapshot (the current one by default), made on first use."""
@@ -179,26 +255,96 @@ class LocalDevice:
         if table is None:
             made = Table(
                 op,
-                self._rules(op.name, now.policy),
-                self._compile,
+                self._rules(op.name, now.policy, now.terms),
+                self._compile if now.terms is None else partial(self._compile_agreed, now.terms),
                 generation=now.generation,
                 max_keys=self.settings.max_keys,
-                cost=self._cost,
+                cost=roofline if now.terms is not None and not now.terms.measured else self._cost,
             )
             table = now.tables.setdefault(op.name, made)
         return table
 
-    def _rules(self, op: str, policy: Policy) -> Rules:
+    def agreed_snapshot(self, policy: Policy, terms: Terms) -> Snapshot:
+        """The snapshot of a gang's plan: it outlives changes of this device and makes no choice."""
+        return Snapshot(self.snapshot.generation, policy, terms=terms)
+
+    def _rules(self, op: str, policy: Policy, terms: Terms | None = None) -> Rules:
         settings = self.settings
+        kernels = self.proofs.applied(self.registry.for_op(op), strict=settings.graph_strict)
+        if terms is not None:
+            return Rules(
+                kernels=tuple(kernel for kernel in kernels if kernel.id in terms.kernels),
+                hardware=self.hardware,
+                policy=policy,
+                standing=Standing(),
+                knobs=Knobs(settings.strict, settings.tie_band, settings.default_gain),
+                modes=terms.modes,
+            )
         blocked = {**self.registry.blocked(), **self.health.blocked()}
+        room = self.room.bytes if any(kernel.workspace_bytes for kernel in kernels) else None
         return Rules(
-            kernels=self.registry.for_op(op),
+            kernels=kernels,
             hardware=self.hardware,
             policy=policy,
-            standing=Standing(blocked, self.registry.unready(), self.health.probing()),
-            knobs=Knobs(settings.strict, settings.tie_band, settings.default_gain),
+            standing=Standing(blocked, self.registry.unready(), self.health.probing(), self._built()),
+            knobs=Knobs(settings.strict, settings.tie_band, settings.default_gain, room),
             modes=frozenset({"batch_invariant"}) if settings.determinism == "strict" else frozenset(),
+            costs=fingerprint(op) if (fingerprint := getattr(self._cost, "fingerprint", None)) else None,
+            watched=tuple(map(id, self._watchers)),
+            solved=self._solved,
         )
+
+    def _built(self) -> frozenset[tuple[str, str]] | None:
+        """What is compiled; None where a call is to wait for what it needs rather than take the next best."""
+        return None if self.settings.warm == "eager" else self.registry.built()
+
+    def watch(self, watcher: Watcher) -> None:
+        """Let `watcher` stand around every plan made from now on; what was planned before is planned anew."""
+        self._watchers = (*self._watchers, watcher)
+        self.refresh()
+
+    def unwatch(self, watcher: Watcher) -> None:
+        """Plan without `watcher` again."""
+        self._watchers = tuple(w for w in self._watchers if w is not watcher)
+        self.refresh()
+
+    def expect(self, build: Callable[[], CostModel], *, at_once: bool) -> None:
+        """Price with what `build()` gives, read on the background thread unless `at_once`.
+
+        Calls do not wait for it; who asks for an explanation does (`expected`).
+        """
+        if at_once:
+            self._cost = build()
+            return
+        self._expected.clear()
+        self._background.submit(lambda: self._expect_soon(build))
+
+    def _expect_soon(self, build: Callable[[], CostModel]) -> None:
+        try:
+            if not self._closing.wait(_WARM_DELAY_S):
+                self.set_costs(build())
+        finally:
+            self._expected.set()
+
+    def expected(self, timeout_s: float = 5.0) -> None:
+        """Wait until the measurements on file are read, if they are being read."""
+        self._expected.wait(timeout_s)
+
+    def set_costs(self, cost: CostModel) -> None:
+        """Price with other expectations from now on; tables of ops that they do not touch are kept."""
+        self._cost = cost
+        self.refresh()
+
+    @property
+    def costs(self) -> CostModel:
+        """What choices are priced with now."""
+        return self._cost
+
+    def _compile_agreed(self, terms: Terms, op: Op, selection: Selection) -> Plan:
+        """The plan of a selection that every rank of a gang makes: loaded before, watched by nobody."""
+        terms.note(op.name, selection.kernel)
+        self.counters.add("selections", op=op.name)
+        return Plan(op, self.callable_for(op, selection, selection.kernel), selection, selection.request)
 
     def _compile(self, op: Op, selection: Selection) -> Plan:
         """The plan of a selection; loads the kernel if it is not, and starts what is chosen when warm."""
@@ -207,16 +353,17 @@ class LocalDevice:
         if kernel is None:
             message = f"{selection.kernel} was removed while it was being chosen; call again"
             raise NoKernelFoundError(message, trace=selection.trace, op=op.name, request=selection.request)
-        accepted = selection.candidate(kernel.id).accepted
-        if accepted is not None and not accepted.ready and "capture" in selection.request.modes:
-            raise CudaGraphUnsafeError(
-                f"{kernel.id} needs loading, which cannot happen while a graph is captured"
-            )
+        if selection.plan_miss is not None:
+            self.counters.add("plan_bucket_misses", op=op.name)
+        if self.noted is not None:
+            self.noted(selection.request)
         call = self.callable_for(op, selection, kernel.id)
+        for watcher in self._watchers:
+            call = watcher.around(op, selection, call)
         if kernel.id in self.health.probing():
             call = self._recovery.probe(op, kernel.id, call, selection)
         if selection.when_warm is not None:
-            self._warm(selection.when_warm)
+            self._warm(selection.when_warm, selection.request)
         return Plan(op, call, selection, selection.request)
 
     # -- running ----------------------------------------------------------------------------------
@@ -241,6 +388,12 @@ class LocalDevice:
 
         Raises: ValueError: the data was wrong. KernelExecutionError: nobody could answer.
         """
+        if snapshot is not None and snapshot.terms is not None:
+            self.counters.add("failures", kernel=plan.kernel)
+            message = (
+                f"{plan.kernel} raised {type(error).__name__}: {error}; no rank of a gang falls back alone"
+            )
+            raise KernelExecutionError(message, kernel=plan.kernel) from error
         return self._recovery.recover(plan, args, error, snapshot)
 
     def callable_for(self, op: Op, selection: Selection, kernel_id: str) -> Callable[..., Any]:
@@ -248,6 +401,8 @@ class LocalDevice:
         accepted = selection.candidate(kernel_id).accepted
         transforms = accepted.transforms if accepted is not None else ()
         run = self.registry.callable_of(kernel_id)
+        if self.journal is not None:
+            run = self.journal.watched(kernel_id, run)
         kernel = self.registry.get(kernel_id)
         if kernel is not None:
             run = keep_aligned(op, kernel.capability.alignment, run)
@@ -256,28 +411,32 @@ class LocalDevice:
 
     # -- readiness and health ---------------------------------------------------------------------
 
-    def _warm(self, kernel_id: str) -> None:
+    def _warm(self, kernel_id: str, request: Request) -> None:
         if self.settings.warm == "off" or self._closing.is_set():
             return
         with self._lock:
             if kernel_id in self._warming:
                 return
             self._warming.add(kernel_id)
-        self._background.submit(lambda: self._load_soon(kernel_id))
+        self._background.submit(lambda: self._load_soon(kernel_id, request))
 
-    def _load_soon(self, kernel_id: str) -> None:
+    def _load_soon(self, kernel_id: str, request: Request) -> None:
         """Load on the background thread, once the call that asked for it has had time to end.
 
         An import holds the interpreter for tens of milliseconds at a time; the first call would wait for it.
         """
         if not self._closing.wait(_WARM_DELAY_S):
-            self._load(kernel_id)
+            self._load(kernel_id, request)
 
-    def _load(self, kernel_id: str) -> None:
+    def _load(self, kernel_id: str, request: Request | None = None) -> None:
         started = self.clock.now()
         try:
             self.registry.callable_of(kernel_id)
+            if request is not None:
+                self.registry.build(kernel_id, request)
         except Exception as error:
+            if not threading.main_thread().is_alive():
+                return  # the process is ending and takes no more threads: that says nothing of the kernel
             self.counters.add("load_failures", kernel=kernel_id)
             log.warning("kernel.load_failed", kernel=kernel_id, error=f"{type(error).__name__}: {error}")
         else:
@@ -292,15 +451,15 @@ class LocalDevice:
         self._closing.set()
         self._background.close(timeout_s)
 
-    def warm(self, kernel_ids: Sequence[str]) -> None:
-        """Load kernels now, in this thread; failures block them with their reason."""
+    def warm(self, kernel_ids: Sequence[str], request: Request | None = None) -> None:
+        """Load kernels now, in this thread, and compile what `request` needs; failures block them."""
         for kernel_id in kernel_ids:
-            self._load(kernel_id)
+            self._load(kernel_id, request)
 
-    def batches(self, op: Op) -> bool:
-        """Whether the settings let calls of `op` share launches."""
-        mode_of_batching = self.settings.batching
-        return mode_of_batching == "all" or (mode_of_batching == "rows" and op.rowwise)
+    def batches(self, op: Op, wanted: str | None = None) -> bool:
+        """Whether calls of `op` may share launches: as a call wants it, else as the settings say."""
+        wanted = wanted or self.settings.batching
+        return wanted == "all" or (wanted == "rows" and op.rowwise)
 
     def _arm(self) -> None:
         """One timer for the next breaker that will want a probe."""
@@ -328,6 +487,8 @@ class LocalDevice:
                 self._timer.cancel()
                 self._timer = None
             self.snapshot = Snapshot(self.snapshot.generation + 1, self.snapshot.policy)
+        if self._guard is not None:
+            self._guard.close()
         self.worker.close()
         self.reaper.close()
         self._background.close()
@@ -335,20 +496,3 @@ class LocalDevice:
     def kernels(self) -> tuple[Kernel, ...]:
         """Every kernel registered on this device."""
         return self.registry.all()
-
-
-def environment_of(hardware: Hardware) -> str:
-    """What a stored quarantine holds for: the device's kind and the software under it."""
-    parts = (hardware.name, hardware.torch, hardware.cuda, hardware.driver)
-    return " / ".join(part for part in parts if part)
-
-
-def device_of(args: Args) -> torch.device:
-    """The device a call runs on: its first argument's.
-
-    Raises: TypeError: the first argument is no tensor.
-    """
-    first = args[0]
-    if not isinstance(first, Tensor):
-        raise TypeError(f"the first argument needs a torch.Tensor, got {type(first).__name__}")
-    return first.device

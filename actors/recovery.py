@@ -10,11 +10,14 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import msgspec
+import torch
 
 from layerzero import log
 from layerzero.dispatch import Plan, Snapshot
-from layerzero.errors import KernelExecutionError, LayerZeroError
+from layerzero.errors import CudaGraphUnsafeError, KernelExecutionError, LayerZeroError
+from layerzero.hardware import free_memory
 from layerzero.ops.op import Args, Op
+from layerzero.selection.memory import in_words, needs
 from layerzero.selection.outputs import check_outputs
 from layerzero.selection.record import Selection
 
@@ -37,12 +40,19 @@ class Recovery:
         op, selection = plan.op, plan.selection
         if isinstance(error, LayerZeroError):
             raise error
+        if "capture" in plan.request.modes:
+            raise CudaGraphUnsafeError(
+                f"{plan.kernel} raised {_short(error)} during a graph capture, which can take no other",
+                kernel=plan.kernel,
+            ) from error
         if op.guard is not None:
             self._blame_data(op, args, error)
         if not op.pure:
             raise self._failed(
                 plan.kernel, error, f"{op.name} changes its inputs, so no other kernel may repeat it"
             )
+        if is_out_of_memory(error):
+            return self._smaller(plan, args, error)
         device = self._device
         failed = [(plan.kernel, error)]
         for kernel_id in selection.order:
@@ -63,6 +73,36 @@ class Recovery:
         device.counters.add("failures", kernel=plan.kernel)
         device.health.failure(plan.kernel, _short(error), op=op.name)
         raise self._failed(plan.kernel, error, "no other kernel could answer")
+
+    def _smaller(self, plan: Plan, args: Args, error: Exception) -> tuple[Any, Plan]:
+        """Run the kernel that states the smallest workspace, once; memory is not the first kernel's fault."""
+        device, op, request = self._device, plan.op, plan.request
+        device.counters.add("out_of_memory", kernel=plan.kernel)
+        if device.device.type == "cuda":
+            torch.cuda.empty_cache()
+        if device.room.moved(device.settings):
+            device.refresh()
+        usage = f"{in_words(free_memory(device.device))} of {in_words(device.hardware.memory_bytes)} are free"
+        failed = device.registry.get(plan.kernel)
+        others = [
+            kernel
+            for kernel_id in plan.selection.order
+            if kernel_id != plan.kernel
+            and kernel_id not in device.health.blocked()
+            and (kernel := device.registry.get(kernel_id)) is not None
+            and (failed is None or needs(kernel, request) <= needs(failed, request))
+        ]
+        if not others:
+            raise self._failed(plan.kernel, error, f"no smaller kernel takes the call, and {usage}")
+        smallest = min(others, key=lambda kernel: needs(kernel, request)).id
+        log.warning("kernel.out_of_memory", kernel=plan.kernel, used=smallest, op=op.name, usage=usage)
+        try:
+            result = device.callable_for(op, plan.selection, smallest)(*args)
+            check_outputs(op, args, result, dtypes="autocast" not in request.modes)
+        except Exception as other:
+            message = f"so did {smallest} ({_short(other)}); {usage}: make the call smaller"
+            raise self._failed(plan.kernel, error, message) from other
+        return result, self._note(plan, smallest, error)
 
     def _blame_data(self, op: Op, args: Args, error: Exception) -> None:
         assert op.guard is not None
@@ -117,6 +157,13 @@ class Recovery:
             if other != kernel_id:
                 return self._device.callable_for(op, selection, other)(*args)
         raise KernelExecutionError(f"{kernel_id} rests and no other kernel takes the call", kernel=kernel_id)
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an allocation failed, on a GPU or on the CPU, where torch has no type of its own for it."""
+    if isinstance(error, torch.OutOfMemoryError | MemoryError):
+        return True
+    return isinstance(error, RuntimeError) and "DefaultCPUAllocator: can't allocate memory" in str(error)
 
 
 def _short(error: BaseException) -> str:

@@ -12,20 +12,35 @@ from typing import Any
 
 from layerzero.errors import BackendNotAvailableError
 from layerzero.kernel import Kernel
+from layerzero.ops import table
+from layerzero.ops.request import Request
 from layerzero.reasons import Reason, Rejected
 
 
 class Registry:
-    """Kernels by id and by op, with the callables that have been loaded."""
+    """Kernels by id and by op, with the callables that have been loaded.
 
-    def __init__(self, kernels: Iterable[Kernel], availability: Callable[[Kernel], list[Rejected]]) -> None:
+    `kernels` are registered at once; those that `source(op, everything)` gives, when the op is first asked
+    for: first what can serve on this device, everything when `complete` or `all` asks.
+    """
+
+    def __init__(
+        self,
+        kernels: Iterable[Kernel],
+        availability: Callable[[Kernel], list[Rejected]],
+        source: Callable[[str, bool], Iterable[Kernel]] | None = None,
+    ) -> None:
         self._lock = threading.Lock()
+        self._source = source
+        self._sourced: frozenset[str] = frozenset()
+        self._completed: frozenset[str] = frozenset()
         self._availability = availability
         self._by_id: dict[str, Kernel] = {}
         self._by_op: dict[str, tuple[Kernel, ...]] = {}
         self._loaded: dict[str, Callable[..., Any]] = {}
         self._failed: dict[str, Rejected] = {}
         self._missing: dict[str, Rejected] = {}
+        self._built: frozenset[tuple[str, str]] = frozenset()
         for kernel in kernels:
             self._add(kernel)
 
@@ -34,8 +49,38 @@ class Registry:
 
         Raises: ValueError: a kernel of that id is registered already.
         """
+        self._ask_source(kernel.op)
         with self._lock:
             self._add(kernel)
+
+    def _ask_source(self, op: str) -> None:
+        """Register what the source has for an op, once."""
+        if self._source is None or op in self._sourced:
+            return
+        found = tuple(self._source(op, False))
+        with self._lock:
+            if op not in self._sourced:
+                for kernel in found:
+                    self._add(kernel)
+                self._sourced |= {op}
+
+    def complete(self, op: str) -> bool:
+        """Register what cannot serve an op here, too, so that it can be said why; whether it was new."""
+        self._ask_source(op)
+        if self._source is None or op in self._completed:
+            return False
+        found = tuple(self._source(op, True))
+        with self._lock:
+            fresh = [kernel for kernel in found if kernel.id not in self._by_id and op not in self._completed]
+            for kernel in fresh:
+                self._add(kernel)
+            self._completed |= {op}
+        return bool(fresh)
+
+    def _ask_all(self) -> None:
+        if self._source is not None:
+            for op in table.names():
+                self.complete(op)
 
     def _add(self, kernel: Kernel) -> None:
         if kernel.id in self._by_id:
@@ -51,6 +96,7 @@ class Registry:
 
         Raises: KeyError: no kernel has that id.
         """
+        self._ask_all()
         with self._lock:
             kernel = self._by_id[kernel_id]
             self._by_id = {k: v for k, v in self._by_id.items() if k != kernel_id}
@@ -66,6 +112,7 @@ class Registry:
 
         Raises: KeyError: no kernel has that id. ValueError: the replacement serves another op.
         """
+        self._ask_source(kernel.op)
         with self._lock:
             before = self._by_id[kernel.id]
             if before.op != kernel.op:
@@ -83,23 +130,52 @@ class Registry:
 
     def get(self, kernel_id: str) -> Kernel | None:
         """The kernel of that id, or None."""
-        return self._by_id.get(kernel_id)
+        found = self._by_id.get(kernel_id)
+        if found is None:
+            self._ask_all()
+            found = self._by_id.get(kernel_id)
+        return found
 
     def for_op(self, op: str) -> tuple[Kernel, ...]:
         """Every kernel of an op, in registration order."""
+        self._ask_source(op)
         return self._by_op.get(op, ())
 
     def all(self) -> tuple[Kernel, ...]:
-        """Every kernel."""
-        return tuple(self._by_id.values())
+        """Every kernel, op by op."""
+        self._ask_all()
+        return tuple(kernel for op in sorted(self._by_op) for kernel in self._by_op[op])
 
     def blocked(self) -> Mapping[str, Rejected]:
-        """The kernels that cannot run here: library missing, import or load failed."""
+        """The kernels asked for so far that cannot run here: library missing, import or load failed."""
         return {**self._missing, **self._failed}
 
     def unready(self) -> frozenset[str]:
-        """The kernels whose loading is slow and has not happened."""
+        """The kernels asked for so far whose loading is slow and has not happened."""
         return frozenset(k.id for k in self._by_id.values() if k.cold and k.id not in self._loaded)
+
+    def built(self) -> frozenset[tuple[str, str]]:
+        """(kernel, unit) of everything compiled so far."""
+        return self._built
+
+    def build(self, kernel_id: str, request: Request) -> None:
+        """Compile what `request` needs of a kernel that compiles by unit, once.
+
+        Raises: what the vendor's compiler raises; the failure is remembered and blocks the kernel.
+        """
+        kernel = self.get(kernel_id)
+        if kernel is None or kernel.unit is None or kernel.build is None:
+            return
+        unit = (kernel_id, kernel.unit(request))
+        if unit in self._built:
+            return
+        try:
+            kernel.build(request)
+        except Exception as error:
+            self._failed = {**self._failed, kernel_id: _load_failure(kernel, error)}
+            raise
+        with self._lock:
+            self._built |= {unit}
 
     def callable_of(self, kernel_id: str) -> Callable[..., Any]:
         """The loaded callable of a kernel, loading it now if need be.
@@ -109,7 +185,9 @@ class Registry:
         found = self._loaded.get(kernel_id)
         if found is not None:
             return found
-        kernel = self._by_id[kernel_id]
+        kernel = self.get(kernel_id)
+        if kernel is None:
+            raise KeyError(f"no kernel is named {kernel_id!r}")
         try:
             loaded = kernel.load()
         except BaseException as error:

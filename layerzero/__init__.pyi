@@ -4,10 +4,12 @@ Written by scripts/make_stubs.py; do not edit.
 """
 # ruff: noqa: ASYNC109
 
+from collections.abc import Sequence
 from typing import Literal, overload
 
 from torch import Tensor
 
+from layerzero import speculative as speculative
 from layerzero import sync as sync
 from layerzero.api.batched import batched as batched
 from layerzero.api.binding import bind as bind
@@ -23,6 +25,10 @@ from layerzero.api.configuration import lock as lock
 from layerzero.api.configuration import prefer as prefer
 from layerzero.api.configuration import reset_policy as reset_policy
 from layerzero.api.configuration import unlock as unlock
+from layerzero.api.graphs import compile as compile
+from layerzero.api.graphs import is_graph_safe as is_graph_safe
+from layerzero.api.graphs import rehearse_capture as rehearse_capture
+from layerzero.api.graphs import validate_graph_capture as validate_graph_capture
 from layerzero.api.host import to_host as to_host
 from layerzero.api.inspection import dry_run as dry_run
 from layerzero.api.inspection import explain as explain
@@ -31,6 +37,20 @@ from layerzero.api.inspection import select as select
 from layerzero.api.inspection import validate as validate
 from layerzero.api.inspection import which as which
 from layerzero.api.start import start as start
+from layerzero.api.tokenizing import detokenize as detokenize
+from layerzero.api.tokenizing import tokenize as tokenize
+from layerzero.api.tuning import TuneReport as TuneReport
+from layerzero.api.tuning import record as record
+from layerzero.api.tuning import solve as solve
+from layerzero.api.tuning import tune as tune
+from layerzero.api.tuning import tune_blocking as tune_blocking
+from layerzero.api.warming import readiness_check as readiness_check
+from layerzero.api.warming import warmup as warmup
+from layerzero.api.warming import warmup_blocking as warmup_blocking
+from layerzero.backends.hub import Hub as Hub
+from layerzero.backends.hub import hub_kernel as hub_kernel
+from layerzero.backends.triton_kernels.own import TritonLaunch as TritonLaunch
+from layerzero.backends.triton_kernels.own import triton_kernel as triton_kernel
 from layerzero.doctor import doctor as doctor
 from layerzero.errors import BackendNotAvailableError as BackendNotAvailableError
 from layerzero.errors import CacheCorruptionError as CacheCorruptionError
@@ -50,6 +70,8 @@ from layerzero.errors import PolicyValidationError as PolicyValidationError
 from layerzero.errors import RuntimeClosedError as RuntimeClosedError
 from layerzero.errors import SelectionTimeoutError as SelectionTimeoutError
 from layerzero.hardware import Hardware as Hardware
+from layerzero.integrations import patch as patch
+from layerzero.integrations import unpatch as unpatch
 from layerzero.kernel import Capability as Capability
 from layerzero.kernel import Efficiency as Efficiency
 from layerzero.kernel import Kernel as Kernel
@@ -61,12 +83,16 @@ from layerzero.ops.rope_scaling import Llama3 as Llama3
 from layerzero.ops.rope_scaling import Yarn as Yarn
 from layerzero.ops.rope_scaling import rope_tables as rope_tables
 from layerzero.ops.rope_scaling import xpos_table as xpos_table
+from layerzero.ops.verify import tree_mask as tree_mask
 from layerzero.reasons import Reason as Reason
 from layerzero.reasons import Rejected as Rejected
 from layerzero.runtime import Runtime as Runtime
 from layerzero.selection.record import Accepted as Accepted
 from layerzero.selection.record import Selection as Selection
 from layerzero.settings import Settings as Settings
+from layerzero.tokenization.tokenizer import Tokenizer as Tokenizer
+from layerzero.tokenization.tokenizer import Tokens as Tokens
+from layerzero.warmup.manifest import Manifest as Manifest
 
 __version__: str
 
@@ -80,6 +106,7 @@ async def add_layer_norm(
     backend: str | None = None,
     priority: int = 1,
     timeout: float | None = None,
+    batching: Literal["off", "rows", "all"] | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Add `residual` to `x` and normalise the sum to mean 0 and variance 1; both are returned."""
 
@@ -92,6 +119,7 @@ async def add_rms_norm(
     backend: str | None = None,
     priority: int = 1,
     timeout: float | None = None,
+    batching: Literal["off", "rows", "all"] | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Add `residual` to `x` and normalise the sum; both are returned."""
 
@@ -103,8 +131,24 @@ async def alibi(
     backend: str | None = None,
     priority: int = 1,
     timeout: float | None = None,
+    batching: Literal["off", "rows", "all"] | None = None,
 ) -> Tensor:
     """The bias that `slopes` put on the scores of `q_len` queries and `k_len` keys."""
+
+async def append_kv(
+    k: Tensor,
+    v: Tensor,
+    k_pages: Tensor,
+    v_pages: Tensor,
+    slots: Tensor,
+    *,
+    layout: str = "NHD",
+    backend: str | None = None,
+    priority: int = 1,
+    timeout: float | None = None,
+    batching: Literal["off", "rows", "all"] | None = None,
+) -> Tensor:
+    """Write new tokens' keys and values, of any number of sequences, into their places in a pool of pages."""
 
 @overload
 async def attention(
@@ -126,6 +170,7 @@ async def attention(
     backend: str | None = None,
     priority: int = 1,
     timeout: float | None = None,
+    batching: Literal["off", "rows", "all"] | None = None,
 ) -> Tensor:
     """Attend `q` to `k` and `v`: softmax(scale * q k^T + bias) v."""
 
@@ -149,6 +194,7 @@ async def attention(
     backend: str | None = None,
     priority: int = 1,
     timeout: float | None = None,
+    batching: Literal["off", "rows", "all"] | None = None,
 ) -> tuple[Tensor, Tensor]: ...
 @overload
 async def attention(
@@ -170,6 +216,7 @@ async def attention(
     backend: str | None = None,
     priority: int = 1,
     timeout: float | None = None,
+    batching: Literal["off", "rows", "all"] | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]: ...
 async def cross_entropy(
     logits: Tensor,
@@ -182,8 +229,21 @@ async def cross_entropy(
     backend: str | None = None,
     priority: int = 1,
     timeout: float | None = None,
+    batching: Literal["off", "rows", "all"] | None = None,
 ) -> Tensor:
     """The negative log likelihood of each row's target class."""
+
+async def dequantize(
+    codes: Tensor,
+    scale: Tensor,
+    *,
+    dtype: str = "float32",
+    backend: str | None = None,
+    priority: int = 1,
+    timeout: float | None = None,
+    batching: Literal["off", "rows", "all"] | None = None,
+) -> Tensor:
+    """Give back the numbers that `codes` and `scale` stand for."""
 
 async def embedding(
     ids: Tensor,
@@ -193,6 +253,7 @@ async def embedding(
     backend: str | None = None,
     priority: int = 1,
     timeout: float | None = None,
+    batching: Literal["off", "rows", "all"] | None = None,
 ) -> Tensor:
     """The row of `weight` for each id."""
 
@@ -205,6 +266,7 @@ async def layer_norm(
     backend: str | None = None,
     priority: int = 1,
     timeout: float | None = None,
+    batching: Literal["off", "rows", "all"] | None = None,
 ) -> Tensor:
     """Shift and scale each row of `x` to mean 0 and variance 1, times `weight`, plus `bias`."""
 
@@ -216,8 +278,25 @@ async def linear(
     backend: str | None = None,
     priority: int = 1,
     timeout: float | None = None,
+    batching: Literal["off", "rows", "all"] | None = None,
 ) -> Tensor:
     """Multiply each row of `x` by `weight` transposed and add `bias`."""
+
+async def linear_cross_entropy(
+    x: Tensor,
+    weight: Tensor,
+    target: Tensor,
+    bias: Tensor | None = None,
+    *,
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+    reduction: str = "mean",
+    backend: str | None = None,
+    priority: int = 1,
+    timeout: float | None = None,
+    batching: Literal["off", "rows", "all"] | None = None,
+) -> Tensor:
+    """The negative log likelihood of each row's target class, from the rows before the last projection."""
 
 @overload
 async def mla_attention(
@@ -228,13 +307,14 @@ async def mla_attention(
     block_tables: Tensor,
     context_lens: Tensor,
     *,
-    scale: float,
     cu_seqlens: Tensor | None = None,
+    scale: float,
     is_causal: bool = True,
     return_lse: Literal[False] = False,
     backend: str | None = None,
     priority: int = 1,
     timeout: float | None = None,
+    batching: Literal["off", "rows", "all"] | None = None,
 ) -> Tensor:
     """Attend absorbed queries to the latent vectors that all heads share: softmax(scale * s) ckv."""
 
@@ -247,13 +327,14 @@ async def mla_attention(
     block_tables: Tensor,
     context_lens: Tensor,
     *,
-    scale: float,
     cu_seqlens: Tensor | None = None,
+    scale: float,
     is_causal: bool = True,
     return_lse: Literal[True],
     backend: str | None = None,
     priority: int = 1,
     timeout: float | None = None,
+    batching: Literal["off", "rows", "all"] | None = None,
 ) -> tuple[Tensor, Tensor]: ...
 @overload
 async def mla_attention(
@@ -264,13 +345,14 @@ async def mla_attention(
     block_tables: Tensor,
     context_lens: Tensor,
     *,
-    scale: float,
     cu_seqlens: Tensor | None = None,
+    scale: float,
     is_causal: bool = True,
     return_lse: bool = False,
     backend: str | None = None,
     priority: int = 1,
     timeout: float | None = None,
+    batching: Literal["off", "rows", "all"] | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]: ...
 async def mlp(
     x: Tensor,
@@ -283,8 +365,26 @@ async def mlp(
     backend: str | None = None,
     priority: int = 1,
     timeout: float | None = None,
+    batching: Literal["off", "rows", "all"] | None = None,
 ) -> Tensor:
     """Project each row of `x` up to F, apply `activation`, project down again."""
+
+async def moe(
+    x: Tensor,
+    router_logits: Tensor,
+    w_up: Tensor,
+    w_down: Tensor,
+    *,
+    top_k: int = 2,
+    scoring: str = "softmax",
+    renormalize: bool = True,
+    activation: str = "swiglu",
+    backend: str | None = None,
+    priority: int = 1,
+    timeout: float | None = None,
+    batching: Literal["off", "rows", "all"] | None = None,
+) -> Tensor:
+    """Send each row of `x` to its `top_k` experts and add their answers, weighed by the router."""
 
 @overload
 async def paged_attention(
@@ -304,6 +404,7 @@ async def paged_attention(
     backend: str | None = None,
     priority: int = 1,
     timeout: float | None = None,
+    batching: Literal["off", "rows", "all"] | None = None,
 ) -> Tensor:
     """Attend the queries of several sequences to their keys and values in a shared pool of pages."""
 
@@ -325,6 +426,7 @@ async def paged_attention(
     backend: str | None = None,
     priority: int = 1,
     timeout: float | None = None,
+    batching: Literal["off", "rows", "all"] | None = None,
 ) -> tuple[Tensor, Tensor]: ...
 @overload
 async def paged_attention(
@@ -344,7 +446,36 @@ async def paged_attention(
     backend: str | None = None,
     priority: int = 1,
     timeout: float | None = None,
+    batching: Literal["off", "rows", "all"] | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]: ...
+async def quantize(
+    x: Tensor,
+    *,
+    format: str = "int8",
+    granularity: str = "row",
+    group_size: int = 0,
+    scale: Tensor | None = None,
+    backend: str | None = None,
+    priority: int = 1,
+    timeout: float | None = None,
+    batching: Literal["off", "rows", "all"] | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Round `x` to eight-bit codes and the scales that give it back."""
+
+async def quantized_linear(
+    x: Tensor,
+    weight: Tensor,
+    scale: Tensor,
+    bias: Tensor | None = None,
+    *,
+    inputs: str = "float",
+    backend: str | None = None,
+    priority: int = 1,
+    timeout: float | None = None,
+    batching: Literal["off", "rows", "all"] | None = None,
+) -> Tensor:
+    """Multiply each row of `x` by an eight-bit `weight` transposed and add `bias`."""
+
 @overload
 async def ragged_attention(
     q: Tensor,
@@ -361,6 +492,7 @@ async def ragged_attention(
     backend: str | None = None,
     priority: int = 1,
     timeout: float | None = None,
+    batching: Literal["off", "rows", "all"] | None = None,
 ) -> Tensor:
     """Attend each sequence's queries to its own keys and values, without padding."""
 
@@ -380,6 +512,7 @@ async def ragged_attention(
     backend: str | None = None,
     priority: int = 1,
     timeout: float | None = None,
+    batching: Literal["off", "rows", "all"] | None = None,
 ) -> tuple[Tensor, Tensor]: ...
 @overload
 async def ragged_attention(
@@ -397,6 +530,7 @@ async def ragged_attention(
     backend: str | None = None,
     priority: int = 1,
     timeout: float | None = None,
+    batching: Literal["off", "rows", "all"] | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]: ...
 async def rms_norm(
     x: Tensor,
@@ -406,6 +540,7 @@ async def rms_norm(
     backend: str | None = None,
     priority: int = 1,
     timeout: float | None = None,
+    batching: Literal["off", "rows", "all"] | None = None,
 ) -> Tensor:
     """Scale each row of `x` to unit root mean square, times `weight`."""
 
@@ -421,6 +556,7 @@ async def rope(
     backend: str | None = None,
     priority: int = 1,
     timeout: float | None = None,
+    batching: Literal["off", "rows", "all"] | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Turn the first R features of each head by the angles of the token's position."""
 
@@ -435,6 +571,7 @@ async def sample(
     backend: str | None = None,
     priority: int = 1,
     timeout: float | None = None,
+    batching: Literal["off", "rows", "all"] | None = None,
 ) -> Tensor:
     """Draw one token a row, after temperature, top-k and top-p."""
 
@@ -448,6 +585,7 @@ async def sample_topk(
     backend: str | None = None,
     priority: int = 1,
     timeout: float | None = None,
+    batching: Literal["off", "rows", "all"] | None = None,
 ) -> Tensor:
     """Draw one token a row among its `k` largest logits: `sample` with top_k=k of at least 1."""
 
@@ -461,5 +599,35 @@ async def sample_topp(
     backend: str | None = None,
     priority: int = 1,
     timeout: float | None = None,
+    batching: Literal["off", "rows", "all"] | None = None,
 ) -> Tensor:
     """Draw one token a row among the fewest whose probability reaches `p`: `sample` with top_p=p."""
+
+async def verify_chain(
+    draft_probs: Tensor,
+    draft_tokens: Tensor,
+    target_probs: Tensor,
+    *,
+    seed: int | Tensor | None = None,
+    offset: int | Tensor = 0,
+    backend: str | None = None,
+    priority: int = 1,
+    timeout: float | None = None,
+    batching: Literal["off", "rows", "all"] | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Keep the drafted tokens that the target agrees with, and draw the one after them."""
+
+async def verify_tree(
+    draft_probs: Tensor,
+    draft_tokens: Tensor,
+    target_probs: Tensor,
+    parents: Sequence[int],
+    *,
+    seed: int | Tensor | None = None,
+    offset: int | Tensor = 0,
+    backend: str | None = None,
+    priority: int = 1,
+    timeout: float | None = None,
+    batching: Literal["off", "rows", "all"] | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Walk a tree of drafted tokens as far as the target agrees, and draw the token after it."""

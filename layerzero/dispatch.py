@@ -11,17 +11,18 @@ publishes into the table it started from, so that a slow computation never reach
 
 from __future__ import annotations
 
+import hashlib
 import inspect
 import threading
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import torch
 from torch import Tensor
 
-from layerzero.errors import SelectionTimeoutError
+from layerzero.errors import CudaGraphUnsafeError, NoKernelFoundError, SelectionTimeoutError
 from layerzero.hardware import Hardware
 from layerzero.kernel import Kernel
 from layerzero.ops.op import Args, Op, Signature
@@ -31,6 +32,9 @@ from layerzero.selection.decide import CostModel, Knobs, Standing, decide
 from layerzero.selection.key import KeyMaker
 from layerzero.selection.outputs import check_outputs
 from layerzero.selection.record import Selection
+
+if TYPE_CHECKING:
+    from layerzero.selection.solved import Solved
 
 GRAD, DETERMINISTIC, AUTOCAST, CAPTURE = 1, 2, 4, 8
 _MODES = 16
@@ -49,9 +53,18 @@ def mode() -> int:
     return bits
 
 
+class _Rehearsal(threading.local):
+    """Whether this thread plans for a capture that has not begun; `graphs.rehearsal` sets it."""
+
+    on = False
+
+
+REHEARSAL = _Rehearsal()
+
+
 def capturing_mode() -> int:
     """`mode()` on CUDA, where the current stream may be capturing."""
-    return mode() | (CAPTURE if torch.cuda.is_current_stream_capturing() else 0)
+    return mode() | (CAPTURE if REHEARSAL.on or torch.cuda.is_current_stream_capturing() else 0)
 
 
 class LaneFacts:
@@ -82,7 +95,7 @@ class Plan:
         self.request = request
         self.kernel = selection.kernel
         self.expected_us = selection.expected_us
-        self.joins = op.pure and selection.kernel != "" and "grad" not in request.modes
+        self.joins = selection.kernel != "" and "grad" not in request.modes
         self.lane: LaneFacts | None = None
 
     def at(self, request: Request) -> Plan:
@@ -135,6 +148,9 @@ class Rules:
     standing: Standing
     knobs: Knobs
     modes: frozenset[str] = frozenset()
+    costs: Hashable = None
+    watched: Hashable = None
+    solved: Solved | None = None
 
     def fingerprint(self, op: str) -> Hashable:
         """Equal for two rule sets that decide every request of `op` alike."""
@@ -144,8 +160,21 @@ class Rules:
         blocked = tuple((k, standing.blocked[k].reason) for k in own if k in standing.blocked)
         unready = tuple(k for k in own if k in standing.unready)
         probing = tuple(k for k in own if k in standing.probing)
+        built = None if standing.built is None else frozenset(b for b in standing.built if b[0] in own)
         # The kernels themselves, not their ids: a replaced implementation keeps its id.
-        return (self.kernels, rules, blocked, unready, probing, self.knobs, self.modes)
+        return (
+            self.kernels,
+            rules,
+            blocked,
+            unready,
+            probing,
+            built,
+            self.knobs,
+            self.modes,
+            self.costs,
+            self.watched,
+            id(self.solved) if self.solved is not None else None,
+        )
 
 
 class Table:
@@ -193,12 +222,34 @@ class Table:
         if empty is not None and empty(args) is not None:
             plan = Plan(self.op, lambda *full: empty(full), nothing_to_do(request), request)
         else:
-            plan = self.decided(request).unproven(request)
+            plan = (self._capturable(request, bits) or self.decided(request)).unproven(request)
         hot = self.hot[bits]
         if len(hot) >= self._max_keys:
             hot = self.hot[bits] = {}
         hot[signature] = plan
         return plan
+
+    def _capturable(self, request: Request, bits: int) -> Plan | None:
+        """The plan for a call under graph capture, where nothing may be chosen or loaded; None elsewhere."""
+        if not bits & CAPTURE:
+            return None
+        if not REHEARSAL.on:
+            known = self.keyed.get(self._maker.key(request))
+            if known is None:
+                raise CudaGraphUnsafeError(
+                    f"{self.op.name} under graph capture needs a plan from before it: run the step once "
+                    "inside layerzero.rehearse_capture(), got a call that was not rehearsed",
+                    request=request,
+                )
+            return known
+        try:
+            return self.decided(request)
+        except NoKernelFoundError as error:
+            raise CudaGraphUnsafeError(
+                f"{self.op.name} has no kernel that is safe under graph capture: {error}",
+                trace=error.trace,
+                request=request,
+            ) from error
 
     def describe(self, args: Args, bits: int) -> Request:
         """The request of a call under the given modes."""
@@ -269,7 +320,7 @@ class Table:
 
     def fresh(self, request: Request) -> Selection:
         """The decision for a request, computed anew whatever the table remembers."""
-        rules = self._rules
+        rules, on_grid = self._rules, self._maker.on_grid(request)
         selection = decide(
             self.op,
             request,
@@ -278,8 +329,9 @@ class Table:
             rules.policy,
             rules.standing,
             rules.knobs,
-            priced_as=self._maker.on_grid(request),
+            priced_as=on_grid,
             cost=self._cost,
+            solved=rules.solved.kernel(on_grid) if rules.solved is not None else None,
         )
         return selection_at(selection, self.generation)
 
@@ -303,12 +355,47 @@ def selection_at(selection: Selection, generation: int) -> Selection:
     return msgspec.structs.replace(selection, generation=generation)
 
 
+class Terms:
+    """What the ranks of a gang agreed on, in place of one device's own health, readiness and measurements.
+
+    `kernels` are the ids that may be chosen, `modes` hold for every request, `measured` says whether
+    measurements count. `decided` is the digest of all choices so far: equal on ranks that ran the same steps.
+    """
+
+    __slots__ = ("_hash", "decided", "kernels", "measured", "modes")
+
+    def __init__(
+        self, kernels: frozenset[str], modes: frozenset[str] = frozenset(), *, measured: bool
+    ) -> None:
+        self.kernels = kernels
+        self.modes = modes
+        self.measured = measured
+        self.decided = ""
+        self._hash = hashlib.sha256()
+
+    def note(self, op: str, kernel: str) -> None:
+        """Count one new choice."""
+        self._hash.update(f"{op} {kernel};".encode())
+        self.decided = self._hash.hexdigest()[:16]
+
+
 class Snapshot:
-    """One generation of a device's tables, filled op by op as they are first used."""
+    """One generation of a device's tables, filled op by op as they are first used.
 
-    __slots__ = ("generation", "policy", "tables")
+    `terms` are those of a gang whose snapshot this is.
+    """
 
-    def __init__(self, generation: int, policy: Policy, tables: dict[str, Table] | None = None) -> None:
+    __slots__ = ("generation", "policy", "tables", "terms")
+
+    def __init__(
+        self,
+        generation: int,
+        policy: Policy,
+        tables: dict[str, Table] | None = None,
+        *,
+        terms: Terms | None = None,
+    ) -> None:
+        self.terms = terms
         self.generation = generation
         self.policy = policy
         self.tables: dict[str, Table] = tables if tables is not None else {}

@@ -20,6 +20,7 @@ from layerzero.hardware import Hardware, probe
 from layerzero.health.breaker import Standing
 from layerzero.kernel import Kernel, judge, version
 from layerzero.libraries import Found, examine
+from layerzero.native import HOT
 from layerzero.ops import table as ops_table
 from layerzero.ops.request import Request
 from layerzero.policy.policy import describe
@@ -31,13 +32,14 @@ TORCH_MIN = "2.11"
 
 
 class Host(msgspec.Struct, frozen=True, kw_only=True):
-    """The machine and the interpreter."""
+    """The machine and the interpreter; `awaited_path` says whether the awaited ops run compiled."""
 
     system: str
     python: str
     cpu: Hardware
     cpus: int
     cpu_capability: str
+    awaited_path: str
 
 
 class Torch(msgspec.Struct, frozen=True, kw_only=True):
@@ -177,6 +179,7 @@ def _host() -> Host:
         cpu=probe("cpu"),
         cpus=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
         cpu_capability=torch.backends.cpu.get_cpu_capability(),
+        awaited_path=HOT.describe(),
     )
 
 
@@ -276,6 +279,7 @@ def _host_rows(host: Host) -> Iterator[tuple[str, str]]:
     yield "cpu", f"{cpu.name} ({cpu.vendor}), {host.cpus} usable, torch uses {cpu.threads} threads"
     yield "isa", f"{', '.join(sorted(cpu.isa)) or 'unknown'}; torch dispatches to {host.cpu_capability}"
     yield "memory", f"{cpu.memory_bytes / 2**30:.1f} GiB"
+    yield "awaited path", host.awaited_path
 
 
 def _torch_rows(found: Torch) -> Iterator[tuple[str, str]]:

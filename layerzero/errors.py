@@ -34,6 +34,17 @@ class LayerZeroError(Exception):
         super().__init__(message)
         self.context: Mapping[str, Any] = context
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        # The default would call the class with the message alone, and most of these need a keyword.
+        return _restored, (type(self), self.args, self.__dict__)
+
+
+def _restored(kind: type[LayerZeroError], args: tuple[Any, ...], state: dict[str, Any]) -> LayerZeroError:
+    error = kind.__new__(kind, *args)
+    error.args = args
+    error.__dict__.update(state)
+    return error
+
 
 class NoKernelFoundError(LayerZeroError):
     """No registered kernel accepts the request; `trace` holds every verdict."""

@@ -66,6 +66,12 @@ class Hardware(msgspec.Struct, frozen=True, kw_only=True):
         return mma_family_of(self.sm)
 
 
+def kind_of(hardware: Hardware) -> str:
+    """What a stored quarantine holds for: the device's kind and the software under it."""
+    parts = (hardware.name, hardware.torch, hardware.cuda, hardware.driver)
+    return " / ".join(part for part in parts if part)
+
+
 def generation_of(sm: int | None) -> GPUGeneration:
     """The generation of a compute capability (times ten)."""
     if sm is None or sm < 75:
@@ -221,3 +227,17 @@ def _memory_bytes() -> int:
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     except (ValueError, OSError, AttributeError):
         return 0
+
+
+def free_memory(device: torch.device) -> int:
+    """Bytes that can still be had on a device, what torch holds unused included; 0 where unknown."""
+    if device.type == "cuda":
+        free, _ = torch.cuda.mem_get_info(device)
+        held = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        return int(free + held)
+    meminfo = Path("/proc/meminfo")
+    if meminfo.exists():
+        found = re.search(r"^MemAvailable:\s+(\d+) kB", meminfo.read_text(), re.MULTILINE)
+        if found:
+            return int(found.group(1)) * 1024
+    return _memory_bytes()

@@ -172,8 +172,19 @@ FEATURE_REASONS: Mapping[str, Reason] = {
     "kv_float32": Reason.KV_DTYPE_MISMATCH,
     "kv_float16": Reason.KV_DTYPE_MISMATCH,
     "kv_bfloat16": Reason.KV_DTYPE_MISMATCH,
+    "quant_int8": Reason.QUANT_FORMAT_UNSUPPORTED,
+    "quant_fp8_e4m3": Reason.QUANT_FORMAT_UNSUPPORTED,
+    "quant_fp8_e5m2": Reason.QUANT_FORMAT_UNSUPPORTED,
+    "scale_per_tensor": Reason.SCALE_LAYOUT_MISMATCH,
+    "scale_per_row": Reason.SCALE_LAYOUT_MISMATCH,
+    "scale_per_group": Reason.SCALE_LAYOUT_MISMATCH,
+    "scale_given": Reason.FEATURE_UNSUPPORTED,
+    "inputs_float": Reason.FEATURE_UNSUPPORTED,
+    "inputs_quantized": Reason.FEATURE_UNSUPPORTED,
+    "scores_sigmoid": Reason.FEATURE_UNSUPPORTED,
+    "scores_raw": Reason.FEATURE_UNSUPPORTED,
 }
-ACTIVATIONS = ("swiglu", "geglu", "reglu", "gelu", "gelu_tanh", "silu", "relu")
+ACTIVATIONS = ("swiglu", "geglu", "geglu_tanh", "reglu", "gelu", "gelu_tanh", "silu", "relu")
 INDEX_DTYPES = frozenset({"int32", "int64"})
 
 
@@ -235,6 +246,8 @@ class Kernel:
     waits for it. `distributions` are the installed distributions it needs, as requirement strings.
     `rank` orders kernels inside the tie band: lower wins. `default` marks the library default of the op.
     `workspace_bytes(request)` is what it allocates beyond its outputs.
+    `unit(request)` names what is compiled together for a request, where loading alone compiles nothing, and
+    `build(request)` compiles it; until then the kernel is not ready for requests of that unit.
     """
 
     id: str
@@ -248,6 +261,8 @@ class Kernel:
     default: bool = False
     distributions: tuple[str, ...] = ()
     workspace_bytes: Callable[[Request], int] | None = field(default=None)
+    unit: Callable[[Request], str] | None = field(default=None)
+    build: Callable[[Request], None] | None = field(default=None)
 
     def __post_init__(self) -> None:
         if not KERNEL_ID.fullmatch(self.id):
@@ -367,7 +382,8 @@ def _judge_modes(cap: Capability, request: Request) -> Iterator[Rejected]:
     if "grad" in modes and not cap.gradient:
         yield Rejected(Reason.NO_GRADIENT, "grad", "no gradient", "requires_grad", "torch.no_grad()")
     if "deterministic" in modes and not cap.deterministic:
-        yield Rejected(Reason.NOT_DETERMINISTIC, "deterministic", "no determinism", "deterministic mode")
+        off = "torch.use_deterministic_algorithms(False)"
+        yield Rejected(Reason.NOT_DETERMINISTIC, "deterministic", "no determinism", "deterministic mode", off)
     if "batch_invariant" in modes and not cap.batch_invariant:
         yield Rejected(
             Reason.NOT_BATCH_INVARIANT, "determinism", "default", "strict", 'determinism="default"'
@@ -375,7 +391,8 @@ def _judge_modes(cap: Capability, request: Request) -> Iterator[Rejected]:
     if "capture" in modes and not cap.graph_safe:
         yield Rejected(Reason.CUDA_GRAPH_UNSAFE, "capture", "no graph capture", "a capturing stream")
     if "autocast" in modes and not cap.autocast:
-        yield Rejected(Reason.AUTOCAST_UNSUPPORTED, "autocast", "no autocast", "autocast")
+        off = "torch.autocast(..., enabled=False)"
+        yield Rejected(Reason.AUTOCAST_UNSUPPORTED, "autocast", "no autocast", "autocast", off)
     if "tp_invariant" in modes and not cap.tp_invariant:
         yield Rejected(Reason.TP_INVARIANCE_REQUIRED, "tp", "no tensor-parallel invariance", "required")
 

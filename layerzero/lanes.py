@@ -11,17 +11,21 @@ from torch import Tensor
 from layerzero.actors.local import LocalDevice
 from layerzero.dispatch import Plan, Snapshot, positional
 from layerzero.errors import NoKernelFoundError
-from layerzero.ops.op import Args, Op
-from layerzero.scheduler.driver import Fronts
+from layerzero.native import HOT
+from layerzero.ops.op import Args, Op, Refused
+from layerzero.scheduler.fronts import Fronts
 from layerzero.scheduler.modes import Modes, applied, capture, without_gradient
+from layerzero.scheduler.streams import Across, Streams
 from layerzero.scheduler.ticket import Failed
 
 
 def attach(device: LocalDevice) -> None:
     """Give a device its lanes, one for each event loop that comes to use it."""
     cuda = device.device.index if device.device.type == "cuda" else None
+    across = None if cuda is None else Streams(cuda, device.reaper, device.settings.completion)
+    executor = BatchExecutor(device) if across is None else StreamExecutor(device, across)
     device.fronts = Fronts(
-        BatchExecutor(device), device.worker, device.settings, always_inline=device.device.type == "cuda"
+        executor, device.worker, device.settings, always_inline=cuda is not None, across=across
     )
 
     device.capture = capture if cuda is None else partial(capture, cuda)
@@ -65,10 +69,36 @@ class BatchExecutor:
             failed = Failed(error)
             return [failed] * len(calls)
         launched = launch.launched
+        if not op.pure:
+            return [_outcome(value, launched) for value in values]
         if len(launched) == 1:
             plan = launched[0][1]
-            return [(value, plan) for value in values]
+            hot = HOT.module
+            pairs = hot.paired(values, plan) if hot is not None else NotImplemented
+            return pairs if pairs is not NotImplemented else [(value, plan) for value in values]
         return [(value, _maker(value, launched)) for value in values]
+
+
+class StreamExecutor(BatchExecutor):
+    """Runs batches on a CUDA device, also those whose callers are on several streams."""
+
+    __slots__ = ("_streams",)
+
+    def __init__(self, device: LocalDevice, streams: Streams) -> None:
+        super().__init__(device)
+        self._streams = streams
+
+    def execute(
+        self, op: Op | Function, calls: Sequence[Args], modes: tuple[Modes | Across, Snapshot | None]
+    ) -> list[Any]:
+        """As on one stream; between the callers' streams and back where there are several."""
+        surrounding, snapshot = modes
+        if not isinstance(surrounding, Across):
+            return super().execute(op, calls, (surrounding, snapshot))
+        with self._streams.crossing(surrounding) as own:
+            outcomes = super().execute(op, calls, (own, snapshot))
+            self._streams.hand_over(outcomes, surrounding)
+        return outcomes
 
 
 class _Launch:
@@ -106,6 +136,11 @@ class _Launch:
         except NoKernelFoundError:
             return float("inf")
         return plan.expected_us
+
+
+def _outcome(value: Any, launched: list[tuple[Any, Plan]]) -> Any:
+    """A call's share of a batch in which a rule may have refused some."""
+    return Failed(value.error) if isinstance(value, Refused) else (value, launched[-1][1])
 
 
 def _maker(value: Any, launched: list[tuple[Any, Plan]]) -> Plan:

@@ -61,10 +61,12 @@ IPEX_ENDED = (
 )
 LIBRARIES: tuple[Library, ...] = (
     Library("flashinfer", "flashinfer-python", "flashinfer", "flashinfer"),
-    Library("flash_attn", "flash-attn", "flash_attn", "flash-attn"),
+    Library("flash_attn_2", "flash-attn", "flash_attn.flash_attn_interface", "flash-attn"),
+    Library("flash_attn_3", "flash-attn-3", "flash_attn_interface"),
+    Library("flash_attn_4", "flash-attn-4", "flash_attn.cute", "flash-attn-4"),
     Library("liger", "liger-kernel", "liger_kernel.transformers", "liger"),
     Library("zentorch", "zentorch", "zentorch", "zentorch"),
-    Library("xformers", "xformers", "xformers.ops"),
+    Library("xformers", "xformers", "xformers.ops", "xformers"),
     Library("triton", "triton", "triton"),
     Library("transformers", "transformers", "transformers", "hf"),
     Library("safetensors", "safetensors", "safetensors.torch", "hf"),

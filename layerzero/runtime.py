@@ -7,13 +7,14 @@ made on first use, or opened by `start`. Device state belongs to no event loop.
 from __future__ import annotations
 
 import atexit
+import importlib
 import os
 import threading
 import warnings
 import weakref
 from collections.abc import Callable, Coroutine
 from types import TracebackType
-from typing import Any, TypeVar, cast
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
 
@@ -23,14 +24,19 @@ from layerzero.actors.registry import Registry
 from layerzero.backends import availability, load_builtin
 from layerzero.clock import Clock, MonotonicClock, Timer
 from layerzero.errors import ConfigurationError, PolicyValidationError, RuntimeClosedError
+from layerzero.hardware import probe
 from layerzero.health import JsonStore, Store
 from layerzero.kernel import Kernel
 from layerzero.lanes import attach
 from layerzero.ops import table as ops_table
 from layerzero.policy import EMPTY, Policy, check_names, environment_policy, load_policy, merge
 from layerzero.scheduler.spawn import Spawned, spawn
+from layerzero.selection.expectations import has_measurements, measured_costs
 from layerzero.settings import Settings
 from layerzero.telemetry import Counters
+
+if TYPE_CHECKING:
+    from layerzero.actors.fleet import Fleet
 
 T = TypeVar("T")
 
@@ -56,13 +62,10 @@ class Runtime:
         self.devices: dict[torch.device, LocalDevice] = {}
         self.closed = False
         self.started = False
-        if self.settings.cluster is not None:
-            raise ConfigurationError(
-                f"cluster needs None, since this version runs in one process, got {self.settings.cluster!r}"
-            )
         if store is None and self.settings.state_dir is not None:
             store = JsonStore(self.settings.state_dir)
         self._store = store
+        self._fleet: Fleet | None = None
         self.program: Policy = EMPTY
         self._kernels = kernels or load_builtin
         self._lock = threading.RLock()
@@ -101,7 +104,16 @@ class Runtime:
         return _canonical(torch.device(name))
 
     def _open(self, device: torch.device) -> LocalDevice:
-        registry = Registry([*self._kernels(), *self._extra], availability)
+        if self._kernels is load_builtin:
+            here = device.type
+            registry = Registry(
+                (), availability, lambda op, every: load_builtin(op=op, platform=None if every else here)
+            )
+            for kernel in self._extra:
+                registry.add(kernel)
+        else:
+            registry = Registry([*self._kernels(), *self._extra], availability)
+        hardware = probe(device)
         opened = LocalDevice(
             device,
             self.settings,
@@ -110,9 +122,18 @@ class Runtime:
             store=self._store,
             counters=self.counters,
             clock=self.clock,
+            hardware=hardware,
         )
+        if has_measurements(self.settings, hardware):
+            settings = self.settings
+            # Asking which kernels there are imports what a first call can do without: in the background, too.
+            opened.expect(
+                lambda: measured_costs(settings, {k.id: k for k in registry.all()}, hardware),
+                at_once=settings.warm != "background",
+            )
         attach(opened)
         if self.settings.warm == "eager":
+            registry.all()
             opened.warm(sorted(registry.unready() - registry.blocked().keys()))
         return opened
 
@@ -157,8 +178,31 @@ class Runtime:
     def known_kernels(self, op: str | None = None) -> frozenset[str]:
         """The ids of all kernels, or of one op's."""
         device = self.device()
+        if op is not None:
+            device.registry.complete(op)
         kernels = device.registry.all() if op is None else device.registry.for_op(op)
         return frozenset(kernel.id for kernel in kernels)
+
+    @property
+    def fleet(self) -> Fleet:
+        """Every device of this runtime, here or in the cluster of its settings.
+
+        Raises: ConfigurationError: a cluster is named, and `async with layerzero.start()` has not joined it.
+        """
+        if self._fleet is None:
+            if self.settings.cluster is not None:
+                raise ConfigurationError(
+                    f"cluster={self.settings.cluster!r} needs `async with layerzero.start(settings)`",
+                    field="cluster",
+                )
+            from layerzero.actors.fleet import local_fleet
+
+            self._fleet = local_fleet(self.device())
+        return self._fleet
+
+    @fleet.setter
+    def fleet(self, fleet: Fleet) -> None:
+        self._fleet = fleet
 
     # -- policy -----------------------------------------------------------------------------------
 
@@ -253,6 +297,13 @@ class Runtime:
         """Call `closer` when this runtime closes, last added first."""
         self._closers.append(closer)
 
+    def gang(self, ranks: int | None = None, **options: Any) -> Any:
+        """The gang that this process is a rank of: `async with rt.gang(ranks, rank=...) as gang`.
+
+        Options and errors as in `layerzero.api.gang.open_gang`; that stands above, and so comes by name.
+        """
+        return importlib.import_module("layerzero.api.gang").open_gang(self, ranks, **options)
+
     def spawn(self, coro: Coroutine[Any, Any, T], *, device: torch.device | str | None = None) -> Spawned[T]:
         """Step a request's coroutine from the lane of `device`, cheaper than a task; await it for its result.
 
@@ -271,6 +322,11 @@ class Runtime:
         for device in list(self.devices.values()):
             in_time = await device.fronts.drain(timeout_s) and in_time
         return in_time
+
+    async def close_fleet(self) -> None:
+        """Close the fleet, if it was used, on the loop that used it."""
+        if self._fleet is not None:
+            await self._fleet.close()
 
     def close(self) -> None:
         """Stop every thread and timer; calls after this raise RuntimeClosedError. Idempotent."""
@@ -311,9 +367,10 @@ class Runtime:
 class _Active:
     """The process's runtime, one attribute load away; `devices` is its map, empty when there is none."""
 
-    __slots__ = ("devices", "lock", "runtime")
+    __slots__ = ("_changes", "devices", "lock", "runtime")
 
     def __init__(self) -> None:
+        self._changes: list[Callable[[], object]] = []
         self.runtime: Runtime | None = None
         self.devices: dict[torch.device, LocalDevice] = {}
         self.lock = threading.RLock()
@@ -322,6 +379,12 @@ class _Active:
         """Make `runtime` the process's, or none."""
         self.runtime = runtime
         self.devices = runtime.devices if runtime is not None else {}
+        for changed in self._changes:
+            changed()
+
+    def on_change(self, changed: Callable[[], object]) -> None:
+        """Call `changed()` after every change of runtime."""
+        self._changes.append(changed)
 
 
 ACTIVE = _Active()

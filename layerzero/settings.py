@@ -18,9 +18,14 @@ from layerzero.strict_yaml import MAX_BYTES, Document, YamlError, near, parse, p
 FORMAT_VERSION = 1
 PREFIX = "LAYERZERO_"
 # Read by other modules under the same prefix; a variable outside this list and the fields is not ours.
-OTHER_VARIABLES = frozenset(PREFIX + word for word in ("CONFIG", "LOCK", "DENY", "ALLOW", "PREFER", "AVOID"))
+OTHER_VARIABLES = frozenset(
+    PREFIX + word for word in ("CONFIG", "LOCK", "DENY", "ALLOW", "PREFER", "AVOID", "NATIVE")
+)
 SETTING_IGNORED = "setting.ignored"
 SETTINGS_SKIPPED = "settings.skipped"
+
+
+BATCHING = ("all", "rows", "off")
 
 
 class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -28,33 +33,51 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
     Where it runs:
         device: "auto", "cpu", "cuda" or "cuda:<index>".
-        cluster: None runs in this process; "auto" or an address joins that Ray cluster.
+        cluster: None runs in this process; "auto" or an address joins that Ray cluster, "local" starts one.
+        cluster_devices: how many devices to take there; None takes every GPU, or one CPU a node without GPUs.
         policy: path of the policy file; None has no file.
         state_dir: folder in which quarantined kernels are remembered; None forgets them with the process.
+        perfdb: file of this machine's measurements; "auto" is one in `state_dir`, else in the user's cache
+            folder; None keeps none.
+        freeze_gc: collect garbage when `start` opens the runtime, and leave what is alive then out of later
+            collections until it closes; a full one takes 70 ms over torch's own objects.
     What it may do:
         strict: refuse implicit layout, dtype and contiguity transforms and unknown names in policy files.
         inference: True runs every op under `torch.inference_mode`, False never does, None follows the caller.
         determinism: "strict" admits only kernels whose rows do not depend on the batch they run in.
+        graph_strict: True admits under CUDA graph capture only kernels that were proved safe on this machine,
+            False also those that declare it and were not found unsafe.
     How it chooses:
         tie_band: relative difference in cost below which a fixed order decides.
         default_gain: relative gain a kernel needs over the library's default to replace it.
         warm: import and compile better kernels in the "background", before start returns ("eager"), or never.
         max_keys: distinct keys remembered for each op; older ones are chosen anew.
+        dispatch_table: file of decisions that `solve` made ahead; None chooses everything at run time.
+        shipped_tables: price with the tables that come with the package, on hardware of their class.
     How it batches:
-        batching: "all" ops with a batching rule, only "rows" (norms, linear, rope), or "off".
+        batching: "all" ops with a batching rule, only "rows" (norms, linear, rope, functions
+            given to `lz.batched`), or "off"; a call's own `batching=` goes before it.
         inline_limit_us: work expected to be shorter runs on the caller's thread (microseconds).
         max_inline_us: inline work after which the next await suspends (microseconds).
         max_items, max_tokens, max_bytes: the most one batch holds.
         queue_items, queue_bytes: the most a lane queues.
         overload: at that limit callers "wait", or the call is "reject"ed with `Overloaded`.
+        completion: a CUDA batch's callers go on when it is launched ("stream"), or when it has run ("host"),
+            with at most two batches under way.
         ageing_ms: waiting time that lifts a call by one priority class (milliseconds).
     How it stays healthy:
+        check_rate: share of calls that are run again on the reference, away from the caller; 0 checks none.
+        memory_headroom: share of a device's memory that kernels' workspaces leave free.
+        workspace_limit_bytes: the most that one kernel's workspace may take; None leaves it to free memory.
         failures_to_open: failures of one kernel within `window_s` that take it out of service.
         window_s: seconds over which failures count.
         cooldown_s: seconds out of service before probes; doubles at each failed round.
         cooldown_max_s: limit of that doubling; a longer cooldown_s raises it.
         probes: calls let through at once while a kernel is on probation.
         probe_timeout_s: seconds after which a probe that was never settled gives its place back.
+        hang_s: seconds after which a kernel that runs on a device of a cluster counts as hung.
+        max_restarts: deaths of a cluster's device within five minutes after which it stays down.
+        placement_timeout_s: seconds to wait for a place in the cluster, and for a device that restarts.
     version: format of the file these settings came from.
 
     Raises: ConfigurationError: a value is outside its range; the message names the field.
@@ -63,15 +86,21 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     version: int = FORMAT_VERSION
     device: str = "auto"
     cluster: str | None = None
+    cluster_devices: int | None = None
     policy: str | None = None
     state_dir: str | None = None
+    perfdb: str | None = "auto"
+    freeze_gc: bool = False
     strict: bool = False
     inference: bool | None = None
     determinism: Literal["default", "strict"] = "default"
+    graph_strict: bool = False
     tie_band: float = 0.03
     default_gain: float = 0.05
     warm: Literal["background", "eager", "off"] = "background"
     max_keys: int = 4096
+    dispatch_table: str | None = None
+    shipped_tables: bool = True
     batching: Literal["all", "rows", "off"] = "all"
     inline_limit_us: float = 200.0
     max_inline_us: float = 500.0
@@ -81,13 +110,20 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     queue_items: int = 16_384
     queue_bytes: int = 4 << 30
     overload: Literal["wait", "reject"] = "wait"
+    completion: Literal["stream", "host"] = "stream"
     ageing_ms: float = 50.0
+    check_rate: float = 0.0
+    memory_headroom: float = 0.05
+    workspace_limit_bytes: int | None = None
     failures_to_open: int = 3
     window_s: float = 60.0
     cooldown_s: float = 30.0
     cooldown_max_s: float = 960.0
     probes: int = 1
     probe_timeout_s: float = 60.0
+    hang_s: float = 30.0
+    max_restarts: int = 5
+    placement_timeout_s: float = 60.0
 
     def __post_init__(self) -> None:
         _check(self)
@@ -128,8 +164,9 @@ _AT_LEAST_ONE = (
     "max_keys", "max_items", "max_tokens", "max_bytes", "queue_items", "queue_bytes",
     "failures_to_open", "probes",
 )  # fmt: skip
-_NOT_NEGATIVE = ("inline_limit_us", "max_inline_us", "ageing_ms", "tie_band", "default_gain")
-_ABOVE_ZERO = ("window_s", "cooldown_s", "cooldown_max_s", "probe_timeout_s")
+_NOT_NEGATIVE = ("max_restarts", "inline_limit_us", "max_inline_us", "ageing_ms", "tie_band", "default_gain")
+_SHARES = ("check_rate", "memory_headroom")
+_ABOVE_ZERO = ("window_s", "cooldown_s", "cooldown_max_s", "probe_timeout_s", "hang_s", "placement_timeout_s")
 
 
 def _check(settings: Settings) -> None:
@@ -139,6 +176,7 @@ def _check(settings: Settings) -> None:
         (_AT_LEAST_ONE, "a whole number of at least 1", lambda n: n >= 1),
         (_NOT_NEGATIVE, "a finite number of at least 0", lambda n: 0 <= n < math.inf),
         (_ABOVE_ZERO, "a finite number above 0", lambda n: 0 < n < math.inf),
+        (_SHARES, "a number from 0 to 1", lambda n: 0 <= n <= 1),
     )
     for names, needs, holds in rules:
         for name in names:
@@ -146,6 +184,10 @@ def _check(settings: Settings) -> None:
             whole = names is not _AT_LEAST_ONE or isinstance(value, int)
             if isinstance(value, bool) or not isinstance(value, int | float) or not whole or not holds(value):
                 raise ConfigurationError(f"{name} needs {needs}, got {shown(value)}", field=name)
+    limit = settings.workspace_limit_bytes
+    if limit is not None and (isinstance(limit, bool) or not isinstance(limit, int) or limit < 1):
+        message = f"workspace_limit_bytes needs a whole number of at least 1, or none, got {shown(limit)}"
+        raise ConfigurationError(message, field="workspace_limit_bytes")
     _check_words(settings)
 
 
@@ -160,7 +202,7 @@ def _check_words(settings: Settings) -> None:
         raise ConfigurationError(
             f"inference needs True, False or None, got {shown(settings.inference)}", field="inference"
         )
-    for name in ("device", "cluster", "policy"):
+    for name in ("device", "cluster", "policy", "perfdb", "dispatch_table"):
         value = getattr(settings, name)
         if (value is None and name == "device") or value == "" or not isinstance(value, str | None):
             raise ConfigurationError(f"{name} needs a non-empty string, got {shown(value)}", field=name)

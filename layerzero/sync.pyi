@@ -3,6 +3,7 @@
 Written by scripts/make_stubs.py; do not edit.
 """
 
+from collections.abc import Sequence
 from typing import Literal, overload
 
 from torch import Tensor
@@ -36,6 +37,18 @@ def alibi(
     backend: str | None = None,
 ) -> Tensor:
     """The bias that `slopes` put on the scores of `q_len` queries and `k_len` keys."""
+
+def append_kv(
+    k: Tensor,
+    v: Tensor,
+    k_pages: Tensor,
+    v_pages: Tensor,
+    slots: Tensor,
+    *,
+    layout: str = "NHD",
+    backend: str | None = None,
+) -> Tensor:
+    """Write new tokens' keys and values, of any number of sequences, into their places in a pool of pages."""
 
 @overload
 def attention(
@@ -108,6 +121,15 @@ def cross_entropy(
 ) -> Tensor:
     """The negative log likelihood of each row's target class."""
 
+def dequantize(
+    codes: Tensor,
+    scale: Tensor,
+    *,
+    dtype: str = "float32",
+    backend: str | None = None,
+) -> Tensor:
+    """Give back the numbers that `codes` and `scale` stand for."""
+
 def embedding(
     ids: Tensor,
     weight: Tensor,
@@ -136,6 +158,19 @@ def linear(
 ) -> Tensor:
     """Multiply each row of `x` by `weight` transposed and add `bias`."""
 
+def linear_cross_entropy(
+    x: Tensor,
+    weight: Tensor,
+    target: Tensor,
+    bias: Tensor | None = None,
+    *,
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+    reduction: str = "mean",
+    backend: str | None = None,
+) -> Tensor:
+    """The negative log likelihood of each row's target class, from the rows before the last projection."""
+
 @overload
 def mla_attention(
     q_nope: Tensor,
@@ -145,8 +180,8 @@ def mla_attention(
     block_tables: Tensor,
     context_lens: Tensor,
     *,
-    scale: float,
     cu_seqlens: Tensor | None = None,
+    scale: float,
     is_causal: bool = True,
     return_lse: Literal[False] = False,
     backend: str | None = None,
@@ -162,8 +197,8 @@ def mla_attention(
     block_tables: Tensor,
     context_lens: Tensor,
     *,
-    scale: float,
     cu_seqlens: Tensor | None = None,
+    scale: float,
     is_causal: bool = True,
     return_lse: Literal[True],
     backend: str | None = None,
@@ -177,8 +212,8 @@ def mla_attention(
     block_tables: Tensor,
     context_lens: Tensor,
     *,
-    scale: float,
     cu_seqlens: Tensor | None = None,
+    scale: float,
     is_causal: bool = True,
     return_lse: bool = False,
     backend: str | None = None,
@@ -194,6 +229,20 @@ def mlp(
     backend: str | None = None,
 ) -> Tensor:
     """Project each row of `x` up to F, apply `activation`, project down again."""
+
+def moe(
+    x: Tensor,
+    router_logits: Tensor,
+    w_up: Tensor,
+    w_down: Tensor,
+    *,
+    top_k: int = 2,
+    scoring: str = "softmax",
+    renormalize: bool = True,
+    activation: str = "swiglu",
+    backend: str | None = None,
+) -> Tensor:
+    """Send each row of `x` to its `top_k` experts and add their answers, weighed by the router."""
 
 @overload
 def paged_attention(
@@ -248,6 +297,28 @@ def paged_attention(
     return_lse: bool = False,
     backend: str | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]: ...
+def quantize(
+    x: Tensor,
+    *,
+    format: str = "int8",
+    granularity: str = "row",
+    group_size: int = 0,
+    scale: Tensor | None = None,
+    backend: str | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Round `x` to eight-bit codes and the scales that give it back."""
+
+def quantized_linear(
+    x: Tensor,
+    weight: Tensor,
+    scale: Tensor,
+    bias: Tensor | None = None,
+    *,
+    inputs: str = "float",
+    backend: str | None = None,
+) -> Tensor:
+    """Multiply each row of `x` by an eight-bit `weight` transposed and add `bias`."""
+
 @overload
 def ragged_attention(
     q: Tensor,
@@ -351,22 +422,53 @@ def sample_topp(
 ) -> Tensor:
     """Draw one token a row among the fewest whose probability reaches `p`: `sample` with top_p=p."""
 
+def verify_chain(
+    draft_probs: Tensor,
+    draft_tokens: Tensor,
+    target_probs: Tensor,
+    *,
+    seed: int | Tensor | None = None,
+    offset: int | Tensor = 0,
+    backend: str | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Keep the drafted tokens that the target agrees with, and draw the one after them."""
+
+def verify_tree(
+    draft_probs: Tensor,
+    draft_tokens: Tensor,
+    target_probs: Tensor,
+    parents: Sequence[int],
+    *,
+    seed: int | Tensor | None = None,
+    offset: int | Tensor = 0,
+    backend: str | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Walk a tree of drafted tokens as far as the target agrees, and draw the token after it."""
+
 __all__ = [
     "add_layer_norm",
     "add_rms_norm",
     "alibi",
+    "append_kv",
     "attention",
     "cross_entropy",
+    "dequantize",
     "embedding",
     "layer_norm",
     "linear",
+    "linear_cross_entropy",
     "mla_attention",
     "mlp",
+    "moe",
     "paged_attention",
+    "quantize",
+    "quantized_linear",
     "ragged_attention",
     "rms_norm",
     "rope",
     "sample",
     "sample_topk",
     "sample_topp",
+    "verify_chain",
+    "verify_tree",
 ]

@@ -1,4 +1,4 @@
-"""The driver, the only file that meets asyncio: loop turns become lane events, batches become results.
+"""The driver, where a lane meets asyncio: loop turns become lane events, batches become results.
 
 A front serves one event loop. Its callers' tasks wait on tickets; a batch's tickets are resumed in one
 callback, each in its task's context, so no caller costs the loop a handle of its own. While those callers
@@ -17,13 +17,13 @@ from typing import Any, Final
 import torch
 
 from layerzero import log
-from layerzero.actors.forks import renew_after_fork
 from layerzero.actors.worker import Worker
 from layerzero.errors import DeadlineExceededError, Overloaded, RuntimeClosedError
+from layerzero.native import HOT
 from layerzero.scheduler.blame import Executor, run_blaming
 from layerzero.scheduler.lane import Lane
-from layerzero.scheduler.limits import Caps, Stats
-from layerzero.scheduler.single_flight import Flight
+from layerzero.scheduler.limits import Caps
+from layerzero.scheduler.streams import HOST, Streams
 from layerzero.scheduler.ticket import RUNNING, Batch, Caller, Failed, Ticket
 from layerzero.settings import Settings
 
@@ -32,6 +32,7 @@ DRAINING: Final = "draining"
 STOPPED: Final = "stopped"
 
 LOOP_LOST = "front.loop_lost"
+RUN_AHEAD = 2  # batches that may be launched and not have run, where callers wait until theirs has
 
 Task = asyncio.Future[Any]  # a task, or the result of a spawned coroutine
 Cancelled = asyncio.CancelledError
@@ -45,9 +46,10 @@ class Front:
     """
 
     __slots__ = (
-        "__weakref__", "_ahead", "_armed", "_callers", "_context", "_executor", "_flying", "_gone",
-        "_inline_limit_us", "_joined", "_lock", "_max_inline_us", "_now", "_spent_us", "_timer", "_timer_at",
-        "_worker", "alone", "ambient_grad", "lane", "loop", "state", "stepping",
+        "__weakref__", "_across", "_ahead", "_armed", "_callers", "_context", "_executor", "_flying", "_gone",
+        "_joined", "_lock", "_max_inline_us", "_now", "_spent_us", "_timer", "_timer_at",
+        "_worker", "alone", "ambient_grad", "ambient_stream", "inline_limit_us", "lane", "loop", "state",
+        "stepping",
     )  # fmt: skip
 
     def __init__(
@@ -58,18 +60,23 @@ class Front:
         settings: Settings | None = None,
         *,
         always_inline: bool = False,
+        across: Streams | None = None,
     ) -> None:
         settings = settings or Settings()
         self.loop = loop
         # What tasks find that begin while others wait: a waiting caller's own grad mode goes with it.
         self.ambient_grad = torch.is_grad_enabled()
+        self.ambient_stream = None if across is None else across.ambient()
+        self._across = across
         self.lane = Lane(Caps.of(settings))
         self.state = OPEN
         self.stepping: Caller | None = None  # the spawned coroutine that runs just now
         self._executor = executor
         self._worker = worker
+        if across is not None and across.completion == HOST:
+            self.lane.caps.ahead = RUN_AHEAD
         self._ahead = self.lane.caps.ahead
-        self._inline_limit_us = float("inf") if always_inline else settings.inline_limit_us
+        self.inline_limit_us = float("inf") if always_inline else settings.inline_limit_us
         self._max_inline_us = settings.max_inline_us
         self._callers: dict[Task, Caller] = {}
         # The only task there is, if it may expect to stay that for this turn; None where callers meet.
@@ -208,12 +215,16 @@ class Front:
             self._launch(batch)
 
     def _launch(self, batch: Batch) -> None:
-        if batch.expected_us < self._inline_limit_us:
+        if batch.expected_us < self.inline_limit_us:
             try:
                 outcomes = self._run(batch)
             except BaseException as error:  # the interpreter is being stopped: strand nobody on the way out
                 self._finish(batch, batch.interrupted(error))
                 raise
+            if self._across is not None and self._across.completion == HOST:
+                self._flying.append(batch)
+                self._reap(batch, outcomes)
+                return
             self._finish(batch, outcomes)
             return
         self._flying.append(batch)
@@ -225,6 +236,8 @@ class Front:
 
     def _run(self, batch: Batch) -> list[Any]:
         op, modes, execute = batch.op, batch.modes, self._executor.execute
+        if self._across is not None:
+            modes = batch.modes = self._across.of(batch.tickets)
         return run_blaming(lambda calls: execute(op, calls, modes), batch.calls, pure=op.pure)
 
     def _run_there(self, batch: Batch) -> None:
@@ -233,6 +246,24 @@ class Front:
             outcomes = self._run(batch)
         except BaseException as error:
             outcomes = batch.interrupted(error)
+        try:
+            self.loop.call_soon_threadsafe(self._landed, batch, outcomes)
+        except RuntimeError:
+            log.warning(LOOP_LOST, calls=len(batch))
+            self._lost(batch)
+
+    def _reap(self, batch: Batch, outcomes: list[Any]) -> None:
+        """Answer a launched batch's callers when it has run."""
+        assert self._across is not None
+        try:
+            self._across.reap(batch.modes, partial(self._reaped, batch, outcomes))
+        except RuntimeClosedError as error:
+            self._landed(batch, [Failed(error)] * len(batch))
+
+    def _reaped(self, batch: Batch, outcomes: list[Any], error: Exception | None) -> None:
+        """On the reaper's thread: a launched batch has run, or its device has failed."""
+        if error is not None:
+            outcomes = [Failed(error)] * len(batch)
         try:
             self.loop.call_soon_threadsafe(self._landed, batch, outcomes)
         except RuntimeError:
@@ -270,7 +301,10 @@ class Front:
 
     def _wake(self, tickets: Iterator[Ticket]) -> None:
         """Resume the callers of `tickets`; what they submit next is queued when this returns."""
+        hot = HOT.module
         try:
+            if hot is not None:
+                hot.resume(tickets)
             for ticket in tickets:
                 wake = ticket.wake
                 if wake is not None:
@@ -380,109 +414,3 @@ class Rest:
             return False
         front._spent_us = 0.0
         return True
-
-
-class Fronts:
-    """One front for every event loop that uses a device, made at its first use there.
-
-    A front of a closed loop is dropped when the next one is made. Thread-safe.
-    """
-
-    __slots__ = (
-        "__weakref__", "_always_inline", "_closed", "_executor", "_fronts", "_lock", "_past", "_settings",
-        "_worker",
-    )  # fmt: skip
-
-    def __init__(
-        self,
-        executor: Executor,
-        worker: Worker,
-        settings: Settings | None = None,
-        *,
-        always_inline: bool = False,
-    ) -> None:
-        self._executor = executor
-        self._worker = worker
-        self._settings = settings or Settings()
-        self._always_inline = always_inline
-        self._fronts: dict[asyncio.AbstractEventLoop, Front] = {}
-        self._past = Stats()
-        self._closed = False
-        self._lock = threading.Lock()
-        renew_after_fork(self)
-
-    def current(self) -> Front:
-        """The running loop's front.
-
-        Raises: RuntimeError: no loop runs in this thread; RuntimeClosedError: closed.
-        """
-        loop = asyncio.get_running_loop()
-        front = self._fronts.get(loop)
-        return front if front is not None else self._open(loop)
-
-    def _open(self, loop: asyncio.AbstractEventLoop) -> Front:
-        with self._lock:
-            if self._closed:
-                raise RuntimeClosedError("the runtime is closed")
-            for old in [known for known in self._fronts if known.is_closed()]:
-                front = self._fronts.pop(old)
-                front.close()
-                self._past.add(front.lane.stats)
-            front = self._fronts[loop] = Front(
-                loop, self._executor, self._worker, self._settings, always_inline=self._always_inline
-            )
-        return front
-
-    def stats(self) -> Stats:
-        """What all fronts have counted, those of closed loops included."""
-        with self._lock:
-            total = Stats()
-            for stats in (self._past, *(front.lane.stats for front in self._fronts.values())):
-                total.add(stats)
-        return total
-
-    async def drain(self, timeout_s: float) -> bool:
-        """Drain the running loop's front, close the others; False if callers were cut off."""
-        front = self._fronts.get(asyncio.get_running_loop())
-        in_time = await front.drain(timeout_s) if front is not None else True
-        self.close()
-        return in_time
-
-    def close(self) -> None:
-        """Close every front, each on its own loop's thread."""
-        with self._lock:
-            self._closed = True
-            fronts = list(self._fronts.values())
-        for front in fronts:
-            try:
-                front.loop.call_soon_threadsafe(front.close)
-            except RuntimeError:  # its loop is closed, so nothing runs there
-                front.close()
-
-    def after_fork(self) -> None:
-        """In a forked child: forget the parent's loops."""
-        self._lock = threading.Lock()
-        self._fronts = {}
-
-
-async def join(flight: Flight[Any]) -> Any:
-    """Wait for a flight from a coroutine; a cancelled waiter leaves it alone, its error is raised here."""
-    loop = asyncio.get_running_loop()
-    landed: asyncio.Future[None] = loop.create_future()
-
-    def land() -> None:
-        if not landed.done():
-            landed.set_result(None)
-
-    def told() -> None:
-        try:
-            loop.call_soon_threadsafe(land)
-        except RuntimeError:
-            log.warning(LOOP_LOST, key=repr(flight.key))
-
-    flight.add(told)
-    try:
-        await landed
-    finally:
-        flight.leave(told)
-    return flight.result()

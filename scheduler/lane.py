@@ -15,6 +15,7 @@ import math
 from itertools import islice
 from typing import Any
 
+from layerzero.native import HOT
 from layerzero.scheduler.limits import Caps as Caps
 from layerzero.scheduler.limits import Stats as Stats
 from layerzero.scheduler.sweep import Group, Slot, Sweep
@@ -141,24 +142,14 @@ class Lane:
         tickets = batch.tickets
         if len(outcomes) != len(tickets):
             raise ValueError(f"outcomes needs {len(tickets)} entries, got {len(outcomes)}")
-        values = 0
         stats = self.stats
-        for ticket, outcome in zip(tickets, outcomes, strict=True):
-            ticket.args = ()
-            if ticket.state == DETACHED:
-                ticket.state = CANCELLED
-                stats.cancelled += 1
-                continue
-            ticket.value = outcome
-            if outcome.__class__ is Failed:
-                ticket.state = FAILED
-            else:
-                ticket.state = DONE
-                values += 1
-        stats.done += values
+        hot = HOT.module
+        landed = hot.land(tickets, outcomes, Failed) if hot is not None else None
+        values, left = landed if landed is not None else _land(tickets, outcomes)
         ended = len(tickets)
-        detached = sum([1 for t in tickets if t.state == CANCELLED]) if values != ended else 0
-        stats.failed += ended - values - detached
+        stats.done += values
+        stats.cancelled += left
+        stats.failed += ended - values - left
         self.running -= ended
         self.in_flight -= 1
         self._turn_owed = True
@@ -245,8 +236,9 @@ class Lane:
         before: Group | None = caller.last
         slot = group.slots.get(before)
         if slot is None:
-            slot = sweep.new_slot(group, before, self._seq)
+            slot = sweep.new_slot(group, before, self._seq, caller.slot)
         caller.last = group
+        caller.slot = slot
         if slot.count:
             slot.count += 1
         else:
@@ -381,18 +373,48 @@ class Lane:
         return sorted((t for line in lines for t in islice(line, self.caps.items + 1)), key=rank)
 
     def _started(self, tickets: list[Ticket], now: float) -> Batch:
-        for ticket in tickets:
-            ticket.state = RUNNING
-            ticket.slot = None
-        since = [ticket.at for ticket in tickets]
+        hot = HOT.module
+        begun = hot.begin(tickets) if hot is not None else None
+        since, oldest, tokens, expected_us = begun if begun is not None else _begin(tickets)
         stats, size = self.stats, len(tickets)
-        stats.wait_s += size * now - sum(since)
-        stats.wait_max_s = max(stats.wait_max_s, now - min(since))
+        stats.wait_s += size * now - since
+        stats.wait_max_s = max(stats.wait_max_s, now - oldest)
         stats.batches += 1
-        stats.tokens += sum([ticket.tokens for ticket in tickets])
+        stats.tokens += tokens
         stats.sizes[size] = stats.sizes.get(size, 0) + 1
         self.in_flight += 1
         self.running += size
         if self._backlog:
             self._admit()
-        return Batch(tickets, now)
+        return Batch(tickets, now, expected_us)
+
+
+def _begin(tickets: list[Ticket]) -> tuple[float, float, int, float]:
+    """Mark tickets as running; the sum and the least of their `at`, their tokens and microseconds."""
+    since: list[float] = []
+    tokens, expected_us = 0, 0.0
+    for ticket in tickets:
+        ticket.state = RUNNING
+        ticket.slot = None
+        since.append(ticket.at)
+        tokens += ticket.tokens
+        expected_us += ticket.expected_us
+    return sum(since), min(since), tokens, expected_us
+
+
+def _land(tickets: list[Ticket], outcomes: list[Any]) -> tuple[int, int]:
+    """Give tickets their outcomes; how many are values, and how many tickets nobody waits for."""
+    values = left = 0
+    for ticket, outcome in zip(tickets, outcomes, strict=True):
+        ticket.args = ()
+        if ticket.state == DETACHED:
+            ticket.state = CANCELLED
+            left += 1
+            continue
+        ticket.value = outcome
+        if outcome.__class__ is Failed:
+            ticket.state = FAILED
+        else:
+            ticket.state = DONE
+            values += 1
+    return values, left

@@ -30,7 +30,7 @@ class Modes:
     None where the call is not on CUDA.
     """
 
-    __slots__ = ("_mask", "autocast", "bits", "grad", "inference", "stream")
+    __slots__ = ("_mask", "anywhere", "autocast", "bits", "grad", "inference", "stream")
 
     def __init__(self, mask: int, autocast: Autocast = (), stream: Stream | None = None) -> None:
         self._mask = mask
@@ -44,6 +44,8 @@ class Modes:
             | (DETERMINISTIC if self.deterministic else 0)
             | (AUTOCAST if autocast else 0)
         )
+        # The same on no stream in particular: callers of several streams share batches.
+        self.anywhere: Modes = self if stream is None else on_stream(self, None)
 
     @property
     def deterministic(self) -> bool:
@@ -76,6 +78,15 @@ def capture(cuda: int | None = None) -> Modes:
     key = (mask, _autocast() if _any_autocast() else (), stream)
     found = _interned.get(key)
     # setdefault: of two threads that make the same modes at once, both get one object.
+    return found if found is not None else _interned.setdefault(key, Modes(*key))
+
+
+def on_stream(modes: Modes, stream: Stream | None) -> Modes:
+    """The same modes on another stream."""
+    if stream is None and not modes.autocast:
+        return _PLAIN[modes._mask]
+    key = (modes._mask, modes.autocast, stream)
+    found = _interned.get(key)
     return found if found is not None else _interned.setdefault(key, Modes(*key))
 
 

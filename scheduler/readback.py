@@ -13,6 +13,8 @@ import torch
 from torch import Tensor
 
 from layerzero.actors.worker import Worker
+from layerzero.scheduler.modes import Stream
+from layerzero.scheduler.streams import stream_of, wait
 
 
 def compacted(tensor: Tensor) -> Tensor:
@@ -29,29 +31,36 @@ def compacted(tensor: Tensor) -> Tensor:
 class Readback:
     """The read-backs of one event loop from one CUDA device."""
 
-    __slots__ = ("_loop", "_pending", "_worker")
+    __slots__ = ("_loop", "_pending", "_sources", "_worker")
 
     def __init__(self, loop: Any, worker: Worker) -> None:
         self._loop = loop
         self._worker = worker
         self._pending: list[tuple[Tensor, Any]] = []
+        self._sources: set[Stream] = set()
 
-    def add(self, tensor: Tensor) -> Any:
-        """A future of this loop for the host copy of `tensor`."""
+    def add(self, tensor: Tensor, stream: Stream) -> Any:
+        """A future of this loop for the host copy of `tensor`, which `stream` writes."""
         future = self._loop.create_future()
         if not self._pending:
             self._loop.call_soon(self._launch)
         self._pending.append((tensor, future))
+        self._sources.add(stream)
         return future
 
     def _launch(self) -> None:
         pending, self._pending = self._pending, []
+        sources, self._sources = self._sources, set()
+        here = torch.cuda.current_stream(pending[0][0].device)
+        for source in sources:
+            wait(here, stream_of(source))
         copies: list[Tensor] = []
         for tensor, _ in pending:
             host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+            # On `here`, the current stream; `pending` holds the source until the copy has ended.
             copies.append(host.copy_(tensor, non_blocking=True))
         event = torch.cuda.Event(blocking=True)
-        event.record()
+        event.record(here)
         self._worker.submit(lambda: self._wait(event, pending, copies))
 
     def _wait(self, event: Any, pending: list[tuple[Tensor, Any]], copies: list[Tensor]) -> None:

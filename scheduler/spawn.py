@@ -12,7 +12,7 @@ from contextvars import copy_context
 from typing import Any, Generic, TypeVar
 
 from layerzero.scheduler.driver import Cancelled, Front
-from layerzero.scheduler.ticket import RUNNING, Ticket
+from layerzero.scheduler.ticket import RUNNING, TICKETS, Ticket
 
 T = TypeVar("T")
 
@@ -91,7 +91,8 @@ class Spawned(Generic[T]):
             return
         finally:
             front.stepping = None
-        if waits.__class__ is Ticket and waits.wake is None and waits.state <= RUNNING:
+        kind = waits.__class__
+        if (kind is TICKETS.kind or kind is Ticket) and waits.wake is None and waits.state <= RUNNING:
             waits.wake = self._step
             waits.context = self._context
             self._waits = waits

@@ -2,10 +2,15 @@
 
 A slot is a group seen after the same caller's previous group: attention has one group in every layer of a
 model, and only what came before tells the layers apart. Slots are remembered up to a bound.
+
+A new slot stands right behind the one its caller came from, so that the order is the program's also where
+several callers first showed it at once, each from another place: in the order of first sight their slots
+would alternate, and the sweep would move all of them in step without letting any two meet.
 """
 
 from __future__ import annotations
 
+from bisect import bisect_right, insort
 from typing import Any
 
 from layerzero.scheduler.ticket import Ticket
@@ -34,7 +39,7 @@ class Slot:
 
     __slots__ = ("before", "count", "group", "place", "used")
 
-    def __init__(self, group: Group, before: Group | None, place: int, used: int) -> None:
+    def __init__(self, group: Group, before: Group | None, place: float, used: int) -> None:
         self.group = group
         self.before = before
         self.place = place
@@ -56,19 +61,34 @@ class Sweep:
         self.pending: dict[Slot, None] = {}
         self.rounds = 0
         self.size = 0
-        self._places = 0
-        self._place = -1
+        self._places: list[float] = []  # of every slot, ascending
+        self._place = -1.0
         self._serving: Slot | None = None
         self._owed = 0
 
-    def new_slot(self, group: Group, before: Group | None, used: int) -> Slot:
-        """Remember a slot that was not seen before, as the last of the order."""
+    def new_slot(self, group: Group, before: Group | None, used: int, behind: Slot | None = None) -> Slot:
+        """Remember a slot that was not seen before: the one next to `behind`, or the last of the order."""
         if self.size >= self.limit:
             self._forget(group)
-        self._places += 1
-        slot = group.slots[before] = Slot(group, before, self._places, used)
+        place = self._place_behind(behind)
+        slot = group.slots[before] = Slot(group, before, place, used)
+        insort(self._places, place)
         self.size += 1
         return slot
+
+    def _place_behind(self, behind: Slot | None) -> float:
+        """A place between `behind` and what follows it, or behind all."""
+        places = self._places
+        for _ in range(2):
+            following = len(places) if behind is None else bisect_right(places, behind.place)
+            if behind is None or following == len(places):
+                break
+            between = (behind.place + places[following]) / 2
+            if behind.place < between < places[following]:
+                return between
+            self._spread()  # no number is left between the two
+            places = self._places
+        return places[-1] + 1.0 if places else 0.0
 
     def next_group(self) -> Group:
         """The group to serve: the current one's while tickets from when it was reached wait, else the next.
@@ -116,3 +136,13 @@ class Sweep:
         for groups in (self.groups, self.solos):
             for key in [k for k, group in groups.items() if not group.slots and group is not keep]:
                 del groups[key]
+        self._places = sorted(slot.place for group in self.all_groups() for slot in group.slots.values())
+
+    def _spread(self) -> None:
+        """Number the places anew, in their order."""
+        slots = [slot for group in self.all_groups() for slot in group.slots.values()]
+        slots.sort(key=lambda slot: slot.place)
+        self._place = bisect_right(self._places, self._place) - 1.0
+        for number, slot in enumerate(slots):
+            slot.place = float(number)
+        self._places = [slot.place for slot in slots]

@@ -12,6 +12,7 @@ from contextvars import copy_context
 from typing import Any, Final
 
 from layerzero.errors import RuntimeClosedError
+from layerzero.native import HOT
 
 # States of a ticket. NEW -> WAITING (no room yet) -> QUEUED -> RUNNING -> DONE | FAILED, with the side exits
 # CANCELLED, EXPIRED, REJECTED; DETACHED is a running ticket whose caller has gone. To its caller a call has
@@ -43,12 +44,14 @@ class Failed:
 
 
 class Caller:
-    """One task that submits calls, one after another; `last` is the lane's record of its previous call."""
+    """One task that submits calls, one after another; `last` and `slot` are the lane's record of its
+    previous call."""
 
-    __slots__ = ("__weakref__", "last")
+    __slots__ = ("__weakref__", "last", "slot")
 
     def __init__(self) -> None:
         self.last: Any = None
+        self.slot: Any = None
 
 
 class Ticket:
@@ -63,8 +66,8 @@ class Ticket:
 
     __slots__ = (
         "__weakref__", "_asyncio_future_blocking", "_loop", "args", "at", "bytes", "caller", "context",
-        "deadline", "expected_us", "front", "group", "modes", "op", "priority", "seq", "slot", "state",
-        "tokens", "value", "wake",
+        "deadline", "expected_us", "front", "group", "modes", "op", "plan", "priority", "seq", "slot",
+        "state", "tokens", "value", "wake",
     )  # fmt: skip
 
     def __init__(
@@ -105,6 +108,8 @@ class Ticket:
     front: Any
     _loop: Any
     context: Any
+    # What the compiled twin knows from the start: the call's own plan.
+    plan: Any
 
     def __await__(self) -> Generator[Ticket, None, Any]:
         """Wait for the result; an error or a cancellation is raised here.
@@ -169,18 +174,40 @@ class Ticket:
         return f"<Ticket {name} {STATES[self.state]}>"
 
 
+class Tickets:
+    """The class to make tickets of: `Ticket`, or its compiled twin, which has the same methods."""
+
+    __slots__ = ("kind",)
+
+    def __init__(self) -> None:
+        self.kind: type[Ticket] = Ticket
+
+    def adopt(self, module: Any) -> None:
+        """Take up the compiled twin, or with None the Python class; tickets of both may share a batch."""
+        if module is None:
+            self.kind = Ticket
+            return
+        for name in ("cancel", "cancelled", "done", "error", "exception", "remove_done_callback", "__repr__"):
+            setattr(module.Ticket, name, vars(Ticket)[name])
+        self.kind = module.Ticket
+
+
+TICKETS: Final = Tickets()
+HOT.on_ready(TICKETS.adopt)
+
+
 class Batch:
     """Tickets of one group that run together; `calls` are their arguments, in order."""
 
     __slots__ = ("expected_us", "modes", "op", "started", "tickets")
 
-    def __init__(self, tickets: list[Ticket], started: float) -> None:
+    def __init__(self, tickets: list[Ticket], started: float, expected_us: float | None = None) -> None:
         first = tickets[0]
         self.op = first.op
         self.modes = first.modes
         self.tickets = tickets
         self.started = started
-        self.expected_us = sum([ticket.expected_us for ticket in tickets])
+        self.expected_us = sum([t.expected_us for t in tickets]) if expected_us is None else expected_us
 
     @property
     def calls(self) -> list[tuple[Any, ...]]:

@@ -14,6 +14,7 @@ import types
 from collections.abc import Iterator
 from pathlib import Path
 
+import layerzero
 from layerzero.ops import table
 from layerzero.ops.op import Op
 
@@ -23,7 +24,10 @@ PACKAGE = ROOT / "layerzero"
 # The flags that add a second output: False returns the first member of the union, True the other.
 DECIDING = ("return_lse",)
 
-WAITING = ("backend: str | None = None", "priority: int = 1", "timeout: float | None = None")
+WAITING = (
+    "backend: str | None = None", "priority: int = 1", "timeout: float | None = None",
+    'batching: Literal["off", "rows", "all"] | None = None',
+)  # fmt: skip
 BLOCKING = ("backend: str | None = None",)
 HEADER = '"""{}\n\nWritten by scripts/make_stubs.py; do not edit.\n"""\n'
 # A call's `timeout` is its deadline in the lane; a cancel scope around the await could not keep it queued.
@@ -109,58 +113,37 @@ def function(op: Op, head: str, more: tuple[str, ...]) -> str:
     return text
 
 
-def assigned(tree: ast.Module) -> list[str]:
-    """The names that a module sets at its top level, `__version__` and `__all__` left out.
-
-    Raises: ValueError: one of them is no op, so that its type is not known here.
-    """
-    names: list[str] = []
-    for node in tree.body:
-        if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
-            name = node.targets[0].id
-            if name not in ("__version__", "__all__"):
-                if name not in table.names():
-                    raise ValueError(f"line {node.lineno} sets {name}, which is no op")
-                names.append(name)
-    return sorted(names)
-
-
 def typing_imports(text: str) -> str:
-    """The import line for what `text` uses of typing and torch."""
+    """The import lines for what `text` uses of collections, typing and torch."""
+    head = "from collections.abc import Sequence\n" if "Sequence[" in text else ""
     used = [name for name in ("Literal", "overload") if name in text]
-    line = f"from typing import {', '.join(used)}\n\n" if used else ""
-    return f"{line}from torch import Tensor\n\n"
+    if used:
+        head += f"from typing import {', '.join(used)}\n"
+    return f"{head}\nfrom torch import Tensor\n\n"
 
 
 def blocking_stub() -> str:
-    """The text of `layerzero/sync.pyi`: the ops that `sync.py` sets."""
-    ops = assigned(ast.parse((PACKAGE / "sync.py").read_text()))
+    """The text of `layerzero/sync.pyi`."""
+    ops = sorted(table.FILES)
     functions = "".join(function(table.get(name), "def", BLOCKING) for name in ops)
     names = "".join(f'    "{name}",\n' for name in ops)
     return f"{HEADER.format(SYNC_DOC)}\n{typing_imports(functions)}{functions}__all__ = [\n{names}]\n"
 
 
 def awaitable_stub() -> str:
-    """The text of `layerzero/__init__.pyi`: the imports of `__init__.py` as they are, then its ops.
-
-    Raises: ValueError: `__init__.py` holds something else than imports, ops and `__version__`.
-    """
-    tree = ast.parse((PACKAGE / "__init__.py").read_text())
-    imports = ""
-    for node in tree.body[1:]:
-        if isinstance(node, ast.ImportFrom):
-            for name in node.names:
-                if (name.asname or name.name).startswith("_"):
-                    continue
-                if name.asname != name.name:
-                    raise ValueError(f"{name.name} needs `as {name.name}`, so that checkers re-export it")
-                imports += f"from {node.module} import {name.name} as {name.name}\n"
-        elif not isinstance(node, ast.Assign):
-            raise ValueError(f"layerzero/__init__.py:{node.lineno} is neither an import nor an op")
-    functions = "".join(function(table.get(name), "async def", WAITING) for name in assigned(tree))
-    header = HEADER.format((ast.get_docstring(tree) or "").partition("\n")[0]) + NO_LINT
+    """The text of `layerzero/__init__.pyi`: the public names from where they are defined, then the ops."""
+    imports = "".join(f"from layerzero import {name} as {name}\n" for name in layerzero._MODULES)  # type: ignore[attr-defined]
+    for module, names in sorted(layerzero._HOMES.items()):  # type: ignore[attr-defined]
+        imports += "".join(f"from {module} import {name} as {name}\n" for name in sorted(names, key=_as_ruff))
+    functions = "".join(function(table.get(name), "async def", WAITING) for name in sorted(table.FILES))
+    header = HEADER.format((layerzero.__doc__ or "").partition("\n")[0]) + NO_LINT
     text = f"{header}\n{typing_imports(functions)}{imports}\n__version__: str\n\n{functions}"
     return text.rstrip("\n") + "\n"
+
+
+def _as_ruff(name: str) -> tuple[bool, bool, str]:
+    """The order of ruff's isort rule: constants, classes, the rest."""
+    return (not name.isupper(), not name[0].isupper(), name)
 
 
 def stubs() -> dict[Path, str]:

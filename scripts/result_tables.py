@@ -32,6 +32,7 @@ CALLS = {
     "e_one_of_64_spawn": "the same with `rt.spawn`",
     "f_guarded": "a bound callable over its kernel",
     "f_unguarded": "the same with `guard=False`",
+    "swap_spike": "the slowest selection of 8 threads while the policy is swapped 100 times a second",
 }
 WAYS = {
     "one by one": "(a) LayerZero, one request after another",
@@ -118,8 +119,104 @@ def place(record: dict[str, Any]) -> Table:
     return {"columns": ["where", "value"], "rows": rows}
 
 
+MODELS = {"shipped": "shipped, 3.0 M", "mid": "random, 20 M"}
+SIDES = ("per op", "per layer", "per step", "by hand, paged", "by hand, contiguous")
+
+
+def generation(record: dict[str, Any]) -> Table:
+    """Return tokens a second of each side at the most requests, beside one request and transformers."""
+    columns = [
+        "model, context", "requests", "one by one", *SIDES, "transformers `generate`", "per layer / by hand",
+        "per step / by hand", "mean batch",
+    ]  # fmt: skip
+    rows = []
+    for name, of_model in record["generation"]["rows"].items():
+        for context, of_context in of_model["contexts"].items():
+            count = max(of_context, key=int)
+            sides, one = of_context[count], of_context["1"]
+            other = (
+                record.get("transformers", {}).get("rows", {}).get(name, {}).get(context, {}).get(count, {})
+            )
+            alone = max(one[side]["tokens_per_s"] for side in SIDES)
+            rows.append(
+                [
+                    f"{MODELS.get(name, name)}; {context}", int(count), alone,
+                    *(sides[side]["tokens_per_s"] for side in SIDES),
+                    other.get("generate", {}).get("tokens_per_s"),
+                    sides["per layer"]["of_by_hand"], sides["per step"]["of_by_hand"],
+                    sides["per step"]["mean_batch"],
+                ]
+            )  # fmt: skip
+    return {"columns": columns, "rows": rows}
+
+
+def servers(record: dict[str, Any]) -> Table:
+    """Return the latency behind each server at shares of what the slower one can do."""
+    columns = [
+        "beside", "load", "requests/s", "LayerZero p50 ms", "its p50 ms", "LayerZero p99 ms", "its p99 ms",
+        "LayerZero mean batch", "its mean batch",
+    ]  # fmt: skip
+    rows: list[list[Any]] = []
+    for peer, found in record.get("servers", {}).get("rows", {}).items():
+        if "refused" in found:
+            rows.append([f"{peer}: {found['refused'][:60]}", *[None] * (len(columns) - 1)])
+            continue
+        for load, sides in found["loads"].items():
+            ours, theirs = sides["LayerZero"], sides[peer]
+            pairs = [row[key] for key in ("p50_ms", "p99_ms", "mean_batch") for row in (ours, theirs)]
+            rows.append([peer, load, ours["requests_per_s"], *pairs])
+    return {"columns": columns, "rows": rows}
+
+
+def on_gpu(record: dict[str, Any]) -> Table:
+    """Return tokens a second of each side by depth and context on the GPU."""
+    columns = [
+        "layers, context", "side", "tokens/s", "of by hand", "over one by one", "mean batch",
+        "us an await beyond by hand",
+    ]  # fmt: skip
+    rows = []
+    for layers, contexts in record["rows"].items():
+        for context, here in contexts.items():
+            for side, row in here["sides"].items():
+                numbers = [
+                    row[key] for key in ("tokens_per_s", "of_by_hand", "over_one_by_one", "mean_batch")
+                ]
+                beyond = row.get("us_an_await_beyond_by_hand")
+                rows.append([f"{layers}, {context}", side, *numbers, beyond])
+    return {"columns": columns, "rows": rows}
+
+
+def targets_on_gpu(record: dict[str, Any]) -> Table:
+    """Return what was promised on the GPU beside what was measured."""
+    rows = [[row["what"], row["needs"], row["got"], row["met"]] for row in record["verdicts"]]
+    return {"columns": ["tokens/s over by hand", "needs", "measured", "met"], "rows": rows}
+
+
+def section_place(record: dict[str, Any]) -> Table:
+    """Return where the generation section was measured."""
+    return place(record["generation"])
+
+
+def regret(record: dict[str, Any]) -> Table:
+    """Return how far choice and call are from the best kernel and the best vendor call, over all shapes."""
+    columns = ["launched, shapes", "shapes", "choice", "worst", "end to end", "worst"]
+    policies = sorted({name for row in record["summary"].values() for name in row if name.startswith("over")})
+    rows = []
+    for name, row in record["summary"].items():
+        if name.endswith(", all"):
+            numbers = ("choice_geomean", "choice_worst", "end_to_end_geomean", "end_to_end_worst")
+            values = [row[number] for number in numbers]
+            always = [row.get(policy) for policy in policies]
+            rows.append([name.removesuffix(", all"), row["shapes"], *values, *always])
+    return {"columns": [*columns, *(f"speed-up {policy}" for policy in policies)], "rows": rows}
+
+
 FILES: dict[str, dict[str, Callable[[dict[str, Any]], Table]]] = {
     "hot_path.json": {"calls": calls, "peers": peers, "place": place},
+    "lane.json": {"generation": generation, "servers": servers, "place": section_place},
+    "regret_cpu.json": {"regret": regret, "place": place},
+    "regret_h200.json": {"regret": regret, "place": place},
+    "lane_h200.json": {"sides": on_gpu, "targets": targets_on_gpu, "place": place},
     "embedding_demo.json": {"service": service, "targets": targets, "kernels": kernels, "place": place},
 }
 

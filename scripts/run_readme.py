@@ -1,9 +1,11 @@
 """Run every block of the README and of docs/ (or of the named files) that opens with ```python run.
 
-Each block is a program of its own: it starts in a fresh interpreter, in an empty folder, and must exit 0.
+Each block is a program of its own: it starts in a fresh interpreter, in an empty folder, and must exit 0. One
+that opens with ```python run needs=MODULE runs where that is installed, and is said to be skipped elsewhere.
 """
 
 import argparse
+import importlib.util
 import re
 import subprocess
 import sys
@@ -12,15 +14,15 @@ import time
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-BLOCK = re.compile(r"^```python run[^\n]*\n(.*?)^```", re.MULTILINE | re.DOTALL)
+BLOCK = re.compile(r"^```python run(?: needs=(\w+))?[^\n]*\n(.*?)^```", re.MULTILINE | re.DOTALL)
 TIMEOUT_S = 180
 DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 
 
-def blocks(path: Path) -> list[tuple[int, str]]:
-    """Return the runnable blocks of one file with the line where each begins."""
+def blocks(path: Path) -> list[tuple[int, str, str]]:
+    """Return the runnable blocks of one file, each with its line and what it needs, "" for nothing."""
     text = path.read_text()
-    return [(text.count("\n", 0, m.start(1)) + 1, m.group(1)) for m in BLOCK.finditer(text)]
+    return [(text.count("\n", 0, m.start(2)) + 1, m.group(2), m.group(1) or "") for m in BLOCK.finditer(text)]
 
 
 def run(code: str) -> subprocess.CompletedProcess[str]:
@@ -46,7 +48,10 @@ def main() -> int:
     parser.add_argument("files", nargs="*", type=Path, default=DOCUMENTS)
     ran = failed = 0
     for path in parser.parse_args().files:
-        for line, code in blocks(path):
+        for line, code, needs in blocks(path):
+            if needs and importlib.util.find_spec(needs) is None:
+                print(f"{path.name}:{line}  skipped: {needs} is not installed")
+                continue
             begin = time.perf_counter()
             done = run(code)
             ran += 1

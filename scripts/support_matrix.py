@@ -4,8 +4,9 @@
     python -m scripts.support_matrix          # make the table from the registry and all records
     python -m scripts.tables docs/backends.md # write it into the document
 
-A record is `benchmarks/results/ran_<platform>.json`: the environment, and every kernel with the outcome of
-its test against the float64 reference. The table has three values: measured here (a record says so),
+A record is a file in `benchmarks/results` from any machine: `ran_*.json` of this script, with the environment
+and every kernel's outcome against the float64 reference, or `accuracy*.json` of `benchmarks.accuracy`. Where
+records disagree, a failure wins. The table has three values: measured here (a record says so),
 executed by its owner's tests (the owner's suite runs this function there), descriptor only.
 """
 
@@ -25,10 +26,9 @@ RESULTS = ROOT / "benchmarks" / "results"
 MATRIX = RESULTS / "support.json"
 PLATFORMS = ("cpu", "cuda", "rocm")
 # The test that compares a kernel with the float64 reference, on each platform.
-PROOFS = {
-    "cpu": "tests/backends/test_contract.py::test_results_are_within_tolerance",
-    "cuda": "tests/backends/test_torch_sdpa.py::test_cuda_kernels_agree_with_the_reference",
-}
+PROOFS: dict[str, str] = dict.fromkeys(
+    ("cpu", "cuda"), "tests/backends/test_contract.py::test_results_are_within_tolerance"
+)
 # Whose own suite executes the functions that a backend calls, by backend and platform.
 OWNERS = {
     ("torch", "cpu"): "pytorch, test/test_transformers.py and test/test_nn.py",
@@ -36,6 +36,11 @@ OWNERS = {
     ("torch", "rocm"): "pytorch, test/test_transformers.py and test/test_nn.py",
     ("zentorch", "cpu"): "ZenDNN PyTorch plug-in, test/unittests",
 }
+# Whose versions a record names, where they are installed.
+LIBRARIES = (
+    "torch", "triton", "zentorch", "flashinfer-python", "flash-attn-4", "flash-attn", "xformers",
+    "liger-kernel", "layerzero-runtime",
+)  # fmt: skip
 MEASURED, OWNED, DESCRIBED = "measured here", "executed by its owner's tests", "descriptor only"
 
 
@@ -60,8 +65,9 @@ def record(target: str) -> dict[str, Any]:
 
     plugin = Outcomes()
     os.chdir(ROOT)
+    os.environ["LAYERZERO_TEST_DEVICE"] = target
     pytest.main([PROOFS[target], "-q", "-p", "no:cacheprovider"], plugins=[plugin])
-    versions = {name: _version(name) for name in ("torch", "zentorch", "layerzero-runtime")}
+    versions = {name: _version(name) for name in LIBRARIES}
     return {
         "platform": target,
         "proof": PROOFS[target],
@@ -91,11 +97,59 @@ def _cpu() -> str:
     return names[0] if names else platform.processor() or platform.machine()
 
 
+def recorded(folder: Path = RESULTS) -> list[dict[str, Any]]:
+    """Return every record of a folder, those of `benchmarks.accuracy` in the shape of this script's own.
+
+    Raises: ValueError: a file is no such record; it is named.
+    """
+    found = []
+    for path in sorted([*folder.glob("ran_*.json"), *folder.glob("accuracy*.json")]):
+        try:
+            document = json.loads(path.read_text())
+            found.append(_of_accuracy(document) if path.name.startswith("accuracy") else document)
+            if found[-1]["platform"] not in PLATFORMS:
+                raise ValueError(f"platform needs one of {', '.join(PLATFORMS)}")
+        except (ValueError, KeyError, TypeError) as error:
+            raise ValueError(f"{path.name} is no record: {type(error).__name__}: {error}") from error
+    return found
+
+
+def _of_accuracy(document: dict[str, Any]) -> dict[str, Any]:
+    """An accuracy table as a record: a kernel passed where it was called and never disagreed or failed."""
+    environment, outcomes = document["environment"], dict[str, str]()
+    for row in document["kernels"]:
+        wrong = bool(row.get("failed") or row.get("disagreements"))
+        if wrong or (row.get("calls") and row["kernel"] not in outcomes):
+            outcomes[row["kernel"]] = "failed" if wrong else "passed"
+    gpu = environment["gpu"]
+    versions = {"torch": environment["torch"], **environment["versions"]}
+    return {
+        "platform": "cuda" if gpu else "cpu",
+        "proof": "benchmarks/accuracy.py",
+        "environment": {
+            "date": environment["date"],
+            "device": gpu or environment["cpu"],
+            "versions": {name: number for name, number in versions.items() if number},
+        },
+        "kernels": outcomes,
+    }
+
+
+def _outcomes(records: list[dict[str, Any]]) -> dict[tuple[str, str], str]:
+    """What became of each kernel on each platform, a failure before a pass before a skip."""
+    order, made = ("failed", "passed", "skipped"), dict[tuple[str, str], str]()
+    for one in records:
+        for name, outcome in one["kernels"].items():
+            key = (name, one["platform"])
+            made[key] = min(outcome, made.get(key, outcome), key=order.index)
+    return made
+
+
 def matrix(records: list[dict[str, Any]]) -> dict[str, Any]:
     """Return the tables: one row a kernel, and one row a record."""
     from layerzero.backends import load_builtin
 
-    ran = {(name, r["platform"]): outcome for r in records for name, outcome in r["kernels"].items()}
+    ran = _outcomes(records)
     rows = [
         [kernel.op, f"`{kernel.id}`", *(_value(kernel, target, ran) for target in PLATFORMS)]
         for kernel in sorted(load_builtin(), key=lambda kernel: (kernel.op, kernel.id))
@@ -146,7 +200,7 @@ def main() -> int:
         made = record(target)
         failed = not made["kernels"] or "failed" in made["kernels"].values()
         (RESULTS / f"ran_{target}.json").write_text(json.dumps(made, indent=2) + "\n")
-    records = [json.loads(path.read_text()) for path in sorted(RESULTS.glob("ran_*.json"))]
+    records = recorded()
     MATRIX.write_text(json.dumps({"tables": matrix(records)}, indent=2) + "\n")
     print(f"{MATRIX.relative_to(ROOT)}: {len(records)} records")
     return int(failed)

@@ -1,9 +1,15 @@
-"""Settings that every test shares: the hypothesis profiles and torch's thread count."""
+"""What every test shares: hypothesis profiles, torch's thread count, a detector of blocking calls."""
 
 import os
+from collections.abc import Iterator
 
+import pytest
 import torch
+from blockbuster import blockbuster_ctx
 from hypothesis import HealthCheck, settings
+
+from layerzero.errors import BackendNotAvailableError
+from layerzero.native import HOT
 
 # No deadlines: they would time a shared machine, not the code.  The CI profile is derandomised so that a red
 # build is a change in the code; the default one looks somewhere new on every run.
@@ -21,4 +27,39 @@ settings.register_profile(
 )
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "default"))
 
+# Neither what this machine measured before nor what we ship may decide a test's choices; those that test
+# measurements say so themselves.
+os.environ.setdefault("LAYERZERO_PERFDB", "none")
+os.environ.setdefault("LAYERZERO_SHIPPED_TABLES", "false")
+
 torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
+
+# What most installations run: the awaited path's compiled twin (compiled once, on a machine's first run).
+# `tests/native/twins.py` runs what concerns it in Python alone as well.
+try:
+    HOT.load()
+except BackendNotAvailableError as error:
+    print(f"the tests run without the compiled twin: {error}")
+
+
+# A first use opens its device, imports its op and reads how much memory is free, on the thread that asks;
+# closing joins threads. Such calls are short or at the ends; `tests/scheduler`, which does neither, sees all.
+AT_FIRST_USE = (
+    "threading.Lock", "os.access", "os.getcwd", "os.listdir", "os.path", "os.readlink", "os.scandir",
+    "os.stat", "io.",
+)  # fmt: skip
+# Here the tests themselves block their loop: they load models, or look into files and processes.
+BY_HAND = ("tests/cuda", "tests/distributed", "tests/examples", "tests/perfdb", "tests/warmup")
+
+
+@pytest.fixture(autouse=True)
+def no_blocking_calls(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Fail a test whose event loop's thread sleeps, waits for a process or a socket, or changes files."""
+    if request.path.parent.relative_to(request.config.rootpath).as_posix().startswith(BY_HAND):
+        yield
+        return
+    with blockbuster_ctx() as detector:
+        for name, function in detector.functions.items():
+            if name.startswith(AT_FIRST_USE):
+                function.deactivate()
+        yield

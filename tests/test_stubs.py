@@ -1,23 +1,27 @@
 """The committed stubs say what the code does, and type checkers read them as users do."""
 
 import ast
+import importlib
 import importlib.util
 import inspect
+import pkgutil
 import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
 
 import layerzero as lz
+import layerzero.ops
 from layerzero.ops import table
+from layerzero.ops.op import OPS
 from scripts import make_stubs
 
 ROOT = Path(__file__).resolve().parents[1]
 API = ROOT / "tests" / "typing" / "api.py"
+PUBLIC = set(vars(lz)["__all__"])
 
 PLANTED = """from torch import Tensor
 import layerzero as lz
@@ -31,15 +35,6 @@ async def wrong(q: Tensor) -> None:
     b: Tensor = lz.rms_norm(q)
 """
 WRONG_LINES = {5, 6, 7, 8, 9, 10}
-
-
-def public(module: ModuleType) -> set[str]:
-    """The names that a user may take from a module at run time."""
-    return {
-        name
-        for name, value in vars(module).items()
-        if not name.startswith("_") and (not isinstance(value, ModuleType) or name == "sync")
-    } - {"annotations", "blocking"}
 
 
 def stubbed(path: Path) -> set[str]:
@@ -62,12 +57,39 @@ def test_a_stub_is_what_the_script_writes(name: str) -> None:
 
 def test_the_stub_names_everything_public() -> None:
     """`layerzero/__init__.py` and its stub list the same names, neither more nor less."""
-    assert stubbed(ROOT / "layerzero" / "__init__.pyi") == public(lz)
+    assert stubbed(ROOT / "layerzero" / "__init__.pyi") == PUBLIC
+    assert set(dir(lz)) == PUBLIC
+    assert [name for name in PUBLIC if not hasattr(lz, name)] == []
+
+
+def test_an_unknown_public_name_is_an_attribute_error() -> None:
+    """A typing error in a name is said at once, with the name."""
+    with pytest.raises(AttributeError, match="atention"):
+        lz.atention  # type: ignore[attr-defined]  # noqa: B018
+    with pytest.raises(AttributeError, match=r"atention.*ops: .*attention"):
+        lz.sync.atention  # type: ignore[attr-defined]  # noqa: B018
+
+
+def test_a_public_name_wins_over_a_file_of_its_name() -> None:
+    """`lz.doctor` stays the function when somebody has imported the file `layerzero/doctor.py` first."""
+    code = "import layerzero.doctor, layerzero as lz; assert callable(lz.doctor), lz.doctor; print('ok')"
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False
+    )
+    assert done.stdout == "ok\n", done.stderr
+
+
+def test_the_table_of_files_says_where_each_op_is_defined() -> None:
+    """Every op of every file in `layerzero/ops` stands in the table, under the file that registers it."""
+    for module in pkgutil.iter_modules(layerzero.ops.__path__):
+        importlib.import_module(f"layerzero.ops.{module.name}")
+    homes = {op.name: op.build.__module__.removeprefix("layerzero.ops.") for op in OPS.values()}
+    assert {name: home for name, home in homes.items() if "." not in home} == dict(table.FILES)
 
 
 def test_the_blocking_stub_names_everything_public() -> None:
     """`layerzero/sync.py`, its `__all__` and its stub list the same names."""
-    assert stubbed(ROOT / "layerzero" / "sync.pyi") == public(lz.sync) == set(lz.sync.__all__)
+    assert stubbed(ROOT / "layerzero" / "sync.pyi") == set(lz.sync.__all__) == set(table.names())
 
 
 @pytest.mark.parametrize("name", table.names())

@@ -3,49 +3,98 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable
-from typing import Any
+from typing import Any, Final
 
-from torch._C import _set_grad_enabled as set_grad_enabled
+import torch
+from torch import Tensor
 
 from layerzero.actors.local import LocalDevice
 from layerzero.api.calls import LAST, checked_build, device_here, named, snapshot_here
+from layerzero.api.known import Known
 from layerzero.api.scope import SCOPE
-from layerzero.dispatch import LaneFacts, Plan, Snapshot
-from layerzero.ops.checks import need_number
+from layerzero.dispatch import CAPTURE, LaneFacts, Plan, Snapshot
+from layerzero.ops.checks import need_choice, need_number
 from layerzero.ops.op import Args, Op
 from layerzero.runtime import ACTIVE
+from layerzero.scheduler.driver import Front
 from layerzero.scheduler.modes import Modes, bars_queueing, restore
-from layerzero.scheduler.ticket import Ticket
+from layerzero.scheduler.streams import come_back, leave
+from layerzero.scheduler.ticket import TICKETS, Ticket
+from layerzero.settings import BATCHING
 
 
 def awaited(op: Op) -> Callable[..., Any]:
     """The op as a coroutine function with the signature of `op.build`, plus what concerns its waiting.
 
     `backend=` as in the blocking op; `priority=` 0 (first) to 2; `timeout=` seconds until it must have
-    started, else DeadlineExceededError.
+    started, else DeadlineExceededError; `batching=` "off", "rows" or "all" in place of the settings' own.
     """
-    build, name, active, scoped, last = op.build, op.name, ACTIVE, SCOPE.get, LAST
+    known, last = Known(op), LAST
+    unknown = _unknown(op, known)
+    guard = None if op.guard_joined else op.guard
 
     async def call(
         *args: Any,
         backend: str | None = None,
         priority: int = 1,
         timeout: float | None = None,  # noqa: ASYNC109  the lane cancels queued calls by it
+        batching: str | None = None,
         **kwargs: Any,
     ) -> Any:
+        memo = known.memo if backend is None and batching is None else None
+        ticket = None if memo is None else memo.find(args, kwargs)
+        if ticket is None:
+            return await unknown(args, kwargs, backend, priority, timeout, batching)
+        front = ticket.front
+        if (
+            front.alone is not None
+            and ticket.expected_us < front.inline_limit_us
+            and (front.may_inline() or await front.rested())
+        ):
+            front.charge(ticket.expected_us)
+            return _at_once(ticket.plan, ticket.args, None)
+        if guard is not None and ticket.group is not None:
+            guard(ticket.args)
+        if priority != 1 or timeout is not None:
+            _hurry(ticket, priority, timeout)
+        front.submit(ticket)
+        modes = ticket.modes[0]
+        if modes.grad is not front.ambient_grad and not modes.inference:
+            return await _away(ticket, modes, front)
+        result, last.plan = await ticket
+        if not ticket.unchanged():
+            restore(modes)
+        return result
+
+    return named(call, op)
+
+
+def _unknown(op: Op, known: Known) -> Callable[..., Any]:
+    """The op for a call that no memo knows: every step in Python."""
+    build, name, active, scoped, last = op.build, op.name, ACTIVE, SCOPE.get, LAST
+
+    async def call(
+        args: tuple[Any, ...], kwargs: dict[str, Any], backend: str | None, priority: int,
+        timeout: float | None, batching: str | None,  # noqa: ASYNC109
+    ) -> Any:  # fmt: skip
         snapshot: Snapshot | None = None
         try:
             signature, full = build(*args, **kwargs)
             device = active.devices[full[0].device]
             modes = device.capture()
-            if backend is not None or scoped() is not None:
-                device, snapshot, plan, full = _planned(op, args, kwargs, backend)
-            elif device.capturing is None:
+            if backend is not None or batching is not None or scoped() is not None:
+                raise KeyError("a call of its own kind")  # found below, as one whose signature is new
+            if device.capturing is None:
                 plan = device.snapshot.tables[name].hot[modes.bits & device.counted][signature]
             else:
-                plan = device.snapshot.tables[name].hot[device.mode()][signature]
+                bits = device.mode()
+                plan = device.snapshot.tables[name].hot[bits][signature]
+                if bits & CAPTURE:
+                    return _at_once(plan, full, None)
         except (KeyError, AttributeError, TypeError):
-            device, snapshot, plan, full = _planned(op, args, kwargs, backend)
+            device, snapshot, plan, full = _planned(op, args, kwargs, backend, batching)
+            if "capture" in plan.request.modes:
+                return _at_once(plan, full, snapshot)
             modes = device.capture()
         front = device.fronts.current()
         if (
@@ -54,44 +103,63 @@ def awaited(op: Op) -> Callable[..., Any]:
             and (front.may_inline() or await front.rested())
         ):
             front.charge(plan.expected_us)
-            last.plan = plan
-            try:
-                return plan.call(*full)
-            except Exception as error:
-                result, last.plan = device.recover(plan, full, error, snapshot)
-                return result
-        if bars_queueing() is not None or "capture" in plan.request.modes:
+            return _at_once(plan, full, snapshot)
+        if bars_queueing() is not None:
             result, last.plan = device.launch_planned(op, full, snapshot)
             return result
-        ticket = _ticket(op, device, plan, full, modes, snapshot, priority)
+        ticket = _ticket(op, device, plan, full, modes, snapshot, priority, batching)
+        known.remember(args, kwargs, full, device, plan, ticket, usual=backend is None and batching is None)
         if timeout is not None:
             ticket.deadline = front.loop.time() + need_number("timeout", timeout, low=0.0)
         front.submit(ticket)
-        if modes.grad is not front.ambient_grad and not modes.inference:
-            return await _away(ticket, modes, front.ambient_grad)
+        if modes.stream != front.ambient_stream or (
+            modes.grad is not front.ambient_grad and not modes.inference
+        ):
+            return await _away(ticket, modes, front)
         result, last.plan = await ticket
         if device.capture() is not modes:
             restore(modes)
         return result
 
-    return named(call, op)
+    return call
 
 
-async def _away(ticket: Ticket, modes: Modes, ambient: bool) -> Any:
-    """Await a ticket under another grad mode than the loop's: the mode leaves with its caller."""
-    set_grad_enabled(ambient)
+def _at_once(plan: Plan, args: Args, snapshot: Snapshot | None) -> Any:
+    """Run a plan on this thread, the next kernels in its order where it fails."""
+    LAST.plan = plan
+    try:
+        return plan.call(*args)
+    except Exception as error:
+        result, LAST.plan = device_here(args).recover(plan, args, error, snapshot)
+        return result
+
+
+def _hurry(ticket: Ticket, priority: int, timeout: float | None) -> None:
+    """Give a ticket another priority than 1, or a deadline."""
+    if priority not in (0, 1, 2):
+        raise ValueError(f"priority needs 0, 1 or 2, got {priority!r}")
+    ticket.priority = priority
+    if timeout is not None:
+        ticket.deadline = ticket.front.loop.time() + need_number("timeout", timeout, low=0.0)
+
+
+async def _away(ticket: Ticket, modes: Modes, front: Front) -> Any:
+    """Await a ticket under another grad mode or stream than the loop's: they leave with their caller."""
+    leave(modes, front)
     try:
         result, LAST.plan = await ticket
     finally:
-        set_grad_enabled(modes.grad)
+        come_back(modes, front)
     restore(modes)
     return result
 
 
 def _planned(
-    op: Op, args: tuple[Any, ...], kwargs: dict[str, Any], backend: str | None
+    op: Op, args: tuple[Any, ...], kwargs: dict[str, Any], backend: str | None, batching: str | None
 ) -> tuple[LocalDevice, Snapshot | None, Plan, Args]:
     """Device, governing snapshot (None: the current one), plan and arguments of an unusual call."""
+    if batching is not None:
+        need_choice("batching", batching, BATCHING)
     signature, full = checked_build(op, args, kwargs)
     device = device_here(full)
     snapshot = snapshot_here(device, op.name, backend)
@@ -107,30 +175,46 @@ def _ticket(
     modes: Modes,
     snapshot: Snapshot | None,
     priority: int,
+    batching: str | None,
 ) -> Ticket:
     """The ticket of a call: its group is None where it must run alone."""
     lane = plan.lane
     if lane is None:
         lane = plan.lane = _lane_facts(op, args)
     group: Hashable | None = None
-    if plan.joins and op.batching is not None and device.batches(op):
+    if plan.joins and op.batching is not None and device.batches(op, batching) and _told_by_memory(args):
         if op.guard is not None and not op.guard_joined:
             op.guard(args)
         shared = lane.shared
         if shared is None:
-            group = _group(op, args, modes, snapshot)
+            group = _group(op, args, modes.anywhere, snapshot)
         else:
             where: Hashable
             if len(shared) == 1:
-                where = (modes, snapshot, args[shared[0]].data_ptr())
+                where = (modes.anywhere, snapshot, args[shared[0]].data_ptr())
             else:
-                where = (modes, snapshot, *[args[position].data_ptr() for position in shared])
+                where = (modes.anywhere, snapshot, *[args[position].data_ptr() for position in shared])
             group = lane.groups.get(where, _UNKNOWN)
             if group is _UNKNOWN:
-                group = _remember(lane, where, _group(op, args, modes, snapshot))
-    return Ticket(
+                group = _remember(lane, where, _group(op, args, modes.anywhere, snapshot))
+    return TICKETS.kind(
         op, args, group, plan.expected_us, lane.tokens, lane.bytes, priority, None, (modes, snapshot)
     )
+
+
+_PLAIN: Final[frozenset[type]] = frozenset({Tensor, torch.nn.Parameter})
+
+
+def _told_by_memory(args: Args) -> bool:
+    """Whether address, shape and strides say what each tensor holds, and rows of others may stand beside it.
+
+    A subclass may hold its values elsewhere, and would make its neighbours' outputs its own kind; a negative
+    view shares its memory with what it negates.
+    """
+    for value in args:
+        if isinstance(value, Tensor) and (value.__class__ not in _PLAIN or value.is_neg()):
+            return False
+    return True
 
 
 class Group:

@@ -16,20 +16,25 @@ from typing import Any, Generic, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
-from torch._C import _set_grad_enabled as set_grad_enabled
 
 from layerzero.actors.local import LocalDevice
+from layerzero.api.awaiting import Group
 from layerzero.api.calls import LAST, runtime_here
+from layerzero.api.scope import SCOPE
 from layerzero.ops.batching import join_rows
-from layerzero.ops.checks import need_number
+from layerzero.ops.checks import need_choice, need_number
+from layerzero.runtime import ACTIVE
 from layerzero.scheduler.modes import bars_queueing, restore
-from layerzero.scheduler.ticket import Ticket
+from layerzero.scheduler.streams import come_back, leave
+from layerzero.scheduler.ticket import TICKETS
 from layerzero.selection.transform import without_graph
+from layerzero.settings import BATCHING
 
 P = ParamSpec("P")
 R = TypeVar("R")
 Args = tuple[Any, ...]
 _NEWEST = 0.25
+_MAX_KINDS = 1024
 
 
 class Batched(Generic[P, R]):
@@ -51,21 +56,28 @@ class Batched(Generic[P, R]):
         self.name = name
         self.pure = pure
         self.us_per_row = float("inf")
+        self._groups: dict[Hashable, Group] = {}
 
     async def __call__(
         self,
         *args: Any,
         priority: int = 1,
         timeout: float | None = None,  # noqa: ASYNC109  the lane cancels queued calls by it
+        batching: str | None = None,
     ) -> Any:
         """Run for this caller's rows, together with whoever calls at the same time.
 
         Tensors carry rows along their first axis, the same number in each; every other argument reaches
-        the function as a list with one entry a caller. `priority` and `timeout` as for ops.
+        the function as a list with one entry a caller. `priority`, `timeout` and `batching` as
+        for ops; a function over rows joins under "rows" and "all".
         Raises: ValueError: tensors with different numbers of rows. What the function raises.
         """
-        rows, size = _measure(self.name, args)
-        device = self._place(args)
+        if batching is not None:
+            need_choice("batching", batching, BATCHING)
+        rows, size, where, kinds = _seen(self.name, args)
+        device = None if where is None or SCOPE.get() is not None else ACTIVE.devices.get(where)
+        if device is None:
+            device = runtime_here().device(where or self._device)
         front = device.fronts.current()
         expected_us = self.us_per_row * rows
         if expected_us < device.inline_limit_us and (front.may_inline() or await front.rested()):
@@ -75,19 +87,21 @@ class Batched(Generic[P, R]):
         if bars_queueing() is not None:
             return self._alone(device, args)
         modes = device.capture()
-        group = None if _needs_grad(args) else (self, modes, *map(_kind, args))
-        ticket = Ticket(self, args, group, expected_us, rows, size, priority, None, (modes, None))
+        apart = (batching or device.settings.batching) == "off" or _needs_grad(args)
+        group = None if apart else self._group((modes.anywhere, where, kinds))
+        ticket = TICKETS.kind(self, args, group, expected_us, rows, size, priority, None, (modes, None))
         if timeout is not None:
             ticket.deadline = front.loop.time() + need_number("timeout", timeout, low=0.0)
         front.submit(ticket)
-        leaves = modes.grad is not front.ambient_grad and not modes.inference
+        other_grad = modes.grad is not front.ambient_grad and not modes.inference
+        leaves = other_grad or modes.stream != front.ambient_stream
         if leaves:
-            set_grad_enabled(front.ambient_grad)
+            leave(modes, front)
         try:
             result, LAST.plan = await ticket
         finally:
             if leaves:
-                set_grad_enabled(modes.grad)
+                come_back(modes, front)
         restore(modes)
         return result
 
@@ -96,9 +110,14 @@ class Batched(Generic[P, R]):
         run = without_graph(self.run) if device.settings.inference else self.run
         return run([args])[0]
 
-    def _place(self, args: Args) -> LocalDevice:
-        first = next((a for a in args if isinstance(a, Tensor)), None)
-        return runtime_here().device(first.device if first is not None else self._device)
+    def _group(self, key: Hashable) -> Group:
+        """The compatibility class of calls of one kind: one object, so that lanes compare a pointer."""
+        found = self._groups.get(key)
+        if found is None:
+            if len(self._groups) >= _MAX_KINDS:
+                self._groups.clear()  # who waits under the old objects runs apart, nothing worse
+            found = self._groups[key] = Group((self, key))
+        return found
 
     def run(self, calls: Sequence[Args]) -> list[Any]:
         """Call the function once for the rows of all callers; one result a caller."""
@@ -108,7 +127,7 @@ class Batched(Generic[P, R]):
             if owner is None:
                 raise ReferenceError(f"the object that {self.name} belongs to is gone")
             function = MethodType(function, owner)
-        counts = [_measure(self.name, args)[0] for args in calls]
+        counts = [_rows(args) for args in calls]
         columns = [_column(values) for values in zip(*calls, strict=True)]
         started = time.perf_counter()
         out = function(*columns, counts=counts) if self._wants_counts else function(*columns)
@@ -185,31 +204,40 @@ def batched(
     return found
 
 
-def _measure(name: str, args: Args) -> tuple[int, int]:
-    """Rows and bytes of one call's tensors."""
-    rows, size = -1, 0
+def _seen(name: str, args: Args) -> tuple[int, int, torch.device | None, Hashable]:
+    """Rows and bytes of one call's tensors, the first one's device, and what tells kinds of calls apart."""
+    rows, size, where = -1, 0, None
+    kinds: list[Hashable] = []
     for position, value in enumerate(args):
         if not isinstance(value, Tensor):
+            kinds.append(value.__class__)
             continue
-        if value.dim() == 0:
+        shape = value.shape
+        if not shape:
             raise ValueError(
                 f"{name} needs rows along the first axis of argument {position}, got a scalar tensor"
             )
-        if rows >= 0 and value.shape[0] != rows:
-            raise ValueError(f"{name} needs {rows} rows in argument {position}, got {value.shape[0]}")
-        rows = value.shape[0]
-        size += value.numel() * value.element_size()
-    return (1 if rows < 0 else rows), size
+        if rows != shape[0]:
+            if rows >= 0:
+                raise ValueError(f"{name} needs {rows} rows in argument {position}, got {shape[0]}")
+            rows = shape[0]
+        device = value.device
+        where = where or device
+        size += value.nbytes
+        kinds.append((value.__class__, value.dtype, device, shape[1:]))
+    return (1 if rows < 0 else rows), size, where, tuple(kinds)
+
+
+def _rows(args: Args) -> int:
+    """Rows of one call whose tensors were seen to agree."""
+    for value in args:
+        if isinstance(value, Tensor):
+            return value.shape[0]
+    return 1
 
 
 def _column(values: tuple[Any, ...]) -> Any:
     return join_rows(values) if isinstance(values[0], Tensor) else list(values)
-
-
-def _kind(value: Any) -> Hashable:
-    if isinstance(value, Tensor):
-        return (value.dtype, value.device, value.shape[1:])
-    return type(value).__qualname__
 
 
 def _needs_grad(args: Args) -> bool:

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from layerzero.actors.local import LocalDevice, device_of
-from layerzero.api.calls import checked_build, device_here, snapshot_here
+from layerzero.actors.local import LocalDevice
+from layerzero.api.calls import checked_build, device_here, device_of, snapshot_here
 from layerzero.dispatch import GRAD, Plan, Snapshot, positional
 from layerzero.kernel import Kernel
 from layerzero.ops import table as ops_table

@@ -11,9 +11,10 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import Tensor
 
-from layerzero.actors.local import LocalDevice, device_of
+from layerzero.actors.local import LocalDevice
 from layerzero.api.scope import ROOT, SCOPE, Scope
 from layerzero.dispatch import Plan, Snapshot
 from layerzero.ops.op import Args, Op, Signature
@@ -112,7 +113,9 @@ def _explained(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any], wrong: Exc
         takes_tensor = "Tensor" in str(parameter.annotation)
         optional = "None" in str(parameter.annotation)
         if takes_tensor and not isinstance(value, Tensor) and not (optional and value is None):
-            return TypeError(f"{parameter.name} needs a torch.Tensor, got {type(value).__name__}")
+            elsewhere = getattr(value, "elsewhere", None)  # a handle of another process's tensor
+            advice = f": {elsewhere}" if isinstance(elsewhere, str) else ""
+            return TypeError(f"{parameter.name} needs a torch.Tensor, got {type(value).__name__}{advice}")
     return wrong
 
 
@@ -120,6 +123,17 @@ def runtime_here() -> Runtime:
     """The runtime of the calling context: a scoped one, else the process's."""
     scope = SCOPE.get()
     return scope.runtime if scope is not None and scope.runtime is not None else current()
+
+
+def device_of(args: Args) -> torch.device:
+    """The device a call runs on: its first argument's.
+
+    Raises: TypeError: the first argument is no tensor.
+    """
+    first = args[0]
+    if not isinstance(first, Tensor):
+        raise TypeError(f"the first argument needs a torch.Tensor, got {type(first).__name__}")
+    return first.device
 
 
 def device_here(args: Args) -> LocalDevice:

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from layerzero.api.calls import runtime_here
 from layerzero.scheduler.readback import Readback, compacted
+from layerzero.scheduler.streams import come_back, leave
 
 _READBACKS: weakref.WeakKeyDictionary[Any, dict[int, Readback]] = weakref.WeakKeyDictionary()
 
@@ -27,10 +28,16 @@ async def to_host(tensor: Tensor) -> Tensor:
     if plain.device.type != "cuda":
         return compacted(plain.cpu() if plain.device.type != "cpu" else plain)
     device = runtime_here().device(plain.device)
-    loop = device.fronts.current().loop
-    of_loop = _READBACKS.setdefault(loop, {})
+    front = device.fronts.current()
+    of_loop = _READBACKS.setdefault(front.loop, {})
     readback = of_loop.get(id(device))
     if readback is None:
-        readback = of_loop[id(device)] = Readback(loop, device.reaper)
-    copied: Tensor = await readback.add(plain)
+        readback = of_loop[id(device)] = Readback(front.loop, device.reaper)
+    modes = device.capture()
+    copy = readback.add(plain, modes.stream)
+    leave(modes, front)
+    try:
+        copied: Tensor = await copy
+    finally:
+        come_back(modes, front)
     return copied

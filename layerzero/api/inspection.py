@@ -6,6 +6,7 @@ from typing import Any
 
 import msgspec
 
+from layerzero.actors.local import LocalDevice
 from layerzero.api.calls import checked_build, device_here, runtime_here, snapshot_here
 from layerzero.dispatch import Plan, positional
 from layerzero.hardware import Hardware
@@ -62,6 +63,7 @@ def which(op: str, /, *args: Any, batch: int = 1, backend: str | None = None, **
     _, full = checked_build(definition, args, kwargs)
     together = merged(definition, full, batch)
     device = device_here(together)
+    complete(device, op)
     snapshot = snapshot_here(device, op, backend)
     return device.plan(definition, positional(definition, together), together, device.mode(), snapshot).kernel
 
@@ -74,6 +76,7 @@ def explain(op: str, /, *args: Any, backend: str | None = None, **kwargs: Any) -
     definition = ops_table.get(op)
     _, full = checked_build(definition, args, kwargs)
     device = device_here(full)
+    complete(device, op)
     table = device.table(definition, snapshot_here(device, op, backend))
     request = table.describe(full, device.mode())
     if definition.empty is not None and definition.empty(full) is not None:
@@ -92,6 +95,7 @@ def dry_run(
     definition = ops_table.get(op)
     signature, full = checked_build(definition, args, kwargs)
     device = device_here(full)
+    complete(device, op)
     request = device.table(definition).describe(full, device.mode())
     settings = device.settings
     knobs = Knobs(settings.strict if strict is None else strict, settings.tie_band, settings.default_gain)
@@ -109,6 +113,7 @@ def dry_run(
             device.snapshot.policy,
             standing,
             knobs,
+            cost=device.costs,
         )
     elsewhere = request.replace(platform=hardware.platform, device=hardware.device)
     return decide(
@@ -159,9 +164,17 @@ def list_kernels(op: str | None = None, *, backend: str | None = None) -> list[K
     ]
 
 
+def complete(device: LocalDevice, op: str) -> None:
+    """Let the device know what cannot serve the op on it, too, so that it can be said why."""
+    device.expected()
+    if device.registry.complete(op):
+        device.refresh()
+
+
 def _plan(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any], backend: str | None) -> Plan:
     signature, full = checked_build(op, args, kwargs)
     device = device_here(full)
+    complete(device, op.name)
     return device.plan(op, signature, full, device.mode(), snapshot_here(device, op.name, backend))
 
 

@@ -46,6 +46,7 @@ class Scope:
                 raise TypeError(
                     f"backend needs a kernel id or a backend's name, got {type(backend).__name__}"
                 )
+            device.registry.complete(op)
             known = frozenset(kernel.id for kernel in device.registry.for_op(op))
             policy = merge(policy, requesting(op, backend, known_kernels=known))
         view = device.view(merge(base.policy, policy)) if policy else base

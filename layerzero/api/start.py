@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import gc
 from contextvars import Token
 from types import TracebackType
 
+from layerzero.actors.fleet import open_fleet
 from layerzero.api.scope import SCOPE, Scope
 from layerzero.errors import ConfigurationError
 from layerzero.runtime import Runtime, install, uninstall
 from layerzero.settings import Settings
 
 DRAIN_S = 30.0
+OPENER = "layerzero.api.start:open_hosted"
 
 
 class Started:
@@ -23,6 +26,14 @@ class Started:
         self._token: Token[Scope | None] | None = None
 
     def __enter__(self) -> Runtime:
+        if self._settings is not None and self._settings.cluster is not None:
+            raise ConfigurationError(
+                f"cluster={self._settings.cluster!r} needs `async with`, which can wait for it",
+                field="cluster",
+            )
+        return self._enter()
+
+    def _enter(self) -> Runtime:
         if self._runtime is not None:
             raise ConfigurationError("this start() was entered already; call start() again")
         runtime = Runtime(self._settings)
@@ -36,6 +47,10 @@ class Started:
                 runtime.close()
                 raise
         self._runtime = runtime
+        if runtime.settings.freeze_gc and not gc.get_freeze_count():
+            gc.collect()
+            gc.freeze()
+            runtime.on_close(gc.unfreeze)
         return runtime
 
     def __exit__(
@@ -49,23 +64,43 @@ class Started:
         self._runtime.close()
 
     async def __aenter__(self) -> Runtime:
-        return self.__enter__()
+        runtime = self._enter()
+        if runtime.settings.cluster is not None:
+            try:
+                runtime.fleet = await open_fleet(runtime.settings, OPENER)
+            except BaseException:
+                self.__exit__(None, None, None)
+                raise
+        return runtime
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         assert self._runtime is not None
-        if kind is None:
-            await self._runtime.drain(DRAIN_S)
-        self.__exit__(kind, error, trace)
+        try:
+            if kind is None:
+                await self._runtime.drain(DRAIN_S)
+            await self._runtime.close_fleet()
+        finally:
+            self.__exit__(kind, error, trace)
 
 
 def start(settings: Settings | None = None, *, scoped: bool = False) -> Started:
     """Open a runtime for the block and close it completely at its end.
 
     It serves the whole process: every thread and every event loop. A second one at the same time is an
-    error, unless `scoped=True`, which opens it for this context alone. `async with` drains before closing.
+    error, unless `scoped=True`, which opens it for this context alone. `async with` drains before closing,
+    and joins the cluster where the settings name one; `runtime.fleet` are its devices.
 
-    Raises: ConfigurationError: a runtime is open already, or a setting does not fit.
+    Raises: ConfigurationError: a runtime is open already, a setting does not fit, or the cluster cannot be
+        joined. DeviceLostError: a device of the cluster did not start.
     """
     return Started(settings, scoped)
+
+
+def open_hosted(settings: Settings) -> Runtime:
+    """The runtime of an actor's process, installed for `layerzero.*` there; what a device actor opens."""
+    runtime = Runtime(settings)
+    runtime.started = True
+    install(runtime)
+    return runtime

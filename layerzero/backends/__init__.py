@@ -1,7 +1,8 @@
 """Backends: one file each, the only place that imports a vendor's library; they do not know each other.
 
-A new backend is one file with `KERNELS`, one line in `BUILTIN` and a test file. A third party announces a
-function that returns its kernels in the entry point group `layerzero.backends`; it is loaded only when named.
+A new backend is one file with `KERNELS`, one line in `BUILTIN` (its file and its ops) and a test file. A
+third party announces a function that returns its kernels in the entry point group `layerzero.backends`; it
+is loaded only when named.
 """
 
 from __future__ import annotations
@@ -10,40 +11,114 @@ import functools
 import importlib
 import importlib.metadata
 import re
-from collections.abc import Collection
+from collections.abc import Collection, Iterable, Mapping
+from types import MappingProxyType
 
+from layerzero.backends.reference import reference_kernel
 from layerzero.errors import BackendNotAvailableError, ConfigurationError
 from layerzero.kernel import Kernel, version
+from layerzero.ops import table
 from layerzero.reasons import Reason, Rejected
 
-BUILTIN: tuple[str, ...] = (
-    "layerzero.backends.native",
-    "layerzero.backends.onednn",
-    "layerzero.backends.reference",
-    "layerzero.backends.torch_native",
-    "layerzero.backends.torch_ragged",
-    "layerzero.backends.torch_sdpa",
-    "layerzero.backends.zentorch",
+# The backends, and the ops that each has kernels for: a call imports the files that can serve it, no others.
+BUILTIN: Mapping[str, tuple[str, ...]] = MappingProxyType(
+    {
+        "layerzero.backends.flash_attn": ("attention", "paged_attention", "ragged_attention"),
+        "layerzero.backends.flashinfer.attention": ("attention", "paged_attention", "ragged_attention"),
+        "layerzero.backends.flashinfer.latent": ("mla_attention",),
+        "layerzero.backends.flashinfer.rows": ("add_rms_norm", "append_kv", "mlp", "rms_norm", "rope"),
+        "layerzero.backends.liger": (
+            "add_rms_norm",
+            "cross_entropy",
+            "layer_norm",
+            "linear_cross_entropy",
+            "mlp",
+            "rms_norm",
+            "rope",
+        ),
+        "layerzero.backends.native": ("append_kv", "mla_attention", "paged_attention", "ragged_attention"),
+        "layerzero.backends.onednn": ("linear", "mlp"),
+        "layerzero.backends.reference": tuple(table.FILES),
+        "layerzero.backends.torch_native": (
+            "add_layer_norm",
+            "add_rms_norm",
+            "append_kv",
+            "cross_entropy",
+            "embedding",
+            "layer_norm",
+            "linear",
+            "linear_cross_entropy",
+            "mlp",
+            "rms_norm",
+        ),
+        "layerzero.backends.torch_moe": ("moe",),
+        "layerzero.backends.torch_quantized": ("dequantize", "quantize", "quantized_linear"),
+        "layerzero.backends.torch_ragged": ("ragged_attention",),
+        "layerzero.backends.torch_sdpa": ("attention",),
+        "layerzero.backends.torch_varlen": ("ragged_attention",),
+        "layerzero.backends.triton_kernels": (
+            "add_rms_norm",
+            "quantize",
+            "sample",
+            "sample_topk",
+            "sample_topp",
+        ),
+        "layerzero.backends.xformers": ("attention",),
+        "layerzero.backends.zentorch": (
+            "add_rms_norm",
+            "attention",
+            "linear",
+            "moe",
+            "quantized_linear",
+            "rms_norm",
+        ),
+    }
+)
+# What serves GPUs alone: the first call of a process on a CPU does not wait for their descriptions.
+CUDA_ALONE = frozenset(
+    {
+        "layerzero.backends.flash_attn",
+        "layerzero.backends.flashinfer.attention",
+        "layerzero.backends.flashinfer.latent",
+        "layerzero.backends.flashinfer.rows",
+        "layerzero.backends.xformers",
+    }
 )
 ENTRY_POINT_GROUP = "layerzero.backends"
 
 
-def load_builtin(allowed_plugins: Collection[str] = ()) -> list[Kernel]:
-    """Every kernel of the built-in backends and of the plugins in `allowed_plugins`, by entry point name.
+def load_builtin(
+    allowed_plugins: Collection[str] = (), *, op: str | None = None, platform: str | None = None
+) -> list[Kernel]:
+    """The kernels of the built-in backends and of the plugins in `allowed_plugins`, by entry point name.
 
+    Every op's, or those of `op`; with a platform, without the backends that are for another one alone.
     Imports the modules that describe kernels, never a vendor's library.
     Raises: BackendNotAvailableError: an allowed plugin is not installed or does not import.
         ConfigurationError: two kernels have one id, or a plugin gives something else than kernels.
     """
-    kernels = [kernel for name in BUILTIN for kernel in importlib.import_module(name).KERNELS]
+    kernels: list[Kernel] = []
+    for name, ops in BUILTIN.items():
+        if platform not in (None, "cuda") and name in CUDA_ALONE:
+            continue
+        if op is None:
+            kernels.extend(kernel for each in ops for kernel in _of_module(name, each))
+        elif op in ops:
+            kernels.extend(_of_module(name, op))
     for plugin in sorted(set(allowed_plugins)):
-        kernels.extend(_load_plugin(plugin))
+        kernels.extend(k for k in _load_plugin(plugin) if op in (None, k.op))
     seen: set[str] = set()
     for kernel in kernels:
         if kernel.id in seen:
             raise ConfigurationError(f"two kernels are named {kernel.id!r}; ids need to be unique")
         seen.add(kernel.id)
     return kernels
+
+
+def _of_module(name: str, op: str) -> Iterable[Kernel]:
+    if name == "layerzero.backends.reference":
+        return (reference_kernel(table.get(op)),)
+    return (kernel for kernel in importlib.import_module(name).KERNELS if kernel.op == op)
 
 
 def _load_plugin(name: str) -> list[Kernel]:
@@ -78,6 +153,7 @@ _SIMPLE = re.compile(
     r"(?P<name>[A-Za-z0-9](?:[A-Za-z0-9._-]*[A-Za-z0-9])?)"
     r"(?:>=(?P<least>\d+(?:\.\d+)*))?(?:,?<(?P<below>\d+(?:\.\d+)*))?"
 )
+_NAMED = re.compile(r"(?P<name>[A-Za-z0-9](?:[A-Za-z0-9._-]*[A-Za-z0-9])?)(?=\s*(?:$|[<>=!~]))")
 _RELEASE = re.compile(r"\d+(?:\.\d+)*(?:\+.*)?")
 
 
@@ -99,6 +175,14 @@ def _holds_simply(text: str) -> bool:
     return least <= here and (not below or here < below)
 
 
+def _installed(name: str) -> bool:
+    try:
+        importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return False
+    return True
+
+
 def _numbers(text: str | None) -> tuple[int, ...]:
     """A version's numbers without trailing zeros, so that 2.13 and 2.13.0 are equal."""
     numbers = list(version(text or ""))
@@ -111,6 +195,11 @@ def _numbers(text: str | None) -> tuple[int, ...]:
 def _check_distribution(text: str) -> Rejected | None:
     if _holds_simply(text):
         return None
+    named = _NAMED.match(text)
+    if named is not None and not _installed(named["name"]):
+        needs = text[named.end() :].strip() or "any version"
+        fix = f"pip install '{text}'"
+        return Rejected(Reason.BACKEND_MISSING, named["name"], needs, "not installed", fix)
     from packaging.requirements import InvalidRequirement, Requirement
 
     try:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import functools
+
 from layerzero.kernel import ACTIVATIONS, FEATURE_REASONS, Capability, Efficiency, Kernel
-from layerzero.ops import table
 from layerzero.ops.op import Op
 
 EVERY_FEATURE = frozenset(FEATURE_REASONS) | {f"act_{name}" for name in ACTIVATIONS}
@@ -13,10 +14,24 @@ EVERY_FEATURE |= {"lse_grad", "mask_grad", "mask_wide", "xpos"}
 # Ops whose reference treats rows one by one in fixed order; products of matrices choose their order of sums
 # by their size, and attention takes blocks of queries by the size of the batch.
 BATCH_INVARIANT = frozenset(
-    {"alibi", "cross_entropy", "embedding", "rope", "sample", "sample_topk", "sample_topp"}
-)
+    {
+        "alibi", "append_kv", "cross_entropy", "embedding", "rope", "sample", "sample_topk", "sample_topp",
+        "verify_chain", "verify_tree",
+    }
+)  # fmt: skip
 
 
+# Captured and replayed on one H200: benchmarks/results/graphs_h200.json.
+# Others synchronise or were not tried.
+CAPTURED = frozenset(
+    {
+        "add_layer_norm", "add_rms_norm", "append_kv", "attention", "embedding", "layer_norm", "linear",
+        "mlp", "rms_norm", "rope",
+    }
+)  # fmt: skip
+
+
+@functools.cache
 def reference_kernel(op: Op) -> Kernel:
     """`op.reference` as the kernel `reference.<op>`."""
     return Kernel(
@@ -29,6 +44,7 @@ def reference_kernel(op: Op) -> Kernel:
             features=EVERY_FEATURE,
             gradient=op.differentiable,
             batch_invariant=op.name in BATCH_INVARIANT,
+            graph_safe=op.name in CAPTURED,
         ),
         load=lambda: op.reference,
         efficiency=Efficiency(
@@ -39,6 +55,3 @@ def reference_kernel(op: Op) -> Kernel:
         ),
         rank=99,
     )
-
-
-KERNELS: tuple[Kernel, ...] = tuple(reference_kernel(table.get(name)) for name in table.names())

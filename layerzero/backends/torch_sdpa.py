@@ -17,6 +17,7 @@ from torch.nn import functional
 
 from layerzero.kernel import AtMost, Capability, Efficiency, Kernel, MultipleOf, ProductAtMost, SameAs
 from layerzero.ops import masks
+from layerzero.ops.request import Request
 from layerzero.reasons import Reason
 
 aten = torch.ops.aten
@@ -164,6 +165,12 @@ _H200 = "one H200, torch 2.11.0+cu130, bf16, causal prefill 2048, 32/8 heads of 
 _CPU = "scripts/measure_efficiency.py, AMD EPYC with AVX-512, 1 thread"
 
 
+def _score_bytes(request: Request) -> int:
+    """The score matrix and its softmax in float32: what the step by step implementation holds at once."""
+    scores = request.dim("B", 1) * request.dim("Hq", 1) * request.dim("Sq", 1) * request.dim("Sk", 1)
+    return 2 * 4 * scores
+
+
 KERNELS: tuple[Kernel, ...] = (
     Kernel(
         id="torch.attention.sdpa_math",
@@ -176,6 +183,7 @@ KERNELS: tuple[Kernel, ...] = (
             graph_safe=True,
         ),
         load=_returning(math),
+        workspace_bytes=_score_bytes,
         efficiency=Efficiency(0.02, 0.1, 40.0, _H200.format(3421, 125)),
         rank=80,
     ),
@@ -254,7 +262,8 @@ KERNELS: tuple[Kernel, ...] = (
             sm_min=80,
             sm_max=121,
             dtypes=frozenset({"float16", "bfloat16"}),
-            features=_FUSED | {"gqa", "dropout", "empty_rows", "lse"},
+            # Rows that see nothing come out right, but not their gradient (torch 2.11, bfloat16).
+            features=_FUSED | {"gqa", "dropout", "lse"},
             layouts=frozenset({"BHSD"}),
             last_stride1=True,
             limits=(

@@ -1,4 +1,5 @@
-"""The command `lz`: doctor, kernels, explain, which, policy check.
+"""The command `lz`: doctor, kernels, explain, which, policy check, tune, bench, solve, perfdb, warmup, ready,
+consistency.
 
 Exit status: 0 all well, 1 a problem was found, 2 the command line is wrong.
 """
@@ -9,8 +10,11 @@ import click
 
 from layerzero import __version__
 from layerzero.cli.asking import explain, which
+from layerzero.cli.consistency import consistency
 from layerzero.cli.looking import doctor, kernels
+from layerzero.cli.measuring import bench, perfdb, solve, tune
 from layerzero.cli.policies import policy
+from layerzero.cli.warming import ready, warmup
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"]})
@@ -22,5 +26,9 @@ def main() -> None:
     """
 
 
-for command in (doctor, kernels, explain, which, policy):
+_COMMANDS = (
+    *(doctor, kernels, explain, which, policy, tune, bench, solve),
+    *(perfdb, warmup, ready, consistency),
+)
+for command in _COMMANDS:
     main.add_command(command)

@@ -9,7 +9,7 @@ from typing import Any
 import click
 
 from layerzero.api.calls import snapshot_here
-from layerzero.api.inspection import dry_run, merged
+from layerzero.api.inspection import complete, dry_run, merged
 from layerzero.cli import show, spec
 from layerzero.cli.options import json_option, op_named, runtime_of, standing_options
 from layerzero.dispatch import nothing_to_do
@@ -137,6 +137,7 @@ def selected(
 def _decided(op: Op, args: Args, runtime: Runtime, backend: str | None) -> Selection:
     """The choice on a device that is here, as a call there would get it."""
     device = runtime.device()
+    complete(device, op.name)
     table = device.table(op, snapshot_here(device, op.name, backend))
     hardware = device.hardware
     request = table.describe(args, device.mode())

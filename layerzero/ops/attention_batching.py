@@ -14,8 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from layerzero.ops import table
 from layerzero.ops.batching import identity
-from layerzero.ops.op import OPS, Args, Launch, Launcher
+from layerzero.ops.op import Args, Launch, Launcher
 
 
 def stack_view(pieces: Sequence[Tensor]) -> Tensor | None:
@@ -136,15 +137,8 @@ def _ragged(calls: Sequence[Args], shapes: int, launch: Launch) -> list[Any] | N
     q, k, causal, scale, window, softcap, slopes, layout, lse = (
         first[i] for i in (0, 1, 4, 5, 7, 8, 9, 10, 11)
     )
-    op = OPS.get("ragged_attention")
-    if (
-        op is None
-        or layout != "BSHD"
-        or slopes is not None
-        or lse
-        or window is not None
-        or softcap is not None
-    ):
+    op = table.get("ragged_attention")
+    if layout != "BSHD" or slopes is not None or lse or window is not None or softcap is not None:
         return None
     if not isinstance(launch, Launcher) or not launch.free or any(args[0].shape[0] != 1 for args in calls):
         return None

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from layerzero.native import HOT
 from layerzero.ops.op import Args, Launch
 
 
@@ -37,8 +38,12 @@ def rejoin(pieces: Sequence[Tensor]) -> Tensor | None:
         return None
     step = stride[0] * first.element_size()
     start = expected = first.data_ptr()
-    dense = first.is_contiguous()
+    # A single row is contiguous whatever its stride: only a stride that leads to the next row counts.
+    dense = first.is_contiguous() and stride[0] == _product(first.shape[1:])
+    turned = first.is_conj(), first.is_neg()
     for piece in pieces:
+        if (piece.is_conj(), piece.is_neg()) != turned:
+            return None
         # Dense pieces of one row shape have one stride; asking whether they are is half the price.
         if piece.data_ptr() != expected or not (piece.is_contiguous() if dense else piece.stride() == stride):
             return None
@@ -52,7 +57,11 @@ def join_rows(pieces: Sequence[Tensor]) -> Tensor:
     """All rows in one tensor: the shared base where there is one, one gather otherwise."""
     if len(pieces) == 1:
         return pieces[0]
-    joined = rejoin(pieces)
+    joined: Tensor | None = NotImplemented
+    if HOT.module is not None:
+        joined = HOT.module.rejoin(pieces)
+    if joined is NotImplemented:
+        joined = rejoin(pieces)
     return joined if joined is not None else torch.cat(list(pieces))
 
 
@@ -121,6 +130,12 @@ class Rows:
         for position, tail in self.tails.items():
             if calls[0][position] is None:
                 continue
+            gathered = NotImplemented if HOT.module is None else HOT.module.gather(calls, position, tail)
+            if gathered is not NotImplemented:
+                merged[position], rows = gathered
+                if position == self.along[0]:
+                    counts, leads = rows, _NO_LEADS
+                continue
             pieces = []
             for args in calls:
                 tensor: Tensor = args[position]
@@ -141,9 +156,16 @@ class Rows:
         return list(zip(*split, strict=True))
 
 
+# All callers' rows have one leading axis.
+_NO_LEADS: list[tuple[int, ...] | None] = []
+
+
 def _split(
     out: Tensor, tail: int, counts: Sequence[int], leads: Sequence[tuple[int, ...] | None]
 ) -> list[Tensor]:
+    if leads is _NO_LEADS:
+        pieces = NotImplemented if HOT.module is None else HOT.module.split(out, counts, False)
+        return list(out.split_with_sizes(list(counts))) if pieces is NotImplemented else pieces
     trailing = out.shape[out.dim() - tail :]
     return [
         piece if lead is None else piece.view((*lead, *trailing))

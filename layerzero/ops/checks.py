@@ -28,7 +28,9 @@ def need_tensor(
 ) -> Tensor:
     """`value` as a tensor of the given rank(s); floating point unless told otherwise."""
     if not isinstance(value, Tensor):
-        raise TypeError(f"{name} needs a torch.Tensor, got {type(value).__name__}: {_short(value)}")
+        elsewhere = getattr(value, "elsewhere", None)  # a handle of another process's tensor says what to do
+        shown = elsewhere if isinstance(elsewhere, str) else _short(value)
+        raise TypeError(f"{name} needs a torch.Tensor, got {type(value).__name__}: {shown}")
     if rank is not None:
         ranks = (rank,) if isinstance(rank, int) else rank
         if value.dim() not in ranks:

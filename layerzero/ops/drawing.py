@@ -35,18 +35,24 @@ def token_weights(logits: Tensor, temperature: Number, top_k: Count, top_p: Numb
     unit = float(1 << (52 - (vocab - 1).bit_length()))
     shares = torch.exp((wide - largest) / torch.where(heat > 0, heat, 1.0))
     weights = torch.where(heat > 0, torch.nan_to_num(shares * unit, nan=0.0), index == first).long()
-    if _is(top_k, 0) and _is(top_p, 1):
+    if always(top_k, 0) and always(top_p, 1):
         return weights
     order = torch.sort(wide, dim=-1, descending=True, stable=True).indices
     ranked = weights.gather(-1, order)
-    if not _is(top_k, 0):
+    if not always(top_k, 0):
         count = column(top_k, torch.int64, logits.device)
         ranked = torch.where((index < count) | (count == 0), ranked, 0)
-    if not _is(top_p, 1):
+    if not always(top_p, 1):
         before = ranked.cumsum(-1) - ranked
         reach = column(top_p, torch.float64, logits.device) * ranked.sum(-1, keepdim=True)
         ranked = torch.where((before < reach) | (index == 0), ranked, 0)
     return torch.zeros_like(weights).scatter_(-1, order, ranked)
+
+
+def likeliest(logits: Tensor) -> Tensor:
+    """What a temperature of 0 draws (B,): the first of each row's largest; -1 where that is not finite."""
+    value, token = logits.amax(-1), logits.argmax(-1)
+    return torch.where(value.isfinite(), token, -1)
 
 
 def draw(weights: Tensor, seed: Count, offset: Count) -> Tensor:
@@ -102,5 +108,6 @@ def column(value: Any, dtype: torch.dtype, device: torch.device) -> Tensor:
     return torch.full((1, 1), signed(value), dtype=dtype, device=device)
 
 
-def _is(value: Any, number: int) -> bool:
+def always(value: Any, number: int) -> bool:
+    """Whether a number or a tensor is `number` for every row; a tensor is not looked into."""
     return not isinstance(value, Tensor) and bool(value == number)

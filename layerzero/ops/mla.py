@@ -30,8 +30,8 @@ def mla_attention(
     block_tables: Tensor,
     context_lens: Tensor,
     *,
-    scale: float,
     cu_seqlens: Tensor | None = None,
+    scale: float,
     is_causal: bool = True,
     return_lse: bool = False,
 ) -> Call:

@@ -13,7 +13,12 @@ from layerzero.ops.batching import Rows
 from layerzero.ops.op import Args, Call, Op, register, signature_of
 from layerzero.ops.request import OutSpec, Request, Work
 
-GATES: dict[str, Callable[[Tensor], Tensor]] = {"swiglu": F.silu, "geglu": F.gelu, "reglu": F.relu}
+GATES: dict[str, Callable[[Tensor], Tensor]] = {
+    "swiglu": F.silu,
+    "geglu": F.gelu,
+    "geglu_tanh": lambda x: F.gelu(x, approximate="tanh"),
+    "reglu": F.relu,
+}
 PLAIN: dict[str, Callable[[Tensor], Tensor]] = {
     "gelu": F.gelu,
     "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
@@ -33,9 +38,10 @@ def mlp(
 ) -> Call:
     """Project each row of `x` up to F, apply `activation`, project down again.
 
-    Args: x (..., C), any float dtype; w_down (C, F). Gated kinds (swiglu, geglu, reglu): w_up (2F, C), the
-        gate's F rows above the F rows it multiplies; plain kinds (gelu, gelu_tanh, silu, relu): w_up (F, C).
-        b_up has as many elements as w_up has rows, b_down (C,). geglu and gelu use the exact erf.
+    Args: x (..., C), any float dtype; w_down (C, F). Gated kinds (swiglu, geglu, geglu_tanh, reglu): w_up
+        (2F, C), the gate's F rows above the F rows it multiplies; plain kinds (gelu, gelu_tanh, silu, relu):
+        w_up (F, C). b_up has as many elements as w_up has rows, b_down (C,). geglu and gelu use the exact
+        erf, geglu_tanh and gelu_tanh its approximation.
     Returns: x's shape and dtype; everything between is float32.
     Raises: ValueError, TypeError: an argument does not fit, by name.
     Source: arXiv 2002.05202 for the gated kinds.

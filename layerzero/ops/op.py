@@ -22,6 +22,13 @@ Call = tuple[Signature, Args]
 Launch = Callable[[Args], Any]
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Refused:
+    """What a batching rule returns for a call that it must not run beside the others: the caller's error."""
+
+    error: Exception
+
+
 @runtime_checkable
 class Launcher(Protocol):
     """A launch that can be asked first, and that launches other ops too; what a lane gives a batching rule.
@@ -66,6 +73,7 @@ class Batching(Protocol):
     def run(self, calls: Sequence[Args], launch: Launch) -> list[Any]:
         """Run `calls`, of one group, through as few `launch`es as pay off; one result a call, in order.
 
+        A call that must not run beside the others has `Refused` for its result, in an op that is not pure.
         `launch` takes the arguments of one (merged) call, selects a kernel for it and runs it.
         """
         ...
@@ -102,7 +110,9 @@ class Op:
     for everything `check` lets through. `outputs(args)` gives shapes and dtypes; `empty(args)` the result
     of a call that has nothing to compute, else None; `work(request)` the least work. `operands` are the
     positions of the tensors that layout, contiguity and alignment speak of; `exact` the sizes that keys
-    never round; `wide_outputs` the outputs whose dtype does not follow the operands'.
+    never round; `wide_outputs` the outputs whose dtype does not follow the operands'. `writes` are the
+    positions of the tensors that the op changes; an op that changes any is not `pure`: no fallback, probe or
+    search for a culprit runs it a second time.
     """
 
     name: str
@@ -119,6 +129,7 @@ class Op:
     batching: Batching | None = None
     layouts: Layouts | None = None
     pure: bool = True
+    writes: tuple[int, ...] = ()
     differentiable: bool = True
     stochastic: bool = False
     wide_outputs: frozenset[int] = field(default_factory=frozenset)

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from layerzero.ops.batching import identity, join_rows
+from layerzero.ops.mirrors import joined, mirror
 from layerzero.ops.op import Args, Launch
 
 
@@ -65,8 +66,8 @@ class OverOnePool:
         merged = (
             *queries,
             *calls[0][self.queries : table],
-            stack_tables([args[table] for args in calls]),
-            join_rows_of_any([args[table + 1] for args in calls]),
+            joined([args[table] for args in calls], stack_tables, "tables"),
+            joined([args[table + 1] for args in calls], join_rows_of_any, "lengths"),
             join_offsets([args[table + 2] for args in calls], counts, queries[0].device),
             *calls[0][table + 3 :],
         )
@@ -111,13 +112,22 @@ def join_offsets(
     """
     if all(own is None for own in offsets):
         return None
+    given = [own for own in offsets if own is not None]
+    if device.type != "cpu" and all(mirror(own) is not None for own in given):
+
+        def on_host(known: Sequence[Tensor]) -> Tensor:
+            copies = iter(known)
+            here = [None if own is None else next(copies) for own in offsets]
+            return join_offsets(here, counts, torch.device("cpu"))  # type: ignore[return-value]
+
+        return joined(given, on_host, "offsets", tuple(counts), tuple(own is None for own in offsets))
     if device.type == "cpu":
         values, start = [0], 0
         for own, count in zip(offsets, counts, strict=True):
             ends = range(1, count + 1) if own is None else own.tolist()[1:]
             values.extend([start + end for end in ends])
             start += count
-        return torch.tensor(values, dtype=torch.int32)
+        return torch.tensor(values, dtype=torch.int32, device=device)
     pieces, start = [torch.zeros(1, dtype=torch.int32, device=device)], 0
     for own, count in zip(offsets, counts, strict=True):
         later = torch.arange(1, count + 1, device=device) if own is None else own[1:]

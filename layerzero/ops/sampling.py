@@ -14,7 +14,17 @@ from torch import Tensor
 
 from layerzero.ops import checks
 from layerzero.ops.batching import join_rows
-from layerzero.ops.drawing import Count, Number, column, draw, row_seeds, signed, token_weights
+from layerzero.ops.drawing import (
+    Count,
+    Number,
+    always,
+    column,
+    draw,
+    likeliest,
+    row_seeds,
+    signed,
+    token_weights,
+)
 from layerzero.ops.op import Args, Call, Launch, Op, register, signature_of
 from layerzero.ops.request import OutSpec, Request, Work
 
@@ -42,12 +52,12 @@ def sample(
     Raises: ValueError, TypeError: an argument does not fit, by name; on the CPU also such a row, by index.
     Source: splitmix64: Steele, Lea and Flood, OOPSLA 2014.
     """
-    seed = _new_seed() if seed is None else seed
+    seed = new_seed() if seed is None else seed
     args = (logits, temperature, top_k, top_p, seed, offset)
     try:
         return (
             "sample", logits.shape, logits.stride(), logits.dtype, logits.device,
-            _by_value(temperature), _by_value(top_k), _by_value(top_p), _by_type(seed), _by_type(offset),
+            _by_value(temperature), _by_value(top_k), _by_value(top_p), by_type(seed), by_type(offset),
         ), args  # fmt: skip
     except AttributeError:
         _check_sample(args)  # names the operand that is no tensor
@@ -58,12 +68,12 @@ def sample_topk(
     logits: Tensor, k: Count, *, temperature: Number = 1.0, seed: Count | None = None, offset: Count = 0
 ) -> Call:
     """Draw one token a row among its `k` largest logits: `sample` with top_k=k of at least 1."""
-    seed = _new_seed() if seed is None else seed
+    seed = new_seed() if seed is None else seed
     args = (logits, k, temperature, seed, offset)
     try:
         return (
             "sample_topk", logits.shape, logits.stride(), logits.dtype, logits.device,
-            _by_value(k), _by_value(temperature), _by_type(seed), _by_type(offset),
+            _by_value(k), _by_value(temperature), by_type(seed), by_type(offset),
         ), args  # fmt: skip
     except AttributeError:
         _check_topk(args)
@@ -74,19 +84,19 @@ def sample_topp(
     logits: Tensor, p: Number, *, temperature: Number = 1.0, seed: Count | None = None, offset: Count = 0
 ) -> Call:
     """Draw one token a row among the fewest whose probability reaches `p`: `sample` with top_p=p."""
-    seed = _new_seed() if seed is None else seed
+    seed = new_seed() if seed is None else seed
     args = (logits, p, temperature, seed, offset)
     try:
         return (
             "sample_topp", logits.shape, logits.stride(), logits.dtype, logits.device,
-            _by_value(p), _by_value(temperature), _by_type(seed), _by_type(offset),
+            _by_value(p), _by_value(temperature), by_type(seed), by_type(offset),
         ), args  # fmt: skip
     except AttributeError:
         _check_topp(args)
         raise
 
 
-def _new_seed() -> int:
+def new_seed() -> int:
     """Drawn in the caller's thread and order, so that `torch.manual_seed` repeats a program's tokens."""
     return int(torch.randint(1 << 62, (), device="cpu"))
 
@@ -95,7 +105,7 @@ def _by_value(value: Any) -> Hashable:
     return signature_of(value) if isinstance(value, Tensor) else (value.__class__, value)
 
 
-def _by_type(value: Any) -> Hashable:
+def by_type(value: Any) -> Hashable:
     # Seeds and offsets change with every step and any integer is one: their values decide nothing.
     return signature_of(value) if isinstance(value, Tensor) else value.__class__
 
@@ -112,7 +122,7 @@ def _need_share(name: str, value: Any, high: float, logits: Tensor) -> None:
         checks.need_number(name, value, low=0.0, high=high)
 
 
-def _need_count(name: str, value: Any, span: tuple[int, int] | None, logits: Tensor) -> None:
+def need_count(name: str, value: Any, span: tuple[int, int] | None, logits: Tensor) -> None:
     """`value` is an int in `span` or an index tensor (B,)."""
     if isinstance(value, Tensor):
         checks.need_index(name, value, rank=1)
@@ -128,8 +138,8 @@ def _need_count(name: str, value: Any, span: tuple[int, int] | None, logits: Ten
 def _request(op: str, logits: Any, seed: Any, offset: Any, temperature: Any) -> Request:
     """The request of all three; the caller has checked what is its own."""
     _need_share("temperature", temperature, HOTTEST, logits)
-    _need_count("seed", seed, None, logits)
-    _need_count("offset", offset, None, logits)
+    need_count("seed", seed, None, logits)
+    need_count("offset", offset, None, logits)
     return Request(
         op=op,
         platform=logits.device.type,
@@ -152,7 +162,7 @@ def _need_logits(logits: Any) -> None:
 def _check_sample(args: Args) -> Request:
     logits, temperature, top_k, top_p, seed, offset = args
     _need_logits(logits)
-    _need_count("top_k", top_k, (0, MOST_TOKENS), logits)
+    need_count("top_k", top_k, (0, MOST_TOKENS), logits)
     _need_share("top_p", top_p, 1.0, logits)
     return _request("sample", logits, seed, offset, temperature)
 
@@ -160,7 +170,7 @@ def _check_sample(args: Args) -> Request:
 def _check_topk(args: Args) -> Request:
     logits, k, temperature, seed, offset = args
     _need_logits(logits)
-    _need_count("k", k, (1, MOST_TOKENS), logits)
+    need_count("k", k, (1, MOST_TOKENS), logits)
     return _request("sample_topk", logits, seed, offset, temperature)
 
 
@@ -210,7 +220,9 @@ def _guard_topp(args: Args) -> None:
 def sample_reference(
     logits: Tensor, temperature: Number, top_k: Count, top_p: Number, seed: Count, offset: Count
 ) -> Tensor:
-    """Filter, then draw."""
+    """Filter, then draw; where every row is to be the likeliest there is nothing to weigh."""
+    if always(temperature, 0):
+        return likeliest(logits)
     return draw(token_weights(logits, temperature, top_k, top_p), seed, offset)
 
 
@@ -268,25 +280,37 @@ class SampledRows:
         merged = list(calls[0])
         merged[0] = join_rows([args[0] for args in calls])
         for position in range(1, len(merged)):
-            merged[position] = self._join(position, calls)
+            merged[position] = join_numbers(
+                [args[position] for args in calls],
+                [args[0] for args in calls],
+                seeds=position == self.seed,
+                whole=position in self.whole,
+            )
         counts = [args[0].shape[0] for args in calls]
         return list(launch(tuple(merged)).split_with_sizes(counts))
 
-    def _join(self, position: int, calls: Sequence[Args]) -> Any:
-        values = [args[position] for args in calls]
-        counts = [args[0].shape[0] for args in calls]
-        if position == self.seed:
-            return torch.cat([row_seeds(seed, args[0]) for seed, args in zip(values, calls, strict=True)])
-        kept = values[0]
-        if not isinstance(kept, Tensor) and all(not isinstance(v, Tensor) and v == kept for v in values):
-            return kept
-        dtype = torch.int64 if position in self.whole else torch.float64
-        device = calls[0][0].device
-        if any(isinstance(v, Tensor) for v in values):
-            columns = [column(v, dtype, device).expand(n, 1) for v, n in zip(values, counts, strict=True)]
-            return torch.cat(columns).squeeze(-1)
-        rows = [signed(v) for v, n in zip(values, counts, strict=True) for _ in range(n)]
-        return torch.tensor(rows, dtype=dtype, device=device)
+
+def join_numbers(values: Sequence[Any], rows: Sequence[Tensor], *, seeds: bool, whole: bool) -> Any:
+    """One argument of several callers for all their `rows`: a number that all share, else a (B,) tensor.
+
+    `seeds` always become a tensor, so that a row keeps the stream it has alone; `whole` numbers are integers.
+    """
+    counts = [own.shape[0] for own in rows]
+    numbers = not any(isinstance(value, Tensor) for value in values)
+    device = rows[0].device
+    if seeds:
+        if not numbers or max(counts) > 1:
+            return torch.cat([row_seeds(seed, own) for seed, own in zip(values, rows, strict=True)])
+        # A row by itself has the stream of its seed.
+        return torch.tensor([signed(seed) for seed in values], device=device)
+    if numbers and all(value == values[0] for value in values):
+        return values[0]
+    dtype = torch.int64 if whole else torch.float64
+    if not numbers:
+        columns = [column(v, dtype, device).expand(n, 1) for v, n in zip(values, counts, strict=True)]
+        return torch.cat(columns).squeeze(-1)
+    spread = [signed(v) for v, n in zip(values, counts, strict=True) for _ in range(n)]
+    return torch.tensor(spread, dtype=dtype, device=device)
 
 
 def _outputs(args: Args) -> tuple[OutSpec, ...]:

@@ -19,8 +19,13 @@ from layerzero.policy.policy import Policy, RequestPolicy
 from layerzero.policy.rules import Rule
 from layerzero.reasons import Reason, Rejected
 from layerzero.selection.cost import ROOFLINE, roofline_us
+from layerzero.selection.memory import too_large
 from layerzero.selection.record import Accepted, Candidate, Selection
 from layerzero.selection.transform import adapt
+
+MISS = Rejected(
+    Reason.PLAN_BUCKET_MISS, "bucket", "a bucket of the dispatch table", "none that covers the call"
+)
 
 CostModel = Callable[[Kernel, Work, Request, Hardware], tuple[float, str]]
 
@@ -35,21 +40,30 @@ class Standing:
     """What holds for kernels beyond their capability, at one moment.
 
     `blocked` maps a kernel to why it may not run (missing backend, failed load, open circuit, quarantine);
-    `unready` are those that would have to be loaded first, `probing` those on probation.
+    `unready` are those that would have to be loaded first, `probing` those on probation. `built` holds
+    (kernel, unit) of what has been compiled; None counts everything as compiled.
     """
 
     blocked: Mapping[str, Rejected] = field(default_factory=dict)
     unready: frozenset[str] = frozenset()
     probing: frozenset[str] = frozenset()
+    built: frozenset[tuple[str, str]] | None = None
+
+    def is_ready(self, kernel: Kernel, request: Request) -> bool:
+        """Whether `kernel` could run `request` without loading or compiling anything."""
+        if kernel.id in self.unready:
+            return False
+        return self.built is None or kernel.unit is None or (kernel.id, kernel.unit(request)) in self.built
 
 
 @dataclass(frozen=True, slots=True)
 class Knobs:
-    """The settings that bear on a decision."""
+    """The settings that bear on a decision; `room` is what a workspace may take, in bytes."""
 
     strict: bool = False
     tie_band: float = 0.03
     default_gain: float = 0.05
+    room: int | None = None
 
 
 def decide(
@@ -63,10 +77,12 @@ def decide(
     *,
     priced_as: Request | None = None,
     cost: CostModel = roofline,
+    solved: str | None = None,
 ) -> Selection:
     """Choose a kernel for `request` and keep every verdict.
 
-    `priced_as` is the request whose sizes costs are estimated for (the key's grid point).
+    `priced_as` is the request whose sizes costs are estimated for (the key's grid point). `solved` is the
+    kernel that a dispatch table names, empty where the table has no bucket, None where there is no table.
     Raises: NoKernelFoundError: no kernel may and can serve it, or the governing lock cannot hold; the
     message lists every kernel with its reasons, `.trace` carries them.
     """
@@ -83,11 +99,13 @@ def decide(
     if not takes:
         raise NoKernelFoundError(refusal(op, request, trace, lock), trace=trace, op=op.name, request=request)
     ready = [c for c in takes if c.accepted is not None and c.accepted.ready]
-    best_warm, _ = _pick(takes, by_id, knobs)
+    best_warm, _ = pick(takes, by_id, knobs)
     pool = ready or takes
-    chosen, why = _pick(pool, by_id, knobs)
+    chosen, why = pick(pool, by_id, knobs)
     if lock is not None:
         why = f"locked by {lock.source}" + (f": {lock.note}" if lock.note else "")
+    elif solved is not None:
+        chosen, why = _as_solved(solved, trace, chosen, why)
     accepted = _cost_of(chosen)
     order = [
         chosen.kernel,
@@ -104,7 +122,22 @@ def decide(
         order=tuple(order),
         when_warm=best_warm.kernel if best_warm.kernel != chosen.kernel else None,
         policy=policy.digest[:12] if policy else "",
+        plan_miss=MISS if solved == "" else None,
     )
+
+
+def _as_solved(solved: str, trace: Sequence[Candidate], chosen: Candidate, why: str) -> tuple[Candidate, str]:
+    """What a dispatch table makes of the choice: its own kernel where that can run now."""
+    if not solved:
+        return chosen, f"{MISS.reason.value}, chosen at run time: {why}"
+    own = next((c for c in trace if c.kernel == solved), None)
+    if own is None or not own.takes or own.accepted is None or not own.accepted.ready:
+        because = "; ".join(map(str, own.rejected)) if own is not None else "it is not registered"
+        return (
+            chosen,
+            f"instead of {solved}, which the dispatch table names ({because or 'not loaded'}): {why}",
+        )
+    return own, "the dispatch table's kernel for this bucket"
 
 
 def _verdict(
@@ -124,6 +157,9 @@ def _verdict(
     blocked = standing.blocked.get(kernel.id)
     if blocked is not None:
         reasons.append(blocked)
+    oversize = too_large(kernel, basis, knobs.room)
+    if oversize is not None:
+        reasons.append(oversize)
     own = judge(kernel, request, hardware)
     adapted = adapt(op, kernel, request, own, hardware, basis) if own else (request, ())
     if adapted is None:
@@ -140,14 +176,14 @@ def _verdict(
     kernel_us, source = cost(kernel, work, basis.replace(dtype=adapted[0].dtype), hardware)
     transform_us = sum(t.cost_us for t in transforms)
     total = verdict.boost.apply(kernel_us + transform_us)
-    ready = kernel.id not in standing.unready
+    ready = standing.is_ready(kernel, request)
     accepted = Accepted(
         kernel_us, transform_us, total, source, transforms, ready, "" if ready else "chosen when warm"
     )
     return Candidate(kernel.id, kernel.backend, accepted, tuple(reasons))
 
 
-def _pick(pool: Sequence[Candidate], by_id: Mapping[str, Kernel], knobs: Knobs) -> tuple[Candidate, str]:
+def pick(pool: Sequence[Candidate], by_id: Mapping[str, Kernel], knobs: Knobs) -> tuple[Candidate, str]:
     """The candidate to take and one sentence why."""
     best = min(pool, key=lambda c: (_cost_of(c).total_us, by_id[c.kernel].rank, c.kernel))
     floor = _cost_of(best).total_us

@@ -59,7 +59,8 @@ class Selection(msgspec.Struct, frozen=True, kw_only=True):
     """The choice for one request: the kernel, its transforms, expected microseconds, and the whole trace.
 
     `why` is one sentence; `when_warm` names the kernel that takes over once it is loaded; `order` lists
-    the kernels that take the request from the chosen one down, as fallbacks try them.
+    the kernels that take the request from the chosen one down, as fallbacks try them. `plan_miss` is the
+    reason PLAN_BUCKET_MISS where a dispatch table is in force and has no bucket for the request.
     """
 
     op: str
@@ -74,6 +75,7 @@ class Selection(msgspec.Struct, frozen=True, kw_only=True):
     generation: int = 0
     policy: str = ""
     fallback: str = ""
+    plan_miss: Rejected | None = None
 
     def candidate(self, kernel: str) -> Candidate:
         """The verdict on one kernel.
@@ -95,6 +97,7 @@ class Selection(msgspec.Struct, frozen=True, kw_only=True):
             "transforms": [str(t) for t in self.transforms],
             "when_warm": self.when_warm,
             "fallback": self.fallback or None,
+            "plan_miss": as_plain(self.plan_miss) if self.plan_miss is not None else None,
             "generation": self.generation,
             "policy": self.policy,
             "request": msgspec.to_builtins(self.request),

@@ -110,7 +110,8 @@ def compile_transforms(
         changed = list(args)
         if dtype is not None:
             for position, value in enumerate(changed):
-                if isinstance(value, Tensor) and value.dtype.is_floating_point:
+                # A float8 operand is a code: its scale stands beside it, a wider one would be no code.
+                if isinstance(value, Tensor) and value.dtype.is_floating_point and value.itemsize > 1:
                     changed[position] = value.to(dtype)
         if layout is not None:
             _swap(op, changed, layout)

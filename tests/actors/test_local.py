@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from layerzero.actors.local import LocalDevice
-from layerzero.dispatch import mode, positional
+from layerzero.dispatch import Snapshot, mode, positional
 from layerzero.errors import KernelExecutionError, NoKernelFoundError, RuntimeClosedError
 from layerzero.ops import table as ops_table
 from layerzero.policy import Policy, make_rule
@@ -240,9 +240,8 @@ def test_a_policy_swap_keeps_the_tables_it_cannot_concern() -> None:
     assert selection(own, args()).kernel == "b.rms_norm"
 
 
-def test_a_selection_after_a_swap_never_comes_from_before_it() -> None:
-    """I1: readers that start after the swap returned see the new policy, with 8 threads and 300 swaps."""
-    own = device([kernel("a.rms_norm", launch_us=1.0), kernel("b.rms_norm", launch_us=5.0)])
+def stale_reads(own: LocalDevice) -> list[str]:
+    """What 8 threads chose against the policy that 300 swaps had put in force before they asked."""
     denied = [Policy((make_rule("deny", f"{k}.rms_norm", op="rms_norm"),)) for k in ("a", "b")]
     turn = [0]
     wrong: list[str] = []
@@ -270,7 +269,24 @@ def test_a_selection_after_a_swap_never_comes_from_before_it() -> None:
     stop.set()
     for thread in threads:
         thread.join()
-    assert wrong == []
+    return wrong
+
+
+def test_a_selection_after_a_swap_never_comes_from_before_it() -> None:
+    """I1: readers that start after the swap returned see the new policy, with 8 threads and 300 swaps."""
+    assert (
+        stale_reads(device([kernel("a.rms_norm", launch_us=1.0), kernel("b.rms_norm", launch_us=5.0)])) == []
+    )
+
+
+def test_tables_that_outlive_their_rules_are_stale(monkeypatch: pytest.MonkeyPatch) -> None:
+    """I1's negative control: without the comparison of fingerprints the same readers are wrong."""
+
+    def keeps_all(self: LocalDevice, before: Snapshot, policy: Policy, generation: int) -> Snapshot:
+        return Snapshot(generation, policy, dict(before.tables))
+
+    monkeypatch.setattr(LocalDevice, "_successor", keeps_all)
+    assert stale_reads(device([kernel("a.rms_norm", launch_us=1.0), kernel("b.rms_norm", launch_us=5.0)]))
 
 
 def test_one_computation_for_a_key_however_many_threads_ask() -> None:

@@ -14,6 +14,7 @@ from torch.overrides import TorchFunctionMode
 import layerzero as lz
 import layerzero.sync
 from layerzero.runtime import Runtime
+from tests.native.twins import both_paths as both_paths
 
 WEIGHT = torch.randn(8, 16)
 
@@ -21,7 +22,7 @@ WEIGHT = torch.randn(8, 16)
 @pytest_asyncio.fixture
 async def runtime() -> AsyncIterator[Runtime]:
     """A runtime of the test's own; awaits go through the lane's worker thread as well."""
-    async with lz.start(lz.Settings(inline_limit_us=20.0)) as opened:
+    async with lz.start(lz.Settings(inline_limit_us=20.0, warm="off")) as opened:
         yield opened
 
 
@@ -262,3 +263,54 @@ async def test_spawned_coroutines_batch_like_tasks(runtime: Runtime) -> None:
         normed = torch.nn.functional.rms_norm(x, (16,), eps=1e-6)
         torch.testing.assert_close(out, torch.nn.functional.linear(normed, WEIGHT))
     assert sizes(runtime) == {64: 2}
+
+
+class Marked(torch.Tensor):
+    """Somebody's own kind of tensor."""
+
+
+class Wrapped(torch.Tensor):
+    """A tensor without memory of its own, as quantized and distributed ones are."""
+
+    held: torch.Tensor
+
+    @staticmethod
+    def __new__(cls, held: torch.Tensor) -> Wrapped:
+        made: Wrapped = torch.Tensor._make_wrapper_subclass(cls, held.shape, dtype=held.dtype)
+        return made
+
+    def __init__(self, held: torch.Tensor) -> None:
+        self.held = held
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]  # torch declares the one that is switched off
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        return func(*(a.held if isinstance(a, Wrapped) else a for a in args), **(kwargs or {}))
+
+
+@pytest.mark.asyncio
+async def test_somebody_elses_kind_of_tensor_reaches_no_neighbour(runtime: Runtime) -> None:
+    """Each caller gets the kind it brought: a subclass joins no batch."""
+    row = torch.randn(1, 16)
+    for _ in range(2):
+        found = await asyncio.gather(
+            lz.linear(row, WEIGHT), lz.linear(row.as_subclass(Marked), WEIGHT), lz.linear(row, WEIGHT)
+        )
+        assert [type(out) for out in found] == [torch.Tensor, Marked, torch.Tensor]
+
+
+@pytest.mark.asyncio
+async def test_weights_that_look_alike_are_not_the_same_weight(runtime: Runtime) -> None:
+    """Two weights without an address, and one seen through a minus sign, are each caller's own."""
+    row = torch.randn(1, 16)
+    plain = [torch.randn(8, 16) for _ in range(2)]
+    turned = torch.randn(8, 16, dtype=torch.complex64)
+    for weights, values in (
+        ([Wrapped(weight) for weight in plain], plain),
+        ([turned.imag, turned.conj().imag], [turned.imag, -turned.imag]),
+    ):
+        for _ in range(2):
+            found = await asyncio.gather(*(lz.linear(row, weight) for weight in weights))
+            for out, value in zip(found, values, strict=True):
+                torch.testing.assert_close(out, row @ value.T)

@@ -10,6 +10,7 @@ import torch
 
 import layerzero as lz
 from layerzero.runtime import Runtime
+from tests.native.twins import both_paths as both_paths
 
 
 class Model:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import os
 import socket
 import threading
@@ -191,3 +192,25 @@ def test_importing_and_configuring_need_no_loop() -> None:
     """Blocking use never touches asyncio."""
     assert float(layerzero.sync.linear(torch.ones(2, 4), WEIGHT).sum()) == EXPECTED
     assert lz.get_config().device == "auto"
+
+
+def test_freeze_gc_holds_while_the_runtime_is_open() -> None:
+    """What is alive when a server starts is out of the collector's way until it stops; not by default."""
+    assert gc.get_freeze_count() == 0
+    with lz.start():
+        assert gc.get_freeze_count() == 0
+    with lz.start(lz.Settings(freeze_gc=True)):
+        assert gc.get_freeze_count() > 100_000
+    assert gc.get_freeze_count() == 0
+
+
+def test_what_somebody_else_froze_stays_frozen() -> None:
+    """A process that froze its objects before keeps them so."""
+    gc.freeze()
+    try:
+        before = gc.get_freeze_count()
+        with lz.start(lz.Settings(freeze_gc=True)):
+            assert gc.get_freeze_count() == before
+        assert gc.get_freeze_count() == before
+    finally:
+        gc.unfreeze()

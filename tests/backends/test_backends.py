@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib
 import importlib.metadata
 import subprocess
 import sys
@@ -38,6 +39,48 @@ def test_every_fact_has_a_source() -> None:
     """Limits and speeds say where they come from."""
     assert all(k.capability.source and k.efficiency.source for k in KERNELS)
     assert all(0 < k.efficiency.flops <= 1 and 0 < k.efficiency.bandwidth <= 1 for k in KERNELS)
+
+
+def test_the_list_of_backends_says_which_ops_each_serves() -> None:
+    """A call imports the files that name its op: one that is not named would never be asked."""
+    for name, ops in backends.BUILTIN.items():
+        if name != "layerzero.backends.reference":  # it has one kernel for every op, made when asked
+            assert set(ops) == {kernel.op for kernel in importlib.import_module(name).KERNELS}, name
+    assert set(backends.BUILTIN["layerzero.backends.reference"]) == set(table.names())
+    for op in table.names():
+        assert backends.load_builtin(op=op) == [kernel for kernel in KERNELS if kernel.op == op]
+
+
+def test_backends_for_gpus_alone_have_no_other_kernel() -> None:
+    """What a CPU's first call passes over could not have served it."""
+    for name in backends.CUDA_ALONE:
+        platforms = {frozenset(k.capability.platforms) for k in importlib.import_module(name).KERNELS}
+        assert platforms == {frozenset({"cuda"})}, name
+
+
+def test_what_a_first_call_passed_over_is_explained_all_the_same() -> None:
+    """After a plain call on a CPU, `explain` and `select` name every kernel with its reason."""
+    code = (
+        "import torch, layerzero as lz; q = torch.ones(1, 2, 4, 8); lz.sync.attention(q, q, q)\n"
+        "for asked in (lz.select('attention', q, q, q), lz.explain('attention', q, q, q).selection):\n"
+        "    known = {k.id for k in lz.list_kernels('attention')}\n"
+        "    print({c.kernel for c in asked.trace} == known, len(asked.trace))"
+    )
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    lines = run.stdout.splitlines()
+    assert len(set(lines)) == 1 and lines[0].startswith("True ")
+
+
+def test_a_call_imports_only_the_backends_of_its_op() -> None:
+    """The first call of a process waits for no file that could not serve it."""
+    code = (
+        "import sys, torch, layerzero as lz; lz.sync.rms_norm(torch.ones(2, 8))\n"
+        "files = ('native', 'torch_sdpa', 'torch_native')\n"
+        "print([name for name in files if f'layerzero.backends.{name}' in sys.modules])\n"
+        "print('layerzero.ops.sampling' in sys.modules, 'layerzero.doctor' in sys.modules)"
+    )
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert run.stdout.split("\n")[:2] == ["['torch_native']", "False False"]
 
 
 def test_describing_kernels_imports_no_vendor() -> None:

@@ -119,7 +119,7 @@ def test_dropout_keeps_the_mean_and_follows_the_seed() -> None:
     assert torch.equal(one, first(kernel.load()(*args)))
     assert one.std() > 0
     assert abs(one.mean().item() - 1.0) < 0.05
-    refused = judge(BY_ID["torch.attention.sdpa_flash_cpu"], ATTENTION.check(args), cases.CPU)
+    refused = judge(BY_ID["torch.attention.sdpa_flash_cpu"], ATTENTION.check(args), cases.HERE)
     assert [r.reason for r in refused] == [Reason.DROPOUT_UNSUPPORTED]
 
 
@@ -128,10 +128,10 @@ def test_a_learned_mask_gets_its_gradient_or_a_refusal() -> None:
     q, k, v = (heads(1, 2, 5, 8, seed=s).double() for s in range(3))
     mask = heads(5, 5, seed=4).double().requires_grad_()
     args = build(q, k, v, attn_mask=mask)
-    reasons = judge(BY_ID["torch.attention.sdpa_flash_cpu"], ATTENTION.check(args), cases.CPU)
+    reasons = judge(BY_ID["torch.attention.sdpa_flash_cpu"], ATTENTION.check(args), cases.HERE)
     assert [r.field for r in reasons] == ["mask_grad"]
     kernel = BY_ID["torch.attention.sdpa_cpu"]
-    assert not judge(kernel, ATTENTION.check(args), cases.CPU)
+    assert not judge(kernel, ATTENTION.check(args), cases.HERE)
     ours = torch.autograd.grad(first(kernel.load()(*args)).sum(), mask)[0]
     torch.testing.assert_close(ours, torch.autograd.grad(ATTENTION.reference(*args).sum(), mask)[0])
 
@@ -140,7 +140,7 @@ def test_a_gradient_through_the_lse_is_refused() -> None:
     """torch's kernels return a log-sum-exp without a gradient: only the reference takes that call."""
     q = heads(1, 2, 5, 8).requires_grad_()
     request = ATTENTION.check(build(q, q, q, return_lse=True))
-    accepting = [k.id for k in HERE if not judge(k, request, cases.CPU)]
+    accepting = [k.id for k in HERE if not judge(k, request, cases.HERE)]
     assert accepting == ["reference.attention"]
 
 
@@ -196,26 +196,3 @@ def test_batch_times_heads_has_an_edge(size: int) -> None:
     request = request.replace(dims={**request.dims, "B": size, "Hq": 1, "Hk": 1, "G": 1})
     got = [r.reason for r in judge(BY_ID["torch.attention.sdpa_flash"], request, H200)]
     assert got == ([] if size == 65535 else [Reason.CUDA_BLOCK_LIMIT_EXCEEDED])
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("kernel", GPU_KERNELS, ids=[k.id for k in GPU_KERNELS])
-def test_cuda_kernels_agree_with_the_reference(kernel: Kernel) -> None:
-    """Every call that a CUDA kernel accepts agrees with the float64 reference."""
-    if not torch.cuda.is_available():
-        pytest.skip("needs CUDA, which this machine does not have")
-    from layerzero import tolerances
-    from layerzero.hardware import probe
-
-    hardware, wrong = probe("cuda:0"), []
-    for dtype in cases.dtypes(kernel):
-        for case in cases.cases("attention"):
-            args = cases.call(case, dtype)
-            there: Args = tuple(a.cuda() if isinstance(a, Tensor) else a for a in args)
-            if judge(kernel, ATTENTION.check(there), hardware):
-                continue
-            outs = [o.cpu() for o in cases.as_tuple(kernel.load()(*there))]
-            bases = [o.to(out.dtype) for o, out in zip(cases.baseline(ATTENTION, args), outs, strict=False)]
-            for out, true, base in zip(outs, cases.truth(ATTENTION, args), bases, strict=False):
-                wrong += [f"{case} {dtype}: {p}" for p in tolerances.disagreements(out, true, base)]
-    assert not wrong, "\n".join(wrong[:20])

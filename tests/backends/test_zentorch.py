@@ -11,6 +11,7 @@ import torch
 from torch.nn import functional
 
 from layerzero.backends import zentorch
+from layerzero.ops import table
 from layerzero.tolerances import disagreements
 from tests.backends import cases
 
@@ -87,3 +88,18 @@ def test_the_in_place_operator_works_on_copies() -> None:
     assert torch.equal(x, kept[0]) and torch.equal(residual, kept[1])
     assert torch.equal(total, x + residual)
     assert total.data_ptr() != residual.data_ptr()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_quantized_product_follows_its_weight(dtype: torch.dtype) -> None:
+    """Codes edited in place are never answered from memory, and rows are quantized as `quantize` does."""
+    kernel = BY_ID["zentorch.quantized_linear.dynamic"].load()
+    right = table.get("quantized_linear").reference
+    for rows, inner, width in SIZES:
+        x, scale = torch.randn(rows, inner).to(dtype), torch.rand(width, 1)
+        weight = torch.randint(-127, 128, (width, inner), dtype=torch.int8)
+        for _ in range(3):
+            truth = right(x.double(), weight, scale.double(), None, "dynamic")
+            baseline = right(x, weight, scale, None, "dynamic")
+            assert not disagreements(kernel(x, weight, scale, None, "dynamic"), truth, baseline)
+            weight.neg_()

@@ -3,15 +3,36 @@
 from __future__ import annotations
 
 import ast
+import asyncio
+import sys
+import weakref
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
+
+import generation
+import llama
+import pytest
+import torch
+from torch import Tensor
+
+import layerzero as lz
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 READS = {"item", "cpu", "tolist", "numpy"}
+BLOCKING = {"by_hand"}  # functions of examples that no loop runs beside: they compare
 
 
 def reads(source: str) -> list[str]:
     """The method calls in `source` that wait for a device, as "line: name"."""
-    calls = (node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Call))
+    tree = ast.parse(source)
+    alone = {
+        inner
+        for node in ast.walk(tree)
+        if isinstance(node, ast.FunctionDef) and node.name in BLOCKING
+        for inner in ast.walk(node)
+    }
+    calls = (node for node in ast.walk(tree) if isinstance(node, ast.Call) and node not in alone)
     return [
         f"{call.lineno}: {call.func.attr}"
         for call in calls
@@ -36,3 +57,76 @@ def test_a_read_is_found() -> None:
     """The check itself sees each kind of read."""
     source = "\n".join(f"x.{name}()" for name in sorted(READS))
     assert reads(source) == ["1: cpu", "2: item", "3: numpy", "4: tolist"]
+
+
+# -- while it runs: what no source shows, such as int() of a tensor ---------------------------------------
+
+WAITING = (
+    "__bool__", "__complex__", "__contains__", "__float__", "__index__", "__int__", "cpu", "item", "numpy",
+    "tolist",
+)  # fmt: skip
+READING = ("int(x)", "float(x)", "bool(x)", "[0][x]", "x.item()", "x.tolist()", "x.cpu()")
+
+
+@pytest.fixture
+def read_behind_the_loop(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
+    """Reads, by a file of the examples, of tensors that `lz.to_host` did not give, as "file: method"."""
+    found: list[str] = []
+    handed_out: weakref.WeakSet[Tensor] = weakref.WeakSet()
+    to_host = lz.to_host
+
+    async def noted(tensor: Tensor) -> Tensor:
+        host = await to_host(tensor)
+        handed_out.add(host)
+        return host
+
+    def watched(name: str) -> Callable[..., Any]:
+        read = getattr(Tensor, name)
+
+        def call(self: Tensor, *args: Any, **kwargs: Any) -> Any:
+            caller = Path(sys._getframe(1).f_code.co_filename)
+            if caller.is_relative_to(EXAMPLES) and not any(self is known for known in handed_out):
+                found.append(f"{caller.name}: {name}")
+            return read(self, *args, **kwargs)
+
+        return call
+
+    monkeypatch.setattr(lz, "to_host", noted)
+    for name in WAITING:
+        monkeypatch.setattr(Tensor, name, watched(name))
+    yield found
+
+
+@pytest.mark.parametrize("per", ["op", "layer", "step"])
+def test_generating_reads_nothing_behind_the_loop(per: llama.Per, read_behind_the_loop: list[str]) -> None:
+    """Two requests at once: all that leaves the device leaves through `lz.to_host`."""
+    model = llama.load(pages=32, per=per)
+    read_behind_the_loop.clear()  # loading may read what it likes
+
+    async def one(prompt: list[int]) -> list[int]:
+        sampling = generation.Sampling(max_tokens=4, seed=1)
+        return [token async for token in generation.generate(model, prompt, sampling)]
+
+    async def both() -> list[list[int]]:
+        return list(await asyncio.gather(one([5, 6, 7]), one([8])))
+
+    with lz.start(lz.Settings(warm="off"), scoped=True):
+        assert all(asyncio.run(both()))
+    assert read_behind_the_loop == []
+
+
+@pytest.mark.parametrize(
+    "name", ["int(x)", "float(x)", "bool(x)", "[0][x]", "x.item()", "x.tolist()", "x.cpu()"]
+)
+def test_a_read_while_it_runs_is_found(name: str, read_behind_the_loop: list[str]) -> None:
+    """The control: the same line in a file of the examples."""
+    planted = compile(f"y = {name}", str(EXAMPLES / "planted.py"), "exec")
+    exec(planted, {"x": torch.zeros((), dtype=torch.int64)})
+    assert len(read_behind_the_loop) == 1 and read_behind_the_loop[0].startswith("planted.py")
+
+    async def asked() -> None:
+        exec(planted, {"x": await lz.to_host(torch.zeros((), dtype=torch.int64))})
+
+    with lz.start(lz.Settings(warm="off"), scoped=True):
+        asyncio.run(asked())
+    assert len(read_behind_the_loop) == 1

@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.testing import assert_close
 
 from layerzero.kvcache import Cache, ChunkedCache, ContiguousCache, PagedCache, PagesExhaustedError, Spec
+from layerzero.ops.append import APPEND_KV
 from layerzero.ops.paged import PAGED_ATTENTION, attend
 
 SPEC = Spec(heads=2, width=4, value_width=6)
@@ -51,6 +52,51 @@ class Lives(RuleBasedStateMachine):
             assert self.paged.allocator.epoch == before
             return
         assert count == 0 or self.paged.epoch > before
+        for cache, number in zip(self.caches[1:], numbers[1:], strict=True):
+            cache.append(number, keys, values)
+        k, v = self.truth[numbers]
+        self.truth[numbers] = torch.cat([k, keys]), torch.cat([v, values])
+
+    @precondition(lambda self: self.truth)
+    @rule(counts=st.dictionaries(st.integers(0, 9), st.integers(0, 6), min_size=1, max_size=4))
+    def append_to_many(self, counts: dict[int, int]) -> None:
+        """Slots for several sequences at once, forks of one prefix among them, written by one append_kv."""
+        wanted = {self.draw(index): count for index, count in counts.items()}
+        tokens = {
+            numbers: (
+                torch.randn(count, 2, 4, generator=self.random),
+                torch.randn(count, 2, 6, generator=self.random),
+            )
+            for numbers, count in wanted.items()
+        }
+        before = self.paged.allocator.epoch
+        try:
+            slots = self.paged.extend([numbers[0] for numbers in wanted], list(wanted.values()))
+        except PagesExhaustedError:
+            assert self.paged.allocator.epoch == before
+            return
+        k, v = (torch.cat([given[part] for given in tokens.values()]) for part in (0, 1))
+        APPEND_KV.reference(k, v, *self.paged.pools[0], slots, "HND")
+        for numbers, (keys, values) in tokens.items():
+            for cache, number in zip(self.caches[1:], numbers[1:], strict=True):
+                cache.append(number, keys, values)
+            known = self.truth[numbers]
+            self.truth[numbers] = torch.cat([known[0], keys]), torch.cat([known[1], values])
+
+    @precondition(lambda self: self.truth)
+    @rule(index=st.integers(0, 99), more=st.integers(0, 9))
+    def reserve(self, index: int, more: int) -> None:
+        """What is reserved is there: growing into it takes no page, whoever else shares the last one."""
+        numbers = self.draw(index)
+        try:
+            self.paged.reserve(numbers[0], self.paged.length(numbers[0]) + more)
+        except PagesExhaustedError:
+            return
+        free = self.paged.allocator.free_pages
+        keys = torch.randn(more, 2, 4, generator=self.random)
+        values = torch.randn(more, 2, 6, generator=self.random)
+        self.paged.append(numbers[0], keys, values)
+        assert self.paged.allocator.free_pages == free
         for cache, number in zip(self.caches[1:], numbers[1:], strict=True):
             cache.append(number, keys, values)
         k, v = self.truth[numbers]

@@ -54,5 +54,7 @@ def assert_same(op: Op, calls: Sequence[Args]) -> list[Args]:
     for args, result in zip(calls, results, strict=True):
         for got, alone in zip(parts(result), parts(op.reference(*args)), strict=True):
             assert got.shape == alone.shape
-            torch.testing.assert_close(got, alone, equal_nan=True)
+            # Products of matrices sum in another order for another number of rows: a few roundings apart.
+            loose: dict[str, Any] = {"rtol": 1e-5, "atol": 5e-5} if got.dtype is torch.float32 else {}
+            torch.testing.assert_close(got, alone, equal_nan=True, **loose)
     return launched

@@ -14,6 +14,7 @@ from layerzero.ops.linear import LINEAR
 from layerzero.ops.mlp import MLP
 from layerzero.ops.norm import ADD_RMS_NORM, LAYER_NORM, RMS_NORM
 from layerzero.ops.op import Args, Op
+from tests.native.twins import both_paths as both_paths
 from tests.ops.calls import assert_same, together
 
 WIDTH = 6
@@ -48,6 +49,39 @@ def test_a_batch_gives_everyone_what_it_gets_alone(op: Op, calls: list[tuple[tup
     """Callers with any number of rows in any leading shape, scalars and single rows included."""
     made = [build(op, lead, spread) for lead, spread in calls]
     assert_same(op, made)
+
+
+@given(
+    cuts=st.lists(st.tuples(st.integers(0, 7), st.integers(1, 3), st.integers(1, 3)), min_size=1, max_size=4),
+    touching=st.booleans(),
+)
+def test_rows_of_any_strides_are_joined_in_order(cuts: list[tuple[int, int, int]], touching: bool) -> None:
+    """Pieces with rows of other strides, single rows among them, also where one begins as another ends."""
+    buffer, at, pieces = torch.arange(96.0).view(24, 4), 0, []
+    for start, count, step in cuts:
+        first = at if touching else start
+        piece = buffer[first : first + (count - 1) * step + 1 : step]
+        pieces.append(piece)
+        at = first + count * step
+        if at > 14:
+            break
+    assert torch.equal(join_rows(pieces), torch.cat(pieces))
+
+
+def test_a_single_row_of_a_strided_tensor_is_not_the_start_of_dense_ones() -> None:
+    """Its stride leads past the rows that follow it in memory."""
+    big = torch.randn(3, 3, WIDTH)
+    pieces = [big[0:1, 0], big[1]]
+    assert torch.equal(join_rows(pieces), torch.cat(pieces))
+
+
+def test_rows_seen_through_a_minus_sign_are_no_rows_of_their_neighbours() -> None:
+    """Conjugates and negatives share memory with what they are taken of."""
+    whole = torch.randn(4, WIDTH, dtype=torch.complex64)
+    pieces = [whole[:2], whole[2:].conj()]
+    assert torch.equal(join_rows(pieces), torch.cat(pieces))
+    signs = [whole[:2].imag, whole[2:].conj().imag]
+    assert torch.equal(join_rows(signs), torch.cat(signs))
 
 
 @pytest.mark.parametrize("op", [RMS_NORM, ADD_RMS_NORM, LAYER_NORM, LINEAR, MLP], ids=lambda op: op.name)

@@ -18,7 +18,7 @@ SHAPES: dict[str, Callable[[Tensor], Tensor]] = {
     "gelu_tanh": lambda x: x * (1 + torch.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3))) / 2,
     "relu": lambda x: x.clamp(min=0),
 }
-GATE = {"swiglu": "silu", "geglu": "gelu", "reglu": "relu"}
+GATE = {"swiglu": "silu", "geglu": "gelu", "geglu_tanh": "gelu_tanh", "reglu": "relu"}
 
 
 def operands(activation: str, dtype: torch.dtype, lead: tuple[int, ...] = (3,)) -> list[Tensor]:

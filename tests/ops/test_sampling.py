@@ -86,6 +86,25 @@ def test_temperature_zero_takes_the_first_of_the_largest() -> None:
     assert mixed[[0, 2]].tolist() == [1, 2]
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_a_temperature_of_zero_is_one_rule_as_a_number_and_as_a_tensor(dtype: torch.dtype) -> None:
+    """Ties, infinities, NaN and rows of nothing give the same tokens by either way."""
+    nan, inf = float("nan"), float("inf")
+    odd = [
+        [1.0, 3.0, 3.0, 0.0],
+        [nan, 1.0, 2.0, 0.0],
+        [-inf] * 4,
+        [0.0, inf, 1.0, 2.0],
+        [-0.0, 0.0, -1.0, 0.0],
+    ]
+    rows = torch.cat([torch.tensor(odd), torch.randint(0, 3, (200, 4)).float()]).to(dtype)
+    zeros = torch.zeros(len(rows), dtype=torch.float64)
+    args = (rows, 0.0, 0, 1.0, 3, 0)
+    plain = SAMPLE.reference(*args)
+    assert plain.tolist() == SAMPLE.reference(rows, zeros, *args[2:]).tolist()
+    assert plain[:5].tolist() == [1, -1, -1, -1, 0]
+
+
 def test_a_tiny_temperature_is_greedy_without_nan() -> None:
     """Dividing by the smallest number there is leaves the largest logit."""
     assert call(SAMPLE, torch.tensor([[3.0, 5.0, 4.0]]), temperature=5e-324, seed=1).tolist() == [1]

@@ -14,9 +14,11 @@ import pytest
 
 from layerzero.actors.worker import Worker
 from layerzero.errors import RuntimeClosedError
-from layerzero.scheduler.driver import Front, Fronts
-from layerzero.scheduler.ticket import Ticket
+from layerzero.scheduler.driver import Front
+from layerzero.scheduler.fronts import Fronts
+from layerzero.scheduler.ticket import TICKETS, Ticket
 from layerzero.settings import Settings
+from tests.native.twins import both_paths as both_paths
 from tests.scheduler.devices import Device, Double, until
 from tests.scheduler.test_driver import settled
 
@@ -56,7 +58,7 @@ async def request(front: Front, value: int, refs: list[weakref.ref[Number]]) -> 
     number = Number(value)
     for group, us in PROGRAM:
         refs.append(weakref.ref(number))
-        number = await front.submit(Ticket(OP, (number,), group, us, 1, 8))
+        number = await front.submit(TICKETS.kind(OP, (number,), group, us, 1, 8))
     return number.value
 
 
@@ -142,7 +144,7 @@ async def test_a_timeout_around_a_running_call_detaches_it(worker: Worker) -> No
     watched = weakref.ref(number)
     with pytest.raises(TimeoutError):
         async with asyncio.timeout(0.02):
-            await front.submit(Ticket(OP, (number,), "g", 1e6))
+            await front.submit(TICKETS.kind(OP, (number,), "g", 1e6))
     del number
     gc.collect()
     assert watched() is not None
@@ -161,12 +163,12 @@ async def test_a_caller_woken_first_may_cancel_one_of_its_own_batch() -> None:
     tasks: list[asyncio.Task[Any]] = []
 
     async def first() -> Any:
-        value = await front.submit(Ticket(OP, (1,), "g"))
+        value = await front.submit(TICKETS.kind(OP, (1,), "g"))
         tasks[1].cancel()
         return value
 
     async def second() -> Any:
-        return await front.submit(Ticket(OP, (2,), "g"))
+        return await front.submit(TICKETS.kind(OP, (2,), "g"))
 
     tasks += [asyncio.create_task(first()), asyncio.create_task(second())]
     outcomes = await asyncio.gather(*tasks, return_exceptions=True)
@@ -178,21 +180,21 @@ async def test_a_caller_woken_first_may_cancel_one_of_its_own_batch() -> None:
 async def test_cancelled_messages_and_done_states_reach_who_asks() -> None:
     """A ticket answers like a future: message kept, cancelled seen, one waiter only."""
     front = Front(asyncio.get_running_loop(), Device(), cast(Worker, HandWorker()))
-    ticket = front.submit(Ticket(OP, (1,), "g"))
+    ticket = front.submit(TICKETS.kind(OP, (1,), "g"))
     with pytest.raises(RuntimeError, match="still queued"):
         ticket.result()
     assert not ticket.done() and ticket.cancel("not needed") and not ticket.cancel()
     assert ticket.done() and ticket.cancelled()
     with pytest.raises(asyncio.CancelledError, match="not needed"):
         await ticket
-    ticket = front.submit(Ticket(OP, (1,), "g"))
+    ticket = front.submit(TICKETS.kind(OP, (1,), "g"))
     assert await asyncio.wait_for(ticket, 5) == 2
     assert ticket.exception() is None and await ticket == 2
 
     async def wait() -> Any:
         return await shared
 
-    shared = Ticket(OP, (1,), "g")
+    shared = TICKETS.kind(OP, (1,), "g")
     asyncio.get_running_loop().call_soon(front.submit, shared)
     outcomes = await asyncio.gather(wait(), wait(), return_exceptions=True)
     assert outcomes[0] == 2 and isinstance(outcomes[1], RuntimeError)
@@ -208,8 +210,8 @@ def test_a_loop_closed_under_a_batch_ends_cleanly(worker: Worker, caplog: pytest
     async def abandoned() -> None:
         front = fronts.current()
         fronts_seen.append(front)
-        front.submit(Ticket(OP, (1,), "g", 1e6))
-        front.submit(Ticket(OP, (1,), "h", 1e6))
+        front.submit(TICKETS.kind(OP, (1,), "g", 1e6))
+        front.submit(TICKETS.kind(OP, (1,), "h", 1e6))
         await until(device.entered.is_set)
 
     asyncio.run(abandoned())
@@ -221,7 +223,7 @@ def test_a_loop_closed_under_a_batch_ends_cleanly(worker: Worker, caplog: pytest
     assert front.lane.in_flight == 0
 
     async def next_one() -> Any:
-        return await fronts.current().submit(Ticket(OP, (4,), "g", 1e6))
+        return await fronts.current().submit(TICKETS.kind(OP, (4,), "g", 1e6))
 
     assert asyncio.run(next_one()) == 8
     assert settled(front)
@@ -243,7 +245,7 @@ def test_an_interrupt_during_a_batch_strands_nobody() -> None:
 
     async def caller(front: Front) -> None:
         try:
-            await front.submit(Ticket(OP, (1,), "g"))
+            await front.submit(TICKETS.kind(OP, (1,), "g"))
         except BaseException as error:
             seen.append(error)
             raise
@@ -264,7 +266,7 @@ def test_a_caller_that_stops_the_loop_strands_nobody() -> None:
     front = Front(loop, Device(), cast(Worker, HandWorker()))
 
     async def caller(value: int) -> Any:
-        result = await front.submit(Ticket(OP, (value,), "g"))
+        result = await front.submit(TICKETS.kind(OP, (value,), "g"))
         if value == 0:
             raise SystemExit(3)
         return result
@@ -285,7 +287,7 @@ async def test_closing_answers_everybody(worker: Worker) -> None:
     front = Front(asyncio.get_running_loop(), device, worker)
 
     async def caller(group: str) -> Any:
-        return await front.submit(Ticket(OP, (1,), group, 1e6))
+        return await front.submit(TICKETS.kind(OP, (1,), group, 1e6))
 
     tasks = [asyncio.create_task(caller(group)) for group in ("a", "a", "b")]
     await until(device.entered.is_set)

@@ -15,9 +15,11 @@ import pytest
 
 from layerzero.actors.worker import Worker
 from layerzero.errors import DeadlineExceededError, Overloaded, RuntimeClosedError
-from layerzero.scheduler.driver import Front, Fronts
-from layerzero.scheduler.ticket import Ticket
+from layerzero.scheduler.driver import Front
+from layerzero.scheduler.fronts import Fronts
+from layerzero.scheduler.ticket import TICKETS, Ticket
 from layerzero.settings import Settings
+from tests.native.twins import both_paths as both_paths
 from tests.scheduler.devices import Device, Double, until
 
 OP = Double()
@@ -26,7 +28,7 @@ CHEAP, DEAR = 1.0, 1e6
 
 def ticket(value: Any, *, us: float = CHEAP, group: Any = "double", **more: Any) -> Ticket:
     """One call of `Double`."""
-    return Ticket(OP, (value,), group, us, **more)
+    return TICKETS.kind(OP, (value,), group, us, **more)
 
 
 def settled(front: Front) -> bool:
@@ -192,7 +194,7 @@ def test_every_loop_has_its_own_front(worker: Worker) -> None:
         thread.join(30)
     assert results == [2] * 5
     assert asyncio.run(run()) == 2
-    assert len(fronts._fronts) == 1
+    assert len(fronts.by_loop) == 1
     assert fronts.stats().done == 12
 
 
@@ -252,7 +254,7 @@ async def test_an_error_of_the_device_reaches_every_caller_with_a_short_tracebac
     op = Double(pure=False)
 
     async def caller() -> Any:
-        return await front.submit(Ticket(op, ("poison",), "g", CHEAP))
+        return await front.submit(TICKETS.kind(op, ("poison",), "g", CHEAP))
 
     depths = []
     for task in [asyncio.create_task(caller()) for _ in range(8)]:

@@ -20,6 +20,7 @@ from layerzero.scheduler.ticket import (
     QUEUED,
     REJECTED,
     RUNNING,
+    TICKETS,
     WAITING,
     Batch,
     Caller,
@@ -30,7 +31,7 @@ from layerzero.scheduler.ticket import (
 
 def call(group: Hashable | None = "g", caller: Caller | None = None, **more: Any) -> Ticket:
     """One ticket."""
-    return Ticket("op", ("args",), group, caller=caller, **more)
+    return TICKETS.kind("op", ("args",), group, caller=caller, **more)
 
 
 def put(lane: Lane, *tickets: Ticket, now: float = 0.0) -> tuple[Ticket, ...]:
@@ -90,6 +91,43 @@ def test_groups_are_served_in_program_order_round_and_round() -> None:
     put(lane, call("c", second))
     assert [t.group for t in pick(lane)] == ["c"]
     assert [t.group for t in pick(lane)] == ["a"]
+
+
+@pytest.mark.parametrize("ahead", [1, 7, 15, 29])
+def test_callers_that_began_at_different_places_meet(ahead: int) -> None:
+    """Two callers of one loop walk together soon, also where both first showed it and took turns."""
+    lane, program = Lane(), [f"op{n}" for n in range(30)]
+    at = {Caller(): ahead, Caller(): 0}
+    sizes = []
+    for _ in range(300):
+        for caller in at:
+            if caller.slot is None or not caller.slot.count:
+                put(lane, call(program[at[caller]], caller))
+        served = pick(lane)
+        sizes.append(len(served))
+        for ticket in served:
+            assert ticket.caller is not None
+            at[ticket.caller] = (at[ticket.caller] + 1) % len(program)
+    assert sizes[-60:] == [2] * 60
+
+
+def test_a_place_is_found_between_any_two() -> None:
+    """However many slots come to stand behind one, the sweep serves the last to come first."""
+    lane = Lane(Caps(slots=1000))
+    first = Caller()
+    put(lane, call("first", first))
+    pick(lane)
+    put(lane, call("last", first))
+    pick(lane)
+    for number in range(200):  # halving a gap of 1.0 ends after about 50
+        caller = Caller()
+        caller.last, caller.slot = lane.sweep.groups["first"], lane.sweep.groups["first"].slots[None]
+        put(lane, call(number, caller))
+    place = [group.slots[lane.sweep.groups["first"]].place for key, group in lane.sweep.groups.items()
+             if isinstance(key, int)]  # fmt: skip
+    assert place == sorted(place, reverse=True)
+    assert len(set(place)) == 200
+    assert [pick(lane)[0].group for _ in range(200)] == list(reversed(range(200)))
 
 
 def test_all_tickets_of_a_group_join_whatever_their_slot() -> None:
@@ -333,6 +371,7 @@ class LaneMachine(RuleBasedStateMachine):
         tokens=st.integers(0, 8),
         size=st.integers(0, 40),
         deadline=st.one_of(st.none(), st.floats(-0.1, 3.0)),
+        compiled=st.booleans(),
     )
     def submit(
         self,
@@ -342,9 +381,12 @@ class LaneMachine(RuleBasedStateMachine):
         tokens: int,
         size: int,
         deadline: float | None,
+        compiled: bool,
     ) -> None:
         until = None if deadline is None else self.now + deadline
-        ticket = Ticket(
+        # Both kinds may share a lane and a batch.
+        kind = TICKETS.kind if compiled else Ticket
+        ticket = kind(
             "op", ("x",), group, 1.0, tokens, size, priority, until, None, self.callers[caller]
         )  # fmt: skip
         accepted = self.lane.submit(ticket, self.now)
@@ -412,7 +454,7 @@ class LaneMachine(RuleBasedStateMachine):
                 break
             self.lane.done(batch, ["value"] * len(batch), self.now)
             if len(self.tickets) < 200:
-                self.submit("a", 0, 1, 1, 1, None)  # a group that never rests
+                self.submit("a", 0, 1, 1, 1, None, True)  # a group that never rests
         assert not [t for t in there if t.state == QUEUED]
 
     @invariant()

@@ -16,6 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from layerzero.errors import ModeChangedError
 from layerzero.scheduler.modes import Modes, applied, bars_queueing, capture, check_unchanged
+from tests.native.twins import both_paths as both_paths
 
 
 @contextmanager

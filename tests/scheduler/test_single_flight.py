@@ -12,7 +12,7 @@ import pytest
 
 from layerzero.actors.worker import Worker
 from layerzero.errors import SelectionTimeoutError
-from layerzero.scheduler.driver import join
+from layerzero.scheduler.fronts import join
 from layerzero.scheduler.single_flight import SingleFlight
 
 

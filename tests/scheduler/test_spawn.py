@@ -13,7 +13,8 @@ from layerzero.actors.worker import Worker
 from layerzero.errors import RuntimeClosedError
 from layerzero.scheduler.driver import Front
 from layerzero.scheduler.spawn import Spawned, spawn
-from layerzero.scheduler.ticket import Ticket
+from layerzero.scheduler.ticket import TICKETS, Ticket
+from tests.native.twins import both_paths as both_paths
 from tests.scheduler.devices import Device, Double
 from tests.scheduler.test_cancellation import PROGRAM, HandWorker, Number, left_behind
 from tests.scheduler.test_driver import settled
@@ -24,7 +25,7 @@ NAME: ContextVar[str] = ContextVar("NAME", default="unset")
 
 def call(front: Front, value: Any, group: Any = "g", us: float = 1.0) -> Ticket:
     """One call of `Double`."""
-    return front.submit(Ticket(OP, (value,), group, us, 1, 8))
+    return front.submit(TICKETS.kind(OP, (value,), group, us, 1, 8))
 
 
 @pytest.mark.asyncio

@@ -17,7 +17,7 @@ def verdict(path: Path, monkeypatch: pytest.MonkeyPatch) -> int:
 def test_only_marked_blocks_run(tmp_path: Path) -> None:
     """A block without the mark is prose."""
     (path := tmp_path / "a.md").write_text("```python\n1/0\n```\n\n```python run\nprint(1)\n```\n")
-    assert run_readme.blocks(path) == [(6, "print(1)\n")]
+    assert run_readme.blocks(path) == [(6, "print(1)\n", "")]
 
 
 @pytest.mark.parametrize(
@@ -34,3 +34,10 @@ def test_a_failing_or_missing_example_fails(
     """The exit status counts the examples that failed, and a document without one fails too."""
     (path := tmp_path / "a.md").write_text(text)
     assert verdict(path, monkeypatch) == status
+
+
+def test_a_block_may_say_what_it_needs(tmp_path: Path) -> None:
+    """The module stands beside the block, so that it is skipped by name where it is missing."""
+    path = tmp_path / "doc.md"
+    path.write_text("```python run needs=ray\nprint(1)\n```\n")
+    assert run_readme.blocks(path) == [(2, "print(1)\n", "ray")]

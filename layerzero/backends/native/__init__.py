@@ -1,7 +1,8 @@
-"""Attention over pages and ragged sequences on the CPU, in C++ that is compiled on the user's machine.
+"""Attention over pages and ragged sequences, and appending to pages: C++ compiled on the user's machine.
 
-`attention.cpp` is the kernel, `build` compiles it. Compiling takes up to a minute and is done once, in the
-background or by warming up; until then, and wherever there is no compiler, the other kernels serve.
+`attention.cpp` and `append.h` are the kernels, `build` compiles them. Compiling takes up to a minute and is
+done once, in the background or by warming up; until then, and wherever there is no compiler, the other
+kernels serve.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import torch
 from torch import Tensor
 
 from layerzero.kernel import AtMost, Capability, Efficiency, Kernel
-from layerzero.ops import mla, paged, ragged
+from layerzero.ops import append, mla, paged, ragged
 from layerzero.ops.attention_checks import bounds
 from layerzero.ops.op import Args
 from layerzero.reasons import Reason
@@ -74,6 +75,20 @@ def _latent() -> Callable[..., Any]:
     return mla_attention
 
 
+def _append() -> Callable[..., Any]:
+    native = _compiled().append
+
+    def append_kv(*args: Any) -> Tensor:
+        """One copy a token and pool, after a look at all slots."""
+        k, v, k_pages, v_pages, _, layout = args
+        slots: Tensor = args[4]
+        if not native(k, v, k_pages, v_pages, slots, layout == "HND"):
+            _refused(append.guard, args)
+        return slots
+
+    return append_kv
+
+
 def _results(q: Tensor, width: int, return_lse: bool) -> tuple[Tensor, Tensor | None]:
     out = torch.empty((q.shape[0], q.shape[1], width), dtype=q.dtype, device=q.device)
     return out, torch.empty(out.shape[:2], dtype=torch.float32, device=q.device) if return_lse else None
@@ -107,6 +122,24 @@ def _capability(features: frozenset[str], **more: Any) -> Capability:
 _WIDTHS = (AtMost("D", 1024, Reason.HEAD_DIM_TOO_LARGE), AtMost("Dv", 1024, Reason.HEAD_DIM_TOO_LARGE))
 
 KERNELS: tuple[Kernel, ...] = (
+    Kernel(
+        id="native.append_kv.cpu",
+        op="append_kv",
+        backend="native",
+        capability=Capability(
+            source="by construction: whole rows are copied",
+            platforms=frozenset({"cpu"}),
+            dtypes=_DTYPES,
+            layouts=frozenset({"NHD", "HND"}),
+            last_stride1=True,
+            gradient=False,
+            batch_invariant=True,
+        ),
+        load=_append,
+        efficiency=Efficiency(0.1, 0.5, 1.0, "estimate, ordered by benchmarks/paged.py on an AMD EPYC"),
+        rank=20,
+        cold=True,
+    ),
     Kernel(
         id="native.paged_attention.cpu",
         op="paged_attention",

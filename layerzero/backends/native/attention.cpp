@@ -20,6 +20,8 @@
 #include <optional>
 #include <vector>
 
+#include "append.h"
+
 #if defined(__F16C__)
 #include <immintrin.h>
 #endif
@@ -41,6 +43,7 @@ constexpr int W = 4;
 #endif
 
 constexpr int TILE = 32;      // keys a tile
+constexpr int FEW = 4;        // query rows from which on a tile of keys is worth turning around
 constexpr int ROWS = 32;      // query rows of one key head an item
 constexpr int ITEM_ROWS = 128;  // query rows an item, over its key heads
 
@@ -66,6 +69,43 @@ inline vf sums(vf* acc) {
 #pragma GCC unroll 8
     for (int i = 0; i < n; ++i) acc[i] = fold(acc[i], acc[i + n]);
   return acc[0];
+}
+
+template <int... I>
+constexpr vi numbers(std::integer_sequence<int, I...>) { return vi{I...}; }
+inline vi lanes() { return numbers(std::make_integer_sequence<int, W>{}); }
+
+// Lane i of the result is lane i ^ N.
+template <int N>
+inline vf swapped(vf x) { return __builtin_shuffle(x, lanes() ^ N); }
+
+// All lanes of the result are the largest lane, or the sum of the lanes.
+template <int N = W / 2>
+inline vf largest(vf x) {
+  const vf y = swapped<N>(x), z = x > y ? x : y;
+  if constexpr (N == 1) return z;
+  else return largest<N / 2>(z);
+}
+template <int N = W / 2>
+inline vf summed(vf x) {
+  const vf z = x + swapped<N>(x);
+  if constexpr (N == 1) return z;
+  else return summed<N / 2>(z);
+}
+
+// W rows of W values become columns: after log2(W) perfect shuffles every value is in its place.
+inline void transpose(vf* rows) {
+#pragma GCC unroll 4
+  for (int n = W; n > 1; n /= 2) {
+    vf next[W];
+#pragma GCC unroll 8
+    for (int i = 0; i < W / 2; ++i) {
+      next[2 * i] = __builtin_shufflevector(rows[i], rows[i + W / 2], LOW);
+      next[2 * i + 1] = __builtin_shufflevector(rows[i], rows[i + W / 2], HIGH);
+    }
+#pragma GCC unroll 16
+    for (int i = 0; i < W; ++i) rows[i] = next[i];
+  }
 }
 
 // exp(x) for x <= 0 to about one unit in the last place; exactly 0 below -87, NaN stays NaN.
@@ -181,15 +221,16 @@ struct Item { int64_t sequence, token, tokens, head, heads, lane, lanes; };
 
 struct Scratch {  // one a thread; grows, never shrinks
   std::vector<float> store;
-  float *q, *out, *peak, *total, *score, *keys, *values;
+  float *q, *out, *peak, *total, *score, *keys, *values, *turned;
   void fit(int64_t rows, int64_t key_width, int64_t value_width) {
-    const int64_t need = rows * (key_width + value_width + 2 * W) + ROWS * 4 * TILE + TILE * (key_width + value_width);
+    const int64_t need = rows * (key_width + value_width + 2 * W) + ROWS * 4 * TILE + TILE * (2 * key_width + value_width);
     if (int64_t(store.size()) < need + 64) store.resize(need + 64);
     auto base = reinterpret_cast<float*>((reinterpret_cast<uintptr_t>(store.data()) + 63) & ~uintptr_t(63));
     const int64_t vectors = (rows + W - 1) / W * W;
     keys = base;
     values = keys + TILE * key_width;
-    q = values + TILE * value_width;
+    turned = values + TILE * value_width;
+    q = turned + TILE * key_width;
     out = q + rows * key_width;
     score = out + rows * value_width;
     peak = score + std::max<int64_t>(ROWS, 1) * TILE;
@@ -209,6 +250,50 @@ void multiply_keys(const float* q, int64_t rows, const float* const* keys, int64
         for (int i = 0; i < W; ++i) acc[i] += x * load(keys[at + i] + d);
       }
       store(scores + r * TILE + at, sums(acc));
+    }
+  }
+}
+
+// The keys of a tile turned around: at[d][0, TILE).
+void turn_keys(const float* const* keys, int64_t width, int count, float* at) {
+  for (int first = 0; first < count; first += W)
+    for (int64_t d = 0; d < width; d += W) {
+      vf block[W];
+#pragma GCC unroll 16
+      for (int i = 0; i < W; ++i) block[i] = load(keys[first + i] + d);
+      transpose(block);
+#pragma GCC unroll 16
+      for (int i = 0; i < W; ++i) store(at + (d + i) * TILE + first, block[i]);
+    }
+}
+
+template <int R, int C>
+inline void multiply_turned_block(const float* q, const float* keys, int64_t width, float* scores) {
+  vf acc[R][C] = {};
+  for (int64_t d = 0; d < width; ++d) {
+    vf key[C];
+    for (int c = 0; c < C; ++c) key[c] = load(keys + d * TILE + c * W);
+    for (int r = 0; r < R; ++r) {
+      const vf x = all(q[r * width + d]);
+      for (int c = 0; c < C; ++c) acc[r][c] += x * key[c];
+    }
+  }
+  for (int r = 0; r < R; ++r)
+    for (int c = 0; c < C; ++c) store(scores + r * TILE + c * W, acc[r][c]);
+}
+
+// The same scores from keys that were turned around: sums run along the head, one lane a key.
+void multiply_turned(const float* q, int64_t rows, const float* keys, int64_t width, int count, float* scores) {
+  for (int at = 0; at < count; at += 2 * W) {
+    const bool pair = count - at > W;
+    int64_t r = 0;
+    for (; r + 4 <= rows; r += 4) {
+      if (pair) multiply_turned_block<4, 2>(q + r * width, keys + at, width, scores + r * TILE + at);
+      else multiply_turned_block<4, 1>(q + r * width, keys + at, width, scores + r * TILE + at);
+    }
+    for (; r < rows; ++r) {
+      if (pair) multiply_turned_block<1, 2>(q + r * width, keys + at, width, scores + r * TILE + at);
+      else multiply_turned_block<1, 1>(q + r * width, keys + at, width, scores + r * TILE + at);
     }
   }
 }
@@ -238,6 +323,10 @@ inline void add_values_rows(const float* p, const float* const* values, int coun
     add_values_block<R, 4>(p, shifted, count, width, out + d);
     for (int j = 0; j < count; ++j) shifted[j] += 4 * W;
   }
+  for (; d + 2 * W <= width; d += 2 * W) {
+    add_values_block<R, 2>(p, shifted, count, width, out + d);
+    for (int j = 0; j < count; ++j) shifted[j] += 2 * W;
+  }
   for (; d < width; d += W) {
     add_values_block<R, 1>(p, shifted, count, width, out + d);
     for (int j = 0; j < count; ++j) shifted[j] += W;
@@ -261,21 +350,22 @@ void weigh(float* s, int count, float cap, float& peak, float& total, float* out
       store(s + j, x);
     }
   }
-  for (int j = count; j < TILE; ++j) s[j] = -INF;
   for (int j = 0; j < TILE; j += W) {
-    const vf x = load(s + j);
+    const vf x = lanes() + j < count ? load(s + j) : all(-INF);
+    store(s + j, x);
     best = x > best ? x : best;
   }
-  float top = peak;
-  for (int i = 0; i < W; ++i) top = std::max(top, best[i]);
+  const float top = std::max(peak, largest(best)[0]);
   if (top == -INF) {
     for (int j = 0; j < TILE; ++j) s[j] = s[j] == s[j] ? 0.0f : s[j];
     return;
   }
   if (top != peak) {
-    const float shrink = peak == -INF ? 0.0f : std::exp(peak - top);
-    total *= shrink;
-    for (int64_t d = 0; d < width; d += W) store(out + d, load(out + d) * all(shrink));
+    if (peak != -INF) {  // else nothing was added yet
+      const float shrink = std::exp(peak - top);
+      total *= shrink;
+      for (int64_t d = 0; d < width; d += W) store(out + d, load(out + d) * all(shrink));
+    }
     peak = top;
   }
   vf sum = {};
@@ -284,9 +374,7 @@ void weigh(float* s, int count, float cap, float& peak, float& total, float* out
     store(s + j, x);
     sum += x;
   }
-  float tile = 0;
-  for (int i = 0; i < W; ++i) tile += sum[i];
-  total += tile;
+  total += summed(sum)[0];
 }
 
 struct Rows {  // where the rows of one tile lie
@@ -407,7 +495,13 @@ void run_item(const Call& c, const Item& item, Scratch& scratch) {
       const int64_t next = h + 1 < item.heads ? item.head + h + 1 : item.head;
       find_rows<T>(c, b, item.head + h, start, to, next, scratch, tile);
       float* out = scratch.out + h * each * c.value_width;
-      multiply_keys(scratch.q + h * each * c.key_width, each, tile.keys, c.key_width, count, scratch.score);
+      const float* queries = scratch.q + h * each * c.key_width;
+      if (each < FEW) {
+        multiply_keys(queries, each, tile.keys, c.key_width, count, scratch.score);
+      } else {
+        turn_keys(tile.keys, c.key_width, count, scratch.turned);
+        multiply_turned(queries, each, scratch.turned, c.key_width, count, scratch.score);
+      }
       for (int64_t r = 0; r < each; ++r) {
         const int64_t position = diagonal + r / item.lanes;
         const int64_t low = c.left < 0 ? 0 : std::max<int64_t>(0, position - c.left - start);
@@ -600,4 +694,5 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("paged", &paged);
   m.def("latent", &latent);
   m.def("ragged", &ragged);
+  m.def("append", &append::append);
 }

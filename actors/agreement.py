@@ -1,0 +1,150 @@
+"""Plan agreement without I/O: what each rank asks of the store, step by step, and what it concludes.
+
+Rank 0 puts a plan up, every other rank votes, rank 0 decides by writing the outcome where nothing stands yet.
+Whoever waits too long writes an abort to the same place. The store keeps the first word, so that every rank
+that learns an outcome learns the same one, whoever crashed, lagged or refused in between. No rank decides
+alone, and no collective is used, so that a rank that hangs breaks nothing for the others.
+
+Each side is a generator: it yields a `Put`, `Take`, `Gather` or `Swap`, is sent the answer, and returns an
+`Outcome`. `carry_out` drives one against a store; the model check in the tests drives all of them through
+every order.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Generator, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+
+class AgreementStore(Protocol):
+    """Keys and values that all ranks share.
+
+    `take` waits for a key and gives None where it did not appear in time, `gather` does so for several;
+    `swap` writes where nothing stands and returns what stands there afterwards, as one indivisible step.
+    """
+
+    def put(self, key: str, value: bytes) -> None: ...
+
+    def take(self, key: str, timeout_s: float) -> bytes | None: ...
+
+    def gather(self, keys: Sequence[str], timeout_s: float) -> tuple[bytes | None, ...]: ...
+
+    def swap(self, key: str, value: bytes) -> bytes: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Put:
+    """Write `value` under `key`."""
+
+    key: str
+    value: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Take:
+    """Wait for `key`; the answer is None where the time is up."""
+
+    key: str
+
+
+@dataclass(frozen=True, slots=True)
+class Gather:
+    """Wait for all of `keys`; the answer has None for each that is missing when the time is up."""
+
+    keys: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Swap:
+    """Write `value` under `key` unless something stands there; the answer is what stands there."""
+
+    key: str
+    value: bytes
+
+
+Step = Put | Take | Gather | Swap
+Reply = bytes | None | tuple[bytes | None, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What all ranks concluded: the plan that was committed, or why none was."""
+
+    plan: bytes | None
+    reason: str = ""
+
+
+Side = Generator[Step, Any, Outcome]
+_COMMIT, _ABORT, _YES, _NO = b"commit:", b"abort:", b"yes:", b"no:"
+
+
+def digest_of(plan: bytes) -> str:
+    """The name of a plan: the first 16 hexadecimal digits of its SHA-256."""
+    return hashlib.sha256(plan).hexdigest()[:16]
+
+
+def propose(where: str, plan: bytes, followers: Sequence[int]) -> Side:
+    """Rank 0's side: put `plan` up under `where`, collect the votes of `followers`, decide."""
+    yes = _YES + digest_of(plan).encode()
+    yield Put(f"{where}/plan", plan)
+    votes = yield Gather(tuple(f"{where}/vote/{rank}" for rank in followers))
+    refusals = [
+        f"rank {rank} {_refusal(vote)}" for rank, vote in zip(followers, votes, strict=True) if vote != yes
+    ]
+    word = _ABORT + "; ".join(refusals).encode() if refusals else _COMMIT + digest_of(plan).encode()
+    return _outcome((yield Swap(f"{where}/outcome", word)), plan)
+
+
+def answer(where: str, rank: int, validate: Callable[[bytes], str | None]) -> Side:
+    """A follower's side: vote on the plan under `where`, as `validate` objects or not; learn the outcome."""
+    plan = yield Take(f"{where}/plan")
+    if plan is None:
+        word = _ABORT + f"rank {rank} saw no plan in time".encode()
+        return _outcome((yield Swap(f"{where}/outcome", word)), None)
+    objection = validate(plan)
+    vote = _YES + digest_of(plan).encode() if objection is None else _NO + objection.encode()
+    yield Put(f"{where}/vote/{rank}", vote)
+    word = yield Take(f"{where}/outcome")
+    if word is None:
+        word = yield Swap(f"{where}/outcome", _ABORT + f"rank {rank} saw no decision in time".encode())
+    return _outcome(word, plan)
+
+
+def _refusal(vote: bytes | None) -> str:
+    if vote is None:
+        return "did not vote in time"
+    if vote.startswith(_NO):
+        return f"refuses: {vote[len(_NO) :].decode()}"
+    return "voted for another plan"
+
+
+def _outcome(word: bytes | None, plan: bytes | None) -> Outcome:
+    assert word is not None
+    if word.startswith(_ABORT):
+        return Outcome(None, word[len(_ABORT) :].decode())
+    if plan is None or word != _COMMIT + digest_of(plan).encode():
+        # A commit needs every rank's vote for this very plan: the store was written by somebody else.
+        raise ValueError(f"the store's outcome {word!r} fits no plan that this rank voted for")
+    return Outcome(plan)
+
+
+def carry_out(side: Side, store: AgreementStore, timeout_s: float) -> Outcome:
+    """Drive one side against a store; each wait takes at most `timeout_s` seconds. Blocks the thread."""
+    reply: Reply = None
+    try:
+        while True:
+            step = side.send(reply)
+            reply = None
+            if isinstance(step, Put):
+                store.put(step.key, step.value)
+            elif isinstance(step, Take):
+                reply = store.take(step.key, timeout_s)
+            elif isinstance(step, Gather):
+                reply = store.gather(step.keys, timeout_s) if step.keys else ()
+            else:
+                reply = store.swap(step.key, step.value)
+    except StopIteration as end:
+        outcome: Outcome = end.value
+        return outcome

@@ -1,0 +1,195 @@
+"""CUDA graphs for users: prove kernels safe, ask whether they are, rehearse a capture, compile a step."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import msgspec
+import torch
+from torch import Tensor
+
+from layerzero import log
+from layerzero.actors.local import LocalDevice
+from layerzero.api.calls import checked_build, device_here, runtime_here, snapshot_here
+from layerzero.dispatch import CAPTURE
+from layerzero.errors import CudaGraphUnsafeError, NoKernelFoundError
+from layerzero.graphs.observe import changed, observe
+from layerzero.graphs.proof import Proof
+from layerzero.graphs.rehearsal import rehearsal
+from layerzero.graphs.step import BUCKETS, Step
+from layerzero.graphs.verdict import Finding, findings
+from layerzero.ops import table as ops_table
+from layerzero.ops.op import Args, Op
+from layerzero.selection.record import Selection
+
+GRAPH_PROVED = "graph.proved"
+GRAPH_REFUSED = "graph.refused"
+GRAPH_NOT_TRIED = "graph.not_tried"
+
+
+def validate_graph_capture(
+    op: str,
+    /,
+    *args: Any,
+    kernel: str | None = None,
+    others: Mapping[str, Tensor] | None = None,
+    **kwargs: Any,
+) -> tuple[Proof, ...]:
+    """Capture kernels with these arguments, replay them with changed inputs, and keep what was found.
+
+    Every kernel that would take the call outside a capture is tried, or only `kernel`. Each is warmed up,
+    captured on two side streams, replayed with other values over poisoned memory, and compared with a direct
+    call; what it allocates outside the graph's pool and any synchronisation count against it. `others` gives
+    by name the second values, where turning the floats around does not make valid ones. The results hold for
+    this device and software, in later processes too where `Settings.state_dir` is set.
+
+    A kernel that does not load is left out, with a log event, unless it was named.
+
+    Raises: CudaGraphUnsafeError: the arguments are not on a CUDA device, or a capture is under way.
+        ValueError: no such kernel takes the call. TypeError, ValueError: an argument is wrong.
+    """
+    definition = ops_table.get(op)
+    _, full = checked_build(definition, args, kwargs)
+    if others is None:
+        second = changed(full)
+    else:
+        _, second = checked_build(definition, (), {**_named(definition, args, kwargs), **others})
+    device = device_here(full)
+    if device.device.type != "cuda":
+        raise CudaGraphUnsafeError(f"{op} needs tensors on a CUDA device to be captured, got {device.device}")
+    if torch.cuda.is_current_stream_capturing():
+        raise CudaGraphUnsafeError("a capture is under way; validate before it")
+    selection = device.table(definition, snapshot_here(device, op, None)).fresh(
+        device.table(definition).describe(full, device.mode() & ~CAPTURE)
+    )
+    proofs = []
+    for kernel_id in _candidates(selection, kernel):
+        try:
+            run = device.callable_for(definition, selection, kernel_id)
+        except Exception as error:
+            if kernel is not None:
+                raise
+            log.warning(GRAPH_NOT_TRIED, kernel=kernel_id, error=f"{type(error).__name__}: {error}")
+            continue
+        found = _tried(definition, run, full, second)
+        proofs.append(record_finding(device, kernel_id, case_of(selection), found))
+    device.refresh()
+    return tuple(proofs)
+
+
+def record_finding(device: LocalDevice, kernel_id: str, case: str, found: tuple[Finding, ...]) -> Proof:
+    """Keep what a case showed about a kernel of a device, and say so in the log."""
+    kernel = device.registry.get(kernel_id)
+    if kernel is None:
+        raise ValueError(f"kernel needs the id of a registered kernel, got {kernel_id!r}")
+    proof = device.proofs.add(kernel, case, found)
+    if found:
+        log.warning(GRAPH_REFUSED, kernel=kernel_id, case=case, found=[str(f) for f in found])
+    else:
+        log.info(GRAPH_PROVED, kernel=kernel_id, case=case)
+    device.counters.add("graph_validations", kernel=kernel_id, safe=not found)
+    return proof
+
+
+def _named(op: Op, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    return dict(inspect.signature(op.build).bind(*args, **kwargs).arguments)
+
+
+def _candidates(selection: Selection, kernel: str | None) -> tuple[str, ...]:
+    takes = tuple(c.kernel for c in selection.trace if c.takes)
+    if kernel is None:
+        return takes
+    if kernel not in takes:
+        raise ValueError(f"kernel needs one that takes this call: {', '.join(takes)}; got {kernel!r}")
+    return (kernel,)
+
+
+def _tried(op: Op, run: Callable[..., Any], args: Args, others: Args) -> tuple[Finding, ...]:
+    found: dict[Finding, None] = {}
+    for observation in observe(run, args, others, writes=op.writes):
+        found |= dict.fromkeys(findings(observation))
+    return tuple(found)
+
+
+def case_of(selection: Selection) -> str:
+    """A call in words, as proofs name it."""
+    request = selection.request
+    sizes = " ".join(f"{name}{size}" for name, size in request.dims.items())
+    return " ".join(w for w in (request.dtype, sizes, *sorted(request.features), request.layout) if w)
+
+
+class GraphSafety(msgspec.Struct, frozen=True):
+    """Whether a kernel may be captured here, and on whose word; true and false like a bool.
+
+    `basis` is "proved", "found unsafe", "declared" or "unknown".
+    """
+
+    kernel: str
+    safe: bool
+    basis: str
+    proof: Proof | None = None
+
+    def __bool__(self) -> bool:
+        return self.safe
+
+
+def is_graph_safe(name: str, /, *args: Any, **kwargs: Any) -> GraphSafety:
+    """Whether a kernel may run under CUDA graph capture; with an op and arguments, whether that call may.
+
+    Without arguments `name` is a kernel's id on the default device. With arguments it is an op's name: the
+    answer is about the kernel that the call would get under capture.
+    Raises: ValueError: no kernel has that id. NoKernelFoundError: no op has that name.
+    """
+    if not args and not kwargs:
+        device = runtime_here().device()
+        kernel = device.registry.get(name)
+        if kernel is None:
+            raise ValueError(f"is_graph_safe needs a kernel's id, or an op with arguments, got {name!r}")
+        return _safety(device, kernel.id)
+    definition = ops_table.get(name)
+    _, full = checked_build(definition, args, kwargs)
+    device = device_here(full)
+    table = device.table(definition, snapshot_here(device, name, None))
+    try:
+        chosen = table.fresh(table.describe(full, device.mode() | CAPTURE))
+    except NoKernelFoundError:
+        return GraphSafety("", False, "no kernel takes the call under capture")
+    return _safety(device, chosen.kernel)
+
+
+def _safety(device: LocalDevice, kernel_id: str) -> GraphSafety:
+    kernel = device.registry.get(kernel_id)
+    assert kernel is not None
+    proof = device.proofs.of(kernel)
+    (applied,) = device.proofs.applied((kernel,), strict=device.settings.graph_strict)
+    safe = applied.capability.graph_safe
+    declared = "declared" if kernel.capability.graph_safe else "unknown"
+    basis = declared if proof is None else "proved" if proof.safe else "found unsafe"
+    return GraphSafety(kernel_id, safe, basis, proof)
+
+
+def rehearse_capture() -> Any:
+    """A block in which calls on CUDA choose as they will while a graph is captured; run the step in it once.
+
+    Inside a capture nothing is chosen, loaded or waited for: a call that was not rehearsed raises
+    CudaGraphUnsafeError.
+    """
+    return rehearsal()
+
+
+def compile(
+    fn: Callable[..., Any], *, buckets: Sequence[int] = BUCKETS, fill: Mapping[str, float] | None = None
+) -> Step:
+    """A step function as graph plans: captured once for each bucket of rows, then replayed.
+
+    `fn` takes and returns tensors with rows along their first axis. A call is padded up to the next bucket
+    with `fill[argument]` (0 by default) and gets its own rows back, in memory of their own. On CUDA every op
+    inside must have a kernel that is safe under capture; on other devices the padded step simply runs. Give
+    the result to `batched` and the calls of many coroutines become one replay. A changed policy or a
+    quarantined kernel is captured anew.
+
+    Raises: ValueError: a bucket below 1, or `fill` names no argument.
+    """
+    return Step(fn, buckets=buckets, fill=fill, generation=lambda d: runtime_here().device(d).generation)

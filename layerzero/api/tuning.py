@@ -1,0 +1,324 @@
+"""Measuring and solving: `tune`, `record` and `solve`."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import anyio
+import anyio.from_thread
+import anyio.lowlevel
+import anyio.to_thread
+import msgspec
+
+import layerzero
+from layerzero import log
+from layerzero.actors.local import LocalDevice
+from layerzero.api.calls import runtime_here
+from layerzero.errors import ConfigurationError, NoKernelFoundError
+from layerzero.ops import table as ops_table
+from layerzero.ops.request import Request
+from layerzero.perfdb.record import Environment, Launch, Measurement, plausible
+from layerzero.perfdb.shipped import Provenance, Table, write_table
+from layerzero.perfdb.store import PerfDB
+from layerzero.runtime import Runtime
+from layerzero.scheduler.single_flight import SingleFlight
+from layerzero.selection.expectations import measured_costs, perfdb_path
+from layerzero.selection.measured import MeasuredCosts
+from layerzero.selection.record import Selection
+from layerzero.selection.solved import Bucket, DispatchTable, capabilities_hash, content_hash
+from layerzero.tuning.calls import Call, Workload, workload_of
+from layerzero.tuning.compare import HeadToHead, head_to_head
+from layerzero.tuning.recorder import Recorder
+from layerzero.tuning.shapes import standard
+from layerzero.tuning.timing import QUICK, Effort
+from layerzero.tuning.tuner import Tuned, Tuner, flips
+
+TUNED = "tuning.finished"
+BUCKET_REFUSED = "solve.bucket_refused"
+
+Progress = Callable[[int, int, Tuned | None], None]
+
+
+class TuneReport(msgspec.Struct, frozen=True, kw_only=True):
+    """What tuning came to: one record a call and launch kind, and how steady the winners were.
+
+    `compared`, `flipped` and `flipped_outside` speak of two tunes with `repeat=2`: calls, winners that
+    differ, and those of them outside the tie band. `skipped` calls had no time left. `path` is the file of
+    rows.
+    """
+
+    device: str
+    calls: int
+    seconds: float
+    tuned: tuple[Tuned, ...]
+    skipped: int = 0
+    compared: int = 0
+    flipped: int = 0
+    flipped_outside: int = 0
+    path: str | None = None
+
+    @property
+    def rows(self) -> tuple[Measurement, ...]:
+        """Every measurement made."""
+        return tuple(row for tuned in self.tuned for row in tuned.rows)
+
+    @property
+    def failures(self) -> dict[str, str]:
+        """The kernels that could not be measured, with the first reason of each."""
+        return {kernel: why for tuned in reversed(self.tuned) for kernel, why in tuned.failed.items()}
+
+
+async def tune(
+    workload: Workload | str | Path | Iterable[Call] | None = None,
+    *,
+    ops: Sequence[str] | None = None,
+    device: str | None = None,
+    launches: Sequence[Launch] = ("eager", "graph"),
+    quick: bool = False,
+    budget_s: float | None = None,
+    repeat: int = 1,
+    progress: Progress | None = None,
+) -> TuneReport:
+    """Measure every kernel that takes a workload's calls, keep the times, and choose by them from now on.
+
+    `workload` is a list of calls, what `record()` gave or its file, or None for the standard shapes of `ops`
+    (of every op by default). Numbers are checked before anything is timed. On CUDA, times are taken launched
+    eagerly and replayed as a graph. `budget_s` ends it early; `repeat=2` measures twice and reports how
+    many winners changed. `progress(done, total, tuned)` is called from the measuring thread.
+    Callers who ask for the same at once share one measuring.
+
+    Raises: ConfigurationError: the workload cannot be read. NoKernelFoundError: an op does not exist.
+    """
+    job = _Job(runtime_here(), workload, ops, device, launches, quick, budget_s, repeat, progress)
+    landed = anyio.Event()
+    token = anyio.lowlevel.current_token()
+    flight = _FLIGHTS.flight(job.key(), job.run)
+
+    def told() -> None:
+        try:
+            anyio.from_thread.run_sync(landed.set, token=token)
+        except RuntimeError:
+            log.debug("tuning.caller_gone")  # its loop ended while we measured
+
+    def listen() -> None:
+        flight.add(told)
+
+    # From a thread of its own: a flight that has landed meanwhile calls back at once, and not from the loop.
+    threading.Thread(target=listen, name="layerzero-tune-told", daemon=True).start()
+    try:
+        await landed.wait()
+    finally:
+        flight.leave(told)
+    return flight.result()
+
+
+@contextlib.contextmanager
+def record() -> Iterator[Recorder]:
+    """Record the calls of every device of this runtime during the block, merged batches as they ran.
+
+    `with lz.record() as seen: ...`, then `lz.tune(seen.workload())` or `seen.save(path)`. A call costs a few
+    microseconds more meanwhile; outside the block nothing is left.
+    """
+    runtime, recorder = runtime_here(), Recorder()
+    runtime.device()
+    devices = list(runtime.devices.values())
+    for device in devices:
+        device.watch(recorder)
+    try:
+        yield recorder
+    finally:
+        for device in devices:
+            device.unwatch(recorder)
+
+
+def tune_blocking(workload: Any = None, **options: Any) -> TuneReport:
+    """`tune`, blocking; what `lz.sync.tune` is."""
+    job = _Job(
+        runtime_here(), workload, options.pop("ops", None), options.pop("device", None),
+        options.pop("launches", ("eager", "graph")), options.pop("quick", False),
+        options.pop("budget_s", None), options.pop("repeat", 1), options.pop("progress", None),
+    )  # fmt: skip
+    if options:
+        raise TypeError(f"tune() has no argument {min(options)!r}")
+    return _FLIGHTS.flight(job.key(), job.run).wait()
+
+
+def _start(run: Callable[[], None]) -> None:
+    threading.Thread(target=run, name="layerzero-tune", daemon=True).start()
+
+
+_FLIGHTS: SingleFlight[TuneReport] = SingleFlight(_start)
+
+
+class _Job:
+    """One tuning: what to measure, and what becomes of it."""
+
+    def __init__(
+        self, runtime: Runtime, workload: Any, ops: Sequence[str] | None, device: str | None,
+        launches: Sequence[Launch], quick: bool, budget_s: float | None, repeat: int,
+        progress: Progress | None,
+    ) -> None:  # fmt: skip
+        for name in ops or ():
+            ops_table.get(name)
+        if isinstance(repeat, bool) or repeat not in (1, 2):
+            raise ValueError(f"repeat needs 1 or 2, got {repeat!r}")
+        self._runtime = runtime
+        self._device: LocalDevice = runtime.device(device)
+        self._launches = tuple(launches)
+        self._effort = QUICK if quick else Effort()
+        self._budget_s = budget_s
+        self._repeat = repeat
+        self._progress = progress
+        if workload is None:
+            self._calls = standard(ops, self._device.device.type, quick)
+        else:
+            given = workload_of(workload)
+            self._calls = tuple(c for c in given.calls if ops is None or c.op in ops)
+
+    def key(self) -> Any:
+        """Equal for jobs that measure the same on the same device."""
+        calls = msgspec.json.encode(self._calls)
+        return (id(self._device), calls, self._launches, self._effort, self._budget_s, self._repeat)
+
+    def run(self) -> TuneReport:
+        """Measure, publish and write."""
+        started = time.monotonic()
+        tuner = Tuner(self._device, self._launches, self._effort)
+        rounds: list[list[Tuned]] = [[] for _ in range(self._repeat)]
+        skipped, done, total = 0, 0, len(self._calls) * self._repeat
+        for position, call in enumerate(self._calls):
+            if self._budget_s is not None and time.monotonic() - started > self._budget_s:
+                skipped = len(self._calls) - position
+                break
+            for own in rounds:
+                own += tuner.measure(call)
+                done += 1
+                if self._progress is not None:
+                    self._progress(done, total, own[-1])
+        tuned = tuple(t for own in rounds for t in own)
+        path = publish(self._device, [row for t in tuned for row in t.rows])
+        compared = flips(*rounds) if self._repeat == 2 else (0, 0, 0)
+        report = TuneReport(
+            device=str(self._device.device), calls=len(self._calls) - skipped,
+            seconds=time.monotonic() - started, tuned=tuned, skipped=skipped, compared=compared[0],
+            flipped=compared[1], flipped_outside=compared[2], path=str(path) if path else None,
+        )  # fmt: skip
+        log.info(TUNED, device=report.device, calls=report.calls, rows=len(report.rows), skipped=skipped)
+        return report
+
+
+def solve(
+    path: str | os.PathLike[str], *, ops: Sequence[str] | None = None, device: str | None = None
+) -> DispatchTable:
+    """Decide every measured bucket now and write the decisions as a dispatch table.
+
+    A runtime opened with `Settings(dispatch_table=path)` takes them from there. Buckets are those that were
+    measured here or in a shipped table; tune first for others.
+    Raises: ConfigurationError: nothing was measured for this device. NoKernelFoundError: an op is unknown.
+    """
+    runtime = runtime_here()
+    opened = runtime.device(device)
+    opened.expected()
+    costs = opened.costs
+    if not isinstance(costs, MeasuredCosts):
+        raise ConfigurationError(f"solve needs measurements for {opened.hardware.name}, got none: tune first")
+    buckets = []
+    for name in ops if ops is not None else sorted(ops_table.FILES):
+        op = ops_table.get(name)
+        for request, _ in costs.places(name):
+            try:
+                selection = opened.table(op).fresh(request)
+            except NoKernelFoundError as error:
+                log.warning(BUCKET_REFUSED, op=name, why=str(error).partition("\n")[0])
+                continue
+            buckets.append(_bucket(selection, request))
+    buckets.sort(key=lambda b: (b.op, b.dtype, b.capture, b.features, tuple(sorted(b.dims.items()))))
+    table = DispatchTable(
+        made=datetime.now(UTC).date().isoformat(),
+        hardware=Environment.of(opened.hardware),
+        policy=runtime.policy.digest,
+        capabilities=capabilities_hash(opened.registry.all()),
+        content=content_hash(tuple(buckets)),
+        buckets=tuple(buckets),
+    )
+    table.save(path)
+    return table
+
+
+def _bucket(selection: Selection, request: Request) -> Bucket:
+    accepted = selection.candidate(selection.kernel).accepted
+    return Bucket(
+        op=selection.op, kernel=selection.kernel, expected_us=round(selection.expected_us, 3),
+        source=accepted.source if accepted is not None else "", why=selection.why, dtype=request.dtype,
+        dims=dict(request.dims), dtypes=tuple(sorted(set(request.dtypes))),
+        features=tuple(sorted(request.features)), layout=request.layout, contiguous=request.contiguous,
+        capture="capture" in request.modes,
+    )  # fmt: skip
+
+
+def bench_call(
+    device: LocalDevice, call: Call, launch: Launch = "eager", *, baseline: str = "", samples: int = 31,
+    save: bool = False,
+) -> HeadToHead:  # fmt: skip
+    """Every kernel that takes `call` on `device`, head to head; `save` keeps the times for choices.
+
+    Raises: ValueError: nothing could be timed, or `baseline` was not. NoKernelFoundError: nobody takes it.
+    """
+    effort = Effort(samples=samples, budget_s=2.0)
+    tuned = Tuner(device, (launch,), effort).measure(call)[-1]
+    default = next((k.id for k in device.registry.for_op(call.op) if k.default and k.id in tuned.timings), "")
+    found = head_to_head(
+        tuned.timings, baseline or default, tie_band=device.settings.tie_band, failed=tuned.failed
+    )
+    if save:
+        publish(device, tuned.rows)
+    return found
+
+
+def table_of(
+    rows: Sequence[Measurement],
+    device: LocalDevice,
+    path: str | os.PathLike[str],
+    *,
+    command: str,
+    note: str = "",
+) -> Table:
+    """Write rows as a table that ships: with who made it, when, and with which libraries.
+
+    Rows that no choice would believe are left out.
+    """
+    rows = [row for row in rows if not plausible(row)]
+    provenance = Provenance(
+        command=command,
+        date=datetime.now(UTC).date().isoformat(),
+        version=layerzero.__version__,
+        environment=Environment.of(device.hardware),
+        libraries=tuple(sorted({row.version for row in rows if row.version})),
+        note=note,
+    )
+    return write_table(path, provenance, list(rows))
+
+
+def publish(device: LocalDevice, rows: Sequence[Measurement]) -> Path | None:
+    """Keep rows in the device's file, if it has one, and price with them from now on."""
+    path = perfdb_path(device.settings)
+    if path is not None and rows:
+        anyio.run(_write, path, Environment.of(device.hardware), rows)
+        device.measured = ()
+    else:
+        device.measured = (*device.measured, *rows)
+    kernels = {kernel.id: kernel for kernel in device.registry.all()}
+    device.set_costs(measured_costs(device.settings, kernels, device.hardware, device.measured))
+    return path if rows else None
+
+
+async def _write(path: Path, environment: Environment, rows: Sequence[Measurement]) -> None:
+    async with PerfDB(os.fspath(path)) as db:
+        await db.add(environment, rows)

@@ -1,0 +1,244 @@
+"""Attention: dense batches, ragged batches and pages, each with FlashInfer's FA2 and FA3 templates.
+
+A dense batch is a ragged one whose lengths are its shape. Windows are one-sided in FlashInfer, ours are
+two-sided, so none is claimed. The head sizes are those its templates exist for: it runs others without a
+word, and wrongly (flashinfer issue 4299).
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from layerzero.backends.flashinfer.library import DISTRIBUTIONS, HALF, SOURCE, estimate, module
+from layerzero.kernel import Capability, Efficiency, Kernel, OneOf, SameAs
+from layerzero.ops import mirrors
+from layerzero.ops.rehearsal import rehearse
+from layerzero.ops.request import Request
+from layerzero.reasons import Reason
+
+if TYPE_CHECKING:
+    from layerzero.backends.flashinfer import planning
+
+Result = Tensor | tuple[Tensor, Tensor]
+
+
+def _ragged_wrapper(backend: str, floats: Tensor) -> Any:
+    return module().BatchPrefillWithRaggedKVCacheWrapper(floats, "NHD", backend=backend)
+
+
+def _paged_wrapper(backend: str, layout: str, floats: Tensor) -> Any:
+    return module().BatchPrefillWithPagedKVCacheWrapper(floats, layout, backend=backend)
+
+
+def _run_ragged(
+    backend: str, q: Tensor, k: Tensor, v: Tensor, lengths: planning.Lengths,
+    starts: Callable[[], tuple[Tensor, Tensor]], is_causal: bool, scale: float | None,
+    softcap: float | None, return_lse: bool,
+) -> Result:  # fmt: skip
+    """Run over (T, H, D), planned with `starts` where `lengths` are new."""
+
+    from layerzero.backends.flashinfer import planning
+
+    def plan(wrapper: Any) -> None:
+        queries, keys = starts()
+        wrapper.plan(
+            queries, keys, q.shape[1], k.shape[1], q.shape[2],
+            causal=is_causal, sm_scale=scale, logits_soft_cap=softcap,
+            q_data_type=q.dtype, kv_data_type=k.dtype,
+        )  # fmt: skip
+
+    def launch(wrapper: Any) -> Result:
+        if return_lse:
+            return wrapper.run(q, k, v, return_lse=True, lse_base="ln")  # type: ignore[no-any-return]
+        return wrapper.run(q, k, v)  # type: ignore[no-any-return]
+
+    make = functools.partial(_ragged_wrapper, backend)
+    result: Result = planning.stage(q.device).run(("ragged", backend), lengths, make, plan, launch)
+    return result
+
+
+def _flags(q: Tensor, k: Tensor, *rest: Any) -> tuple[Any, ...]:
+    """What a plan depends on beside the lengths."""
+    return (q.shape[1:], k.shape[1:], q.dtype, k.dtype, *rest)
+
+
+def _dense(backend: str) -> Callable[..., Any]:
+    from layerzero.backends.flashinfer import planning
+
+    module()
+
+    def attention(
+        q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None, is_causal: bool, scale: float | None,
+        dropout_p: float, window: tuple[int, int] | None, softcap: float | None, alibi_slopes: Tensor | None,
+        layout: str, return_lse: bool, *_: Any,
+    ) -> Result:  # fmt: skip
+        """Contiguous (B, S, H, D) operands as one ragged batch; the plan is kept by shape."""
+        batch, q_len, heads, width = q.shape
+        k_len = k.shape[1]
+
+        def starts() -> tuple[Tensor, Tensor]:
+            steps = torch.arange(batch + 1, dtype=torch.int32, device="cpu")
+            return steps * q_len, steps * k_len
+
+        rows = [t.reshape(-1, *t.shape[2:]) for t in (q, k, v)]
+        flags = _flags(rows[0], rows[1], is_causal, scale, softcap)
+        lengths = planning.Lengths((flags, batch, q_len, k_len), (True,))
+        result = _run_ragged(
+            backend, rows[0], rows[1], rows[2], lengths, starts, is_causal, scale, softcap, return_lse
+        )
+        if not isinstance(result, tuple):
+            return result.view(batch, q_len, heads, width)
+        out, lse = result
+        return out.view(batch, q_len, heads, width), lse.view(batch, q_len, heads).transpose(1, 2)
+
+    return attention
+
+
+def _ragged(backend: str) -> Callable[..., Any]:
+    from layerzero.backends.flashinfer import planning
+
+    module()
+
+    def ragged_attention(
+        q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, cu_seqlens_k: Tensor, is_causal: bool,
+        scale: float | None, window: tuple[int, int] | None, softcap: float | None, return_lse: bool,
+    ) -> Result:  # fmt: skip
+        """Sequences behind each other, as FlashInfer takes them."""
+
+        def starts() -> tuple[Tensor, Tensor]:
+            queries = planning.int32(mirrors.host(cu_seqlens))
+            if cu_seqlens_k is cu_seqlens:
+                return queries, queries
+            return queries, planning.int32(mirrors.host(cu_seqlens_k))
+
+        flags = _flags(q, k, is_causal, scale, softcap)
+        lengths = planning.Lengths.of(flags, cu_seqlens, cu_seqlens_k)
+        return _run_ragged(backend, q, k, v, lengths, starts, is_causal, scale, softcap, return_lse)
+
+    return ragged_attention
+
+
+def _paged(backend: str) -> Callable[..., Any]:
+    from layerzero.backends.flashinfer import planning
+
+    module()
+
+    def paged_attention(
+        q: Tensor, k_pages: Tensor, v_pages: Tensor, block_tables: Tensor, context_lens: Tensor,
+        cu_seqlens: Tensor | None, is_causal: bool, scale: float | None, window: tuple[int, int] | None,
+        softcap: float | None, layout: str, return_lse: bool,
+    ) -> Result:  # fmt: skip
+        """Prefill, chunked prefill and decode over one pool; a decode step is a prefill of one query."""
+        size, heads = (k_pages.shape[1], k_pages.shape[2]) if layout == "NHD" else k_pages.shape[2:0:-1]
+
+        def plan(wrapper: Any) -> None:
+            pages = planning.Pages.of(block_tables, context_lens, size)
+            wrapper.plan(
+                planning.query_starts(cu_seqlens, block_tables.shape[0]), pages.starts, pages.ids,
+                pages.last, q.shape[1], heads, q.shape[2], size,
+                causal=is_causal, sm_scale=scale, logits_soft_cap=softcap,
+                q_data_type=q.dtype, kv_data_type=k_pages.dtype, seq_lens=pages.lengths,
+            )  # fmt: skip
+
+        def launch(wrapper: Any) -> Result:
+            if return_lse:
+                return wrapper.run(q, (k_pages, v_pages), return_lse=True, lse_base="ln")  # type: ignore[no-any-return]
+            return wrapper.run(q, (k_pages, v_pages))  # type: ignore[no-any-return]
+
+        flags = _flags(q, k_pages, is_causal, scale, softcap)
+        lengths = planning.Lengths.of(flags, block_tables, context_lens, cu_seqlens)
+        make = functools.partial(_paged_wrapper, backend, layout)
+        result: Result = planning.stage(q.device).run(("paged", backend, layout), lengths, make, plan, launch)
+        return result
+
+    return paged_attention
+
+
+_WIDTHS = (OneOf("D", (64, 128, 256)), SameAs("D", "Dv", Reason.HEAD_DIMS_DIFFER))
+_FEATURES = frozenset({"causal", "scale", "gqa", "softcap", "lse"})
+
+
+def _capability(what: str, *, sm_min: int, sm_max: int, **more: Any) -> Capability:
+    return Capability(
+        source=SOURCE.format(what),
+        platforms=frozenset({"cuda"}),
+        sm_min=sm_min,
+        sm_max=sm_max,
+        dtypes=HALF,
+        last_stride1=True,
+        gradient=False,
+        **more,
+    )
+
+
+def _kernel(
+    op: str, variant: str, load: Callable[[str], Callable[..., Any]], capability: Capability,
+    efficiency: Efficiency, rank: int,
+) -> Kernel:  # fmt: skip
+    run = functools.cache(functools.partial(load, variant))
+    return Kernel(
+        id=f"flashinfer.{op}.{variant}",
+        op=op,
+        backend="flashinfer",
+        capability=capability,
+        load=run,
+        efficiency=efficiency,
+        rank=rank,
+        cold=True,
+        distributions=DISTRIBUTIONS,
+        unit=_module,
+        build=lambda request: rehearse(run(), request),
+    )
+
+
+def _module(request: Request) -> str:
+    """What one of its modules is compiled for; the dense, ragged and paged kernels of a template share it."""
+    return f"{request.dtype} {request.dim('D')}{' softcap' if 'softcap' in request.features else ''}"
+
+
+_SM = {"fa2": (80, 121), "fa3": (90, 90)}  # the FA3 template is written for wgmma
+_PREFILL_US = {"fa2": "prefill of 4096, 450 us", "fa3": "prefill of 4096, 253 us"}
+_OF_ROOF = {"fa2": 0.39, "fa3": 0.69}
+
+
+def _kernels() -> tuple[Kernel, ...]:
+    found: list[Kernel] = []
+    for variant, (low, high) in _SM.items():
+        rank = 35 if variant == "fa3" else 38
+        prefill = estimate(_OF_ROOF[variant], 0.6, 45.0, _PREFILL_US[variant])
+        planned = estimate(_OF_ROOF[variant], 0.6, 150.0, _PREFILL_US[variant])
+        decode = estimate(
+            _OF_ROOF[variant],
+            0.98 if variant == "fa2" else 0.6,
+            150.0,
+            "decode of 64 x 4096, page 16, 4.21 TB/s",
+        )
+        what = f"BatchPrefillWith{{}}KVCacheWrapper, backend {variant}"
+        dense = _capability(
+            what.format("Ragged"), sm_min=low, sm_max=high, features=_FEATURES, limits=_WIDTHS,
+            layouts=frozenset({"BSHD"}), contiguous=True,
+        )  # fmt: skip
+        ragged = _capability(
+            what.format("Ragged"),
+            sm_min=low,
+            sm_max=high,
+            features=_FEATURES,
+            limits=_WIDTHS,
+            contiguous=True,
+        )
+        paged = _capability(
+            what.format("Paged"), sm_min=low, sm_max=high, features=_FEATURES | {"prefill"},
+            limits=_WIDTHS, layouts=frozenset({"NHD", "HND"}), contiguous=True,
+        )  # fmt: skip
+        found.append(_kernel("attention", variant, _dense, dense, prefill, rank))
+        found.append(_kernel("ragged_attention", variant, _ragged, ragged, planned, rank))
+        found.append(_kernel("paged_attention", variant, _paged, paged, decode, rank))
+    return tuple(found)
+
+
+KERNELS = _kernels()

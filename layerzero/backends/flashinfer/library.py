@@ -1,0 +1,36 @@
+"""FlashInfer's modules, imported on demand, and what all its kernels have in common."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import os
+import warnings
+from typing import Any
+
+from layerzero.kernel import Efficiency
+
+DISTRIBUTIONS = ("flashinfer-python>=0.7",)
+SOURCE = "flashinfer-python 0.7.2.post1, {}; run against float64 on an H200"
+HALF = frozenset({"float16", "bfloat16"})
+
+# Its norms exist twice: compiled anew for every row width (CuTe DSL), or once for all (CUDA).
+_CUDA_NORM = "FLASHINFER_USE_CUDA_NORM"
+
+
+@functools.cache
+def module(name: str = "flashinfer") -> Any:
+    """A module of FlashInfer's.
+
+    Raises: ImportError: it is not installed, or what it needs is missing.
+    """
+    os.environ.setdefault(_CUDA_NORM, "1")
+    with warnings.catch_warnings():
+        # The compiler package it brings uses what it has itself deprecated.
+        warnings.simplefilter("ignore", DeprecationWarning)
+        return importlib.import_module(name)
+
+
+def estimate(flops: float, bandwidth: float, launch_us: float, what: str) -> Efficiency:
+    """An efficiency with the measurement it comes from."""
+    return Efficiency(flops, bandwidth, launch_us, f"one H200, torch 2.11.0+cu130, bf16: {what}")

@@ -1,0 +1,166 @@
+"""Plans of FlashInfer's batch wrappers: made from lengths on the host, kept while those lengths hold.
+
+A wrapper is planned for lengths and then run any number of times. Lengths that came with a host copy
+(`ops.mirrors`, which the KV cache makes at every epoch) are known without a synchronisation, and their plan
+is kept for every layer that passes the same tensors. Lengths of a bare tensor are read and planned anew at
+every call, because such tensors are edited in place.
+
+A stream of a device has one stage: a float workspace shared by its wrappers, which run one after the other,
+and the wrappers themselves. Each wrapper has index buffers of its own, staged through pinned memory, so that
+one is planned again only after its last copies have reached the device.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from layerzero.ops import mirrors
+
+WORKSPACE_BYTES = 128 << 20
+# Wrappers of a stage beyond this are planned again, the longest unused first; each holds 16 MiB.
+MAX_PLANS = 16
+
+Make = Callable[[Tensor], Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Lengths:
+    """What tells one plan from another; `holds` are the objects whose identity the key speaks of.
+
+    They live as long as the plan. Without any the plan serves one call: the lengths may change unseen.
+    """
+
+    key: Hashable
+    holds: tuple[object, ...] = ()
+
+    @classmethod
+    def of(cls, flags: Hashable, *tensors: Tensor | None) -> Lengths:
+        """Of index tensors, by their host copies where every one has such."""
+        found = [mirrors.mirror(t) for t in tensors if t is not None]
+        if any(copy is None for copy in found):
+            return cls(object())
+        marks = tuple(None if t is None else id(mirrors.mirror(t)) for t in tensors)
+        return cls((flags, marks), tuple(found))
+
+
+@dataclass(slots=True)
+class Planned:
+    """One wrapper and what it is planned for."""
+
+    wrapper: Any
+    kind: Hashable
+    copied: torch.cuda.Event
+    lengths: Lengths | None = None
+
+    @property
+    def kept(self) -> bool:
+        """Whether its plan may serve another call."""
+        return self.lengths is not None and bool(self.lengths.holds)
+
+
+@dataclass(slots=True)
+class Stage:
+    """The wrappers and the workspace of one stream; one thread at a time plans and launches."""
+
+    floats: Tensor
+    plans: OrderedDict[Hashable, Planned] = field(default_factory=OrderedDict)
+    lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def run(
+        self, kind: Hashable, lengths: Lengths, make: Make, plan: Callable[[Any], None],
+        launch: Callable[[Any], Any],
+    ) -> Any:  # fmt: skip
+        """`launch` with a wrapper of `kind` that is planned for `lengths`, planned now if none is."""
+        with self.lock:
+            return launch(self._planned(kind, lengths, make, plan))
+
+    def _planned(self, kind: Hashable, lengths: Lengths, make: Make, plan: Callable[[Any], None]) -> Any:
+        key = (kind, lengths.key)
+        found = self.plans.get(key)
+        if found is not None:
+            self.plans.move_to_end(key)
+            return found.wrapper
+        mine = self._free(kind) or Planned(make(self.floats), kind, torch.cuda.Event())
+        mine.copied.synchronize()
+        plan(mine.wrapper)
+        mine.copied.record()
+        mine.lengths = lengths
+        self.plans[key] = mine
+        return mine.wrapper
+
+    def _free(self, kind: Hashable) -> Planned | None:
+        """A wrapper of `kind` to plan again: one for bare lengths, or the longest unused of too many."""
+        own = [key for key, planned in self.plans.items() if planned.kind == kind]
+        spent = next((key for key in own if not self.plans[key].kept), None)
+        if spent is None and len(own) >= MAX_PLANS:
+            spent = own[0]
+        return None if spent is None else self.plans.pop(spent)
+
+
+_STAGES: dict[tuple[int, int], Stage] = {}
+_LOCK = threading.Lock()
+
+
+def stage(device: torch.device) -> Stage:
+    """The stage of `device`'s current stream."""
+    stream = torch.cuda.current_stream(device)
+    name = (device.index or 0, stream.cuda_stream)
+    found = _STAGES.get(name)
+    if found is None:
+        with _LOCK, torch.inference_mode(False):
+            # Zeroed: the decode kernels count in it from the start.
+            floats = torch.zeros(WORKSPACE_BYTES, dtype=torch.uint8, device=device)
+            found = _STAGES.setdefault(name, Stage(floats))
+    return found
+
+
+def release(device: torch.device | None = None) -> None:
+    """Give the workspaces and plans of a device (of all) back."""
+    with _LOCK:
+        for name in [n for n in _STAGES if device is None or n[0] == (device.index or 0)]:
+            del _STAGES[name]
+
+
+def int32(values: Tensor) -> Tensor:
+    """CPU values as FlashInfer plans with them."""
+    return values.to(torch.int32)
+
+
+def query_starts(cu_seqlens: Tensor | None, batch: int) -> Tensor:
+    """Where each sequence's queries start, on the CPU; one a sequence without offsets."""
+    if cu_seqlens is None:
+        return torch.arange(batch + 1, dtype=torch.int32, device="cpu")
+    return int32(mirrors.host(cu_seqlens))
+
+
+@dataclass(frozen=True, slots=True)
+class Pages:
+    """The pages of a batch in compressed rows: offsets and lengths on the CPU, page ids on the device."""
+
+    starts: Tensor
+    ids: Tensor
+    lengths: Tensor
+    last: Tensor
+
+    @classmethod
+    def of(cls, tables: Tensor, context_lens: Tensor, page_size: int) -> Pages:
+        """Out of block tables (B, M), of which a length's pages are read and no more."""
+        lengths = int32(mirrors.host(context_lens))
+        counts = (lengths + page_size - 1) // page_size
+        starts = torch.zeros(len(counts) + 1, dtype=torch.int32, device="cpu")
+        torch.cumsum(counts, 0, out=starts[1:])
+        total, width = int(starts[-1]), tables.shape[1]
+        flat = tables.reshape(-1)
+        if total != flat.shape[0]:
+            rows = torch.repeat_interleave(torch.arange(len(counts), device="cpu"), counts.long())
+            places = torch.arange(total, device="cpu") - starts[:-1].long()[rows] + rows * width
+            flat = flat.index_select(0, places.to(tables.device, non_blocking=True))
+        last = lengths - (counts - 1).clamp(min=0) * page_size
+        return cls(starts, flat.to(torch.int32), lengths, last)

@@ -1,0 +1,164 @@
+"""Row kernels: root mean square norms, rotary embedding, the gate of a gated mlp, tokens into pages."""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from layerzero.backends.flashinfer.library import DISTRIBUTIONS, HALF, SOURCE, estimate, module
+from layerzero.kernel import AtLeast, Capability, Efficiency, Kernel, Limit, MultipleOf, OneOf, SameAs
+from layerzero.reasons import Reason
+
+
+def _rms_norm() -> Callable[..., Any]:
+    kernel = module("flashinfer.norm").rmsnorm
+
+    def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """`rmsnorm` over rows."""
+        out: Tensor = kernel(x.view(-1, x.shape[-1]), weight, eps)
+        return out.view(x.shape)
+
+    return rms_norm
+
+
+def _add_rms_norm() -> Callable[..., Any]:
+    kernel = module("flashinfer.norm").fused_add_rmsnorm
+
+    def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+        """`fused_add_rmsnorm` on copies: it overwrites both operands."""
+        normed, total = x.clone(), residual.clone()
+        width = x.shape[-1]
+        kernel(normed.view(-1, width), total.view(-1, width), weight, eps)
+        return normed, total
+
+    return add_rms_norm
+
+
+_TABLE = "_layerzero_flashinfer_table"
+
+
+def angles(cos: Tensor, sin: Tensor) -> Tensor:
+    """cos and sin side by side in float32, as FlashInfer reads them; made once for a pair of tables."""
+    kept = getattr(cos, _TABLE, None)
+    if kept is not None and not cos.is_inference() and not sin.is_inference():
+        other, versions, table = kept
+        if other() is sin and versions == (cos._version, sin._version):
+            return table  # type: ignore[no-any-return]
+    made = torch.cat([cos, sin], -1).float().contiguous()
+    if not cos.is_inference() and not sin.is_inference():
+        setattr(cos, _TABLE, (weakref.ref(sin), (cos._version, sin._version), made))
+    return made
+
+
+def _rope() -> Callable[..., Any]:
+    kernel = module("flashinfer.rope").apply_rope_with_cos_sin_cache
+
+    def rope(
+        q: Tensor, k: Tensor, positions: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, *_: Any
+    ) -> tuple[Tensor, Tensor]:
+        """`apply_rope_with_cos_sin_cache`, out of place."""
+        count, width = positions.numel(), q.shape[-1]
+        turned = kernel(
+            positions.reshape(-1), q.view(count, -1), k.view(count, -1), width, angles(cos, sin),
+            is_neox=not interleaved,
+        )  # fmt: skip
+        return turned[0].view(q.shape), turned[1].view(k.shape)
+
+    return rope
+
+
+def _mlp() -> Callable[..., Any]:
+    activation = module("flashinfer.activation")
+    gates = {"swiglu": activation.silu_and_mul, "geglu": activation.gelu_and_mul}
+
+    def mlp(
+        x: Tensor, w_up: Tensor, w_down: Tensor, b_up: Tensor | None, b_down: Tensor | None, kind: str
+    ) -> Tensor:
+        """torch's products with FlashInfer's gate between them."""
+        hidden = gates[kind](functional.linear(x, w_up, b_up))
+        return functional.linear(hidden, w_down, b_down)
+
+    return mlp
+
+
+def _append() -> Callable[..., Any]:
+    kernel = module("flashinfer.page").append_paged_kv_cache
+
+    def append_kv(
+        k: Tensor, v: Tensor, k_pages: Tensor, v_pages: Tensor, slots: Tensor, layout: str
+    ) -> Tensor:
+        """`append_paged_kv_cache` with the whole pool as one sequence, in which a slot is a position."""
+        pages, size = k_pages.shape[0], k_pages.shape[1 if layout == "NHD" else 2]
+        ids, bounds, last, first = _whole_pool(pages, size, k.shape[0], k.device)
+        kernel(k, v, first, slots.to(torch.int32), (k_pages, v_pages), ids, bounds, last, kv_layout=layout)
+        return slots
+
+    return append_kv
+
+
+@functools.lru_cache(maxsize=64)
+def _whole_pool(pages: int, size: int, tokens: int, device: torch.device) -> tuple[Tensor, ...]:
+    """A pool as one sequence: page ids, their bounds, the last page's length, every token's sequence."""
+    with torch.inference_mode(False):
+        ids = torch.arange(pages, dtype=torch.int32, device=device)
+        bounds = torch.tensor([0, pages], dtype=torch.int32, device=device)
+        last = torch.tensor([size], dtype=torch.int32, device=device)
+        return ids, bounds, last, torch.zeros(tokens, dtype=torch.int32, device=device)
+
+
+def _kernel(
+    op: str, what: str, load: Callable[[], Callable[..., Any]], efficiency: Efficiency,
+    features: frozenset[str] = frozenset(), limits: tuple[Limit, ...] = (), dtypes: frozenset[str] = HALF,
+    **more: Any,
+) -> Kernel:  # fmt: skip
+    return Kernel(
+        id=f"flashinfer.{op}.{what}",
+        op=op,
+        backend="flashinfer",
+        capability=Capability(
+            source=SOURCE.format(what),
+            platforms=frozenset({"cuda"}),
+            sm_min=80,
+            sm_max=121,
+            dtypes=dtypes,
+            features=features,
+            limits=limits,
+            contiguous=True,
+            gradient=False,
+            graph_safe=True,
+            **more,
+        ),
+        load=load,
+        efficiency=efficiency,
+        rank=36,
+        cold=True,
+        distributions=DISTRIBUTIONS,
+    )
+
+
+_HEADS = (OneOf("D", (64, 128, 256)),)  # what its templates exist for
+_ROWS = estimate(0.1, 0.7, 8.0, "an estimate; the kernels are bound by memory")
+
+KERNELS: tuple[Kernel, ...] = (
+    _kernel("rms_norm", "rmsnorm", _rms_norm, _ROWS, limits=(AtLeast("C", 2),)),
+    _kernel("add_rms_norm", "fused_add_rmsnorm", _add_rms_norm, _ROWS, limits=(AtLeast("C", 2),)),
+    _kernel(
+        "rope", "cos_sin_cache", _rope, _ROWS,
+        frozenset({"interleaved", "partial_rotary"}),
+        (*_HEADS, MultipleOf("R", 16)),
+    ),
+    _kernel(
+        "mlp", "act_and_mul", _mlp, estimate(0.8, 0.7, 25.0, "an estimate from its two products"),
+        frozenset({"bias", "act_swiglu", "act_geglu"}),
+    ),
+    _kernel(
+        "append_kv", "page", _append, _ROWS, limits=(SameAs("D", "Dv", Reason.HEAD_DIMS_DIFFER), *_HEADS),
+        layouts=frozenset({"NHD", "HND"}),
+    ),
+)  # fmt: skip

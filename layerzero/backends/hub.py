@@ -1,0 +1,222 @@
+"""Kernels of Hugging Face's kernel hub, out of a folder, behind a lock file and an allow list.
+
+`kernels` loads them; what is trusted is decided here, before it: its own lock file pins a commit and no
+content. A repository stands at `<folder>/<owner>/<name>` as the hub lays it out (`build/<variant>/...`).
+Every file of it must be in the lock file with its SHA-256, and nothing may be there that is not: compiled
+Python beside the sources would run in their place. Downloading from the hub is not done here and has not
+been tried.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+import os
+import re
+import sys
+from collections.abc import Callable, Collection, Mapping
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import msgspec
+
+from layerzero.errors import BackendNotAvailableError, ConfigurationError
+from layerzero.kernel import Capability, Efficiency, Kernel
+from layerzero.reasons import Reason
+
+# Owner and name as the hub spells them; no dot in front, so that no part can be `..`.
+_REPOSITORY = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,95}/[A-Za-z0-9][A-Za-z0-9._-]{0,95}")
+_SHA256 = re.compile(r"[0-9a-f]{64}")
+_LIBC = re.compile(rb"GLIBC_(\d+)\.(\d+)")
+_CXX = re.compile(rb"GLIBCXX_3\.4\.(\d+)")
+# manylinux_2_28: AlmaLinux 8's C library, and the C++ library of its newest toolset.
+_ANY_LIBC: tuple[int, int] = (0, 0)
+_MOST_LIBC = (2, 28)
+_MOST_CXX = 30
+_MAX_LOCK = 16 << 20
+
+
+class Locked(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """One repository: what is asked for, the commit it stood at, and each file's SHA-256 by its path."""
+
+    class Dependency(msgspec.Struct, frozen=True, rename="kebab", forbid_unknown_fields=True):
+        repo_id: str
+        version: int | None = None
+
+    class Lock(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+        commit: str
+
+    dependency: Dependency
+    lock: Lock
+    files: dict[str, str]
+
+
+class Hub:
+    """A folder of kernel repositories with the lock file that says what may be in it.
+
+    `allow` are the repositories that may be loaded at all; code of a repository runs in this process.
+    Raises: ConfigurationError: the lock file is missing, too large or malformed; a repository is twice in it.
+    """
+
+    def __init__(self, folder: str | Path, lockfile: str | Path, *, allow: Collection[str]) -> None:
+        if isinstance(allow, str):
+            raise ConfigurationError(f"allow needs a collection of repositories, got the string {allow!r}")
+        self.folder = Path(folder).resolve()
+        self.allow = frozenset(allow)
+        self.locked = _read(Path(lockfile))
+
+    def verified(self, repository: str) -> Path:
+        """The folder of a repository, after every check that needs no code of it to run.
+
+        Raises: BackendNotAvailableError: it is not allowed, not locked, not there, or not what was locked.
+        """
+        if not _REPOSITORY.fullmatch(repository):
+            raise _refused(repository, "its name is no <owner>/<name>")
+        if repository not in self.allow:
+            raise _refused(repository, "it is not on the allow list")
+        entry = self.locked.get(repository)
+        if entry is None:
+            raise _refused(repository, "it is not in the lock file")
+        where = self.folder / repository
+        if not where.is_dir() or where.resolve() != where:
+            raise _refused(repository, f"{where} is no folder, or a link that leads elsewhere")
+        found = _files(repository, where)
+        for path in sorted(found.keys() | entry.files.keys()):
+            if path not in entry.files:
+                raise _refused(repository, f"{path} is not in the lock file")
+            if path not in found:
+                raise _refused(repository, f"{path} is locked and not there")
+            if _digest(found[path]) != entry.files[path]:
+                raise _refused(repository, f"{path} is not what was locked")
+            if path.endswith(".so"):
+                _check_abi(repository, path, found[path])
+        return where
+
+    def load(self, repository: str) -> ModuleType:
+        """The module of a verified repository, imported by `kernels` for this system.
+
+        Raises: BackendNotAvailableError: as `verified`; or nothing in it was built for this system.
+        """
+        where = self.verified(repository)
+        library = importlib.import_module("kernels")
+        writes, sys.dont_write_bytecode = sys.dont_write_bytecode, True
+        try:
+            module: ModuleType = library.get_local_kernel(where)
+        except (FileNotFoundError, ValueError, ImportError, OSError) as error:
+            reason = Reason.BACKEND_PLATFORM_BUILD
+            raise _refused(repository, f"{type(error).__name__}: {error}"[:400], reason) from error
+        finally:
+            sys.dont_write_bytecode = writes
+        return module
+
+
+def hub_kernel(
+    kernel_id: str,
+    op: str,
+    hub: Hub,
+    repository: str,
+    adapt: Callable[[ModuleType], Callable[..., Any]],
+    capability: Capability,
+    *,
+    efficiency: Efficiency | None = None,
+    rank: int = 50,
+) -> Kernel:
+    """A kernel of `op` out of a hub repository; register it with `add_kernel`.
+
+    `adapt(module)` returns the callable that takes the op's full argument tuple. The repository is verified
+    and imported when the kernel is loaded, in the background; a refusal blocks the kernel with its reason.
+    """
+    return Kernel(
+        id=kernel_id,
+        op=op,
+        backend=kernel_id.partition(".")[0],
+        capability=capability,
+        load=lambda: adapt(hub.load(repository)),
+        efficiency=efficiency or Efficiency(0.5, 0.6, 20.0, "an estimate for a hub kernel; tune measures"),
+        rank=rank,
+        cold=True,
+        distributions=("kernels>=0.10",),
+    )
+
+
+def lock_folder(
+    folder: str | Path, repositories: Mapping[str, tuple[int | None, str]]
+) -> list[dict[str, Any]]:
+    """What a lock file holds for repositories that were reviewed: `{repository: (version, commit)}`.
+
+    Returns: plain values for `json.dump`.
+    Raises: BackendNotAvailableError: a repository is not there, or holds a link.
+    """
+    entries = []
+    for repository, (version, commit) in repositories.items():
+        if not _REPOSITORY.fullmatch(repository):
+            raise _refused(repository, "its name is no <owner>/<name>")
+        found = _files(repository, Path(folder).resolve() / repository)
+        digests = {path: _digest(file) for path, file in sorted(found.items())}
+        dependency = {"repo-id": repository, "version": version}
+        entries.append({"dependency": dependency, "lock": {"commit": commit}, "files": digests})
+    return entries
+
+
+def _read(path: Path) -> dict[str, Locked]:
+    try:
+        if path.stat().st_size > _MAX_LOCK:
+            raise ConfigurationError(f"lockfile needs at most {_MAX_LOCK >> 20} MiB, got {path}")
+        entries = msgspec.json.decode(path.read_bytes(), type=list[Locked])
+    except (OSError, msgspec.MsgspecError) as error:
+        raise ConfigurationError(f"lockfile needs a readable lock file, got {path}: {error}") from error
+    locked: dict[str, Locked] = {}
+    for entry in entries:
+        name = entry.dependency.repo_id
+        if name in locked:
+            raise ConfigurationError(f"lockfile needs each repository once, got {name} twice")
+        for file, digest in entry.files.items():
+            if not _SHA256.fullmatch(digest):
+                raise ConfigurationError(f"lockfile needs SHA-256 digests in hex, got {digest!r} for {file}")
+        locked[name] = entry
+    return locked
+
+
+def _files(repository: str, where: Path) -> dict[str, Path]:
+    """Every file by its path with slashes. Links are refused."""
+    found: dict[str, Path] = {}
+    for folder, folders, files in os.walk(where):
+        for name in (*folders, *files):
+            if (Path(folder) / name).is_symlink():
+                raise _refused(repository, f"{name} is a link")
+        for name in files:
+            path = Path(folder) / name
+            found[path.relative_to(where).as_posix()] = path
+    if not found:
+        raise _refused(repository, f"{where} holds no file")
+    return found
+
+
+def _digest(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _check_abi(repository: str, path: str, file: Path) -> None:
+    """A shared object must be Python's stable ABI and need no newer C or C++ library than manylinux_2_28."""
+    if not path.endswith(".abi3.so"):
+        raise _refused(repository, f"{path} is not built for Python's stable ABI (.abi3.so)")
+    content = file.read_bytes()
+    if not content.startswith(b"\x7fELF"):
+        raise _refused(repository, f"{path} is no ELF file")
+    libc = max(((int(a), int(b)) for a, b in _LIBC.findall(content)), default=_ANY_LIBC)
+    cxx = max((int(a) for a in _CXX.findall(content)), default=0)
+    if libc > _MOST_LIBC or cxx > _MOST_CXX:
+        needs = f"GLIBC_{libc[0]}.{libc[1]} and GLIBCXX_3.4.{cxx}"
+        raise _refused(
+            repository, f"{path} needs {needs}, above manylinux_2_28", Reason.BACKEND_PLATFORM_BUILD
+        )
+
+
+def _refused(
+    repository: str, why: str, reason: Reason = Reason.BACKEND_IMPORT_FAILED
+) -> BackendNotAvailableError:
+    return BackendNotAvailableError(
+        f"hub repository {repository!r} is refused: {why}", backend="hub", reason=reason
+    )

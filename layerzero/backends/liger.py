@@ -1,0 +1,215 @@
+"""Liger: Triton kernels for training, each with its backward, out of the `liger-kernel` package.
+
+Several of its functions save memory by writing where the caller still reads: rope turns its operands in
+place, the losses put the gradient where the logits were, the norms' backward may overwrite the gradient it
+is given. What is called here works on copies of what is not ours.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from layerzero.kernel import AtLeast, AtMost, Capability, Efficiency, Kernel, Limit, MultipleOf
+from layerzero.reasons import Reason
+
+_DISTRIBUTIONS = ("liger-kernel>=0.8,<0.9",)
+# Everything in float32 and one rounding at the end; "llama" rounds before the weight.
+_WIDE = "gemma"
+
+
+def _ops() -> Any:
+    return importlib.import_module("liger_kernel.ops")
+
+
+def _rms_norm() -> Callable[..., Any]:
+    apply = _ops().LigerRMSNormFunction.apply
+
+    def rms_norm(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
+        """`LigerRMSNormFunction`, its backward not in place."""
+        out: Tensor = apply(x, weight, eps, 0.0, _WIDE, False)
+        return out
+
+    return rms_norm
+
+
+def _add_rms_norm() -> Callable[..., Any]:
+    apply = _ops().LigerFusedAddRMSNormFunction.apply
+
+    def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+        """`LigerFusedAddRMSNormFunction`: sum and norm in one launch."""
+        normed, total = apply(x, residual, weight, eps, 0.0, _WIDE, False)
+        return normed, total
+
+    return add_rms_norm
+
+
+def _layer_norm() -> Callable[..., Any]:
+    apply = _ops().LigerLayerNormFunction.apply
+
+    def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
+        """`LigerLayerNormFunction`, which knows no missing bias."""
+        out: Tensor = apply(x, weight, torch.zeros_like(weight) if bias is None else bias, eps)
+        return out
+
+    return layer_norm
+
+
+def _rope() -> Callable[..., Any]:
+    apply = _ops().LigerRopeFunction.apply
+
+    def rope(
+        q: Tensor, k: Tensor, positions: Tensor, cos: Tensor, sin: Tensor, _: bool, __: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        """`LigerRopeFunction` on copies, over one sequence of all tokens."""
+        places = positions.reshape(-1)
+        turned = apply(
+            _one_sequence(q),
+            _one_sequence(k),
+            cos.index_select(0, places).unsqueeze(0),
+            sin.index_select(0, places).unsqueeze(0),
+            None,
+            1,
+            2 * cos.shape[1],
+        )
+        return tuple(t.transpose(1, 2).view(kind.shape) for t, kind in zip(turned, (q, k), strict=True))
+
+    return rope
+
+
+def _one_sequence(x: Tensor) -> Tensor:
+    """(..., H, D) as a copy (1, H, tokens, D) whose memory is in the order of tokens."""
+    return x.reshape(1, -1, *x.shape[-2:]).clone(memory_format=torch.contiguous_format).transpose(1, 2)
+
+
+def _mlp() -> Callable[..., Any]:
+    ops = _ops()
+    silu = importlib.import_module("liger_kernel.ops.swiglu").LigerFusedGateUpSiLUMulFunction.apply
+    gelu = ops.LigerGELUMulFunction.apply
+
+    def mlp(
+        x: Tensor, w_up: Tensor, w_down: Tensor, b_up: Tensor | None, b_down: Tensor | None, activation: str
+    ) -> Tensor:
+        """torch's projections around Liger's gate: swiglu takes the projection whole, geglu its halves."""
+        up = functional.linear(x, w_up, b_up)
+        hidden = silu(up) if activation == "swiglu" else gelu(*up.chunk(2, -1))
+        return functional.linear(hidden, w_down, b_down)
+
+    return mlp
+
+
+def _cross_entropy() -> Callable[..., Any]:
+    apply = _ops().LigerCrossEntropyFunction.apply
+
+    def cross_entropy(
+        logits: Tensor,
+        target: Tensor,
+        weight: Tensor | None,
+        ignore_index: int,
+        label_smoothing: float,
+        reduction: str,
+    ) -> Tensor:
+        """`LigerCrossEntropyFunction` on a copy where it would write the gradient over the logits."""
+        rows = logits.reshape(-1, logits.shape[-1])
+        if logits.requires_grad:
+            rows = rows.clone()
+        found = apply(
+            rows, target.reshape(-1).long(), weight, ignore_index, 0.0, label_smoothing, reduction, None,
+            False, False, False,
+        )  # fmt: skip
+        return _as_asked(found[0], target, reduction, logits)
+
+    return cross_entropy
+
+
+def _linear_cross_entropy() -> Callable[..., Any]:
+    apply = _ops().LigerFusedLinearCrossEntropyFunction.apply
+
+    def linear_cross_entropy(
+        x: Tensor,
+        weight: Tensor,
+        target: Tensor,
+        bias: Tensor | None,
+        ignore_index: int,
+        label_smoothing: float,
+        reduction: str,
+    ) -> Tensor:
+        """`LigerFusedLinearCrossEntropyFunction`: logits in chunks, weight gradients summed in float32."""
+        found = apply(
+            x.reshape(-1, x.shape[-1]), weight, target.reshape(-1).long(), bias, None, ignore_index, 0.0,
+            label_smoothing, reduction, None, False, torch.float32,
+        )  # fmt: skip
+        return _as_asked(found[0], target, reduction, x)
+
+    return linear_cross_entropy
+
+
+def _as_asked(loss: Tensor, target: Tensor, reduction: str, like: Tensor) -> Tensor:
+    """The loss in the op's shape and dtype; a row that is ignored has a loss of zero."""
+    return (loss.view(target.shape) if reduction == "none" else loss).to(like.dtype)
+
+
+_LIMITED = "liger-kernel 0.8.5's sources; run on one H200, torch 2.11"
+_MEASURED = "benchmarks/results/rows_h200.json"
+_MAX_WIDTH = AtMost("C", 65536, Reason.WIDTH_TOO_LARGE)
+
+
+def _kernel(
+    name: str,
+    op: str,
+    load: Callable[[], Callable[..., Any]],
+    features: frozenset[str],
+    efficiency: tuple[float, float, float],
+    limits: tuple[Limit, ...],
+    **more: Any,
+) -> Kernel:
+    return Kernel(
+        id=f"liger.{op}.{name}",
+        op=op,
+        backend="liger",
+        capability=Capability(
+            source=_LIMITED,
+            platforms=frozenset({"cuda", "rocm"}),
+            sm_min=80,
+            dtypes=frozenset({"float32", "float16", "bfloat16"}),
+            features=features,
+            limits=limits,
+            autocast=False,
+            **more,
+        ),
+        load=load,
+        efficiency=Efficiency(*efficiency, _MEASURED),
+        rank=45,
+        cold=True,
+        distributions=_DISTRIBUTIONS,
+    )
+
+
+KERNELS: tuple[Kernel, ...] = (
+    _kernel("triton", "rms_norm", _rms_norm, frozenset({"no_weight"}), (0.1, 0.62, 46.0), (_MAX_WIDTH,)),
+    _kernel("triton", "add_rms_norm", _add_rms_norm, frozenset(), (0.1, 0.86, 45.0), (_MAX_WIDTH,)),
+    _kernel(
+        "triton", "layer_norm", _layer_norm, frozenset({"bias"}), (0.1, 0.7, 40.0),
+        (_MAX_WIDTH, AtLeast("C", 2)),
+    ),
+    _kernel(
+        "triton", "rope", _rope, frozenset({"partial_rotary"}), (0.1, 0.36, 96.0), (MultipleOf("R", 2),)
+    ),
+    _kernel(
+        "gate", "mlp", _mlp, frozenset({"bias", "act_swiglu", "act_geglu_tanh"}), (0.625, 0.62, 24.0),
+        (AtMost("F", 65536, Reason.WIDTH_TOO_LARGE),),
+    ),
+    _kernel(
+        "triton", "cross_entropy", _cross_entropy, frozenset({"label_smoothing", "class_weights"}),
+        (0.2, 0.48, 70.0), (),
+    ),
+    _kernel(
+        "chunked", "linear_cross_entropy", _linear_cross_entropy, frozenset({"bias", "label_smoothing"}),
+        (0.6, 0.6, 150.0), (),
+    ),
+)  # fmt: skip

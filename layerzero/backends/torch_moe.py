@@ -1,0 +1,122 @@
+"""Mixtures of experts out of torch's functions: one expert after another, or all in one grouped product."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from layerzero.kernel import Capability, Efficiency, Kernel, MultipleOf
+from layerzero.ops.mlp import activate
+from layerzero.ops.moe import route
+
+_GATES = frozenset({"act_swiglu", "act_geglu", "act_geglu_tanh", "act_reglu"})
+_FEATURES = _GATES | {"scores_sigmoid", "scores_raw"}
+
+
+def by_expert(
+    x: Tensor,
+    router_logits: Tensor,
+    w_up: Tensor,
+    w_down: Tensor,
+    top_k: int,
+    scoring: str,
+    renormalize: bool,
+    activation: str,
+) -> Tensor:
+    """Two products an expert, in the operands' dtype; reads on the host which experts were chosen."""
+    rows = x.reshape(-1, x.shape[-1])
+    experts, scores = route(router_logits.reshape(len(rows), -1), top_k, scoring, renormalize)
+    order, counts, back = _grouped(experts, w_up.shape[0])
+    gathered = rows[order // top_k].split(counts.tolist())
+    parts = torch.cat(
+        [
+            functional.linear(activate(functional.linear(part, w_up[e]), activation), w_down[e])
+            for e, part in enumerate(gathered)
+        ]
+    )
+    return _weighed(parts, back, scores, x)
+
+
+def grouped(
+    x: Tensor,
+    router_logits: Tensor,
+    w_up: Tensor,
+    w_down: Tensor,
+    top_k: int,
+    scoring: str,
+    renormalize: bool,
+    activation: str,
+) -> Tensor:
+    """`torch.nn.functional.grouped_mm` twice, over rows in the order of their experts; reads nothing back."""
+    rows = x.reshape(-1, x.shape[-1])
+    experts, scores = route(router_logits.reshape(len(rows), -1), top_k, scoring, renormalize)
+    order, counts, back = _grouped(experts, w_up.shape[0])
+    ends = counts.cumsum(0).int()
+    up = functional.grouped_mm(rows[order // top_k], w_up.transpose(1, 2), offs=ends)
+    hidden = activate(up, activation)
+    return _weighed(functional.grouped_mm(hidden, w_down.transpose(1, 2), offs=ends), back, scores, x)
+
+
+def _grouped(experts: Tensor, number: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Choices in the order of their experts, how many each expert has, and where each choice went."""
+    flat = experts.flatten()
+    order = flat.argsort(stable=True)
+    back = torch.empty_like(order)
+    back[order] = torch.arange(len(order), device=order.device)
+    counts = torch.zeros(number, dtype=torch.int64, device=flat.device)
+    counts.scatter_add_(0, flat, torch.ones_like(flat))
+    return order, counts, back
+
+
+def _weighed(parts: Tensor, back: Tensor, scores: Tensor, x: Tensor) -> Tensor:
+    """Each row's answers, added in the order of their scores."""
+    answers = parts[back].view(*scores.shape, -1)
+    return (answers * scores.unsqueeze(-1)).sum(1).to(x.dtype).view(x.shape)
+
+
+_H200 = "benchmarks/results/rows_h200.json"
+
+
+def _by_expert(name: str, platforms: frozenset[str], efficiency: Efficiency) -> Kernel:
+    return Kernel(
+        id=f"torch.moe.{name}",
+        op="moe",
+        backend="torch",
+        capability=Capability(
+            source="torch.nn.functional.linear for each expert; run on torch 2.13 CPU and 2.11 CUDA",
+            platforms=platforms,
+            features=_FEATURES,
+        ),
+        load=lambda: by_expert,
+        efficiency=efficiency,
+        rank=45,
+        default=True,
+    )
+
+
+KERNELS: tuple[Kernel, ...] = (
+    _by_expert(
+        "by_expert", frozenset({"cpu"}), Efficiency(0.5, 0.4, 25.0, "an estimate: two products an expert")
+    ),
+    _by_expert("by_expert_cuda", frozenset({"cuda", "rocm"}), Efficiency(0.58, 0.4, 640.0, _H200)),
+    Kernel(
+        id="torch.moe.grouped",
+        op="moe",
+        backend="torch",
+        capability=Capability(
+            source="torch.nn.functional.grouped_mm: rows of 16 bytes, bfloat16, compute capability 9.0",
+            platforms=frozenset({"cuda"}),
+            sm_min=90,
+            dtypes=frozenset({"bfloat16"}),
+            features=_FEATURES,
+            contiguous=True,
+            alignment=16,
+            limits=(MultipleOf("C", 8), MultipleOf("F", 8)),
+            gradient=False,
+        ),
+        load=lambda: grouped,
+        efficiency=Efficiency(0.57, 0.6, 395.0, _H200),
+        rank=40,
+    ),
+)

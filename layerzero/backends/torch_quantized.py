@@ -1,0 +1,168 @@
+"""torch's own functions around eight-bit codes: quantize, dequantize and products with quantized weights."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from layerzero.kernel import AtLeast, Capability, Efficiency, Kernel, MultipleOf
+from layerzero.ops.quantize import (
+    FORMAT_OF,
+    decode,
+    dequantize_reference,
+    quantize_reference,
+)
+
+_FORMATS = frozenset({"quant_int8", "quant_fp8_e4m3", "quant_fp8_e5m2"})
+_SCALES = frozenset({"scale_per_tensor", "scale_per_row", "scale_per_group"})
+
+
+def widened(x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None, inputs: str) -> Tensor:
+    """The weight back in x's dtype, then `torch.nn.functional.linear`."""
+    kind = x.dtype if x.dtype == torch.float64 else torch.float32
+    shift = None if bias is None else bias.to(x.dtype)
+    if inputs == "dynamic":
+        codes, spread = quantize_reference(x, FORMAT_OF[weight.dtype], "row", 0, None)
+        out = functional.linear(codes.to(kind), decode(weight, scale.to(kind))) * spread.to(kind)
+        return (out if bias is None else out + bias.to(kind)).to(x.dtype)
+    return functional.linear(x, decode(weight, scale.to(kind)).to(x.dtype), shift)
+
+
+def exact_products(x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None, _: str) -> Tensor:
+    """`torch._int_mm`: int8 by int8 into int32, scaled afterwards."""
+    codes, spread = quantize_reference(x, "int8", "row", 0, None)
+    sums = torch._int_mm(codes.view(-1, codes.shape[-1]), weight.t())  # pyright: ignore[reportPrivateImportUsage]
+    out = sums.float() * spread.view(-1, 1) * scale.view(-1)
+    if bias is not None:
+        out = out + bias.float()
+    return out.to(x.dtype).view(*x.shape[:-1], weight.shape[0])
+
+
+def packed(x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None, _: str) -> Tensor:
+    """`torch._weight_int8pack_mm`: int8 weights widened in registers."""
+    rows = x.reshape(-1, x.shape[-1])
+    # The scales stay out of the product, which would round them to x's dtype.
+    ones = torch.ones(weight.shape[0], dtype=x.dtype)
+    product = torch._weight_int8pack_mm(rows, weight.contiguous(), ones)  # pyright: ignore[reportPrivateImportUsage]
+    out = product.float() * scale.view(-1)
+    if bias is not None:
+        out = out + bias.float()
+    return out.to(x.dtype).view(*x.shape[:-1], weight.shape[0])
+
+
+def scaled(x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None, _: str) -> Tensor:
+    """`torch._scaled_mm` on the tensor cores: a scale for each row of x and of the weight."""
+    codes, spread = quantize_reference(x, FORMAT_OF[weight.dtype], "row", 0, None)
+    rows = codes.view(-1, codes.shape[-1])
+    columns = scale.view(1, -1).contiguous()
+    out: Tensor = torch._scaled_mm(  # pyright: ignore[reportPrivateImportUsage]
+        rows, weight.contiguous().t(), spread.view(-1, 1), columns, out_dtype=torch.bfloat16
+    )
+    out = out if bias is None else out + bias
+    return out.to(x.dtype).view(*x.shape[:-1], weight.shape[0])
+
+
+def _kernel(
+    name: str, function: Callable[..., Any], efficiency: Efficiency, source: str, **more: Any
+) -> Kernel:
+    op = name.split(".")[1]
+    rank, default = more.pop("rank", 40), more.pop("default", False)
+    return Kernel(
+        id=name,
+        op=op,
+        backend="torch",
+        capability=Capability(source=source, gradient=False, **more),
+        load=lambda: function,
+        efficiency=efficiency,
+        rank=rank,
+        default=default,
+    )
+
+
+_HERE = "run on torch 2.13, AMD EPYC with AVX-512"
+_H200 = "benchmarks/results/rows_h200.json"
+_EACH_ROW = (AtLeast("K", 2),)
+
+KERNELS: tuple[Kernel, ...] = (
+    _kernel(
+        "torch.quantize.native",
+        quantize_reference,
+        Efficiency(0.05, 0.15, 22.0, "an estimate: six passes over the rows"),
+        "torch's elementwise functions; " + _HERE,
+        features=_FORMATS | _SCALES | {"scale_given"},
+        batch_invariant=True,
+        default=True,
+    ),
+    _kernel(
+        "torch.dequantize.native",
+        dequantize_reference,
+        Efficiency(0.05, 0.4, 8.0, "an estimate: two passes over the rows"),
+        "torch's elementwise functions; " + _HERE,
+        features=_FORMATS | _SCALES,
+        batch_invariant=True,
+        default=True,
+    ),
+    _kernel(
+        "torch.quantized_linear.widened",
+        widened,
+        Efficiency(0.55, 0.12, 12.0, "an estimate: the weight is written and read again in x's dtype"),
+        "by construction; " + _HERE,
+        features=_FORMATS | _SCALES | {"bias", "inputs_float", "inputs_quantized"},
+        mixed_dtypes=True,
+        default=True,
+    ),
+    _kernel(
+        "torch.quantized_linear.int_mm",
+        exact_products,
+        Efficiency(0.95, 0.5, 30.0, "64 x 1024 x 1024, 1 thread: 464 us where float32 takes 1477"),
+        "torch._int_mm; " + _HERE + "; with one column of weights it reads the wrong ones",
+        platforms=frozenset({"cpu"}),
+        features=frozenset({"quant_int8", "scale_per_tensor", "scale_per_row", "bias", "inputs_quantized"}),
+        limits=_EACH_ROW,
+        dtypes=frozenset({"float32", "bfloat16", "float16"}),
+        mixed_dtypes=True,
+        batch_invariant=True,
+    ),
+    _kernel(
+        "torch.quantized_linear.int_mm_cuda",
+        exact_products,
+        Efficiency(0.28, 0.5, 115.0, _H200),
+        "ATen/native/cuda/Blas.cpp: more than 16 rows, inner and outer sizes of 8; tried with 32",
+        platforms=frozenset({"cuda"}),
+        sm_min=80,
+        features=frozenset({"quant_int8", "scale_per_tensor", "scale_per_row", "bias", "inputs_quantized"}),
+        limits=(AtLeast("N", 17), MultipleOf("K", 32), MultipleOf("C", 32)),
+        dtypes=frozenset({"float32", "bfloat16", "float16"}),
+        mixed_dtypes=True,
+        graph_safe=True,
+    ),
+    _kernel(
+        "torch.quantized_linear.scaled_mm",
+        scaled,
+        Efficiency(0.5, 0.6, 90.0, _H200),
+        "ATen/native/cuda/Blas.cpp: scales by row on both sides need 9.0; sizes of 16, tried with 32",
+        platforms=frozenset({"cuda"}),
+        sm_min=90,
+        features=frozenset({"quant_fp8_e4m3", "scale_per_row", "bias", "inputs_quantized"}),
+        limits=(MultipleOf("K", 32), MultipleOf("C", 32)),
+        dtypes=frozenset({"bfloat16"}),
+        graph_safe=True,
+    ),
+    _kernel(
+        "torch.quantized_linear.int8pack",
+        packed,
+        Efficiency(0.4, 0.9, 8.0, "1 x 1024 x 1024, 1 thread: 61 us where bfloat16 takes 93, float32 855"),
+        "torch._weight_int8pack_mm; " + _HERE + "; inner sizes that are no multiple of 16 read past the rows",
+        platforms=frozenset({"cpu"}),
+        isa=frozenset({"avx512f"}),
+        features=frozenset({"quant_int8", "scale_per_tensor", "scale_per_row", "bias", "inputs_float"}),
+        contiguous=True,
+        limits=(MultipleOf("K", 32),),
+        dtypes=frozenset({"bfloat16", "float16"}),
+        mixed_dtypes=True,
+    ),
+)

@@ -1,0 +1,92 @@
+"""Triton kernels of this project, where no library has a good one, and the way for users to bring theirs.
+
+`rows` has the residual sum with its norm and rounding to eight bits, `drawing` sampling with a seed for each
+row, which libraries draw in other ways; `own` makes a kernel out of a user's Triton function.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from typing import Any
+
+from layerzero.kernel import AtMost, Capability, Efficiency, Kernel, Limit
+from layerzero.reasons import Reason
+
+_DISTRIBUTIONS = ("triton>=3.6",)
+_HERE = "our own source; run on one H200, torch 2.11, Triton 3.6"
+# One program holds a whole row in registers.
+_MAX_WIDTH = AtMost("C", 16384, Reason.WIDTH_TOO_LARGE)
+# Not its speed: with these it is taken from about 40 rows of 128,000 tokens on, where it wins with every
+# filter. Without top-k and top-p it wins from one row on, with them it loses there, and the key is one.
+_DRAWS = (0.5, 1.0, 40.0)
+_FORMATS = frozenset({"quant_int8", "quant_fp8_e4m3", "quant_fp8_e5m2"})
+
+
+def _from(module: str, name: str) -> Callable[[], Callable[..., Any]]:
+    """The load function of one kernel; Triton is imported when it is called."""
+
+    def load() -> Callable[..., Any]:
+        found: Callable[..., Any] = getattr(
+            importlib.import_module(f"layerzero.backends.triton_kernels.{module}"), name
+        )
+        return found
+
+    return load
+
+
+def _kernel(
+    op: str,
+    variant: str,
+    module: str,
+    features: frozenset[str],
+    efficiency: tuple[float, float, float],
+    limits: tuple[Limit, ...] = (),
+    sm_min: int = 80,
+    **more: Any,
+) -> Kernel:
+    return Kernel(
+        id=f"triton.{op}.{variant}",
+        op=op,
+        backend="triton",
+        capability=Capability(
+            source=_HERE,
+            platforms=frozenset({"cuda"}),
+            sm_min=sm_min,
+            dtypes=frozenset({"float32", "float16", "bfloat16"}),
+            features=features,
+            limits=limits,
+            gradient=False,
+            **more,
+        ),
+        load=_from(module, op),
+        efficiency=Efficiency(*efficiency, "benchmarks/results/rows_h200.json"),
+        rank=35,
+        cold=True,
+        distributions=_DISTRIBUTIONS,
+    )
+
+
+KERNELS: tuple[Kernel, ...] = (
+    _kernel(
+        "add_rms_norm", "fused", "rows", frozenset({"no_weight"}), (0.1, 0.89, 17.0), (_MAX_WIDTH,),
+        contiguous=True, batch_invariant=True,
+    ),
+    _kernel(
+        "quantize", "rows", "rows",
+        _FORMATS | {"scale_per_row", "scale_per_group", "scale_given"}, (0.1, 0.43, 22.0),
+        (_MAX_WIDTH,), sm_min=89, contiguous=True, batch_invariant=True,
+    ),
+    _kernel(
+        "sample", "rows", "drawing", frozenset({"seed_per_row"}), _DRAWS,
+        last_stride1=True, batch_invariant=True,
+    ),
+    _kernel(
+        "sample_topk", "rows", "drawing", frozenset({"seed_per_row"}), _DRAWS,
+        last_stride1=True, batch_invariant=True,
+    ),
+    _kernel(
+        "sample_topp", "rows", "drawing", frozenset({"seed_per_row"}), _DRAWS,
+        last_stride1=True, batch_invariant=True,
+    ),
+)  # fmt: skip

@@ -1,0 +1,113 @@
+"""Triton kernels over rows: the residual sum with its norm, and rounding to eight bits.
+
+Whatever rounds does so by itself: casts to eight bits differ between Triton's interpreter and its compiler,
+and between compute capabilities.
+"""
+
+# Triton's functions are no Python to a type checker: constants and pointers in, nothing declared.
+# mypy: disable-error-code="no-untyped-def, untyped-decorator"
+# pyright: reportGeneralTypeIssues=false, reportCallIssue=false
+# pyright: reportOperatorIssue=false, reportArgumentType=false
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from layerzero.ops.quantize import FORMATS, SMALLEST_SCALE
+
+# Adding and taking 1.5 * 2**23 leaves the nearest whole number, halves to even, of what is below 2**22.
+MAGIC = tl.constexpr(12582912.0)
+
+
+@triton.jit
+def _add_rms_norm(
+    x_ptr, residual_ptr, weight_ptr, out_ptr, total_ptr, width, eps,
+    HAS_WEIGHT: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64) * width
+    at = tl.arange(0, BLOCK)
+    inside = at < width
+    x = tl.load(x_ptr + row + at, mask=inside, other=0.0)
+    residual = tl.load(residual_ptr + row + at, mask=inside, other=0.0)
+    # The sum that is normalised is the one returned, rounded.
+    total = (x.to(tl.float32) + residual.to(tl.float32)).to(x.dtype)
+    tl.store(total_ptr + row + at, total, mask=inside)
+    wide = total.to(tl.float32)
+    out = wide / tl.sqrt(tl.sum(wide * wide, 0) / width + eps)
+    if HAS_WEIGHT:
+        out = out * tl.load(weight_ptr + at, mask=inside, other=0.0).to(tl.float32)
+    tl.store(out_ptr + row + at, out.to(x.dtype), mask=inside)
+
+
+def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor | None, eps: float) -> tuple[Tensor, Tensor]:
+    """Sum and norm of each row in one launch, one program a row."""
+    width = x.shape[-1]
+    out, total = torch.empty_like(x), torch.empty_like(x)
+    block = triton.next_power_of_2(width)
+    _add_rms_norm[(x.numel() // width,)](
+        x, residual, x if weight is None else weight, out, total, width, eps,
+        HAS_WEIGHT=weight is not None, BLOCK=block, num_warps=_warps(block),
+    )  # fmt: skip
+    return out, total
+
+
+@triton.jit
+def _quantize(
+    x_ptr, codes_ptr, scale_ptr, width, largest, smallest,
+    GIVEN: tl.constexpr, MANTISSA: tl.constexpr, LEAST: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    program = tl.program_id(0).to(tl.int64)
+    at = tl.arange(0, BLOCK)
+    inside = at < width
+    x = tl.load(x_ptr + program * width + at, mask=inside, other=0.0).to(tl.float32)
+    if GIVEN:
+        scale = tl.load(scale_ptr + program)
+    else:
+        most = tl.max(tl.abs(x), 0)
+        odd = tl.max((x != x).to(tl.int32), 0)  # a maximum may pass over NaN
+        scale = tl.maximum(tl.div_rn(most, largest), smallest)
+        scale = tl.where(odd > 0, float("nan"), scale)
+        tl.store(scale_ptr + program, scale)
+    code = tl.div_rn(x, scale + tl.zeros_like(x))
+    code = tl.where(code != code, 0.0, code)
+    code = tl.minimum(tl.maximum(code, -largest), largest)
+    if MANTISSA == 0:
+        code = (code + MAGIC) - MAGIC
+    else:
+        # The distance of the codes around a number follows from its exponent, but not below the least.
+        bits = code.to(tl.int32, bitcast=True)
+        exponent = tl.maximum((bits >> 23) & 0xFF, LEAST)
+        shift = (((exponent + 23 - MANTISSA) << 23) | 0x400000).to(tl.float32, bitcast=True)
+        size = ((tl.abs(code) + shift) - shift).to(tl.int32, bitcast=True)
+        # What rounds to zero keeps its sign, as in a cast.
+        code = (size | (bits & -2147483648)).to(tl.float32, bitcast=True)
+    tl.store(codes_ptr + program * width + at, code.to(codes_ptr.dtype.element_ty), mask=inside)
+
+
+# Bits of the mantissa, and the biased float32 exponent of the smallest normal number.
+_ROUNDING = {"int8": (0, 0), "fp8_e4m3": (3, 127 - 6), "fp8_e5m2": (2, 127 - 14)}
+
+
+def quantize(
+    x: Tensor, form: str, granularity: str, group_size: int, scale: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """Largest magnitude, scale and codes of each row or group in one launch."""
+    width = group_size if granularity == "group" else x.shape[-1]
+    codes = torch.empty(x.shape, dtype=FORMATS[form].dtype, device=x.device)
+    shape = (*x.shape[:-1], x.shape[-1] // width)
+    scales = torch.empty(shape, dtype=torch.float32, device=x.device) if scale is None else scale.contiguous()
+    mantissa, least = _ROUNDING[form]
+    block = triton.next_power_of_2(width)
+    _quantize[(x.numel() // width,)](
+        x, codes, scales, width, FORMATS[form].largest, SMALLEST_SCALE,
+        GIVEN=scale is not None, MANTISSA=mantissa, LEAST=least, BLOCK=block, num_warps=_warps(block),
+    )  # fmt: skip
+    return codes, scales if scale is None else scale
+
+
+def _warps(block: int) -> int:
+    """Eight elements a thread, between one warp and sixteen."""
+    return max(1, min(16, block // 256))

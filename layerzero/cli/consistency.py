@@ -1,0 +1,85 @@
+"""`lz consistency`: compare all devices of a deployment, and say what to do where they disagree."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import anyio
+import click
+
+from layerzero.cli import show
+from layerzero.cli.deployment import Report, check, load
+from layerzero.cli.options import json_option
+from layerzero.errors import ConfigurationError, LayerZeroError
+from layerzero.settings import Settings
+
+
+@click.command()
+@click.option(
+    "--cluster",
+    default=None,
+    metavar="ADDRESS",
+    help="The Ray cluster: an address, auto, or local; this process alone if left out.",
+)
+@click.option(
+    "--manifest",
+    "path",
+    required=True,
+    type=click.Path(exists=True, dir_okay=False),
+    help="A YAML file with the calls that matter.",
+)
+@click.option("--devices", type=click.IntRange(min=1), default=None, help="How many devices to take.")
+@json_option
+@click.pass_context
+def consistency(ctx: click.Context, cluster: str | None, path: str, devices: int | None, json_: bool) -> None:
+    """Compare versions, kernels, plans, numerics and batch order over all devices of a deployment.
+
+    \b
+    lz consistency --cluster 10.0.0.1:6379 --manifest deployment.yaml
+    with   calls:
+             - {op: rms_norm, arguments: ["x=64x4096:bf16"]}
+
+    Exit status: 0 all agree, 1 a disagreement or a lost device, 2 the manifest or the cluster is wrong.
+    """
+    try:
+        manifest = load(path)
+        report = anyio.run(check, manifest, Settings.load(cluster=cluster, cluster_devices=devices))
+    except ConfigurationError as error:
+        raise click.UsageError(str(error)) from error
+    except LayerZeroError as error:
+        show.line(f"{type(error).__name__}: {error}", bad=True)
+        ctx.exit(1)
+    if json_:
+        show.as_json(plain(report))
+    else:
+        draw(report)
+    ctx.exit(0 if report.ok else 1)
+
+
+def plain(report: Report) -> dict[str, Any]:
+    """The report as data."""
+    return {
+        "ok": report.ok,
+        "compared": report.compared,
+        "devices": [
+            {"name": d.name, "node": d.node, "hardware": d.hardware.name, "versions": d.versions}
+            for d in report.devices
+        ],
+        "findings": [
+            {"check": f.check, "about": f.about, "values": f.values, "advice": f.advice}
+            for f in report.findings
+        ],
+    }
+
+
+def draw(report: Report) -> None:
+    """The report for people: the devices, then what disagrees, value by value."""
+    rows = [(d.name, d.node[:12], d.hardware.name, d.versions.get("torch", "-")) for d in report.devices]
+    show.table("devices", ("device", "node", "hardware", "torch"), rows)
+    for finding in report.findings:
+        show.line(f"{finding.check}: {finding.about}", bad=True)
+        for name, value in finding.values.items():
+            show.line(f"  {name}: {value}")
+        show.line(f"  -> {finding.advice}")
+    compared = ", ".join(f"{count} {what}" for what, count in report.compared.items())
+    show.line(f"{compared} compared: {'all agree' if report.ok else f'{len(report.findings)} disagree'}")

@@ -1,0 +1,202 @@
+"""`lz tune`, `lz bench`, `lz solve` and `lz perfdb`: measuring kernels, and what follows from it."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import click
+import msgspec
+
+from layerzero.api.tuning import TuneReport, bench_call, table_of, tune_blocking
+from layerzero.api.tuning import solve as solve_buckets
+from layerzero.cli import show, spec
+from layerzero.cli.options import json_option, op_named, runtime_of
+from layerzero.errors import LayerZeroError
+from layerzero.perfdb.record import Environment
+from layerzero.perfdb.store import read_rows
+from layerzero.selection.expectations import perfdb_path
+from layerzero.tuning.calls import Call
+from layerzero.tuning.tuner import Tuned
+
+device_option = click.option("--device", default=None, help="cpu, cuda or cuda:<index>.")
+
+
+@click.command()
+@click.option("--op", "ops", multiple=True, help="Only this op; repeatable.")
+@click.option("--trace", type=click.Path(exists=True, dir_okay=False), help="Calls that lz.record() saved.")
+@click.option("--quick", is_flag=True, help="Few shapes and samples.")
+@click.option("--budget-s", type=click.FloatRange(min=1), help="Begin no further call after so many seconds.")
+@click.option("--repeat", type=click.IntRange(1, 2), default=1, help="2: measure twice, report flips.")
+@click.option("--table", type=click.Path(dir_okay=False), help="Write the rows as a table to ship.")
+@device_option
+@json_option
+@click.pass_context
+def tune(
+    ctx: click.Context, /, ops: tuple[str, ...], trace: str | None, quick: bool, budget_s: float | None,
+    repeat: int, table: str | None, device: str | None, json_: bool,
+) -> None:  # fmt: skip
+    """Measure kernels on this machine, so that choices here rest on measurements from now on."""
+    for name in ops:
+        op_named(name)
+    with runtime_of(device, None, False) as runtime, _progress(json_) as told:
+        try:
+            report = tune_blocking(
+                trace, ops=ops or None, quick=quick, budget_s=budget_s, repeat=repeat, progress=told
+            )
+        except LayerZeroError as error:
+            raise click.UsageError(str(error)) from error
+        if table is not None:
+            note = f"{report.calls} calls, {report.skipped} left out for time"
+            table_of(report.rows, runtime.device(), table, command=_command_line(), note=note)
+    if json_:
+        show.as_json(_plain(report))
+    else:
+        _told(report)
+    ctx.exit(0 if report.rows else 1)
+
+
+@contextlib.contextmanager
+def _progress(quiet: bool) -> Iterator[Any]:
+    """A callback that draws a bar on a terminal, and says nothing elsewhere."""
+    if quiet or not sys.stderr.isatty():
+        yield None
+        return
+    from rich.console import Console
+    from rich.progress import Progress
+
+    with Progress(console=Console(stderr=True)) as bar:
+        task = bar.add_task("tuning", total=None)
+
+        def told(done: int, total: int, tuned: Tuned | None) -> None:
+            name = f"{tuned.op}: {tuned.winner or 'nobody'}" if tuned is not None else "tuning"
+            bar.update(task, total=total, completed=done, description=name)
+
+        yield told
+
+
+def _told(report: TuneReport) -> None:
+    rows = []
+    for tuned in report.tuned:
+        best, won = tuned.times_us.get(tuned.best, 0.0), tuned.times_us.get(tuned.winner, 0.0)
+        rows.append((tuned.call, tuned.launch, tuned.winner or "nobody", f"{won:.1f}", f"{best:.1f}"))
+    show.table(f"{report.calls} calls on {report.device}", ("call", "launch", "taken", "us", "best us"), rows)
+    wins = Counter(tuned.winner for tuned in report.tuned if tuned.winner)
+    show.line("taken: " + (", ".join(f"{name} {count}" for name, count in wins.most_common()) or "nobody"))
+    for kernel, why in sorted(report.failures.items()):
+        show.line(f"not measured: {kernel}: {why}", bad=True)
+    if report.compared:
+        show.line(
+            f"two tunes: {report.flipped} of {report.compared} winners differ, "
+            f"{report.flipped_outside} of them outside the tie band"
+        )
+    if report.skipped:
+        show.line(f"{report.skipped} calls had no time left")
+    show.line(f"{len(report.rows)} rows in {report.path or 'memory'}, {report.seconds:.1f} s")
+
+
+def _plain(report: TuneReport) -> dict[str, Any]:
+    plain: dict[str, Any] = msgspec.to_builtins(report)
+    for tuned in plain["tuned"]:
+        tuned.pop("rows", None)
+    return plain | {"rows": len(report.rows), "failures": report.failures}
+
+
+def _command_line() -> str:
+    return " ".join(["lz", *sys.argv[1:]])
+
+
+@click.command()
+@click.argument("op")
+@click.argument("arguments", nargs=-1, metavar="[NAME=VALUE]...")
+@click.option("--shape", default=None, help="The tensor for every required argument that is not named.")
+@click.option("--graph", is_flag=True, help="Replay a CUDA graph: the device's time without the host's.")
+@click.option("--baseline", default="", help="The kernel that the speed-up is over; the op's default.")
+@click.option("--samples", type=click.IntRange(min=5), default=31, help="Samples a kernel.")
+@click.option("--save", is_flag=True, help="Keep the times, as `lz tune` does.")
+@device_option
+@json_option
+@click.pass_context
+def bench(
+    ctx: click.Context, /, op: str, arguments: tuple[str, ...], shape: str | None, graph: bool, baseline: str,
+    samples: int, save: bool, device: str | None, json_: bool,
+) -> None:  # fmt: skip
+    """Time every kernel that takes a call against each other: median, tail, variance, winner, speed-up."""
+    definition = op_named(op)
+    _, args = spec.built(definition, arguments, shape)
+    with runtime_of(device, None, False) as runtime:
+        try:
+            call = Call.of(definition, args)
+            found = bench_call(
+                runtime.device(),
+                call,
+                "graph" if graph else "eager",
+                baseline=baseline,
+                samples=samples,
+                save=save,
+            )
+        except (LayerZeroError, ValueError, TypeError) as error:
+            raise click.UsageError(str(error)) from error
+    if json_:
+        show.as_json(msgspec.to_builtins(found))
+        return
+    rows = [
+        (c.name, f"{c.median_us:.2f}", f"{c.p95_us:.2f}", f"{c.p99_us:.2f}", f"{c.variance:.3g}",
+         f"{c.times_winner:.2f}x", "tied" if c.tied and c.name != found.winner else "")
+        for c in found.contenders
+    ]  # fmt: skip
+    columns = ("kernel", "median us", "p95", "p99", "variance", "of the winner", "")
+    show.table(str(call), columns, rows, mark=found.winner)
+    show.line(f"{found.winner} wins: {found.speedup:.2f}x as fast as {found.baseline}")
+    for kernel, why in sorted(found.failed.items()):
+        show.line(f"not timed: {kernel}: {why}", bad=True)
+    ctx.exit(0)
+
+
+@click.command()
+@device_option
+@json_option
+def perfdb(device: str | None, json_: bool) -> None:
+    """Show what was measured on this machine: rows by op, and which of them count here."""
+    with runtime_of(device, None, False) as runtime:
+        opened = runtime.device()
+        path = perfdb_path(opened.settings)
+        rows = read_rows(path) if path is not None else []
+        here = read_rows(path, Environment.of(opened.hardware)) if path is not None else []
+    counts = Counter(row.site.op for row in rows)
+    counted = Counter(row.site.op for row in here)
+    size = Path(path).stat().st_size if path is not None and Path(path).exists() else 0
+    if json_:
+        by_op = {op: {"rows": counts[op], "here": counted[op]} for op in counts}
+        show.as_json({"path": str(path) if path else None, "bytes": size, "ops": by_op})
+        return
+    show.line(f"{path or 'no file'}: {size / 1e6:.1f} MB")
+    table = [(op, str(count), str(counted[op])) for op, count in sorted(counts.items())]
+    show.table("measurements", ("op", "rows", "of this environment"), table)
+
+
+@click.command()
+@click.argument("path", type=click.Path(dir_okay=False))
+@click.option("--op", "ops", multiple=True, help="Only this op; repeatable.")
+@device_option
+@json_option
+def solve(path: str, ops: tuple[str, ...], device: str | None, json_: bool) -> None:
+    """Decide every measured bucket now and write the decisions to PATH, as a dispatch table."""
+    for name in ops:
+        op_named(name)
+    with runtime_of(device, None, False):
+        try:
+            table = solve_buckets(path, ops=ops or None, device=device)
+        except LayerZeroError as error:
+            raise click.UsageError(str(error)) from error
+    wins = Counter((bucket.op, bucket.kernel) for bucket in table.buckets)
+    if json_:
+        taken = [{"op": op, "kernel": kernel, "buckets": count} for (op, kernel), count in wins.items()]
+        show.as_json({"path": path, "buckets": len(table.buckets), "content": table.content, "taken": taken})
+        return
+    rows = [(op, kernel, str(count)) for (op, kernel), count in sorted(wins.items())]
+    show.table(f"{len(table.buckets)} buckets in {path}", ("op", "kernel", "buckets"), rows)

@@ -1,0 +1,82 @@
+"""A pytest plugin: each check of a deployment's manifest as a test.
+
+    pytest -p layerzero.cli.pytest_consistency --lz-manifest deployment.yaml --lz-cluster ADDRESS
+
+A test asks for the fixture `lz_consistency`, the report of one comparison a session.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import anyio
+import pytest
+
+from layerzero.cli.deployment import Report, check, load
+from layerzero.settings import Settings
+
+CHECKS = ("devices", "versions", "kernels", "policy", "settings", "plans", "numerics", "batch order")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """The deployment that is compared."""
+    group = parser.getgroup("layerzero")
+    group.addoption("--lz-manifest", default=None, help="The manifest of the deployment.")
+    group.addoption("--lz-cluster", default=None, help="Its Ray cluster; this process alone if left out.")
+
+
+@pytest.fixture(scope="session")
+def lz_consistency(request: pytest.FixtureRequest) -> Report:
+    """The report of comparing all devices; skipped where no manifest was given."""
+    path: Any = request.config.getoption("--lz-manifest")
+    if path is None:
+        pytest.skip("no --lz-manifest was given")
+    settings = Settings.load(cluster=request.config.getoption("--lz-cluster"))
+    return anyio.run(check, load(path), settings)
+
+
+def pytest_collection_modifyitems(
+    session: pytest.Session, config: pytest.Config, items: list[pytest.Item]
+) -> None:
+    """Add one test a check, where a manifest was given."""
+    if config.getoption("--lz-manifest") is not None:
+        for what in (
+            "devices",
+            "versions",
+            "kernels",
+            "policy",
+            "settings",
+            "plans",
+            "numerics",
+            "batch order",
+        ):
+            items.append(_Check.from_parent(session, name=f"layerzero[{what}]", what=what))
+
+
+_REPORT = pytest.StashKey[Report]()
+
+
+class _Check(pytest.Item):
+    """One check over all devices."""
+
+    def __init__(self, *, what: str, **more: Any) -> None:
+        super().__init__(**more)
+        self._what = what
+
+    def runtest(self) -> None:
+        """Fail with every finding of this check."""
+        stash = self.session.stash
+        if _REPORT not in stash:
+            settings = Settings.load(cluster=self.config.getoption("--lz-cluster"))
+            stash[_REPORT] = anyio.run(check, load(str(self.config.getoption("--lz-manifest"))), settings)
+        found = [f for f in stash[_REPORT].findings if f.check == self._what]
+        if found:
+            raise AssertionError("\n".join(f"{f.about}: {f.values}; {f.advice}" for f in found))
+
+    def repr_failure(self, excinfo: Any, style: Any = None) -> str:
+        """What disagrees, without this module's frames."""
+        return str(excinfo.value)
+
+    def reportinfo(self) -> tuple[str, int | None, str]:
+        """Where the check comes from."""
+        return str(self.config.getoption("--lz-manifest")), None, self.name

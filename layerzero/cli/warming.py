@@ -1,0 +1,120 @@
+"""`lz warmup` and `lz ready`: compile what a deployment needs, and say whether anything is left to do."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import click
+import msgspec
+
+from layerzero.api.warming import WarmupReport, readiness_check, warmup_blocking
+from layerzero.cli import show
+from layerzero.cli.options import json_option, runtime_of
+from layerzero.errors import ConfigurationError
+from layerzero.warmup import Manifest, Warmed
+
+manifest_argument = click.argument("manifest", type=click.Path(exists=True))
+device_option = click.option("--device", default=None, help="cpu, cuda or cuda:<index>.")
+
+
+@click.command()
+@manifest_argument
+@click.option(
+    "--timeout", type=click.FloatRange(min=0, min_open=True), help="Seconds for the critical calls."
+)
+@device_option
+@json_option
+@click.pass_context
+def warmup(ctx: click.Context, manifest: str, timeout: float | None, device: str | None, json_: bool) -> None:
+    """Make the calls of MANIFEST ready on this machine, so that later processes find everything compiled.
+
+    MANIFEST is what `Manifest.save` wrote, or the folder of a Llama with its config.json. Exit status 1 where
+    a critical call failed or was late.
+    """
+    with runtime_of(device, None, False), _progress(json_) as told:
+        report = warmup_blocking(read(manifest), device=device, timeout_s=timeout, progress=told, whole=True)
+    if json_:
+        show.as_json({"ready": report.ready, **msgspec.structs.asdict(report)})
+    else:
+        show.table(f"warm-up {report.version} on {report.device}", _COLUMNS, _rows(report))
+        show.line(f"{len(report.critical) + len(report.others)} calls in {report.seconds:.1f} s")
+        show.line(f"{report.compiled} compilers started")
+    ctx.exit(0 if report.ready else 1)
+
+
+@click.command()
+@manifest_argument
+@device_option
+@json_option
+@click.pass_context
+def ready(ctx: click.Context, manifest: str, device: str | None, json_: bool) -> None:
+    """Say whether a fresh process would serve MANIFEST without compiling anything; compiles nothing itself.
+
+    Exit status 0 ready, 1 not ready: for a deployment's gate, after `lz warmup`.
+    """
+    everything = read(manifest)
+    everything = Manifest(critical=everything.calls, name=everything.name)
+    with runtime_of(device, None, False):
+        report = warmup_blocking(everything, device=device, forbid=True)
+        standing = readiness_check(everything, device=device)
+    would = [w for w in report.critical if w.compiled]
+    problems = [*standing.problems, *(f"{w.call}: {w.compiled[0].what} would be started" for w in would)]
+    if json_:
+        show.as_json({"ready": not problems, "problems": problems, "version": report.version})
+    else:
+        for problem in problems:
+            show.line(f"not ready: {problem}", bad=True)
+        if not problems:
+            show.line(f"ready: {len(report.critical)} calls, nothing to compile")
+    ctx.exit(1 if problems else 0)
+
+
+def read(path: str) -> Manifest:
+    """The manifest in a file, or of the Llama in a folder.
+
+    Raises: click.UsageError: it is neither.
+    """
+    try:
+        return (
+            Manifest.load(path)
+            if path.endswith(".json") and not _is_config(path)
+            else Manifest.of_model(path)
+        )
+    except ConfigurationError as error:
+        raise click.UsageError(str(error)) from error
+
+
+def _is_config(path: str) -> bool:
+    return path.endswith("config.json")
+
+
+_COLUMNS = ("call", "state", "kernel", "seconds", "compiled")
+
+
+def _rows(report: WarmupReport) -> list[tuple[str, ...]]:
+    return [
+        (w.call, w.state if not w.error else f"{w.state}: {w.error}", w.kernel, f"{w.seconds:.2f}",
+         str(len(w.compiled)))
+        for w in (*report.critical, *report.others)
+    ]  # fmt: skip
+
+
+@contextlib.contextmanager
+def _progress(quiet: bool) -> Iterator[Any]:
+    """A callback that draws a bar on a terminal, and says nothing elsewhere."""
+    if quiet or not sys.stderr.isatty():
+        yield None
+        return
+    from rich.console import Console
+    from rich.progress import Progress
+
+    with Progress(console=Console(stderr=True)) as bar:
+        task = bar.add_task("warm-up", total=None)
+
+        def told(done: int, total: int, warmed: Warmed) -> None:
+            bar.update(task, total=total, completed=done, description=warmed.call[:60])
+
+        yield told

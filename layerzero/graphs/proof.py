@@ -1,0 +1,216 @@
+"""What is known of each kernel's safety under capture, kept for each environment, in memory and in files.
+
+A kernel is safe where every case that was tried on it was; one unsafe case makes it unsafe. A proof holds
+for the kernel, the device's model and the software under it; any change of those asks for another proof.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import importlib.metadata
+import os
+import re
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
+from pathlib import Path
+
+import msgspec
+
+from layerzero import log
+from layerzero.graphs.verdict import Finding, Problem
+from layerzero.hardware import Hardware
+from layerzero.kernel import Kernel
+
+SCHEMA = 1
+ANY = "*"
+PROOF_SET_ASIDE = "graph_proof.set_aside"
+PROOF_NEWER = "graph_proof.newer_found"
+
+_FILE = re.compile(r"[a-z0-9_.]{1,192}@[0-9a-f]{16}\.json")
+_NAME = re.compile(r"^[A-Za-z0-9][A-Za-z0-9._-]*")
+
+
+class Proof(msgspec.Struct, frozen=True, kw_only=True):
+    """What was found about one kernel in one environment: the findings of each case, none where it was safe.
+
+    `cases` maps a call in words (sizes, dtype, features) to its findings; `at` is wall-clock time.
+    """
+
+    kernel: str
+    environment: str
+    cases: Mapping[str, tuple[Finding, ...]] = {}
+    at: float = 0.0
+
+    @property
+    def safe(self) -> bool:
+        """Whether some case was tried and none showed a problem."""
+        return bool(self.cases) and not any(self.cases.values())
+
+    def __str__(self) -> str:
+        if self.safe:
+            return f"{self.kernel}: safe in {len(self.cases)} cases"
+        shown = "; ".join(
+            f"{case}: {', '.join(map(str, found))}" for case, found in self.cases.items() if found
+        )
+        return f"{self.kernel}: unsafe in {shown}" if shown else f"{self.kernel}: not tried"
+
+
+def environment_of(kernel: Kernel, hardware: Hardware) -> str:
+    """What a proof holds for: the device's model, torch, CUDA, the driver, the kernel's own libraries."""
+    parts = [hardware.name, hardware.torch, hardware.cuda, hardware.driver]
+    for requirement in kernel.distributions:
+        name = _NAME.match(requirement)
+        if name is not None:
+            parts.append(f"{name[0]} {_version(name[0])}")
+    return " / ".join(part for part in parts if part)
+
+
+def _version(distribution: str) -> str:
+    try:
+        return importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return "missing"
+
+
+class _Stored(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    schema: int
+    proof: Proof
+    checksum: str
+
+
+class _Header(msgspec.Struct, frozen=True):
+    schema: int
+
+
+class ProofStore:
+    """Proofs as files of `directory`, one for each kernel and environment, written whole or not at all."""
+
+    def __init__(self, directory: str | os.PathLike[str]) -> None:
+        self.directory = Path(directory)
+
+    def load(self) -> tuple[Proof, ...]:
+        """Every proof; a damaged file is set aside and its kernel counts as unsafe until it is proved again.
+
+        Raises: OSError: the directory exists and cannot be read.
+        """
+        if not self.directory.is_dir():
+            return ()
+        found = (self._read(path) for path in sorted(self.directory.iterdir()) if _FILE.fullmatch(path.name))
+        return tuple(proof for proof in found if proof is not None)
+
+    def save(self, proof: Proof) -> None:
+        """Write `proof` in place of an earlier one of its kernel and environment.
+
+        Raises: OSError: the file cannot be written.
+        """
+        self.directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        data = msgspec.json.encode(_Stored(SCHEMA, proof, _checksum(proof)))
+        handle, name = tempfile.mkstemp(prefix=".new-", dir=self.directory)
+        try:
+            with os.fdopen(handle, "wb") as file:
+                file.write(data)
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(name, self._path(proof))
+        except BaseException:
+            with suppress(FileNotFoundError):
+                os.unlink(name)
+            raise
+
+    def _path(self, proof: Proof) -> Path:
+        digest = hashlib.sha256(proof.environment.encode()).hexdigest()[:16]
+        return self.directory / f"{proof.kernel}@{digest}.json"
+
+    def _read(self, path: Path) -> Proof | None:
+        try:
+            data = path.read_bytes()
+        except FileNotFoundError:
+            return None  # another process has just set it aside
+        try:
+            schema = msgspec.json.decode(data, type=_Header).schema
+            if schema > SCHEMA:
+                log.warning(PROOF_NEWER, path=str(path), schema=schema, needs=SCHEMA)
+                return None
+            stored = msgspec.json.decode(data, type=_Stored)
+            if stored.checksum != _checksum(stored.proof) or self._path(stored.proof) != path:
+                raise ValueError("checksum or name does not fit the proof")
+        except (msgspec.MsgspecError, ValueError) as error:
+            aside = _free_name(path)
+            log.error(PROOF_SET_ASIDE, path=str(path), moved_to=str(aside), why=str(error))
+            with suppress(FileNotFoundError):
+                os.replace(path, aside)
+            found = (Finding(Problem.NOT_SHOWN, f"its record was unreadable and is now {aside.name}"),)
+            lost = Proof(kernel=path.name.partition("@")[0], environment=ANY, cases={"any": found})
+            self.save(lost)
+            return lost
+        return stored.proof
+
+
+def _checksum(proof: Proof) -> str:
+    return hashlib.sha256(msgspec.json.encode(proof)).hexdigest()[:32]
+
+
+def _free_name(path: Path) -> Path:
+    number = 1
+    while (aside := path.with_name(f"{path.name}.damaged-{number}")).exists():
+        number += 1
+    return aside
+
+
+class Proofs:
+    """What one device knows; `judge` reads it through the capabilities that `applied` gives.
+
+    Without a proof a kernel keeps what it declares, or nothing where `strict` asks for proofs alone.
+    """
+
+    def __init__(
+        self, hardware: Hardware, store: ProofStore | None = None, wall: Callable[[], float] = time.time
+    ) -> None:
+        self._hardware = hardware
+        self._store = store
+        self._wall = wall
+        self._lock = threading.Lock()
+        self._known = {(p.kernel, p.environment): p for p in (store.load() if store is not None else ())}
+        self._judged: dict[tuple[Kernel, bool], Kernel] = {}
+
+    def of(self, kernel: Kernel) -> Proof | None:
+        """The proof for a kernel as it is installed now, or None."""
+        known = self._known.get((kernel.id, environment_of(kernel, self._hardware)))
+        return known if known is not None else self._known.get((kernel.id, ANY))
+
+    def add(self, kernel: Kernel, case: str, found: tuple[Finding, ...]) -> Proof:
+        """Record one case; a case tried again replaces what it showed before.
+
+        Raises: OSError: the store cannot be written; this process knows it anyway.
+        """
+        environment = environment_of(kernel, self._hardware)
+        with self._lock:
+            before = self._known.get((kernel.id, environment))
+            cases = {**(before.cases if before is not None else {}), case: found}
+            proof = Proof(kernel=kernel.id, environment=environment, cases=cases, at=self._wall())
+            self._known = {**self._known, (kernel.id, environment): proof}
+        if self._store is not None:
+            self._store.save(proof)
+        return proof
+
+    def applied(self, kernels: Iterable[Kernel], *, strict: bool) -> tuple[Kernel, ...]:
+        """The kernels with `graph_safe` as it is known here; one object each, however often it is asked."""
+        return tuple(self._applied(kernel, strict) for kernel in kernels)
+
+    def _applied(self, kernel: Kernel, strict: bool) -> Kernel:
+        declared = kernel.capability.graph_safe
+        proof = self.of(kernel) if self._known else None
+        safe = proof.safe if proof is not None else declared and not strict
+        if safe == declared:
+            return kernel
+        found = self._judged.get((kernel, safe))
+        if found is None:
+            capability = msgspec.structs.replace(kernel.capability, graph_safe=safe)
+            found = self._judged.setdefault(
+                (kernel, safe), dataclasses.replace(kernel, capability=capability)
+            )
+        return found

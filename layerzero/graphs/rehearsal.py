@@ -1,0 +1,23 @@
+"""Planning for a capture before it begins, since nothing may be chosen, loaded or waited for inside it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from layerzero.dispatch import REHEARSAL
+
+
+@contextmanager
+def rehearsal() -> Iterator[None]:
+    """Inside, calls on a CUDA device of this thread choose as they will while a graph is captured.
+
+    Run the step once here, on the stream that will capture it: each call's kernel is chosen among those
+    that are safe under capture, loaded, and run. The capture then finds every plan ready.
+    """
+    before = REHEARSAL.on
+    REHEARSAL.on = True
+    try:
+        yield
+    finally:
+        REHEARSAL.on = before

@@ -1,0 +1,197 @@
+"""A step function captured for buckets of rows: padded inputs, static buffers, one replay a call.
+
+On CUDA each bucket is a captured graph. Elsewhere the step runs on the same padded static buffers without a
+graph, so that padding and buckets can be tested anywhere.
+"""
+
+from __future__ import annotations
+
+import bisect
+import functools
+import inspect
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from layerzero.graphs.rehearsal import rehearsal
+
+BUCKETS = (1, 2, 4, 8, 16, 32, 64)
+# Runs before the capture, as torch asks: cuBLAS, cuDNN and workspaces are made on first use.
+WARMUPS = 3
+
+
+class Recorded(Protocol):
+    """A step ready to run again on its static inputs; `outputs` are its static results."""
+
+    outputs: tuple[Tensor, ...]
+    pool: Any
+
+    def replay(self) -> None: ...
+
+
+class Rerun:
+    """The step called anew each time: what a device without graphs does."""
+
+    def __init__(self, run: Callable[[], Any], pool: Any) -> None:
+        self._run = run
+        self.pool = pool
+        self.outputs = _tensors(run())
+
+    def replay(self) -> None:
+        """Run the step again."""
+        self.outputs = _tensors(self._run())
+
+
+class CudaGraph:
+    """The step captured once on a side stream, after rehearsals that make every plan and workspace."""
+
+    def __init__(self, run: Callable[[], Any], pool: Any) -> None:
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream), rehearsal():
+            for _ in range(WARMUPS):
+                run()
+        torch.cuda.current_stream().wait_stream(stream)
+        self._graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(self._graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
+            self.outputs = _tensors(run())
+        self.pool = self._graph.pool()
+
+    def replay(self) -> None:
+        """Launch the captured graph on the current stream."""
+        self._graph.replay()
+
+
+class Step:
+    """A function over rows that runs for buckets of rows; calls between two buckets are padded up.
+
+    Its arguments are tensors with rows along their first axis, the same number in each; so are its results.
+    Padding rows hold `fill[name]` of their argument, 0 by default: give the ids of a scratch page or slot
+    where the step writes. Everything else it reads (weights, pages) must stay where it is. Plans that
+    changed (a quarantine, a policy) are captured anew: `generation()` says so.
+    """
+
+    def __init__(
+        self,
+        fn: Callable[..., Any],
+        *,
+        buckets: Sequence[int] = BUCKETS,
+        fill: Mapping[str, float] | None = None,
+        generation: Callable[[torch.device], int] = lambda _: 0,
+    ) -> None:
+        """Raises: ValueError: no bucket, one below 1, or `fill` names no argument of `fn`."""
+        if not buckets or min(buckets) < 1:
+            raise ValueError(f"buckets needs numbers of rows of at least 1, got {tuple(buckets)}")
+        self._fn = fn
+        self._names = _names(fn)
+        unknown = sorted(set(fill or {}) - set(self._names))
+        if unknown:
+            raise ValueError(f"fill needs arguments among {', '.join(self._names)}, got {', '.join(unknown)}")
+        self._fill = dict(fill or {})
+        self.buckets = tuple(sorted(set(buckets)))
+        self._generation = generation
+        self._lock = threading.Lock()
+        self._made: dict[Any, tuple[int, tuple[Tensor, ...], Recorded]] = {}
+        self._pools: dict[torch.device, Any] = {}
+        self._done: dict[torch.device, torch.cuda.Event] = {}
+        self.captures = 0
+        functools.update_wrapper(self, fn)
+
+    def __call__(self, *args: Tensor) -> Any:
+        """The step's results for these rows, in memory of their own.
+
+        Raises: ValueError: no tensors, different numbers of rows, more rows than the largest bucket, a
+            gradient asked for, or results without a row for each row. CudaGraphUnsafeError: an op of the
+            step has no kernel that may be captured.
+        """
+        rows = self._rows(args)
+        place = bisect.bisect_left(self.buckets, rows)
+        if place == len(self.buckets):
+            raise ValueError(f"{self._name} needs at most {self.buckets[-1]} rows, got {rows}")
+        with self._lock, torch.no_grad():
+            device = args[0].device
+            self._after_last(device)
+            static, recorded = self._recorded(self.buckets[place], args)
+            for name, buffer, value in zip(self._names, static, args, strict=True):
+                buffer[:rows].copy_(value)
+                buffer[rows:].fill_(self._fill.get(name, 0))
+            recorded.replay()
+            results = tuple(out[:rows].clone() for out in recorded.outputs)
+            if device.type == "cuda":
+                event: Any = torch.cuda.current_stream(device).record_event()
+                self._done[device] = event
+        return results if len(results) != 1 else results[0]
+
+    def capture(self, *args: Tensor) -> None:
+        """Make every bucket ready for arguments of these shapes (beyond the first axis) and dtypes.
+
+        The largest first, so that the smaller ones fit into its memory.
+        """
+        self._rows(args)
+        with self._lock, torch.no_grad():
+            for bucket in reversed(self.buckets):
+                self._recorded(bucket, args)
+
+    @property
+    def _name(self) -> str:
+        return getattr(self._fn, "__qualname__", type(self._fn).__name__)
+
+    def _rows(self, args: tuple[Tensor, ...]) -> int:
+        if len(args) != len(self._names) or not all(isinstance(a, Tensor) and a.dim() for a in args):
+            kinds = ", ".join(type(a).__name__ for a in args)
+            raise ValueError(
+                f"{self._name} needs tensors with rows for {', '.join(self._names)}, got {kinds}"
+            )
+        counts = {a.shape[0] for a in args}
+        if len(counts) != 1 or 0 in counts or len({a.device for a in args}) != 1:
+            raise ValueError(f"{self._name} needs as many rows on one device in each argument, got {counts}")
+        if torch.is_grad_enabled() and any(a.requires_grad for a in args):
+            raise ValueError(f"{self._name} is captured without a gradient: needs torch.no_grad()")
+        return counts.pop()
+
+    def _after_last(self, device: torch.device) -> None:
+        """Let the current stream wait for the last call's, which may have been another."""
+        done = self._done.get(device)
+        if done is not None:
+            torch.cuda.current_stream(device).wait_event(done)
+
+    def _recorded(self, bucket: int, args: tuple[Tensor, ...]) -> tuple[tuple[Tensor, ...], Recorded]:
+        device = args[0].device
+        key = (bucket, device, *((a.dtype, a.shape[1:]) for a in args))
+        generation = self._generation(device)
+        made = self._made.get(key)
+        if made is not None and made[0] == generation:
+            return made[1], made[2]
+        # Buffers outlive the modes they are made under.
+        with torch.inference_mode(False), torch.no_grad():
+            static = tuple(
+                torch.full((bucket, *a.shape[1:]), self._fill.get(name, 0), dtype=a.dtype, device=device)
+                for name, a in zip(self._names, args, strict=True)
+            )
+            for buffer, value in zip(static, args, strict=True):
+                shared = min(bucket, value.shape[0])
+                buffer[:shared].copy_(value[:shared])
+            recorder = CudaGraph if device.type == "cuda" else Rerun
+            recorded = recorder(lambda: self._fn(*static), self._pools.get(device))
+        for out in recorded.outputs:
+            if not out.dim() or out.shape[0] != bucket:
+                raise ValueError(f"{self._name} needs results of {bucket} rows, got shape {tuple(out.shape)}")
+        self.captures += 1
+        self._pools[device] = recorded.pool
+        # What was planned while capturing may have moved the generation on.
+        self._made[key] = (self._generation(device), static, recorded)
+        return static, recorded
+
+
+def _names(fn: Callable[..., Any]) -> tuple[str, ...]:
+    return tuple(inspect.signature(fn).parameters)
+
+
+def _tensors(results: Any) -> tuple[Tensor, ...]:
+    found = results if isinstance(results, tuple) else (results,)
+    if not all(isinstance(out, Tensor) for out in found):
+        raise ValueError(f"a step needs to return tensors, got {', '.join(type(o).__name__ for o in found)}")
+    return found

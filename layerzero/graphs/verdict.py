@@ -1,0 +1,83 @@
+"""What an attempt to capture a kernel showed, and what follows from it; pure, so that any machine can ask."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+
+import msgspec
+
+# Relative L2 difference between a replay and the kernel called directly on the same inputs, in units in the
+# last place of the output's dtype: split sums may be added in another order, nothing else may differ.
+REPLAY_ULPS = 8.0
+
+
+class Problem(StrEnum):
+    """Why a kernel may not run while a graph is captured."""
+
+    RAISED = "raised"
+    SYNCHRONISED = "synchronised"
+    CAPTURE_FAILED = "capture failed"
+    ALLOCATED_OUTSIDE = "allocated outside the graph's pool"
+    REPLAY_DIFFERS = "replay differs"
+    INPUTS_IGNORED = "changed inputs were not seen"
+    NOT_SHOWN = "not shown"
+
+
+class Finding(msgspec.Struct, frozen=True):
+    """One problem and what was seen of it."""
+
+    problem: Problem
+    seen: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.problem.value}: {self.seen}" if self.seen else self.problem.value
+
+
+class Observation(msgspec.Struct, frozen=True, kw_only=True):
+    """What was seen on one stream; bytes are of device memory, differences relative L2 norms.
+
+    raised: the error of a plain call, with which everything else ends.
+    synchronised: the error of a call under torch's check for synchronising operations.
+    capture_error: the error of the capture itself.
+    outside_bytes: what the kernel allocated during the capture outside the graph's pool.
+    replays: for each replay, its difference from a direct call on the same inputs.
+    repeats: the same difference between two direct calls on the same inputs.
+    changed: the difference between the results of direct calls on the first and on the changed inputs.
+    eps: the spacing of the output's dtype at 1.
+    """
+
+    stream: int = 0
+    raised: str = ""
+    synchronised: str = ""
+    capture_error: str = ""
+    outside_bytes: int = 0
+    replays: tuple[float, ...] = ()
+    repeats: float = 0.0
+    changed: float = 0.0
+    eps: float = 0.0
+
+
+def findings(observation: Observation) -> tuple[Finding, ...]:
+    """Every problem that an observation shows; an empty tuple is the proof that capturing is safe."""
+    seen = observation
+    for text, problem in (
+        (seen.raised, Problem.RAISED),
+        (seen.synchronised, Problem.SYNCHRONISED),
+        (seen.capture_error, Problem.CAPTURE_FAILED),
+    ):
+        if text:
+            return (Finding(problem, text),)
+    found: list[Finding] = []
+    if seen.outside_bytes:
+        found.append(Finding(Problem.ALLOCATED_OUTSIDE, f"{seen.outside_bytes} bytes"))
+    bound = REPLAY_ULPS * seen.eps
+    # A NaN is no difference that can be compared: it fails, as it must.
+    if not seen.repeats <= bound:
+        found.append(Finding(Problem.NOT_SHOWN, f"two direct calls differ by {seen.repeats:.3g}"))
+    elif not seen.replays:
+        found.append(Finding(Problem.NOT_SHOWN, "nothing was replayed"))
+    elif not all(difference <= bound for difference in seen.replays):
+        found.append(Finding(Problem.REPLAY_DIFFERS, f"by {max(seen.replays):.3g}, needs <= {bound:.3g}"))
+    if not seen.changed > bound:
+        found.append(Finding(Problem.INPUTS_IGNORED, f"results differ by {seen.changed:.3g}"))
+    return tuple(found)

@@ -1,0 +1,143 @@
+"""The compiled twin of the awaited path: used from when it is ready, and never needed.
+
+`hot.cpp` does in one step what Python does one attribute at a time; each of its functions has a twin in
+Python with the same results. A runtime's first event loop loads the library where this user has compiled it
+already; elsewhere it is compiled in the background and taken up when it is done, by calls that come then.
+`python -m layerzero.native` compiles it beforehand; LAYERZERO_NATIVE=off leaves it alone.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Final
+
+from layerzero import log
+from layerzero.errors import BackendNotAvailableError
+
+UNUSED: Final = "not asked for yet"
+OFF: Final = "off"
+COMPILING: Final = "compiling in the background"
+READY: Final = "ready"
+UNAVAILABLE: Final = "unavailable"
+
+# A process that ends sooner has no use for it.
+_DELAY_S = 1.0
+
+
+class Hot:
+    """The compiled module once it is there: `module`, else None; `state` and `detail` say why."""
+
+    __slots__ = ("_adopters", "_error", "_lock", "detail", "module", "state")
+
+    def __init__(self) -> None:
+        self.module: Any = None
+        self.state = UNUSED
+        self.detail = ""
+        self._adopters: list[Callable[[Any], None]] = []
+        self._error: BackendNotAvailableError | None = None
+        self._lock = threading.Lock()
+
+    def on_ready(self, adopt: Callable[[Any], None]) -> None:
+        """Call `adopt(module)` when the module is there, now if it is; with None when it is put aside."""
+        self._adopters.append(adopt)
+        if self.module is not None:
+            adopt(self.module)
+
+    def start(self) -> None:
+        """Load what is compiled; compile in the background what is not. Only the first call does anything."""
+        if self.state != UNUSED:
+            return
+        with self._lock:
+            if self.state != UNUSED:
+                return
+            if os.environ.get("LAYERZERO_NATIVE", "").lower() in ("off", "0", "false"):
+                self.state = OFF
+                self.detail = "LAYERZERO_NATIVE says so"
+                return
+            self.state = COMPILING
+        try:
+            library = _library()
+            compiled = library.target().exists()
+        except Exception as error:
+            self._failed(error)
+            return
+        if compiled:
+            self._load()
+        else:
+            threading.Thread(target=self._later, name="layerzero-native", daemon=True).start()
+
+    def load(self) -> Any:
+        """The module, compiled now if need be, and in use from here on.
+
+        Raises: BackendNotAvailableError: no compiler, or an error of it.
+        """
+        if self._error is not None:
+            raise self._error  # it would not compile better the second time
+        if self.module is None:
+            try:
+                self.use(_library().get())
+            except BackendNotAvailableError as error:
+                self._error = error
+                raise
+        return self.module
+
+    def use(self, module: Any) -> None:
+        """Put a module in use, or with None Python alone; what tests compare the two by."""
+        self.module = module
+        self.state = READY if module is not None else OFF
+        self.detail = ""
+        for adopt in self._adopters:
+            adopt(module)
+
+    @property
+    def compiled(self) -> bool:
+        """Whether the library is there already, loaded or not."""
+        try:
+            return self.module is not None or bool(_library().target().exists())
+        except BackendNotAvailableError:
+            return False
+
+    def describe(self) -> str:
+        """One line for people: what runs the awaited path, and what would make it faster."""
+        if self.state == UNUSED:
+            known = "compiled, loaded with the first awaited call"
+            later = "not compiled yet: python -m layerzero.native does, else a runtime in the background"
+            return known if self.compiled else later
+        if self.state == READY:
+            return "compiled"
+        return f"Python alone: {self.state}{', ' if self.detail else ''}{self.detail}"
+
+    def _later(self) -> None:
+        if not _ENDING.wait(_DELAY_S):
+            self._load()
+
+    def _load(self) -> None:
+        try:
+            self.load()
+        except Exception as error:
+            self._failed(error)
+        else:
+            log.info("native.loaded")
+
+    def _failed(self, error: Exception) -> None:
+        self.state = UNAVAILABLE
+        self.detail = str(error)
+        log.info("native.unavailable", error=self.detail)
+
+
+_ENDING = threading.Event()
+HOT: Final = Hot()
+
+
+def _library() -> Any:
+    # Imported here: it needs what only Unix has, and nobody else needs it at import.
+    from layerzero.native import compiling
+
+    return compiling.Library(
+        "layerzero_hot",
+        Path(__file__).with_name("hot.cpp"),
+        ("-O2", "-std=c++20", "-fPIC", "-shared", "-fvisibility=hidden"),
+    )

@@ -1,0 +1,27 @@
+"""`python -m layerzero.native`: compile the awaited path's twin now, once for this machine and user."""
+
+from __future__ import annotations
+
+import sys
+import time
+
+from layerzero.errors import BackendNotAvailableError
+from layerzero.native import HOT
+
+
+def main() -> int:
+    """Compile and load; 0 also where that is impossible, since everything works without."""
+    started = time.perf_counter()
+    if not HOT.compiled:
+        print("layerzero.native: compiling, once for this machine (about 20 s) ...", flush=True)
+    try:
+        HOT.load()
+    except BackendNotAvailableError as error:
+        print(f"layerzero.native: goes without: {error}")
+        return 0
+    print(f"layerzero.native: ready after {time.perf_counter() - started:.1f} s")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

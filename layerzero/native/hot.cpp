@@ -1,0 +1,969 @@
+// The awaited call's own steps, compiled: what Python does here one attribute at a time.
+//
+// Everything in this file has a twin in Python that gives the same results; nothing here decides anything.
+// `Memo` remembers, for one op, what the Python path has found out about a call, under a key made of all that
+// can change the answer. `Ticket` is the future of one queued call. `rejoin`, `gather` and `split` put rows
+// together and take them apart; `begin`, `land` and `resume` take a whole batch of tickets through its states.
+// A function that meets what it does not know returns None or NotImplemented, and Python does the work.
+
+#define PY_SSIZE_T_CLEAN
+#include <Python.h>
+#include <structmember.h>
+
+#include <ATen/Context.h>
+#include <ATen/PythonTorchFunctionTLS.h>
+#include <ATen/core/Tensor.h>
+#include <ATen/ops/cat.h>
+#include <c10/core/GradMode.h>
+#include <c10/core/InferenceMode.h>
+#include <c10/core/impl/LocalDispatchKeySet.h>
+#include <torch/csrc/Dtype.h>
+#include <torch/csrc/autograd/python_variable.h>
+
+#include <cstdint>
+#include <cstring>
+#include <memory>
+#include <string>
+#include <string_view>
+#include <unordered_map>
+#include <vector>
+
+namespace {
+
+// As in scheduler/ticket.py.
+enum State { NEW, WAITING, QUEUED, RUNNING, DETACHED, DONE, FAILED, CANCELLED, EXPIRED, REJECTED };
+
+// -- references ---------------------------------------------------------------------------------------
+
+class Ref {
+ public:
+  Ref() = default;
+  explicit Ref(PyObject* owned) : it_(owned) {}
+  Ref(Ref&& other) noexcept : it_(std::exchange(other.it_, nullptr)) {}
+  Ref& operator=(Ref&& other) noexcept {
+    std::swap(it_, other.it_);
+    return *this;
+  }
+  ~Ref() { Py_XDECREF(it_); }
+  static Ref to(PyObject* borrowed) {
+    Py_XINCREF(borrowed);
+    return Ref(borrowed);
+  }
+  PyObject* get() const { return it_; }
+  PyObject* release() { return std::exchange(it_, nullptr); }
+  explicit operator bool() const { return it_ != nullptr; }
+
+ private:
+  PyObject* it_ = nullptr;
+};
+
+PyObject* none() { Py_RETURN_NONE; }
+PyObject* not_ours() { Py_RETURN_NOTIMPLEMENTED; }
+
+void put(PyObject*& field, PyObject* owned) {
+  PyObject* old = field;
+  field = owned;
+  Py_XDECREF(old);
+}
+
+void put_new(PyObject*& field, PyObject* borrowed) {
+  Py_XINCREF(borrowed);
+  put(field, borrowed);
+}
+
+// C++ errors become Python's.
+template <typename F>
+PyObject* guarded(F&& body) {
+  try {
+    return body();
+  } catch (const c10::Error& error) {
+    PyErr_SetString(PyExc_RuntimeError, error.what_without_backtrace());
+  } catch (const std::exception& error) {
+    PyErr_SetString(PyExc_RuntimeError, error.what());
+  }
+  return nullptr;
+}
+
+// Names and constants that are made once.
+struct Known {
+  PyObject *devices, *snapshot, *context, *wake, *call_soon, *empty;
+  PyObject* running_loop;
+};
+Known known;
+
+// -- torch's modes ------------------------------------------------------------------------------------
+
+constexpr int GRAD = 1, INFERENCE = 2, DETERMINISTIC = 4;
+
+// The mask of `scheduler/modes.py`, or -1 where autocast, a dispatch or function mode or a functorch transform
+// is in force: each of those changes this thread's dispatch keys, or stands on the function mode stack.
+int modes_here() {
+  const auto local = c10::impl::tls_local_dispatch_key_set();
+  const bool inference = c10::InferenceMode::is_enabled();
+  auto included = c10::default_included_set;
+  auto excluded = c10::default_excluded_set;
+  if (inference) {
+    included = included.remove(c10::DispatchKey::ADInplaceOrView);
+    excluded = excluded | c10::autograd_dispatch_keyset;
+  }
+  if (local.included_ != included || local.excluded_ != excluded) return -1;
+  if (at::impl::PythonTorchFunctionTLS::stack_len() != 0) return -1;
+  return (c10::GradMode::is_enabled() ? GRAD : 0) | (inference ? INFERENCE : 0) |
+         (at::globalContext().deterministicAlgorithms() ? DETERMINISTIC : 0);
+}
+
+// -- tickets ------------------------------------------------------------------------------------------
+
+struct Ticket {
+  PyObject_HEAD
+  PyObject *op, *args, *group, *modes, *caller, *slot, *value, *wake, *context, *front, *loop, *deadline, *plan;
+  PyObject* weak;
+  double at, expected_us;
+  long long seq, tokens, bytes;
+  int state, priority, surroundings;
+  char blocking, waiting;
+};
+
+PyTypeObject* TicketType = nullptr;
+bool is_ticket(PyObject* object) { return Py_TYPE(object) == TicketType; }
+
+#define EVERY_REFERENCE(APPLY)                                                                         \
+  APPLY(op) APPLY(args) APPLY(group) APPLY(modes) APPLY(caller) APPLY(slot) APPLY(value) APPLY(wake) \
+  APPLY(context) APPLY(front) APPLY(loop) APPLY(deadline) APPLY(plan)
+
+int ticket_traverse(Ticket* self, visitproc visit, void* arg) {
+  Py_VISIT(Py_TYPE(self));
+#define VISIT(name) Py_VISIT(self->name);
+  EVERY_REFERENCE(VISIT)
+#undef VISIT
+  return 0;
+}
+
+int ticket_clear(Ticket* self) {
+#define CLEAR(name) Py_CLEAR(self->name);
+  EVERY_REFERENCE(CLEAR)
+#undef CLEAR
+  return 0;
+}
+
+void ticket_dealloc(Ticket* self) {
+  PyTypeObject* type = Py_TYPE(self);
+  PyObject_GC_UnTrack(self);
+  if (self->weak != nullptr) PyObject_ClearWeakRefs(reinterpret_cast<PyObject*>(self));
+  ticket_clear(self);
+  PyObject_GC_Del(self);
+  Py_DECREF(type);
+}
+
+Ticket* blank_ticket() {
+  auto* self = PyObject_GC_New(Ticket, TicketType);
+  if (self == nullptr) return nullptr;
+  std::memset(&self->op, 0, sizeof(Ticket) - offsetof(Ticket, op));
+  self->tokens = self->priority = 1;
+  self->surroundings = -1;
+  return self;
+}
+
+PyObject* ticket_new(PyTypeObject*, PyObject* args, PyObject* kwargs) {
+  static const char* names[] = {"op",       "args",     "group", "expected_us", "tokens", "bytes",
+                                "priority", "deadline", "modes", "caller",      nullptr};
+  PyObject *op, *full, *group = Py_None, *priority = nullptr, *deadline = Py_None, *modes = Py_None,
+                       *caller = Py_None;
+  double expected_us = 0.0;
+  long long tokens = 1, bytes = 0;
+  if (!PyArg_ParseTupleAndKeywords(args, kwargs, "OO|OdLLOOOO:Ticket", const_cast<char**>(names), &op, &full,
+                                   &group, &expected_us, &tokens, &bytes, &priority, &deadline, &modes, &caller))
+    return nullptr;
+  long wanted = 1;
+  if (priority != nullptr) {
+    wanted = PyLong_Check(priority) ? PyLong_AsLong(priority) : -1;
+    if (wanted < 0 || wanted > 2) {
+      PyErr_Clear();
+      PyErr_Format(PyExc_ValueError, "priority needs 0, 1 or 2, got %R", priority);
+      return nullptr;
+    }
+  }
+  Ticket* self = blank_ticket();
+  if (self == nullptr) return nullptr;
+  put_new(self->op, op);
+  put_new(self->args, full);
+  put_new(self->group, group);
+  put_new(self->deadline, deadline);
+  put_new(self->modes, modes);
+  put_new(self->caller, caller);
+  self->expected_us = expected_us;
+  self->tokens = tokens;
+  self->bytes = bytes;
+  self->priority = int(wanted);
+  PyObject_GC_Track(self);
+  return reinterpret_cast<PyObject*>(self);
+}
+
+// The error that `error()`, a method of the Python class, makes of how the ticket ended.
+void raise_error(Ticket* self) {
+  Ref error(PyObject_CallMethod(reinterpret_cast<PyObject*>(self), "error", nullptr));
+  if (error) PyErr_SetObject(reinterpret_cast<PyObject*>(Py_TYPE(error.get())), error.get());
+}
+
+PyObject* ticket_result(Ticket* self, PyObject*) {
+  if (self->state == DONE) return Ref::to(self->value).release();
+  raise_error(self);
+  return nullptr;
+}
+
+PyObject* ticket_await(Ticket* self) {
+  self->waiting = 0;
+  return Ref::to(reinterpret_cast<PyObject*>(self)).release();
+}
+
+PySendResult ticket_send(Ticket* self, PyObject*, PyObject** out) {
+  *out = nullptr;
+  if (self->state <= RUNNING && !self->waiting) {
+    if (self->wake != nullptr && self->wake != Py_None) {
+      PyErr_SetString(PyExc_RuntimeError,
+                      "a call can be awaited by one task only; await a task around it instead");
+      return PYGEN_ERROR;
+    }
+    self->blocking = self->waiting = 1;
+    *out = Ref::to(reinterpret_cast<PyObject*>(self)).release();
+    return PYGEN_NEXT;
+  }
+  self->waiting = 0;
+  *out = ticket_result(self, nullptr);
+  return *out != nullptr ? PYGEN_RETURN : PYGEN_ERROR;
+}
+
+PyObject* ticket_next(Ticket* self) {
+  PyObject* value;
+  const PySendResult how = ticket_send(self, Py_None, &value);
+  if (how != PYGEN_RETURN) return value;
+  Ref owned(value);
+  // By hand: as an argument a tuple would be spread.
+  Ref stop(PyObject_CallOneArg(PyExc_StopIteration, value));
+  if (stop) PyErr_SetObject(PyExc_StopIteration, stop.get());
+  return nullptr;
+}
+
+PyObject* ticket_add_done_callback(Ticket* self, PyObject* const* args, Py_ssize_t count, PyObject* names) {
+  const Py_ssize_t named = names == nullptr ? 0 : PyTuple_GET_SIZE(names);
+  if (count != 1 || named > 1 || (named == 1 && PyUnicode_Compare(PyTuple_GET_ITEM(names, 0), known.context))) {
+    PyErr_SetString(PyExc_TypeError, "add_done_callback(wake, *, context=None)");
+    return nullptr;
+  }
+  PyObject* context = named == 1 && args[1] != Py_None ? args[1] : nullptr;
+  if (self->state > RUNNING) {
+    if (self->loop == nullptr) {
+      PyErr_SetString(PyExc_RuntimeError, "this call was never submitted");
+      return nullptr;
+    }
+    Ref call(PyObject_GetAttr(self->loop, known.call_soon));
+    if (!call) return nullptr;
+    PyObject* pass[] = {args[0], reinterpret_cast<PyObject*>(self), context == nullptr ? Py_None : context};
+    Ref keywords(PyTuple_Pack(1, known.context));
+    if (!keywords) return nullptr;
+    Ref handle(PyObject_Vectorcall(call.get(), pass, 2, keywords.get()));
+    return handle ? none() : nullptr;
+  }
+  if (context == nullptr) {
+    put(self->context, PyContext_CopyCurrent());
+    if (self->context == nullptr) return nullptr;
+  } else {
+    put_new(self->context, context);
+  }
+  put_new(self->wake, args[0]);
+  return none();
+}
+
+// unchanged(): whether torch's modes here are those under which `find` made it.
+PyObject* ticket_unchanged(Ticket* self, PyObject*) {
+  return PyBool_FromLong(self->surroundings >= 0 && self->surroundings == modes_here());
+}
+
+PyMethodDef ticket_methods[] = {
+    {"unchanged", reinterpret_cast<PyCFunction>(ticket_unchanged), METH_NOARGS,
+     "Whether torch's modes are those under which it was found."},
+    {"result", reinterpret_cast<PyCFunction>(ticket_result), METH_NOARGS, "The value, or the error raised."},
+    {"add_done_callback", reinterpret_cast<PyCFunction>(reinterpret_cast<void*>(ticket_add_done_callback)),
+     METH_FASTCALL | METH_KEYWORDS, "Call `wake(self)` in `context` once it has ended; one waiter only."},
+    {nullptr, nullptr, 0, nullptr}};
+
+#define FIELD(name, type, member) {name, type, offsetof(Ticket, member), 0, nullptr}
+PyMemberDef ticket_members[] = {FIELD("op", T_OBJECT, op),
+                                FIELD("args", T_OBJECT, args),
+                                FIELD("group", T_OBJECT, group),
+                                FIELD("modes", T_OBJECT, modes),
+                                FIELD("caller", T_OBJECT, caller),
+                                FIELD("slot", T_OBJECT, slot),
+                                FIELD("value", T_OBJECT, value),
+                                FIELD("wake", T_OBJECT, wake),
+                                FIELD("context", T_OBJECT, context),
+                                FIELD("front", T_OBJECT, front),
+                                FIELD("_loop", T_OBJECT, loop),
+                                FIELD("deadline", T_OBJECT, deadline),
+                                FIELD("plan", T_OBJECT, plan),
+                                FIELD("at", T_DOUBLE, at),
+                                FIELD("expected_us", T_DOUBLE, expected_us),
+                                FIELD("seq", T_LONGLONG, seq),
+                                FIELD("tokens", T_LONGLONG, tokens),
+                                FIELD("bytes", T_LONGLONG, bytes),
+                                FIELD("state", T_INT, state),
+                                FIELD("priority", T_INT, priority),
+                                FIELD("_asyncio_future_blocking", T_BOOL, blocking),
+                                {"__weaklistoffset__", T_PYSSIZET, offsetof(Ticket, weak), READONLY, nullptr},
+                                {nullptr, 0, 0, 0, nullptr}};
+#undef FIELD
+
+PyType_Slot ticket_slots[] = {
+    {Py_tp_doc, const_cast<char*>("One call on its way through a lane; layerzero.scheduler.ticket.Ticket.")},
+    {Py_tp_new, reinterpret_cast<void*>(ticket_new)},
+    {Py_tp_dealloc, reinterpret_cast<void*>(ticket_dealloc)},
+    {Py_tp_traverse, reinterpret_cast<void*>(ticket_traverse)},
+    {Py_tp_clear, reinterpret_cast<void*>(ticket_clear)},
+    {Py_tp_methods, ticket_methods},
+    {Py_tp_members, ticket_members},
+    {Py_tp_iter, reinterpret_cast<void*>(PyObject_SelfIter)},
+    {Py_tp_iternext, reinterpret_cast<void*>(ticket_next)},
+    {Py_am_await, reinterpret_cast<void*>(ticket_await)},
+    {Py_am_send, reinterpret_cast<void*>(ticket_send)},
+    {0, nullptr}};
+PyType_Spec ticket_spec = {"layerzero.native.Ticket", sizeof(Ticket), 0, Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC,
+                           ticket_slots};
+
+// -- a batch of tickets -------------------------------------------------------------------------------
+
+bool all_tickets(PyObject* list) {
+  if (!PyList_CheckExact(list)) return false;
+  for (Py_ssize_t i = 0; i < PyList_GET_SIZE(list); ++i)
+    if (!is_ticket(PyList_GET_ITEM(list, i))) return false;
+  return PyList_GET_SIZE(list) > 0;
+}
+
+// begin(tickets): they run now; (sum of at, least at, tokens, microseconds), or None for others' tickets.
+PyObject* begin(PyObject*, PyObject* list) {
+  if (!all_tickets(list)) return none();
+  double sum = 0, least = HUGE_VAL, us = 0;
+  long long tokens = 0;
+  for (Py_ssize_t i = 0; i < PyList_GET_SIZE(list); ++i) {
+    auto* ticket = reinterpret_cast<Ticket*>(PyList_GET_ITEM(list, i));
+    ticket->state = RUNNING;
+    put_new(ticket->slot, Py_None);
+    sum += ticket->at;
+    least = std::min(least, ticket->at);
+    us += ticket->expected_us;
+    tokens += ticket->tokens;
+  }
+  return Py_BuildValue("(ddLd)", sum, least, tokens, us);
+}
+
+// land(tickets, outcomes, Failed): they have ended; how many with a value, how many were left by their caller.
+PyObject* land(PyObject*, PyObject* const* args, Py_ssize_t count) {
+  if (count != 3 || !all_tickets(args[0]) || !PyList_CheckExact(args[1])) return none();
+  PyObject *list = args[0], *outcomes = args[1];
+  const Py_ssize_t size = PyList_GET_SIZE(list);
+  if (PyList_GET_SIZE(outcomes) != size) return none();
+  auto* failed = reinterpret_cast<PyTypeObject*>(args[2]);
+  Py_ssize_t values = 0, left = 0;
+  for (Py_ssize_t i = 0; i < size; ++i) {
+    auto* ticket = reinterpret_cast<Ticket*>(PyList_GET_ITEM(list, i));
+    PyObject* outcome = PyList_GET_ITEM(outcomes, i);
+    if (ticket->state == DETACHED) {
+      ticket->state = CANCELLED;
+      ++left;
+    } else {
+      put_new(ticket->value, outcome);
+      const bool broke = Py_TYPE(outcome) == failed;
+      ticket->state = broke ? FAILED : DONE;
+      values += !broke;
+    }
+    put_new(ticket->args, known.empty);
+  }
+  return Py_BuildValue("(nn)", values, left);
+}
+
+// resume(iterator of tickets): wake each in its context; an error leaves the iterator at the next one.
+PyObject* resume(PyObject*, PyObject* tickets) {
+  while (Ref ticket = Ref(PyIter_Next(tickets))) {
+    Ref wake, context;
+    if (is_ticket(ticket.get())) {
+      auto* self = reinterpret_cast<Ticket*>(ticket.get());
+      wake = Ref(std::exchange(self->wake, nullptr));
+      context = Ref::to(self->context);
+    } else {
+      wake = Ref(PyObject_GetAttr(ticket.get(), known.wake));
+      if (!wake) return nullptr;
+      if (wake.get() != Py_None) {
+        context = Ref(PyObject_GetAttr(ticket.get(), known.context));
+        if (!context || PyObject_SetAttr(ticket.get(), known.wake, Py_None)) return nullptr;
+      }
+    }
+    if (!wake || wake.get() == Py_None) continue;
+    if (PyContext_Enter(context.get())) return nullptr;
+    Ref done(PyObject_CallOneArg(wake.get(), ticket.get()));
+    if (!done) {
+      PyObject *type, *value, *trace;
+      PyErr_Fetch(&type, &value, &trace);
+      PyContext_Exit(context.get());
+      PyErr_Restore(type, value, trace);
+      return nullptr;
+    }
+    if (PyContext_Exit(context.get())) return nullptr;
+  }
+  return PyErr_Occurred() ? nullptr : none();
+}
+
+// -- rows ---------------------------------------------------------------------------------------------
+
+// A tensor that is nothing but memory with sizes and strides; null for every other object.
+c10::TensorImpl* plain(PyObject* object) {
+  if (!THPVariable_CheckExact(object)) return nullptr;
+  c10::TensorImpl* impl = THPVariable_Unpack(object).unsafeGetTensorImpl();
+  if (impl == nullptr || impl->layout() != c10::kStrided || impl->has_symbolic_sizes_strides() ||
+      !impl->has_storage() || impl->is_nested() ||
+      c10::isQIntType(impl->dtype().toScalarType()))
+    return nullptr;
+  if (impl->key_set().has_any(c10::DispatchKeySet({c10::DispatchKey::Conjugate, c10::DispatchKey::Negative,
+                                                   c10::DispatchKey::Python, c10::DispatchKey::FuncTorchBatched,
+                                                   c10::DispatchKey::FuncTorchGradWrapper,
+                                                   c10::DispatchKey::Functionalize, c10::DispatchKey::ZeroTensor})))
+    return nullptr;
+  return impl;
+}
+
+// A view of `of`'s memory without a place in any graph: what joins a batch needs no gradient.
+at::Tensor view_of(c10::TensorImpl* of, at::IntArrayRef sizes, at::IntArrayRef strides, int64_t offset) {
+  auto made = c10::make_intrusive<c10::TensorImpl>(c10::TensorImpl::VIEW, c10::Storage(of->storage()),
+                                                   of->key_set(), of->dtype());
+  made->set_sizes_and_strides(sizes, strides, offset);
+  return at::Tensor(std::move(made));
+}
+
+bool needs_graph(c10::TensorImpl* impl) { return c10::GradMode::is_enabled() && impl->requires_grad(); }
+
+// The tensor whose consecutive row blocks the pieces are; undefined where they are not.
+at::Tensor rejoined(const std::vector<c10::TensorImpl*>& pieces) {
+  c10::TensorImpl* first = pieces.front();
+  const auto strides = first->strides();
+  if (strides.empty() || strides[0] == 0) return {};
+  const int64_t step = strides[0] * int64_t(first->itemsize());
+  // A single row is contiguous whatever its stride; only where the stride says where the next row would stand
+  // may contiguous pieces stand for it.
+  const bool dense = first->is_contiguous() && strides[0] == c10::multiply_integers(first->sizes().slice(1));
+  const char* const start = static_cast<const char*>(first->data());
+  const char* expected = start;
+  for (c10::TensorImpl* piece : pieces) {
+    if (piece->data() != expected || !(dense ? piece->is_contiguous() : piece->strides() == strides)) return {};
+    expected += piece->size(0) * step;
+  }
+  if (pieces.back()->storage().unsafeGetStorageImpl() != first->storage().unsafeGetStorageImpl()) return {};
+  c10::SmallVector<int64_t, 5> sizes(first->sizes().begin(), first->sizes().end());
+  sizes[0] = (expected - start) / step;
+  return view_of(first, sizes, strides, first->storage_offset());
+}
+
+// gather(calls, position, tail): the rows of that operand of every call in one tensor, and how many each brings.
+// NotImplemented unless every operand is plain with one leading axis.
+PyObject* gather(PyObject*, PyObject* const* args, Py_ssize_t count) {
+  if (count != 3 || !PyList_CheckExact(args[0])) return not_ours();
+  const Py_ssize_t position = PyLong_AsSsize_t(args[1]), tail = PyLong_AsSsize_t(args[2]);
+  if (PyErr_Occurred()) return nullptr;
+  const Py_ssize_t size = PyList_GET_SIZE(args[0]);
+  if (size == 0) return not_ours();
+  return guarded([&]() -> PyObject* {
+    std::vector<c10::TensorImpl*> pieces;
+    pieces.reserve(size);
+    Ref counts(PyList_New(size));
+    if (!counts) return nullptr;
+    for (Py_ssize_t i = 0; i < size; ++i) {
+      PyObject* call = PyList_GET_ITEM(args[0], i);
+      if (!PyTuple_Check(call) || PyTuple_GET_SIZE(call) <= position) return not_ours();
+      c10::TensorImpl* impl = plain(PyTuple_GET_ITEM(call, position));
+      if (impl == nullptr || impl->dim() != tail + 1 || needs_graph(impl)) return not_ours();
+      pieces.push_back(impl);
+      PyObject* rows = PyLong_FromLongLong(impl->size(0));
+      if (rows == nullptr) return nullptr;
+      PyList_SET_ITEM(counts.get(), i, rows);
+    }
+    at::Tensor joined = rejoined(pieces);
+    if (!joined.defined()) {
+      std::vector<at::Tensor> tensors;
+      tensors.reserve(size);
+      for (Py_ssize_t i = 0; i < size; ++i)
+        tensors.push_back(THPVariable_Unpack(PyTuple_GET_ITEM(PyList_GET_ITEM(args[0], i), position)));
+      PyThreadState* let = PyEval_SaveThread();
+      try {
+        joined = at::cat(tensors);
+      } catch (...) {
+        PyEval_RestoreThread(let);
+        throw;
+      }
+      PyEval_RestoreThread(let);
+    }
+    Ref whole(THPVariable_Wrap(std::move(joined)));
+    if (!whole) return nullptr;
+    return PyTuple_Pack(2, whole.get(), counts.get());
+  });
+}
+
+// rejoin(tensors): the base, None where they are not its pieces, NotImplemented where it cannot tell.
+PyObject* rejoin(PyObject*, PyObject* list) {
+  if (!PyList_CheckExact(list) || PyList_GET_SIZE(list) == 0) return not_ours();
+  return guarded([&]() -> PyObject* {
+    std::vector<c10::TensorImpl*> pieces;
+    for (Py_ssize_t i = 0; i < PyList_GET_SIZE(list); ++i) {
+      c10::TensorImpl* impl = plain(PyList_GET_ITEM(list, i));
+      if (impl == nullptr || needs_graph(impl)) return not_ours();
+      pieces.push_back(impl);
+    }
+    at::Tensor joined = rejoined(pieces);
+    return joined.defined() ? THPVariable_Wrap(std::move(joined)) : none();
+  });
+}
+
+// split(tensor, counts, lift): views of that many rows each, behind one another, with an axis of one in front
+// where `lift`; NotImplemented for no plain tensor.
+PyObject* split(PyObject*, PyObject* const* args, Py_ssize_t count) {
+  if (count != 3 || !PyList_CheckExact(args[1])) return not_ours();
+  c10::TensorImpl* impl = plain(args[0]);
+  if (impl == nullptr || impl->dim() == 0 || needs_graph(impl)) return not_ours();
+  const int lift = PyObject_IsTrue(args[2]) ? 1 : 0;
+  const Py_ssize_t size = PyList_GET_SIZE(args[1]);
+  return guarded([&]() -> PyObject* {
+    c10::SmallVector<int64_t, 6> sizes(impl->sizes().begin(), impl->sizes().end());
+    c10::SmallVector<int64_t, 6> strides(impl->strides().begin(), impl->strides().end());
+    const int64_t rows = sizes[0], step = strides[0];
+    if (lift) {
+      sizes.insert(sizes.begin(), 1);
+      strides.insert(strides.begin(), 0);
+    }
+    Ref made(PyList_New(size));
+    if (!made) return nullptr;
+    int64_t at = 0;
+    for (Py_ssize_t i = 0; i < size; ++i) {
+      const int64_t take = PyLong_AsLongLong(PyList_GET_ITEM(args[1], i));
+      if (take < 0 || at + take > rows) {
+        if (!PyErr_Occurred()) PyErr_Format(PyExc_ValueError, "counts need to be %lld rows", (long long)rows);
+        return nullptr;
+      }
+      sizes[lift] = take;
+      if (lift) strides[0] = take * step;
+      PyObject* piece = THPVariable_Wrap(view_of(impl, sizes, strides, impl->storage_offset() + at * step));
+      if (piece == nullptr) return nullptr;
+      PyList_SET_ITEM(made.get(), i, piece);
+      at += take;
+    }
+    if (at != rows) {
+      PyErr_Format(PyExc_ValueError, "counts need to be %lld rows, got %lld", (long long)rows, (long long)at);
+      return nullptr;
+    }
+    return made.release();
+  });
+}
+
+// paired(values, plan): [(value, plan), ...].
+PyObject* paired(PyObject*, PyObject* const* args, Py_ssize_t count) {
+  if (count != 2 || !PyList_CheckExact(args[0])) return not_ours();
+  const Py_ssize_t size = PyList_GET_SIZE(args[0]);
+  Ref made(PyList_New(size));
+  if (!made) return nullptr;
+  for (Py_ssize_t i = 0; i < size; ++i) {
+    PyObject* pair = PyTuple_Pack(2, PyList_GET_ITEM(args[0], i), args[1]);
+    if (pair == nullptr) return nullptr;
+    PyList_SET_ITEM(made.get(), i, pair);
+  }
+  return made.release();
+}
+
+// -- memo ---------------------------------------------------------------------------------------------
+
+constexpr Py_ssize_t MAX_PARAMETERS = 32;
+constexpr size_t MAX_KEY = 2048, MAX_ENTRIES = 16384;
+
+// A key under construction: 64-bit words.
+struct Key {
+  uint64_t words[MAX_KEY / 8];
+  size_t size = 0;
+  bool add(uint64_t word) {
+    if (size == MAX_KEY / 8) return false;
+    words[size++] = word;
+    return true;
+  }
+  std::string_view view() const { return {reinterpret_cast<const char*>(words), size * 8}; }
+};
+
+struct Hash {
+  using is_transparent = void;
+  size_t operator()(std::string_view key) const {
+    uint64_t hash = key.size();
+    for (size_t i = 0; i + 8 <= key.size(); i += 8) {
+      uint64_t word;
+      std::memcpy(&word, key.data() + i, 8);
+      hash = (hash ^ word) * 0x9E3779B97F4A7C15ull;
+      hash ^= hash >> 29;
+    }
+    return hash;
+  }
+  size_t operator()(const std::string& key) const { return (*this)(std::string_view(key)); }
+};
+
+struct Entry {
+  Ref plan, group, modes, constants;  // constants: values by position, NULL where the call's own tensor stands
+  double expected_us;
+  long long tokens, bytes;
+};
+
+struct Remembered {
+  Ref devices, device, snapshot, fronts;
+  uint64_t shared = 0;  // positions whose memory is part of the key
+  std::unordered_map<std::string, Entry, Hash, std::equal_to<>> entries;
+};
+
+struct Memo {
+  PyObject_HEAD
+  PyObject *op, *names, *defaults, *active, *scope;
+  Py_ssize_t positional;
+  Remembered* kept;
+};
+
+PyTypeObject* MemoType = nullptr;
+
+// What one value adds to a key; false for a value that cannot be told apart by bits.
+bool add_value(Key& key, PyObject* value, bool shared) {
+  if (c10::TensorImpl* impl = plain(value)) {
+    const auto sizes = impl->sizes(), strides = impl->strides();
+    const uint64_t kind = 1 | uint64_t(shared) << 8 | uint64_t(impl->requires_grad()) << 9 | uint64_t(sizes.size()) << 16 |
+                          uint64_t(uint16_t(impl->dtype().toScalarType())) << 32 |
+                          uint64_t(uint8_t(impl->device().index())) << 48;
+    if (key.size + 3 + 2 * sizes.size() > MAX_KEY / 8) return false;
+    key.add(kind);
+    key.add(impl->key_set().raw_repr());
+    if (shared) key.add(reinterpret_cast<uint64_t>(impl->data()));
+    for (const int64_t extent : sizes) key.add(uint64_t(extent));
+    for (const int64_t stride : strides) key.add(uint64_t(stride));
+    return true;
+  }
+  if (value == Py_None) return key.add(2);
+  if (PyBool_Check(value)) return key.add(value == Py_True ? 4 : 3);
+  if (PyLong_CheckExact(value)) {
+    int overflow = 0;
+    const long long number = PyLong_AsLongLongAndOverflow(value, &overflow);
+    return !overflow && key.add(5) && key.add(uint64_t(number));
+  }
+  if (PyFloat_CheckExact(value)) {
+    const double number = PyFloat_AS_DOUBLE(value);
+    uint64_t bits;
+    std::memcpy(&bits, &number, 8);
+    return number == number && key.add(6) && key.add(bits);
+  }
+  if (PyUnicode_CheckExact(value)) {
+    Py_ssize_t size;
+    const char* text = PyUnicode_AsUTF8AndSize(value, &size);
+    if (text == nullptr) {
+      PyErr_Clear();
+      return false;
+    }
+    if (size > 256 || !key.add(7 | uint64_t(size) << 8)) return false;
+    for (Py_ssize_t at = 0; at < size; at += 8) {
+      uint64_t word = 0;
+      std::memcpy(&word, text + at, std::min<Py_ssize_t>(8, size - at));
+      if (!key.add(word)) return false;
+    }
+    return true;
+  }
+  if (THPDtype_Check(value))
+    return key.add(8 | uint64_t(uint16_t(reinterpret_cast<THPDtype*>(value)->scalar_type)) << 8);
+  if (PyTuple_CheckExact(value)) {
+    if (!key.add(9 | uint64_t(PyTuple_GET_SIZE(value)) << 8)) return false;
+    for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(value); ++i) {
+      PyObject* item = PyTuple_GET_ITEM(value, i);
+      if (THPVariable_CheckExact(item) || !add_value(key, item, false)) return false;
+    }
+    return true;
+  }
+  return false;
+}
+
+// The call's values in the order of the parameters; null where the default stands. False: not callable so.
+bool bind(const Memo* self, PyObject* args, PyObject* kwargs, PyObject** values) {
+  const Py_ssize_t all = PyTuple_GET_SIZE(self->names), given = PyTuple_GET_SIZE(args);
+  if (given > self->positional) return false;
+  for (Py_ssize_t i = 0; i < all; ++i) values[i] = i < given ? PyTuple_GET_ITEM(args, i) : nullptr;
+  Py_ssize_t at = 0;
+  PyObject *name, *value;
+  while (kwargs != nullptr && PyDict_Next(kwargs, &at, &name, &value)) {
+    Py_ssize_t i = given;
+    while (i < all && PyTuple_GET_ITEM(self->names, i) != name) ++i;  // both are interned
+    if (i == all) return false;
+    values[i] = value;
+  }
+  for (Py_ssize_t i = given; i < all; ++i)
+    if (values[i] == nullptr && PyTuple_GET_ITEM(self->defaults, i) == Py_Ellipsis) return false;
+  return true;
+}
+
+bool make_key(const Memo* self, int modes, PyObject* const* values, Key& key) {
+  key.add(uint64_t(modes));
+  for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(self->names); ++i)
+    if (values[i] == nullptr ? !key.add(0) : !add_value(key, values[i], self->kept->shared >> i & 1)) return false;
+  return true;
+}
+
+// Whether what was remembered still holds: the same runtime, the same generation of its device.
+bool valid(Remembered* kept, PyObject* active) {
+  if (!kept->devices) return false;
+  Ref devices(PyObject_GetAttr(active, known.devices));
+  Ref snapshot(PyObject_GetAttr(kept->device.get(), known.snapshot));
+  PyErr_Clear();
+  return devices.get() == kept->devices.get() && snapshot.get() == kept->snapshot.get();
+}
+
+void forget(Memo* self) {
+  std::unique_ptr<Remembered> old(std::exchange(self->kept, new Remembered()));  // its objects die after it is empty
+  self->kept->shared = old->shared;
+}
+
+PyObject* found_ticket(Memo* self, PyObject* const* given, Py_ssize_t count) {
+  if (count != 2 || self->kept->entries.empty()) return none();
+  PyObject* args = given[0];
+  PyObject* kwargs = given[1];
+  const int modes = modes_here();
+  if (modes < 0) return none();
+  PyObject* scope = nullptr;
+  if (PyContextVar_Get(self->scope, nullptr, &scope)) return nullptr;
+  Ref held(scope);
+  if (scope != nullptr && scope != Py_None) return none();
+  if (!valid(self->kept, self->active)) {
+    forget(self);
+    return none();
+  }
+  Ref loop(PyObject_CallNoArgs(known.running_loop));
+  if (!loop) return nullptr;
+  Ref front = Ref::to(PyDict_GetItemWithError(self->kept->fronts.get(), loop.get()));
+  if (!front) return PyErr_Occurred() ? nullptr : none();
+  PyObject* values[MAX_PARAMETERS];
+  Key key;
+  if (!bind(self, args, kwargs, values) || !make_key(self, modes, values, key)) return none();
+  const auto found = self->kept->entries.find(key.view());
+  if (found == self->kept->entries.end()) return none();
+  // References of our own before anything is made: a collection may run code that forgets the entry.
+  const Entry& entry = found->second;
+  Ref plan = Ref::to(entry.plan.get()), group = Ref::to(entry.group.get()), around = Ref::to(entry.modes.get());
+  Ref constants = Ref::to(entry.constants.get());
+  const double expected_us = entry.expected_us;
+  const long long tokens = entry.tokens, bytes = entry.bytes;
+  const Py_ssize_t all = PyTuple_GET_SIZE(self->names);
+  Ref full(PyTuple_New(all));
+  if (!full) return nullptr;
+  for (Py_ssize_t i = 0; i < all; ++i) {
+    PyObject* constant = PyTuple_GET_ITEM(constants.get(), i);
+    PyTuple_SET_ITEM(full.get(), i, Ref::to(constant == Py_Ellipsis ? values[i] : constant).release());
+  }
+  Ticket* ticket = blank_ticket();
+  if (ticket == nullptr) return nullptr;
+  ticket->op = Ref::to(self->op).release();
+  ticket->args = full.release();
+  ticket->group = group.release();
+  ticket->modes = around.release();
+  ticket->plan = plan.release();
+  ticket->front = front.release();
+  ticket->loop = loop.release();
+  ticket->expected_us = expected_us;
+  ticket->tokens = tokens;
+  ticket->bytes = bytes;
+  ticket->surroundings = modes;
+  PyObject_GC_Track(ticket);
+  return reinterpret_cast<PyObject*>(ticket);
+}
+
+// find(args, kwargs): the ticket of a call that is known, with its front; None for any other.
+PyObject* memo_find(Memo* self, PyObject* const* given, Py_ssize_t count) {
+  return guarded([&] { return found_ticket(self, given, count); });
+}
+
+// remember(args, kwargs, full, shared, (devices, device, snapshot, fronts), plan, group, modes, tokens, bytes,
+// expected_us): whether `find` will know such a call.
+PyObject* memo_remember(Memo* self, PyObject* given) {
+  PyObject *args, *kwargs, *full, *shared, *devices, *device, *snapshot, *fronts, *plan, *group, *modes;
+  long long tokens, bytes;
+  double expected_us;
+  if (!PyArg_ParseTuple(given, "O!O!O!O!(OOOO!)OOOLLd", &PyTuple_Type, &args, &PyDict_Type, &kwargs, &PyTuple_Type,
+                        &full, &PyTuple_Type, &shared, &devices, &device, &snapshot, &PyDict_Type, &fronts, &plan,
+                        &group, &modes, &tokens, &bytes, &expected_us))
+    return nullptr;
+  const int here = modes_here();
+  const Py_ssize_t all = PyTuple_GET_SIZE(self->names);
+  PyObject* values[MAX_PARAMETERS];
+  if (here < 0 || PyTuple_GET_SIZE(full) != all || !bind(self, args, kwargs, values)) Py_RETURN_FALSE;
+  uint64_t positions = self->kept->shared;
+  for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(shared); ++i) {
+    const Py_ssize_t position = PyLong_AsSsize_t(PyTuple_GET_ITEM(shared, i));
+    if (position < 0 || position >= all) Py_RETURN_FALSE;
+    positions |= uint64_t(1) << position;
+  }
+  Ref constants(PyTuple_New(all));
+  if (!constants) return nullptr;
+  for (Py_ssize_t i = 0; i < all; ++i) {
+    PyObject* value = PyTuple_GET_ITEM(full, i);
+    const bool tensor = THPVariable_CheckExact(value);
+    if (tensor && value != values[i]) Py_RETURN_FALSE;  // made by the op from what it was given
+    PyTuple_SET_ITEM(constants.get(), i, Ref::to(tensor ? Py_Ellipsis : value).release());
+  }
+  return guarded([&]() -> PyObject* {
+    Remembered* kept = self->kept;
+    if (positions != kept->shared || kept->entries.size() >= MAX_ENTRIES || devices != kept->devices.get() ||
+        device != kept->device.get() || snapshot != kept->snapshot.get() || fronts != kept->fronts.get()) {
+      forget(self);
+      kept = self->kept;
+      kept->shared = positions;
+      kept->devices = Ref::to(devices);
+      kept->device = Ref::to(device);
+      kept->snapshot = Ref::to(snapshot);
+      kept->fronts = Ref::to(fronts);
+    }
+    Key key;
+    if (!make_key(self, here, values, key)) Py_RETURN_FALSE;
+    Entry entry{Ref::to(plan), Ref::to(group), Ref::to(modes), std::move(constants), expected_us, tokens, bytes};
+    // An entry that is replaced dies after the map is whole again.
+    auto [at, fresh] = kept->entries.try_emplace(std::string(key.view()));
+    std::swap(at->second, entry);
+    Py_RETURN_TRUE;
+  });
+}
+
+PyObject* memo_forget(Memo* self, PyObject*) {
+  return guarded([&]() -> PyObject* {
+    forget(self);
+    return none();
+  });
+}
+
+PyObject* memo_new(PyTypeObject* type, PyObject* given, PyObject*) {
+  PyObject *op, *names, *defaults, *active, *scope;
+  Py_ssize_t positional;
+  if (!PyArg_ParseTuple(given, "OO!O!nOO", &op, &PyTuple_Type, &names, &PyTuple_Type, &defaults, &positional, &active,
+                        &scope))
+    return nullptr;
+  if (PyTuple_GET_SIZE(names) > MAX_PARAMETERS || PyTuple_GET_SIZE(defaults) != PyTuple_GET_SIZE(names)) {
+    PyErr_Format(PyExc_ValueError, "a memo needs one default a name and at most %zd names", MAX_PARAMETERS);
+    return nullptr;
+  }
+  Ref own(PyTuple_New(PyTuple_GET_SIZE(names)));
+  if (!own) return nullptr;
+  for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(names); ++i) {
+    PyObject* name = Ref::to(PyTuple_GET_ITEM(names, i)).release();
+    PyUnicode_InternInPlace(&name);
+    PyTuple_SET_ITEM(own.get(), i, name);
+  }
+  auto* self = PyObject_GC_New(Memo, type);
+  if (self == nullptr) return nullptr;
+  self->op = Ref::to(op).release();
+  self->names = own.release();
+  self->defaults = Ref::to(defaults).release();
+  self->active = Ref::to(active).release();
+  self->scope = Ref::to(scope).release();
+  self->positional = positional;
+  self->kept = new Remembered();
+  PyObject_GC_Track(self);
+  return reinterpret_cast<PyObject*>(self);
+}
+
+int memo_traverse(Memo* self, visitproc visit, void* arg) {
+  Py_VISIT(Py_TYPE(self));
+  Py_VISIT(self->op);
+  Py_VISIT(self->names);
+  Py_VISIT(self->defaults);
+  Py_VISIT(self->active);
+  Py_VISIT(self->scope);
+  if (self->kept == nullptr) return 0;
+  Py_VISIT(self->kept->devices.get());
+  Py_VISIT(self->kept->device.get());
+  Py_VISIT(self->kept->snapshot.get());
+  Py_VISIT(self->kept->fronts.get());
+  for (const auto& [key, entry] : self->kept->entries) {
+    Py_VISIT(entry.plan.get());
+    Py_VISIT(entry.group.get());
+    Py_VISIT(entry.modes.get());
+    Py_VISIT(entry.constants.get());
+  }
+  return 0;
+}
+
+int memo_clear(Memo* self) {
+  forget(self);
+  return 0;
+}
+
+void memo_dealloc(Memo* self) {
+  PyTypeObject* type = Py_TYPE(self);
+  PyObject_GC_UnTrack(self);
+  delete std::exchange(self->kept, nullptr);
+  Py_CLEAR(self->op);
+  Py_CLEAR(self->names);
+  Py_CLEAR(self->defaults);
+  Py_CLEAR(self->active);
+  Py_CLEAR(self->scope);
+  PyObject_GC_Del(self);
+  Py_DECREF(type);
+}
+
+PyObject* memo_size(Memo* self, void*) { return PyLong_FromSize_t(self->kept->entries.size()); }
+
+PyMethodDef memo_methods[] = {
+    {"find", reinterpret_cast<PyCFunction>(reinterpret_cast<void*>(memo_find)), METH_FASTCALL,
+     "The ticket of a known call, or None."},
+    {"remember", reinterpret_cast<PyCFunction>(memo_remember), METH_VARARGS, "Whether `find` will know such a call."},
+    {"forget", reinterpret_cast<PyCFunction>(memo_forget), METH_NOARGS, "Drop everything."},
+    {nullptr, nullptr, 0, nullptr}};
+PyGetSetDef memo_getset[] = {
+    {"size", reinterpret_cast<getter>(memo_size), nullptr, "Calls it knows.", nullptr},
+    {nullptr, nullptr, nullptr, nullptr, nullptr}};
+PyType_Slot memo_slots[] = {{Py_tp_doc, const_cast<char*>("What is known about the calls of one op.")},
+                            {Py_tp_new, reinterpret_cast<void*>(memo_new)},
+                            {Py_tp_dealloc, reinterpret_cast<void*>(memo_dealloc)},
+                            {Py_tp_traverse, reinterpret_cast<void*>(memo_traverse)},
+                            {Py_tp_clear, reinterpret_cast<void*>(memo_clear)},
+                            {Py_tp_methods, memo_methods},
+                            {Py_tp_getset, memo_getset},
+                            {0, nullptr}};
+PyType_Spec memo_spec = {"layerzero.native.Memo", sizeof(Memo), 0, Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC, memo_slots};
+
+// -- the module ---------------------------------------------------------------------------------------
+
+// modes(): the mask of grad, inference and deterministic mode, or -1 where anything else is in force.
+PyObject* modes(PyObject*, PyObject*) { return PyLong_FromLong(modes_here()); }
+
+PyMethodDef functions[] = {
+    {"begin", begin, METH_O, "Tickets run now: (sum of at, least at, tokens, microseconds)."},
+    {"land", reinterpret_cast<PyCFunction>(reinterpret_cast<void*>(land)), METH_FASTCALL, "Tickets have ended."},
+    {"resume", resume, METH_O, "Wake the tickets of an iterator, each in its context."},
+    {"rejoin", rejoin, METH_O, "The tensor that pieces are consecutive rows of."},
+    {"gather", reinterpret_cast<PyCFunction>(reinterpret_cast<void*>(gather)), METH_FASTCALL,
+     "All rows of one operand, and how many each call brings."},
+    {"split", reinterpret_cast<PyCFunction>(reinterpret_cast<void*>(split)), METH_FASTCALL, "Views of rows."},
+    {"paired", reinterpret_cast<PyCFunction>(reinterpret_cast<void*>(paired)), METH_FASTCALL, "Each value with a plan."},
+    {"modes", modes, METH_NOARGS, "The mask of torch's modes, or -1."},
+    {nullptr, nullptr, 0, nullptr}};
+PyModuleDef definition = {PyModuleDef_HEAD_INIT, "layerzero_hot", nullptr, -1, functions, nullptr, nullptr, nullptr, nullptr};
+
+}  // namespace
+
+PyMODINIT_FUNC PyInit_layerzero_hot() {
+  known.devices = PyUnicode_InternFromString("devices");
+  known.snapshot = PyUnicode_InternFromString("snapshot");
+  known.context = PyUnicode_InternFromString("context");
+  known.wake = PyUnicode_InternFromString("wake");
+  known.call_soon = PyUnicode_InternFromString("call_soon");
+  known.empty = PyTuple_New(0);
+  Ref events(PyImport_ImportModule("asyncio"));
+  if (!events) return nullptr;
+  known.running_loop = PyObject_GetAttrString(events.get(), "get_running_loop");
+  TicketType = reinterpret_cast<PyTypeObject*>(PyType_FromSpec(&ticket_spec));
+  MemoType = reinterpret_cast<PyTypeObject*>(PyType_FromSpec(&memo_spec));
+  Ref module(PyModule_Create(&definition));
+  if (known.running_loop == nullptr || TicketType == nullptr || MemoType == nullptr || !module) return nullptr;
+  Py_INCREF(TicketType);
+  Py_INCREF(MemoType);
+  if (PyModule_AddObject(module.get(), "Ticket", reinterpret_cast<PyObject*>(TicketType)) ||
+      PyModule_AddObject(module.get(), "Memo", reinterpret_cast<PyObject*>(MemoType)))
+    return nullptr;
+  return module.release();
+}

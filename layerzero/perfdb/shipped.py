@@ -1,0 +1,107 @@
+"""Tables of measurements that come with the package: one JSON file for a class of hardware.
+
+A table is written by `lz tune --table`, holds its own content hash, and is used where the hardware is of the
+same class; software versions may differ, which the table's provenance says.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import os
+from pathlib import Path
+
+import msgspec
+
+from layerzero import log
+from layerzero.errors import CacheCorruptionError
+from layerzero.hardware import Hardware
+from layerzero.perfdb.record import Environment, Measurement
+
+FORMAT = 1
+TABLE_REFUSED = "shipped_table.refused"
+
+
+class Provenance(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Who made a table, when and with what; `command` makes it again."""
+
+    command: str
+    date: str
+    version: str
+    environment: Environment
+    libraries: tuple[str, ...] = ()
+    note: str = ""
+
+
+class Table(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Measurements for one class of hardware; `content` is the hash of `rows`."""
+
+    format: int = FORMAT
+    provenance: Provenance
+    content: str
+    rows: tuple[Measurement, ...]
+
+    def fits(self, hardware: Hardware) -> bool:
+        """Whether the table's class of hardware is `hardware`'s: the same GPU, or the same kind of CPU."""
+        own, theirs = self.provenance.environment, Environment.of(hardware)
+        if own.platform != theirs.platform:
+            return False
+        if own.platform == "cpu":
+            ratio = own.threads / max(1, theirs.threads)
+            return own.vendor == theirs.vendor and own.isa == theirs.isa and 0.4 < ratio < 2.5
+        return own.device == theirs.device and own.sm == theirs.sm
+
+
+def content_hash(rows: tuple[Measurement, ...]) -> str:
+    """The hash that a table states of its rows."""
+    return hashlib.sha256(msgspec.json.encode(rows)).hexdigest()
+
+
+def write_table(path: str | os.PathLike[str], provenance: Provenance, rows: list[Measurement]) -> Table:
+    """Write rows as a table, whole or not at all; the rows are sorted so that a diff reads well."""
+    ordered = tuple(sorted(rows, key=lambda r: (r.site.op, r.site.dims, r.site.features, r.kernel, r.launch)))
+    table = Table(provenance=provenance, content=content_hash(ordered), rows=ordered)
+    where = Path(path)
+    where.parent.mkdir(parents=True, exist_ok=True)
+    head = msgspec.json.format(msgspec.json.encode(msgspec.structs.replace(table, rows=())), indent=1)
+    lines = b",\n".join(b"  " + msgspec.json.encode(row) for row in ordered)
+    draft = where.with_suffix(".tmp")
+    draft.write_bytes(head.replace(b'"rows": []', b'"rows": [\n' + lines + b"\n ]") + b"\n")
+    draft.replace(where)
+    return table
+
+
+def read_table(path: str | os.PathLike[str]) -> Table:
+    """A table out of its file.
+
+    Raises: CacheCorruptionError: it does not decode, is of another format, or its rows do not match its hash.
+    """
+    try:
+        table = msgspec.json.decode(Path(path).read_bytes(), type=Table)
+    except (OSError, msgspec.MsgspecError) as error:
+        raise CacheCorruptionError(f"{path}: {error}", path=str(path)) from error
+    if table.format != FORMAT:
+        raise CacheCorruptionError(f"{path}: format needs {FORMAT}, got {table.format}", path=str(path))
+    if content_hash(table.rows) != table.content:
+        raise CacheCorruptionError(f"{path}: its rows do not match its content hash", path=str(path))
+    return table
+
+
+def fitting_tables(hardware: Hardware, folder: Path) -> list[Table]:
+    """The tables of `folder` for a device's class of hardware, nearest in threads first; bad ones left out.
+
+    A table's file is named `<platform>_<what>.json`, so that those of other platforms are not even read.
+    """
+    found = [table for table in _all(folder, hardware.platform) if table.fits(hardware)]
+    return sorted(found, key=lambda t: abs(t.provenance.environment.threads - hardware.threads))
+
+
+@functools.cache
+def _all(folder: Path, platform: str) -> tuple[Table, ...]:
+    tables: list[Table] = []
+    for path in sorted(folder.glob(f"{platform}_*.json")):
+        try:
+            tables.append(read_table(path))
+        except CacheCorruptionError as error:
+            log.error(TABLE_REFUSED, path=str(path), error=str(error))
+    return tuple(tables)

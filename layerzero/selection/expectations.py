@@ -1,0 +1,74 @@
+"""What a device expects kernels to cost: its own measurements, then shipped tables, then estimates."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from layerzero import log
+from layerzero.hardware import Hardware
+from layerzero.kernel import Kernel
+from layerzero.selection.decide import CostModel, roofline
+from layerzero.settings import Settings
+
+if TYPE_CHECKING:
+    from layerzero.perfdb import Measurement
+
+FILE = "perfdb.sqlite"
+TABLES = Path(__file__).resolve().parents[1] / "tables"
+ROWS_STALE = "perfdb.rows_stale"
+
+
+def perfdb_path(settings: Settings) -> Path | None:
+    """Where this machine's measurements stand; None where none are kept."""
+    if settings.perfdb is None:
+        return None
+    if settings.perfdb != "auto":
+        return Path(settings.perfdb)
+    if settings.state_dir is not None:
+        return Path(settings.state_dir) / FILE
+    cache = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
+    return Path(cache) / "layerzero" / FILE
+
+
+def has_measurements(settings: Settings, hardware: Hardware) -> bool:
+    """Whether there is anything to read for a device; nothing is read for the answer."""
+    path = perfdb_path(settings)
+    shipped = settings.shipped_tables and any(TABLES.glob(f"{hardware.platform}_*.json"))
+    return shipped or (path is not None and path.is_file())
+
+
+def measured_costs(
+    settings: Settings, kernels: Mapping[str, Kernel], hardware: Hardware, fresh: tuple[Measurement, ...] = ()
+) -> CostModel:
+    """The cost model that the settings give a device; `fresh` are measurements that no file holds (yet).
+
+    Rows of other versions of a kernel's libraries are left out, and said so.
+    """
+    # Imported where it is used: a process's first call does not wait for measurements.
+    from layerzero.perfdb import Environment, versions_of
+    from layerzero.selection.measured import MEASURED, SHIPPED, MeasuredCosts, Row
+
+    rows = [Row(measurement, MEASURED) for measurement in fresh]
+    path = perfdb_path(settings)
+    if path is not None and path.is_file():
+        from layerzero.perfdb.store import read_rows
+
+        rows += [Row(found, MEASURED) for found in read_rows(path, Environment.of(hardware))]
+    current, stale = [], 0
+    for row in rows:
+        kernel = kernels.get(row.measurement.kernel)
+        if kernel is None or versions_of(kernel) != row.measurement.version:
+            stale += 1
+        else:
+            current.append(row)
+    if stale:
+        log.warning(ROWS_STALE, rows=stale, used=len(current), why="another version of the kernel's library")
+    if settings.shipped_tables:
+        from layerzero.perfdb.shipped import fitting_tables
+
+        for table in fitting_tables(hardware, TABLES)[:1]:
+            current += [Row(found, SHIPPED) for found in table.rows]
+    return MeasuredCosts(current, kernels, hardware) if current else roofline

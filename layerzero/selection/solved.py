@@ -1,0 +1,161 @@
+"""A dispatch table: decisions made ahead, bucket by bucket, in a file that people read and machines check.
+
+A bucket is a class of calls on the key's grid. Where a table is in force, a call in one of its buckets runs
+on the kernel that stands there, as long as that kernel is allowed, able and healthy; a call outside is
+chosen at run time and says so. A table made for other hardware, or for kernels of other limits, is refused.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Hashable, Iterable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from layerzero import log
+from layerzero.errors import CacheCorruptionError, ConfigurationError
+from layerzero.hardware import Hardware
+from layerzero.kernel import Kernel
+from layerzero.ops.request import Request
+from layerzero.perfdb import Environment
+from layerzero.selection.key import GRID_VERSION
+
+FORMAT = 1
+TABLE_REFUSED = "dispatch_table.refused"
+
+
+class Bucket(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
+    """One class of calls and who runs it: sizes on the grid, expected microseconds, and why this kernel."""
+
+    op: str
+    kernel: str
+    expected_us: float
+    source: str
+    why: str
+    dtype: str
+    dims: dict[str, int]
+    dtypes: tuple[str, ...] = ()
+    features: tuple[str, ...] = ()
+    layout: str = ""
+    contiguous: bool = True
+    capture: bool = False
+
+    def key(self) -> Hashable:
+        """What a request in this bucket has as `bucket_key`."""
+        return (
+            self.op,
+            self.dtype,
+            self.dtypes,
+            self.features,
+            self.layout,
+            self.contiguous,
+            self.capture,
+            tuple(sorted(self.dims.items())),
+        )
+
+
+def bucket_key(request: Request) -> Hashable:
+    """The bucket of a request whose sizes are on the grid."""
+    return (
+        request.op,
+        request.dtype,
+        tuple(sorted(set(request.dtypes))),
+        tuple(sorted(request.features)),
+        request.layout,
+        request.contiguous,
+        "capture" in request.modes,
+        tuple(sorted(request.dims.items())),
+    )
+
+
+class DispatchTable(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Buckets with what they hold for; `content` is the hash of the buckets.
+
+    `hardware` is the machine, `policy` the policy's digest, `capabilities` that of every kernel's limits.
+    """
+
+    format: int = FORMAT
+    grid: int = GRID_VERSION
+    made: str
+    hardware: Environment
+    policy: str
+    capabilities: str
+    content: str
+    buckets: tuple[Bucket, ...]
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write it, whole or not at all; one bucket a line."""
+        where = Path(path)
+        where.parent.mkdir(parents=True, exist_ok=True)
+        head = msgspec.json.format(msgspec.json.encode(msgspec.structs.replace(self, buckets=())), indent=1)
+        lines = b",\n".join(b"  " + msgspec.json.encode(bucket) for bucket in self.buckets)
+        draft = where.with_suffix(".tmp")
+        draft.write_bytes(head.replace(b'"buckets": []', b'"buckets": [\n' + lines + b"\n ]") + b"\n")
+        draft.replace(where)
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> DispatchTable:
+        """Read what `save` wrote.
+
+        Raises: CacheCorruptionError: it does not decode, is of another format, or does not match its hash.
+        """
+        try:
+            table = msgspec.json.decode(Path(path).read_bytes(), type=cls)
+        except (OSError, msgspec.MsgspecError) as error:
+            raise CacheCorruptionError(f"{path}: {error}", path=str(path)) from error
+        if (table.format, table.grid) != (FORMAT, GRID_VERSION):
+            raise CacheCorruptionError(
+                f"{path}: format, grid need {FORMAT}, {GRID_VERSION}, got {table.format}, {table.grid}",
+                path=str(path),
+            )
+        if content_hash(table.buckets) != table.content:
+            raise CacheCorruptionError(f"{path}: its buckets do not match its content hash", path=str(path))
+        return table
+
+
+class Solved:
+    """A table in force on a device: asked on misses, one lookup."""
+
+    def __init__(self, table: DispatchTable) -> None:
+        self.table = table
+        self._kernels = {bucket.key(): bucket.kernel for bucket in table.buckets}
+
+    def kernel(self, on_grid: Request) -> str:
+        """The kernel of a request's bucket; empty where no bucket covers it."""
+        return self._kernels.get(bucket_key(on_grid), "")
+
+
+def content_hash(buckets: tuple[Bucket, ...]) -> str:
+    """The hash that a table states of its buckets."""
+    return hashlib.sha256(msgspec.json.encode(buckets)).hexdigest()
+
+
+def capabilities_hash(kernels: Iterable[Kernel]) -> str:
+    """Equal for equal kernels with equal limits, in every process."""
+    known: list[Any] = sorted((k.id, msgspec.to_builtins(k.capability, order="sorted")) for k in kernels)
+    return hashlib.sha256(msgspec.json.encode(known, order="sorted")).hexdigest()
+
+
+def in_force(
+    path: str | os.PathLike[str], hardware: Hardware, kernels: Iterable[Kernel], *, strict: bool
+) -> Solved | None:
+    """The table of a file, if it holds for this device; else None with a logged reason.
+
+    Raises: ConfigurationError: it does not hold, and `strict` is set.
+    """
+    try:
+        table = DispatchTable.load(path)
+        differences = table.hardware.differences(Environment.of(hardware))
+        if differences:
+            raise ConfigurationError(f"{path}: it was solved for another machine: {'; '.join(differences)}")
+        if table.capabilities != capabilities_hash(kernels):
+            raise ConfigurationError(f"{path}: kernels or their limits have changed since: solve again")
+    except (CacheCorruptionError, ConfigurationError) as error:
+        if strict:
+            raise ConfigurationError(str(error), path=str(path)) from error
+        log.error(TABLE_REFUSED, path=str(path), why=str(error))
+        return None
+    return Solved(table)

@@ -1,0 +1,238 @@
+"""Speculative decoding: a small model drafts, a large one verifies several tokens in one forward.
+
+`generate` coordinates the two. Each is a sequence of its own, on the same device or another, with its own
+cache and its own selections; what comes out is distributed as the large model alone would have drawn it.
+While the large model verifies, the small one already drafts on, as if everything were accepted; where that
+holds, nothing is thrown away.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Collection, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import anyio
+import torch
+from torch import Tensor
+
+from layerzero.api.awaiting import awaited
+from layerzero.api.host import to_host
+from layerzero.ops import checks
+from layerzero.ops.drawing import token_weights
+from layerzero.ops.table import get
+
+_sample, _verify_chain = awaited(get("sample")), awaited(get("verify_chain"))
+
+
+class Decoder(Protocol):
+    """One sequence of one model, with its cache.
+
+    `forward` adds tokens (T,) int64 to the sequence and gives the logits (T, V) after each of them;
+    `rollback` forgets the tokens from `length` on, and gives back what they held.
+    """
+
+    @property
+    def length(self) -> int: ...
+
+    async def forward(self, tokens: Tensor) -> Tensor: ...
+
+    def rollback(self, length: int) -> None: ...
+
+
+@dataclass(slots=True)
+class Speculation:
+    """What a generation has done so far: `accepted` of `drafted` tokens in `rounds` target forwards."""
+
+    rounds: int = 0
+    drafted: int = 0
+    accepted: int = 0
+    discarded: int = 0  # drafted ahead for nothing
+
+    @property
+    def acceptance(self) -> float:
+        """The share of verified drafts that stayed."""
+        return self.accepted / self.drafted if self.drafted else 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class _Drafts:
+    """Drafted tokens (K,) with the distributions (K, V) that each was drawn from."""
+
+    tokens: Tensor
+    probs: Tensor
+
+
+class Generation:
+    """The tokens of one speculative generation; iterate over it. `stats` counts what it took."""
+
+    def __init__(
+        self,
+        draft: Decoder,
+        target: Decoder,
+        prompt: Sequence[int],
+        *,
+        places: int,
+        max_tokens: int,
+        temperature: float,
+        top_k: int,
+        top_p: float,
+        seed: int,
+        overlap: bool,
+        end: Collection[int],
+    ) -> None:
+        self.stats = Speculation()
+        self._draft, self._target = draft, target
+        self._text = list(prompt)
+        self._places, self._left, self._end = places, max_tokens, frozenset(end)
+        self._filter: dict[str, Any] = {"temperature": temperature, "top_k": top_k, "top_p": top_p}
+        self._seed, self._overlap = seed, overlap
+        self._known: Tensor | None = None  # the target's distribution of the next token, where it is known
+        self._ahead: _Drafts | None = None  # what was drafted beyond the tokens that are certain
+
+    async def __aiter__(self) -> AsyncIterator[int]:
+        while self._left > 0:
+            try:
+                new = await self._round()
+            except BaseException as error:
+                self._forget_uncertain()
+                if isinstance(error, BaseExceptionGroup) and len(error.exceptions) == 1:
+                    raise error.exceptions[0] from None  # a model's own error, not the task group around it
+                raise
+            for token in new:
+                self._left -= 1
+                yield token
+                if token in self._end or self._left <= 0:
+                    return
+
+    def _forget_uncertain(self) -> None:
+        """Take both sequences back to the text, whatever a round that broke off had given them."""
+        self._known = self._ahead = None
+        for decoder in (self._target, self._draft):
+            decoder.rollback(min(decoder.length, len(self._text)))
+
+    async def _round(self) -> list[int]:
+        """Draft, verify, and settle both sequences on what is certain now; the tokens that are new."""
+        places = min(self._places, self._left)
+        drafts = self._ahead or await self._drafted(self._text, places)
+        self._ahead = None
+        if len(drafts.tokens) > places:  # near the end fewer are wanted than were drafted ahead
+            self.stats.discarded += len(drafts.tokens) - places
+            drafts = _Drafts(drafts.tokens[:places], drafts.probs[:places])
+        ahead: list[_Drafts] = []
+
+        async def draft_on() -> None:
+            ahead.append(await self._drafted([*self._text, *drafts.tokens.tolist()], self._places))
+
+        text = len(self._text)
+        async with anyio.create_task_group() as group:
+            if self._overlap and self._left > places:
+                group.start_soon(draft_on)
+            p = await self._verified_by(drafts)
+            tokens, accepted = await _verify_chain(
+                drafts.probs.unsqueeze(0),
+                drafts.tokens.unsqueeze(0),
+                p.unsqueeze(0),
+                seed=self._seed,
+                offset=text,
+            )
+            row = (await to_host(torch.cat([accepted, tokens[0]]))).tolist()
+        stays, found = row[0], row[1:]  # pyright: ignore[reportPossiblyUnboundVariable]
+        self.stats.rounds += 1
+        self.stats.drafted += len(drafts.tokens)
+        self.stats.accepted += stays
+        whole = stays == len(drafts.tokens)
+        if whole and ahead:
+            # The next token was drafted already: the target's distribution of it waits for that draft.
+            self._known, self._ahead = p[-1], ahead[0]  # pyright: ignore[reportPossiblyUnboundVariable]
+            new = found[:stays]
+        else:
+            self.stats.discarded += sum(len(lost.tokens) for lost in ahead)
+            self._known = None
+            new = found[: stays + 1]
+            self._target.rollback(min(self._target.length, text + stays))
+            self._draft.rollback(min(self._draft.length, text + stays))
+        self._text += new
+        return new
+
+    async def _drafted(self, text: Sequence[int], places: int) -> _Drafts:
+        """`places` tokens behind `text`, one after the other."""
+        tokens, probs = [], []
+        fresh = torch.tensor(text[self._draft.length :])
+        for place in range(places):
+            logits = (await self._draft.forward(fresh))[-1:]
+            fresh = await _sample(logits, seed=self._seed, offset=len(text) + place, **self._filter)
+            tokens.append(fresh)
+            probs.append(self._shares(logits))
+        return _Drafts(torch.cat(tokens), torch.cat(probs))
+
+    async def _verified_by(self, drafts: _Drafts) -> Tensor:
+        """The target's distributions (K + 1, V) at each drafted place and after the last."""
+        fresh = torch.tensor(self._text[self._target.length :], dtype=torch.int64)
+        run = torch.cat([fresh.to(drafts.tokens.device), drafts.tokens])
+        logits = await self._target.forward(run)
+        if logits.shape[-1] != drafts.probs.shape[-1]:
+            raise ValueError(
+                f"draft needs the target's vocabulary of {logits.shape[-1]} tokens, got "
+                f"{drafts.probs.shape[-1]}"
+            )
+        p = self._shares(logits[-len(drafts.tokens) - 1 :])
+        return p if self._known is None else torch.cat([self._known.unsqueeze(0), p])
+
+    def _shares(self, logits: Tensor) -> Tensor:
+        """The distributions (T, V) that `sample` draws by, with these filters."""
+        weights = token_weights(logits, **self._filter).double()
+        return weights / weights.sum(-1, keepdim=True)
+
+
+def generate(
+    draft: Decoder,
+    target: Decoder,
+    prompt: Sequence[int],
+    *,
+    places: int = 4,
+    max_tokens: int = 16,
+    temperature: float = 1.0,
+    top_k: int = 0,
+    top_p: float = 1.0,
+    seed: int | None = None,
+    overlap: bool = True,
+    end: Collection[int] = (),
+) -> Generation:
+    """Continue `prompt` with tokens distributed as `target`'s, `places` drafts of `draft` to a forward.
+
+    Both decoders start with an empty sequence, or with one that the prompt begins with; both have the same
+    vocabulary. temperature, top_k, top_p and seed as in `sample`; the same seed gives the same tokens.
+    `overlap` drafts on while the target verifies. It stops after `max_tokens`, or behind a token of `end`.
+    Raises: ValueError, TypeError: an argument does not fit, by name. What the models raise.
+    """
+    if not prompt:
+        raise ValueError("prompt needs at least one token, got none")
+    checks.need_int("places", places, low=1)
+    checks.need_int("max_tokens", max_tokens, low=1)
+    checks.need_number("temperature", temperature, low=0.0)
+    checks.need_int("top_k", top_k, low=0)
+    checks.need_number("top_p", top_p, low=0.0, high=1.0)
+    for name, decoder in (("draft", draft), ("target", target)):
+        if not 0 <= decoder.length < len(prompt):
+            raise ValueError(
+                f"{name} needs less than the prompt's {len(prompt)} tokens, got {decoder.length}"
+            )
+    return Generation(
+        draft,
+        target,
+        prompt,
+        places=places,
+        max_tokens=max_tokens,
+        temperature=temperature,
+        top_k=top_k,
+        top_p=top_p,
+        seed=seed if seed is not None else _new_seed(),
+        overlap=overlap,
+        end=end,
+    )
+
+
+def _new_seed() -> int:
+    drawn: Any = torch.randint(1 << 62, (), device="cpu")
+    return int(drawn)

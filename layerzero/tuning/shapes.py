@@ -1,0 +1,201 @@
+"""The standard shapes that tuning covers when nobody says which: those of common models, by device."""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+
+from layerzero.ops import table as ops_table
+from layerzero.tuning.calls import Call, call, tensor
+
+Dtypes = tuple[str, ...]
+
+
+def standard(ops: Sequence[str] | None, platform: str, quick: bool = False) -> tuple[Call, ...]:
+    """Calls for each of `ops` (all that have standard shapes by default) on a kind of device.
+
+    Ops take turns and the shapes of one are shuffled, always alike, so that tuning that ends early has seen
+    something of everything.
+    """
+    dtypes: Dtypes = ("bfloat16",) if platform == "cuda" else ("float32", "bfloat16")
+    small = platform != "cuda"
+    columns: list[list[Call]] = []
+    for name in ops if ops is not None else _SHAPES:
+        ops_table.get(name)
+        for dtype in dtypes[:1] if quick else dtypes:
+            made = sorted(_SHAPES[name](dtype, small) if name in _SHAPES else (), key=_shuffled)
+            columns.append(made[:3] if quick else made)
+    rows = itertools.zip_longest(*columns)
+    distinct = {str(made): made for row in rows for made in row if made is not None}
+    return tuple(distinct.values())
+
+
+def _shuffled(made: Call) -> bytes:
+    return hashlib.blake2b(str(made).encode(), digest_size=8).digest()
+
+
+def attention(
+    b: int, hq: int, hk: int, sq: int, sk: int, d: int, dtype: str = "bfloat16", causal: bool = True,
+    **flags: int | float | bool | str | tuple[int, ...] | None,
+) -> Call:  # fmt: skip
+    """One dense attention call, BHSD."""
+    q, kv = tensor(b, hq, sq, d, dtype=dtype), tensor(b, hk, sk, d, dtype=dtype)
+    return call("attention", q=q, k=kv, v=kv, is_causal=causal, **flags)
+
+
+def paged(
+    b: int, hq: int, hk: int, context: int, d: int, page: int, dtype: str = "bfloat16", queries: int = 1
+) -> Call:
+    """One paged attention call: pages in random order, every sequence with its full context."""
+    pages = -(-context // page)
+    pool = tensor(b * pages, page, hk, d, dtype=dtype)
+    offsets = None if queries == 1 else tensor(b + 1, dtype="int32", fill="ramp", bound=queries)
+    return call(
+        "paged_attention",
+        q=tensor(b * queries, hq, d, dtype=dtype),
+        k_pages=pool,
+        v_pages=pool,
+        block_tables=tensor(b, pages, dtype="int32", fill="permutation", bound=b * pages),
+        context_lens=tensor(b, dtype="int32", fill="constant", bound=context),
+        cu_seqlens=offsets,
+    )
+
+
+def ragged(
+    b: int, hq: int, hk: int, length: int, d: int, dtype: str = "bfloat16", causal: bool = True
+) -> Call:
+    """One call over `b` sequences of equal length that stand behind each other."""
+    offsets = tensor(b + 1, dtype="int32", fill="ramp", bound=length)
+    kv = tensor(b * length, hk, d, dtype=dtype)
+    q = tensor(b * length, hq, d, dtype=dtype)
+    return call(
+        "ragged_attention", q=q, k=kv, v=kv, cu_seqlens=offsets, cu_seqlens_k=offsets, is_causal=causal
+    )
+
+
+def norm(op: str, rows: int, width: int, dtype: str = "bfloat16") -> Call:
+    """One call of a norm, with weight (and residual, and bias where the op has one)."""
+    x, weight = tensor(rows, width, dtype=dtype), tensor(width, dtype=dtype)
+    more = {"residual": x} if op.startswith("add_") else {}
+    if op.endswith("layer_norm"):
+        more["bias"] = weight
+    return call(op, x=x, weight=weight, **more)
+
+
+def linear(rows: int, k: int, n: int, dtype: str = "bfloat16") -> Call:
+    """One matrix product of `rows` with a weight (n, k)."""
+    weight = tensor(n, k, dtype=dtype, scale=k**-0.5)
+    return call("linear", x=tensor(rows, k, dtype=dtype), weight=weight)
+
+
+def mlp(rows: int, c: int, f: int, dtype: str = "bfloat16", activation: str = "swiglu") -> Call:
+    """One feed-forward block."""
+    up = tensor((2 if activation == "swiglu" else 1) * f, c, dtype=dtype, scale=c**-0.5)
+    down = tensor(c, f, dtype=dtype, scale=f**-0.5)
+    return call("mlp", x=tensor(rows, c, dtype=dtype), w_up=up, w_down=down, activation=activation)
+
+
+def rope(tokens: int, hq: int, hk: int, d: int, dtype: str = "bfloat16") -> Call:
+    """Rotate the queries and keys of `tokens` tokens by tables of 4096 positions."""
+    table = tensor(4096, d // 2, dtype="float32")
+    return call(
+        "rope", q=tensor(tokens, hq, d, dtype=dtype), k=tensor(tokens, hk, d, dtype=dtype),
+        positions=tensor(tokens, dtype="int64", fill="below", bound=4096), cos=table, sin=table,
+    )  # fmt: skip
+
+
+def sample(rows: int, vocabulary: int, dtype: str = "float32") -> Call:
+    """Draw one token a row, top-k and top-p."""
+    return call("sample", logits=tensor(rows, vocabulary, dtype=dtype), top_k=40, top_p=0.9, seed=7)
+
+
+def _attention(dtype: str, small: bool) -> Iterator[Call]:
+    if small:
+        for b, sq in ((1, 16), (1, 128), (1, 512), (8, 32), (8, 128), (1, 1024)):
+            for hq, hk, d in ((12, 12, 32), (12, 12, 64), (8, 2, 64), (8, 2, 128)):
+                yield attention(b, hq, hk, sq, sq, d, dtype, causal=hq != 12)
+        for b, sk in ((1, 128), (1, 1024), (8, 128), (8, 1024), (32, 512)):
+            for hq, hk, d in ((12, 12, 64), (8, 2, 64), (8, 2, 128)):
+                yield attention(b, hq, hk, 1, sk, d, dtype, causal=False)
+        return
+    heads = ((32, 32, 64), (32, 8, 128), (32, 1, 128), (16, 16, 128), (16, 2, 256), (24, 24, 96))
+    for hq, hk, d in heads:
+        for b, sq in ((1, 128), (1, 512), (1, 2048), (1, 8192), (4, 1024), (16, 512), (1, 32768)):
+            yield attention(b, hq, hk, sq, sq, d, dtype)
+        for b, sq in ((1, 128), (1, 1024), (2, 4096)):
+            yield attention(b, hq, hk, sq, sq, d, dtype, causal=False)
+        for b, sk in ((1, 512), (1, 4096), (1, 32768), (1, 131072), (16, 512), (16, 4096), (64, 512),
+                      (64, 4096), (256, 1024)):  # fmt: skip
+            yield attention(b, hq, hk, 1, sk, d, dtype, causal=False)
+        yield attention(4, hq, hk, 4096, 77, d, dtype, causal=False)
+        for b, sq, sk in ((1, 512, 4096), (4, 16, 2048), (1, 64, 16384), (8, 128, 1024)):
+            yield attention(b, hq, hk, sq, sk, d, dtype)
+        yield attention(1, hq, hk, 4096, 4096, d, dtype, window=(1023, 0))
+
+
+def _paged(dtype: str, small: bool) -> Iterator[Call]:
+    if small:
+        for b, context in ((1, 128), (1, 2048), (8, 512), (16, 128), (16, 1024)):
+            for page in (1, 16, 64):
+                yield paged(b, 8, 2, context, 64, page, dtype)
+        return
+    for hq, hk, d in ((32, 8, 128), (32, 32, 128), (64, 8, 128), (32, 8, 64)):
+        for b, context in ((1, 512), (1, 8192), (1, 65536), (16, 1024), (16, 8192), (64, 512), (64, 4096),
+                           (256, 2048)):  # fmt: skip
+            for page in (1, 16, 64):
+                yield paged(b, hq, hk, context, d, page, dtype)
+        yield paged(4, hq, hk, 2048, d, 16, dtype, queries=512)
+
+
+def _ragged(dtype: str, small: bool) -> Iterator[Call]:
+    for b, length in ((1, 128), (4, 64), (8, 128)) if small else ((1, 2048), (4, 512), (16, 256), (8, 2048)):
+        for hq, hk, d in ((8, 8, 64), (8, 2, 64)) if small else ((32, 8, 128), (32, 32, 64)):
+            yield ragged(b, hq, hk, length, d, dtype)
+
+
+def _norms(op: str) -> Callable[[str, bool], Iterator[Call]]:
+    def shapes(dtype: str, small: bool) -> Iterator[Call]:
+        rows = (1, 16, 256, 2048) if small else (1, 16, 64, 256, 2048, 16384)
+        widths = (384, 1024, 4096) if small else (128, 1024, 2048, 4096, 8192)
+        for n in rows:
+            for c in widths:
+                yield norm(op, n, c, dtype)
+
+    return shapes
+
+
+def _linear(dtype: str, small: bool) -> Iterator[Call]:
+    rows = (1, 8, 64, 256) if small else (1, 8, 64, 256, 2048, 8192)
+    sizes = ((384, 384), (384, 1536), (1024, 1024)) if small else ((4096, 4096), (4096, 14336), (14336, 4096))
+    for n in rows:
+        for k, out in sizes:
+            yield linear(n, k, out, dtype)
+
+
+def _mlp(dtype: str, small: bool) -> Iterator[Call]:
+    for n in (1, 16, 256) if small else (1, 16, 64, 256, 2048):
+        yield mlp(n, 384 if small else 4096, 1536 if small else 14336, dtype, "gelu")
+        yield mlp(n, 384 if small else 4096, 1024 if small else 14336, dtype, "swiglu")
+
+
+def _rope(dtype: str, small: bool) -> Iterator[Call]:
+    for n in (1, 16, 256) if small else (1, 64, 256, 2048, 16384):
+        yield rope(n, 8 if small else 32, 2 if small else 8, 64 if small else 128, dtype)
+
+
+def _sample(dtype: str, small: bool) -> Iterator[Call]:
+    for n in (1, 8, 32) if small else (1, 8, 64, 256):
+        yield sample(n, 8000 if small else 128_256)
+
+
+_SHAPES: dict[str, Callable[[str, bool], Iterator[Call]]] = {
+    "attention": _attention,
+    "paged_attention": _paged,
+    "ragged_attention": _ragged,
+    **{op: _norms(op) for op in ("rms_norm", "add_rms_norm", "layer_norm", "add_layer_norm")},
+    "linear": _linear,
+    "mlp": _mlp,
+    "rope": _rope,
+    "sample": _sample,
+}

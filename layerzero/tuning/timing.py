@@ -1,0 +1,203 @@
+"""Timing kernels against each other in interleaved rounds, launched by the host or replayed as a graph.
+
+On CUDA a sample is a row of calls between two events, over several copies of the operands, so that together
+they do not fit into the last-level cache. Launched eagerly, such a row takes the longer of the host's and the
+device's time; replayed as a graph, the device's alone. On the CPU a sample is wall time.
+"""
+
+from __future__ import annotations
+
+import random
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import msgspec
+import torch
+from torch import Tensor
+
+from layerzero.ops.op import Args
+from layerzero.perfdb.record import MIN_SAMPLES, Cache, Launch
+
+Run = Callable[..., Any]
+
+_MAX_COPIES = 64
+_COLD = 2.5  # times the last-level cache
+# Calls below this size are the launch, not the memory: a few copies do.
+_SMALL_BYTES = 2 << 20
+_SMALL_COPIES = 8
+# Kernels this many times slower than the fastest get the fewest samples that count.
+_HOPELESS = 4.0
+_ROW_US = 4000.0
+_WARM_ENOUGH_S = 0.01
+
+
+class Effort(msgspec.Struct, frozen=True):
+    """How long one kernel is timed: `samples` of about `sample_us`, over at most `budget_s` seconds."""
+
+    samples: int = 15
+    sample_us: float = 300.0
+    budget_s: float = 0.15
+    warmup: int = 3
+
+
+QUICK = Effort(7, 100.0, 0.03, 2)
+
+
+class Timing(msgspec.Struct, frozen=True):
+    """The samples of one kernel, in microseconds a call, sorted."""
+
+    samples: tuple[float, ...]
+    cache: Cache
+
+    @property
+    def median_us(self) -> float:
+        return statistics.median(self.samples)
+
+    def quantile_us(self, share: float) -> float:
+        """The time below which `share` of the samples lie."""
+        return self.samples[min(len(self.samples) - 1, int(len(self.samples) * share))]
+
+    @property
+    def variance(self) -> float:
+        """The variance of the middle half: preempted samples say nothing about the kernel."""
+        cut = len(self.samples) // 4
+        return statistics.pvariance(self.samples[cut : len(self.samples) - cut])
+
+
+class _Arm:
+    def __init__(self, run: Run, sets: Sequence[Args]) -> None:
+        self.run = run
+        self.sets = sets
+        self.calls = 1
+        self.next = 0
+        self.took_us = 0.0
+        self.graph: Any = None
+        self.samples: list[float] = []
+
+    def step(self) -> None:
+        for _ in range(self.calls):
+            args = self.sets[self.next]
+            self.next = (self.next + 1) % len(self.sets)
+            self.run(*args)
+
+
+def time_kernels(
+    runs: dict[str, Run], copies: Sequence[Args], device: torch.device, launch: Launch, effort: Effort
+) -> tuple[dict[str, Timing], dict[str, str]]:
+    """Time every kernel on the same operands, in turns; what failed is told by kernel, in words.
+
+    `copies` are equal calls on operands of their own (`copies_for` says how many make the cache cold).
+    """
+    cuda = device.type == "cuda"
+    measure = _replay if cuda and launch == "graph" else _events if cuda else _wall
+    arms: dict[str, _Arm] = {}
+    failed: dict[str, str] = {}
+    for name, run in runs.items():
+        arm = _Arm(run, copies)
+        try:
+            _prepare(arm, measure, device, launch, effort)
+        except Exception as error:
+            failed[name] = f"{type(error).__name__}: {error}"[:300]
+            continue
+        arms[name] = arm
+    order = list(arms)
+    started = time.perf_counter()
+    rounds = 0
+    fastest = min((arm.took_us for arm in arms.values()), default=0.0)
+    draw = random.Random(len(order))
+    while order and rounds < effort.samples:
+        # Shuffled, not rotated: threads that one library leaves spinning must not always meet the same arm.
+        for name in draw.sample(order, len(order)):
+            arms[name].samples.append(measure(arms[name]))
+        rounds += 1
+        if rounds == MIN_SAMPLES:
+            order = [name for name in order if arms[name].took_us <= fastest * _HOPELESS]
+        if rounds >= MIN_SAMPLES and time.perf_counter() - started > effort.budget_s * len(order):
+            break
+    cache: Cache = "cold" if cuda and _held(copies) > 1.5 * _cache_bytes(device) else "warm"
+    return {n: Timing(tuple(sorted(a.samples)), cache) for n, a in arms.items()}, failed
+
+
+def copies_for(bytes_a_call: int, device: torch.device, free_bytes: int | None = None) -> int:
+    """How many copies of a call's operands overflow the last-level cache; 1 on the CPU and where too big."""
+    if device.type != "cuda":
+        return 1
+    if bytes_a_call < _SMALL_BYTES:
+        return _SMALL_COPIES
+    wanted = int(_COLD * _cache_bytes(device) / bytes_a_call) + 1
+    room = wanted if free_bytes is None else max(1, free_bytes // bytes_a_call)
+    return max(1, min(wanted, _MAX_COPIES, room))
+
+
+def _cache_bytes(device: torch.device) -> int:
+    return int(torch.cuda.get_device_properties(device).L2_cache_size)
+
+
+def _held(copies: Sequence[Args]) -> int:
+    return sum(a.nbytes for args in copies for a in args if isinstance(a, Tensor))
+
+
+def _prepare(
+    arm: _Arm, measure: Callable[[_Arm], float], device: torch.device, launch: Launch, effort: Effort
+) -> None:
+    begin = time.perf_counter()
+    for _ in range(effort.warmup):
+        arm.step()
+        if time.perf_counter() - begin > _WARM_ENOUGH_S:
+            break
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    if measure is _replay:
+        arm.took_us = _events(arm)
+        # A row of a slow kernel overflows the cache by itself: fewer calls do.
+        arm.calls = max(1, min(len(arm.sets), int(_ROW_US / max(arm.took_us, 0.1))))
+        _capture(arm)
+        arm.took_us = min(measure(arm) for _ in range(2))
+        return
+    arm.took_us = min(measure(arm) for _ in range(2))
+    arm.calls = max(1, min(200, int(effort.sample_us / max(arm.took_us, 0.1))))
+
+
+def _wall(arm: _Arm) -> float:
+    arm.run(*arm.sets[0])  # not counted: it finds the caches and the thread pool as the arm before left them
+    begin = time.perf_counter_ns()
+    arm.step()
+    return (time.perf_counter_ns() - begin) / arm.calls / 1e3
+
+
+def _events(arm: _Arm) -> float:
+    begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    torch.cuda.synchronize()
+    begin.record()
+    arm.step()
+    end.record()
+    end.synchronize()
+    return float(begin.elapsed_time(end)) * 1e3 / arm.calls
+
+
+def _capture(arm: _Arm) -> None:
+    """Record a row of calls on a side stream after warming up there, as torch asks for."""
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        arm.step()
+    torch.cuda.current_stream().wait_stream(side)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        arm.step()
+    arm.graph = graph
+    graph.replay()
+    torch.cuda.synchronize()
+
+
+def _replay(arm: _Arm) -> float:
+    begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    torch.cuda.synchronize()
+    begin.record()
+    arm.graph.replay()
+    end.record()
+    end.synchronize()
+    return float(begin.elapsed_time(end)) * 1e3 / arm.calls

@@ -1,0 +1,143 @@
+"""What a deployment has to have ready: calls, the critical ones apart."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from layerzero.errors import ConfigurationError
+from layerzero.tuning.calls import Call, Workload, call, tensor
+
+FORMAT = 1
+_PAGE = 16
+
+
+class Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The calls of a deployment: `critical` ones are waited for, `others` get ready in the background."""
+
+    critical: tuple[Call, ...]
+    others: tuple[Call, ...] = ()
+    name: str = ""
+    format: int = FORMAT
+
+    @property
+    def version(self) -> str:
+        """The digest of the calls: equal manifests have equal versions."""
+        calls = msgspec.json.encode((self.critical, self.others), order="deterministic")
+        return hashlib.sha256(calls).hexdigest()[:16]
+
+    @property
+    def calls(self) -> tuple[Call, ...]:
+        """Every call, the critical ones first."""
+        return (*self.critical, *self.others)
+
+    @classmethod
+    def of(cls, workload: Workload, *, critical: int | None = None) -> Manifest:
+        """A recorded workload as a manifest: the `critical` calls seen most often are (all by default)."""
+        ordered = sorted(workload.calls, key=lambda c: -c.count)
+        count = len(ordered) if critical is None else critical
+        return cls(critical=tuple(ordered[:count]), others=tuple(ordered[count:]), name=workload.name)
+
+    @classmethod
+    def of_model(
+        cls,
+        config: str | Path | Mapping[str, Any],
+        *,
+        rows: Sequence[int] = (1, 8, 64),
+        dtype: str = "bfloat16",
+    ) -> Manifest:
+        """What a Llama of Hugging Face's `config.json` calls in decoding `rows` sequences at once.
+
+        The first number of rows is critical. Raises: ConfigurationError: no file, or no Llama.
+        """
+        given = _config(config)
+        if given.get("model_type") != "llama":
+            raise ConfigurationError(f"config needs model_type llama, got {given.get('model_type')!r}")
+        per_rows = [tuple(_llama(given, count, dtype)) for count in rows]
+        others = tuple(c for group in per_rows[1:] for c in group)
+        return cls(critical=per_rows[0], others=others, name=str(given.get("_name_or_path", "llama")))
+
+    def save(self, path: str | Path) -> None:
+        """Write it as JSON."""
+        Path(path).write_bytes(msgspec.json.format(msgspec.json.encode(self), indent=1))
+
+    @classmethod
+    def load(cls, path: str | Path) -> Manifest:
+        """Read what `save` wrote.
+
+        Raises: ConfigurationError: the file cannot be read, holds no manifest, or one of another format.
+        """
+        try:
+            made = msgspec.json.decode(Path(path).read_bytes(), type=Manifest)
+        except (OSError, msgspec.MsgspecError) as error:
+            raise ConfigurationError(f"{path}: {error}", path=str(path)) from error
+        if made.format != FORMAT:
+            raise ConfigurationError(f"{path}: format needs {FORMAT}, got {made.format}", path=str(path))
+        return made
+
+
+def manifest_of(what: Manifest | Workload | str | Path | Iterable[Call]) -> Manifest:
+    """A manifest out of what a caller may give: itself, a recorded workload, a file, or calls."""
+    if isinstance(what, Manifest):
+        return what
+    if isinstance(what, Workload):
+        return Manifest.of(what)
+    if isinstance(what, str | Path):
+        return Manifest.load(what)
+    calls = tuple(what)
+    for given in calls:
+        if not isinstance(given, Call):
+            raise TypeError(f"manifest needs calls, got {type(given).__name__}")
+    return Manifest(critical=calls)
+
+
+def _config(config: str | Path | Mapping[str, Any]) -> Mapping[str, Any]:
+    if isinstance(config, Mapping):
+        return config
+    path = Path(config)
+    try:
+        found: dict[str, Any] = json.loads((path / "config.json" if path.is_dir() else path).read_text())
+    except (OSError, ValueError) as error:
+        raise ConfigurationError(f"{path}: {error}", path=str(path)) from error
+    return found
+
+
+def _llama(given: Mapping[str, Any], rows: int, dtype: str) -> Iterator[Call]:
+    wide, inner, heads = given["hidden_size"], given["intermediate_size"], given["num_attention_heads"]
+    kv_heads = given.get("num_key_value_heads") or heads
+    dim = given.get("head_dim") or wide // heads
+    eps, vocab = given["rms_norm_eps"], given["vocab_size"]
+
+    def floats(*shape: int) -> Any:
+        return tensor(*shape, dtype=dtype, scale=shape[-1] ** -0.5 if len(shape) == 2 else 1.0)
+
+    def ids(count: int, bound: int) -> Any:
+        return tensor(count, dtype="int64", fill="below", bound=bound)
+
+    x, norm = floats(rows, wide), floats(wide)
+    table = tensor(4096, dim // 2, dtype="float32")
+    pages = floats(4 * rows, _PAGE, kv_heads, dim)
+    yield call("embedding", ids=ids(rows, vocab), weight=floats(vocab, wide))
+    yield call("rms_norm", x=x, weight=norm, eps=eps)
+    yield call("linear", x=x, weight=floats((heads + 2 * kv_heads) * dim, wide))
+    q, k = floats(rows, heads, dim), floats(rows, kv_heads, dim)
+    yield call("rope", q=q, k=k, positions=ids(rows, 4096), cos=table, sin=table)
+    slots = tensor(rows, dtype="int64", fill="permutation", bound=4 * rows * _PAGE)
+    yield call("append_kv", k=k, v=k, k_pages=pages, v_pages=pages, slots=slots)
+    yield call(
+        "paged_attention",
+        q=q,
+        k_pages=pages,
+        v_pages=pages,
+        block_tables=tensor(rows, 4, dtype="int64", fill="permutation", bound=4 * rows),
+        context_lens=tensor(rows, dtype="int64", fill="constant", bound=3 * _PAGE),
+    )
+    yield call("linear", x=floats(rows, heads * dim), weight=floats(wide, heads * dim))
+    yield call("add_rms_norm", x=x, residual=x, weight=norm, eps=eps)
+    yield call("mlp", x=x, w_up=floats(2 * inner, wide), w_down=floats(wide, inner), activation="swiglu")
+    yield call("linear", x=x, weight=floats(vocab, wide))

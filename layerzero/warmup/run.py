@@ -1,0 +1,154 @@
+"""Making one call ready: its kernel chosen, loaded and run, under a lock that all processes share."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Literal, Protocol
+
+import msgspec
+import torch
+
+from layerzero import log
+from layerzero.dispatch import GRAD, Plan, Snapshot, positional
+from layerzero.graphs.rehearsal import rehearsal
+from layerzero.hardware import Hardware
+from layerzero.ops import table as ops_table
+from layerzero.ops.op import Args, Op, Signature
+from layerzero.ops.request import Request
+from layerzero.tuning.calls import Call
+from layerzero.warmup.monitor import Event, watching
+
+WARMED = "warmup.call_ready"
+WARM_FAILED = "warmup.call_failed"
+# A compilation takes minutes at worst; who waits longer for another process's lock goes on without it.
+LOCK_TIMEOUT_S = 900.0
+_ROUNDS = 4
+
+
+class Place(Protocol):
+    """What warming needs of a device."""
+
+    device: torch.device
+    hardware: Hardware
+
+    def mode(self) -> int: ...
+    def plan(
+        self, op: Op, signature: Signature, args: Args, bits: int, snapshot: Snapshot | None = None
+    ) -> Plan: ...
+    def warm(self, kernel_ids: Any, request: Request | None = None) -> None: ...
+
+
+class Warmed(msgspec.Struct, frozen=True, kw_only=True):
+    """What became of one call: the kernel that serves it, how long it took, what was compiled for it.
+
+    `state` is "ready", "late" (its time ran out; it goes on in the background) or "failed" with `error`; a
+    failed call is served by whatever kernel is ready, as without warming.
+    """
+
+    call: str
+    critical: bool
+    state: Literal["ready", "late", "failed"]
+    kernel: str = ""
+    seconds: float = 0.0
+    compiled: tuple[Event, ...] = ()
+    error: str = ""
+
+
+class Warmer:
+    """Makes calls ready on one device, one after another."""
+
+    def __init__(self, device: Place, *, folder: Path | None = None, forbid: bool = False) -> None:
+        self._device = device
+        self._folder = folder if folder is not None else lock_folder()
+        self._forbid = forbid
+
+    def warm(self, call: Call, *, critical: bool) -> Warmed:
+        """Choose, load and run one call; on CUDA once more as a graph capture would choose."""
+        started = time.monotonic()
+        with watching(forbid=self._forbid) as monitor:
+            try:
+                kernel = self._ready(call)
+            except Exception as error:
+                text = f"{type(error).__name__}: {error}"[:500]
+                log.warning(WARM_FAILED, call=str(call), error=text)
+                return Warmed(
+                    call=str(call), critical=critical, state="failed", error=text,
+                    seconds=time.monotonic() - started, compiled=monitor.compiled,
+                )  # fmt: skip
+        seconds = time.monotonic() - started
+        log.info(
+            WARMED, call=str(call), kernel=kernel, seconds=round(seconds, 3), compiled=len(monitor.compiled)
+        )
+        return Warmed(
+            call=str(call), critical=critical, state="ready", kernel=kernel,
+            seconds=seconds, compiled=monitor.compiled,
+        )  # fmt: skip
+
+    def _ready(self, call: Call) -> str:
+        device, op = self._device, ops_table.get(call.op)
+        args = call.make(device.device)
+        signature = positional(op, args)
+        plan = self._best(op, signature, args)
+        with torch.no_grad():
+            plan.call(*args)
+            # Callers under another grad mode have tables of their own.
+            device.plan(op, signature, args, device.mode() | GRAD)
+            if device.device.type == "cuda":
+                self._rehearse(op, signature, args)
+                torch.cuda.synchronize(device.device)
+        return plan.kernel
+
+    def _best(self, op: Op, signature: Signature, args: Args) -> Plan:
+        """The plan once everything that would be better has been loaded, or has failed to."""
+        device = self._device
+        with torch.no_grad():
+            plan = device.plan(op, signature, args, device.mode())
+            for _ in range(_ROUNDS):
+                better = plan.selection.when_warm
+                if better is None:
+                    return plan
+                with self._alone(better):
+                    device.warm((better,), plan.selection.request)
+                plan = device.plan(op, signature, args, device.mode())
+        raise RuntimeError(f"{plan.selection.when_warm} stays unready after {_ROUNDS} attempts to load it")
+
+    def _rehearse(self, op: Op, signature: Signature, args: Args) -> None:
+        with rehearsal():
+            try:
+                plan = self._device.plan(op, signature, args, self._device.mode())
+            except Exception as error:  # no kernel may be captured: that is the capture's affair
+                log.info("warmup.not_capturable", op=op.name, error=f"{type(error).__name__}"[:200])
+                return
+            plan.call(*args)
+
+    @contextmanager
+    def _alone(self, kernel_id: str) -> Iterator[None]:
+        """Hold one kernel's lock in this environment: of racing processes one compiles, others find it."""
+        from filelock import FileLock, Timeout
+
+        hardware = self._device.hardware
+        scope = "\0".join((kernel_id, hardware.name, hardware.torch, str(hardware.cuda)))
+        name = f"{kernel_id}-{hashlib.sha256(scope.encode()).hexdigest()[:16]}.lock"
+        self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        lock = FileLock(self._folder / name)
+        try:
+            lock.acquire(timeout=LOCK_TIMEOUT_S)
+        except Timeout:
+            log.warning("warmup.lock_timeout", kernel=kernel_id, seconds=LOCK_TIMEOUT_S)
+            yield
+            return
+        try:
+            yield
+        finally:
+            lock.release()
+
+
+def lock_folder() -> Path:
+    """Where the processes of this user meet: `layerzero/warmup` in the user's cache folder."""
+    base = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
+    return Path(base) / "layerzero" / "warmup"

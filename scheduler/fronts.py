@@ -1,0 +1,134 @@
+"""The fronts of a device, one for each event loop, and the wait for a flight from such a loop."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from typing import Any
+
+from layerzero import log
+from layerzero.actors.forks import renew_after_fork
+from layerzero.actors.worker import Worker
+from layerzero.errors import RuntimeClosedError
+from layerzero.native import HOT
+from layerzero.scheduler.blame import Executor
+from layerzero.scheduler.driver import LOOP_LOST, Front
+from layerzero.scheduler.limits import Stats
+from layerzero.scheduler.single_flight import Flight
+from layerzero.scheduler.streams import Streams
+from layerzero.settings import Settings
+
+
+class Fronts:
+    """One front for every event loop that uses a device, made at its first use there.
+
+    A front of a closed loop is dropped when the next one is made. Thread-safe.
+    """
+
+    __slots__ = (
+        "__weakref__", "_across", "_always_inline", "_closed", "_executor", "_lock", "_past", "_settings",
+        "_worker",
+        "by_loop",
+    )  # fmt: skip
+
+    def __init__(
+        self,
+        executor: Executor,
+        worker: Worker,
+        settings: Settings | None = None,
+        *,
+        always_inline: bool = False,
+        across: Streams | None = None,
+    ) -> None:
+        self._across = across
+        self._executor = executor
+        self._worker = worker
+        self._settings = settings or Settings()
+        self._always_inline = always_inline
+        self.by_loop: dict[asyncio.AbstractEventLoop, Front] = {}
+        self._past = Stats()
+        self._closed = False
+        self._lock = threading.Lock()
+        renew_after_fork(self)
+
+    def current(self) -> Front:
+        """The running loop's front.
+
+        Raises: RuntimeError: no loop runs in this thread; RuntimeClosedError: closed.
+        """
+        loop = asyncio.get_running_loop()
+        front = self.by_loop.get(loop)
+        return front if front is not None else self._open(loop)
+
+    def _open(self, loop: asyncio.AbstractEventLoop) -> Front:
+        with self._lock:
+            if self._closed:
+                raise RuntimeClosedError("the runtime is closed")
+            for old in [known for known in self.by_loop if known.is_closed()]:
+                front = self.by_loop.pop(old)
+                front.close()
+                self._past.add(front.lane.stats)
+            HOT.start()
+            front = self.by_loop[loop] = Front(
+                loop,
+                self._executor,
+                self._worker,
+                self._settings,
+                always_inline=self._always_inline,
+                across=self._across,
+            )
+        return front
+
+    def stats(self) -> Stats:
+        """What all fronts have counted, those of closed loops included."""
+        with self._lock:
+            total = Stats()
+            for stats in (self._past, *(front.lane.stats for front in self.by_loop.values())):
+                total.add(stats)
+        return total
+
+    async def drain(self, timeout_s: float) -> bool:
+        """Drain the running loop's front, close the others; False if callers were cut off."""
+        front = self.by_loop.get(asyncio.get_running_loop())
+        in_time = await front.drain(timeout_s) if front is not None else True
+        self.close()
+        return in_time
+
+    def close(self) -> None:
+        """Close every front, each on its own loop's thread."""
+        with self._lock:
+            self._closed = True
+            fronts = list(self.by_loop.values())
+        for front in fronts:
+            try:
+                front.loop.call_soon_threadsafe(front.close)
+            except RuntimeError:  # its loop is closed, so nothing runs there
+                front.close()
+
+    def after_fork(self) -> None:
+        """In a forked child: forget the parent's loops."""
+        self._lock = threading.Lock()
+        self.by_loop = {}
+
+
+async def join(flight: Flight[Any]) -> Any:
+    """Wait for a flight from a coroutine; a cancelled waiter leaves it alone, its error is raised here."""
+    loop = asyncio.get_running_loop()
+    landed: asyncio.Future[None] = loop.create_future()
+
+    def land() -> None:
+        if not landed.done():
+            landed.set_result(None)
+
+    def told() -> None:
+        try:
+            loop.call_soon_threadsafe(land)
+        except RuntimeError:
+            log.warning(LOOP_LOST, key=repr(flight.key))
+
+    flight.add(told)
+    try:
+        await landed
+    finally:
+        flight.leave(told)
+    return flight.result()

@@ -1,0 +1,191 @@
+"""Manifests: which requests a step runs, in which order, under which plan; rank 0 writes them, the rest obey.
+
+Two ranks that batch by their own clocks add the rows of A to the rows of B: both get wrong sums and no error.
+So one rank decides, and every other compares what it is about to run with the manifest of that step, before
+the first collective of the step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import msgspec
+import torch
+from torch import Tensor
+
+from layerzero.errors import ConsistencyError
+
+Request = int | str
+
+
+class Manifest(msgspec.Struct, frozen=True, array_like=True):
+    """One step: `requests` in the order of their rows, `name` what runs, `plan` and `decided` as digests.
+
+    `epoch` and `number` say which step of which life of the gang; `decided` is the digest of what rank 0's
+    selections were up to here; `values` are the step's arguments for ranks that have no coroutines of their
+    own, packed by `pack`, empty where each rank brings its own. An empty `name` ends the gang.
+    """
+
+    epoch: int
+    number: int
+    name: str
+    requests: tuple[Request, ...]
+    plan: str
+    decided: str
+    values: bytes = b""
+
+
+class Position:
+    """Where one rank stands in the sequence of manifests; knows neither sockets nor clocks."""
+
+    __slots__ = ("epoch", "number", "plan", "rank")
+
+    def __init__(self, rank: int, epoch: int) -> None:
+        self.rank = rank
+        self.epoch = epoch
+        self.number = 0
+        self.plan = ""
+
+    def issue(self, name: str, requests: Sequence[Request], decided: str, values: bytes = b"") -> Manifest:
+        """The next manifest, on rank 0.
+
+        Raises: ValueError: a request stands in it twice.
+        """
+        if len(set(requests)) != len(requests):
+            twice = sorted({str(r) for r in requests if list(requests).count(r) > 1})
+            raise ValueError(f"requests needs each id once in a step, got {', '.join(twice)} again")
+        self.number += 1
+        return Manifest(self.epoch, self.number, name, tuple(requests), self.plan, decided, values)
+
+    def admit(self, manifest: Manifest, decided: str) -> None:
+        """Take the next manifest on a follower that stands where it should.
+
+        Raises: ConsistencyError: it is of another epoch, not the next one, under another plan, or rank 0's
+            selections up to here were not this rank's.
+        """
+        if manifest.epoch != self.epoch:
+            self._differs(manifest, "epoch", manifest.epoch, self.epoch)
+        if manifest.number != self.number + 1:
+            self._differs(manifest, "step", manifest.number, self.number + 1)
+        if manifest.name and manifest.plan != self.plan:  # the end comes under any plan
+            self._differs(manifest, "plan", manifest.plan, self.plan)
+        if manifest.decided and decided and manifest.decided != decided:
+            self._differs(manifest, "selections", manifest.decided, decided)
+        self.number = manifest.number
+
+    def compare(self, manifest: Manifest, name: str, requests: Sequence[Request]) -> None:
+        """Compare a manifest with the batch that this rank has formed itself.
+
+        Raises: ConsistencyError: it would run something else, other requests, or the same in another order.
+        """
+        if manifest.name != name:
+            self._differs(manifest, "function", manifest.name, name)
+        if manifest.requests != tuple(requests):
+            self._differs(manifest, "requests", list(manifest.requests), list(requests))
+
+    def _differs(self, manifest: Manifest, what: str, leader: Any, own: Any) -> None:
+        raise ConsistencyError(
+            f"{what} of rank 0's step {manifest.number} needs {leader!r}, got {own!r} on rank {self.rank}",
+            votes={0: str(leader), self.rank: str(own)},
+        )
+
+
+# -- frames ---------------------------------------------------------------------------------------------
+
+_ENCODER = msgspec.msgpack.Encoder()
+_DECODER = msgspec.msgpack.Decoder(Manifest)
+
+
+def encode(manifest: Manifest) -> bytes:
+    """The manifest as bytes."""
+    return _ENCODER.encode(manifest)
+
+
+def decode(frame: bytes) -> Manifest:
+    """The manifest of a frame.
+
+    Raises: ConsistencyError: it is none.
+    """
+    try:
+        return _DECODER.decode(frame)
+    except msgspec.DecodeError as error:
+        raise ConsistencyError(f"a manifest needs to decode, got {error}") from error
+
+
+_TENSOR = 1
+_DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in (
+    torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool,
+    torch.float64, torch.float32, torch.float16, torch.bfloat16,
+)}  # fmt: skip
+_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
+MAX_VALUES = 1 << 20
+
+
+def need_sendable(values: Sequence[Any], what: str) -> None:
+    """Check one caller's arguments, without their data.
+
+    Raises: TypeError: one is no tensor of a dtype that travels, number, text or list of those.
+    """
+    rest = []
+    for value in values:
+        if isinstance(value, Tensor):
+            _name_of(value.dtype, what)
+        elif not isinstance(value, int | float | str | bytes | None):
+            rest.append(value)
+    if rest:
+        pack(rest, what)
+
+
+def _name_of(dtype: torch.dtype, what: str) -> str:
+    name = _NAMES.get(dtype)
+    if name is None:
+        raise TypeError(f"{what} needs tensors of {', '.join(_DTYPES)}, got {dtype}")
+    return name
+
+
+def _packed(what: str, value: Any) -> msgspec.msgpack.Ext:
+    """What msgpack keeps of a tensor."""
+    if not isinstance(value, Tensor):
+        raise TypeError(
+            f"{what} needs tensors, numbers, texts and lists of those in every argument, got "
+            f"{type(value).__name__}; give followers what they can build it from"
+        )
+    held = value.detach().to("cpu").contiguous()
+    head = (_name_of(held.dtype, what), tuple(held.shape))
+    if held.dtype is torch.bfloat16 and held.numel():
+        held = held.view(torch.int16)  # which numpy knows
+    raw = held.numpy().tobytes() if held.numel() else b""
+    return msgspec.msgpack.Ext(_TENSOR, msgspec.msgpack.encode((head, raw)))
+
+
+def pack(values: Sequence[Any], what: str) -> bytes:
+    """A step's arguments as bytes: ids, positions, page tables; what is large stays on its rank.
+
+    Raises: TypeError: an argument is no tensor, number, text or list of those. ValueError: over 1 MiB.
+    """
+
+    packed = msgspec.msgpack.encode(list(values), enc_hook=partial(_packed, what))
+    if len(packed) > MAX_VALUES:
+        raise ValueError(
+            f"{what} needs arguments of at most {MAX_VALUES} bytes in a manifest, got {len(packed)}; "
+            "send ids and places, not activations"
+        )
+    return packed
+
+
+def unpack(packed: bytes, device: torch.device | str = "cpu") -> list[Any]:
+    """The arguments of a step, tensors on `device`."""
+
+    def hook(code: int, data: memoryview) -> Any:
+        if code != _TENSOR:
+            raise ConsistencyError(f"a manifest's value needs a known kind, got {code}")
+        (dtype, shape), raw = msgspec.msgpack.decode(data, type=tuple[tuple[str, tuple[int, ...]], bytes])
+        if not raw:
+            return torch.empty(shape, dtype=_DTYPES[dtype], device=device)
+        flat = torch.frombuffer(bytearray(raw), dtype=torch.uint8).view(_DTYPES[dtype])
+        return flat.view(shape).to(device)
+
+    found: list[Any] = msgspec.msgpack.decode(packed, ext_hook=hook)
+    return found

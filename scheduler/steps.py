@@ -1,0 +1,92 @@
+"""The steps of a gang: rank 0 sends a manifest before each, the others obey it or compare with it."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from typing import Any
+
+from layerzero.actors.broadcast import Follower, Leader
+from layerzero.actors.gang import Gang
+from layerzero.dispatch import Snapshot
+from layerzero.errors import ConsistencyError
+from layerzero.scheduler.manifest import Manifest, Position, Request, decode, encode, pack, unpack
+
+
+class Steps:
+    """One rank's walk through the steps of its gang.
+
+    Rank 0 calls `take(name, requests, values)` before a step's first collective, which sends the manifest.
+    A follower takes `next()` and runs what it says, or, where it forms batches itself, calls `take` too: its
+    batch is compared with the manifest. Each gives the Snapshot that the step's selections are made in.
+    """
+
+    def __init__(self, gang: Gang) -> None:
+        self.gang = gang
+        self.position = Position(gang.rank, gang.epoch)
+        self._issuing = threading.Lock()  # manifests are numbered and sent in one order, the last one too
+
+    def take(self, name: str, requests: Sequence[Request], values: Sequence[Any] = ()) -> Snapshot:
+        """Before a step's first collective: lead it, or make sure that this rank runs what rank 0 runs.
+
+        Raises: ConsistencyError: this rank would run something else, so the gang has failed. DeviceLostError:
+            it had failed before, or a rank is gone. TypeError, ValueError: `values` cannot be sent.
+        """
+        gang = self.gang
+        if not isinstance(gang.line, Leader):
+            manifest, snapshot = self.next()
+            with gang.failing():
+                self.position.compare(manifest, name, requests)
+            return snapshot
+        packed = pack(values, name) if values else b""
+        with self._issuing:
+            gang.check()
+            snapshot = self._turn()
+            manifest = self.position.issue(name, requests, gang.decided, packed)
+            with gang.failing():
+                gang.line.send(encode(manifest))
+        return snapshot
+
+    def next(self, timeout_s: float | None = None) -> tuple[Manifest, Snapshot]:
+        """On a follower: the next manifest, and the Snapshot that its selections are made in.
+
+        An empty `name` says that rank 0 has ended the gang.
+        Raises: ConsistencyError: this rank does not stand where rank 0 stands. DeviceLostError: rank 0 is
+            gone.
+        """
+        gang = self.gang
+        gang.check()
+        if not isinstance(gang.line, Follower):
+            raise ConsistencyError(f"rank {gang.rank} needs to be a follower that has joined")
+        with gang.failing():
+            manifest = decode(gang.line.receive(timeout_s))
+            snapshot = self._turn()
+            self.position.admit(manifest, gang.decided if gang.leads_group else "")
+        return manifest, snapshot
+
+    def _turn(self) -> Snapshot:
+        """The snapshot of the next step, with the plan that comes in force at it."""
+        gang = self.gang
+        gang.turn(self.position.number + 1)
+        self.position.plan = gang.plan
+        if gang.snapshot is None:
+            raise ConsistencyError(f"rank {gang.rank} needs to join before its first step")
+        return gang.snapshot
+
+    def values(self, manifest: Manifest) -> list[Any]:
+        """The arguments that a manifest brings, tensors on this rank's device."""
+        return unpack(manifest.values, self.gang.device.device)
+
+    def close(self) -> None:
+        """Leave; on rank 0 after the word that ends the followers' walks."""
+        gang = self.gang
+        if not isinstance(gang.line, Leader):
+            gang.close()
+            return
+        # A step that hangs in a follower's full line is not waited for longer than that rank was to join.
+        in_turn = self._issuing.acquire(timeout=gang.timeout_s)
+        try:
+            gang.close(encode(self.position.issue("", (), "")) if in_turn else b"")
+        finally:
+            if in_turn:
+                self._issuing.release()

@@ -1,0 +1,213 @@
+"""Plan agreement: every interleaving of three ranks, with crashes, delays, refusals and late ranks."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from typing import Any
+
+import pytest
+from torch.distributed import HashStore, TCPStore  # type: ignore[attr-defined]  # public, not declared
+
+from layerzero.actors import agreement
+from layerzero.actors.agreement import Gather, Outcome, Put, Side, Step, Swap, answer, carry_out, propose
+from layerzero.actors.stores import LocalStore, TorchStore
+
+PLAN = b'{"kernels":["a","b"]}'
+RANKS = 3
+
+
+# -- the model check ------------------------------------------------------------------------------------
+
+Make = Callable[[], list[Side]]
+Replies = list[tuple[Any, dict[str, bytes]]]
+Answers = Callable[[Step, dict[str, bytes]], Replies]
+# A rank's history is what its steps were answered with; "lost" ends it. With the store it is the whole state.
+Histories = tuple[tuple[Any, ...], ...]
+
+
+def sides(refuses: frozenset[int] = frozenset()) -> Make:
+    """Rank 0 proposing, the others answering; those in `refuses` vote no."""
+
+    def make() -> list[Side]:
+        def verdict(rank: int) -> Callable[[bytes], str | None]:
+            return lambda _: "no such kernel" if rank in refuses else None
+
+        others = [answer("v1", rank, verdict(rank)) for rank in range(1, RANKS)]
+        return [propose("v1", PLAN, range(1, RANKS)), *others]
+
+    return make
+
+
+def outcomes(
+    make: Make, crashes: int, answers: Answers | None = None
+) -> Iterator[tuple[Outcome | None, ...]]:
+    """What the ranks concluded (None: crashed) in every end state of every order of steps and faults.
+
+    A `Take` whose key is missing may time out at any moment, which covers delays and late ranks; one whose
+    key is there may come back empty too, as if the time had run out before. At most `crashes` ranks stop.
+    """
+    seen: set[tuple[Histories, frozenset[tuple[str, bytes]]]] = set()
+    start: tuple[Histories, frozenset[tuple[str, bytes]]] = (((),) * RANKS, frozenset())
+    todo = [start]
+    while todo:
+        state = todo.pop()
+        if state in seen:
+            continue
+        seen.add(state)
+        histories, frozen = state
+        pending = [replayed(make, rank, history) for rank, history in enumerate(histories)]
+        if all(not isinstance(step, Step) for step in pending):
+            yield tuple(step if isinstance(step, Outcome) else None for step in pending)
+            continue
+        crashed = sum(step == "lost" for step in pending)
+        for rank, step in enumerate(pending):
+            if not isinstance(step, Step):
+                continue
+            for reply, store in (answers or replies)(step, dict(frozen)):
+                follow = (*histories[:rank], (*histories[rank], reply), *histories[rank + 1 :])
+                todo.append((follow, frozenset(store.items())))
+            if crashed < crashes:
+                todo.append(((*histories[:rank], (*histories[rank], "lost"), *histories[rank + 1 :]), frozen))
+
+
+def replies(step: Step, store: dict[str, bytes]) -> Replies:
+    """Each answer that a step may get, with the store after it."""
+    if isinstance(step, Put):
+        return [(None, {**store, step.key: step.value})]
+    if isinstance(step, Swap):
+        kept = store.get(step.key, step.value)
+        return [(kept, {**store, step.key: kept})]
+    if isinstance(step, Gather):
+        return [(tuple(map(store.get, step.keys)), store)]
+    return [(None, store)] + ([(store[step.key], store)] if step.key in store else [])
+
+
+def replayed(make: Make, rank: int, history: tuple[Any, ...]) -> Any:
+    """The step that a rank waits with after `history`, its Outcome where it is done, or "lost"."""
+    if history and history[-1] == "lost":
+        return "lost"
+    side = make()[rank]
+    try:
+        step = next(side)
+        for reply in history:
+            step = side.send(reply)
+    except StopIteration as end:
+        return end.value
+    return step
+
+
+@pytest.mark.parametrize("refuses", [(), (1,), (1, 2)], ids=["all agree", "one refuses", "two refuse"])
+@pytest.mark.parametrize("crashes", [0, 1, 2])
+def test_no_order_of_steps_and_faults_gives_two_outcomes(refuses: tuple[int, ...], crashes: int) -> None:
+    """Whoever reaches an end reaches the same one, and nobody commits what somebody refused."""
+    ends = set(outcomes(sides(frozenset(refuses)), crashes))
+    assert len(ends) > 3
+    for end in ends:
+        plans = {outcome.plan for outcome in end if outcome is not None}
+        assert len(plans) <= 1, end
+        assert not refuses or plans <= {None}, end
+    committed = any(outcome is not None and outcome.plan == PLAN for end in ends for outcome in end)
+    assert committed == (not refuses)
+
+
+def test_a_decision_that_is_simply_written_gives_two_outcomes() -> None:
+    """The negative control: without compare-and-set the same search finds ranks that disagree."""
+
+    def overwriting(step: Step, store: dict[str, bytes]) -> Replies:
+        if isinstance(step, Swap):
+            return [(step.value, {**store, step.key: step.value})]
+        return replies(step, store)
+
+    ends = set(outcomes(sides(), 0, overwriting))
+    assert any(len({outcome.plan for outcome in end if outcome is not None}) > 1 for end in ends)
+
+
+# -- over real stores -----------------------------------------------------------------------------------
+
+
+def tcp_stores(count: int) -> list[Any]:
+    """One server and clients of it, as torchrun's ranks have."""
+    wait = timedelta(seconds=10)
+    server = TCPStore("127.0.0.1", 0, None, True, wait, wait_for_workers=False)
+    clients = [
+        TCPStore("127.0.0.1", server.port, None, False, wait, wait_for_workers=False) for _ in range(count)
+    ]
+    return [server, *clients]
+
+
+@pytest.fixture(params=["local", "hash", "tcp"])
+def stores(request: pytest.FixtureRequest) -> list[Any]:
+    """One store client a rank."""
+    if request.param == "local":
+        return [LocalStore()] * RANKS
+    if request.param == "hash":
+        return [TorchStore(HashStore())] * RANKS
+    server, *clients = tcp_stores(RANKS)
+    request.addfinalizer(lambda: server)
+    return [TorchStore(client) for client in clients]
+
+
+def together(sides: list[tuple[Side, Any, float]]) -> list[Outcome]:
+    """The outcome of each side, all run at once in threads."""
+    found: list[Any] = [None] * len(sides)
+
+    def run(index: int) -> None:
+        side, store, timeout_s = sides[index]
+        found[index] = carry_out(side, store, timeout_s)
+
+    threads = [threading.Thread(target=run, args=(index,)) for index in range(len(sides))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return found
+
+
+def test_ranks_that_accept_commit(stores: list[Any]) -> None:
+    """Three ranks, no objection: all have the plan."""
+    made = [propose("v1", PLAN, [1, 2]), *(answer("v1", rank, lambda _: None) for rank in (1, 2))]
+    ends = together([(side, store, 5.0) for side, store in zip(made, stores, strict=True)])
+    assert [end.plan for end in ends] == [PLAN] * 3
+
+
+def test_one_objection_aborts_for_all_with_its_reason(stores: list[Any]) -> None:
+    """The reason of the rank that refused reaches every rank."""
+    made = [
+        propose("v1", PLAN, [1, 2]),
+        answer("v1", 1, lambda _: None),
+        answer("v1", 2, lambda plan: f"kernel {agreement.digest_of(plan)[:2]}… is not installed"),
+    ]
+    ends = together([(side, store, 5.0) for side, store in zip(made, stores, strict=True)])
+    assert [end.plan for end in ends] == [None] * 3
+    assert len({end.reason for end in ends}) == 1
+    assert "rank 2 refuses" in ends[0].reason
+
+
+def test_a_rank_that_never_votes_aborts_for_all(stores: list[Any]) -> None:
+    """Rank 2 is hung: the others abort in their time, and rank 2 learns it when it comes back."""
+    made = [propose("v1", PLAN, [1, 2]), answer("v1", 1, lambda _: None)]
+    ends = together([(made[0], stores[0], 0.2), (made[1], stores[1], 5.0)])
+    assert [end.plan for end in ends] == [None, None]
+    assert "rank 2 did not vote in time" in ends[0].reason
+    late = carry_out(answer("v1", 2, lambda _: None), stores[2], 0.2)
+    assert late == ends[0]
+
+
+def test_a_leader_that_dies_after_its_proposal_aborts_for_all(stores: list[Any]) -> None:
+    """Nobody waits for a decision that never comes."""
+    stores[0].put("v1/plan", PLAN)
+    made = [answer("v1", rank, lambda _: None) for rank in (1, 2)]
+    ends = together([(side, store, 0.2) for side, store in zip(made, stores[1:], strict=True)])
+    assert [end.plan for end in ends] == [None, None]
+    assert ends[0] == ends[1]
+
+
+def test_an_outcome_that_nobody_voted_for_is_refused() -> None:
+    """A store that somebody else wrote into is an error, never a plan."""
+    store = LocalStore()
+    store.put("v1/plan", PLAN)
+    store.put("v1/outcome", b"commit:0123456789abcdef")
+    with pytest.raises(ValueError, match="fits no plan"):
+        carry_out(answer("v1", 1, lambda _: None), store, 1.0)

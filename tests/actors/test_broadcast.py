@@ -1,0 +1,115 @@
+"""The line of a gang: strangers, garbage and half frames on it, and what closing wakes."""
+
+from __future__ import annotations
+
+import socket
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+
+from layerzero.actors.broadcast import Follower, Leader
+from layerzero.errors import DeviceLostError
+
+
+@contextmanager
+def line(lost: list[str]) -> Iterator[tuple[Leader, Follower]]:
+    """Rank 0's end and rank 1's."""
+    leader, made = Leader([1]), []
+    joining = threading.Thread(target=lambda: made.append(Follower(1, leader.address, 10.0)))
+    joining.start()
+    leader.accept(10.0, lost.append)
+    joining.join()
+    try:
+        yield leader, made[0]
+    finally:
+        made[0].close()
+        leader.close()
+
+
+def told(leader: Leader, lost: list[str]) -> str:
+    """What `lost` was called with."""
+    assert leader._watcher is not None
+    leader._watcher.join(10.0)
+    assert len(lost) == 1 and leader.failure == lost[0]
+    return lost[0]
+
+
+def test_a_stranger_who_says_nothing_keeps_nobody_out() -> None:
+    """Also one who says half a hello, or a wrong token."""
+    leader = Leader([1])
+    host, port, _, _ = leader.address.decode().split(" ")
+    strangers = [socket.create_connection((host, int(port)), 10.0) for _ in range(3)]
+    strangers[1].sendall(b"half")
+    strangers[2].sendall(bytes(36))
+    made: list[Follower] = []
+    joining = threading.Thread(target=lambda: made.append(Follower(1, leader.address, 10.0)))
+    threading.Timer(0.1, joining.start).start()
+    leader.accept(30.0, lambda why: None)
+    joining.join()
+    leader.send(b"hello")
+    assert made[0].receive(10.0) == b"hello"
+    for stranger in strangers:
+        stranger.settimeout(10.0)
+        assert stranger.recv(1) == b""  # hung up on
+        stranger.close()
+    made[0].close()
+    leader.close()
+
+
+def test_garbage_from_a_follower_fails_the_gang() -> None:
+    """A length that no frame has is told like any other failure."""
+    lost: list[str] = []
+    with line(lost) as (leader, follower):
+        follower._socket.sendall(b"\xff" * 4)
+        assert "at most" in told(leader, lost)
+
+
+def test_a_follower_that_is_gone_is_told() -> None:
+    """Also in the middle of a frame."""
+    lost: list[str] = []
+    with line(lost) as (leader, follower):
+        follower._socket.sendall(b"\0\0")
+        follower.close()
+        assert told(leader, lost) == "rank 1 is gone"
+        with pytest.raises(DeviceLostError, match="rank 1 is gone"):
+            leader.send(b"step")
+
+
+def test_closing_waits_for_no_half_frame() -> None:
+    """A follower that stopped in the middle of a word does not keep rank 0; nothing is told after the end."""
+    lost: list[str] = []
+    with line(lost) as (leader, follower):
+        follower._socket.sendall(b"\0\0")
+        closing = threading.Thread(target=leader.close, daemon=True)
+        closing.start()
+        closing.join(10.0)
+        assert not closing.is_alive() and lost == []
+        leader.close()
+
+
+def test_closing_wakes_who_waits() -> None:
+    """A thread in `receive`, and one in `accept`, raise when their end is closed."""
+    errors: list[DeviceLostError] = []
+
+    def waits(wait: object) -> None:
+        assert callable(wait)
+        try:
+            wait()
+        except DeviceLostError as error:
+            errors.append(error)
+
+    with line([]) as (_, follower):
+        receiving = threading.Thread(target=waits, args=(follower.receive,), daemon=True)
+        receiving.start()
+        follower.close()
+        receiving.join(10.0)
+    alone = Leader([1])
+    accepting = threading.Thread(
+        target=waits, args=(lambda: alone.accept(600.0, lambda why: None),), daemon=True
+    )
+    accepting.start()
+    alone.close()
+    accepting.join(10.0)
+    assert not receiving.is_alive() and not accepting.is_alive() and len(errors) == 2

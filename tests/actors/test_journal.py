@@ -1,0 +1,114 @@
+"""The journal: a killed process leaves the name of its kernel, an orderly end leaves nothing."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from layerzero.actors.faults import lost_device
+from layerzero.actors.journal import DEATHS_TO_QUARANTINE, FORGIVEN_S, Deaths, Journal, bury, read
+
+KILLED = """
+import os, signal, sys
+from pathlib import Path
+from layerzero.actors.journal import Journal
+
+journal = Journal(Path(sys.argv[1]), "gpu-0", "ab12")
+journal.watched("quick.op", lambda: None)()
+journal.watched("slow.op", lambda: os.kill(os.getpid(), signal.SIGKILL))()
+"""
+
+
+def test_a_killed_process_leaves_its_kernel(tmp_path: Path) -> None:
+    """The kernel in flight is blamed, the one that had ended is not; the next life finds a clean folder."""
+    done = subprocess.run([sys.executable, "-c", KILLED, str(tmp_path)], timeout=120, check=False)
+    assert done.returncode == -signal.SIGKILL
+    assert [flight.kernel for flight in read(tmp_path / "gpu-0.ab12.journal")] == ["slow.op"]
+    assert bury(tmp_path, "gpu-1") == []
+    assert bury(tmp_path, "gpu-0") == ["slow.op"]
+    assert bury(tmp_path, "gpu-0") == []
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_flights_of_several_threads(tmp_path: Path) -> None:
+    """Each thread has a slot of its own; a kernel that raises has ended too."""
+    journal = Journal(tmp_path, "cpu-0", "1")
+    inside, go = threading.Barrier(3), threading.Event()
+
+    def wait() -> None:
+        inside.wait()
+        go.wait()
+
+    threads = [threading.Thread(target=journal.watched(name, wait)) for name in ("a.x", "b.x")]
+    for thread in threads:
+        thread.start()
+    inside.wait()
+    assert sorted(flight.kernel for flight in journal.flights()) == ["a.x", "b.x"]
+    go.set()
+    for thread in threads:
+        thread.join()
+
+    def fail() -> None:
+        raise ValueError("no")
+
+    with pytest.raises(ValueError, match="no"):
+        journal.watched("c.x", fail)()
+    assert journal.flights() == []
+    journal.accuse()
+    assert "c.x" in [flight.kernel for flight in journal.flights()]
+    journal.close()
+    assert bury(tmp_path, "cpu-0") == []
+
+
+def test_results_and_arguments_pass_through(tmp_path: Path) -> None:
+    """The journal changes nothing about a call."""
+    journal = Journal(tmp_path, "cpu-0", "1")
+    assert journal.watched("a.x", lambda a, b: (b, a))(1, 2) == (2, 1)
+
+
+@pytest.mark.parametrize("damage", [b"", b"short", b"X" * 4160])
+def test_a_file_that_is_no_journal_blames_nobody(tmp_path: Path, damage: bytes) -> None:
+    """It is removed all the same."""
+    (tmp_path / "gpu-0.ff.journal").write_bytes(damage)
+    (tmp_path / "gpu-0.ff.kernels").write_text("a.x\n")
+    assert bury(tmp_path, "gpu-0") == []
+    assert not (tmp_path / "gpu-0.ff.journal").exists()
+
+
+def test_two_deaths_within_a_day_condemn(tmp_path: Path) -> None:
+    """Also over two processes; an older death is forgiven; a damaged file is set aside."""
+    assert DEATHS_TO_QUARANTINE == 2
+    assert Deaths(tmp_path, "gpu-0").add(["a.x"], at=1000.0) == []
+    assert Deaths(tmp_path, "gpu-0").add(["a.x", "b.x"], at=2000.0) == ["a.x"]
+    assert Deaths(tmp_path, "gpu-0").add(["b.x"], at=2000.0 + FORGIVEN_S + 1) == []
+    (tmp_path / "gpu-0.deaths").write_text("{")
+    assert Deaths(tmp_path, "gpu-0").count("a.x") == 0
+    assert (tmp_path / "gpu-0.deaths.damaged").read_text() == "{"
+
+
+@pytest.mark.parametrize(
+    ("text", "lost"),
+    [
+        ("CUDA error: an illegal memory access was encountered", True),
+        ("CUDA error: uncorrectable ECC error encountered", True),
+        ("CUDA error: GPU device has fallen off the bus", True),
+        ("CUDA error: unspecified launch failure", True),
+        ("CUDA error: invalid argument", False),
+        ("CUDA out of memory. Tried to allocate 2 GiB", False),
+        ("an illegal memory access was encountered", False),
+    ],
+)
+def test_faults_that_end_a_process(text: str, lost: bool) -> None:
+    """Driver, ECC and bus faults are a lost device, found behind wrappers too; argument errors are not."""
+    assert (lost_device(RuntimeError(text)) is not None) is lost
+    wrapped: Any = KeyError("outer")
+    wrapped.__cause__ = RuntimeError(text)
+    assert (lost_device(wrapped) is not None) is lost
+    assert os.getpid() > 0

@@ -1,0 +1,106 @@
+"""Callers of real ops that go away at every point: tasks, spawned coroutines, batched functions, appends."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import shutil
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import layerzero as lz
+from layerzero.kvcache import PagedCache, Spec
+
+pytestmark = pytest.mark.skipif(
+    shutil.which(os.environ.get("CXX", "g++")) is None, reason="no C++ compiler for the pages' strict kernel"
+)
+WIDTH, CALLERS, STEPS = 8, 5, 3
+WEIGHT = torch.randn(WIDTH, WIDTH) / 4
+Drive = Callable[[lz.Runtime, Awaitable[Any]], "asyncio.Future[Any]"]
+
+
+def halved(x: Tensor) -> Tensor:
+    """A function over rows, for `lz.batched`."""
+    return x / 2
+
+
+async def request(cache: PagedCache, x: Tensor, held: set[int]) -> Tensor:
+    """One request: every step goes through ops, a batched function and the pool; its pages go with it."""
+    sequence = cache.new()
+    held.add(sequence)
+    try:
+        for _ in range(STEPS):
+            x = await lz.linear(x, WEIGHT)
+            x = await lz.batched(halved)(x)
+            slots = cache.extend([sequence], [1])
+            await lz.append_kv(x[:, None], x[:, None], cache.k_pages, cache.v_pages, slots)
+            tables, lengths = cache.tables([sequence])
+            out = await lz.paged_attention(x[:, None], cache.k_pages, cache.v_pages, tables, lengths)
+            x = await lz.rms_norm(out[:, 0], None)
+        return x
+    finally:
+        cache.free(sequence)
+        held.discard(sequence)
+
+
+def as_task(runtime: lz.Runtime, coro: Any) -> asyncio.Future[Any]:
+    """An ordinary task."""
+    task: asyncio.Future[Any] = asyncio.ensure_future(coro)
+    return task
+
+
+def as_spawned(runtime: lz.Runtime, coro: Any) -> asyncio.Future[Any]:
+    """A coroutine that the lane steps."""
+    return asyncio.ensure_future(runtime.spawn(coro))
+
+
+async def lives(runtime: lz.Runtime, drive: Drive, victim: int, at: int) -> tuple[bool, list[Tensor | None]]:
+    """All requests together, one cancelled after `at` turns: whether that hit it, and everybody's result."""
+    cache = PagedCache(Spec(heads=1, width=WIDTH), pages=CALLERS, page_size=STEPS)
+    held: set[int] = set()
+    rows = torch.randn(CALLERS, 1, WIDTH, generator=torch.Generator().manual_seed(0))
+    tasks = [drive(runtime, request(cache, row, held)) for row in rows]
+    for _ in range(at):
+        await asyncio.sleep(0)
+    hit = tasks[victim].cancel()
+    results = await asyncio.gather(*tasks, return_exceptions=True)
+    hit = hit and isinstance(results[victim], asyncio.CancelledError)
+    for _ in range(3):
+        await asyncio.sleep(0)
+    assert not held and cache.allocator.free_pages == CALLERS, f"pages leaked at {at}"
+    front = runtime.device("cpu").fronts.current()
+    assert front.lane.live == 0 and front.lane.queued == 0
+    stats = front.lane.stats
+    assert stats.submitted == stats.done + stats.failed + stats.cancelled + stats.expired + stats.rejected
+    failed = [result for result in results if isinstance(result, Exception)]
+    assert not failed, failed
+    return hit, [None if isinstance(r, BaseException) else r for r in results]
+
+
+@pytest.mark.parametrize("drive", [as_task, as_spawned], ids=["task", "spawned"])
+@pytest.mark.parametrize("inline_limit_us", [0.0, 1e9], ids=["worker", "inline"])
+def test_a_caller_cancelled_at_any_turn_takes_only_itself(drive: Drive, inline_limit_us: float) -> None:
+    """For every k: cancelled at turn k, the others have what they have without it, and no page is lost."""
+
+    async def sweep(runtime: lz.Runtime) -> int:
+        _, wanted = await lives(runtime, drive, 0, 100_000)
+        hits = 0
+        for at in range(400):
+            hit, results = await lives(runtime, drive, 2, at)
+            hits += hit
+            for index, (got, alone) in enumerate(zip(results, wanted, strict=True)):
+                if index != 2 or not hit:
+                    assert got is not None and alone is not None and torch.equal(got, alone), (at, index)
+            if not hit:
+                return hits
+        raise AssertionError("the sweep never came to the end of the request")
+
+    how = lz.Settings(inline_limit_us=inline_limit_us, warm="off", determinism="strict")
+    with lz.start(how, scoped=True) as runtime:
+        # Under strict determinism no other kernel may serve until this one is compiled.
+        runtime.device("cpu").warm(["native.paged_attention.cpu"])
+        assert asyncio.run(sweep(runtime)) >= STEPS * 5

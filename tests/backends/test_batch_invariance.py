@@ -1,0 +1,252 @@
+"""Kernels that claim `batch_invariant`: a row alone has the bits that it has in any batch, at any place."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import inspect
+import itertools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import layerzero as lz
+from layerzero.kernel import Kernel, judge
+from layerzero.ops import table
+from layerzero.ops.norm import rms_norm_reference
+from layerzero.ops.op import Args
+from tests import kernels
+from tests.backends import cases
+
+CLAIMING = [k for k in cases.RUNNABLE if k.capability.batch_invariant]
+ROWS = 37
+# The operands of each op that have one entry a row: of a batch, a sequence, a token or a head.
+ALONG = {
+    "add_layer_norm": (0, 1), "add_rms_norm": (0, 1), "alibi": (0,), "append_kv": (0, 1, 4),
+    "attention": (0, 1, 2), "cross_entropy": (0, 1), "dequantize": (0, 1), "embedding": (0,),
+    "layer_norm": (0,), "linear": (0,), "linear_cross_entropy": (0, 2), "quantize": (0, 4),
+    "quantized_linear": (0,), "mla_attention": (0, 1, 4, 5), "mlp": (0,), "paged_attention": (0, 3, 4),
+    "rms_norm": (0,), "rope": (0, 1, 2), "sample": (0, 4), "sample_topk": (0, 3), "sample_topp": (0, 3),
+    "verify_chain": (0, 1, 2, 3), "verify_tree": (0, 1, 2, 4),
+}  # fmt: skip
+# Sizes where matrix and attention kernels choose another blocking, by op; the first is every other op's.
+SIZES: dict[str, tuple[dict[str, int], ...]] = {
+    "": ({}, {"C": 384, "K": 384}),
+    "linear": ({}, {"C": 31, "K": 64}, {"C": 1536, "K": 384}, {"C": 768, "K": 3072}),
+    "mlp": ({}, {"C": 384, "F": 1536}),
+    "attention": ({}, {"Sq": 33, "Sk": 65, "D": 64}),
+    "paged_attention": ({}, {"P": 16, "D": 64}, {"P": 1}),
+    "mla_attention": ({}, {"P": 64, "D": 40}),
+}
+# No kernel promises bits for a loss of training, nor for experts, whose products choose their sums by
+# how many rows each of them gets: strict determinism refuses both by name.
+REFUSED = {"linear_cross_entropy", "moe"}
+# Asks that make one number of all rows, or masks that belong to a place in the batch.
+APART = {"mean", "mask_bool", "mask_float", "mask_wide", "empty_rows"}
+
+
+def asks(op: str) -> list[tuple[str, ...]]:
+    """Every single ask under which rows stay apart; seeds are always per row."""
+    seeds = ("seed_per_row",) if op.startswith(("sample", "verify")) else ()
+    shared = {"scale_per_tensor"} if op == "quantize" else set()
+    apart = APART | shared | set(seeds)
+    return [seeds, *((ask,) for ask in cases._ASKS.get(op, ()) if ask not in apart)]
+
+
+def taken(op: str, args: Args, rows: Sequence[int], each: int) -> Args:
+    """The call of these rows alone, in memory of its own; `each` query tokens belong to one row."""
+    if op == "ragged_attention":
+        return _sequences(args, rows)
+    index = torch.tensor(rows, device=args[0].device)
+    wide = (index[:, None] * each + torch.arange(each, device=index.device)).flatten()
+    queries = {"paged_attention": (0,), "mla_attention": (0, 1)}.get(op, ())
+    changed = list(args)
+    for position in ALONG[op]:
+        if isinstance(args[position], Tensor) and args[position].dim():
+            changed[position] = args[position][wide if position in queries else index].clone()
+    offsets = {"paged_attention": 5, "mla_attention": 6}.get(op)
+    if offsets is not None and args[offsets] is not None:
+        changed[offsets] = torch.arange(len(rows) + 1, device=index.device) * each
+    return tuple(changed)
+
+
+def _sequences(args: Args, rows: Sequence[int]) -> Args:
+    q, k, v, cu, cu_k, *rest = args
+    spans = [[slice(int(own[r]), int(own[r + 1])) for r in rows] for own in (cu, cu_k)]
+    ends = [torch.tensor([0, *(s.stop - s.start for s in own)]).cumsum(0).to(q.device) for own in spans]
+    mine, theirs = spans
+    return (
+        *(torch.cat([t[s] for s in own]) for t, own in ((q, mine), (k, theirs), (v, theirs))),
+        *ends,
+        *rest,
+    )
+
+
+def pieces(op: str, run: Callable[..., Any], args: Args, rows: int, each: int) -> list[tuple[Tensor, ...]]:
+    """What each row of a call gets."""
+    if op == "append_kv":
+        slots, (_, *pools) = args[4], cases.results(table.get(op), run, args)
+        tokens = [pool if args[5] == "NHD" else pool.transpose(1, 2) for pool in pools]
+        found = [pool.flatten(0, 1)[slots] for pool in tokens]
+        return [tuple(part[row] for part in found) for row in range(rows)]
+    outs = cases.as_tuple(run(*args))
+    if op == "ragged_attention":
+        cu = args[3].tolist()
+        return [tuple(out[a:b] for out in outs) for a, b in itertools.pairwise(cu)]
+    return [tuple(out[row * each : (row + 1) * each] for out in outs) for row in range(rows)]
+
+
+def per_row(op: str, args: Args, rows: int) -> int:
+    """The query tokens that belong to one row: several where a paged call is a prefill."""
+    return args[0].shape[0] // rows if op in ("paged_attention", "mla_attention") else 1
+
+
+def sequences(args: Args) -> Args:
+    """A ragged call of ROWS sequences of mixed lengths, in place of the cases' three."""
+    q, k, v, _, _, *rest = args
+    lengths = torch.randint(0, 9, (ROWS,), generator=torch.Generator().manual_seed(1))
+    cu = torch.tensor([0, *lengths.cumsum(0).tolist()])
+    cu_k = torch.tensor([0, *(lengths * 3 + 1).cumsum(0).tolist()])
+    pick = torch.Generator().manual_seed(2)
+    q, k, v = (
+        t[torch.randint(0, len(t), (int(ends[-1]),), generator=pick)]
+        for t, ends in ((q, cu), (k, cu_k), (v, cu_k))
+    )
+    return (q, k, v, cu.to(q.device), cu_k.to(q.device), *rest)
+
+
+def differing(
+    kernel: Kernel, run: Callable[..., Any], dtype: torch.dtype, dims: dict[str, int], ask: Any
+) -> str:
+    """Where a row's bits depend on its company, or on its place in it; empty where they do not."""
+    op = kernel.op
+    batch = {"attention": "B", "alibi": "Hq"}.get(op, "N")
+    args = cases.call(cases.Case(op, ask, {**dims, batch: ROWS}), dtype)
+    args = sequences(args) if op == "ragged_attention" else args
+    if judge(kernel, table.get(op).check(args).replace(modes=frozenset({"batch_invariant"})), cases.HERE):
+        return ""
+    each = per_row(op, args, ROWS)
+    with torch.no_grad():
+        alone = [pieces(op, run, taken(op, args, [row], each), 1, each)[0] for row in range(ROWS)]
+        backwards = list(range(ROWS))[::-1]
+        shuffled = torch.randperm(ROWS, generator=torch.Generator().manual_seed(3)).tolist()
+        for order in (list(range(ROWS)), backwards, shuffled, shuffled[:2], shuffled[:7], shuffled[:16]):
+            together = pieces(op, run, taken(op, args, order, each), len(order), each)
+            for place, row in enumerate(order):
+                if not all(map(torch.equal, together[place], alone[row])):
+                    return f"{kernel.id} {dtype} {dims} {ask}: row {row} at place {place} of {len(order)}"
+    return ""
+
+
+@functools.cache
+def loaded(kernel: Kernel) -> Any:
+    return kernel.load()
+
+
+@pytest.mark.parametrize("kernel", CLAIMING, ids=[k.id for k in CLAIMING])
+def test_a_row_has_its_own_bits_alone_and_in_any_batch_at_any_place(kernel: Kernel) -> None:
+    """Every op, dtype and feature, in memory of its own each time."""
+    tried = 0
+    for dtype in cases.dtypes(kernel):
+        for dims in SIZES.get(kernel.op, SIZES[""]):
+            for ask in asks(kernel.op):
+                assert not (found := differing(kernel, loaded(kernel), dtype, dims, ask)), found
+                tried += 1
+    assert tried
+
+
+def test_every_op_can_be_served_under_strict_determinism() -> None:
+    """An op without such a kernel would be refused there, and an op without rows here would go untested."""
+    served = {k.op for k in cases.KERNELS if k.capability.batch_invariant}
+    assert served | REFUSED == set(table.names())
+    missing = set(table.names()) - ALONG.keys() - REFUSED - {"ragged_attention"}
+    assert not missing, f"say in ALONG which operands of {missing} have rows"
+
+
+# -- the controls: kernels that claim it and are not ------------------------------------------------------
+
+
+def _by_size(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """Another order of sums from sixteen rows on, as tuned kernels have."""
+    if x.shape[0] < 16:
+        return rms_norm_reference(x, weight, eps)
+    return (x * (x.flip(-1).pow(2).sum(-1, keepdim=True) / x.shape[-1] + 1e-7).rsqrt()) * weight
+
+
+def _by_place(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """The last row of every batch is rounded differently, as a kernel's tail loop may do."""
+    out = rms_norm_reference(x, weight, eps)
+    if len(out) > 1:
+        out[-1] = torch.nextafter(out[-1], out[-1] + 1)
+    return out
+
+
+def _by_neighbour(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """Rows share one scale, as a quantizing kernel with one scale a batch does."""
+    scale = x.abs().max() / 127
+    return rms_norm_reference((x / scale).round() * scale, weight, eps)
+
+
+LIARS = {
+    "bad.rms_norm.by_size": _by_size,
+    "bad.rms_norm.by_place": _by_place,
+    "bad.rms_norm.by_neighbour": _by_neighbour,
+}
+
+
+@pytest.mark.parametrize("name", LIARS)
+def test_a_kernel_that_lies_is_caught(name: str) -> None:
+    """The check finds each of the three ways in which company can show."""
+    lying = kernels.kernel(name, LIARS[name], batch_invariant=True)
+    assert differing(lying, LIARS[name], torch.float32, {"C": 384}, ())
+    honest = kernels.kernel("good.rms_norm", batch_invariant=True)
+    assert not differing(honest, honest.load(), torch.float32, {"C": 384}, ())
+
+
+# -- through the lane -------------------------------------------------------------------------------------
+
+
+def strict(calls: Callable[[], list[Any]]) -> list[Any]:
+    """The results of calls that are awaited together, under strict determinism."""
+
+    async def every() -> list[Any]:
+        return await asyncio.gather(*calls())
+
+    with lz.start(lz.Settings(determinism="strict", warm="off"), scoped=True):
+        return asyncio.run(every())
+
+
+def awaited(op: str, args: Args) -> Any:
+    """The op's awaitable function with a full argument tuple."""
+    names = list(inspect.signature(table.get(op).build).parameters)
+    return getattr(lz, op)(**dict(zip(names, args, strict=True)))
+
+
+def own(op: str, out: Any, args: Args) -> tuple[Tensor, ...]:
+    """A caller's part of a result; of an append what is in its slots."""
+    if op != "append_kv":
+        return cases.as_tuple(out)
+    return tuple(pool.flatten(0, 1)[args[4]] for pool in args[2:4])
+
+
+@pytest.mark.parametrize("op", sorted({*ALONG, "ragged_attention"} - REFUSED))
+def test_an_awaited_row_has_its_own_bits_in_any_company(op: str) -> None:
+    """Callers of one row each, together in two orders and one by one: batching rules keep bits too."""
+    batch = {"attention": "B", "alibi": "Hq"}.get(op, "N")
+    ask = {"quantized_linear": ("inputs_quantized",)}.get(op, asks(op)[0])
+    args = cases.call(cases.Case(op, ask, {batch: ROWS}), torch.float32)
+    args = sequences(args) if op == "ragged_attention" else args
+    each = per_row(op, args, ROWS)
+    apart = [taken(op, args, [row], each) for row in range(ROWS)]
+    lonely = [own(op, strict(lambda a=a: [awaited(op, a)])[0], a) for a in apart[:6]]  # type: ignore[misc]
+    for order in (apart, apart[::-1]):
+        if op == "append_kv":
+            for pool in args[2:4]:
+                pool.zero_()
+        outs = strict(lambda calls=order: [awaited(op, a) for a in calls])  # type: ignore[misc]
+        outs = outs if order is apart else outs[::-1]
+        for row, alone in enumerate(lonely):
+            assert all(map(torch.equal, own(op, outs[row], apart[row]), alone)), (op, row)

@@ -1,0 +1,37 @@
+"""GPU kernels written in Triton, run by its interpreter on the CPU: the contract tests in a child process.
+
+The interpreter has to be asked for before the kernels are defined. It has no bfloat16 arithmetic worth
+the name, and does not know what some of Liger's kernels use; those run on a GPU only.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import subprocess
+import sys
+
+import pytest
+
+CONTRACT = "tests/backends/test_contract.py"
+INTERPRETED = {
+    "liger_kernel": ("liger.rope.triton", "liger.linear_cross_entropy.chunked"),
+}
+
+
+@pytest.mark.parametrize("library", INTERPRETED)
+def test_interpreted_kernels_keep_the_contract(library: str) -> None:
+    """Numbers, inputs, gradients and repetition, in float32 and float16."""
+    if importlib.util.find_spec(library) is None:
+        pytest.skip(f"{library} is not installed")
+    wanted = " or ".join(f"[{kernel}]" for kernel in INTERPRETED[library])
+    run = subprocess.run(
+        [sys.executable, "-m", "pytest", CONTRACT, "-vv", "-p", "no:cacheprovider", "-k", wanted],
+        capture_output=True,
+        text=True,
+        check=False,
+        env=os.environ | {"TRITON_INTERPRET": "1", "LAYERZERO_TEST_DTYPES": "float32,float16"},
+    )
+    assert run.returncode == 0, run.stdout[-4000:] + run.stderr[-1000:]
+    for kernel in INTERPRETED[library]:
+        assert f"test_results_are_within_tolerance[{kernel}] PASSED" in run.stdout, run.stdout

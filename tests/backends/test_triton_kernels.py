@@ -1,0 +1,205 @@
+"""Triton kernels: ours draw and round as the references do; a user's function becomes a kernel."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from layerzero.backends.triton_kernels import KERNELS
+from layerzero.backends.triton_kernels.own import TritonLaunch, check_launch, triton_kernel
+from layerzero.hardware import imagined_gpu, probe
+from layerzero.kernel import Capability, judge
+from layerzero.ops.request import Request
+
+needs_triton = pytest.mark.skipif(
+    importlib.util.find_spec("triton") is None, reason="triton is not installed"
+)
+
+
+def interpreted(code: str, folder: Path) -> Any:
+    """The JSON on the last line that a program prints under Triton's interpreter, which reads its source."""
+    program = folder / "program.py"
+    program.write_text(code)
+    run = subprocess.run(
+        [sys.executable, "-W", "ignore", str(program)],
+        capture_output=True,
+        text=True,
+        check=False,
+        env=os.environ | {"TRITON_INTERPRET": "1"},
+    )
+    assert run.returncode == 0, run.stderr[-3000:]
+    return json.loads(run.stdout.splitlines()[-1])
+
+
+DRAWN = """
+import json, torch
+from layerzero.backends.triton_kernels.drawing import sample
+from layerzero.ops.sampling import sample_reference
+logits = torch.randn(3, 11, generator=torch.Generator().manual_seed(0)) * 2
+logits[1, 3:7] = 1.5
+logits[2, ::2] = -torch.inf
+rows = torch.tensor([5, 10**15, -3])
+calls = [
+    (1.0, 0, 1.0, 7, 0),
+    (0.7, 4, 1.0, rows, 1),
+    (torch.tensor([0.0, 0.5, 2.0]), torch.tensor([0, 5, 3]), torch.tensor([1.0, 0.6, 0.0]), rows, rows),
+]
+print(json.dumps([[sample(logits, *c).tolist(), sample_reference(logits, *c).tolist()] for c in calls]))
+"""
+
+
+@needs_triton
+def test_rows_are_drawn_as_the_reference_draws_them(tmp_path: Path) -> None:
+    """Plain, top-k, and every argument by row: the same tokens, ties and hidden tokens included."""
+    for ours, right in interpreted(DRAWN, tmp_path):
+        assert ours == right
+
+
+OWN = """
+import json, torch, triton
+import triton.language as tl
+import layerzero as lz
+from layerzero.backends.triton_kernels.own import TritonLaunch, triton_kernel
+from layerzero.kernel import Capability, Efficiency
+
+@triton.jit
+def norm(x_ptr, out_ptr, width, eps, BLOCK: tl.constexpr):
+    at = tl.arange(0, BLOCK)
+    x = tl.load(x_ptr + tl.program_id(0) * width + at, mask=at < width, other=0.0)
+    out = x / tl.sqrt(tl.sum(x * x, 0) / width + eps)
+    tl.store(out_ptr + tl.program_id(0) * width + at, out, mask=at < width)
+
+broken = False
+def prepare(x, weight, eps):
+    out = torch.empty_like(x)
+    width = x.shape[-1]
+    block = width if broken else triton.next_power_of_2(width)
+    return TritonLaunch((x.numel() // width,), (x, out, width, eps), {"BLOCK": block}, out)
+
+capability = Capability(
+    source="mine", platforms=frozenset({"cpu"}), dtypes=frozenset({"float32"}),
+    features=frozenset({"no_weight"}), contiguous=True, gradient=False,
+)
+kernel = triton_kernel(
+    "acme.rms_norm.triton", "rms_norm", norm, prepare, capability,
+    efficiency=Efficiency(1.0, 1.0, 0.1, "a test: as fast as can be"),
+)
+x = torch.randn(4, 31)
+found = []
+with lz.start(lz.Settings(device="cpu"), scoped=True) as rt:
+    rt.add_kernel(kernel)
+    for broken in (False, True):
+        rows = x[:3] if broken else x
+        out = lz.sync.rms_norm(rows)
+        right = torch.nn.functional.rms_norm(rows, (31,), eps=1e-6)
+        found.append([lz.last_selection().kernel, float((out - right).abs().max())])
+    found.append(str(lz.explain("rms_norm", x.double())))
+print(json.dumps(found))
+"""
+
+
+@needs_triton
+def test_a_users_function_is_chosen_runs_and_is_replaced_when_its_launch_is_wrong(
+    tmp_path: Path,
+) -> None:
+    """Registered, it wins by its price; a block that is no power of two fails, and another kernel answers."""
+    first, second, told = interpreted(OWN, tmp_path)
+    assert first[0] == "acme.rms_norm.triton" and first[1] < 1e-5
+    assert second[0] != "acme.rms_norm.triton" and second[1] < 1e-5
+    assert "acme.rms_norm.triton" in told and "DTYPE_UNSUPPORTED" in told
+
+
+def launch(**changes: Any) -> TritonLaunch:
+    """A launch that is right but for the changes."""
+    out = torch.empty(3)
+    plain: dict[str, Any] = {"grid": (3,), "arguments": (out,), "constants": {"BLOCK": 64}, "result": out}
+    return TritonLaunch(**(plain | changes))
+
+
+@pytest.mark.parametrize(
+    ("wrong", "error", "words"),
+    [
+        (3, TypeError, "prepare needs to return a TritonLaunch, got int"),
+        (launch(grid=()), ValueError, "grid needs a tuple of 1 to 3 numbers"),
+        (launch(grid=(1, 1, 1, 1)), ValueError, "grid needs a tuple of 1 to 3 numbers"),
+        (launch(grid=(0,)), ValueError, r"grid\[0\] needs an int in \[1, 2147483647\], got 0"),
+        (launch(grid=(2**31,)), ValueError, r"grid\[0\] needs an int in"),
+        (launch(grid=(1, 65536)), ValueError, r"grid\[1\] needs an int in \[1, 65535\], got 65536"),
+        (launch(grid=(1, 1, 65536)), ValueError, r"grid\[2\] needs an int in \[1, 65535\]"),
+        (launch(grid=(1.5,)), TypeError, r"grid\[0\] needs an int, got float"),
+        (launch(constants={"BLOCK_M": 48}), ValueError, "BLOCK_M needs a power of two"),
+        (launch(constants={"BLOCK": 2**21}), ValueError, r"BLOCK needs a power of two in \[1, 1048576\]"),
+        (launch(constants={"num_warps": 64}), ValueError, r"num_warps needs a power of two in \[1, 32\]"),
+        (launch(result=None), TypeError, "result needs a tensor"),
+        (launch(result=()), TypeError, "result needs a tensor"),
+    ],
+)
+def test_a_launch_that_cannot_be_is_named(wrong: Any, error: type[Exception], words: str) -> None:
+    """Grid and block limits are checked before Triton sees the launch."""
+    check_launch(launch(grid=(2**31 - 1, 65535, 65535), constants={"BLOCK": 1 << 20, "num_warps": 32}))
+    with pytest.raises(error, match=words):
+        check_launch(wrong)
+
+
+def test_what_is_no_triton_function_is_refused() -> None:
+    """A plain function, and a name that belongs to somebody else."""
+    capability = Capability(source="mine")
+    with pytest.raises(TypeError, match=r"decorated with triton\.jit, got function"):
+        triton_kernel("acme.rms_norm", "rms_norm", launch, launch, capability)
+    with pytest.raises(TypeError, match="prepare needs a function"):
+        triton_kernel("acme.rms_norm", "rms_norm", launch, None, capability)  # type: ignore[arg-type]
+
+
+AHEAD = """
+import json, triton
+import triton.language as tl
+from layerzero.backends.triton_kernels.own import compile_ahead
+from layerzero.errors import BackendNotAvailableError
+
+@triton.jit
+def copy(x_ptr, out_ptr, n, BLOCK: tl.constexpr):
+    at = tl.arange(0, BLOCK)
+    tl.store(out_ptr + at, tl.load(x_ptr + at, mask=at < n), mask=at < n)
+
+types = {"x_ptr": "*fp32", "out_ptr": "*fp32", "n": "i32"}
+found = [compile_ahead(copy, types, {"BLOCK": 128}, sm=sm) for sm in (80, 90)]
+try:
+    compile_ahead(copy, types, {"BLOCK": 100}, sm=90)
+except BackendNotAvailableError as error:
+    found += [error.context["reason"], str(error)]
+print(json.dumps(found))
+"""
+
+
+@needs_triton
+def test_a_function_compiles_for_hardware_that_is_not_here(tmp_path: Path) -> None:
+    """Machine code for 8.0 and 9.0 without a GPU; what does not compile says JIT_FAILED and why."""
+    (tmp_path / "ahead.py").write_text(AHEAD)
+    run = subprocess.run(
+        [sys.executable, "-W", "ignore", str(tmp_path / "ahead.py")],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    ampere, hopper, reason, message = json.loads(run.stdout.splitlines()[-1])
+    assert ampere > 1000 and hopper > 1000
+    assert reason == "JIT_FAILED" and "copy does not compile for sm 90" in message
+
+
+def test_our_kernels_are_for_gpus_with_the_numbers_they_need() -> None:
+    """Float8 codes need 8.9; the CPU and a Turing card are refused with their reasons."""
+    by_op = {kernel.op: kernel for kernel in KERNELS}
+    request = Request(op="quantize", platform="cuda", dtype="bfloat16", dtypes=("bfloat16",), dims={"C": 64})
+    reasons = [
+        [r.reason.value for r in judge(by_op["quantize"], request, imagined_gpu(sm))] for sm in (86, 90)
+    ]
+    assert reasons == [["SM_TOO_OLD"], []]
+    assert [r.reason.value for r in judge(by_op["sample"], request, probe("cpu"))] == ["PLATFORM_MISMATCH"]

@@ -1,0 +1,70 @@
+"""The regret benchmark runs, resumes where it ended, and counts what it says it counts."""
+
+from __future__ import annotations
+
+import argparse
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import layerzero as lz
+from benchmarks.regret import measure_shapes, opened, summarise
+from benchmarks.regret_shapes import shapes
+
+
+def options(out: Path) -> argparse.Namespace:
+    return argparse.Namespace(out=out, quick=True, group=["norms float32"])
+
+
+def test_it_goes_on_where_it_ended(tmp_path: Path) -> None:
+    """A run that has no time measures nothing; the next one finishes, and another keeps its rows."""
+    out = tmp_path / "regret.json"
+    settings = lz.Settings(device="cpu", warm="off", perfdb=None, shipped_tables=False)
+    with lz.start(settings, scoped=True) as runtime:
+        device = runtime.device()
+        record = opened(out, device)
+        measure_shapes(record, device, options(out), deadline=0.0)
+        assert record["unfinished"] is True and record["shapes"] == {}
+        measure_shapes(record, device, options(out), deadline=math.inf)
+        again = opened(out, device)
+        assert len(again["shapes"]) == 2 and again["shapes"] == record["shapes"]
+        measure_shapes(again, device, options(out), deadline=math.inf)
+    assert again["unfinished"] is False and again["shapes"] == record["shapes"]
+    for row in again["shapes"].values():
+        assert row["choice"] >= 1.0 and row["chosen"] in row["kernels_us"] and row["lz_us"] > 0
+        assert row["kernels_us"][row["best"]] == min(row["kernels_us"].values())
+
+
+def test_figures_are_geometric_means_and_worst_cases() -> None:
+    """Held-out and tuned rows, launches and groups are never mixed."""
+
+    def row(choice: float, **more: Any) -> dict[str, Any]:
+        return {"group": "norms x", "tuned": False, "launch": "eager", "choice": choice} | more
+
+    record: dict[str, Any] = {
+        "shapes": {
+            "a": row(1.0, end_to_end=1.1), "b": row(4.0, end_to_end=1.1), "c": row(9.0, tuned=True),
+            "d": row(7.0, launch="graph"), "e": {**row(1.0), "error": "no"} | {"choice": 1.0},
+        }
+    }  # fmt: skip
+    del record["shapes"]["e"]["choice"]
+    summarise(record)
+    held = record["summary"]["eager, held out, all"]
+    assert (held["shapes"], held["choice_geomean"], held["choice_worst"]) == (2, 2.0, 4.0)
+    assert held["end_to_end_geomean"] == pytest.approx(1.1)
+    assert record["summary"]["eager, tuned, norms"]["choice_worst"] == 9.0
+    assert record["summary"]["graph, held out, all"]["shapes"] == 1
+    assert list(record["errors"]) == ["e"]
+
+
+@pytest.mark.parametrize("platform", ["cpu", "cuda"])
+def test_enough_attention_shapes_most_of_them_held_out(platform: str) -> None:
+    """At least 60 attention shapes; more held out than tuned; every kind stands in the first rounds."""
+    found = shapes(platform)
+    attention = [call for _, call, _ in found if "attention" in call.op]
+    assert len({str(call) for call in attention}) >= 60
+    assert sum(not tuned for *_, tuned in found) > sum(tuned for *_, tuned in found) > 10
+    groups = list(dict.fromkeys(group for group, *_ in found))
+    assert [group for group, *_ in found[: len(groups)]] == groups

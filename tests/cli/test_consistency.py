@@ -1,0 +1,146 @@
+"""`lz consistency` and the pytest plugin: agreement, each kind of disagreement, wrong manifests."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import anyio
+import msgspec
+import pytest
+import torch
+
+from layerzero.cli import main
+from layerzero.cli.deployment import Answer, Examined, Manifest, check, compare, load
+from layerzero.cli.pytest_consistency import CHECKS
+from layerzero.errors import ConfigurationError
+from layerzero.settings import Settings
+from tests.cli.command import Lz
+
+MANIFEST = """
+version: 1
+calls:
+  - {op: rms_norm, arguments: ["x=4x64:bf16"]}
+  - {op: linear, arguments: ["x=8x64:f32", "weight=32x64:f32"]}
+"""
+
+
+@pytest.fixture
+def manifest(tmp_path: Path) -> Path:
+    path = tmp_path / "deployment.yaml"
+    path.write_text(MANIFEST)
+    return path
+
+
+@pytest.fixture(scope="module")
+def two() -> tuple[Manifest, dict[str, Any], dict[str, Examined]]:
+    """Two devices that agree: this process's, twice."""
+    from layerzero.api.start import start
+    from layerzero.cli.deployment import examine
+
+    calls = msgspec.convert([{"op": "rms_norm", "arguments": ["x=4x64:f32"]}], tuple[Any, ...])
+    wanted = msgspec.convert({"calls": calls}, Manifest)
+
+    async def look() -> Any:
+        async with start(Settings(device="cpu"), scoped=True) as runtime:
+            (facts,) = runtime.fleet.facts
+            return facts, await runtime.fleet.run(examine, wanted.calls)
+
+    facts, examined = anyio.run(look)
+    named = {name: msgspec.structs.replace(facts, name=name) for name in ("a", "b")}
+    return wanted, named, {"a": examined, "b": examined}
+
+
+def test_a_process_agrees_with_itself(manifest: Path) -> None:
+    """Exit status 0, and the report counts what was compared."""
+    report = anyio.run(check, load(manifest), Settings(device="cpu"))
+    assert report.ok
+    assert report.compared["calls"] == 2
+
+
+def test_two_equal_devices_agree(two: Any) -> None:
+    """The negative control of the tests below."""
+    assert compare(*two).findings == ()
+
+
+def found(two: Any, check_: str, **changes: Any) -> Any:
+    """The findings when device b differs in `changes` from a."""
+    wanted, facts, examined = two
+    fields = {name: value for name, value in changes.items() if name in Examined.__struct_fields__}
+    of_facts = {name: value for name, value in changes.items() if name not in fields}
+    report = compare(
+        wanted,
+        {**facts, "b": msgspec.structs.replace(facts["b"], **of_facts)},
+        {**examined, "b": msgspec.structs.replace(examined["b"], **fields)},
+    )
+    assert not report.ok
+    matching = [finding for finding in report.findings if finding.check == check_]
+    assert matching, report.findings
+    return matching[0]
+
+
+def test_each_disagreement_is_found(two: Any) -> None:
+    """Versions, kernels, policy, settings, plans, numerics, order: each by its own check."""
+    answer = two[2]["b"].answers[0]
+    other = found(two, "versions", versions={**two[1]["b"].versions, "torch": "0.0"})
+    assert other.about == "torch"
+    assert set(other.values) == {"a", "b"}
+    found(two, "kernels", kernels="other")
+    found(two, "policy", policy="other")
+    found(two, "settings", settings="other")
+    found(two, "batch order", order=tuple(reversed(range(8))))
+    plans = found(two, "plans", answers=(Answer("other.rms_norm", "", answer.digest, answer.output),))
+    assert plans.values["b"] == "other.rms_norm"
+    wrong = Answer(answer.kernel, answer.transforms, "other", answer.output + 1.0)
+    assert found(two, "numerics", answers=(wrong,)).values["b"] == "other"
+    nan = Answer(answer.kernel, answer.transforms, answer.digest, answer.output * torch.nan)
+    assert found(two, "numerics", answers=(nan,)).values.keys() == {"b"}
+
+
+def test_promised_devices_and_versions_are_checked(two: Any) -> None:
+    """What the manifest promises is compared as well."""
+    wanted, facts, examined = two
+    strict = msgspec.structs.replace(wanted, devices=3, versions={"torch": "9.9"})
+    checks = {finding.check for finding in compare(strict, facts, examined).findings}
+    assert checks == {"devices", "versions"}
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("calls: [{op: nothing}]", "nothing"),
+        ("calls: [{op: rms_norm, arguments: ['x=oops']}]", "oops"),
+        ("calls: []\nversion: 9", "version"),
+        ("call: []", "call"),
+        ("a: [", "deployment.yaml:"),
+    ],
+)
+def test_a_wrong_manifest_is_refused_by_name(tmp_path: Path, text: str, says: str) -> None:
+    """The file and what is wrong in it."""
+    path = tmp_path / "deployment.yaml"
+    path.write_text(text)
+    with pytest.raises(ConfigurationError, match=says):
+        load(path)
+
+
+def test_the_command(lz: Lz, manifest: Path) -> None:
+    """0 where all agree, 2 where the command line is wrong."""
+    assert "consistency" in main.commands
+    done = lz("consistency", "--manifest", str(manifest))
+    assert done.exit_code == 0, done.output
+    assert "all agree" in done.output
+    manifest.write_text("calls: [{op: nothing}]")
+    assert lz("consistency", "--manifest", str(manifest)).exit_code == 2
+
+
+def test_the_plugin_makes_a_test_of_each_check(manifest: Path) -> None:
+    """`pytest -p layerzero.cli.pytest_consistency` runs one test a check."""
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "layerzero.cli.pytest_consistency"]
+    done = subprocess.run(
+        [*command, "-p", "no:cacheprovider", "--lz-manifest", str(manifest), "-c", "/dev/null", "--rootdir",
+         str(manifest.parent), str(manifest.parent)],
+        capture_output=True, text=True, timeout=120, check=False, stdin=subprocess.DEVNULL,
+    )  # fmt: skip
+    assert f"{len(CHECKS)} passed" in done.stdout, done.stdout + done.stderr

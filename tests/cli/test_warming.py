@@ -1,0 +1,71 @@
+"""`lz warmup` and `lz ready` as a deployment's gate."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+from layerzero.tuning.calls import call, tensor
+from layerzero.warmup import Manifest
+from tests.cli.command import Lz
+
+
+@pytest.fixture
+def manifest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """A file with one call that needs no compiler."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setenv("LAYERZERO_DENY", "zentorch.*")
+    path = tmp_path / "manifest.json"
+    embedding = call("embedding", ids=tensor(3, dtype="int64", fill="below", bound=5), weight=tensor(5, 8))
+    Manifest(critical=(embedding,), others=(call("layer_norm", x=tensor(3, 8)),)).save(path)
+    return str(path)
+
+
+def test_a_manifest_is_warmed_and_then_ready(lz: Lz, manifest: str) -> None:
+    """Both commands agree, as text and as JSON."""
+    warmed = lz("warmup", manifest, "--device", "cpu")
+    assert warmed.exit_code == 0, warmed.output
+    assert "2 calls in" in warmed.output and "0 compilers started" in warmed.output
+    ready = lz("ready", manifest, "--device", "cpu")
+    assert ready.exit_code == 0 and "ready: 2 calls, nothing to compile" in ready.output
+    plain = json.loads(lz("ready", manifest, "--device", "cpu", "--json").stdout)
+    assert plain["ready"] is True and plain["problems"] == []
+    assert json.loads(lz("warmup", manifest, "--device", "cpu", "--json").stdout)["ready"] is True
+
+
+def test_what_would_have_to_be_compiled_is_not_ready(lz: Lz, tmp_path: Path, manifest: str) -> None:
+    """The gate says what is missing, and compiles nothing itself."""
+    path = tmp_path / "paged.json"
+    pages = tensor(8, 4, 2, 16, dtype="float32")
+    tables = tensor(2, 4, dtype="int64", fill="permutation", bound=8)
+    Manifest(
+        critical=(
+            call(
+                "paged_attention",
+                q=tensor(2, 4, 16, dtype="float32"),
+                k_pages=pages,
+                v_pages=pages,
+                block_tables=tables,
+                context_lens=tensor(2, dtype="int64", fill="constant", bound=9),
+            ),
+        )
+    ).save(path)
+    native = pytest.importorskip("layerzero.backends.native.build", reason="the native kernel is for Unix")
+    if shutil.which("g++") is None:
+        pytest.skip("no compiler here: the native kernel is missing, so nothing would be compiled")
+    native.library.cache_clear()
+    result = lz("ready", str(path), "--device", "cpu")
+    assert result.exit_code == 1 and "would be started" in result.output
+    assert not list((tmp_path / "layerzero").rglob("*.so"))
+
+
+def test_a_file_that_is_no_manifest_is_status_2(lz: Lz, tmp_path: Path) -> None:
+    """The message names the file."""
+    path = tmp_path / "m.json"
+    path.write_text("{}")
+    for command in ("warmup", "ready"):
+        result = lz(command, str(path))
+        assert result.exit_code == 2 and "m.json" in result.output

@@ -1,0 +1,213 @@
+"""Graph capture on a GPU: proofs of real kernels, planted unsafe ones, compiled steps; skipped elsewhere."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+import layerzero as lz
+from layerzero.dispatch import REHEARSAL
+from layerzero.graphs.verdict import Problem
+from tests.kernels import kernel
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="graph capture needs a CUDA device"),
+]
+WIDTH = 256
+
+
+@pytest.fixture
+def runtime(tmp_path: Path) -> Iterator[lz.Runtime]:
+    """A runtime whose proofs are kept in a folder of the test."""
+    settings = lz.Settings.load(warm="off", device="cuda", state_dir=str(tmp_path), perfdb=None)
+    with lz.start(settings) as opened:
+        yield opened
+
+
+def rows(count: int = 16, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    """Random rows on the GPU."""
+    return torch.randn(count, WIDTH, device="cuda", dtype=dtype)
+
+
+def planted(run: Callable[..., Tensor]) -> Any:
+    """A kernel of the norm that would win every choice."""
+    return kernel("planted.rms_norm", run, launch_us=0.01, rank=1, graph_safe=True)
+
+
+def plain(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
+    """The norm itself."""
+    return functional.rms_norm(x, x.shape[-1:], weight, eps)
+
+
+def item(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
+    """Reads a value on the host."""
+    return plain(x, weight, eps + 0.0 * float(x[0, 0].item()))
+
+
+def waits(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
+    """Waits for its stream."""
+    torch.cuda.current_stream().synchronize()
+    return plain(x, weight, eps)
+
+
+_SIDE: list[tuple[torch.cuda.Stream, Tensor]] = []
+
+
+def elsewhere(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
+    """Takes scratch memory from another stream's pool, which the graph does not own.
+
+    What it holds for ever keeps that pool's segment: a capture begins by giving unused ones back.
+    """
+    if not _SIDE:
+        stream = torch.cuda.Stream()
+        with torch.cuda.stream(stream):
+            _SIDE.append((stream, torch.empty_like(x)))
+    with torch.cuda.stream(_SIDE[0][0]):
+        scratch = torch.empty_like(x)
+    scratch.copy_(x)
+    return plain(scratch, weight, eps)
+
+
+def raw(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
+    """Calls cudaMalloc itself."""
+    runtime = ctypes.CDLL("libcudart.so.13")
+    address = ctypes.c_void_p()
+    status = runtime.cudaMalloc(ctypes.byref(address), ctypes.c_size_t(1 << 20))
+    if status:
+        raise RuntimeError(f"cudaMalloc gives {status}")
+    runtime.cudaFree(address)
+    return plain(x, weight, eps)
+
+
+_SEEN: dict[int, Tensor] = {}
+
+
+def remembers(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
+    """Answers what it computed first for this address: right once, stale for ever."""
+    return _SEEN.setdefault(x.data_ptr(), plain(x, weight, eps)).clone()
+
+
+@pytest.mark.parametrize(
+    ("run", "problems"),
+    [
+        (item, {Problem.SYNCHRONISED}),
+        (waits, {Problem.SYNCHRONISED}),
+        (elsewhere, {Problem.ALLOCATED_OUTSIDE}),
+        (raw, {Problem.CAPTURE_FAILED}),
+        (remembers, {Problem.REPLAY_DIFFERS, Problem.INPUTS_IGNORED, Problem.NOT_SHOWN}),
+    ],
+)
+def test_a_planted_unsafe_kernel_is_refused(
+    runtime: lz.Runtime, run: Callable[..., Tensor], problems: set[Problem]
+) -> None:
+    """It declares itself safe; the attempt shows otherwise, and captures go to another kernel afterwards."""
+    runtime.add_kernel(planted(run))
+    x = rows()
+    assert lz.which("rms_norm", x) == "planted.rms_norm"
+    (proof,) = lz.validate_graph_capture("rms_norm", x, kernel="planted.rms_norm")
+    found = {f.problem for cases in proof.cases.values() for f in cases}
+    assert not proof.safe and found and found <= problems, str(proof)
+    assert lz.is_graph_safe("planted.rms_norm").basis == "found unsafe"
+    with lz.rehearse_capture():
+        assert lz.which("rms_norm", x) != "planted.rms_norm"
+    # The device is as it was: another capture works.
+    assert all(p.safe for p in lz.validate_graph_capture("rms_norm", x, kernel="torch.rms_norm.cuda"))
+
+
+def test_real_kernels_are_proved_and_remembered(runtime: lz.Runtime) -> None:
+    """torch's kernels pass, and a later runtime over the same folder knows it without trying."""
+    q, k, v = (torch.randn(2, 8, 64, 64, device="cuda", dtype=torch.bfloat16) for _ in range(3))
+    proofs = lz.validate_graph_capture("attention", q, k, v, is_causal=True)
+    safe = {p.kernel for p in proofs if p.safe}
+    assert {"torch.attention.sdpa_flash", "torch.attention.sdpa_cudnn"} <= safe, [str(p) for p in proofs]
+    state = runtime.settings.state_dir
+    runtime.close()
+    settings = lz.Settings.load(warm="off", device="cuda", state_dir=state, perfdb=None, graph_strict=True)
+    with lz.start(settings, scoped=True):
+        assert lz.is_graph_safe("torch.attention.sdpa_flash").basis == "proved"
+        assert lz.is_graph_safe("attention", q, k, v, is_causal=True)
+        assert not lz.is_graph_safe("torch.rms_norm.cuda"), "declared only, and strict asks for proofs"
+
+
+@pytest.mark.parametrize("stream", [0, 1])
+def test_a_rehearsed_call_is_captured_on_any_stream(runtime: lz.Runtime, stream: int) -> None:
+    """Two side streams, changed inputs, and the replay equals a direct call."""
+    x, w = rows(), torch.rand(WIDTH, device="cuda", dtype=torch.bfloat16)
+    side = [torch.cuda.Stream(), torch.cuda.Stream()][stream]
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side), lz.rehearse_capture():
+        lz.sync.rms_norm(x, w)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=side):
+        out = lz.sync.rms_norm(x, w)
+    x.copy_(rows())
+    graph.replay()
+    torch.cuda.synchronize()
+    assert torch.equal(out, lz.sync.rms_norm(x, w))
+
+
+def test_an_unrehearsed_call_does_not_choose_inside_a_capture(runtime: lz.Runtime) -> None:
+    """It raises by name; the device goes on."""
+    x = rows(7)
+    graph = torch.cuda.CUDAGraph()
+    with pytest.raises(lz.CudaGraphUnsafeError, match="rehearse_capture"), torch.cuda.graph(graph):
+        lz.sync.rms_norm(x)
+    assert not REHEARSAL.on
+    assert torch.isfinite(lz.sync.rms_norm(x)).all()
+
+
+def test_a_compiled_step_replays_what_it_would_compute(runtime: lz.Runtime) -> None:
+    """Several ops, three buckets, padding; the replay equals the ops called directly on the padded rows."""
+    weight = torch.rand(WIDTH, device="cuda", dtype=torch.bfloat16)
+    up, down = (torch.randn(WIDTH, WIDTH, device="cuda", dtype=torch.bfloat16) / 16 for _ in range(2))
+
+    def block(x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
+        normed, total = lz.sync.add_rms_norm(x, residual, weight)
+        return lz.sync.mlp(normed, up, down, activation="gelu"), total
+
+    step = lz.compile(block, buckets=(1, 4, 16))
+    step.capture(rows(1), rows(1))
+    captures = step.captures
+    for count in (1, 3, 4, 11, 16, 2):
+        x, residual = rows(count), rows(count)
+        bucket = next(b for b in step.buckets if b >= count)
+        pad = torch.zeros(bucket - count, WIDTH, device="cuda", dtype=x.dtype)
+        want = block(torch.cat([x, pad]), torch.cat([residual, pad]))
+        for got, whole in zip(step(x, residual), want, strict=True):
+            assert torch.equal(got, whole[:count])
+    assert step.captures == captures == 3
+
+
+def test_a_quarantined_kernel_leaves_the_graph(runtime: lz.Runtime) -> None:
+    """The next call is captured anew, with another kernel."""
+    runtime.add_kernel(planted(lambda x, weight, eps: plain(x, weight, eps) + 1))
+    x = rows(4, torch.float32)
+    step = lz.compile(lambda x: lz.sync.rms_norm(x), buckets=(4,))
+    assert torch.allclose(step(x), plain(x, None, 1e-6) + 1, atol=1e-4)
+    runtime.quarantine("planted.rms_norm", "a test says so")
+    assert torch.allclose(step(x), plain(x, None, 1e-6), atol=1e-4)
+    assert step.captures == 2
+
+
+def test_calls_from_two_streams_do_not_mix(runtime: lz.Runtime) -> None:
+    """A later call on another stream waits until the buffers are free."""
+    step = lz.compile(lambda x: lz.sync.rms_norm(x), buckets=(64,))
+    step.capture(rows(1))
+    streams = [torch.cuda.Stream(), torch.cuda.Stream()]
+    inputs = [rows(64) * (i + 1) for i in range(20)]
+    torch.cuda.synchronize()
+    outs = []
+    for number, x in enumerate(inputs):
+        with torch.cuda.stream(streams[number % 2]):
+            outs.append(step(x))
+    torch.cuda.synchronize()
+    assert all(torch.equal(out, lz.sync.rms_norm(x)) for out, x in zip(outs, inputs, strict=True))

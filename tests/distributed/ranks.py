@@ -1,0 +1,152 @@
+"""What the ranks of the gang tests run under torchrun; the argument names the scenario.
+
+Each rank prints one JSON line, `{"rank": r, ...}`. A column-parallel product of a small matrix, summed by
+gloo's all-reduce, stands for a tensor-parallel model: rows that meet strangers give wrong sums, and no error.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import sys
+import time
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+import layerzero as lz
+
+RANK, RANKS = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+WIDE, OUT, REQUESTS = 64, 8, 6
+TIMEOUT_S = 30.0
+
+
+class Shard:
+    """This rank's columns of a product: partial sums, which the all-reduce completes."""
+
+    def __init__(self) -> None:
+        whole = torch.linspace(-1, 1, OUT * WIDE).view(OUT, WIDE)
+        self.own = whole.chunk(RANKS, dim=1)[RANK].contiguous()
+        self.whole = whole
+        self.ran: list[int] = []
+        self.pause = 0.0
+
+    def step(self, x: Tensor) -> Tensor:
+        """(N, OUT): the product of rows (N, WIDE) with the whole matrix."""
+        self.ran.append(len(x))
+        out: Tensor = lz.sync.linear(x.chunk(RANKS, dim=1)[RANK].contiguous(), self.own)
+        time.sleep(self.pause)
+        dist.all_reduce(out)
+        return out
+
+
+def row(number: int) -> Tensor:
+    """The input of one request."""
+    return torch.full((1, WIDE), float(number + 1)) * torch.linspace(0, 1, WIDE)
+
+
+def worst(results: list[tuple[int, Tensor]], shard: Shard) -> float:
+    """The largest difference of any result from what one process computes."""
+    return max(float((out - row(n) @ shard.whole.T).abs().max()) for n, out in results)
+
+
+async def all_requests(step: Any, order: list[int], named: bool) -> list[tuple[int, Tensor]]:
+    """One coroutine a request, started in `order`."""
+
+    async def one(number: int) -> tuple[int, Tensor]:
+        return number, await (step(number, row(number)) if named else step(row(number)))
+
+    return list(await asyncio.gather(*map(one, order)))
+
+
+async def together(runtime: lz.Runtime, shard: Shard, **options: Any) -> dict[str, Any]:
+    """Rank 0 leads, everybody else follows."""
+    async with runtime.gang(timeout_s=TIMEOUT_S, **options) as gang:
+        step = gang.batched(shard.step)
+        if RANK:
+            await gang.follow()
+            return {"ran": shard.ran, "plan": gang.plan}
+        results = await all_requests(step, list(range(REQUESTS)), named=True)
+        return {"ran": shard.ran, "plan": gang.plan, "worst": worst(results, shard)}
+
+
+async def alone(runtime: lz.Runtime, shard: Shard, order: list[int]) -> dict[str, Any]:
+    """No gang: every rank batches by itself, rank 1 in another order."""
+    step = lz.batched(shard.step)
+    return {"ran": shard.ran, "worst": worst(await all_requests(step, order, named=False), shard)}
+
+
+async def compared(runtime: lz.Runtime, shard: Shard, order: list[int], split: bool) -> dict[str, Any]:
+    """Every rank batches by itself, and compares with rank 0's manifest."""
+    async with runtime.gang(timeout_s=TIMEOUT_S, on_failure=broken) as gang:
+        step = gang.batched(shard.step, send=False)
+        pieces = [order[:2], order[2:]] if split else [order]
+        results = [pair for piece in pieces for pair in await all_requests(step, piece, named=True)]
+        return {"ran": shard.ran, "worst": worst(results, shard)}
+
+
+def broken(why: str) -> None:
+    """A follower that cannot go on leaves its collectives, so that nobody waits for it in them."""
+    if RANK:
+        dist.destroy_process_group()
+
+
+async def killed(runtime: lz.Runtime, shard: Shard) -> dict[str, Any]:
+    """Rank 1 dies without a word in the middle of a run."""
+    async with runtime.gang(timeout_s=TIMEOUT_S) as gang:
+        step = gang.batched(shard.step)
+        if RANK:
+            asyncio.get_running_loop().call_later(0.5, os._exit, 9)
+            await gang.follow()
+        started = time.monotonic()
+        try:
+            while time.monotonic() - started < 30:
+                await all_requests(step, list(range(REQUESTS)), named=True)
+                await asyncio.sleep(0.01)
+        except Exception as error:
+            return {"error": type(error).__name__, "seconds": time.monotonic() - started}
+        return {"error": ""}
+
+
+async def scenario(name: str) -> dict[str, Any]:
+    """Run one scenario on this rank."""
+    shard = Shard()
+    order = list(range(REQUESTS))
+    other = order[::-1] if RANK == 1 else order
+    async with lz.start(lz.Settings(inference=True, perfdb=None)) as runtime:
+        if name == "together":
+            return await together(runtime, shard)
+        if name == "training":
+            return await together(runtime, shard, mode="training")
+        if name == "alone":
+            return await alone(runtime, shard, other)
+        if name == "reordered":
+            return await compared(runtime, shard, other, split=False)
+        if name == "split":
+            return await compared(runtime, shard, order, split=RANK == 1)
+        if name == "compared":
+            return await compared(runtime, shard, order, split=False)
+        return await killed(runtime, shard)
+
+
+def main() -> int:
+    """Print what this rank saw; errors of the library are results here."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", timeout=timedelta(seconds=20))
+    try:
+        said: dict[str, Any] = asyncio.run(scenario(sys.argv[1]))
+    except Exception as error:
+        said = {"error": type(error).__name__, "message": str(error)}
+    # One write: ranks share a pipe, and an unbuffered print writes the end of its line apart.
+    sys.stdout.write(json.dumps({"rank": RANK, **said}) + "\n")
+    sys.stdout.flush()
+    # gloo waits for its peers when it is taken down, and some of them may be gone.
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,298 @@
+"""One device is as good as another: the same assertions over the device of this process and one in an actor.
+
+`test_chaos.py` runs this file once more while Ray loses messages.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import os
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+import pytest_asyncio
+import torch
+
+import layerzero as lz
+from layerzero.actors.fleet import Fleet
+from layerzero.actors.port import DevicePort, DeviceState
+from layerzero.actors.tensors import RemoteTensor
+from tests.distributed import hosted
+
+PORTS = os.environ.get("LZ_TEST_PORTS", "local,ray").split(",")
+
+pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.filterwarnings("ignore::ResourceWarning")]
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module", params=PORTS)
+async def fleet(request: pytest.FixtureRequest) -> AsyncIterator[Fleet]:
+    """A fleet of one device."""
+    cluster = None
+    if request.param == "ray":
+        request.getfixturevalue("ray_cluster")
+        cluster = "auto"
+    settings = lz.Settings(cluster=cluster, cluster_devices=1 if cluster else None, device="cpu")
+    async with lz.start(settings) as runtime:
+        await runtime.fleet.prepare(hosted.handlers)
+        yield runtime.fleet
+
+
+@pytest_asyncio.fixture(loop_scope="module", autouse=True)
+async def fresh(fleet: Fleet) -> None:
+    """A device that serves, and remembers nothing of the test before."""
+    if only(fleet).state is not DeviceState.RUNNING:
+        await only(fleet).restart()
+    await fleet.run(hosted.forget)
+
+
+def only(fleet: Fleet) -> DevicePort:
+    """The one device of a fleet."""
+    (device,) = fleet.devices.values()
+    return device
+
+
+async def until(condition: Any) -> None:
+    """Wait until an awaitable condition holds."""
+    for _ in range(400):
+        if await condition():
+            return
+        await asyncio.sleep(0.02)
+    raise AssertionError("the condition did not come true")
+
+
+async def test_results_come_back(fleet: Fleet) -> None:
+    """A coroutine function, a plain function, positional and named arguments."""
+    assert await fleet.run(hosted.add, 2) == 3
+    assert await fleet.run(hosted.add, 2, b=5) == 7
+    assert await fleet.run(hosted.plain, 4) == 8
+    assert await fleet.run(lambda: 11) == 11
+
+
+async def test_errors_arrive_as_they_were_raised(fleet: Fleet) -> None:
+    """The class, the message and the attributes; ours and the user's own."""
+    with pytest.raises(ValueError, match="the argument is wrong") as value:
+        await fleet.run(hosted.fail, "value")
+    assert (type(value.value), str(value.value)) == (ValueError, "the argument is wrong")
+    with pytest.raises(lz.KernelExecutionError) as kernel:
+        await fleet.run(hosted.fail, "kernel")
+    assert (kernel.value.kernel, kernel.value.context["kernel"]) == ("a.b", "a.b")
+    with pytest.raises(ValueError, match="weight"):
+        await fleet.run(hosted.fail, "op")
+
+
+async def test_ops_are_local_where_the_code_runs(fleet: Fleet) -> None:
+    """`layerzero.*` in hosted code runs on the device, and gives what the reference gives."""
+    right, kernel = await fleet.run(hosted.norm, 5)
+    assert right
+    assert kernel.startswith(("torch.", "reference.", "zentorch.", "native."))
+
+
+async def test_concurrent_calls_meet_in_one_lane(fleet: Fleet) -> None:
+    """64 requests sent one by one become batches where they run."""
+    before = await fleet.run(hosted.batches)
+    values = await asyncio.gather(*(fleet.run(hosted.row, float(i)) for i in range(64)))
+    after = await fleet.run(hosted.batches)
+    assert values == [float(i) for i in range(64)]
+    calls, launches = after[0] - before[0], after[1] - before[1]
+    assert launches < calls or calls == 0
+
+
+async def test_each_request_runs_once(fleet: Fleet) -> None:
+    """Executions are as many as distinct requests, whatever the way loses."""
+    await asyncio.gather(*(fleet.run(hosted.bump, i) for i in range(100)))
+    assert await fleet.run(hosted.counts) == dict.fromkeys(range(100), 1)
+
+
+async def test_a_cancelled_caller_cancels_its_call_alone(fleet: Fleet) -> None:
+    """The hosted coroutine sees the cancellation; its neighbour ends undisturbed."""
+    mine = asyncio.ensure_future(fleet.run(hosted.linger, "mine"))
+    other = asyncio.ensure_future(fleet.run(hosted.linger, "other", 0.3))
+
+    async def began() -> bool:
+        return {"mine began", "other began"} <= set(await fleet.run(hosted.events))
+
+    await until(began)
+    mine.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await mine
+    assert await other == "other"
+
+    async def cancelled() -> bool:
+        return "mine cancelled" in await fleet.run(hosted.events)
+
+    await until(cancelled)
+    assert "other cancelled" not in await fleet.run(hosted.events)
+
+
+async def test_a_deadline_ends_the_call_on_the_device(fleet: Fleet) -> None:
+    """The caller gets DeadlineExceededError and the hosted coroutine is cancelled."""
+    with pytest.raises(lz.DeadlineExceededError):
+        await fleet.run(hosted.linger, "late", timeout_s=0.3)
+
+    async def cancelled() -> bool:
+        return "late cancelled" in await fleet.run(hosted.events)
+
+    await until(cancelled)
+
+
+async def test_streams_keep_order_and_end(fleet: Fleet) -> None:
+    """Every item once, in order; an error after the items; a consumer that leaves closes the generator."""
+    assert [item async for item in fleet.stream(hosted.count, 50)] == list(range(50))
+    got = []
+    with pytest.raises(ValueError, match="stumbled"):
+        async for item in fleet.stream(hosted.stumble, 3):
+            got.append(item)
+    assert got == [0, 1, 2]
+    stream = fleet.stream(hosted.count, 100_000)
+    async for item in stream:
+        if item == 3:
+            break
+    await stream.aclose()  # type: ignore[attr-defined]
+
+    async def closed() -> bool:
+        return "count(100000) closed" in await fleet.run(hosted.events)
+
+    await until(closed)
+
+
+async def test_a_function_that_is_no_generator_is_refused(fleet: Fleet) -> None:
+    """`stream` names what it needs."""
+    with pytest.raises(TypeError, match="async generator"):
+        async for _ in fleet.stream(hosted.plain, 1):
+            pass
+
+
+async def test_seeded_generation_is_the_same_everywhere(fleet: Fleet) -> None:
+    """The tokens depend on the seed and the tokens before, not on the device or on its neighbours."""
+
+    async def collected(seed: int) -> list[int]:
+        return [t async for t in fleet.stream(hosted.tokens, seed, 12, resume=True)]
+
+    many = await asyncio.gather(*(collected(seed) for seed in range(8)))
+    for seed, tokens in enumerate(many):
+        assert tokens == [t async for t in hosted.tokens(seed, 12)]
+
+
+async def test_control_messages(fleet: Fleet) -> None:
+    """Answers, answers that take time, errors, and a name that nobody answers."""
+    device = fleet.device()
+    body = {"a": [1, 2.5, "x", b"y", None, True]}
+    assert await device.control("test.echo", body) == body
+    assert await device.control("test.later", 3) == ["later", 3]
+    with pytest.raises(ValueError, match="bad 9"):
+        await device.control("test.bad", 9)
+    with pytest.raises(LookupError, match="no handler is registered for 'nobody'"):
+        await device.control("nobody")
+    assert await asyncio.gather(*(device.control("ping", i) for i in range(100))) == list(range(100))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64, torch.bool])
+async def test_shipped_tensors_are_equal(fleet: Fleet, dtype: torch.dtype) -> None:
+    """Shape, dtype and bits survive the way there and back; the empty tensor too."""
+    for shape in ((3, 5), (0, 4), ()):
+        tensor = (torch.randn(shape) * 9).to(dtype)
+        handle = await fleet.ship(tensor, to=None)
+        assert (handle.shape, handle.dtype) == (tuple(shape), str(dtype).removeprefix("torch."))
+        back = await fleet.fetch(handle)
+        assert back.dtype == dtype
+        assert torch.equal(back, tensor)
+
+
+async def test_a_handle_becomes_the_tensor_in_hosted_code(fleet: Fleet) -> None:
+    """Only where it lives; a view arrives without its neighbours' rows."""
+    big = torch.randn(64, 8)
+    handle = await fleet.ship(big[3], to=None)
+    assert await fleet.run(hosted.total, handle, on=handle.device) == pytest.approx(float(big[3].sum()))
+    assert await fleet.run(hosted.storage, handle) == big[3].numel() * 4
+    foreign = RemoteTensor("key", "elsewhere", "gen", (2,), "float32")
+    with pytest.raises(ValueError, match="ship"):
+        await fleet.run(hosted.total, foreign, on=handle.device)
+
+
+async def test_ops_refuse_a_tensor_of_another_process(fleet: Fleet) -> None:
+    """And the refusal says what to do."""
+    handle: Any = await fleet.ship(torch.ones(4, 8), to=None)
+    for call in (lambda: lz.sync.rms_norm(handle), lambda: torch.add(handle, 1), lambda: handle.sum()):
+        with pytest.raises(TypeError, match=r"fleet\.run\(fn, handle, on="):
+            call()
+    with pytest.raises(TypeError, match=r"fleet\.fetch\(handle\)"):
+        await lz.rms_norm(torch.ones(4, 8), handle)
+
+
+async def test_a_collected_handle_frees_its_tensor(fleet: Fleet) -> None:
+    """The device keeps nothing for a handle that nobody holds."""
+
+    async def kept() -> int:
+        gc.collect()
+        return int(await fleet.run(hosted.kept))
+
+    before = await kept()
+    handle = await fleet.ship(torch.ones(4), to=None)
+    assert await kept() == before + 1
+    del handle
+
+    async def freed() -> bool:
+        return await kept() == before
+
+    await until(freed)
+
+
+async def test_a_restart_begins_a_new_life(fleet: Fleet) -> None:
+    """Another generation, preparations run again, tensors of the old one are lost with an error."""
+    device = only(fleet)
+    before = device.facts.generation
+    handle = await fleet.ship(torch.ones(4), to=None)
+    waiting = asyncio.ensure_future(fleet.run(hosted.linger, "through", 0.2))
+    await asyncio.sleep(0.05)
+    await device.restart()
+    assert await waiting == "through"
+    assert device.facts.generation != before
+    assert (await device.health()).restarts >= 1
+    assert await device.control("test.echo", 1) == 1
+    with pytest.raises(lz.DeviceLostError, match="earlier life"):
+        await fleet.fetch(handle)
+
+
+async def test_draining_ends_what_runs_and_refuses_what_comes(fleet: Fleet) -> None:
+    """The call that runs ends; the next is refused as retryable."""
+    running = asyncio.ensure_future(fleet.run(hosted.linger, "last", 0.5))
+    await asyncio.sleep(0.2)
+    draining = asyncio.ensure_future(fleet.drain(10.0))
+    await asyncio.sleep(0.1)
+    with pytest.raises(lz.DeviceLostError) as refused:
+        await fleet.run(hosted.add, 1, on=only(fleet))
+    assert refused.value.retryable
+    assert await draining is True
+    assert await running == "last"
+    assert (await fleet.health())[0].state is DeviceState.DRAINING
+
+
+async def test_a_drain_that_takes_too_long_cuts_off(fleet: Fleet) -> None:
+    """False, and the caller learns that its call had started."""
+    running = asyncio.ensure_future(fleet.run(hosted.linger, "endless"))
+    await asyncio.sleep(0.2)
+    assert await fleet.drain(0.1) is False
+    with pytest.raises(lz.DeviceLostError) as lost:
+        await running
+    assert not lost.value.retryable
+
+
+async def test_health_and_facts_say_what_the_device_is(fleet: Fleet) -> None:
+    """The same fields, wherever it lives."""
+    (facts,) = fleet.facts
+    (health,) = await fleet.health()
+    assert facts.pid == health.pid == await fleet.run(hosted.pid)
+    assert facts.generation == health.generation
+    assert facts.versions["torch"] == torch.__version__
+    assert facts.hardware.platform == "cpu"
+    assert health.state is DeviceState.RUNNING
+    assert fleet.nodes == {facts.node: [facts.name]}
+
+
+async def test_an_unknown_device_is_named(fleet: Fleet) -> None:
+    """The message lists the devices there are."""
+    (name,) = fleet.devices
+    with pytest.raises(ValueError, match=f"on needs one of '{name}', got 'nowhere'"):
+        await fleet.run(hosted.add, 1, on="nowhere")

@@ -1,0 +1,104 @@
+"""Gangs of real processes under torchrun, with gloo's collectives in their steps."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+SCRIPT = Path(__file__).with_name("ranks.py")
+TIMEOUT_S = 120
+
+
+def run(
+    name: str, ranks: int = 2, environment: dict[int, dict[str, str]] | None = None
+) -> list[dict[str, Any]]:
+    """What each rank of one scenario printed; `environment` holds what only one rank has in its own."""
+    own = json.dumps({str(rank): values for rank, values in (environment or {}).items()})
+    command = [
+        sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(ranks), "--master-port", "0",
+        "--rdzv-backend", "c10d", "--rdzv-endpoint", "127.0.0.1:0", "--no-python", sys.executable, "-c",
+        LAUNCH, str(SCRIPT), name, own,
+    ]  # fmt: skip
+    done = subprocess.run(
+        command,
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT_S,
+        check=False,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"},
+    )
+    said = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    assert said, done.stderr[-3000:]
+    return sorted(said, key=lambda each: int(each["rank"]))
+
+
+# What a rank alone has in its environment is set before anything of the library is imported.
+LAUNCH = """
+import json, os, runpy, sys
+os.environ.update(json.loads(sys.argv[3]).get(os.environ["RANK"], {}))
+sys.argv = sys.argv[1:3]
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_sums_are_those_of_one_process(ranks: int) -> None:
+    """Rank 0 batches; every rank runs the same batches, under one plan."""
+    said = run("together", ranks)
+    assert len(said) == ranks
+    assert said[0]["worst"] < 1e-4
+    assert len({each["plan"] for each in said}) == 1
+    assert all(each["ran"] == said[0]["ran"] for each in said)
+    assert max(said[0]["ran"]) > 1
+
+
+def test_without_manifests_another_order_gives_wrong_sums_and_no_error() -> None:
+    """The control: this is what the manifest is for."""
+    said = run("alone")
+    assert [each.get("error") for each in said] == [None, None]
+    assert max(each["worst"] for each in said) > 0.1
+
+
+@pytest.mark.parametrize("name", ["reordered", "split"])
+def test_a_rank_that_batches_otherwise_raises_before_the_collective(name: str) -> None:
+    """No sum is formed of rows that do not belong together, and no rank hangs."""
+    said = run(name)
+    assert said[1]["error"] == "ConsistencyError", said
+    assert "requests of rank 0's step 1" in said[1]["message"]
+    assert "error" in said[0] and said[0]["error"] in (
+        "DeviceLostError",
+        "RuntimeError",
+        "DistBackendError",
+    ), said
+
+
+def test_ranks_that_batch_alike_compare_equal() -> None:
+    """The comparison refuses nothing that is right."""
+    said = run("compared")
+    assert [each.get("error") for each in said] == [None, None], said
+    assert max(each["worst"] for each in said) < 1e-4
+
+
+def test_ranks_with_another_policy_differ() -> None:
+    """One rank's environment denies a kernel: training refuses on both, inference takes what is common."""
+    only = {1: {"LAYERZERO_DENY": "torch.linear.native"}}
+    refused = run("training", environment=only)
+    assert [each["error"] for each in refused] == ["ConsistencyError"] * 2
+    assert refused[0]["message"] == refused[1]["message"]
+    assert "policy" in refused[0]["message"]
+    served = run("together", environment=only)
+    assert served[0]["worst"] < 1e-4
+    assert served[0]["plan"] == served[1]["plan"]
+
+
+def test_a_rank_that_dies_is_an_error_on_the_others_in_seconds() -> None:
+    """FS-022, FS-023: no rank waits for a dead one until some collective's time is up."""
+    (first,) = [each for each in run("killed") if each["rank"] == 0]
+    assert first["error"] in ("DeviceLostError", "RuntimeError", "DistBackendError"), first
+    assert first["seconds"] < 15

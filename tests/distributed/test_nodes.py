@@ -1,0 +1,71 @@
+"""The loss of a node of two: its device is lost, the other serves, and a new node brings it back."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+import layerzero as lz
+from layerzero.actors.port import DeviceState
+from tests.distributed import hosted
+
+pytestmark = [pytest.mark.ray, pytest.mark.asyncio, pytest.mark.filterwarnings("ignore::ResourceWarning")]
+
+
+@pytest.fixture
+def nodes(ray: Any) -> Iterator[Any]:
+    """Two nodes of one logical GPU each, in this machine; a dead one is noticed within two seconds."""
+    from ray.cluster_utils import Cluster
+
+    config = {"health_check_period_ms": 500, "health_check_failure_threshold": 3}
+    head = {"num_cpus": 2, "num_gpus": 1, "include_dashboard": False, "_system_config": config}
+    cluster = Cluster(initialize_head=True, head_node_args=head)
+    cluster.add_node(num_cpus=2, num_gpus=1)
+    ray.init(address=cluster.address, log_to_driver=False, configure_logging=False)
+    yield cluster
+    ray.shutdown()
+    cluster.shutdown()
+
+
+async def test_a_lost_node_costs_its_device_alone(nodes: Any) -> None:
+    """Streams move on, the other device serves, calls to the lost one fail in time, a new node revives it."""
+    settings = lz.Settings(cluster="auto", device="cpu", placement_timeout_s=8.0)
+    async with lz.start(settings) as runtime:
+        fleet = runtime.fleet
+        assert len(fleet.nodes) == 2
+        second = nodes.list_all_nodes()[1]
+        (lost,) = fleet.nodes[second.node_id]
+        (kept,) = set(fleet.devices) - {lost}
+        first = asyncio.Event()
+
+        async def generation(seed: int) -> list[int]:
+            got = []
+            async for token in fleet.stream(hosted.tokens, seed, 25, 0.02, resume=True):
+                got.append(token)
+                first.set()
+            return got
+
+        tasks = [asyncio.ensure_future(generation(seed)) for seed in range(6)]
+        await first.wait()
+        nodes.remove_node(second, allow_graceful=False)
+        assert await fleet.run(hosted.add, 1, on=kept) == 2
+        assert await fleet.run(hosted.add, 1) == 2
+        for _ in range(400):  # the worker ends when it has noticed that its raylet did
+            if fleet.devices[lost].state is not DeviceState.RUNNING:
+                break
+            await asyncio.sleep(0.02)
+        with pytest.raises(lz.DeviceLostError) as refused:
+            await fleet.run(hosted.add, 1, on=lost)
+        assert refused.value.retryable
+        assert fleet.devices[lost].state is DeviceState.RESTARTING
+        for seed, tokens in enumerate(await asyncio.gather(*tasks)):
+            assert tokens == [t async for t in hosted.tokens(seed, 25)]
+        nodes.add_node(num_cpus=2, num_gpus=1)
+        for _ in range(400):
+            if fleet.devices[lost].state is DeviceState.RUNNING:
+                break
+            await asyncio.sleep(0.1)
+        assert await fleet.run(hosted.add, 1, on=lost) == 2

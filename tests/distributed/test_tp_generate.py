@@ -1,0 +1,66 @@
+"""The tensor-parallel example, under torchrun with gloo; and pipeline stages, which change no choice."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("safetensors", reason="the example needs safetensors")
+pytest.importorskip("tokenizers", reason="the example needs tokenizers")
+
+EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "tp_generate.py"
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_sharded_texts_are_those_of_one_process(ranks: int, tmp_path: Path) -> None:
+    """Eight requests at once, sampled with their seeds: the same tokens from shards as from the whole."""
+    out = tmp_path / "tp.json"
+    command = [
+        sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(ranks), "--master-port", "0",
+        "--rdzv-backend", "c10d", "--rdzv-endpoint", "127.0.0.1:0", str(EXAMPLE), "--tokens", "8",
+        "--json", str(out),
+    ]  # fmt: skip
+    done = subprocess.run(
+        command,
+        capture_output=True,
+        text=True,
+        timeout=170,
+        check=False,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"},
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    said = json.loads(out.read_text())
+    assert (said["ranks"], said["requests"], said["texts_as_one_device"]) == (ranks, 8, 8)
+
+
+def test_a_share_that_does_not_divide_is_refused() -> None:
+    """Three ranks cannot share eight heads; the message says what would."""
+    done = subprocess.run(
+        [sys.executable, "-c", "import tp_generate as t; t.shard_of(t.Config.read(t.FOLDER), 3)"],
+        capture_output=True,
+        text=True,
+        check=False,
+        env={**os.environ, "PYTHONPATH": str(EXAMPLE.parent)},
+    )
+    assert "ValueError: ranks needs a divisor of the model's 8 heads, got 3" in done.stderr
+
+
+def test_a_stage_of_a_pipeline_chooses_as_one_process_does() -> None:
+    """NO-012: rank 3 of 8 selects what rank 0 of 1 selects; nothing of torchrun's environment is asked."""
+    code = (
+        "import torch, layerzero as lz; q = torch.zeros(2, 8, 64, 32); x = torch.zeros(8, 64); "
+        "print(lz.which('attention', q, q, q, is_causal=True), lz.which('linear', x, torch.zeros(32, 64)))"
+    )
+    said = set()
+    for rank, ranks in ((0, 1), (3, 8)):
+        ours = {**os.environ, "RANK": str(rank), "WORLD_SIZE": str(ranks), "LOCAL_RANK": str(rank)}
+        run = subprocess.run(
+            [sys.executable, "-c", code], capture_output=True, text=True, check=True, env=ours
+        )
+        said.add(run.stdout)
+    assert len(said) == 1 and "attention" in said.pop()

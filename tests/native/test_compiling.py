@@ -1,0 +1,85 @@
+"""The builder: what a library's name depends on, and what it says when it cannot be made."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from layerzero.errors import BackendNotAvailableError
+from layerzero.native import HOT, READY, UNAVAILABLE, UNUSED, Hot, compiling
+
+
+@pytest.fixture
+def library(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> compiling.Library:
+    """A library of one small source, with an empty cache folder."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    source = tmp_path / "small.cpp"
+    source.write_text("int small() { return 1; }\n")
+    return compiling.Library("small", source, ("-O1", "-march=native"))
+
+
+def test_the_name_depends_on_what_the_library_depends_on(
+    library: compiling.Library, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another CPU, torch, flag, source or header is another library; the folder is the user's alone."""
+    names = {library.fingerprint(), replace(library, flags=("-O2", "-march=native")).fingerprint()}
+    library.source.with_name("beside.h").write_text("// new\n")
+    names.add(library.fingerprint())
+    library.source.write_text("int small() { return 2; }\n")
+    names.add(library.fingerprint())
+    monkeypatch.setattr(compiling, "cpu_flags", lambda: "another")
+    names.add(library.fingerprint())
+    monkeypatch.setattr(torch, "__version__", "9.9")
+    names.add(library.fingerprint())
+    assert len(names) == 6
+    assert library.target().parent.stat().st_mode & 0o777 == 0o700
+
+
+def test_a_library_for_every_cpu_does_not_depend_on_one(
+    library: compiling.Library, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Only -march=native ties a library to its CPU."""
+    portable = replace(library, flags=("-O1",))
+    before = portable.fingerprint()
+    monkeypatch.setattr(compiling, "cpu_flags", lambda: "another")
+    assert portable.fingerprint() == before
+
+
+def test_without_a_compiler_everything_stays_in_python(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """The state says what is missing, `load` raises it, and nothing was taken up."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    adopted: list[Any] = []
+    hot = Hot()
+    hot.on_ready(adopted.append)
+    assert hot.state == UNUSED
+    hot._load()
+    assert hot.state == UNAVAILABLE and "no-such-compiler" in hot.detail
+    assert hot.module is None and adopted == []
+    with pytest.raises(BackendNotAvailableError, match="no-such-compiler"):
+        hot.load()
+
+
+def test_the_switch_leaves_it_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    """LAYERZERO_NATIVE=off: nothing is loaded and nothing compiled."""
+    monkeypatch.setenv("LAYERZERO_NATIVE", "off")
+    hot = Hot()
+    hot.start()
+    assert (hot.state, hot.module) == ("off", None)
+
+
+def test_who_comes_late_is_told_at_once() -> None:
+    """Adopters hear of a module that is there already, and of its being put aside."""
+    seen: list[Any] = []
+    hot = Hot()
+    module = object()
+    hot.use(module)
+    hot.on_ready(seen.append)
+    hot.use(None)
+    assert seen == [module, None] and HOT.state in (READY, "off", UNUSED, UNAVAILABLE)

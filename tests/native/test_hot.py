@@ -1,0 +1,240 @@
+"""The compiled twin against the Python it stands for: rows, modes, tickets, and what a memo may answer."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import weakref
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import layerzero as lz
+from layerzero.api.calls import last_selection
+from layerzero.errors import BackendNotAvailableError
+from layerzero.native import HOT
+from layerzero.ops import batching
+from layerzero.scheduler import modes
+from layerzero.scheduler.ticket import TICKETS, Ticket
+
+
+@pytest.fixture(autouse=True)
+def compiled() -> Iterator[Any]:
+    """The module, in use while a test runs."""
+    before = HOT.module
+    try:
+        yield HOT.load()
+    except BackendNotAvailableError as error:
+        pytest.skip(f"nothing to compile with: {error}")
+    finally:
+        HOT.use(before)
+
+
+def in_python(pieces: list[Tensor]) -> Tensor | None:
+    """`rejoin` as Python does it."""
+    return batching.rejoin(pieces)
+
+
+@given(
+    counts=st.lists(st.integers(0, 4), min_size=1, max_size=6),
+    width=st.integers(1, 3),
+    column=st.booleans(),
+    shuffled=st.booleans(),
+    copied=st.booleans(),
+)
+def test_rejoin_finds_what_python_finds(
+    counts: list[int], width: int, column: bool, shuffled: bool, copied: bool
+) -> None:
+    """Same answer and same view for pieces in order, out of order, copied, and cut from wider rows."""
+    wide = width * (2 if column else 1)
+    whole = torch.arange(sum(counts) * wide, dtype=torch.float32).view(sum(counts), wide)[:, :width]
+    pieces = list(whole.split(counts))
+    if shuffled:
+        pieces.reverse()
+    if copied:
+        pieces[-1] = pieces[-1].clone()
+    ours, theirs = HOT.module.rejoin(pieces), in_python(pieces)
+    assert (ours is None) == (theirs is None)
+    if ours is not None and theirs is not None:
+        assert torch.equal(ours, theirs) and ours.stride() == theirs.stride()
+        assert ours.data_ptr() == theirs.data_ptr()
+
+
+@given(counts=st.lists(st.integers(0, 4), min_size=1, max_size=6), width=st.integers(0, 3))
+def test_split_and_gather_undo_each_other(counts: list[int], width: int) -> None:
+    """Pieces are views like torch's own; gathered they are the whole again, without a copy where possible."""
+    whole = torch.randn(sum(counts), width)
+    pieces = HOT.module.split(whole, counts, False)
+    for ours, theirs in zip(pieces, whole.split_with_sizes(counts), strict=True):
+        assert torch.equal(ours, theirs) and ours.stride() == theirs.stride()
+        assert ours.data_ptr() == theirs.data_ptr() and ours.shape == theirs.shape
+    joined, rows = HOT.module.gather([(piece, None) for piece in pieces], 0, 1)
+    assert rows == counts and torch.equal(joined, whole)
+    apart = [(piece.clone(), None) for piece in pieces]
+    assert torch.equal(HOT.module.gather(apart, 0, 1)[0], whole)
+
+
+def test_split_refuses_counts_that_do_not_fit() -> None:
+    """Too many or too few rows are an error, as in torch."""
+    for counts in ([1, 1], [2, 2], [-1, 4]):
+        with pytest.raises(ValueError, match="3 rows"):
+            HOT.module.split(torch.randn(3, 2), counts, False)
+
+
+def test_what_is_no_plain_tensor_is_left_to_python() -> None:
+    """Subclasses, sparse tensors, conjugates and operands that need a graph."""
+
+    class Marked(Tensor):
+        """A tensor of somebody's own."""
+
+    hot = HOT.module
+    strange: list[Tensor] = [
+        torch.randn(2, 2).as_subclass(Marked),
+        torch.eye(2).to_sparse(),
+        torch.randn(2, 2, dtype=torch.complex64).conj(),
+        torch.randn(2, 2, requires_grad=True),
+    ]
+    for tensor in strange:
+        assert hot.rejoin([tensor, tensor]) is NotImplemented
+        assert hot.gather([(tensor,), (tensor,)], 0, 1) is NotImplemented
+        assert hot.split(tensor, [1, 1], False) is NotImplemented
+
+
+def test_the_modes_mask_is_pythons() -> None:
+    """Grad, inference and deterministic mode; anything else is not the compiled twin's to judge."""
+    hot = HOT.module
+    assert hot.modes() == modes.capture()._mask
+    with torch.no_grad():
+        assert hot.modes() == modes.capture()._mask
+    with torch.inference_mode():
+        assert hot.modes() == modes.capture()._mask
+    torch.use_deterministic_algorithms(True)
+    try:
+        assert hot.modes() == modes.capture()._mask
+    finally:
+        torch.use_deterministic_algorithms(False)
+    with torch.autocast("cpu"):
+        assert hot.modes() == -1
+    with torch.device("meta"):
+        assert hot.modes() == -1
+    with TorchDispatchMode():
+        assert hot.modes() == -1
+    seen: list[int] = []
+
+    def inside(x: Tensor) -> Tensor:
+        seen.append(hot.modes())
+        return x
+
+    torch.vmap(inside)(torch.zeros(2))
+    assert seen == [-1]
+
+
+def test_a_ticket_has_everything_that_pythons_has() -> None:
+    """Fields, methods and the error of a wrong priority."""
+    made = TICKETS.kind("op", (1,), "g", 2.0, 3, 4, 0, 5.0, "modes", None)
+    python = Ticket("op", (1,), "g", 2.0, 3, 4, 0, 5.0, "modes", None)
+    assert type(made) is HOT.module.Ticket
+    for name in (
+        "op",
+        "args",
+        "group",
+        "expected_us",
+        "tokens",
+        "bytes",
+        "priority",
+        "deadline",
+        "modes",
+        "state",
+    ):
+        assert getattr(made, name) == getattr(python, name), name
+    methods = {name for name, value in vars(Ticket).items() if callable(value) and not name.startswith("__")}
+    assert all(callable(getattr(made, name)) for name in methods)
+    assert repr(made) == repr(python)
+    wrongs: tuple[Any, ...] = (3, -1, "high", None)
+    for wrong in wrongs:
+        with pytest.raises(ValueError, match="priority needs 0, 1 or 2"):
+            TICKETS.kind("op", (), priority=wrong)
+    gone = weakref.ref(made)
+    made.args = (made,)
+    del made
+    gc.collect()
+    assert gone() is None
+
+
+WEIGHT = torch.randn(8, 8)
+
+
+async def together(*rows: Tensor, **more: Any) -> list[Tensor]:
+    """Every row through `linear` at the same time."""
+    results = await asyncio.gather(*(lz.linear(row, WEIGHT, **more) for row in rows))
+    return list(results)
+
+
+def known_calls() -> int:
+    """How many calls of linear the memo knows."""
+    function: Any = lz.linear
+    cells = [cell.cell_contents for cell in function.__closure__]
+    memo = next(cell for cell in cells if type(cell).__name__ == "Known").memo
+    size: int = memo.size
+    return size
+
+
+@pytest.mark.asyncio
+async def test_a_known_call_gives_what_an_unknown_one_gives() -> None:
+    """Found or not, positional or by name, the same bits and the same record."""
+    rows = [torch.randn(1, 8) for _ in range(4)]
+    with lz.start():
+        first = await together(*rows)
+        kernel = last_selection()
+        assert known_calls() == 1
+        again = await together(*rows)
+        by_name = await asyncio.gather(*(lz.linear(weight=WEIGHT, x=row) for row in rows))
+        assert known_calls() == 1
+        assert last_selection() == kernel
+    for one, two, three in zip(first, again, by_name, strict=True):
+        assert torch.equal(one, two) and torch.equal(one, three)
+
+
+@pytest.mark.asyncio
+async def test_a_policy_is_seen_by_the_next_known_call() -> None:
+    """A lock, a scope and a runtime's end each reach a call that was known before."""
+    rows = [torch.randn(1, 8) for _ in range(4)]
+    with lz.start():
+        await together(*rows)
+        lz.lock("linear", "reference.linear")
+        await together(*rows)
+        found = last_selection()
+        assert found is not None and found.kernel == "reference.linear"
+        lz.unlock("linear")
+        await together(*rows)
+        found = last_selection()
+        assert found is not None and found.kernel != "reference.linear"
+        with lz.prefer("reference", op="linear"):
+            await together(*rows)
+            found = last_selection()
+            assert found is not None and found.kernel == "reference.linear"
+        await together(*rows, backend="reference")
+        found = last_selection()
+        assert found is not None and found.kernel == "reference.linear"
+    assert known_calls() == 0
+
+
+@pytest.mark.asyncio
+async def test_wrong_calls_say_what_python_says() -> None:
+    """Unknown, missing and doubled arguments of an op whose good calls are known."""
+    row = torch.randn(1, 8)
+    with lz.start():
+        await together(row, row)
+        for args, kwargs in (((row,), {}), ((row, WEIGHT), {"wrong": 1}), ((row, WEIGHT), {"x": row})):
+            with pytest.raises(TypeError, match="linear"):
+                await lz.linear(*args, **kwargs)
+        with pytest.raises(ValueError, match="last axis"):
+            await lz.linear(torch.randn(1, 7), WEIGHT)
+        with pytest.raises(ValueError, match="priority"):
+            await asyncio.gather(*(lz.linear(row, WEIGHT, priority=7) for _ in range(2)))

@@ -1,0 +1,23 @@
+"""Runs a test twice, with the compiled twin of the awaited path and with Python alone."""
+
+from collections.abc import Iterator
+
+import pytest
+
+from layerzero.errors import BackendNotAvailableError
+from layerzero.native import HOT
+
+
+@pytest.fixture(params=["compiled", "python"], autouse=True)
+def both_paths(request: pytest.FixtureRequest) -> Iterator[str]:
+    """Import it into a conftest or a test module: every test there runs on both paths."""
+    before = HOT.module
+    if request.param == "compiled":
+        try:
+            HOT.load()
+        except BackendNotAvailableError as error:
+            pytest.skip(f"nothing to compile with: {error}")
+    else:
+        HOT.use(None)
+    yield request.param
+    HOT.use(before)

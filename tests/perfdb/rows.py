@@ -1,0 +1,25 @@
+"""Measurements that tests make up."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from layerzero.hardware import probe
+from layerzero.perfdb import Environment, Measurement, Site
+
+HERE = Environment.of(probe("cpu"))
+
+
+def site(op: str = "rms_norm", **dims: int) -> Site:
+    """A float32 call of `op`; the sizes default to 64 rows of 512."""
+    sizes = tuple(sorted((dims or {"N": 64, "C": 512}).items()))
+    return Site(op=op, dtype="float32", dtypes=("float32",), dims=sizes)
+
+
+def row(kernel: str = "a.rms_norm", us: float = 10.0, **more: Any) -> Measurement:
+    """A steady row; `more` overrides its fields."""
+    given: dict[str, Any] = {
+        "site": site(), "kernel": kernel, "median_us": us, "p95_us": us * 1.1, "variance": us / 100,
+        "samples": 11, "at": 1_790_000_000,
+    }  # fmt: skip
+    return Measurement(**{**given, **more})

@@ -1,0 +1,222 @@
+"""The file of measurements: what is written is read, and damage is set aside, told and survived."""
+
+from __future__ import annotations
+
+import random
+import sqlite3
+import subprocess
+import sys
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from layerzero.perfdb import Environment, Measurement
+from layerzero.perfdb.store import PerfDB, read_rows, wal_is_safe
+from tests.perfdb.rows import HERE, row, site
+
+
+async def write(path: Path, rows: list[Measurement], environment: Environment = HERE, **more: int) -> None:
+    async with PerfDB(path, **more) as db:
+        await db.add(environment, rows)
+
+
+def asides(path: Path) -> list[Path]:
+    return sorted(path.parent.glob(f"{path.name}.damaged-*"))
+
+
+@pytest.mark.asyncio
+async def test_rows_come_back_as_they_were(tmp_path: Path) -> None:
+    """Every field survives, through the async reader and the one that a device opens with."""
+    path = tmp_path / "perf.sqlite"
+    rows = [
+        row("a.rms_norm", 3.25, version="a 1.0", launch="graph", cache="cold", temperature_c=55, power_w=300),
+        row("b.rms_norm", 7.5, site=site(N=1, C=384), free_bytes=1 << 34),
+    ]
+    async with PerfDB(path) as db:
+        await db.add(HERE, rows)
+        assert await db.count() == 2
+        assert sorted(await db.rows(HERE), key=lambda r: r.kernel) == rows
+    assert sorted(read_rows(path, HERE), key=lambda r: r.kernel) == rows
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("field", ["torch", "driver", "cuda", "device", "isa", "threads"])
+async def test_another_environment_reads_none_of_them(tmp_path: Path, field: str) -> None:
+    """A change of any version or of the machine starts anew; the rows stay for the old one."""
+    other = msgspec.structs.replace(HERE, **{field: {"threads": 96, "isa": ("sve",)}.get(field, "another")})
+    path = tmp_path / "perf.sqlite"
+    await write(path, [row()])
+    assert read_rows(path, other) == []
+    await write(path, [row(us=2.0)], other)
+    assert [r.median_us for r in read_rows(path, HERE)] == [10.0]
+    assert [r.median_us for r in read_rows(path, other)] == [2.0]
+    assert other.differences(HERE)
+
+
+@pytest.mark.asyncio
+async def test_a_failed_write_writes_nothing(tmp_path: Path) -> None:
+    """Rows of one call are one transaction."""
+    path = tmp_path / "perf.sqlite"
+    bad = row(us=float("nan"))  # SQLite stores NaN as NULL, which the column refuses
+    with pytest.raises(sqlite3.IntegrityError):
+        await write(path, [row(), bad])
+    assert read_rows(path, HERE) == []
+
+
+@pytest.mark.asyncio
+async def test_the_oldest_rows_go_at_the_limit(tmp_path: Path) -> None:
+    """The file holds the newest rows, and nothing that only the old ones spoke of."""
+    path = tmp_path / "perf.sqlite"
+    for n in range(1, 6):
+        await write(path, [row(f"k{n}.rms_norm", float(n), site=site(N=n, C=8))] * 4, max_rows=10)
+    kept = read_rows(path, HERE)
+    assert len(kept) == 10 and {r.kernel for r in kept} == {"k3.rms_norm", "k4.rms_norm", "k5.rms_norm"}
+    with sqlite3.connect(path) as connection:
+        assert connection.execute("SELECT count(*) FROM kernel").fetchone() == (3,)
+    connection.close()
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("what", ["truncated", "text", "other tables", "header"])
+async def test_a_damaged_file_is_set_aside_and_another_begun(
+    tmp_path: Path, what: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Whatever stands there is kept under another name, said at error level, and measuring goes on."""
+    path = tmp_path / "perf.sqlite"
+    await write(path, [row()])
+    before = path.read_bytes()
+    if what == "truncated":
+        path.write_bytes(before[: len(before) // 2])
+    elif what == "text":
+        path.write_bytes(b"these are no measurements" * 100)
+    elif what == "header":
+        path.write_bytes(b"\0" * 64 + before[64:])
+    else:
+        path.unlink()
+        with sqlite3.connect(path) as connection:
+            connection.execute("CREATE TABLE measurement (poison TEXT)")
+        connection.close()
+    damaged = path.read_bytes()
+    await write(path, [row(us=4.0)])
+    assert [r.median_us for r in read_rows(path, HERE)][-1] == 4.0
+    assert [aside.read_bytes() for aside in asides(path)] == [damaged]
+    assert any("perfdb.set_aside" in record.getMessage() for record in caplog.records)
+
+
+def test_a_changed_number_is_never_believed(tmp_path: Path) -> None:
+    """A row whose time was edited fails its checksum: the others are saved, the file is set aside."""
+    import anyio
+
+    path = tmp_path / "perf.sqlite"
+    anyio.run(write, path, [row("a.rms_norm", 10.0), row("b.rms_norm", 20.0)])
+    with sqlite3.connect(path) as connection:
+        connection.execute("UPDATE measurement SET median = 0.001 WHERE median = 20")
+    connection.close()
+    assert [r.kernel for r in read_rows(path, HERE)] == ["a.rms_norm"]
+    assert len(asides(path)) == 1
+    assert [r.kernel for r in read_rows(path, HERE)] == ["a.rms_norm"] and len(asides(path)) == 1
+
+
+def test_flipped_bits_are_found_or_harmless(tmp_path: Path) -> None:
+    """After any single flipped bit, every row that is read is one that was written; nothing raises."""
+    import anyio
+
+    path = tmp_path / "perf.sqlite"
+    rows = [row(f"k{n}.rms_norm", float(n + 1), site=site(N=n + 1, C=64)) for n in range(12)]
+    anyio.run(write, path, rows)
+    good, known = path.read_bytes(), {r.kernel: r for r in rows}
+    draw = random.Random(7)
+    for turn in range(150):
+        spoiled = bytearray(good)
+        place = draw.randrange(len(spoiled))
+        spoiled[place] ^= 1 << draw.randrange(8)
+        own = tmp_path / f"turn{turn}.sqlite"
+        own.write_bytes(spoiled)
+        for found in read_rows(own, HERE):
+            assert found == known[found.kernel], f"bit of byte {place}"
+
+
+@pytest.mark.asyncio
+async def test_a_later_format_is_left_alone(tmp_path: Path) -> None:
+    """A file of a later release gives nothing, refuses writes and keeps every byte."""
+    path = tmp_path / "perf.sqlite"
+    await write(path, [row()])
+    with sqlite3.connect(path) as connection:
+        connection.execute("PRAGMA user_version = 99")
+    connection.close()
+    before = path.read_bytes()
+    assert read_rows(path, HERE) == []
+    with pytest.raises(sqlite3.DatabaseError, match="later release"):
+        await write(path, [row()])
+    assert path.read_bytes() == before and not asides(path)
+
+
+@pytest.mark.parametrize(
+    ("version", "safe"),
+    [("3.40.1", False), ("3.51.2", False), ("3.51.3", True), ("3.50.7", True), ("3.50.6", False),
+     ("3.44.6", True), ("3.45.0", False), ("3.52.0", True)],
+)  # fmt: skip
+def test_wal_only_where_it_is_sound(version: str, safe: bool) -> None:
+    """The bug's range and its backports, exactly."""
+    assert wal_is_safe(version) is safe
+
+
+@pytest.mark.asyncio
+async def test_the_journal_follows_the_linked_sqlite(tmp_path: Path) -> None:
+    """The file is in WAL mode if, and only if, this SQLite may be trusted with it."""
+    path = tmp_path / "perf.sqlite"
+    await write(path, [row()])
+    with sqlite3.connect(path) as connection:
+        mode = connection.execute("PRAGMA journal_mode").fetchone()[0]
+    connection.close()
+    assert mode == ("wal" if wal_is_safe() else "delete")
+
+
+@pytest.mark.asyncio
+async def test_a_million_rows_stay_below_500_mb(tmp_path: Path) -> None:
+    """By what 20,000 rows take, each kernel of five on sites of its own: the worst case is below it, too."""
+    path = tmp_path / "perf.sqlite"
+    dims = {"B": 1, "D": 128, "Dv": 128, "G": 4, "Hk": 8, "Hq": 32, "Sk": 1}
+    rows = [
+        row(f"vendor.attention.variant{n % 5}", 10.5 + n, version="vendor-library 10.20.30.post1",
+            site=site("attention", **{**dims, "Sk": n // 5, "Sq": n // 5}))
+        for n in range(20_000)
+    ]  # fmt: skip
+    await write(path, rows)
+    assert path.stat().st_size * 50 < 500e6
+
+
+_KILLED = """
+import anyio, sys
+from layerzero.perfdb.store import PerfDB
+from tests.perfdb.rows import HERE, row, site
+async def main():
+    async with PerfDB(sys.argv[1]) as db:
+        for n in range(100000):
+            await db.add(HERE, [row(f"k{n}.rms_norm", n + 1.0, site=site(N=n + 1, C=8))])
+            print(n, flush=True)
+anyio.run(main)
+"""
+
+
+def test_a_killed_writer_loses_nothing_it_acknowledged(tmp_path: Path) -> None:
+    """After SIGKILL in the middle of writing, the file is sound and every acknowledged row is there."""
+    path = tmp_path / "perf.sqlite"
+    for _ in range(2):
+        child = subprocess.Popen(
+            [sys.executable, "-c", _KILLED, str(path)], stdout=subprocess.PIPE, text=True,
+            cwd=Path(__file__).parents[2],
+        )  # fmt: skip
+        assert child.stdout is not None
+        acknowledged = -1
+        for line in child.stdout:
+            acknowledged = int(line)
+            if acknowledged >= 20:
+                break
+        child.kill()
+        child.wait()
+        child.stdout.close()
+        kept = {r.kernel for r in read_rows(path, HERE)}
+        assert {f"k{n}.rms_norm" for n in range(acknowledged + 1)} <= kept
+        assert not asides(path)

@@ -1,0 +1,209 @@
+"""Definitions as calls of our ops: inputs from the axes, our call, and what has no op here and why."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import layerzero.sync as sync
+from tests.references.definitions import Definition
+
+LOG2 = math.log(2.0)
+MAX_BYTES = 160 << 20
+NO_OP = {
+    "moe": "quantized experts (fp8 and fp4 block scales): our moe takes plain weights",
+    "dsa_paged": "sparse attention and its indexer: no op",
+    "gdn": "gated delta net: no op",
+    "mamba_ssu": "selective state update: no op",
+}
+Inputs = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Size:
+    """How large the free axes are: sequences with their keys, and queries of a prefill."""
+
+    name: str
+    lengths: tuple[int, ...]
+    queries: tuple[int, ...]
+
+
+SMALL = Size("small", (1, 20), (1, 16))
+MEDIUM = Size("medium", (64, 129, 70, 1), (64, 16, 5, 1))
+
+
+def why_not(definition: Definition, size: Size) -> str:
+    """Why a definition is not run; empty where it is. What was searched is named."""
+    kind = definition.op_type
+    if kind in NO_OP:
+        return f"{kind}: {NO_OP[kind]}; searched layerzero's ops, and flashinfer needs a GPU"
+    if kind not in CALLS:
+        return f"{kind}: unknown kind of op; known are {', '.join(sorted([*CALLS, *NO_OP]))}"
+    axes = axes_of(definition, size)
+    held = sum(
+        math.prod(axes[a] if isinstance(a, str) else a for a in port.shape) * 4
+        for port in definition.inputs.values()
+        if port.shape
+    )
+    if held > MAX_BYTES:
+        return f"needs {held >> 20} MiB in float32, above the {MAX_BYTES >> 20} MiB that a CPU run is given"
+    return ""
+
+
+def axes_of(definition: Definition, size: Size, given: Mapping[str, int] | None = None) -> dict[str, int]:
+    """Every axis as a number: the given ones, the constants, and consistent sizes for the rest."""
+    page = definition.const.get("page_size", 1)
+    pages = sum(-(-n // page) for n in size.lengths)
+    decode = "qo_indptr" not in definition.inputs
+    free = {
+        "batch_size": len(size.lengths),
+        "M": 2 * len(size.lengths),
+        "num_tokens": sum(size.queries),
+        "max_seq_len": 256,
+        "len_indptr": len(size.lengths) + 1,
+        "total_q": len(size.lengths) if decode else sum(size.queries),
+        "total_kv": sum(size.lengths),
+        "num_pages": pages + 3,
+        "num_kv_indices": pages,
+    }
+    axes = {**dict.fromkeys(definition.var, 4), **free, **definition.const, **(given or {})}
+    for name, expression in definition.expr.items():
+        axes[name] = int(eval(expression, {"__builtins__": {}}, axes))
+    return axes
+
+
+def inputs_of(definition: Definition, size: Size, given: Mapping[str, int] | None = None) -> Inputs:
+    """Inputs that keep the definition's constraints: offsets, pages and last lengths fit each other."""
+    axes, generator = axes_of(definition, size, given), torch.Generator().manual_seed(0)
+    page = definition.const.get("page_size", 1)
+    pages = [-(-n // page) for n in size.lengths]
+    spare = axes["num_pages"]
+    made = {
+        "qo_indptr": offsets(size.queries),
+        "kv_indptr": offsets(pages if "kv_indices" in definition.inputs else size.lengths),
+        "kv_indices": torch.randperm(spare, generator=generator)[: sum(pages)].int(),
+        "kv_last_page_len": torch.tensor([(n - 1) % page + 1 for n in size.lengths], dtype=torch.int32),
+        "sm_scale": axes.get("head_dim", axes.get("qk_dim", 192)) ** -0.5,
+        "top_k": torch.tensor([1, 5, 40, 2][: axes["batch_size"]], dtype=torch.int32),
+        "top_p": torch.tensor([0.3, 0.9, 1.0, 0.6][: axes["batch_size"]]),
+    }
+    return {name: made[name] if name in made else _values(name, port, axes, generator)
+            for name, port in definition.inputs.items()}  # fmt: skip
+
+
+def offsets(counts: Any) -> Tensor:
+    """0 and the running sums, int32."""
+    return torch.tensor([0, *torch.tensor(counts).cumsum(0).tolist()], dtype=torch.int32)
+
+
+def _values(name: str, port: Any, axes: Mapping[str, int], generator: torch.Generator) -> Any:
+    dtype = getattr(torch, port.dtype)
+    if port.shape is None:
+        return 1.0
+    shape = [axes[a] if isinstance(a, str) else a for a in port.shape]
+    if name == "positions":
+        return torch.randint(0, axes["max_seq_len"], shape, generator=generator)
+    if name == "cos_sin_cache":
+        angle = torch.rand(shape[0], shape[1] // 2, generator=generator) * 6
+        return torch.cat([angle.cos(), angle.sin()], -1).to(dtype)
+    values = torch.randn(shape, generator=generator)
+    if name == "probs":
+        return (4 * values).softmax(-1).to(dtype)
+    if name == "B":
+        values *= shape[-1] ** -0.5
+    return values.to(dtype)
+
+
+# -- our calls: the outputs in the definition's order ----------------------------------------------------
+
+
+def _gemm(d: Definition, i: Inputs, **more: Any) -> tuple[Tensor, ...]:
+    return (sync.linear(i["A"], i["B"], **more),)
+
+
+def _rmsnorm(d: Definition, i: Inputs, **more: Any) -> tuple[Tensor, ...]:
+    written = re.search(r"\beps\s*=\s*([0-9.]+e?-?[0-9]*)", d.reference, re.IGNORECASE)
+    eps = float(written[1]) if written else 1e-6
+    if "residual" in i:
+        return (sync.add_rms_norm(i["hidden_states"], i["residual"], i["weight"], eps=eps, **more)[0],)
+    return (sync.rms_norm(i["hidden_states"], i["weight"], eps=eps, **more),)
+
+
+def _rope(d: Definition, i: Inputs, **more: Any) -> tuple[Tensor, ...]:
+    cos, sin = i["cos_sin_cache"].chunk(2, -1)
+    return sync.rope(i["q"], i["k"], i["positions"], cos.contiguous(), sin.contiguous(), **more)
+
+
+def _table(i: Inputs, page: int) -> tuple[Tensor, Tensor]:
+    """Offsets and page ids as a rectangular table and lengths."""
+    starts = i["kv_indptr"].tolist()
+    counts = [b - a for a, b in itertools.pairwise(starts)]
+    table = torch.zeros(len(counts), max([1, *counts]), dtype=torch.int32)
+    for row, own in enumerate(i["kv_indices"].split(counts)):
+        table[row, : len(own)] = own
+    last = i.get("kv_last_page_len", torch.full((len(counts),), page))
+    lens = torch.tensor([(n - 1) * page + int(m) if n else 0 for n, m in zip(counts, last, strict=True)])
+    return table, lens
+
+
+def _base2(result: tuple[Tensor, Tensor]) -> tuple[Tensor, ...]:
+    return result[0], result[1] / LOG2  # our log-sum-exp is natural, theirs of base 2
+
+
+def _gqa_paged(d: Definition, i: Inputs, **more: Any) -> tuple[Tensor, ...]:
+    table, lens = _table(i, d.const["page_size"])
+    return _base2(
+        sync.paged_attention(
+            i["q"], i["k_cache"], i["v_cache"], table, lens, cu_seqlens=i.get("qo_indptr"),
+            scale=i["sm_scale"], return_lse=True, **more,
+        )
+    )  # fmt: skip
+
+
+def _ragged(d: Definition, i: Inputs, **more: Any) -> tuple[Tensor, ...]:
+    return _base2(
+        sync.ragged_attention(
+            i["q"], i["k"], i["v"], i["qo_indptr"], i["kv_indptr"],
+            is_causal=True, scale=i["sm_scale"], return_lse=True, **more,
+        )
+    )  # fmt: skip
+
+
+def _mla_paged(d: Definition, i: Inputs, **more: Any) -> tuple[Tensor, ...]:
+    table, lens = _table(i, d.const["page_size"])
+    return _base2(
+        sync.mla_attention(
+            i["q_nope"], i["q_pe"], i["ckv_cache"], i["kpe_cache"], table, lens,
+            cu_seqlens=i.get("qo_indptr"), scale=i["sm_scale"], return_lse=True, **more,
+        )
+    )  # fmt: skip
+
+
+def _sampling(d: Definition, i: Inputs, **more: Any) -> tuple[Tensor, ...]:
+    named = {"top_k": i["top_k"].long()} if "top_k" in i else {}
+    named |= {"top_p": i["top_p"]} if "top_p" in i else {}
+    return (sync.sample(i["probs"].log(), seed=more.pop("seed", 1), **named, **more),)
+
+
+CALLS: dict[str, Callable[..., tuple[Tensor, ...]]] = {
+    "gemm": _gemm,
+    "rmsnorm": _rmsnorm,
+    "rope": _rope,
+    "gqa_paged": _gqa_paged,
+    "gqa_ragged": _ragged,
+    "mla_ragged": _ragged,
+    "mla_paged": _mla_paged,
+    "sampling": _sampling,
+}
+OPS = {
+    "gemm": "linear", "rmsnorm": "rms_norm", "rope": "rope", "gqa_paged": "paged_attention",
+    "gqa_ragged": "ragged_attention", "mla_ragged": "ragged_attention", "mla_paged": "mla_attention",
+    "sampling": "sample",
+}  # fmt: skip

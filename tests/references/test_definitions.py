@@ -1,0 +1,137 @@
+"""Published definitions through our ops; what is skipped says why."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import layerzero as lz
+from tests.references.definitions import UNSET, Definition, files, parse, workloads
+from tests.references.measures import check_close
+from tests.references.ours import CALLS, MEDIUM, OPS, SMALL, Size, inputs_of, why_not
+
+FILES = files()
+# A row's worst element of a product of bfloat16 numbers; every result is also held to the dtype's own table.
+SCALE = float(os.environ.get("LZ_TOLERANCE", "1"))
+needs_definitions = pytest.mark.skipif(not FILES, reason=UNSET)
+each = pytest.mark.parametrize("path", FILES or [Path("none")], ids=lambda p: p.stem)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def runtime() -> Iterator[lz.Runtime]:
+    """A runtime whose choices do not change while they are compared."""
+    with lz.start(lz.Settings.load(warm="off", device="cpu", inference=True), scoped=True) as opened:
+        yield opened
+
+
+def ready(path: Path, size: Size) -> tuple[Definition, dict[str, Any]]:
+    """A definition and inputs for it; skips with the reason where it has no op or is too large here."""
+    definition = parse(path.read_text(), path.name)
+    reason = why_not(definition, size)
+    if reason:
+        pytest.skip(f"{definition.name}: {reason}")
+    return definition, inputs_of(definition, size)
+
+
+@needs_definitions
+@each
+def test_every_file_follows_the_schema(path: Path) -> None:
+    """Axes, ports and the reference's source parse and compile; the name is the file's."""
+    definition = parse(path.read_text(), path.name)
+    assert callable(definition.compiled())
+    assert definition.name == path.stem and definition.op_type == path.parent.name
+
+
+@needs_definitions
+@each
+def test_results_agree(path: Path) -> None:
+    """Shapes, dtypes and values of each output, from every backend here that takes the call."""
+    definition, inputs = ready(path, SMALL)
+    wanted = definition.compiled()(**inputs)
+    for backend in _backends(definition):
+        try:
+            got = CALLS[definition.op_type](definition, inputs, backend=backend)
+        except lz.NoKernelFoundError:
+            continue
+        if definition.op_type == "sampling":
+            _check_samples(definition, inputs, got[0])
+            continue
+        for name, one, other in zip(definition.outputs, got, wanted, strict=True):
+            assert one.shape == other.shape, f"{name} by {backend or 'the choice'}"
+            dtype = getattr(torch, definition.outputs[name].dtype)
+            assert one.dtype == dtype, f"{name} by {backend or 'the choice'}"
+        check_close(got, wanted, list(definition.outputs), SCALE * _scale(definition))
+
+
+def _backends(definition: Definition) -> list[str | None]:
+    found = {info.backend for info in lz.list_kernels(OPS[definition.op_type]) if info.state == "ready"}
+    return [None, *sorted(found)]
+
+
+def _scale(definition: Definition) -> float:
+    # Both sides write rounded numbers; a product's reference is in half precision itself.
+    return 4.0 if definition.op_type == "gemm" else 2.0
+
+
+def _check_samples(definition: Definition, inputs: dict[str, Any], samples: torch.Tensor) -> None:
+    """Whatever is drawn may be drawn: it is among what the filters leave, and a filter of one leaves one."""
+    assert samples.shape == (len(inputs["probs"]),)
+    for row, probs in enumerate(inputs["probs"].double()):
+        order = probs.sort(descending=True)
+        kept = probs.clone()
+        if "top_k" in inputs:
+            kept[order.indices[int(inputs["top_k"][row]) :]] = 0
+            kept /= kept.sum()
+        if "top_p" in inputs:
+            sums = kept[order.indices].cumsum(0)
+            first = int((sums < float(inputs["top_p"][row]) - 1e-6).sum())
+            kept[order.indices[first + 1 :]] = 0
+        assert kept[samples[row]] > 0, f"row {row}: {int(samples[row])} was filtered out"
+        if int((kept > 0).sum()) == 1:
+            assert int(samples[row]) == int(probs.argmax())
+
+
+@needs_definitions
+@each
+def test_results_repeat(path: Path) -> None:
+    """The same inputs (and seed) give the same bits twice."""
+    definition, inputs = ready(path, SMALL)
+    first, second = (CALLS[definition.op_type](definition, inputs) for _ in range(2))
+    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+
+
+@needs_definitions
+@pytest.mark.slow
+@each
+def test_recorded_and_larger_sizes_agree(path: Path) -> None:
+    """The smallest and the median recorded workload where their axes alone decide, else medium sequences."""
+    definition, inputs = ready(path, MEDIUM)
+    if definition.op_type == "sampling":
+        pytest.skip(f"{definition.name}: samples are checked at small sizes")
+    recorded = [w for w in workloads(definition) if "len_indptr" not in w]
+    cases = [inputs]
+    if recorded and definition.op_type in ("gemm", "rmsnorm"):
+        cases = [inputs_of(definition, MEDIUM, w) for w in (recorded[0], recorded[len(recorded) // 2])]
+    for given in cases:
+        if max(v.numel() for v in given.values() if isinstance(v, torch.Tensor)) > 40_000_000:
+            pytest.skip(f"{definition.name}: the recorded workload is too large for a CPU run")
+        wanted = definition.compiled()(**given)
+        got = CALLS[definition.op_type](definition, given)
+        check_close(got, wanted, list(definition.outputs), SCALE * _scale(definition))
+
+
+@needs_definitions
+def test_what_is_not_run_says_why() -> None:
+    """Of all definitions, those without an op here are counted by reason, and most have one."""
+    reasons: dict[str, int] = {}
+    for path in FILES:
+        reason = why_not(parse(path.read_text(), path.name), SMALL)
+        reasons[reason or "run"] = reasons.get(reason or "run", 0) + 1
+    for reason, count in sorted(reasons.items(), key=lambda item: -item[1]):
+        print(f"{count:4d}  {reason}")
+    assert reasons["run"] > len(FILES) // 2

@@ -1,0 +1,163 @@
+"""The loader, the input generator and the measures, on definitions written here."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.references.definitions import DefinitionError, parse
+from tests.references.measures import check_close, errors
+from tests.references.ours import CALLS, MEDIUM, SMALL, axes_of, inputs_of, why_not
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def doubling(**changes: Any) -> str:
+    """A norm's definition as JSON, small, with parts replaced."""
+    made: dict[str, Any] = {
+        "name": "norm_h8",
+        "op_type": "rmsnorm",
+        "axes": {
+            "batch_size": {"type": "var"},
+            "hidden_size": {"type": "const", "value": 8},
+            "twice": {"type": "expr", "expression": "2 * hidden_size"},
+        },
+        "inputs": {
+            "hidden_states": {"shape": ["batch_size", "hidden_size"], "dtype": "float32"},
+            "weight": {"shape": ["hidden_size"], "dtype": "float32"},
+        },
+        "outputs": {"output": {"shape": ["batch_size", "hidden_size"], "dtype": "float32"}},
+        "reference": "EPS = 1e-3\ndef run(hidden_states, weight):\n"
+        "    return hidden_states * (hidden_states.square().mean(-1, keepdim=True) + EPS).rsqrt() * weight\n",
+    }
+    return json.dumps({**made, **changes})
+
+
+def test_a_definition_runs_through_our_op() -> None:
+    """Constants, expressions, the written epsilon and the outputs come from the file."""
+    definition = parse(doubling())
+    assert axes_of(definition, SMALL)["twice"] == 16
+    inputs = inputs_of(definition, SMALL)
+    check_close(CALLS["rmsnorm"](definition, inputs), definition.compiled()(**inputs), ["output"])
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("{", "JSONDecodeError"),
+        (json.dumps({"name": "x"}), "KeyError: 'axes'"),
+        (
+            doubling(inputs={"x": {"shape": ["nowhere"], "dtype": "float32"}}),
+            "x has a shape over unknown axes",
+        ),
+        (doubling(axes={"batch_size": {"type": "odd"}}), "const, var or expr, got odd"),
+    ],
+)
+def test_a_broken_definition_is_reported(text: str, message: str) -> None:
+    """The error names the file and what is wrong."""
+    with pytest.raises(DefinitionError, match=r"bad\.json") as caught:
+        parse(text, "bad.json")
+    assert message in str(caught.value)
+
+
+@pytest.mark.parametrize("source", ["def run(:", "x = 1"])
+def test_a_reference_that_is_no_function_is_reported(source: str) -> None:
+    """It does not compile, or defines no `run`."""
+    with pytest.raises(DefinitionError, match="norm_h8: reference"):
+        parse(doubling(reference=source)).compiled()
+
+
+def test_index_inputs_keep_the_constraints() -> None:
+    """Offsets end at the number of pages, ids are distinct, last lengths fit the lengths."""
+    ports = {
+        "kv_indptr": ["len_indptr"],
+        "kv_indices": ["num_kv_indices"],
+        "kv_last_page_len": ["batch_size"],
+    }
+    given = doubling(
+        op_type="gqa_paged",
+        axes={"page_size": {"type": "const", "value": 16},
+              **{a: {"type": "var"} for a in ("len_indptr", "num_kv_indices", "batch_size", "num_pages")}},
+        inputs={n: {"shape": s, "dtype": "int32"} for n, s in ports.items()},
+        outputs={},
+    )  # fmt: skip
+    made = inputs_of(parse(given), MEDIUM)
+    counts = made["kv_indptr"].diff()
+    assert made["kv_indptr"][-1] == len(made["kv_indices"]) == len(set(made["kv_indices"].tolist()))
+    lengths = (counts - 1) * 16 + made["kv_last_page_len"]
+    assert lengths.tolist() == list(MEDIUM.lengths)
+
+
+def test_what_has_no_op_says_what_was_searched() -> None:
+    """Known kinds without an op, unknown kinds, and sizes beyond a CPU run."""
+    assert "quantized experts" in why_not(parse(doubling(op_type="moe")), SMALL)
+    assert "unknown kind" in why_not(parse(doubling(op_type="teleport")), SMALL)
+    wide = {"batch_size": {"type": "var"}, "hidden_size": {"type": "const", "value": 1 << 30}}
+    assert "MiB" in why_not(parse(doubling(axes=wide)), SMALL)
+    assert why_not(parse(doubling()), SMALL) == ""
+
+
+def test_measures_find_what_was_planted() -> None:
+    """Largest and mean errors, their place, the ratio within tolerance."""
+    wanted = torch.ones(4, 25)
+    got = wanted.clone()
+    got[2, 3], got[1, 0] = 1.5, 0.75
+    found = errors(got, wanted, 1e-5, 1e-5)
+    assert (found.max_abs, found.max_rel) == (0.5, 0.5)
+    assert found.mean_abs == pytest.approx(0.0075) and found.mse == pytest.approx(0.003125)
+    assert found.hit_ratio == pytest.approx(0.98) and found.cosine < 1
+    assert found.worst == (((2, 3), 1.5, 1.0), ((1, 0), 0.75, 1.0))
+
+
+@pytest.mark.parametrize(
+    ("got", "message"),
+    [
+        ((torch.ones(2, 3),), "shape"),
+        ((torch.ones(2, 2), torch.ones(1)), "2 results, wanted 1"),
+        ((torch.tensor([[1.0, 1.0], [1.0, 9.0]]),), r"worst \(1, 1\): 9 for 1"),
+        ((torch.full((2, 2), float("nan")),), "0.00%"),
+    ],
+)
+def test_a_divergence_fails(got: tuple[torch.Tensor, ...], message: str) -> None:
+    """Another shape, another number of results, a wrong element, NaN: each is an assertion with a report."""
+    with pytest.raises(AssertionError, match=message):
+        check_close(got, (torch.ones(2, 2),), ["output"])
+
+
+def test_low_precision_is_held_to_a_ratio() -> None:
+    """Nine of ten elements near are enough for eight bits, eight of ten are not."""
+    wanted = torch.ones(10).to(torch.float8_e4m3fn)
+    got = torch.ones(10)
+    got[0] = 4
+    check_close((got,), (wanted,), ["output"])
+    got[1] = 4
+    with pytest.raises(AssertionError, match="needs 85%"):
+        check_close((got,), (wanted,), ["output"])
+
+
+def test_without_the_variable_everything_is_skipped_not_passed(tmp_path: Path) -> None:
+    """A run without definitions reports skips; with a planted divergence, a failure."""
+    folder = tmp_path / "definitions" / "rmsnorm"
+    folder.mkdir(parents=True)
+    wrong = doubling(reference="def run(hidden_states, weight):\n    return hidden_states * 2 * weight\n")
+    (folder / "norm_h8.json").write_text(wrong)
+
+    def ran(definitions: str) -> str:
+        environment = {**os.environ, "LZ_DEFINITIONS": definitions}
+        command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"]
+        return subprocess.run(
+            [*command, "tests/references/test_definitions.py", "-k", "agree"],
+            cwd=ROOT, env=environment, capture_output=True, text=True, check=False,
+        ).stdout  # fmt: skip
+
+    without = ran("")
+    assert "2 skipped" in without and "names no folder of definitions" in without and "passed" not in without
+    diverging = ran(str(tmp_path))
+    assert "FAILED" in diverging and "worst" in diverging

@@ -1,0 +1,212 @@
+"""Costs out of measurements: exact where measured, near in between, the same however they are asked."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from layerzero.dispatch import mode, positional
+from layerzero.errors import NoKernelFoundError
+from layerzero.hardware import probe
+from layerzero.kernel import Kernel
+from layerzero.ops import table as ops_table
+from layerzero.ops.request import Request
+from layerzero.perfdb import Measurement, Site, plausible
+from layerzero.selection.cost import ROOFLINE
+from layerzero.selection.measured import MEASURED, SHIPPED, MeasuredCosts, Row
+from layerzero.settings import Settings
+from tests.kernels import device, kernel
+from tests.perfdb.rows import row, site
+from tests.selection.test_soundness import ATTENTION, POLICIES, calls, outcome, registries
+
+CPU = probe("cpu")
+NORM = ops_table.get("rms_norm")
+FAST, SLOW, DEFAULT = (
+    kernel("fast.rms_norm", launch_us=50.0),
+    kernel("slow.rms_norm", launch_us=1.0),
+    kernel("usual.rms_norm", launch_us=2.0, default=True),
+)
+KERNELS = {k.id: k for k in (FAST, SLOW, DEFAULT)}
+
+
+def costs(*rows: Measurement, source: str = MEASURED) -> MeasuredCosts:
+    return MeasuredCosts([Row(r, source) for r in rows], KERNELS, CPU)
+
+
+def request(**dims: int) -> Request:
+    sizes = dims or {"N": 64, "C": 512}
+    return Request(op="rms_norm", dtype="float32", dtypes=("float32",), dims=sizes)
+
+
+def priced(model: MeasuredCosts, which: Kernel, **dims: int) -> tuple[float, str]:
+    asked = request(**dims)
+    return model(which, NORM.work(asked), asked, CPU)
+
+
+def test_what_was_measured_is_expected() -> None:
+    """At a measured size the expectation is the measurement, and says so."""
+    model = costs(row("fast.rms_norm", 12.5), row("slow.rms_norm", 99.0))
+    assert priced(model, FAST) == (pytest.approx(12.5), MEASURED)
+    assert priced(model, SLOW) == (pytest.approx(99.0), MEASURED)
+
+
+def test_between_sizes_the_neighbours_speak() -> None:
+    """Near a measured size the expectation lies between those of its neighbours, marked as near."""
+    model = costs(
+        row("fast.rms_norm", 10.0, site=site(N=64, C=512)),
+        row("fast.rms_norm", 40.0, site=site(N=256, C=512)),
+    )
+    us, source = priced(model, FAST, N=128, C=512)
+    assert 10.0 < us < 40.0 and source == MEASURED + " nearby"
+
+
+def test_far_away_nothing_is_known() -> None:
+    """Beyond the radius, in another dtype or with another feature the estimate speaks."""
+    model = costs(row("fast.rms_norm", 10.0))
+    assert priced(model, FAST, N=64 * 1024, C=512)[1] == ROOFLINE
+    double = msgspec.structs.replace(request(), dtype="float64", dtypes=("float64",))
+    assert model(FAST, NORM.work(double), double, CPU)[1] == ROOFLINE
+    bare = msgspec.structs.replace(request(), features=frozenset({"no_weight"}))
+    assert model(FAST, NORM.work(bare), bare, CPU)[1] == ROOFLINE
+
+
+def test_the_other_half_precision_stands_in() -> None:
+    """bfloat16 measurements price float16 calls where nothing of float16 is there, as near ones."""
+    half = Site(op="rms_norm", dtype="bfloat16", dtypes=("bfloat16",), dims=(("C", 512), ("N", 64)))
+    model = costs(row("fast.rms_norm", 10.0, site=half))
+    asked = msgspec.structs.replace(request(), dtype="float16", dtypes=("float16",))
+    assert model(FAST, NORM.work(asked), asked, CPU)[1] == MEASURED + " nearby"
+
+
+def test_an_estimate_is_held_against_measurements() -> None:
+    """A kernel that was not measured is priced by how far estimates miss here, and a margin on top."""
+    model = costs(row("slow.rms_norm", 1000.0))
+    estimate, source = priced(model, FAST)
+    plain, _ = priced(costs(), FAST)
+    missed = 1000.0 / priced(costs(), SLOW)[0]
+    assert source == ROOFLINE and estimate == pytest.approx(plain * missed * 1.3)
+
+
+def test_the_machine_comes_before_the_shipped_table() -> None:
+    """Own rows replace shipped ones of the same size and kernel; others of the table still count."""
+    own, shipped = row("fast.rms_norm", 10.0), row("fast.rms_norm", 77.0)
+    other = row("slow.rms_norm", 20.0)
+    model = MeasuredCosts([Row(shipped, SHIPPED), Row(other, SHIPPED), Row(own, MEASURED)], KERNELS, CPU)
+    assert priced(model, FAST) == (pytest.approx(10.0), MEASURED)
+    assert priced(model, SLOW) == (pytest.approx(20.0), SHIPPED)
+
+
+def test_a_captured_call_is_priced_by_replays() -> None:
+    """Under capture the host is not paid: rows of replays speak there, rows of launches elsewhere."""
+    model = costs(
+        row("fast.rms_norm", 50.0), row("fast.rms_norm", 5.0, launch="graph"),
+        row("slow.rms_norm", 20.0), row("slow.rms_norm", 15.0, launch="graph"),
+    )  # fmt: skip
+    captured = request().replace(modes=frozenset({"capture"}))
+    work = NORM.work(captured)
+    assert priced(model, FAST)[0] > priced(model, SLOW)[0]
+    assert model(FAST, work, captured, CPU)[0] < model(SLOW, work, captured, CPU)[0]
+
+
+def test_the_median_of_several_tunes_counts() -> None:
+    """One disturbed tune among three does not move an expectation."""
+    rows = [row("fast.rms_norm", us, at=at) for at, us in enumerate((10.0, 400.0, 11.0))]
+    assert priced(costs(*rows), FAST)[0] == pytest.approx(11.0)
+
+
+@pytest.mark.parametrize(
+    "poison",
+    [
+        {"us": -1.0}, {"us": 0.0}, {"us": math.inf}, {"us": math.nan}, {"us": 1e-30}, {"us": 1e12},
+        {"samples": 1}, {"variance": math.nan}, {"us": 10.0, "variance": 1e6}, {"p95_us": -3.0},
+    ],
+)  # fmt: skip
+def test_no_poisoned_row_moves_a_choice(poison: dict[str, Any]) -> None:
+    """No time, too few samples, too much spread, faster than the machine: left out and counted."""
+    honest = (row("fast.rms_norm", 10.0), row("slow.rms_norm", 20.0), row("usual.rms_norm", 30.0))
+    poisoned = row("slow.rms_norm", **poison)
+    model = costs(*honest, poisoned)
+    assert priced(model, SLOW)[0] == pytest.approx(20.0)
+    assert model.distrusted.total() == 1
+    assert plausible(honest[0]) == ""
+
+
+def test_a_choice_follows_the_measurements() -> None:
+    """What estimates prefer loses to what measures faster; the default keeps its place in a near tie."""
+    own = device(KERNELS.values())
+    x = torch.zeros(64, 512), torch.ones(512), 1e-6
+    signature = positional(NORM, x)
+    assert own.plan(NORM, signature, x, mode()).kernel == "usual.rms_norm"
+    before = own.snapshot.tables
+    own.set_costs(costs(row("fast.rms_norm", 5.0), row("slow.rms_norm", 9.0), row("usual.rms_norm", 8.0)))
+    assert own.plan(NORM, signature, x, mode()).kernel == "fast.rms_norm"
+    assert own.snapshot.tables is not before
+    own.set_costs(costs(row("fast.rms_norm", 7.8), row("slow.rms_norm", 9.0), row("usual.rms_norm", 8.0)))
+    assert own.plan(NORM, signature, x, mode()).kernel == "usual.rms_norm"
+
+
+def test_tables_of_other_ops_are_kept() -> None:
+    """New measurements of one op leave what was decided for others."""
+    attention = kernel("some.attention")
+    own = device([*KERNELS.values(), attention])
+    q = torch.zeros(1, 1, 4, 8)
+    _, full = ATTENTION.build(q, q, q)
+    own.plan(ATTENTION, positional(ATTENTION, full), full, mode())
+    kept = own.snapshot.tables["attention"]
+    own.set_costs(costs(row("fast.rms_norm", 5.0)))
+    assert own.snapshot.tables["attention"] is kept
+
+
+@st.composite
+def measurements(draw: st.DrawFn, kernels: list[Kernel]) -> list[Row]:
+    rows = []
+    for _ in range(draw(st.integers(0, 25))):
+        made = draw(st.sampled_from(kernels))
+        full = draw(calls())
+        asked = ATTENTION.check(full)
+        us = draw(st.floats(0.5, 500.0))
+        rows.append(Row(row(made.id, us, site=Site.of(asked)), draw(st.sampled_from([MEASURED, SHIPPED]))))
+    return rows
+
+
+@given(st.data(), registries(), st.lists(calls(), min_size=1, max_size=6), POLICIES)
+def test_cached_equals_uncached_under_measurements(
+    data: st.DataObject, kernels: list[Kernel], asked: list[Any], policy: Any
+) -> None:
+    """Whatever was measured and asked before, the table answers what a fresh decision answers."""
+    rows = data.draw(measurements(kernels))
+    model = MeasuredCosts(rows, {k.id: k for k in kernels}, CPU)
+    own = device(kernels, Settings(), policy=policy, cost=model)
+    table = own.table(ATTENTION)
+    for full in [*asked, *asked]:
+        signature, bits = positional(ATTENTION, full), mode()
+        try:
+            fresh = outcome(table.fresh(table.describe(full, bits)))
+        except NoKernelFoundError:
+            fresh = None
+        try:
+            cached = outcome(own.plan(ATTENTION, signature, full, bits).record())
+        except NoKernelFoundError:
+            cached = None
+        assert cached == fresh
+
+
+@given(st.integers(1, 500), st.integers(1, 500), st.floats(1.0, 100.0), st.floats(1.0, 100.0))
+def test_the_measured_order_holds_in_its_bucket(rows: int, width: int, first: float, second: float) -> None:
+    """Wherever in a bucket kernels were measured, they stand in that order for the whole bucket."""
+    place = site(N=rows, C=width)
+    model = costs(row("fast.rms_norm", first, site=place), row("slow.rms_norm", second, site=place))
+    if model.distrusted:
+        return
+    own = device([FAST, SLOW], cost=model)
+    table = own.table(NORM)
+    grid = table._maker.on_grid(request(N=rows, C=width))
+    work = NORM.work(grid)
+    ratio = model(FAST, work, grid, CPU)[0] / model(SLOW, work, grid, CPU)[0]
+    assert ratio == pytest.approx(first / second)

@@ -1,0 +1,82 @@
+"""Timing and comparing: quantiles are those of the samples, and the slower callable loses."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+import torch
+
+from layerzero.tuning.compare import head_to_head
+from layerzero.tuning.timing import Effort, Timing, copies_for, time_kernels
+
+CPU = torch.device("cpu")
+X = (torch.ones(8),)
+
+
+def timing(*samples: float) -> Timing:
+    return Timing(tuple(sorted(samples)), "warm")
+
+
+def test_quantiles_are_those_of_the_samples() -> None:
+    """Median, p95 and p99 of 1 to 1000; the variance leaves a quarter on each side out."""
+    made = timing(*[float(n) for n in range(1, 1001)])
+    assert made.median_us == 500.5
+    assert (made.quantile_us(0.95), made.quantile_us(0.99)) == (951.0, 991.0)
+    assert made.variance == pytest.approx((500**2 - 1) / 12)
+    assert timing(*[5.0] * 8, 4000.0, 5000.0).variance == 0.0
+
+
+def test_a_deliberately_slower_callable_loses() -> None:
+    """Three fold work is measured as slower, with a speed-up and no tie."""
+
+    def busy(us: float) -> None:
+        end = time.perf_counter_ns() + us * 1000
+        while time.perf_counter_ns() < end:
+            pass
+
+    found, failed = time_kernels(
+        {"slow": lambda _: busy(600.0), "quick": lambda _: busy(200.0)}, [X], CPU, "eager", Effort(samples=7)
+    )
+    duel = head_to_head(found, "slow")
+    assert not failed and duel.winner == "quick" and duel.speedup > 2
+    assert [c.tied for c in duel.contenders] == [True, False]
+
+
+def test_what_cannot_run_is_told_and_the_others_go_on() -> None:
+    """A kernel that raises is named with its error; it is in no comparison."""
+
+    def broken(_: torch.Tensor) -> None:
+        raise RuntimeError("no such instruction")
+
+    found, failed = time_kernels({"broken": broken, "fine": torch.sin}, [X], CPU, "eager", Effort(samples=5))
+    assert list(found) == ["fine"] and failed == {"broken": "RuntimeError: no such instruction"}
+    assert len(found["fine"].samples) == 5
+
+
+def test_the_hopeless_get_the_fewest_samples_that_count() -> None:
+    """A kernel many times slower than the best does not eat the budget of the others."""
+    quick, slow = (lambda _: time.sleep(0.0002)), (lambda _: time.sleep(0.01))
+    found, _ = time_kernels({"a": quick, "b": slow}, [X], CPU, "eager", Effort(samples=12, budget_s=9.0))
+    assert (len(found["a"].samples), len(found["b"].samples)) == (12, 5)
+
+
+def test_nothing_to_compare_is_an_error() -> None:
+    """An empty comparison, and a baseline that was not timed, are refused by name."""
+    with pytest.raises(ValueError, match="timings needs at least one"):
+        head_to_head({})
+    with pytest.raises(ValueError, match="baseline needs one of a"):
+        head_to_head({"a": timing(1.0)}, "b")
+
+
+def test_a_tie_is_called_one() -> None:
+    """Inside the band, or with overlapping quartiles, nobody is a clear loser."""
+    near = head_to_head({"a": timing(10, 10, 10), "b": timing(10.2, 10.2, 10.2)})
+    overlapping = head_to_head({"a": timing(5, 10, 15), "b": timing(6, 11.5, 16)})
+    apart = head_to_head({"a": timing(10, 10, 10), "b": timing(11, 11, 11)})
+    assert [d.contenders[1].tied for d in (near, overlapping, apart)] == [True, True, False]
+
+
+def test_one_copy_does_on_a_cpu() -> None:
+    """Only a GPU's cache is overflowed on purpose."""
+    assert copies_for(1 << 20, CPU) == 1

@@ -1,0 +1,276 @@
+"""Warming up makes calls ready: real compilations by a real compiler, seen by the interpreter's events."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import layerzero as lz
+from layerzero.api.warming import warmup_blocking
+from layerzero.errors import ConfigurationError
+from layerzero.ops import table as ops_table
+from layerzero.reasons import Reason
+from layerzero.tuning.calls import Call, Workload, call, tensor
+from layerzero.warmup import Manifest, manifest_of, watching
+from tests.kernels import kernel
+
+REFERENCE = ops_table.get("rms_norm").reference
+COMPILER = __import__("shutil").which("g++")
+needs_compiler = pytest.mark.skipif(COMPILER is None, reason="a real compilation needs g++, which is missing")
+
+
+def norm(rows: int) -> Call:
+    """A norm of so many rows."""
+    return call("rms_norm", x=tensor(rows, 32, dtype="float32"), weight=tensor(32, dtype="float32"))
+
+
+@pytest.fixture
+def runtime(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[lz.Runtime]:
+    """A runtime that loads nothing by itself, with a cache folder of its own."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    with lz.start(lz.Settings.load(warm="off", device="cpu")) as opened:
+        yield opened
+
+
+def cold(name: str, load: Any, **more: Any) -> Any:
+    """A kernel that would win, once loaded."""
+    return kernel(f"{name}.rms_norm", load=load, launch_us=0.01, rank=1, cold=True, **more)
+
+
+def compiles(folder: Path) -> Any:
+    """A load that compiles a library with g++ unless the folder has it, as a vendor's compiler would."""
+
+    def load() -> Any:
+        library = folder / "made.so"
+        if not library.exists():
+            source = folder / "made.cpp"
+            source.write_text('extern "C" int answer() { return 42; }')
+            subprocess.run(["g++", "-shared", "-fPIC", str(source), "-o", str(library)], check=True)
+        import ctypes
+
+        assert ctypes.CDLL(str(library)).answer() == 42
+        return REFERENCE
+
+    return load
+
+
+@needs_compiler
+@pytest.mark.asyncio
+async def test_the_first_request_after_it_compiles_and_loads_nothing(
+    runtime: lz.Runtime, tmp_path: Path
+) -> None:
+    """The monitor sees g++ during the warm-up, and neither a compiler nor a library afterwards."""
+    runtime.add_kernel(cold("made", compiles(tmp_path)))
+    report = await lz.warmup(Manifest(critical=(norm(4),)))
+    assert report.ready and report.compiled >= 1
+    assert [w.kernel for w in report.critical] == ["made.rms_norm"]
+    x, weight = torch.randn(4, 32), torch.ones(32)
+    with watching() as monitor:
+        lz.sync.rms_norm(x, weight)
+        await lz.rms_norm(x, weight)
+    assert monitor.events == []
+    selection = lz.last_selection()
+    assert selection is not None and selection.kernel == "made.rms_norm"
+    assert lz.readiness_check().cold_calls == 0
+
+
+@needs_compiler
+def test_without_it_the_monitor_sees_the_compilation(runtime: lz.Runtime, tmp_path: Path) -> None:
+    """The control: the same load outside a warm-up is noticed."""
+    runtime.add_kernel(cold("made", compiles(tmp_path)))
+    with watching() as monitor:
+        runtime.device().warm(["made.rms_norm"])
+    assert next(Path(e.what).name for e in monitor.compiled) == "g++"
+    assert any(e.what.endswith("made.so") for e in monitor.loaded)
+    with watching() as later:
+        pass
+    assert later.events == []
+
+
+def test_critical_calls_come_first_and_the_others_go_on_behind(runtime: lz.Runtime) -> None:
+    """The report is there while the others wait; progress counts them all."""
+    gate, seen = threading.Event(), list[str]()
+
+    def load() -> Any:
+        assert gate.wait(60)
+        return REFERENCE
+
+    runtime.add_kernel(cold("slow", load, limits=()))
+    layer = call("layer_norm", x=tensor(4, 32, dtype="float32"), weight=tensor(32, dtype="float32"))
+    manifest = Manifest(critical=(layer,), others=(norm(2), norm(3)))
+    report = warmup_blocking(
+        manifest, progress=lambda done, total, w: seen.append(f"{done}/{total} {w.call[:5]}")
+    )
+    assert report.ready and report.pending == 2 and seen == ["1/3 layer"]
+    standing = lz.readiness_check()
+    assert not standing and standing.pending == 2 and any("not warmed yet" in p for p in standing.problems)
+    gate.set()
+    assert warmup_blocking(Manifest(critical=(norm(2),)), whole=True).ready
+    while lz.readiness_check().pending:
+        threading.Event().wait(0.01)
+    assert [s.split()[0] for s in seen] == ["1/3", "2/3", "3/3"]
+    assert lz.readiness_check()
+
+
+def test_a_late_call_is_served_by_what_is_ready(runtime: lz.Runtime) -> None:
+    """After the time limit calls run on the ready kernel; the compilation goes on."""
+    gate = threading.Event()
+
+    def load() -> Any:
+        assert gate.wait(60)
+        return REFERENCE
+
+    runtime.add_kernel(cold("slow", load))
+    report = warmup_blocking([norm(4)], timeout_s=0.05)
+    assert [w.state for w in report.critical] == ["late"] and not report.ready
+    lz.sync.rms_norm(torch.randn(4, 32), torch.ones(32))
+    selection = lz.last_selection()
+    assert (
+        selection is not None
+        and selection.kernel != "slow.rms_norm"
+        and selection.when_warm == "slow.rms_norm"
+    )
+    gate.set()
+
+
+def test_a_kernel_that_does_not_compile_is_tried_once(runtime: lz.Runtime) -> None:
+    """Its failure blocks it with the reason; the call is ready on another kernel."""
+    tries: list[int] = []
+
+    def load() -> Any:
+        tries.append(1)
+        raise RuntimeError("error: expected ';' before '}'")
+
+    runtime.add_kernel(cold("broken", load))
+    report = warmup_blocking(Manifest(critical=(norm(4), norm(5)), others=(norm(6),)), whole=True)
+    assert report.ready and len(tries) == 1
+    assert {w.kernel for w in (*report.critical, *report.others)} != {"broken.rms_norm"}
+    assert runtime.device().registry.blocked()["broken.rms_norm"].reason is Reason.KERNEL_LOAD_FAILED
+    lz.sync.rms_norm(torch.randn(9, 32), torch.ones(32))
+    assert len(tries) == 1 and lz.readiness_check()
+
+
+def test_a_call_that_nobody_warmed_is_a_cold_call(runtime: lz.Runtime) -> None:
+    """The gate counts choices made for requests, not those of the warm-up."""
+    assert not lz.readiness_check() and "nothing was warmed up" in lz.readiness_check().problems[0]
+    warmup_blocking([norm(4)])
+    lz.sync.rms_norm(torch.randn(4, 32), torch.ones(32))
+    assert lz.readiness_check().cold_calls == 0
+    lz.sync.layer_norm(torch.randn(4, 32))
+    assert lz.readiness_check().cold_calls == 1
+
+
+def test_a_quarantined_kernel_is_no_longer_ready(runtime: lz.Runtime) -> None:
+    """Readiness is asked of the present, not of the warm-up."""
+    (warmed,) = warmup_blocking([norm(4)]).critical
+    assert lz.readiness_check()
+    runtime.quarantine(warmed.kernel, "a test says so")
+    standing = lz.readiness_check()
+    assert not standing and "QUARANTINED" in standing.problems[0]
+
+
+def test_a_call_whose_arguments_are_wrong_fails_alone(runtime: lz.Runtime) -> None:
+    """Its record holds the error, the next call is made ready."""
+    wrong = call("rms_norm", x=tensor(4, 32, dtype="float32"), weight=tensor(31, dtype="float32"))
+    report = warmup_blocking([wrong, norm(4)])
+    assert [w.state for w in report.critical] == ["failed", "ready"] and "weight" in report.critical[0].error
+
+
+def test_a_manifest_survives_its_file_and_names_its_content(tmp_path: Path) -> None:
+    """The version is a digest of the calls; damage and other formats are named."""
+    manifest = Manifest(critical=(norm(1),), others=(norm(2),), name="a")
+    manifest.save(tmp_path / "m.json")
+    assert manifest_of(tmp_path / "m.json") == manifest
+    assert manifest.version == Manifest(critical=(norm(1),), others=(norm(2),), name="b").version
+    assert manifest.version != Manifest(critical=(norm(2),), others=(norm(1),)).version
+    seen = Workload((norm(1), Call("rms_norm", norm(2).args, 9)))
+    assert Manifest.of(seen, critical=1).critical[0].count == 9
+    for text in ("{", '{"critical": [], "nonsense": 1}', '{"critical": [], "format": 99}'):
+        (tmp_path / "m.json").write_text(text)
+        with pytest.raises(ConfigurationError, match=r"m\.json"):
+            Manifest.load(tmp_path / "m.json")
+
+
+def test_a_model_gives_a_manifest_that_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every call of a small Llama's decode step is made ready, the smallest batch first."""
+    config = {"model_type": "llama", "hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4,
+              "num_key_value_heads": 2, "rms_norm_eps": 1e-5, "vocab_size": 50}  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    manifest = Manifest.of_model(tmp_path, rows=(1, 3), dtype="float32")
+    assert len(manifest.critical) == len(manifest.others) == 10
+    monkeypatch.setenv("LAYERZERO_DENY", "native.*,zentorch.*")  # compiling them is another test's affair
+    with lz.start(lz.Settings.load(warm="off", device="cpu"), scoped=True):
+        report = warmup_blocking(manifest, whole=True)
+    made = (*report.critical, *report.others)
+    assert len(made) == 20 and {w.state for w in made} == {"ready"}, [w.error for w in made]
+    with pytest.raises(ConfigurationError, match="needs model_type llama, got 'bert'"):
+        Manifest.of_model({"model_type": "bert"})
+
+
+_RACER = """
+import json, os, subprocess, sys
+from pathlib import Path
+import torch
+import layerzero as lz
+from layerzero.api.warming import warmup_blocking
+from layerzero.ops import table
+from layerzero.tuning.calls import call, tensor
+from tests.kernels import kernel
+
+folder = Path(sys.argv[1])
+
+def load():
+    library = folder / "made.so"
+    if not library.exists():
+        (folder / "made.cpp").write_text('extern "C" int answer() { return 42; }')
+        part = folder / f"made.{os.getpid()}.part"
+        subprocess.run(["g++", "-shared", "-fPIC", str(folder / "made.cpp"), "-o", str(part)], check=True)
+        part.replace(library)
+    return table.get("rms_norm").reference
+
+with lz.start(lz.Settings.load(warm="off", device="cpu")) as runtime:
+    runtime.add_kernel(kernel("made.rms_norm", load=load, launch_us=0.01, rank=1, cold=True))
+    report = warmup_blocking([call("rms_norm", x=tensor(4, 32, dtype="float32"))])
+    print(json.dumps({"kernel": report.critical[0].kernel, "compiled": report.compiled}))
+"""
+
+
+def raced(folder: Path, count: int) -> list[dict[str, Any]]:
+    """What so many processes report that warm one call at the same time."""
+    environment = {**os.environ, "XDG_CACHE_HOME": str(folder), "OMP_NUM_THREADS": "1"}
+    started = [
+        subprocess.Popen(
+            [sys.executable, "-c", _RACER, str(folder)],
+            stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment,
+            cwd=Path(__file__).parents[2],
+        )
+        for _ in range(count)
+    ]  # fmt: skip
+    try:
+        said = [process.communicate(timeout=170) for process in started]
+    finally:
+        for process in started:
+            process.kill()
+            process.communicate()
+    assert all(process.returncode == 0 for process in started), [err[-500:] for _, err in said]
+    return [json.loads(out.splitlines()[-1]) for out, _ in said]
+
+
+@needs_compiler
+@pytest.mark.slow
+@pytest.mark.timeout(360)
+def test_eight_racing_processes_compile_once(tmp_path: Path) -> None:
+    """One starts the compiler, seven find its library; a process after a restart compiles nothing either."""
+    results = raced(tmp_path, 8)
+    assert {r["kernel"] for r in results} == {"made.rms_norm"}
+    assert sorted(r["compiled"] > 0 for r in results) == [False] * 7 + [True]
+    assert raced(tmp_path, 1) == [{"kernel": "made.rms_norm", "compiled": 0}]
