@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 import json
 import os
@@ -30,6 +31,16 @@ THREADS = (1, 4, 16, 64)
 ATTENTION = ops_table.get("attention")
 
 
+def _settled(device: LocalDevice, plan: Callable[[], Any]) -> None:
+    """Look at memory and load what the first choice found cold now: later either would change the tables."""
+    if device.room.moved(device.settings):
+        device.refresh()
+    better = plan().selection.when_warm
+    while better is not None:
+        device.warm((better,))
+        better = plan().selection.when_warm
+
+
 # -- a: hits --------------------------------------------------------------------------------------------
 
 
@@ -37,7 +48,7 @@ def hits(plan: Plan, device: LocalDevice, args: tuple[Tensor, ...]) -> dict[str,
     """Row a: a lookup with a signature made before, alone and from many threads."""
     signature, full = ATTENTION.build(*args)
     bits = device.mode()
-    device.plan(ATTENTION, signature, full, bits)
+    _settled(device, lambda: device.plan(ATTENTION, signature, full, bits))
 
     def lookup() -> Any:
         return device.snapshot.tables["attention"].hot[bits][signature]
@@ -270,23 +281,35 @@ def _device() -> LocalDevice:
 def swaps(plan: Plan, keys: int = 1000, readers: int = 8, hertz: float = 100.0) -> dict[str, Any]:
     """PS-026: `readers` threads select among live keys while the policy is swapped `hertz` times a second.
 
-    `quiet` is the same without swaps: threads that share one interpreter wait for each other, swaps or not.
-    `other op` swaps rules that cannot change these verdicts, `same op` rules that drop every entry.
+    `quiet` is the same without swaps. `other op` swaps rules that cannot change these verdicts, `same op`
+    rules that drop every entry. `spinning` readers do nothing but select, so that seven of eight wait for the
+    interpreter whatever is swapped; `paced` ones select once in `PACE_S`, as threads of a server do, and what
+    they wait is what a selection and a swap cost. `frozen` are those under `Settings(freeze_gc=True)`:
+    without it a full collection falls into some selection and takes 70 ms and more over torch's own objects.
     """
     span = max(plan.seconds, 0.5)
-    other = ("rms_norm", "torch.rms_norm.native")
-    same = ("attention", "torch.attention.sdpa_cpu")
-    return {
-        "keys": keys,
-        "readers": readers,
-        "quiet": _swapped(keys, readers, 0.0, span, None),
-        "other op": _swapped(keys, readers, hertz, span, other),
-        "same op": _swapped(keys, readers, hertz, span, same),
+    rules = {
+        "quiet": (0.0, None),
+        "other op": (hertz, ("rms_norm", "torch.rms_norm.native")),
+        "same op": (hertz, ("attention", "torch.attention.sdpa_cpu")),
     }
+    result: dict[str, Any] = {"keys": keys, "readers": readers, "pace_s": PACE_S}
+    for name, pause in (("spinning", 0.0), ("paced", PACE_S), ("frozen", PACE_S)):
+        if name == "frozen":
+            gc.collect()
+            gc.freeze()
+        result[name] = {
+            label: _swapped(keys, readers, rate, span, rule, pause) for label, (rate, rule) in rules.items()
+        }
+    gc.unfreeze()
+    return result
+
+
+PACE_S = 0.002
 
 
 def _swapped(
-    keys: int, readers: int, hertz: float, seconds: float, rule: tuple[str, str] | None
+    keys: int, readers: int, hertz: float, seconds: float, rule: tuple[str, str] | None, pause: float
 ) -> dict[str, Any]:
     device = LocalDevice("cpu", lz.Settings(), Registry(load_builtin(), lambda _: []))
     bits = device.mode()
@@ -309,6 +332,8 @@ def _swapped(
             device.plan(ATTENTION, signature, args, bits)
             mine.append(time.perf_counter_ns() - begin)
             ran.append(time.thread_time_ns() - cpu)
+            if pause:
+                time.sleep(pause)
 
     threads = [threading.Thread(target=read, args=(index,)) for index in range(readers)]
     for thread in threads:

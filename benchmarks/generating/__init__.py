@@ -1,0 +1,1 @@
+"""Generation under load: one model in LayerZero's three granularities, by hand, and behind other servers."""

@@ -1,0 +1,151 @@
+"""What queues in front of the lane: a burst, an open load near saturation, and queues of several depths.
+
+Requests are small: a norm and a linear layer of one row, a few times over, each op awaited by itself.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import statistics
+import time
+from typing import Any
+
+import torch
+from harness import percentile
+from torch import Tensor
+
+import layerzero as lz
+
+WIDTH, STEPS = 256, 4
+DEPTHS = (10, 100, 1000)
+
+
+class Small:
+    """A request of a few small ops."""
+
+    def __init__(self) -> None:
+        torch.manual_seed(0)
+        self.norm = torch.ones(WIDTH)
+        self.weight = torch.randn(WIDTH, WIDTH) / WIDTH**0.5
+
+    async def request(self) -> Tensor:
+        """Written for one caller."""
+        x = torch.ones(1, WIDTH)
+        for _ in range(STEPS):
+            x = await lz.linear(await lz.rms_norm(x, self.norm), self.weight)
+        return x
+
+
+def measure(seconds: float, rounds: int) -> dict[str, Any]:
+    """PS-031, PS-025 and PS-032."""
+    settings = lz.Settings(device="cpu", inference=True, warm="eager")
+    with lz.start(settings) as runtime:
+        small = Small()
+        bursts = [asyncio.run(_burst(runtime, small, seed)) for seed in range(rounds + 1)][1:]
+        load = asyncio.run(_load(runtime, small, seconds))
+    with lz.start(settings.replace(max_items=64)) as runtime:
+        depths = asyncio.run(_depths(runtime, small, rounds))
+    drained = statistics.median([burst["drained_s"] for burst in bursts])
+    return {
+        "burst": {"rounds": bursts, "drained_s": drained, "met": drained < 1.0},
+        "load": load,
+        "depths": depths,
+    }
+
+
+def _batches(runtime: lz.Runtime) -> tuple[int, int]:
+    sizes = runtime.device("cpu").fronts.stats().sizes
+    return sum(sizes.values()), sum(size * count for size, count in sizes.items())
+
+
+async def _arriving(runtime: lz.Runtime, small: Small, gaps: list[float]) -> dict[str, Any]:
+    """Requests that are due after these gaps; latencies count from when each was due."""
+    late: list[float] = []
+    most = 0
+
+    async def one(due: float) -> None:
+        await small.request()
+        late.append(time.perf_counter() - due)
+
+    batches, calls = _batches(runtime)
+    lane = runtime.device("cpu").fronts.current().lane
+    begin = due = time.perf_counter()
+    tasks = []
+    for gap in gaps:
+        due += gap
+        if (wait := due - time.perf_counter()) > 0:
+            await asyncio.sleep(wait)
+        most = max(most, lane.queued)
+        tasks.append(asyncio.ensure_future(one(due)))
+    while not all(task.done() for task in tasks):
+        most = max(most, lane.queued)
+        await asyncio.sleep(0.001)
+    seconds = time.perf_counter() - begin
+    after = _batches(runtime)
+    late.sort()
+    return {
+        "requests": len(gaps), "drained_s": round(seconds, 4), "most_queued": most,
+        "p50_ms": round(percentile(late, 50) * 1e3, 3), "p99_ms": round(percentile(late, 99) * 1e3, 3),
+        "mean_batch": round((after[1] - calls) / max(1, after[0] - batches), 2),
+    }  # fmt: skip
+
+
+async def _burst(runtime: lz.Runtime, small: Small, seed: int) -> dict[str, Any]:
+    """A thousand Poisson arrivals in about 100 ms."""
+    draw = random.Random(seed)
+    return await _arriving(runtime, small, [draw.expovariate(1e4) for _ in range(1000)])
+
+
+async def _load(runtime: lz.Runtime, small: Small, seconds: float) -> dict[str, Any]:
+    """Poisson loads of 10, 50 and 90 % of what 64 callers reach who ask again at once."""
+    done, until = 0, time.perf_counter() + seconds
+
+    async def client() -> None:
+        nonlocal done
+        while time.perf_counter() < until:
+            await asyncio.ensure_future(small.request())  # a task each, as under the open load
+            done += 1
+
+    await asyncio.gather(*(client() for _ in range(64)))
+    saturation = done / seconds
+    found: dict[str, Any] = {"saturation_per_s": round(saturation, 1)}
+    for share in (0.1, 0.5, 0.9):
+        draw, rate = random.Random(1), share * saturation
+        gaps = [draw.expovariate(rate) for _ in range(int(rate * seconds))]
+        found[f"{share:.0%}"] = await _arriving(runtime, small, gaps)
+    found["p50_of_90_over_10"] = round(found["90%"]["p50_ms"] / found["10%"]["p50_ms"], 2)
+    found["met"] = found["p50_of_90_over_10"] < 2
+    return found
+
+
+async def _depths(runtime: lz.Runtime, small: Small, rounds: int) -> dict[str, Any]:
+    """Queues of 10, 100 and 1,000 calls of one op; at the deepest one call of another op comes last."""
+    rows = torch.ones(1, WIDTH)
+    other = torch.ones(WIDTH)
+    took: dict[int, list[float]] = {depth: [] for depth in DEPTHS}
+    waits, drains = [], []
+
+    async def timed(call: Any) -> float:
+        begin = time.perf_counter()
+        await call
+        return time.perf_counter() - begin
+
+    for _ in range(rounds + 1):
+        for depth in DEPTHS:
+            calls = [timed(lz.linear(rows, small.weight)) for _ in range(depth)]
+            stranger = [timed(lz.rms_norm(rows, other))] if depth == DEPTHS[-1] else []
+            begin = time.perf_counter()
+            each = await asyncio.gather(*calls, *stranger)
+            took[depth].append(time.perf_counter() - begin)
+            if stranger:
+                waits.append(each[-1])
+                drains.append(max(each[:-1]))
+    per_call = {str(depth): statistics.median(own[1:]) / depth * 1e6 for depth, own in took.items()}
+    waited, drained = statistics.median(waits[1:]), statistics.median(drains[1:])
+    return {
+        "us_a_call": {depth: round(us, 2) for depth, us in per_call.items()},
+        "stranger_waits_ms": round(waited * 1e3, 3),
+        "queue_drains_ms": round(drained * 1e3, 3),
+        "met": per_call["1000"] <= 1.5 * per_call["100"] and waited < drained,
+    }

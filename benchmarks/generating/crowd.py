@@ -1,0 +1,188 @@
+"""A crowd of requests at a given context: tokens a second and the mean batch, through LayerZero and by hand.
+
+The crowd is closed: so many requests are under way at any time. They start at Poisson times, each draws a
+length of its own, and whoever ends is replaced at once, so that no two stay in step. A request begins
+behind `context` tokens whose keys and values are in the cache already; what is measured is decoding.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from llama import Draw, Llama, Per
+
+import layerzero as lz
+from generating import by_hand
+
+FEWEST, MOST = 16, 48  # tokens of a request, uniformly drawn
+Lengths = Callable[[], int]
+
+
+@dataclass(slots=True)
+class Span:
+    """What one span measured: tokens between `begin` and `end`, and how many requests each batch held."""
+
+    seconds: float
+    tokens: int
+    batches: int = 0
+    rows: int = 0
+    extra: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def tokens_per_s(self) -> float:
+        return self.tokens / self.seconds
+
+    @property
+    def mean_batch(self) -> float:
+        return self.rows / self.batches if self.batches else 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Crowd:
+    """How many requests, behind how many tokens, for how long; `ramp_s` spreads their starts."""
+
+    requests: int
+    context: int
+    seconds: float
+    ramp_s: float = 0.25
+    seed: int = 0
+
+    def starts(self) -> list[float]:
+        """Poisson start times within about `ramp_s`."""
+        draw = random.Random(self.seed)
+        times, now = [], 0.0
+        for _ in range(self.requests):
+            times.append(now)
+            now += draw.expovariate(self.requests / self.ramp_s)
+        return times
+
+    def lengths(self) -> Lengths:
+        """How long each next request is."""
+        draw = random.Random(self.seed + 1)
+        return lambda: draw.randint(FEWEST, MOST)
+
+    @property
+    def limit(self) -> int:
+        """The most tokens a sequence ever holds."""
+        return self.context + MOST
+
+    def pages(self, page_size: int) -> int:
+        """Pages that the whole crowd needs, and one request more for who leaves while another enters."""
+        return (self.requests + 1) * -(-self.limit // page_size)
+
+
+# -- LayerZero ------------------------------------------------------------------------------------------
+
+
+class Meter:
+    """Counts tokens while it is open; a request asks `over` before each token."""
+
+    def __init__(self) -> None:
+        self.tokens = 0
+        self.over = False
+
+
+async def request(model: Llama, context: int, tokens: int, seed: int, meter: Meter) -> None:
+    """One request behind `context` tokens, written as if it were alone."""
+    with model.pages.sequence(context + tokens) as sequence:
+        sequence.length = context
+        token = torch.tensor([seed % model.config.vocab], device=model.pages.device)
+        for drawn in range(tokens):
+            token = await model.next(token, sequence.extend(1), Draw(0.0, 1.0, seed, drawn))
+            await lz.to_host(token)
+            meter.tokens += 1
+            if meter.over:
+                return
+
+
+async def awaited(runtime: lz.Runtime, model: Llama, crowd: Crowd, per: Per, *, spawn: bool = False) -> Span:
+    """The crowd through LayerZero, one await an op, a layer or a step."""
+    model.per = per
+    meter, lengths = Meter(), crowd.lengths()
+
+    async def client(index: int, start: float) -> None:
+        await asyncio.sleep(start)
+        for turn in range(1 << 30):
+            one = request(model, crowd.context, lengths(), index + 997 * turn, meter)
+            await (runtime.spawn(one) if spawn else one)
+            if meter.over:
+                return
+
+    clients = [asyncio.ensure_future(client(i, at)) for i, at in enumerate(crowd.starts())]
+    await asyncio.sleep(2 * crowd.ramp_s)
+    before, counted, begin = _batches(runtime), meter.tokens, time.perf_counter()
+    await asyncio.sleep(crowd.seconds)
+    seconds, tokens, after = time.perf_counter() - begin, meter.tokens - counted, _batches(runtime)
+    meter.over = True
+    await asyncio.gather(*clients)
+    return Span(seconds, tokens, after[0] - before[0], after[1] - before[1])
+
+
+def _batches(runtime: lz.Runtime) -> tuple[int, int]:
+    """Batches that the lanes have run, and the calls in them; a lone inline call is in neither."""
+    batches = calls = 0
+    for device in runtime.devices.values():
+        for size, count in device.fronts.stats().sizes.items():
+            batches += count
+            calls += size * count
+    return batches, calls
+
+
+# -- by hand --------------------------------------------------------------------------------------------
+
+
+@dataclass(slots=True)
+class Slot:
+    """One sequence of the hand-written loop."""
+
+    sequence: Any
+    length: int
+    left: int
+    token: int
+
+
+def looped(cache: by_hand.Paged | by_hand.Contiguous, crowd: Crowd) -> Span:
+    """The crowd through the hand-written loop: joins between steps, one forward for all of them."""
+    model, lengths = cache.model, crowd.lengths()
+    starts, slots = crowd.starts(), []
+    tokens = batches = counted = steps = 0
+    begun = time.perf_counter()
+    begin = begun + 2 * crowd.ramp_s
+    until = begin + crowd.seconds
+    changed, measuring = False, False
+    while (now := time.perf_counter()) < until:
+        if not measuring and now >= begin:
+            begin, counted, steps, measuring = now, tokens, batches, True
+        while starts and begun + starts[0] <= now:
+            starts.pop(0)
+            slots.append(_entered(model, crowd, lengths()))
+            changed = True
+        if not slots:
+            continue
+        if changed:
+            cache.join([slot.sequence for slot in slots], [slot.length for slot in slots])
+            ids = torch.tensor([slot.token for slot in slots], device=model.pages.device)
+            changed = False
+        ids = by_hand.step(cache, ids).argmax(-1)
+        batches += 1
+        for index, (slot, drawn) in enumerate(zip(slots, ids.tolist(), strict=True)):
+            tokens += 1
+            slot.token, slot.length, slot.left = drawn, slot.length + 1, slot.left - 1
+            if not slot.left:
+                model.pages.allocator.give_back(slot.sequence.pages)
+                slots[index] = _entered(model, crowd, lengths())
+                changed = True
+    end = time.perf_counter()
+    for slot in slots:
+        model.pages.allocator.give_back(slot.sequence.pages)
+    return Span(end - begin, tokens - counted, batches - steps, tokens - counted)
+
+
+def _entered(model: Llama, crowd: Crowd, tokens: int) -> Slot:
+    return Slot(model.pages.sequence(crowd.context + tokens), crowd.context, tokens, 0)

@@ -1,0 +1,120 @@
+"""The shapes that regret is measured on: those of serving, on a GPU or on a CPU, tuned and held out."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from layerzero.tuning.calls import Call
+from layerzero.tuning.shapes import attention, linear, mlp, norm, paged, ragged, rope, sample, standard
+
+Named = tuple[str, Call]  # the group a shape is reported under, and the call
+
+
+def shapes(platform: str, quick: bool = False) -> list[tuple[str, Call, bool]]:
+    """(group, call, tuned) with the groups in turns, so that a run that ends early has seen all of them.
+
+    A shape is tuned where it is one of the standard shapes that `lz.tune` measures; the others are held out.
+    """
+    covered = set(map(str, standard(None, platform)))
+    groups: dict[str, list[Call]] = {}
+    for name, call in _gpu() if platform == "cuda" else _cpu():
+        groups.setdefault(name, []).append(call)
+    if quick:
+        groups = {name: calls[:2] for name, calls in groups.items()}
+    found = []
+    for turn in range(max(map(len, groups.values()))):
+        for name, calls in groups.items():
+            if turn < len(calls):
+                found.append((name, calls[turn], str(calls[turn]) in covered))
+    return found
+
+
+def _gpu() -> Iterator[Named]:
+    yield from _gpu_prefill()
+    yield from _gpu_decode()
+    crossed = ((2, 32, 8, 4096, 77, 64), (8, 20, 20, 1024, 77, 64), (4, 24, 24, 4096, 77, 96))
+    for b, hq, hk, sq, sk, d in (*crossed, (1, 32, 8, 256, 8192, 128), (2, 16, 16, 512, 1500, 64)):
+        yield "attention cross", attention(b, hq, hk, sq, sk, d, causal=False)
+    for sq, left in ((2048, 255), (4096, 1023), (8192, 4095), (16384, 1023)):
+        yield "attention window", attention(1, 32, 8, sq, sq, 128, window=(left, 0))
+    for b, hq, hk, sq, d in ((1, 32, 8, 1024, 128), (2, 12, 12, 512, 64)):
+        yield "attention fp16", attention(b, hq, hk, sq, sq, d, "float16")
+        yield "attention fp16", attention(b, hq, hk, 1, 4 * sq, d, "float16", causal=False)
+    for b, length, hq, hk, d in ((3, 700, 32, 8, 128), (16, 256, 32, 8, 128), (32, 100, 32, 32, 64),
+                                 (1, 6000, 32, 8, 128)):  # fmt: skip
+        yield "ragged", ragged(b, hq, hk, length, d)
+    for page in (1, 16, 64):
+        for b, context, hq, hk in ((1, 3000, 32, 8), (16, 1024, 32, 8), (64, 4096, 32, 8), (24, 700, 64, 8),
+                                   (128, 500, 32, 8), (8, 20000, 32, 8)):  # fmt: skip
+            yield "paged decode", paged(b, hq, hk, context, 128, page)
+    yield "paged prefill", paged(4, 32, 8, 2048, 128, 16, queries=512)
+    yield "paged prefill", paged(2, 32, 8, 3000, 128, 16, queries=200)
+    for rows, width in ((1, 4096), (24, 4096), (256, 8192), (3000, 5120), (16384, 2048), (100, 1536)):
+        for op in ("rms_norm", "add_rms_norm", "layer_norm"):
+            yield "norms", norm(op, rows, width)
+    for n in (1, 24, 512, 5000):
+        yield "rope", rope(n, 32, 8, 128)
+        yield "activation", mlp(max(n // 4, 1), 4096, 11008)
+    for n in (1, 24, 128, 3000):
+        yield "linear", linear(n, 4096, 6144)
+        yield "linear", linear(n, 8192, 4096)
+    for n in (1, 24, 128):
+        yield "sampling", sample(n, 128_256)
+        yield "sampling", sample(n, 32_000)
+
+
+def _gpu_prefill() -> Iterator[Named]:
+    for hq, hk, d in ((32, 8, 128), (16, 16, 64), (28, 4, 128), (8, 1, 256), (24, 24, 96)):
+        for b, sq in ((1, 128), (1, 300), (2, 768), (1, 3000), (8, 512)):
+            yield "attention prefill", attention(b, hq, hk, sq, sq, d)
+    for sq in (2048, 8192, 16384, 32768):
+        yield "attention prefill", attention(1, 32, 8, sq, sq, 128)
+    for b, hq, sq, d in ((2, 24, 4096, 64), (32, 12, 128, 64), (1, 16, 1500, 64), (16, 16, 577, 64)):
+        yield "attention full", attention(b, hq, hq, sq, sq, d, causal=False)
+
+
+def _gpu_decode() -> Iterator[Named]:
+    for hq, hk, d in ((32, 8, 128), (32, 32, 64), (28, 4, 128), (8, 1, 256)):
+        for b, sk in ((1, 512), (1, 6000), (4, 2000), (24, 3000), (64, 4096), (256, 512)):
+            yield "attention decode", attention(b, hq, hk, 1, sk, d, causal=False)
+    yield "attention decode", attention(1, 32, 8, 1, 131072, 128, causal=False)
+    yield "attention decode", attention(2, 32, 8, 1, 50000, 128, causal=False)
+    yield "attention chunk", attention(1, 32, 8, 256, 4096, 128)
+    yield "attention chunk", attention(4, 32, 8, 16, 3000, 128)
+
+
+def _cpu() -> Iterator[Named]:
+    for dtype in ("float32", "bfloat16"):
+        yield from _cpu_attention(dtype)
+        yield from _cpu_rows(dtype)
+    for n in (1, 12):
+        yield "sampling float32", sample(n, 8000)
+
+
+def _cpu_attention(dtype: str) -> Iterator[Named]:
+    for hq, hk, d in ((12, 12, 32), (12, 12, 64), (8, 2, 64), (8, 1, 128)):
+        for b, sq in ((1, 16), (1, 100), (4, 48), (1, 400)):
+            causal = hq != 12
+            yield f"attention prefill {dtype}", attention(b, hq, hk, sq, sq, d, dtype, causal=causal)
+        for b, sk in ((1, 128), (1, 700), (6, 300), (16, 512)):
+            yield f"attention decode {dtype}", attention(b, hq, hk, 1, sk, d, dtype, causal=False)
+    for b, hq, sq, sk in ((1, 8, 256, 77), (2, 12, 32, 300)):
+        yield f"attention cross {dtype}", attention(b, hq, hq, sq, sk, 64, dtype, causal=False)
+    yield f"attention window {dtype}", attention(1, 8, 2, 512, 512, 64, dtype, window=(63, 0))
+    for b, length in ((3, 40), (6, 100)):
+        yield f"ragged {dtype}", ragged(b, 8, 2, length, 64, dtype)
+    for page in (1, 16, 64):
+        for b, context in ((1, 700), (8, 300), (16, 1024)):
+            yield f"paged decode {dtype}", paged(b, 8, 2, context, 64, page, dtype)
+
+
+def _cpu_rows(dtype: str) -> Iterator[Named]:
+    for rows, width in ((1, 384), (24, 768), (300, 1024), (2048, 384)):
+        for op in ("rms_norm", "add_rms_norm", "layer_norm", "add_layer_norm"):
+            yield f"norms {dtype}", norm(op, rows, width, dtype)
+    for n in (1, 24, 200):
+        yield f"rope {dtype}", rope(n, 8, 2, 64, dtype)
+        yield f"activation {dtype}", mlp(n, 384, 1536, dtype, "gelu")
+        yield f"activation {dtype}", mlp(n, 512, 1024, dtype)
+        yield f"linear {dtype}", linear(n, 384, 1152, dtype)
+        yield f"linear {dtype}", linear(n, 768, 768, dtype)
