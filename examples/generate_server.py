@@ -323,7 +323,9 @@ def application(options: Options) -> Starlette:
     @asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncIterator[None]:
         determinism = "strict" if options.strict else "default"
-        settings = lz.Settings.load(device=options.device, inference=True, determinism=determinism)
+        settings = lz.Settings.load(
+            device=options.device, inference=True, freeze_gc=True, determinism=determinism
+        )
         async with lz.start(settings) as runtime:
             app.state.runtime, app.state.service = runtime, Service(options, runtime)
             yield

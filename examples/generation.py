@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
-from llama import FOLDER, Llama
+from llama import FOLDER, Draw, Llama
 from tokenizers import Tokenizer
 
 import layerzero as lz
@@ -54,22 +54,16 @@ async def generate(model: Llama, prompt: Sequence[int], sampling: Sampling) -> A
         raise ValueError("prompt needs at least one token, got none")
     device = model.pages.device
     with model.pages.sequence(len(prompt) + sampling.max_tokens) as sequence:
-        for start in range(0, len(prompt), PREFILL):
-            piece = torch.tensor(prompt[start : start + PREFILL], device=device)
-            logits = await model.step(piece, sequence.extend(len(piece)))
+        *early, ids = torch.tensor(prompt, device=device).split(PREFILL)
+        for piece in early:
+            await model.step(piece, sequence.extend(len(piece)))
         for drawn in range(sampling.max_tokens):
-            token = await lz.sample(
-                logits,
-                temperature=sampling.temperature,
-                top_p=sampling.top_p,
-                seed=sampling.seed,
-                offset=drawn,
-            )
-            number = int(await lz.to_host(token))
+            draw = Draw(sampling.temperature, sampling.top_p, sampling.seed, drawn)
+            ids = await model.next(ids, sequence.extend(len(ids)), draw)
+            number = int(await lz.to_host(ids))
             yield number
-            if number in model.config.end or drawn == sampling.max_tokens - 1:
+            if number in model.config.end:
                 return
-            logits = await model.step(token, sequence.extend(1))
 
 
 class Words:

@@ -12,13 +12,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 import torch
-from paging import Chunk, Pages, Places, places
+from paging import Chunk, Pages, Places, places, sent
 from safetensors import safe_open
 from torch import Tensor
 
@@ -26,6 +26,7 @@ import layerzero as lz
 
 FOLDER = Path(__file__).parent / "data" / "generate"
 T = TypeVar("T")
+N = TypeVar("N", int, float)
 Per = Literal["op", "layer", "step"]
 Get = Callable[[str, tuple[int, ...]], Tensor]
 
@@ -102,7 +103,7 @@ def _scaling(given: Mapping[str, Any], positions: int) -> lz.Linear | lz.Llama3 
 
 @dataclass(frozen=True)
 class Ops:
-    """The ops that the model is written over, all awaitable; `append` writes keys and values of one layer."""
+    """The ops that the model is written over, all awaitable."""
 
     embedding: Callable[..., Awaitable[Any]]
     rms_norm: Callable[..., Awaitable[Any]]
@@ -111,7 +112,7 @@ class Ops:
     rope: Callable[..., Awaitable[Any]]
     paged_attention: Callable[..., Awaitable[Any]]
     mlp: Callable[..., Awaitable[Any]]
-    append: Callable[[Layer, Tensor, Tensor, Tensor], Awaitable[Any]]
+    append_kv: Callable[..., Awaitable[Any]]
 
 
 def _at_once(op: Callable[..., Any]) -> Callable[..., Awaitable[Any]]:
@@ -134,22 +135,42 @@ def finished(coro: Coroutine[Any, Any, T]) -> T:
     raise RuntimeError("a coroutine over blocking ops suspended")
 
 
-_NAMES = ("embedding", "rms_norm", "add_rms_norm", "linear", "rope", "paged_attention", "mlp")
-AWAITED = Ops(
-    **{name: getattr(lz, name) for name in _NAMES},
-    append=lambda layer, k, v, slots: layer.joined(k, v, slots),
-)
-BLOCKING = Ops(
-    **{name: _at_once(getattr(lz.sync, name)) for name in _NAMES},
-    append=_at_once(lambda layer, k, v, slots: layer.append(k, v, slots)),
-)
+_NAMES = tuple(field.name for field in fields(Ops))
+AWAITED = Ops(**{name: getattr(lz, name) for name in _NAMES})
+BLOCKING = Ops(**{name: _at_once(getattr(lz.sync, name)) for name in _NAMES})
+
+
+@dataclass(frozen=True, slots=True)
+class Draw:
+    """How one sequence's next token is drawn; `offset` counts its draws, so that each has its own."""
+
+    temperature: float
+    top_p: float
+    seed: int
+    offset: int
+
+
+def _alike(values: list[N], device: torch.device) -> N | Tensor:
+    """The number that all callers give, or one a row."""
+    if all(value == values[0] for value in values):
+        return values[0]
+    return sent(torch.tensor(values, dtype=torch.float64), device)
 
 
 # -- the model ------------------------------------------------------------------------------------------
 
 
+def _whole(rows: Tensor) -> Tensor:
+    return rows
+
+
 class Layer:
-    """One decoder layer: its weights, and its pages of keys and values."""
+    """One decoder layer: its weights, and its pages of keys and values.
+
+    `reduce` makes the sums of a layer whose heads and columns are spread over several ranks.
+    """
+
+    reduce: Callable[[Tensor], Tensor] = staticmethod(_whole)
 
     def __init__(
         self, index: int, config: Config, get: Get, rotary: tuple[Tensor, Tensor], pages: Pages
@@ -183,32 +204,26 @@ class Layer:
         last = index == config.layers - 1
         following = "model.norm" if last else f"model.layers.{index + 1}.input_layernorm"
         self.norm_next = get(f"{following}.weight", (wide,))
-        self.joined: Callable[..., Awaitable[Any]] = lz.batched(self.append)
 
     async def forward(self, ops: Ops, normed: Tensor, x: Tensor, at: Places) -> tuple[Tensor, Tensor]:
         """(normed, x), each (T, C): the residual stream `x`, and it normed for whoever comes next."""
         qkv = await ops.linear(normed, self.w_qkv, self.b_qkv)
         q, k, v = qkv.unflatten(-1, (-1, self.head_dim)).split(self.split, dim=1)
         q, k = await ops.rope(q, k, at.positions, self.cos, self.sin)
-        await ops.append(self, k, v, at.slots)
+        await ops.append_kv(k, v, self.k_pages, self.v_pages, at.slots)
         mixed = await ops.paged_attention(
             q, self.k_pages, self.v_pages, at.tables, at.lengths, cu_seqlens=at.offsets
         )
-        out = await ops.linear(mixed.flatten(1), self.w_out, self.b_out)
+        out = self.reduce(await ops.linear(mixed.flatten(1), self.w_out, self.b_out))
         normed, x = await ops.add_rms_norm(out, x, self.norm_mlp, eps=self.eps)
         out = await ops.mlp(normed, self.w_up, self.w_down, self.b_up, self.b_down, activation="swiglu")
+        out = self.reduce(out)
         normed, x = await ops.add_rms_norm(out, x, self.norm_next, eps=self.eps)
         return normed, x
 
     def rows(self, normed: Tensor, x: Tensor, chunks: list[Chunk]) -> tuple[Tensor, Tensor]:
         """`forward` for the rows of all callers at once."""
         return finished(self.forward(BLOCKING, normed, x, places(chunks)))
-
-    def append(self, k: Tensor, v: Tensor, slots: Tensor) -> Tensor:
-        """Write keys and values (T, Hk, D) at their slots of the pool; the slots."""
-        self.k_pages.flatten(0, 1).index_copy_(0, slots, k.to(self.k_pages.dtype))
-        self.v_pages.flatten(0, 1).index_copy_(0, slots, v.to(self.v_pages.dtype))
-        return slots
 
 
 class Llama:
@@ -230,6 +245,8 @@ class Llama:
         self.layers = [Layer(index, config, get, tables, pages) for index in range(config.layers)]
         self._joined_layers = [lz.batched(layer.rows) for layer in self.layers]
         self._joined_step = lz.batched(self.steps)
+        self._joined_next = lz.batched(self.nexts)
+        self._joined_every = lz.batched(self.everys)
         self._awaited = [partial(layer.forward, AWAITED) for layer in self.layers]
         self._blocking = [partial(layer.forward, BLOCKING) for layer in self.layers]
 
@@ -241,6 +258,17 @@ class Llama:
         if self.per == "layer":
             return await self.forward(AWAITED, self._joined_layers, ids, chunk)
         return await self.forward(AWAITED, self._awaited, ids, chunk.places)
+
+    async def next(self, ids: Tensor, chunk: Chunk, draw: Draw) -> Tensor:
+        """The token (1,) that follows `ids` (n,) of one sequence; a step and its draw are one await."""
+        if self.per == "step":
+            token: Tensor = await self._joined_next(ids, chunk, draw)
+            return token
+        logits = await self.step(ids, chunk)
+        drawn: Tensor = await lz.sample(
+            logits, temperature=draw.temperature, top_p=draw.top_p, seed=draw.seed, offset=draw.offset
+        )
+        return drawn
 
     async def forward(
         self,
@@ -257,10 +285,33 @@ class Llama:
         logits: Tensor = await ops.linear(normed[at.last], self.head)
         return logits
 
+    async def every(self, ids: Tensor, chunk: Chunk) -> Tensor:
+        """The logits (n, V) after each of the tokens `ids` (n,), as a verified draft needs them."""
+        logits: Tensor = await self._joined_every(ids, chunk)
+        return logits
+
+    def everys(self, ids: Tensor, chunks: list[Chunk]) -> Tensor:
+        """`every` for all callers at once: (T, V)."""
+        at = replace(places(chunks), last=slice(None))
+        return finished(self.forward(BLOCKING, self._blocking, ids, at))
+
     def steps(self, ids: Tensor, chunks: list[Chunk]) -> list[Tensor]:
         """`step` for all callers at once: one (1, V) for each."""
         logits = finished(self.forward(BLOCKING, self._blocking, ids, places(chunks)))
         return list(logits.split(1))
+
+    def nexts(self, ids: Tensor, chunks: list[Chunk], draws: list[Draw]) -> list[Tensor]:
+        """`next` for all callers at once: one (1,) for each."""
+        logits = finished(self.forward(BLOCKING, self._blocking, ids, places(chunks)))
+        seeds = sent(torch.tensor([(draw.seed, draw.offset) for draw in draws]), logits.device)
+        tokens: Tensor = lz.sync.sample(
+            logits,
+            temperature=_alike([draw.temperature for draw in draws], logits.device),
+            top_p=_alike([draw.top_p for draw in draws], logits.device),
+            seed=seeds[:, 0],
+            offset=seeds[:, 1],
+        )
+        return list(tokens.split(1))
 
 
 def load(
@@ -277,6 +328,12 @@ def load(
     Raises: ValueError: the folder's model is no Llama. FileNotFoundError: a file is missing.
     """
     config = Config.read(folder)
+    get = weights_of(folder, device, dtype)
+    return Llama(config, get, pool(config, device, dtype, pages, page_size), per)
+
+
+def weights_of(folder: Path, device: torch.device | str, dtype: torch.dtype) -> Get:
+    """How to get the weights of a Hugging Face folder, each by its name and with the shape it must have."""
     index = folder / "model.safetensors.index.json"
     if index.exists():
         places_of: dict[str, str] = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
@@ -293,7 +350,7 @@ def load(
             raise ValueError(f"{name} needs shape {shape}, got {tuple(weight.shape)} in {folder}")
         return weight.to(device, dtype)
 
-    return Llama(config, get, pool(config, device, dtype, pages, page_size), per)
+    return get
 
 
 def random(

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from layerzero.kvcache import PageAllocator
+from layerzero.ops.mirrors import on_device
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +48,11 @@ class Chunk:
         """The sequence's length with this chunk."""
         return self.start + self.count
 
+    @property
+    def positions(self) -> range:
+        """The tokens' places in their sequence."""
+        return range(self.start, self.end)
+
     @cached_property
     def places(self) -> Places:
         """Where these tokens stand when nobody else's stand beside them."""
@@ -55,7 +61,7 @@ class Chunk:
     def slots(self) -> list[int]:
         """The chunk's places in the pool."""
         pages, size = self.sequence.pages, self.sequence.pool.page_size
-        return [pages[at // size] * size + at % size for at in range(self.start, self.end)]
+        return [pages[at // size] * size + at % size for at in self.positions]
 
 
 class Sequence:
@@ -129,6 +135,31 @@ class Pages:
         return Sequence(self, self.allocator.take(-(-limit // self.page_size)), limit)
 
 
+def places_of(
+    pool: Pages, positions: Tensor, slots: Tensor, tables: Several[list[int]], counts: Several[int]
+) -> Places:
+    """The places of rows (T,) of sequences that another process keeps: `counts` rows of each, its pages."""
+    width = max(map(len, tables))
+    ends = torch.tensor(counts).cumsum(0)
+    padded = torch.tensor([table + [0] * (width - len(table)) for table in tables], dtype=torch.int32)
+    device = pool.device
+    last = sent(ends - 1, device)
+    offsets = torch.cat([ends.new_zeros(1), ends]).int() if max(counts) > 1 else None
+    return Places(
+        positions=positions,
+        slots=slots,
+        tables=on_device(padded, device),
+        lengths=on_device((positions.cpu()[ends - 1] + 1).int(), device),
+        offsets=None if offsets is None else on_device(offsets, device),
+        last=slice(None) if offsets is None else last,
+    )
+
+
+def sent(values: Tensor, device: torch.device) -> Tensor:
+    """Host values on `device`; a GPU fetches them without anybody waiting for what it has yet to do."""
+    return values.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else values.to(device)
+
+
 def places(chunks: Several[Chunk]) -> Places:
     """Where the rows of several sequences' chunks stand, one behind the other."""
     return chunks[0].places if len(chunks) == 1 else _places(chunks)
@@ -144,13 +175,16 @@ def _places(chunks: Several[Chunk]) -> Places:
     if any(chunk.count > 1 for chunk in chunks):
         counts = torch.tensor([0, *(chunk.count for chunk in chunks)], dtype=torch.int32)
         offsets = counts.cumsum(0, dtype=torch.int32)
-        last = (offsets[1:] - 1).long().to(device)
-        offsets = offsets.to(device)
+        last = sent(offsets[1:].long() - 1, device)
+        offsets = on_device(offsets, device)
+    rows = [(at, slot) for chunk in chunks for at, slot in zip(chunk.positions, chunk.slots(), strict=True)]
+    positions, slots = sent(torch.tensor(rows).t().contiguous(), device)
+    # A kernel that has to know lengths and pages on the host finds them there: it need not ask the device.
     return Places(
-        positions=torch.tensor([at for c in chunks for at in range(c.start, c.end)]).to(device),
-        slots=torch.tensor([slot for chunk in chunks for slot in chunk.slots()]).to(device),
-        tables=tables.contiguous().to(device),
-        lengths=torch.tensor([chunk.end for chunk in chunks], dtype=torch.int32).to(device),
+        positions=positions,
+        slots=slots,
+        tables=on_device(tables.contiguous(), device),
+        lengths=on_device(torch.tensor([chunk.end for chunk in chunks], dtype=torch.int32), device),
         offsets=offsets,
         last=last,
     )

@@ -73,7 +73,7 @@ def _ways(console: Console, numbers: dict[str, Any]) -> None:
     console.print(
         f"(a) to (c) await LayerZero's ops, one coroutine a text; (d) is plain torch: sorted by length, "
         f"padded, in batches of {numbers['hand_batch']}. Arrivals: {numbers['offered_per_s']:.0f} texts/s "
-        f"offered, {numbers['load']:.0%} of the best that (d) did."
+        f"offered, {numbers['load']:.0%} of the best that (b) or (d) did."
     )
 
 

@@ -1,0 +1,252 @@
+"""Tensor-parallel generation: a Llama's heads and columns over several processes, coroutines on one of them.
+
+    torchrun --nproc-per-node 2 examples/tp_generate.py --requests 8
+    torchrun --nproc-per-node 2 examples/tp_generate.py --device cuda --layers 16     # a GPU a rank, NCCL
+
+Rank 0 has the requests: each is a coroutine that runs `generation.generate`, as with one device. What meets
+in rank 0's lane runs on every rank, announced by a manifest before the first collective. Beside it the same
+shards run in a loop written by hand over plain torch.distributed, and the whole model on one device. The last
+line says whether the tokens are those of one process. `--layers` takes random weights in the shape of Llama 3
+8B, so many layers of it, instead of the shipped model.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import sys
+import time
+import zlib
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import replace
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from generation import Sampling, generate, load_tokenizer
+from llama import BLOCKING, FOLDER, Config, Draw, Get, Llama, finished, pool, weights_of
+from paging import Chunk, Places, places, places_of
+from torch import Tensor
+
+import layerzero as lz
+
+# Which axis of a weight is shared out: rows of what makes heads and columns, columns of what takes them.
+ROWS = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")
+COLUMNS = ("o_proj", "down_proj")
+PAGES = 1024
+LLAMA_3_8B = Config(
+    vocab=128_256, channels=4096, inner=14_336, layers=32, heads=32, kv_heads=8, head_dim=128, eps=1e-5,
+    rope_base=500_000.0, positions=8192,
+)  # fmt: skip
+PROMPTS = (
+    "In the beginning God created the heaven and the earth.",
+    "And it came to pass in those days, that",
+    "The king said unto them,",
+    "Blessed are they that",
+)
+
+
+def shard_of(config: Config, ranks: int) -> Config:
+    """The shape of one rank's share.
+
+    Raises: ValueError: heads or inner channels do not divide.
+    """
+    for name in ("heads", "kv_heads", "inner"):
+        if getattr(config, name) % ranks:
+            count = getattr(config, name)
+            raise ValueError(f"ranks needs a divisor of the model's {count} {name}, got {ranks}")
+    heads, kv_heads, inner = config.heads // ranks, config.kv_heads // ranks, config.inner // ranks
+    return replace(config, heads=heads, kv_heads=kv_heads, inner=inner)
+
+
+def sharded(get: Get, rank: int, ranks: int) -> Get:
+    """`get`, which gives this rank's piece of what is shared out and the whole of everything else."""
+
+    def piece(name: str, shape: tuple[int, ...]) -> Tensor:
+        part, kind = name.rsplit(".", 2)[-2:]
+        axis = 0 if part in ROWS else 1 if part in COLUMNS else -1
+        if axis < 0 or (kind == "bias" and part in COLUMNS):
+            found = get(name, shape)
+            # A bias is added once, whoever adds the partial sums up.
+            return torch.zeros_like(found) if kind == "bias" and part in COLUMNS and rank else found
+        whole = tuple(size * ranks if at == axis else size for at, size in enumerate(shape))
+        return get(name, whole).chunk(ranks, axis)[rank].contiguous()
+
+    return piece
+
+
+class Shard(Llama):
+    """One rank's share of a Llama, with the same loop over it: `step` and `next` are steps of the gang."""
+
+    def __init__(self, config: Config, get: Get, member: Any, like: Tensor) -> None:
+        """`like` has the dtype and the device of the weights."""
+        own = shard_of(config, member.ranks)
+        pages = pool(own, like.device, like.dtype, pages=PAGES, page_size=16)
+        super().__init__(own, sharded(get, member.rank, member.ranks), pages)
+        for layer in self.layers:
+            layer.reduce = self._summed
+        self._led = member.batched(self.share, name="share")
+        self._numbers = iter(range(1 << 62))
+
+    def _summed(self, partial: Tensor) -> Tensor:
+        dist.all_reduce(partial)
+        return partial
+
+    def share(
+        self, ids: Tensor, positions: Tensor, slots: Tensor, tables: list[list[int]], counts: list[int]
+    ) -> list[Tensor]:
+        """What every rank runs: the logits (1, V) of each request whose rows met."""
+        at: Places = places_of(self.pages, positions, slots, tables, counts)
+        logits = finished(self.forward(BLOCKING, self._blocking, ids, at))
+        return list(logits.split(1))
+
+    async def step(self, ids: Tensor, chunk: Chunk) -> Tensor:
+        """The logits (1, V) after the tokens `ids` (n,) of one sequence."""
+        positions = torch.tensor(chunk.positions)
+        slots = torch.tensor(chunk.slots())
+        logits: Tensor = await self._led(next(self._numbers), ids, positions, slots, chunk.sequence.pages)
+        return logits
+
+    async def next(self, ids: Tensor, chunk: Chunk, draw: Draw) -> Tensor:
+        """The token (1,) that follows; rank 0 alone draws it."""
+        logits = await self.step(ids, chunk)
+        token: Tensor = await lz.sample(
+            logits, temperature=draw.temperature, top_p=draw.top_p, seed=draw.seed, offset=draw.offset
+        )
+        return token
+
+
+async def texts(model: Llama, prompts: Sequence[list[int]], tokens: int) -> list[list[int]]:
+    """Each prompt's continuation; all are under way at once."""
+
+    async def one(number: int, prompt: list[int]) -> list[int]:
+        sampling = Sampling(max_tokens=tokens, seed=number)
+        return [token async for token in generate(model, prompt, sampling)]
+
+    return list(await asyncio.gather(*(one(n, prompt) for n, prompt in enumerate(prompts))))
+
+
+def by_hand(model: Shard, prompts: Sequence[list[int]], tokens: int) -> list[list[int]]:
+    """The same on every rank, all prompts in step: rank 0 draws, torch.distributed tells the others."""
+    device = model.pages.device
+    with ExitStack() as stack, torch.inference_mode():
+        opened = [stack.enter_context(model.pages.sequence(len(prompt) + tokens)) for prompt in prompts]
+        chunks = [own.extend(len(prompt)) for own, prompt in zip(opened, prompts, strict=True)]
+        ids = torch.tensor([token for prompt in prompts for token in prompt], device=device)
+        found: list[list[int]] = [[] for _ in prompts]
+        for drawn in range(tokens):
+            at = places(chunks)
+            logits = finished(model.forward(BLOCKING, model._blocking, ids, at))
+            seeds = torch.arange(len(prompts), device=device)
+            ids = lz.sync.sample(logits, seed=seeds, offset=torch.full_like(seeds, drawn))
+            dist.broadcast(ids, 0)
+            for own, token in zip(found, ids.tolist(), strict=True):
+                own.append(token)
+            chunks = [own.extend(1) for own in opened] if drawn < tokens - 1 else []
+    return found
+
+
+def config_and_weights(options: argparse.Namespace, like: Tensor) -> tuple[Config, Get]:
+    """The model's whole shape, and how to get its whole weights."""
+    if not options.layers:
+        return Config.read(options.folder), weights_of(options.folder, like.device, like.dtype)
+    config = replace(LLAMA_3_8B, layers=options.layers)
+
+    def get(name: str, shape: tuple[int, ...]) -> Tensor:
+        if len(shape) == 1:
+            return like.new_ones(shape)
+        generator = torch.Generator(like.device).manual_seed(zlib.crc32(name.encode()))
+        drawn = torch.randn(shape, generator=generator, device=like.device, dtype=like.dtype)
+        return drawn.mul_(shape[-1] ** -0.5)
+
+    return config, get
+
+
+async def serve(options: argparse.Namespace, device: torch.device) -> dict[str, Any] | None:
+    """Run as one rank; on rank 0 what came out."""
+    like = torch.empty(0, device=device, dtype=getattr(torch, options.dtype))
+    config, get = config_and_weights(options, like)
+    tokenizer = load_tokenizer(options.folder)
+    prompts = [tokenizer.encode(PROMPTS[n % len(PROMPTS)]).ids for n in range(options.requests)]
+    async with lz.start(lz.Settings(device=str(device), inference=True)) as runtime:
+        async with runtime.gang(timeout_s=120.0) as member:
+            model = Shard(config, get, member, like)
+            found: list[list[int]] = []
+            speeds: dict[str, float] = {}
+            if member.rank:
+                await member.follow()
+            else:
+                await texts(model, prompts, 4)  # everything is loaded and chosen
+                started = time.perf_counter()
+                found = await texts(model, prompts, options.tokens)
+                speeds["gang"] = _speed(found, started)
+        by_hand(model, prompts, 4)
+        started = time.perf_counter()
+        hand = by_hand(model, prompts, options.tokens)
+        speeds["by hand over torch.distributed"] = _speed(hand, started)
+        if member.rank:
+            return None
+        alone = Llama(config, get, pool(config, device, like.dtype, PAGES, 16))
+        await texts(alone, prompts, 4)
+        started = time.perf_counter()
+        wanted = await texts(alone, prompts, options.tokens)
+        speeds["one device"] = _speed(wanted, started)
+    same = sum(a == b for a, b in zip(found, wanted, strict=True))
+    print(tokenizer.decode(found[0]))
+    for name, speed in speeds.items():
+        print(f"{name}: {speed:.0f} tokens/s")
+    print(f"{member.ranks} ranks, plan {member.plan}: {same} of {len(found)} texts are those of one device")
+    return {
+        "ranks": member.ranks,
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
+        "torch": torch.__version__,
+        "layers": config.layers,
+        "channels": config.channels,
+        "requests": len(prompts),
+        "tokens": options.tokens,
+        "tokens_per_s": speeds,
+        "texts_as_one_device": same,
+    }
+
+
+def _speed(found: list[list[int]], started: float) -> float:
+    return sum(map(len, found)) / (time.perf_counter() - started)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Set torch.distributed up, serve, compare."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--folder", type=Path, default=FOLDER)
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
+    parser.add_argument("--requests", type=int, default=8)
+    parser.add_argument("--tokens", type=int, default=24)
+    parser.add_argument("--layers", type=int, default=0, help="random weights, so many layers of Llama 3 8B")
+    parser.add_argument("--json", type=Path)
+    options = parser.parse_args(arguments)
+    if "RANK" not in os.environ:
+        parser.error("run it under torchrun: torchrun --nproc-per-node 2 examples/tp_generate.py")
+    device = torch.device("cpu")
+    if options.device == "cuda":
+        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+        torch.cuda.set_device(device)
+    else:
+        torch.set_num_threads(1)
+    dist.init_process_group("nccl" if options.device == "cuda" else "gloo", timeout=timedelta(seconds=120))
+    said = asyncio.run(serve(options, device))
+    dist.barrier()
+    dist.destroy_process_group()
+    if said is not None and options.json:
+        options.json.write_text(json.dumps(said, indent=1) + "\n")
+    # Sums of shards round otherwise than sums of the whole: in bfloat16 a text may take another way.
+    wrong = said is not None and options.dtype == "float32" and said["texts_as_one_device"] < said["requests"]
+    return 1 if wrong else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
