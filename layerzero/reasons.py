@@ -131,6 +131,9 @@ class Reason(StrEnum):
     LABEL_SMOOTHING_UNSUPPORTED = "LABEL_SMOOTHING_UNSUPPORTED", Category.FEATURE, "has no label smoothing"
     CLASS_WEIGHTS_UNSUPPORTED = "CLASS_WEIGHTS_UNSUPPORTED", Category.FEATURE, "takes no class weights"
     SEED_PER_ROW_UNSUPPORTED = "SEED_PER_ROW_UNSUPPORTED", Category.FEATURE, "has no seed for each row"
+    TOP_K_UNSUPPORTED = "TOP_K_UNSUPPORTED", Category.FEATURE, "does not filter by top-k"
+    TOP_P_UNSUPPORTED = "TOP_P_UNSUPPORTED", Category.FEATURE, "does not filter by top-p"
+    TOP_K_WITH_TOP_P = "TOP_K_WITH_TOP_P", Category.FEATURE, "filters by top-k or by top-p, not by both"
     FEATURE_UNSUPPORTED = "FEATURE_UNSUPPORTED", Category.FEATURE, "lacks something the call asks for"
 
     NO_GRADIENT = "NO_GRADIENT", Category.MODE, "has no backward"

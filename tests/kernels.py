@@ -18,7 +18,8 @@ EVERYTHING = frozenset(
     {
         "causal", "mask_bool", "mask_float", "mask_and_causal", "empty_rows", "gqa", "dropout", "scale",
         "window", "softcap", "alibi", "lse", "bias", "no_weight", "interleaved", "partial_rotary",
-        "padding_idx", "label_smoothing", "class_weights", "seed_per_row", "act_swiglu", "act_geglu",
+        "padding_idx", "label_smoothing", "class_weights", "seed_per_row", "top_k", "top_p",
+        "top_k_and_top_p", "act_swiglu", "act_geglu",
         "act_reglu", "act_gelu", "act_gelu_tanh", "act_silu", "act_relu",
     }
 )  # fmt: skip

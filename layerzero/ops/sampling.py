@@ -135,8 +135,10 @@ def need_count(name: str, value: Any, span: tuple[int, int] | None, logits: Tens
         checks.need_int(name, value, low=low, high=high)
 
 
-def _request(op: str, logits: Any, seed: Any, offset: Any, temperature: Any) -> Request:
-    """The request of all three; the caller has checked what is its own."""
+def _request(
+    op: str, logits: Any, seed: Any, offset: Any, temperature: Any, asked: frozenset[str] = frozenset()
+) -> Request:
+    """The request of all three; the caller has checked what is its own, and names what is `asked` beyond."""
     _need_share("temperature", temperature, HOTTEST, logits)
     need_count("seed", seed, None, logits)
     need_count("offset", offset, None, logits)
@@ -147,7 +149,7 @@ def _request(op: str, logits: Any, seed: Any, offset: Any, temperature: Any) -> 
         dtype=checks.dtype_name(logits.dtype),
         dtypes=(checks.dtype_name(logits.dtype),),
         dims={"N": logits.shape[0], "V": logits.shape[1]},
-        features=frozenset({"seed_per_row"}) if isinstance(seed, Tensor) else frozenset(),
+        features=asked | {"seed_per_row"} if isinstance(seed, Tensor) else asked,
         contiguous=logits.is_contiguous(),
         last_stride1=checks.last_stride_is_one([logits]),
         alignment=checks.alignment_of([logits]),
@@ -164,7 +166,14 @@ def _check_sample(args: Args) -> Request:
     _need_logits(logits)
     need_count("top_k", top_k, (0, MOST_TOKENS), logits)
     _need_share("top_p", top_p, 1.0, logits)
-    return _request("sample", logits, seed, offset, temperature)
+    return _request("sample", logits, seed, offset, temperature, _filters(top_k, top_p))
+
+
+def _filters(top_k: Any, top_p: Any) -> frozenset[str]:
+    """What is to be filtered by; a tensor may hold any number, so it counts as a filter."""
+    asked = {"top_k": not always(top_k, 0), "top_p": not always(top_p, 1)}
+    asked["top_k_and_top_p"] = all(asked.values())
+    return frozenset(name for name, wanted in asked.items() if wanted)
 
 
 def _check_topk(args: Args) -> Request:
