@@ -12,7 +12,7 @@ from torch.nn import functional
 from layerzero.ops import checks
 from layerzero.ops.attention_batching import SameShapes
 from layerzero.ops.attention_checks import bounds, check, head_axes, infer_layout
-from layerzero.ops.op import Args, Call, Layouts, Op, register, signature_of
+from layerzero.ops.op import Args, Call, Layouts, Op, Split, register, signature_of
 from layerzero.ops.request import OutSpec, Request, Work
 
 # The reference holds at most this many scores at once: 64 MiB of float32.
@@ -212,6 +212,19 @@ def empty(args: Args) -> Tensor | tuple[Tensor, Tensor] | None:
     return out, q.new_full(specs[1].shape, -torch.inf, dtype=torch.float32)
 
 
+def cut(args: Args, start: int, stop: int) -> Args:
+    """The call of sequences [start, stop): mask and slopes are cut where they differ between sequences."""
+    own = list(args)
+    for position in (0, 1, 2):
+        own[position] = args[position][start:stop]
+    mask, slopes = args[3], args[9]
+    if mask is not None and mask.dim() == 4 and mask.shape[0] > 1:
+        own[3] = mask[start:stop]
+    if slopes is not None and slopes.dim() == 2:
+        own[9] = slopes[start:stop]
+    return tuple(own)
+
+
 def visible_pairs(request: Request) -> float:
     """How many (query, key) pairs of one head have a score: all, or what causal and window leave."""
     q_len, k_len = request.dim("Sq"), request.dim("Sk")
@@ -247,5 +260,6 @@ ATTENTION = register(
         wide_outputs=frozenset({1}),
         batching=SameShapes(),
         layouts=Layouts(operands=(0, 1, 2), argument=10, names=("BHSD", "BSHD"), swap=(1, 2)),
+        split=Split("B", cut),
     )
 )

@@ -90,6 +90,18 @@ class Layouts:
     outputs: tuple[int, ...] = (0,)
 
 
+@dataclass(frozen=True, slots=True)
+class Split:
+    """How a call becomes several smaller ones: `cut(args, start, stop)` is the call of a part of size `dim`.
+
+    The first operand and every output have that size in front; outputs of the parts, joined there, are the
+    outputs of the call.
+    """
+
+    dim: str
+    cut: Callable[[Args, int, int], Args]
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Op:
     """One operation.
@@ -110,9 +122,9 @@ class Op:
     for everything `check` lets through. `outputs(args)` gives shapes and dtypes; `empty(args)` the result
     of a call that has nothing to compute, else None; `work(request)` the least work. `operands` are the
     positions of the tensors that layout, contiguity and alignment speak of; `exact` the sizes that keys
-    never round; `wide_outputs` the outputs whose dtype does not follow the operands'. `writes` are the
-    positions of the tensors that the op changes; an op that changes any is not `pure`: no fallback, probe or
-    search for a culprit runs it a second time.
+    never round; `split` says how a call above a kernel's bound is cut; `wide_outputs` the outputs whose dtype
+    does not follow the operands'. `writes` are the positions of the tensors that the op changes; an op that
+    changes any is not `pure`: no fallback, probe or search for a culprit runs it a second time.
     """
 
     name: str
@@ -128,6 +140,7 @@ class Op:
     guard_joined: bool = False
     batching: Batching | None = None
     layouts: Layouts | None = None
+    split: Split | None = None
     pure: bool = True
     writes: tuple[int, ...] = ()
     differentiable: bool = True

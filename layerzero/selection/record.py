@@ -14,12 +14,16 @@ from layerzero.reasons import Rejected, as_plain
 
 
 class Transform(msgspec.Struct, frozen=True, tag=True):
-    """One change of the operands before a kernel runs: `kind`, from what to what, priced in microseconds."""
+    """One change of the operands before a kernel runs: `kind`, from what to what, priced in microseconds.
 
-    kind: Literal["layout", "cast", "contiguous"]
+    A "split" runs the kernel once for each part of at most `size` along one axis.
+    """
+
+    kind: Literal["layout", "cast", "contiguous", "split"]
     before: str
     after: str
     cost_us: float = 0.0
+    size: int = 0
 
     def __str__(self) -> str:
         return f"{self.kind} {self.before} -> {self.after}"

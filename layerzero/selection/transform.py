@@ -1,11 +1,13 @@
 """Transforms: what would make a rejected request acceptable, at what price, and how it is done.
 
 Only changes that keep the meaning are considered: another layout (a transposed view), a dense copy, a
-cast to a wider dtype and back. A cast never narrows.
+cast to a wider dtype and back, and a batch above what a kernel launches at once run in parts. A cast never
+narrows.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -13,9 +15,9 @@ import torch
 from torch import Tensor
 
 from layerzero.hardware import Hardware
-from layerzero.kernel import Capability, Kernel, judge
+from layerzero.kernel import AtMost, Capability, Kernel, ProductAtMost, judge
 from layerzero.ops.checks import address_of
-from layerzero.ops.op import Op
+from layerzero.ops.op import Op, Split
 from layerzero.ops.request import Request
 from layerzero.reasons import Reason, Rejected
 from layerzero.selection.record import Transform
@@ -26,7 +28,10 @@ VIEW_US = 0.5
 _LAYOUT = {Reason.LAYOUT_UNSUPPORTED}
 _DENSE = {Reason.NOT_CONTIGUOUS, Reason.STRIDE_LAST_DIM, Reason.MISALIGNED}
 _CAST = {Reason.DTYPES_MIXED, Reason.DTYPE_UNSUPPORTED}
-TRANSFORMABLE = _LAYOUT | _DENSE | _CAST
+# How much a grid holds says nothing of what the kernel can compute. Other bounds on a batch are stated by who
+# knows why; a call beyond one of those goes elsewhere.
+_SPLIT = {Reason.CUDA_BLOCK_LIMIT_EXCEEDED}
+TRANSFORMABLE = _LAYOUT | _DENSE | _CAST | _SPLIT
 _WIDER = {"float16": ("float32",), "bfloat16": ("float32",), "float32": ()}
 _BYTES = {"float64": 8, "float32": 4, "float16": 2, "bfloat16": 2}
 
@@ -61,6 +66,14 @@ def adapt(
     if _needs_dense(capability, now):
         transforms.append(Transform("contiguous", "strided", "contiguous", _copy_us(op, priced_as, hardware)))
         now = now.replace(contiguous=True, last_stride1=True, alignment=64)
+    if reasons & _SPLIT:
+        size = _largest_part(op, capability, request)
+        if op.split is None or size == 0:
+            return None
+        price = _parts_us(op, kernel, priced_as, hardware, size)
+        dim = op.split.dim
+        transforms.append(Transform("split", dim, f"parts of at most {size}", price, size))
+        now = now.replace(dims={**now.dims, dim: size})
     return (now, tuple(transforms)) if not judge(kernel, now, hardware) else None
 
 
@@ -88,6 +101,32 @@ def _cast_target(capability: Capability, request: Request) -> str | None:
     return None
 
 
+def _largest_part(op: Op, capability: Capability, request: Request) -> int:
+    """The most of the split axis that every bound on it lets through; 0 where no part would do.
+
+    The other sizes of a product have to be exact in keys: one plan serves every call of a key.
+    """
+    if op.split is None:
+        return 0
+    dim, size = op.split.dim, request.dim(op.split.dim)
+    for limit in capability.limits:
+        if isinstance(limit, AtMost) and limit.dim == dim:
+            size = min(size, limit.value)
+        elif isinstance(limit, ProductAtMost) and dim in limit.dims:
+            others = [name for name in limit.dims if name != dim]
+            if not op.exact.issuperset(others):
+                return 0
+            size = min(size, limit.value // math.prod(request.dim(name, 1) for name in others))
+    return size
+
+
+def _parts_us(op: Op, kernel: Kernel, request: Request, hardware: Hardware, size: int) -> float:
+    """The launches beyond the first, and a copy of all that the op touches: at least what joining reads."""
+    assert op.split is not None
+    parts = -(-request.dim(op.split.dim) // size)
+    return (parts - 1) * kernel.efficiency.launch_us + _copy_us(op, request, hardware)
+
+
 def _copy_us(op: Op, request: Request, hardware: Hardware) -> float:
     """One read and one write of everything the op touches, plus one launch an operand."""
     moved = op.work(request).bytes
@@ -103,6 +142,9 @@ def compile_transforms(
     cast = next((t.after for t in transforms if t.kind == "cast"), None)
     layout = next((t.after for t in transforms if t.kind == "layout"), None)
     dense = any(t.kind == "contiguous" for t in transforms)
+    size = next((t.size for t in transforms if t.kind == "split"), 0)
+    if size and op.split is not None:
+        run = _in_parts(op.split, size, run)
     dtype: torch.dtype | None = getattr(torch, cast) if cast else None
 
     def transformed(*args: Any) -> Any:
@@ -122,6 +164,20 @@ def compile_transforms(
         return _restore(op, out, original if dtype is not None else None, layout is not None)
 
     return transformed
+
+
+def _in_parts(split: Split, size: int, run: Callable[..., Any]) -> Callable[..., Any]:
+    """`run` on equal parts of at most `size`, their outputs joined in front."""
+
+    def parted(*args: Any) -> Any:
+        whole: int = args[0].shape[0]
+        each = -(-whole // -(-whole // size))
+        outs = [run(*split.cut(args, start, min(start + each, whole))) for start in range(0, whole, each)]
+        if isinstance(outs[0], tuple):
+            return tuple(torch.cat(pieces) for pieces in zip(*outs, strict=True))
+        return torch.cat(outs)
+
+    return parted
 
 
 def without_graph(run: Callable[..., Any]) -> Callable[..., Any]:

@@ -7,10 +7,15 @@ from typing import Any
 import pytest
 import torch
 
+from layerzero.backends import load_builtin
 from layerzero.dispatch import mode, positional
 from layerzero.errors import NoKernelFoundError
+from layerzero.hardware import imagined_gpu
+from layerzero.kernel import AtMost, Kernel, Limit, ProductAtMost, judge
 from layerzero.ops import table as ops_table
 from layerzero.reasons import Reason
+from layerzero.selection.render import render
+from layerzero.selection.transform import _copy_us, adapt
 from layerzero.settings import Settings
 from tests.kernels import device, kernel
 
@@ -129,3 +134,105 @@ def test_an_aligned_kernel_never_sees_a_misaligned_operand() -> None:
     for x in (aligned, misaligned):
         torch.testing.assert_close(own.launch(RMS, RMS.build(x)[1]), RMS.reference(x, None, 1e-6))
     assert seen == [0, 0]
+
+
+def _bounded(seen: list[int], limits: tuple[Limit, ...], **more: Any) -> Kernel:
+    """A fast kernel that fails beyond 8 sequences times heads, as a launch with too large a grid does."""
+
+    def body(*args: Any) -> Any:
+        seen.append(args[0].shape[0])
+        if args[0].shape[0] * args[0].shape[1 if args[10] == "BHSD" else 2] > 8:
+            raise RuntimeError("grid too large")
+        return ATTENTION.reference(*args)
+
+    return kernel("small.attention", body, launch_us=0.001, limits=limits, **more)
+
+
+GRID = (ProductAtMost(("B", "Hq"), 8),)
+
+
+@pytest.mark.parametrize("batch", [5, 7, 8, 12])
+@pytest.mark.parametrize("layout", ["BHSD", "BSHD"])
+@pytest.mark.parametrize("return_lse", [False, True])
+def test_a_batch_above_a_kernels_bound_is_split_and_merged(batch: int, layout: str, return_lse: bool) -> None:
+    """NO-015: equal parts within the bound, each with its own mask and slopes, joined to one result."""
+    seen: list[int] = []
+    own = device([_bounded(seen, GRID, layouts=frozenset({"BHSD"})), kernel("any.attention", launch_us=9e5)])
+    q = torch.randn(batch, 2, 5, 8) if layout == "BHSD" else torch.randn(batch, 5, 2, 8)
+    mask = torch.rand(batch, 1, 5, 5) > 0.3
+    slopes = torch.rand(batch, 2)
+    full = ATTENTION.build(
+        q, q * 2, q * 3, attn_mask=mask, alibi_slopes=slopes, layout=layout, return_lse=return_lse
+    )[1]
+    outs, plan = own.launch_planned(ATTENTION, full)
+    torch.testing.assert_close(outs, ATTENTION.reference(*full))
+    record = plan.record()
+    assert record.kernel == "small.attention" and not record.fallback
+    assert sum(seen) == batch and max(seen) <= 4 and max(seen) - min(seen) <= max(seen) // 2 + 1
+    assert "split B -> parts of at most 4" in [str(t) for t in record.transforms]
+    assert "split B -> parts of at most 4" in render(record)
+
+
+def test_a_split_is_priced_for_its_launches_and_its_join() -> None:
+    """Twice the parts cost as many launches more; where another kernel is cheaper, nothing is split."""
+    seen: list[int] = []
+    bounded = _bounded(seen, GRID)
+    prices = []
+    for batch in (8, 16):
+        own = device([bounded])
+        q = torch.zeros(batch, 2, 1, 8)
+        full = ATTENTION.build(q, q, q)[1]
+        record = own.plan(ATTENTION, positional(ATTENTION, full), full, mode()).record()
+        copied = _copy_us(ATTENTION, record.request, own.hardware)
+        prices.append(record.transforms[0].cost_us - copied)
+    launch = bounded.efficiency.launch_us
+    assert prices == pytest.approx([launch, 3 * launch])
+    q = torch.zeros(9, 2, 1, 8)
+    full = ATTENTION.build(q, q, q)[1]
+    own = device([bounded, kernel("any.attention", launch_us=0.002)])
+    record = own.plan(ATTENTION, positional(ATTENTION, full), full, mode()).record()
+    assert record.kernel == "any.attention" and record.candidate("small.attention").accepted is not None
+
+
+def test_a_split_has_its_gradient() -> None:
+    """The parts' gradients are the whole call's."""
+    own = device([_bounded([], GRID)])
+    q, k, v = (torch.randn(6, 2, 3, 8, requires_grad=True) for _ in range(3))
+    full = ATTENTION.build(q, k, v, is_causal=True)[1]
+    grads = [
+        torch.autograd.grad(out.square().sum(), (q, k, v))
+        for out in (own.launch(ATTENTION, full), ATTENTION.reference(*full))
+    ]
+    torch.testing.assert_close(grads[0], grads[1])
+
+
+@pytest.mark.parametrize(
+    "limits",
+    [
+        (ProductAtMost(("Hq", "D"), 8),),  # a smaller batch does not help
+        (ProductAtMost(("B", "Sq"), 8),),  # lengths are rounded in keys: one plan serves several
+        (AtMost("B", 4, Reason.BATCH_TOO_LARGE),),  # not a grid's bound
+    ],
+)
+def test_what_a_smaller_batch_does_not_mend_is_not_split(limits: tuple[Limit, ...]) -> None:
+    """Such a kernel stays refused, with its reason."""
+    own = device([_bounded([], limits)])
+    q = torch.zeros(6, 2, 3, 8)
+    full = ATTENTION.build(q, q, q)[1]
+    with pytest.raises(NoKernelFoundError) as caught:
+        own.launch(ATTENTION, full)
+    assert [r.reason for r in caught.value.trace[0].rejected] == [limits[0].reason]
+
+
+def test_cuda_kernels_take_a_batch_beyond_their_grid_in_parts() -> None:
+    """Flash out of torch, 65,536 sequences times heads, on an imagined GPU: two parts, and said so."""
+    q = torch.zeros(2048, 32, 1, 8, dtype=torch.float16)
+    request = ATTENTION.check(ATTENTION.build(q, q, q)[1]).replace(platform="cuda")
+    gpu = imagined_gpu(90)
+    flash = next(k for k in load_builtin(op="attention") if k.id == "torch.attention.sdpa_flash")
+    refused = judge(flash, request, gpu)
+    assert [r.reason for r in refused] == [Reason.CUDA_BLOCK_LIMIT_EXCEEDED]
+    adapted = adapt(ATTENTION, flash, request, refused, gpu, request)
+    assert adapted is not None
+    now, transforms = adapted
+    assert not judge(flash, now, gpu) and [t.size for t in transforms] == [2047]
