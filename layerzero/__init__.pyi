@@ -34,6 +34,7 @@ from layerzero.api.inspection import dry_run as dry_run
 from layerzero.api.inspection import explain as explain
 from layerzero.api.inspection import list_kernels as list_kernels
 from layerzero.api.inspection import select as select
+from layerzero.api.inspection import select_batch as select_batch
 from layerzero.api.inspection import validate as validate
 from layerzero.api.inspection import which as which
 from layerzero.api.start import start as start

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -12,7 +13,7 @@ from layerzero.dispatch import Plan, positional
 from layerzero.hardware import Hardware
 from layerzero.kernel import Capability, Kernel
 from layerzero.ops import table as ops_table
-from layerzero.ops.op import Args, Op
+from layerzero.ops.op import Args, Op, Signature
 from layerzero.ops.request import Request
 from layerzero.reasons import Rejected
 from layerzero.selection.decide import Knobs, Standing, decide
@@ -51,6 +52,26 @@ def select(op: str, /, *args: Any, backend: str | None = None, **kwargs: Any) ->
     Raises: NoKernelFoundError: unknown op (the ops are listed), or no kernel may and can.
     """
     return _plan(ops_table.get(op), args, kwargs, backend).record()
+
+
+def select_batch(
+    op: str, calls: Sequence[Mapping[str, Any]], *, backend: str | None = None
+) -> list[Selection]:
+    """The selections of many calls of one op, in order; equal calls are looked up once and share one record.
+
+    Args: calls: each call's arguments by name, such as `{"q": q, "k": k, "v": v, "is_causal": True}`.
+    Raises: NoKernelFoundError: as `select`. ValueError, TypeError: an argument is wrong, by name.
+    """
+    definition = ops_table.get(op)
+    found: dict[Signature, Selection] = {}
+    selections: list[Selection] = []
+    for call in calls:
+        signature, full = checked_build(definition, (), dict(call))
+        selection = found.get(signature)
+        if selection is None:
+            selection = found[signature] = _planned(definition, signature, full, backend).record()
+        selections.append(selection)
+    return selections
 
 
 def which(op: str, /, *args: Any, batch: int = 1, backend: str | None = None, **kwargs: Any) -> str:
@@ -172,7 +193,10 @@ def complete(device: LocalDevice, op: str) -> None:
 
 
 def _plan(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any], backend: str | None) -> Plan:
-    signature, full = checked_build(op, args, kwargs)
+    return _planned(op, *checked_build(op, args, kwargs), backend)
+
+
+def _planned(op: Op, signature: Signature, full: Args, backend: str | None) -> Plan:
     device = device_here(full)
     complete(device, op.name)
     return device.plan(op, signature, full, device.mode(), snapshot_here(device, op.name, backend))

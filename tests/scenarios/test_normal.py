@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
 
 import layerzero as lz
 import layerzero.sync
-from layerzero.dispatch import mode, positional
+from layerzero.actors.local import LocalDevice
+from layerzero.dispatch import Plan, mode, positional
 from layerzero.ops import table as ops_table
+from layerzero.ops.op import Op
 from layerzero.reasons import Reason
 from layerzero.runtime import current
 from tests.kernels import device, kernel
@@ -61,6 +64,30 @@ def test_sixteen_identical_calls_are_one_decision() -> None:
     for _ in range(16):
         layerzero.sync.rms_norm(x)
     assert decisions() == before + 1
+
+
+def test_a_batch_of_identical_requests_costs_one_selection(monkeypatch: pytest.MonkeyPatch) -> None:
+    """NO-004: sixteen equal requests in one call are looked up once, others once each, in their order."""
+    looked_up: list[object] = []
+    plan = LocalDevice.plan
+
+    def counting(own: LocalDevice, op: Op, signature: object, *rest: Any) -> Plan:
+        looked_up.append(signature)
+        return plan(own, op, signature, *rest)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(LocalDevice, "plan", counting)
+    same = [{"x": torch.randn(3, 64)} for _ in range(16)]
+    before = decisions()
+    first = lz.select_batch("rms_norm", same)
+    assert decisions() == before + 1 and len(looked_up) == 1
+    assert len(first) == 16 and all(record is first[0] for record in first)
+    other = {"x": torch.randn(3, 64), "weight": torch.randn(64)}
+    mixed = lz.select_batch("rms_norm", [other, same[0], other], backend="reference")
+    assert [r.kernel for r in mixed] == ["reference.rms_norm"] * 3 and len(looked_up) == 3
+    assert mixed[0] is mixed[2] and "no_weight" in mixed[1].request.features
+    assert lz.select_batch("rms_norm", []) == []
+    with pytest.raises(TypeError, match=r"x needs a torch\.Tensor"):
+        lz.select_batch("rms_norm", [{"x": None}])
 
 
 def test_grouped_heads_need_the_feature() -> None:

@@ -35,6 +35,7 @@ def blocking(q: Tensor, k: Tensor, v: Tensor, flag: bool) -> None:
 def inspected(q: Tensor) -> None:
     """Inspection gives records, not dictionaries."""
     assert_type(lz.select("rms_norm", q), lz.Selection)
+    assert_type(lz.select_batch("rms_norm", [{"x": q}]), list[lz.Selection])
     assert_type(lz.which("rms_norm", q, batch=4), str)
     assert_type(lz.explain("rms_norm", q).selection, lz.Selection)
     assert_type(lz.last_selection(), lz.Selection | None)
