@@ -287,7 +287,7 @@ class LocalDevice:
             hardware=self.hardware,
             policy=policy,
             standing=Standing(blocked, self.registry.unready(), self.health.probing(), self._built()),
-            knobs=Knobs(settings.strict, settings.tie_band, settings.default_gain, room),
+            knobs=self.registry.under(Knobs(settings.strict, settings.tie_band, settings.default_gain, room)),
             modes=frozenset({"batch_invariant"}) if settings.determinism == "strict" else frozenset(),
             costs=fingerprint(op) if (fingerprint := getattr(self._cost, "fingerprint", None)) else None,
             watched=tuple(map(id, self._watchers)),

@@ -6,6 +6,7 @@ see whole generations.
 
 from __future__ import annotations
 
+import dataclasses
 import threading
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
@@ -15,13 +16,15 @@ from layerzero.kernel import Kernel
 from layerzero.ops import table
 from layerzero.ops.request import Request
 from layerzero.reasons import Reason, Rejected
+from layerzero.selection.decide import Knobs
 
 
 class Registry:
     """Kernels by id and by op, with the callables that have been loaded.
 
     `kernels` are registered at once; those that `source(op, everything)` gives, when the op is first asked
-    for: first what can serve on this device, everything when `complete` or `all` asks.
+    for: first what can serve on this device, everything when `complete` or `all` asks. `overlay` is the
+    digest of what the deployment took from their capabilities.
     """
 
     def __init__(
@@ -29,7 +32,9 @@ class Registry:
         kernels: Iterable[Kernel],
         availability: Callable[[Kernel], list[Rejected]],
         source: Callable[[str, bool], Iterable[Kernel]] | None = None,
+        overlay: str = "",
     ) -> None:
+        self._overlay = overlay
         self._lock = threading.Lock()
         self._source = source
         self._sourced: frozenset[str] = frozenset()
@@ -43,6 +48,10 @@ class Registry:
         self._built: frozenset[tuple[str, str]] = frozenset()
         for kernel in kernels:
             self._add(kernel)
+
+    def under(self, knobs: Knobs) -> Knobs:
+        """`knobs` with the overlay that these kernels stand under."""
+        return dataclasses.replace(knobs, overlay=self._overlay) if self._overlay else knobs
 
     def add(self, kernel: Kernel) -> None:
         """Register one more kernel.

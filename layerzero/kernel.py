@@ -17,7 +17,7 @@ from layerzero.reasons import Reason, Rejected
 KERNEL_ID = re.compile(r"[a-z0-9_]{1,32}(\.[a-z0-9_]{1,48}){1,3}")
 
 
-class AtLeast(msgspec.Struct, frozen=True, tag=True):
+class AtLeast(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
     """`dim >= value`; with `when`, only for calls that have that feature or mode."""
 
     dim: str
@@ -35,7 +35,7 @@ class AtLeast(msgspec.Struct, frozen=True, tag=True):
         return str(dims.get(self.dim))
 
 
-class AtMost(msgspec.Struct, frozen=True, tag=True):
+class AtMost(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
     """`dim <= value`."""
 
     dim: str
@@ -53,7 +53,7 @@ class AtMost(msgspec.Struct, frozen=True, tag=True):
         return str(dims.get(self.dim))
 
 
-class MultipleOf(msgspec.Struct, frozen=True, tag=True):
+class MultipleOf(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
     """`dim % value == 0`."""
 
     dim: str
@@ -71,7 +71,7 @@ class MultipleOf(msgspec.Struct, frozen=True, tag=True):
         return str(dims.get(self.dim))
 
 
-class OneOf(msgspec.Struct, frozen=True, tag=True):
+class OneOf(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
     """`dim` is one of `values`."""
 
     dim: str
@@ -89,7 +89,7 @@ class OneOf(msgspec.Struct, frozen=True, tag=True):
         return str(dims.get(self.dim))
 
 
-class SameAs(msgspec.Struct, frozen=True, tag=True):
+class SameAs(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
     """`dim == other`."""
 
     dim: str
@@ -107,7 +107,7 @@ class SameAs(msgspec.Struct, frozen=True, tag=True):
         return f"{dims.get(self.dim)} and {dims.get(self.other)}"
 
 
-class ProductAtMost(msgspec.Struct, frozen=True, tag=True):
+class ProductAtMost(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
     """The product of `dims` is at most `value`, as grids are bounded."""
 
     dims: tuple[str, ...]
@@ -191,11 +191,12 @@ ACTIVATIONS = ("swiglu", "geglu", "geglu_tanh", "reglu", "gelu", "gelu_tanh", "s
 INDEX_DTYPES = frozenset({"int32", "int64"})
 
 
-class Capability(msgspec.Struct, frozen=True, kw_only=True):
+class Capability(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A kernel's limits, each field one fact; `source` says where they come from.
 
     `features` lists what the kernel can do of `FEATURE_REASONS` (and `act_<name>` for activations);
-    `limits` bound sizes; booleans are promises that tests prove.
+    `limits` bound sizes; booleans are promises that tests prove. `narrowed` names the fields that a
+    deployment's overlay took something from.
     """
 
     source: str
@@ -224,6 +225,7 @@ class Capability(msgspec.Struct, frozen=True, kw_only=True):
     graph_safe: bool = False
     autocast: bool = True
     tp_invariant: bool = False
+    narrowed: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True, slots=True)

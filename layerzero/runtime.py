@@ -37,6 +37,7 @@ from layerzero.telemetry import Counters
 
 if TYPE_CHECKING:
     from layerzero.actors.fleet import Fleet
+    from layerzero.capabilities import Overlay
 
 T = TypeVar("T")
 
@@ -68,6 +69,7 @@ class Runtime:
         self._fleet: Fleet | None = None
         self.program: Policy = EMPTY
         self._kernels = kernels or load_builtin
+        self._narrow = self._overlay()
         self._lock = threading.RLock()
         self._timer: Timer | None = None
         self._extra: list[Kernel] = []
@@ -104,15 +106,22 @@ class Runtime:
         return _canonical(torch.device(name))
 
     def _open(self, device: torch.device) -> LocalDevice:
+        narrow = self._narrow
+        digest = narrow.digest if narrow is not None else ""
         if self._kernels is load_builtin:
             here = device.type
-            registry = Registry(
-                (), availability, lambda op, every: load_builtin(op=op, platform=None if every else here)
-            )
+
+            def source(op: str, every: bool) -> list[Kernel]:
+                found = load_builtin(op=op, platform=None if every else here)
+                return found if narrow is None else list(map(narrow.apply, found))
+
+            registry = Registry((), availability, source, overlay=digest)
             for kernel in self._extra:
                 registry.add(kernel)
         else:
-            registry = Registry([*self._kernels(), *self._extra], availability)
+            made = self._kernels()
+            given = made if narrow is None else list(map(narrow.apply, made))
+            registry = Registry([*given, *self._extra], availability, overlay=digest)
         hardware = probe(device)
         opened = LocalDevice(
             device,
@@ -136,6 +145,14 @@ class Runtime:
             registry.all()
             opened.warm(sorted(registry.unready() - registry.blocked().keys()))
         return opened
+
+    def _overlay(self) -> Overlay | None:
+        """What the settings' file takes from the kernels; nothing is imported where there is none."""
+        if self.settings.capabilities is None:
+            return None
+        from layerzero.capabilities import load_overlay
+
+        return load_overlay(self.settings.capabilities, self._kernels())
 
     def add_kernel(self, kernel: Kernel) -> None:
         """Register a kernel on every device, now and later.
@@ -279,6 +296,10 @@ class Runtime:
     def reconfigure(self, settings: Settings) -> None:
         """Put other settings in force; every device drops what depended on the old ones."""
         with self._lock:
+            if settings.capabilities != self.settings.capabilities:
+                raise ConfigurationError(
+                    "capabilities is read when a runtime opens: open another", field="capabilities"
+                )
             if settings.device != self.settings.device or settings.policy != self.settings.policy:
                 before, self.settings = self.settings, settings
                 try:

@@ -43,6 +43,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
             collections until it closes; a full one takes 70 ms over torch's own objects.
     What it may do:
         strict: refuse implicit layout, dtype and contiguity transforms and unknown names in policy files.
+        capabilities: file that takes away from what kernels claim to take; it cannot add to it.
         inference: True runs every op under `torch.inference_mode`, False never does, None follows the caller.
         determinism: "strict" admits only kernels whose rows do not depend on the batch they run in.
         graph_strict: True admits under CUDA graph capture only kernels that were proved safe on this machine,
@@ -54,6 +55,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         max_keys: distinct keys remembered for each op; older ones are chosen anew.
         dispatch_table: file of decisions that `solve` made ahead; None chooses everything at run time.
         shipped_tables: price with the tables that come with the package, on hardware of their class.
+        perfdb_days: days after which a measurement of this machine no longer counts; None keeps counting it.
     How it batches:
         batching: "all" ops with a batching rule, only "rows" (norms, linear, rope, functions
             given to `lz.batched`), or "off"; a call's own `batching=` goes before it.
@@ -67,6 +69,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         ageing_ms: waiting time that lifts a call by one priority class (milliseconds).
     How it stays healthy:
         check_rate: share of calls that are run again on the reference, away from the caller; 0 checks none.
+        drift_rate: share of calls that are timed and held against the measurement they were chosen by.
         memory_headroom: share of a device's memory that kernels' workspaces leave free.
         workspace_limit_bytes: the most that one kernel's workspace may take; None leaves it to free memory.
         failures_to_open: failures of one kernel within `window_s` that take it out of service.
@@ -92,6 +95,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     perfdb: str | None = "auto"
     freeze_gc: bool = False
     strict: bool = False
+    capabilities: str | None = None
     inference: bool | None = None
     determinism: Literal["default", "strict"] = "default"
     graph_strict: bool = False
@@ -101,6 +105,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     max_keys: int = 4096
     dispatch_table: str | None = None
     shipped_tables: bool = True
+    perfdb_days: float | None = None
     batching: Literal["all", "rows", "off"] = "all"
     inline_limit_us: float = 200.0
     max_inline_us: float = 500.0
@@ -113,6 +118,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     completion: Literal["stream", "host"] = "stream"
     ageing_ms: float = 50.0
     check_rate: float = 0.0
+    drift_rate: float = 0.0
     memory_headroom: float = 0.05
     workspace_limit_bytes: int | None = None
     failures_to_open: int = 3
@@ -165,7 +171,7 @@ _AT_LEAST_ONE = (
     "failures_to_open", "probes",
 )  # fmt: skip
 _NOT_NEGATIVE = ("max_restarts", "inline_limit_us", "max_inline_us", "ageing_ms", "tie_band", "default_gain")
-_SHARES = ("check_rate", "memory_headroom")
+_SHARES = ("check_rate", "drift_rate", "memory_headroom")
 _ABOVE_ZERO = ("window_s", "cooldown_s", "cooldown_max_s", "probe_timeout_s", "hang_s", "placement_timeout_s")
 
 
@@ -188,6 +194,12 @@ def _check(settings: Settings) -> None:
     if limit is not None and (isinstance(limit, bool) or not isinstance(limit, int) or limit < 1):
         message = f"workspace_limit_bytes needs a whole number of at least 1, or none, got {shown(limit)}"
         raise ConfigurationError(message, field="workspace_limit_bytes")
+    days = settings.perfdb_days
+    if days is not None and (
+        isinstance(days, bool) or not isinstance(days, int | float) or not 0 < days < 1e5
+    ):
+        message = f"perfdb_days needs a number above 0, or none, got {shown(days)}"
+        raise ConfigurationError(message, field="perfdb_days")
     _check_words(settings)
 
 
@@ -202,7 +214,7 @@ def _check_words(settings: Settings) -> None:
         raise ConfigurationError(
             f"inference needs True, False or None, got {shown(settings.inference)}", field="inference"
         )
-    for name in ("device", "cluster", "policy", "perfdb", "dispatch_table"):
+    for name in ("device", "cluster", "policy", "perfdb", "dispatch_table", "capabilities"):
         value = getattr(settings, name)
         if (value is None and name == "device") or value == "" or not isinstance(value, str | None):
             raise ConfigurationError(f"{name} needs a non-empty string, got {shown(value)}", field=name)

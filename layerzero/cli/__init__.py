@@ -1,5 +1,5 @@
 """The command `lz`: doctor, kernels, explain, which, policy check, tune, bench, solve, perfdb, warmup, ready,
-consistency.
+consistency, capabilities.
 
 Exit status: 0 all well, 1 a problem was found, 2 the command line is wrong.
 """
@@ -10,6 +10,7 @@ import click
 
 from layerzero import __version__
 from layerzero.cli.asking import explain, which
+from layerzero.cli.capabilities import capabilities
 from layerzero.cli.consistency import consistency
 from layerzero.cli.looking import doctor, kernels
 from layerzero.cli.measuring import bench, perfdb, solve, tune
@@ -28,7 +29,7 @@ def main() -> None:
 
 _COMMANDS = (
     *(doctor, kernels, explain, which, policy, tune, bench, solve),
-    *(perfdb, warmup, ready, consistency),
+    *(perfdb, warmup, ready, consistency, capabilities),
 )
 for command in _COMMANDS:
     main.add_command(command)

@@ -203,6 +203,8 @@ class Proofs:
 
     def _applied(self, kernel: Kernel, strict: bool) -> Kernel:
         declared = kernel.capability.graph_safe
+        if "graph_safe" in kernel.capability.narrowed:
+            return kernel  # a deployment took it out of captures: no proof brings it back
         proof = self.of(kernel) if self._known else None
         safe = proof.safe if proof is not None else declared and not strict
         if safe == declared:

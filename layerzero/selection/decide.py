@@ -58,12 +58,18 @@ class Standing:
 
 @dataclass(frozen=True, slots=True)
 class Knobs:
-    """The settings that bear on a decision; `room` is what a workspace may take, in bytes."""
+    """The settings that bear on a decision; `room` is what a workspace may take, in bytes.
+
+    `agreed` says that the room is what the poorest rank of a gang has. `overlay` is the digest of what the
+    deployment took from the kernels' capabilities.
+    """
 
     strict: bool = False
     tie_band: float = 0.03
     default_gain: float = 0.05
     room: int | None = None
+    agreed: bool = False
+    overlay: str = ""
 
 
 def decide(
@@ -123,6 +129,7 @@ def decide(
         when_warm=best_warm.kernel if best_warm.kernel != chosen.kernel else None,
         policy=policy.digest[:12] if policy else "",
         plan_miss=MISS if solved == "" else None,
+        overlay=knobs.overlay[:12],
     )
 
 
@@ -157,7 +164,7 @@ def _verdict(
     blocked = standing.blocked.get(kernel.id)
     if blocked is not None:
         reasons.append(blocked)
-    oversize = too_large(kernel, basis, knobs.room)
+    oversize = too_large(kernel, basis, knobs.room, agreed=knobs.agreed)
     if oversize is not None:
         reasons.append(oversize)
     own = judge(kernel, request, hardware)

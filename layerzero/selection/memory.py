@@ -19,8 +19,8 @@ def needs(kernel: Kernel, request: Request) -> int:
     return kernel.workspace_bytes(request) if kernel.workspace_bytes is not None else 0
 
 
-def too_large(kernel: Kernel, request: Request, room: int | None) -> Rejected | None:
-    """The reason against a kernel whose workspace does not fit, or None."""
+def too_large(kernel: Kernel, request: Request, room: int | None, *, agreed: bool = False) -> Rejected | None:
+    """The reason against a kernel whose workspace does not fit, or None; `agreed` room is a gang's least."""
     if room is None or kernel.workspace_bytes is None:
         return None
     wanted = needs(kernel, request)
@@ -29,9 +29,9 @@ def too_large(kernel: Kernel, request: Request, room: int | None) -> Rejected | 
     return Rejected(
         Reason.MEMORY_HEADROOM_EXCEEDED,
         "workspace",
-        f"at most {in_words(room)}",
+        f"at most {in_words(room)}" + (" (the least of any rank of the gang)" if agreed else ""),
         in_words(wanted),
-        f"{in_words(wanted)} of memory free",
+        f"{in_words(wanted)} of memory free" + (" on every rank" if agreed else ""),
     )
 
 

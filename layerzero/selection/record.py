@@ -64,7 +64,8 @@ class Selection(msgspec.Struct, frozen=True, kw_only=True):
 
     `why` is one sentence; `when_warm` names the kernel that takes over once it is loaded; `order` lists
     the kernels that take the request from the chosen one down, as fallbacks try them. `plan_miss` is the
-    reason PLAN_BUCKET_MISS where a dispatch table is in force and has no bucket for the request.
+    reason PLAN_BUCKET_MISS where a dispatch table is in force and has no bucket for the request. `overlay`
+    begins the digest of the capability overlay in force, empty where there is none.
     """
 
     op: str
@@ -80,6 +81,7 @@ class Selection(msgspec.Struct, frozen=True, kw_only=True):
     policy: str = ""
     fallback: str = ""
     plan_miss: Rejected | None = None
+    overlay: str = ""
 
     def candidate(self, kernel: str) -> Candidate:
         """The verdict on one kernel.
@@ -104,6 +106,7 @@ class Selection(msgspec.Struct, frozen=True, kw_only=True):
             "plan_miss": as_plain(self.plan_miss) if self.plan_miss is not None else None,
             "generation": self.generation,
             "policy": self.policy,
+            "overlay": self.overlay,
             "request": msgspec.to_builtins(self.request),
             "candidates": [_candidate_plain(c) for c in self.trace],
         }

@@ -1,0 +1,67 @@
+"""`lz capabilities`: what every kernel claims, written to a file, and files of that kind checked."""
+
+from __future__ import annotations
+
+import click
+
+from layerzero.backends import load_builtin
+from layerzero.capabilities import export, load_overlay, read, write
+from layerzero.cli import show
+from layerzero.cli.options import json_option
+from layerzero.errors import LayerZeroError
+
+_PATH = click.argument("path", type=click.Path(dir_okay=False))
+
+
+@click.group()
+def capabilities() -> None:
+    """Export what kernels claim; check such files, and overlays that take some of it away."""
+
+
+@capabilities.command("export")
+@_PATH
+@json_option
+def export_(path: str, json_: bool) -> None:
+    """Write every built-in kernel's capability to PATH, with a hash of the content."""
+    document = export(load_builtin())
+    write(path, document)
+    if json_:
+        show.as_json({"path": path, "kernels": len(document.kernels), "content": document.content})
+    else:
+        show.line(f"{len(document.kernels)} kernels in {path}, content {document.content[:12]}")
+
+
+@capabilities.command()
+@_PATH
+@click.option("--overlay", is_flag=True, help="It is an overlay: some kernels, some fields, narrower.")
+@json_option
+@click.pass_context
+def check(ctx: click.Context, /, path: str, overlay: bool, json_: bool) -> None:
+    """Say whether PATH holds: whole, understood, its content unchanged; an overlay also that it only narrows.
+
+    Exit status 1 where it does not.
+    """
+    try:
+        if overlay:
+            kernels = {k.id: k for k in load_builtin()}
+            loaded = load_overlay(path, list(kernels.values()))
+            narrowed = {name: loaded.apply(kernels[name]).capability.narrowed for name in loaded.changes}
+            found = {name: sorted(fields) for name, fields in narrowed.items()}
+            said, digest = f"{path} narrows {sum(map(bool, found.values()))} kernels", loaded.digest
+        else:
+            document = read(path)
+            found, digest = {name: [] for name in document.kernels}, document.content
+            said = f"{path} holds: {len(found)} kernels"
+    except LayerZeroError as error:
+        if json_:
+            show.as_json({"ok": False, "problem": str(error)})
+        else:
+            show.line(str(error), bad=True)
+        ctx.exit(1)
+    if json_:
+        show.as_json({"ok": True, "digest": digest, "kernels": found})
+        return
+    show.line(f"{said}, digest {digest[:12]}")
+    for name, fields in found.items():
+        if fields:
+            show.line(f"{name}: {', '.join(fields)}")
