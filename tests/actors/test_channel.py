@@ -22,11 +22,6 @@ pytestmark = pytest.mark.asyncio
 SECRET = b"s" * 32
 
 
-@pytest.fixture
-def no_blocking_calls() -> None:
-    """Opening and closing a channel makes and removes the folder of its socket, once in a device's life."""
-
-
 @asynccontextmanager
 async def pair(unix: bool, **handlers: Any) -> AsyncIterator[tuple[Listener, Address, Connection]]:
     listener = Listener(handlers, node="here", host="127.0.0.1", secret=SECRET)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 import threading
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
 from typing import Any
 
 import anyio
@@ -215,9 +217,11 @@ def test_a_gang_that_took_no_step_ends_in_order() -> None:
     """Closing is a word under whatever plan."""
 
     async def leaves(member: Member, seen: Rank) -> None:
-        pass
+        """Leave the gang at once."""
 
-    assert gang([leaves, obey])[1] == [None, None]
+    seen, errors = gang([leaves, obey])
+    assert errors == [None, None]
+    assert seen[0].batches == seen[1].batches == []
 
 
 def watchers() -> list[str]:
@@ -227,23 +231,20 @@ def watchers() -> list[str]:
 def test_a_cancelled_scope_still_leaves_the_gang() -> None:
     """Rank 0 is cancelled inside: the follower learns it, no thread or socket stays."""
 
+    @asynccontextmanager
+    async def held(member: Member) -> AsyncIterator[None]:
+        """The end of `async with rt.gang()`, inside a scope of the test."""
+        try:
+            yield
+        finally:
+            await Joining(member._gang, member._runtime).__aexit__(*sys.exc_info())
+
     async def waits(member: Member, seen: Rank) -> None:
         with anyio.CancelScope() as scope:
-            async with Holding(member):
+            async with held(member):
                 scope.cancel()
                 await anyio.sleep_forever()
         assert watchers() == []
-
-    class Holding:
-        """The end of `async with rt.gang()`, inside a scope of the test."""
-
-        def __init__(self, member: Member) -> None:
-            self._joining = Joining(member._gang, member._runtime)
-
-        async def __aenter__(self) -> None: ...
-
-        async def __aexit__(self, *error: Any) -> None:
-            await self._joining.__aexit__(*error)
 
     _, errors = gang([waits, obey])
     assert errors[0] is None

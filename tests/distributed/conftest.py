@@ -1,9 +1,11 @@
-"""Ray for these tests: one logical cluster a module, behind a token, on this machine."""
+"""Ray for these tests: one node of this machine for all of them, behind a token, gone when they end."""
 
 from __future__ import annotations
 
 import os
 import secrets
+import shutil
+import tempfile
 from collections.abc import Iterator
 from typing import Any
 
@@ -13,20 +15,50 @@ import pytest
 os.environ.setdefault("RAY_AUTH_MODE", "token")
 os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
 os.environ.setdefault("RAY_DEDUP_LOGS", "0")
+os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+# What else this machine runs is no reason to kill a worker here.
+os.environ.setdefault("RAY_memory_monitor_refresh_ms", "0")
+
+# What no test asks: the log's way to the driver, the autoscaler, the agent's page with its well-known port.
+BARE = {
+    "include_dashboard": False,
+    "include_log_monitor": False,
+    "no_monitor": True,
+    "dashboard_agent_listen_port": 0,
+    "object_store_memory": 100 << 20,
+}
 
 
 @pytest.fixture(scope="session")
-def ray() -> Any:
-    """The library, or a skip that says what to install."""
-    return pytest.importorskip("ray", reason="ray is not installed: pip install 'layerzero-runtime[ray]'")
+def ray() -> Iterator[Any]:
+    """The library, with a folder of its own; or a skip that says what to install."""
+    library = pytest.importorskip("ray", reason="ray is not installed: pip install 'layerzero-runtime[ray]'")
+    # A path of a socket has at most 107 bytes, of which Ray takes 70: too many for a folder of pytest's.
+    folder = tempfile.mkdtemp(prefix="lz")
+    before = os.environ.get("RAY_TMPDIR")
+    os.environ["RAY_TMPDIR"] = folder
+    yield library
+    if before is None:
+        del os.environ["RAY_TMPDIR"]
+    else:
+        os.environ["RAY_TMPDIR"] = before
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+@pytest.fixture(scope="session")
+def ray_head(ray: Any) -> Iterator[str]:
+    """The address of a node with two logical GPUs, which ends with this process."""
+    from ray.cluster_utils import Cluster
+
+    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 2, "num_gpus": 2, **BARE})
+    yield cluster.address
+    cluster.shutdown()
 
 
 @pytest.fixture(scope="module")
-def ray_cluster(ray: Any) -> Iterator[Any]:
-    """A cluster of one node with two logical GPUs, in which this process is the driver."""
-    # A cluster of its own, whatever another process has started here meanwhile.
-    started = {"num_cpus": 2, "num_gpus": 2, "include_dashboard": False}
-    ray.init("local", **started, log_to_driver=False, configure_logging=False)
+def ray_cluster(ray: Any, ray_head: str) -> Iterator[Any]:
+    """This process as a driver of that node."""
+    ray.init(address=ray_head, log_to_driver=False, configure_logging=False)
     yield ray
     ray.shutdown()
 
