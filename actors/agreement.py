@@ -112,6 +112,45 @@ def answer(where: str, rank: int, validate: Callable[[bytes], str | None]) -> Si
     return _outcome(word, plan)
 
 
+class Succession:
+    """Which of the agreed plans a rank has in force at which step; knows neither store nor clock.
+
+    The ranks learn an outcome at different moments, so a step's number alone does not say which plan holds.
+    Rank 0 takes the newest plan whose step has come (`lead`) and names it in its manifest; a follower takes
+    the plan that the manifest names (`follow`). A plan that is agreed late holds from rank 0's next step.
+    """
+
+    def __init__(self) -> None:
+        self.now = ""
+        self.version = 0
+        self._held: dict[str, tuple[int, int]] = {}
+
+    def hold(self, plan: str, version: int, activate_at: int) -> None:
+        """Keep an agreed plan until its step."""
+        self._held[plan] = (version, activate_at)
+
+    def holds(self, plan: str) -> bool:
+        """Whether a plan is in force, or may be taken."""
+        return plan == self.now or plan in self._held
+
+    def lead(self, number: int) -> str:
+        """On rank 0: the plan of step `number`, in force from now on."""
+        due = [(version, plan) for plan, (version, at) in self._held.items() if at <= number]
+        if due:
+            self._take(max(due)[1])
+        return self.now
+
+    def follow(self, named: str) -> str:
+        """On a follower: the plan of a step, the one that rank 0 named; the old one where that is unknown."""
+        if named in self._held:
+            self._take(named)
+        return self.now
+
+    def _take(self, plan: str) -> None:
+        self.now, self.version = plan, self._held[plan][0]
+        self._held = {other: kept for other, kept in self._held.items() if kept[0] > self.version}
+
+
 def _refusal(vote: bytes | None) -> str:
     if vote is None:
         return "did not vote in time"

@@ -27,10 +27,16 @@ _STRANGERS = 16  # who may wait to be hung up on, beside the followers
 
 
 class Leader:
-    """Rank 0's end: `send` gives one frame to every follower; `lost` is told why one has gone."""
+    """Rank 0's end: `send` gives one frame to every follower; `lost` is told why one has gone.
 
-    def __init__(self, followers: Sequence[int], host: str = "127.0.0.1") -> None:
+    A follower that takes nothing for `timeout_s` seconds is given up; None waits for ever.
+    """
+
+    def __init__(
+        self, followers: Sequence[int], host: str = "127.0.0.1", timeout_s: float | None = None
+    ) -> None:
         self._followers = frozenset(followers)
+        self._timeout_s = timeout_s
         self._token = secrets.token_bytes(32)
         self._listener = socket.create_server((host, 0), backlog=len(followers) + _STRANGERS)
         port = self._listener.getsockname()[1]
@@ -96,13 +102,14 @@ class Leader:
         token, rank = _HELLO.unpack(said) if len(said) == _HELLO.size else (b"", -1)
         if hmac.compare_digest(token, self._token) and rank in self._followers - self._sockets.keys():
             own = self._sockets[rank] = peer.dup()
-            _ready(own)
+            _ready(own, self._timeout_s)
         peer.close()
 
     def send(self, frame: bytes) -> None:
         """Give `frame` to every follower.
 
-        Raises: DeviceLostError: one has failed or gone; nothing may be run that needs it.
+        Raises: DeviceLostError: one has failed or gone, or has not read for so long that its line is full;
+            nothing may be run that needs it.
         """
         data = _LENGTH.pack(len(frame)) + frame
         for rank, peer in self._sockets.items():
@@ -110,6 +117,10 @@ class Leader:
                 break
             try:
                 peer.sendall(data)
+            except TimeoutError:
+                self.failure = self.failure or (
+                    f"rank {rank} has taken nothing for {self._timeout_s:g} s and its line is full; it hangs"
+                )
             except OSError as error:
                 self.failure = self.failure or f"rank {rank} is gone: {error}"
         if self.failure is not None:
@@ -127,6 +138,8 @@ class Leader:
                         return
                     try:
                         why = receive(self._sockets[key.data])
+                    except TimeoutError:
+                        text = f"rank {key.data} stopped in the middle of a word"
                     except (OSError, EOFError):
                         text = f"rank {key.data} is gone"
                     except ConsistencyError as error:
@@ -172,7 +185,7 @@ class Follower:
             message = f"rank 0 does not answer at {host}:{port}: {error}"
             raise DeviceLostError(message, retryable=True) from error
         self._socket = found
-        _ready(self._socket)
+        _ready(self._socket, None)
 
     def receive(self, timeout_s: float | None = None) -> bytes:
         """The next frame, waiting for it.
@@ -225,9 +238,9 @@ def _near_connection(name: str, timeout_s: float) -> socket.socket | None:
     return peer
 
 
-def _ready(peer: socket.socket) -> None:
-    """Blocking, and without waiting for more to send."""
-    peer.settimeout(None)
+def _ready(peer: socket.socket, timeout_s: float | None) -> None:
+    """Waiting at most `timeout_s` for the other side, and never for more to send."""
+    peer.settimeout(timeout_s)
     if peer.family != getattr(socket, "AF_UNIX", None):
         peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 

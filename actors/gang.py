@@ -11,229 +11,27 @@ This file blocks; `layerzero/api/gang.py` runs it beside an event loop.
 
 from __future__ import annotations
 
-import functools
-import hashlib
-import importlib.metadata
-import os
 import secrets
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from typing import Literal
 
 import msgspec
-import torch
 
 from layerzero import log
-from layerzero.actors.agreement import AgreementStore, answer, carry_out, digest_of, propose
+from layerzero.actors.agreement import AgreementStore, Succession, answer, carry_out, digest_of, propose
 from layerzero.actors.broadcast import Follower, Leader
 from layerzero.actors.local import LocalDevice
-from layerzero.dispatch import Snapshot, Terms
+from layerzero.actors.profiles import Agreed, Mode, Profile, able, common_plan, profile_of
+from layerzero.dispatch import Snapshot
 from layerzero.errors import ConfigurationError, ConsistencyError, DeviceLostError, PolicyValidationError
-from layerzero.kernel import Kernel
-from layerzero.libraries import DISTRIBUTION
-from layerzero.perfdb import versions_of
-from layerzero.policy.policy import Policy
-from layerzero.policy.rules import Action, Layer, Rule, make_rule
-
-Mode = Literal["inference", "training"]
-
-
-class Profile(msgspec.Struct, frozen=True):
-    """What one rank brings: its hardware's `group`, versions, ready kernels with a digest of each."""
-
-    rank: int
-    group: str
-    versions: dict[str, str]
-    kernels: dict[str, str]
-    policy: str
-    costs: str
-    memory: int
-
-
-class Spelled(msgspec.Struct, frozen=True):
-    """A rule of a policy as it is written, so that a rank that receives it checks it again."""
-
-    action: Action
-    patterns: tuple[str, ...]
-    op: str
-    when: tuple[str, ...]
-    factor: float
-    add_us: float
-    layer: int
-    source: str
-    note: str
-
-    @classmethod
-    def of(cls, rule: Rule) -> Spelled:
-        """The rule's spelling; a timeboxed one is in the plan while it holds."""
-        boost = rule.boost
-        return cls(
-            rule.action,
-            rule.patterns,
-            rule.target,
-            tuple(map(str, rule.when)),
-            boost.factor,
-            boost.add_us,
-            rule.layer.value,
-            rule.source,
-            rule.note,
-        )
-
-    def rule(self) -> Rule:
-        """The rule.
-
-        Raises: PolicyValidationError: it is none.
-        """
-        return make_rule(
-            self.action,
-            self.patterns,
-            op=self.op,
-            when=self.when,
-            factor=self.factor,
-            add_us=self.add_us,
-            layer=Layer(self.layer),
-            source=self.source,
-            note=self.note,
-        )
-
-
-class Agreed(msgspec.Struct, frozen=True):
-    """A plan: what every selection of the gang follows from.
-
-    `kernels` are the ids that each capability group may choose among; `memory` is the least free memory of
-    any rank, in bytes; `measured` says whether all ranks hold the same measurements, so that these count;
-    `activate_at` is the number of the step from which it holds.
-    """
-
-    version: int
-    kernels: dict[str, tuple[str, ...]]
-    rules: tuple[Spelled, ...]
-    memory: int
-    measured: bool
-    tp_invariant: bool
-    activate_at: int
-
-    def encoded(self) -> bytes:
-        """The canonical bytes that ranks vote on."""
-        return msgspec.json.encode(self, order="deterministic")
-
-    def policy(self) -> Policy:
-        """The policy of the plan.
-
-        Raises: PolicyValidationError: a rule is none.
-        """
-        return Policy(tuple(rule.rule() for rule in self.rules))
-
-
-def common_plan(
-    profiles: Sequence[Profile],
-    policy: Policy,
-    mode: Mode,
-    *,
-    version: int = 1,
-    activate_at: int = 1,
-    tp_invariant: bool = False,
-) -> Agreed:
-    """The plan that all `profiles` can follow; a pure function of them, so that every rank can check it.
-
-    Raises: ConsistencyError: a rank brings other versions or another policy, in training mode; no kernel is
-        common to a group.
-    """
-    first = profiles[0]
-    for other in profiles[1:]:
-        found = _differences(first, other)
-        if found and mode == "training":
-            raise ConsistencyError(
-                f"rank {other.rank} needs what rank 0 has, got other {'; '.join(found)}",
-                votes={p.rank: digest_of(msgspec.json.encode(p.versions)) for p in profiles},
-            )
-        if found:
-            log.warning("gang.ranks_differ", rank=other.rank, differences=found, mode=mode)
-    kernels: dict[str, tuple[str, ...]] = {}
-    for group in sorted({p.group for p in profiles}):
-        held = [p.kernels for p in profiles if p.group == group]
-        common = tuple(sorted(k for k, d in held[0].items() if all(h.get(k) == d for h in held[1:])))
-        if not common:
-            raise ConsistencyError(f"ranks of {group} need a kernel in common, got none")
-        kernels[group] = common
-    return Agreed(
-        version=version,
-        kernels=kernels,
-        rules=tuple(Spelled.of(rule) for rule in policy.rules),
-        memory=min(p.memory for p in profiles),
-        measured=len({p.costs for p in profiles}) == 1,
-        tp_invariant=tp_invariant,
-        activate_at=activate_at,
-    )
-
-
-def _differences(first: Profile, other: Profile) -> list[str]:
-    found = [
-        f"{name} {other.versions.get(name, 'none')} for {first.versions.get(name, 'none')}"
-        for name in sorted({*first.versions, *other.versions})
-        if other.versions.get(name) != first.versions.get(name)
-    ]
-    if other.policy != first.policy:
-        found.append(f"policy {other.policy[:12] or 'none'} for {first.policy[:12] or 'none'}")
-    if other.group == first.group and other.kernels != first.kernels:
-        missing = sorted(first.kernels.items() ^ other.kernels.items())
-        found.append("kernels " + ", ".join(dict.fromkeys(name for name, _ in missing)))
-    return found
-
-
-def profile_of(device: LocalDevice, rank: int) -> Profile:
-    """What `device` brings to a gang; loads nothing, so kernels that are not ready are not in it."""
-    hardware = device.hardware
-    fingerprint = getattr(device.costs, "fingerprint", None)
-    ops = sorted({kernel.op for kernel in device.kernels()})
-    costs = [] if fingerprint is None else [str(fingerprint(op)) for op in ops]
-    return Profile(
-        rank=rank,
-        group=f"{hardware.name} sm{hardware.sm}" if hardware.sm is not None else hardware.name,
-        versions={
-            "layerzero": importlib.metadata.version(DISTRIBUTION),
-            "torch": hardware.torch,
-            "cuda": hardware.cuda or "",
-            "driver": hardware.driver or "",
-        },
-        kernels={kernel.id: _digest_of_kernel(kernel) for kernel in able(device)},
-        policy=device.snapshot.policy.digest if device.snapshot.policy else "",
-        costs=hashlib.sha256("\n".join(costs).encode()).hexdigest()[:16],
-        memory=free_memory(device.device),
-    )
-
-
-def able(device: LocalDevice) -> list[Kernel]:
-    """The kernels that a device could run this moment."""
-    platform = device.hardware.platform
-    kernels = [k for k in device.kernels() if platform in k.capability.platforms]
-    absent = {*device.registry.blocked(), *device.health.blocked(), *device.registry.unready()}
-    return [kernel for kernel in kernels if kernel.id not in absent]
-
-
-def free_memory(device: torch.device) -> int:
-    """The bytes that are free on a device now."""
-    if device.type == "cuda":
-        return int(torch.cuda.mem_get_info(device)[0])
-    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-
-
-@functools.lru_cache(maxsize=4096)
-def _digest_of_kernel(kernel: Kernel) -> str:
-    """What two ranks compare of a kernel: its capability and the versions of its libraries."""
-    what = msgspec.json.encode(
-        (versions_of(kernel), msgspec.to_builtins(kernel.capability, order="deterministic")),
-        order="deterministic",
-    )
-    return hashlib.sha256(what).hexdigest()[:16]
 
 
 class Gang:
     """One rank's membership: `join`, agree on plans, `fail` or `close`.
 
-    `plan` is the digest of the plan in force and `snapshot` what selections under it are made in; `line` is
-    the way to the other ranks; `leads_group` says whether rank 0 has hardware like this rank's.
+    `plan` is the digest of the plan in force, `under` gives what selections of one model are made in; `line`
+    is the way to the other ranks; `leads_group` says whether rank 0 has hardware like this rank's.
     Raises: ConfigurationError: the rank or the mode is none.
     """
 
@@ -259,16 +57,19 @@ class Gang:
         self.mode: Mode = mode
         self.failure: str | None = None
         self.agreed: Agreed | None = None
-        self.plan = ""
-        self.snapshot: Snapshot | None = None
         self.line: Leader | Follower | None = None
         self._group = ""
         self.leads_group = True
         self._store, self._host, self.timeout_s = store, host, timeout_s
         self._tp_invariant = tp_invariant
         self._on_failure = on_failure
-        self._waiting: Agreed | None = None
         self._lock = threading.Lock()
+        self._news = threading.Condition(self._lock)
+        self._plans: dict[str, Agreed] = {}
+        self._order = Succession()
+        self._version = 0  # the last that this rank proposed or answered; the store keeps every outcome
+        self._voted = ""  # for a plan whose outcome this rank has not learned yet
+        self._snapshots: dict[str, Snapshot] = {}
         self._told = self._closed = False
 
     # -- joining and agreeing ---------------------------------------------------------------------
@@ -285,7 +86,7 @@ class Gang:
         except BaseException:
             self.close()
             raise
-        self._activate(agreed)
+        self.turn(1, digest_of(agreed.encoded()))
         self._stay()
         return agreed
 
@@ -317,7 +118,7 @@ class Gang:
         self.leads_group = profiles[0].group == mine.group
         self._stay()
         if self.rank == 0:
-            leader = self.line = Leader(range(1, self.ranks), self._host)
+            leader = self.line = Leader(range(1, self.ranks), self._host, self.timeout_s)
             self._store.put(f"{where}/address", leader.address)
             leader.accept(self.timeout_s, self.fail)
         else:
@@ -339,20 +140,27 @@ class Gang:
         return msgspec.json.decode(found, type=Profile)
 
     def propose(self, plan: Agreed) -> Agreed:
-        """On rank 0: agree on another plan with the followers, who answer in `agree`; it holds from its step.
+        """On rank 0: agree on another plan with the followers, who answer in `agree`.
 
-        Raises: ConsistencyError: a rank refused or did not answer; the old plan stays.
+        It holds from its step, or from the next one where that step has been taken by the time they agree.
+        Raises: ConsistencyError: a rank refused or did not answer; the old plan stays. ConfigurationError:
+            the plan's version is not above those before it.
         """
-        return self._later(self._agree(plan, plan.version))
+        return self._agree(plan, plan.version)
 
     def agree(self, version: int) -> Agreed:
         """On a follower: answer rank 0's proposal of plan `version`.
 
-        Raises: ConsistencyError: this rank or another refused; the old plan stays.
+        Raises: ConsistencyError: this rank or another refused; the old plan stays. ConfigurationError: the
+            version is not above those before it.
         """
-        return self._later(self._agree(None, version))
+        return self._agree(None, version)
 
     def _agree(self, plan: Agreed | None, version: int) -> Agreed:
+        with self._lock:
+            if version <= self._version:
+                raise ConfigurationError(f"version needs to be above {self._version}, got {version}")
+            self._version = version
         where = f"gang/{self.epoch}/plan/{version}"
         if plan is not None:
             side = propose(where, plan.encoded(), range(1, self.ranks))
@@ -361,10 +169,20 @@ class Gang:
                 raise ConsistencyError(f"rank 0 cannot follow its own plan: {objection}")
         else:
             side = answer(where, self.rank, self._vote)
-        outcome = carry_out(side, self._store, self.timeout_s)
-        if outcome.plan is None:
-            raise ConsistencyError(f"the ranks did not agree on plan {version}: {outcome.reason}")
-        return msgspec.json.decode(outcome.plan, type=Agreed)
+        try:
+            outcome = carry_out(side, self._store, self.timeout_s)
+            if outcome.plan is None:
+                raise ConsistencyError(f"the ranks did not agree on plan {version}: {outcome.reason}")
+            agreed = msgspec.json.decode(outcome.plan, type=Agreed)
+            with self._lock:
+                digest = digest_of(outcome.plan)
+                self._plans[digest] = agreed
+                self._order.hold(digest, agreed.version, agreed.activate_at)
+            return agreed
+        finally:
+            with self._news:
+                self._voted = ""
+                self._news.notify_all()
 
     def _vote(self, plan: bytes) -> str | None:
         try:
@@ -372,7 +190,11 @@ class Gang:
             agreed.policy()
         except (msgspec.DecodeError, PolicyValidationError) as error:
             return f"the plan cannot be read: {error}"
-        return self._objection(agreed)
+        objection = self._objection(agreed)
+        if objection is None:
+            with self._lock:
+                self._voted = digest_of(plan)
+        return objection
 
     def _objection(self, plan: Agreed) -> str | None:
         """What this rank has against a plan: kernels that it cannot run."""
@@ -385,35 +207,48 @@ class Gang:
             return f"cannot run {', '.join(missing[:5])}"
         return None
 
-    def _later(self, agreed: Agreed) -> Agreed:
-        with self._lock:
-            self._waiting = agreed
-        return agreed
+    def turn(self, number: int, named: str | None = None) -> None:
+        """Put the plan of step `number` in force: on rank 0 its own choice, elsewhere the one that it named.
 
-    def turn(self, number: int) -> None:
-        """Put the plan that waits in force if its step has come."""
-        with self._lock:
-            waiting = self._waiting
-            if waiting is None or number < waiting.activate_at:
+        Rank 0 may have learned that all agree before this rank has, which waits for that here.
+        """
+        with self._news:
+            before = self._order.now
+            if named is None:
+                now = self._order.lead(number)
+            else:
+                self._news.wait_for(lambda: self._order.holds(named) or self._voted != named, self.timeout_s)
+                now = self._order.follow(named)
+            if now == before:
                 return
-            self._waiting = None
-        self._activate(waiting)
-
-    def _activate(self, agreed: Agreed) -> None:
-        terms = Terms(
-            frozenset(agreed.kernels[self._group]),
-            frozenset({"tp_invariant"}) if agreed.tp_invariant else frozenset(),
-            measured=agreed.measured,
-        )
-        self.snapshot = self.device.agreed_snapshot(agreed.policy(), terms)
-        self.agreed, self.plan = agreed, digest_of(agreed.encoded())
-        log.info("gang.plan_active", version=agreed.version, plan=self.plan, rank=self.rank)
+            self.agreed = agreed = self._plans[now]
+            self._plans = {plan: kept for plan, kept in self._plans.items() if kept.version >= agreed.version}
+            self._snapshots = {}
+        log.info("gang.plan_active", version=agreed.version, plan=now, rank=self.rank, step=number)
 
     @property
-    def decided(self) -> str:
-        """The digest of what this rank has chosen under the plan in force."""
-        terms = self.snapshot.terms if self.snapshot is not None else None
-        return terms.decided if terms is not None else ""
+    def plan(self) -> str:
+        """The digest of the plan in force."""
+        return self._order.now
+
+    def under(self, model: str = "") -> Snapshot:
+        """What selections of one model are made in, under the plan in force.
+
+        Each model's choices are its own: they share the plan, and change with it at the same step.
+        Raises: ConsistencyError: this rank has not joined.
+        """
+        found = self._snapshots.get(model)
+        if found is None:
+            if self.agreed is None:
+                raise ConsistencyError(f"rank {self.rank} needs to join before its first step")
+            found = self.device.agreed_snapshot(self.agreed.policy(), self.agreed.terms(self._group))
+            found = self._snapshots.setdefault(model, found)
+        return found
+
+    def decided(self, model: str = "") -> str:
+        """The digest of what this rank has chosen for one model under the plan in force."""
+        found = self._snapshots.get(model)
+        return found.terms.decided if found is not None and found.terms is not None else ""
 
     def check(self) -> None:
         """Refuse to go on in a gang that has failed.

@@ -277,8 +277,9 @@ class LocalDevice:
                 hardware=self.hardware,
                 policy=policy,
                 standing=Standing(),
-                knobs=Knobs(settings.strict, settings.tie_band, settings.default_gain),
+                knobs=terms.knobs,
                 modes=terms.modes,
+                yields=frozenset() if terms.knobs.strict else terms.modes,
             )
         blocked = {**self.registry.blocked(), **self.health.blocked()}
         room = self.room.bytes if any(kernel.workspace_bytes for kernel in kernels) else None

@@ -43,11 +43,10 @@ class Room:
     def moved(self, settings: Settings) -> bool:
         """Look, and say whether the room is another than before."""
         self._looked = self._clock()
-        before, free = self.bytes, self._free(self._device)
-        if free <= 0:
-            self.bytes = settings.workspace_limit_bytes
-        else:
-            self.bytes = room_for(
-                free, self._total, settings.memory_headroom, settings.workspace_limit_bytes, before
-            )
+        before, self.bytes = self.bytes, self.now(settings, self.bytes)
         return self.bytes != before
+
+    def now(self, settings: Settings, before: int | None = None) -> int | None:
+        """The room of this moment, `before` while free memory is near it; None where nobody knows."""
+        free, limit = self._free(self._device), settings.workspace_limit_bytes
+        return room_for(free, self._total, settings.memory_headroom, limit, before) if free > 0 else limit

@@ -22,6 +22,7 @@ import msgspec
 import torch
 from torch import Tensor
 
+from layerzero import log
 from layerzero.errors import CudaGraphUnsafeError, NoKernelFoundError, SelectionTimeoutError
 from layerzero.hardware import Hardware
 from layerzero.kernel import Kernel
@@ -140,7 +141,10 @@ class _Flight:
 
 @dataclass(frozen=True, slots=True)
 class Rules:
-    """Everything that verdicts of one table depend on; equal rules may share a table."""
+    """Everything that verdicts of one table depend on; equal rules may share a table.
+
+    `yields` are those of `modes` that are given up where no kernel has them.
+    """
 
     kernels: tuple[Kernel, ...]
     hardware: Hardware
@@ -148,6 +152,7 @@ class Rules:
     standing: Standing
     knobs: Knobs
     modes: frozenset[str] = frozenset()
+    yields: frozenset[str] = frozenset()
     costs: Hashable = None
     watched: Hashable = None
     solved: Solved | None = None
@@ -319,7 +324,22 @@ class Table:
         return flight.plan
 
     def fresh(self, request: Request) -> Selection:
-        """The decision for a request, computed anew whatever the table remembers."""
+        """The decision for a request, computed anew whatever the table remembers.
+
+        Where no kernel has what a mode of `Rules.yields` asks for, the choice is made without it, with a
+        warning.
+        """
+        asked = request.modes & self._rules.yields
+        try:
+            return self._decided_for(request)
+        except NoKernelFoundError:
+            if not asked:
+                raise
+        found = self._decided_for(request.replace(modes=request.modes - asked))
+        log.warning("selection.without_mode", op=self.op.name, modes=sorted(asked), kernel=found.kernel)
+        return found
+
+    def _decided_for(self, request: Request) -> Selection:
         rules, on_grid = self._rules, self._maker.on_grid(request)
         selection = decide(
             self.op,
@@ -358,16 +378,23 @@ def selection_at(selection: Selection, generation: int) -> Selection:
 class Terms:
     """What the ranks of a gang agreed on, in place of one device's own health, readiness and measurements.
 
-    `kernels` are the ids that may be chosen, `modes` hold for every request, `measured` says whether
-    measurements count. `decided` is the digest of all choices so far: equal on ranks that ran the same steps.
+    `kernels` are the ids that may be chosen, `knobs` hold in place of this rank's settings, `modes` for every
+    request, `measured` says whether measurements count. `decided` is the digest of all choices so far: equal
+    on ranks that ran the same steps.
     """
 
-    __slots__ = ("_hash", "decided", "kernels", "measured", "modes")
+    __slots__ = ("_hash", "decided", "kernels", "knobs", "measured", "modes")
 
     def __init__(
-        self, kernels: frozenset[str], modes: frozenset[str] = frozenset(), *, measured: bool
+        self,
+        kernels: frozenset[str],
+        modes: frozenset[str] = frozenset(),
+        *,
+        measured: bool,
+        knobs: Knobs = Knobs(),  # noqa: B008  frozen
     ) -> None:
         self.kernels = kernels
+        self.knobs = knobs
         self.modes = modes
         self.measured = measured
         self.decided = ""

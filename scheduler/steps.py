@@ -24,6 +24,7 @@ class Steps:
     def __init__(self, gang: Gang) -> None:
         self.gang = gang
         self.position = Position(gang.rank, gang.epoch)
+        self.models: dict[str, str] = {}  # which model's choices a function's are
         self._issuing = threading.Lock()  # manifests are numbered and sent in one order, the last one too
 
     def take(self, name: str, requests: Sequence[Request], values: Sequence[Any] = ()) -> Snapshot:
@@ -41,11 +42,13 @@ class Steps:
         packed = pack(values, name) if values else b""
         with self._issuing:
             gang.check()
-            snapshot = self._turn()
-            manifest = self.position.issue(name, requests, gang.decided, packed)
+            gang.turn(self.position.number + 1)
+            self.position.plan = gang.plan
+            model = self.models.get(name, "")
+            manifest = self.position.issue(name, requests, gang.decided(model), packed)
             with gang.failing():
                 gang.line.send(encode(manifest))
-        return snapshot
+            return gang.under(model)
 
     def next(self, timeout_s: float | None = None) -> tuple[Manifest, Snapshot]:
         """On a follower: the next manifest, and the Snapshot that its selections are made in.
@@ -60,18 +63,12 @@ class Steps:
             raise ConsistencyError(f"rank {gang.rank} needs to be a follower that has joined")
         with gang.failing():
             manifest = decode(gang.line.receive(timeout_s))
-            snapshot = self._turn()
-            self.position.admit(manifest, gang.decided if gang.leads_group else "")
-        return manifest, snapshot
-
-    def _turn(self) -> Snapshot:
-        """The snapshot of the next step, with the plan that comes in force at it."""
-        gang = self.gang
-        gang.turn(self.position.number + 1)
-        self.position.plan = gang.plan
-        if gang.snapshot is None:
-            raise ConsistencyError(f"rank {gang.rank} needs to join before its first step")
-        return gang.snapshot
+            if manifest.name:  # the end comes under any plan
+                gang.turn(manifest.number, manifest.plan)
+            self.position.plan = gang.plan
+            model = self.models.get(manifest.name, "")
+            self.position.admit(manifest, gang.decided(model) if gang.leads_group else "")
+            return manifest, gang.under(model)
 
     def values(self, manifest: Manifest) -> list[Any]:
         """The arguments that a manifest brings, tensors on this rank's device."""

@@ -18,7 +18,8 @@ import anyio.to_thread
 import torch
 
 from layerzero.actors.agreement import AgreementStore
-from layerzero.actors.gang import Agreed, Gang, Mode
+from layerzero.actors.gang import Gang
+from layerzero.actors.profiles import Agreed, Mode
 from layerzero.api.batched import batched
 from layerzero.api.scope import SCOPE, Scope
 from layerzero.errors import ConfigurationError, ConsistencyError, LayerZeroError

@@ -5,13 +5,25 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator
 from datetime import timedelta
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 from torch.distributed import HashStore, TCPStore  # type: ignore[attr-defined]  # public, not declared
 
 from layerzero.actors import agreement
-from layerzero.actors.agreement import Gather, Outcome, Put, Side, Step, Swap, answer, carry_out, propose
+from layerzero.actors.agreement import (
+    Gather,
+    Outcome,
+    Put,
+    Side,
+    Step,
+    Succession,
+    Swap,
+    answer,
+    carry_out,
+    digest_of,
+    propose,
+)
 from layerzero.actors.stores import LocalStore, TorchStore
 
 PLAN = b'{"kernels":["a","b"]}'
@@ -122,6 +134,119 @@ def test_a_decision_that_is_simply_written_gives_two_outcomes() -> None:
 
     ends = set(outcomes(sides(), 0, overwriting))
     assert any(len({outcome.plan for outcome in end if outcome is not None}) > 1 for end in ends)
+
+
+# -- a plan that is agreed while steps are taken ----------------------------------------------------------
+
+OLD, NEW = "old", digest_of(PLAN)
+# With what each rank did in turn: "hold" the new plan, take a "step".
+Moment = tuple[Histories, frozenset[tuple[str, bytes]], tuple[tuple[str, ...], ...]]
+
+
+def standing(events: tuple[str, ...], at: int, by: Callable[[Succession, int], str]) -> list[str]:
+    """The plan of each step of a rank that did `events`, where the new plan is for step `at`."""
+    plans: list[str] = []
+    order = Succession()
+    order.hold(OLD, 1, 1)
+    order.follow(OLD)
+    for event in events:
+        if event == "hold":
+            order.hold(NEW, 2, at)
+        else:
+            plans.append(by(order, len(plans) + 1))
+    return plans
+
+
+def led(order: Succession, number: int) -> str:
+    return order.lead(number)
+
+
+class Walk:
+    """One moment: what every rank was answered, what stands in the store, what every rank did.
+
+    Rank 0 takes `steps` steps whenever it likes; a follower takes rank 0's in their order, and waits with one
+    whose plan it has voted for and not learned the outcome of. `alone`: followers go by the number only.
+    """
+
+    make = staticmethod(sides())
+    known: ClassVar[dict[Any, Any]] = {}
+
+    def __init__(self, state: Moment, at: int, alone: bool) -> None:
+        self.histories, self.store, self.events = state
+        self.alone = alone
+        self.waits = [self._pending(rank) for rank in range(RANKS)]
+        first = standing(self.events[0], at, led)
+        by = led if alone else lambda order, number: order.follow(first[number - 1])
+        self.plans = (first, *(standing(own, at, by) for own in self.events[1:]))
+
+    def _pending(self, rank: int) -> Any:
+        at = (rank, self.histories[rank])
+        if at not in self.known:
+            self.known[at] = replayed(self.make, *at)
+        return self.known[at]
+
+    def follows(self, steps: int, crashes: int) -> Iterator[Moment]:
+        """Every next moment."""
+        for rank, step in enumerate(self.waits):
+            if step == "lost":
+                continue
+            if isinstance(step, Step):
+                for reply, store in replies(step, dict(self.store)):
+                    yield with_one(self.histories, rank, reply), frozenset(store.items()), self.events
+                if self.waits.count("lost") < crashes:
+                    yield with_one(self.histories, rank, "lost"), self.store, self.events
+            elif step.plan is not None and "hold" not in self.events[rank]:
+                yield self.histories, self.store, with_one(self.events, rank, "hold")
+            if self._may_step(rank, steps):
+                yield self.histories, self.store, with_one(self.events, rank, "step")
+
+    def _may_step(self, rank: int, steps: int) -> bool:
+        first, count, wait = self.plans[0], len(self.plans[rank]), self.waits[rank]
+        if rank == 0 or count >= len(first):
+            return rank == 0 and count < steps
+        undecided = isinstance(wait, Step) or wait.plan is not None
+        return self.alone or first[count] == OLD or "hold" in self.events[rank] or not undecided
+
+
+def with_one(all_of: tuple[Any, ...], rank: int, more: Any) -> tuple[Any, ...]:
+    return (*all_of[:rank], (*all_of[rank], more), *all_of[rank + 1 :])
+
+
+def walks(at: int, steps: int, crashes: int, *, alone: bool = False) -> Iterator[tuple[list[str], ...]]:
+    """The plan of every step on every rank, for every order of voting, learning, stepping and crashing."""
+    nothing: tuple[Any, ...] = ((),) * RANKS
+    begin: Moment = (nothing, frozenset(), nothing)
+    seen: set[Moment] = {begin}
+    todo: list[Moment] = [begin]
+    while todo:
+        walk = Walk(todo.pop(), at, alone)
+        follows = list(walk.follows(steps, crashes))
+        if not follows:
+            yield walk.plans
+        todo.extend(set(follows) - seen)
+        seen.update(follows)
+
+
+@pytest.mark.parametrize("at", [1, 2, 3])
+@pytest.mark.parametrize("crashes", [0, 1])
+def test_no_order_of_votes_and_steps_parts_the_ranks(at: int, crashes: int) -> None:
+    """Whenever a rank learns of the plan: each step has one plan everywhere, and no rank waits for ever."""
+    ends = list(walks(at, 2, crashes))
+    plans = set()
+    for first, *others in ends:
+        assert len(first) == 2 or crashes
+        for own in others:
+            assert own == first[: len(own)]
+            assert len(own) == len(first) or crashes
+        plans.add(tuple(first))
+    late = {("old", "old"), ("old", NEW)} | ({(NEW, NEW)} if at == 1 else set())
+    assert plans >= (late if at < 3 else {("old", "old")})
+    assert all(NEW not in first[: at - 1] for first in plans)
+
+
+def test_a_step_number_alone_parts_the_ranks() -> None:
+    """The negative control: followers that go by the number and not by rank 0's word run other plans."""
+    assert any(own != first[: len(own)] for first, *others in walks(1, 2, 0, alone=True) for own in others)
 
 
 # -- over real stores -----------------------------------------------------------------------------------

@@ -12,6 +12,7 @@ import os
 import sys
 import time
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,9 +20,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 import layerzero as lz
+from layerzero.actors.memory import Room
+from layerzero.kernel import Capability, Efficiency, Kernel
+from layerzero.ops import table as ops_table
 
 RANK, RANKS = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 WIDE, OUT, REQUESTS = 64, 8, 6
+GIB = 1 << 30
 TIMEOUT_S = 30.0
 
 
@@ -33,12 +38,15 @@ class Shard:
         self.own = whole.chunk(RANKS, dim=1)[RANK].contiguous()
         self.whole = whole
         self.ran: list[int] = []
+        self.kernels: set[str] = set()
         self.pause = 0.0
 
     def step(self, x: Tensor) -> Tensor:
         """(N, OUT): the product of rows (N, WIDE) with the whole matrix."""
         self.ran.append(len(x))
         out: Tensor = lz.sync.linear(x.chunk(RANKS, dim=1)[RANK].contiguous(), self.own)
+        chosen = lz.last_selection()
+        self.kernels.add(chosen.kernel if chosen is not None else "")
         time.sleep(self.pause)
         dist.all_reduce(out)
         return out
@@ -112,14 +120,48 @@ async def killed(runtime: lz.Runtime, shard: Shard) -> dict[str, Any]:
         return {"error": ""}
 
 
+def stated(workspace: int, request: Any) -> int:
+    """What a planted kernel says it allocates."""
+    return workspace
+
+
+async def poor(runtime: lz.Runtime, shard: Shard) -> dict[str, Any]:
+    """Each rank has less free memory than the one before; the best kernel needs more than the last has."""
+    reference = ops_table.get("linear").reference
+    for name, workspace, launch_us in (("big", 8 * GIB, 0.001), ("small", 0, 0.01)):
+        runtime.add_kernel(
+            Kernel(
+                id=f"planted.linear.{name}",
+                op="linear",
+                backend="planted",
+                capability=Capability(source="a test", features=frozenset({"bias"})),
+                load=lambda: reference,
+                efficiency=Efficiency(flops=1.0, bandwidth=1.0, launch_us=launch_us, source="a test"),
+                workspace_bytes=partial(stated, workspace),
+                rank=0,
+            )
+        )
+    own = runtime.device("cpu")
+    free = (64, 40, 20, 5)[RANK - RANKS] * GIB
+    own.room = Room(own.device, own.hardware, own.clock.now, lambda _: free)
+    own.room.moved(own.settings)
+    own.refresh()
+    shard.step(row(0))
+    alone, shard.kernels = sorted(shard.kernels), set()
+    said = await together(runtime, shard)
+    return {**said, "alone": alone, "kernels": sorted(shard.kernels)}
+
+
 async def scenario(name: str) -> dict[str, Any]:
     """Run one scenario on this rank."""
     shard = Shard()
     order = list(range(REQUESTS))
     other = order[::-1] if RANK == 1 else order
-    async with lz.start(lz.Settings(inference=True, perfdb=None)) as runtime:
+    async with lz.start(lz.Settings(inference=True, perfdb=None, memory_headroom=0.0)) as runtime:
         if name == "together":
             return await together(runtime, shard)
+        if name == "poor":
+            return await poor(runtime, shard)
         if name == "training":
             return await together(runtime, shard, mode="training")
         if name == "alone":

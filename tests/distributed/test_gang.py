@@ -102,3 +102,14 @@ def test_a_rank_that_dies_is_an_error_on_the_others_in_seconds() -> None:
     (first,) = [each for each in run("killed") if each["rank"] == 0]
     assert first["error"] in ("DeviceLostError", "RuntimeError", "DistBackendError"), first
     assert first["seconds"] < 15
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_the_poorest_ranks_memory_decides_for_all(ranks: int) -> None:
+    """Other free memory on every rank, and only the last has too little: alone they part, together not."""
+    said = run("poor", ranks)
+    assert [each.get("error") for each in said] == [None] * ranks, said
+    rich, poor = ["planted.linear.big"], ["planted.linear.small"]
+    assert [each["alone"] for each in said] == [rich] * (ranks - 1) + [poor]
+    assert [each["kernels"] for each in said] == [poor] * ranks
+    assert said[0]["worst"] < 1e-4 and len({each["plan"] for each in said}) == 1

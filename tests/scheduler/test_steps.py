@@ -17,8 +17,9 @@ from hypothesis import strategies as st
 
 import layerzero as lz
 from layerzero.actors.broadcast import Follower, Leader
-from layerzero.actors.gang import Agreed, Gang, Profile, common_plan, profile_of
+from layerzero.actors.gang import Gang
 from layerzero.actors.local import LocalDevice
+from layerzero.actors.profiles import Agreed, Profile, common_plan, profile_of
 from layerzero.actors.stores import LocalStore
 from layerzero.errors import ConfigurationError, ConsistencyError, DeviceLostError, KernelExecutionError
 from layerzero.ops import table as ops_table
@@ -74,7 +75,7 @@ def test_a_kernel_that_one_rank_lacks_is_chosen_by_none() -> None:
     own = [device([kernel("a.rms_norm", launch_us=1.0), kernel("b.rms_norm", launch_us=9.0)])]
     own.append(device([kernel("b.rms_norm", launch_us=9.0)]))
     gangs = gang_of(own)
-    assert [chosen(gang.device, gang.snapshot) for gang in gangs] == ["b.rms_norm"] * 2
+    assert [chosen(gang.device, gang.under()) for gang in gangs] == ["b.rms_norm"] * 2
     assert chosen(own[0], None) == "a.rms_norm"  # outside the gang nothing changed
     for gang in gangs:
         gang.close()
@@ -98,7 +99,7 @@ def test_rank_0s_policy_holds_for_all() -> None:
     own = two()
     own[0].set_policy(Policy((make_rule("deny", "a.rms_norm", op="rms_norm"),)))
     gangs = gang_of(own)
-    assert [chosen(gang.device, gang.snapshot) for gang in gangs] == ["b.rms_norm"] * 2
+    assert [chosen(gang.device, gang.under()) for gang in gangs] == ["b.rms_norm"] * 2
     for gang in gangs:
         gang.close()
 
@@ -169,7 +170,7 @@ def test_tp_invariance_refuses_kernels_that_do_not_promise_it() -> None:
     """Asked for, it is part of every request of the gang; the reason is the one that names it."""
     own = [device([kernel("a.rms_norm"), kernel("b.rms_norm", tp_invariant=True)]) for _ in range(2)]
     gangs = gang_of(own, tp_invariant=True)
-    plan = own[0].launch_planned(RMS, (torch.ones(2, 8), None, 1e-6), gangs[0].snapshot)[1]
+    plan = own[0].launch_planned(RMS, (torch.ones(2, 8), None, 1e-6), gangs[0].under())[1]
     assert plan.kernel == "b.rms_norm"
     (reason,) = plan.selection.candidate("a.rms_norm").rejected
     assert reason.reason is lz.Reason.TP_INVARIANCE_REQUIRED
@@ -255,7 +256,7 @@ def test_equal_choices_go_on() -> None:
     for _ in range(3):
         mine, (_, theirs) = first.take("step", ["a"]), other.next(5.0)
         assert chosen(first.gang.device, mine) == chosen(other.gang.device, theirs) == "a.rms_norm"
-    assert first.gang.decided == other.gang.decided != ""
+    assert first.gang.decided() == other.gang.decided() != ""
     for steps in (first, other):
         steps.close()
 
@@ -269,7 +270,7 @@ def test_a_kernel_that_raises_in_a_gang_is_not_replaced_by_one_rank() -> None:
     own = [device([kernel("a.rms_norm", run=broken), kernel("b.rms_norm", launch_us=9.0)]) for _ in range(2)]
     gangs = gang_of(own)
     with pytest.raises(KernelExecutionError, match="no rank of a gang falls back alone"):
-        chosen(own[0], gangs[0].snapshot)
+        chosen(own[0], gangs[0].under())
     assert chosen(own[0], None) == "b.rms_norm"  # outside the gang it falls back
     for gang in gangs:
         gang.close()
@@ -465,6 +466,6 @@ def test_agreed_plans_have_one_spelling() -> None:
 def test_a_device_that_is_alone_is_a_gang_of_one() -> None:
     """One rank needs nobody; its steps cost no line."""
     (steps,) = walking(1)
-    assert steps.take("step", ["a"]) is steps.gang.snapshot
+    assert steps.take("step", ["a"]) is steps.gang.under()
     assert profile_of(steps.gang.device, 0).rank == 0
     steps.close()
