@@ -24,6 +24,7 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Callable
+from multiprocessing.connection import Connection as PipeConnection
 from pathlib import Path
 from typing import Any
 
@@ -99,11 +100,12 @@ class _Waiting(asyncio.Protocol):
         self.answer.set_result(data)
 
 
-def echo_server(path: str) -> None:
-    """Serve echoes until killed."""
+def echo_server(path: str, ready: PipeConnection) -> None:
+    """Serve echoes until killed; say through `ready` when that begins."""
 
     async def serve() -> None:
         await asyncio.get_running_loop().create_unix_server(_Echo, path)
+        ready.send(path)
         await asyncio.Event().wait()
 
     asyncio.run(serve())
@@ -122,11 +124,12 @@ async def channel(fleet: Fleet, quick: bool) -> dict[str, Any]:
     rounds = 20 if quick else 200
     loop = asyncio.get_running_loop()
     with tempfile.TemporaryDirectory() as folder:
-        path = f"{folder}/echo"
-        child = multiprocessing.get_context("spawn").Process(target=echo_server, args=(path,), daemon=True)
+        spawning = multiprocessing.get_context("spawn")
+        ours, theirs = spawning.Pipe(duplex=False)
+        child = spawning.Process(target=echo_server, args=(f"{folder}/echo", theirs), daemon=True)
         child.start()
-        while not os.path.exists(path):  # noqa: ASYNC110, ASYNC240
-            await asyncio.sleep(0.01)
+        theirs.close()  # so that a child that dies first is an EOFError here, not a wait without end
+        path = await asyncio.to_thread(ours.recv)
         transport, echo = await loop.create_unix_connection(_Waiting, path)
     for _ in range(rounds):
         begin = time.perf_counter_ns()

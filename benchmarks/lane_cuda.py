@@ -105,7 +105,7 @@ def measure(options: argparse.Namespace, layers: int, context: int) -> dict[str,
         with Where() as look:
             crowd.looped(hand, replace(here, seconds=1.0))
         where[HAND] = look.shares()
-        linear = asyncio.run(_linear(model, options.requests)) if not options.rehearse else None
+        linear = _linear(model, options.requests)
         del hand, model, bound
     if options.device == "cuda":
         torch.cuda.empty_cache()
@@ -163,7 +163,7 @@ def counted(
     return rows
 
 
-async def _linear(model: Any, callers: int, steps: int = 200) -> dict[str, Any]:
+def _linear(model: Any, callers: int, steps: int = 200) -> dict[str, Any]:
     """Microseconds of one of `callers` awaits of one linear layer, and what the same costs without them."""
     layer, width = model.layers[0], model.config.channels
     rows = torch.zeros(callers, width, dtype=layer.w_out.dtype, device=layer.w_out.device)
@@ -171,6 +171,11 @@ async def _linear(model: Any, callers: int, steps: int = 200) -> dict[str, Any]:
     async def caller(row: Tensor) -> None:
         for _ in range(steps):
             row = await lz.linear(row, layer.w_out)
+
+    async def crowded() -> float:
+        begin = time.perf_counter()
+        await asyncio.gather(*(caller(rows[i : i + 1]) for i in range(callers)))
+        return time.perf_counter() - begin
 
     def done() -> None:
         if rows.is_cuda:
@@ -180,9 +185,7 @@ async def _linear(model: Any, callers: int, steps: int = 200) -> dict[str, Any]:
     for _ in range(2):  # the first one warms up
         done()
         with Where() as look:
-            begin = time.perf_counter()
-            await asyncio.gather(*(caller(rows[i : i + 1]) for i in range(callers)))
-            launched = time.perf_counter() - begin
+            launched = asyncio.run(crowded())
         done()
         begin = time.perf_counter()
         for _ in range(steps):

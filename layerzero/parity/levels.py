@@ -144,16 +144,12 @@ def level_2(ours: Ours, config: Config) -> Iterator[Row]:
         yield Row(name, config.name, _largest(got, buffers[1][name]), PARITY_LAYER)
     for name, got in gradients[0].items():
         yield Row(f"gradient of {name}", config.name, _largest(got, gradients[1][name]), PARITY_LAYER)
-    own = model.cast(torch.float32)
+    own, record = model.cast(torch.float32), dict[str, Tensor]().__setitem__  # stages are compared above
     with torch.no_grad():
-        whole = llama_layer(ours, own, 0, x, _ignored)
-        pieces = [llama_layer(ours, own, 0, x[:7], _ignored)]
-        pieces += [llama_layer(ours, own, 0, x[i : i + 1], _ignored, i) for i in range(7, ROWS)]
+        whole = llama_layer(ours, own, 0, x, record)
+        pieces = [llama_layer(ours, own, 0, x[:7], record)]
+        pieces += [llama_layer(ours, own, 0, x[i : i + 1], record, i) for i in range(7, ROWS)]
     yield Row("prefill + decode", config.name, _largest(torch.cat(pieces), whole), PARITY_LAYER)
-
-
-def _ignored(name: str, value: Tensor) -> None:
-    """A record that keeps nothing."""
 
 
 # -- level 3: the stages of every layer, on real weights ----------------------------------------------
