@@ -32,10 +32,12 @@ ALONG = {
     "rms_norm": (0,), "rope": (0, 1, 2), "sample": (0, 4), "sample_topk": (0, 3), "sample_topp": (0, 3),
     "verify_chain": (0, 1, 2, 3), "verify_tree": (0, 1, 2, 4),
 }  # fmt: skip
-# Sizes where matrix and attention kernels choose another blocking, by op; the first is every other op's.
+# Widths on and off every vector size, and where a matrix kernel chooses another blocking.
+_WIDTHS = ({}, {"C": 31, "K": 64}, {"C": 384, "K": 384}, {"C": 1536, "K": 384}, {"C": 768, "K": 3072})
+# Sizes by op, for the ops whose kernels depend on them.
 SIZES: dict[str, tuple[dict[str, int], ...]] = {
-    "": ({}, {"C": 384, "K": 384}),
-    "linear": ({}, {"C": 31, "K": 64}, {"C": 1536, "K": 384}, {"C": 768, "K": 3072}),
+    **dict.fromkeys(("rms_norm", "add_rms_norm", "layer_norm", "add_layer_norm"), _WIDTHS),
+    **dict.fromkeys(("linear", "quantized_linear", "embedding", "quantize", "dequantize"), _WIDTHS),
     "mlp": ({}, {"C": 384, "F": 1536}),
     "attention": ({}, {"Sq": 33, "Sk": 65, "D": 64}),
     "paged_attention": ({}, {"P": 16, "D": 64}, {"P": 1}),
@@ -53,7 +55,7 @@ def asks(op: str) -> list[tuple[str, ...]]:
     seeds = ("seed_per_row",) if op.startswith(("sample", "verify")) else ()
     shared = {"scale_per_tensor"} if op == "quantize" else set()
     apart = APART | shared | set(seeds)
-    return [seeds, *((ask,) for ask in cases._ASKS.get(op, ()) if ask not in apart)]
+    return [seeds, *((ask,) for ask in cases.ASKS.get(op, ()) if ask not in apart)]
 
 
 def taken(op: str, args: Args, rows: Sequence[int], each: int) -> Args:
@@ -151,7 +153,7 @@ def test_a_row_has_its_own_bits_alone_and_in_any_batch_at_any_place(kernel: Kern
     """Every op, dtype and feature, in memory of its own each time."""
     tried = 0
     for dtype in cases.dtypes(kernel):
-        for dims in SIZES.get(kernel.op, SIZES[""]):
+        for dims in SIZES.get(kernel.op, ({},)):
             for ask in asks(kernel.op):
                 assert not (found := differing(kernel, loaded(kernel), dtype, dims, ask)), found
                 tried += 1

@@ -114,55 +114,6 @@ def test_repeated_runs_give_the_same_bits(kernel: Kernel) -> None:
                 assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True)), str(case)
 
 
-# Which operands have callers' rows in front; the others belong to all.
-_ROWS = {
-    "attention": (0, 1, 2), "rms_norm": (0,), "add_rms_norm": (0, 1), "layer_norm": (0,),
-    "add_layer_norm": (0, 1), "linear": (0,),
-    "mlp": (0,), "embedding": (0,), "rope": (0, 1, 2), "sample": (0,), "sample_topk": (0,),
-    "sample_topp": (0,), "verify_chain": (0, 1, 2), "verify_tree": (0, 1, 2),
-    "cross_entropy": (0, 1), "linear_cross_entropy": (0, 2),
-    "moe": (0, 1), "quantize": (0,), "dequantize": (0, 1), "quantized_linear": (0,),
-    "paged_attention": (0, 3, 4), "mla_attention": (0, 1, 4, 5),
-}  # fmt: skip
-
-
-def row_bits_hold(kernel: Kernel, dtype: torch.dtype, dims: dict[str, int], asks: tuple[str, ...]) -> bool:
-    """Whether the first rows give the same bits alone and in batches of several sizes."""
-    op = kernel.op
-    size = "B" if op == "attention" else "N"
-    args = cases.call(cases.Case(op, asks, {**dims, size: 67}), dtype)
-    if judge(kernel, table.get(op).check(args), cases.HERE):
-        return True
-    run = loaded(kernel)
-    with torch.no_grad():
-        full = cases.as_tuple(run(*args))
-        for count in (1, 2, 7, 32):
-            part = tuple(a[:count] if i in _ROWS[op] else a for i, a in enumerate(args))
-            alone = cases.as_tuple(run(*part))
-            if not all(torch.equal(a, b[:count]) for a, b in zip(alone, full, strict=True)):
-                return False
-    return True
-
-
-# What ties rows to each other, or gives a row something that its neighbours do not stand beside.
-_NOT_BY_ROW = (("seed_per_row",), ("mean",), ("prefill",), ("scale_per_tensor",), ("scale_given",))
-WIDTHS = ({"C": 31, "K": 64}, {"C": 384, "K": 384}, {"C": 1536, "K": 384}, {"C": 768, "K": 3072})
-
-
-@every_kernel
-def test_batch_invariance_holds_where_claimed(kernel: Kernel) -> None:
-    """A row's bits do not depend on how many rows stand with it, for kernels that promise so."""
-    if not kernel.capability.batch_invariant:
-        pytest.skip("makes no such promise")
-    if kernel.op not in _ROWS:
-        pytest.skip("has no rows")
-    for dtype in cases.dtypes(kernel):
-        for dims in WIDTHS if kernel.op != "attention" else ({}, {"Sq": 33, "Sk": 65, "D": 64}):
-            for ask in ((), *((a,) for a in cases._ASKS.get(kernel.op, ()))):
-                if "mask" not in str(ask) and ask not in _NOT_BY_ROW:
-                    assert row_bits_hold(kernel, dtype, dims, ask), (dtype, dims, ask)
-
-
 def _weighed(out: Tensor) -> Tensor:
     """A sum in which no two elements count alike: a plain sum of normed rows has no gradient."""
     weights = torch.arange(out.numel(), dtype=out.dtype, device=out.device).cos()

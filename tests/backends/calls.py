@@ -1,0 +1,301 @@
+"""One call of an op, described as a case, and its arguments in random numbers.
+
+They are made for the CPU, or for the device that LAYERZERO_TEST_DEVICE names (`cuda`).
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from layerzero.ops import table
+from layerzero.ops.mlp import is_gated
+from layerzero.ops.op import Args
+from layerzero.ops.quantize import quantize_reference, scale_shape
+
+DEVICE = os.environ.get("LAYERZERO_TEST_DEVICE", "cpu")
+# Gaps between rows that leave addresses of rows multiples of 16 bytes on a device that asks for that.
+_GAP = 5 if DEVICE == "cpu" else 8
+
+
+@dataclass(frozen=True)
+class Case:
+    """One call of an op: what it asks beyond the plain op, its sizes, how its operands lie in memory."""
+
+    op: str
+    asks: tuple[str, ...] = ()
+    dims: dict[str, int] = field(default_factory=dict, hash=False)
+    strided: bool = False
+
+    def __str__(self) -> str:
+        sizes = "x".join(f"{k}{v}" for k, v in self.dims.items())
+        return "-".join([self.op, *self.asks, sizes, *(["strided"] if self.strided else [])])
+
+
+def call(case: Case, dtype: torch.dtype, seed: int = 0) -> Args:
+    """The op's argument tuple for a case."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def rand(*shape: int, kind: torch.dtype = dtype) -> Tensor:
+        if case.strided and len(shape) > 1:
+            wide = torch.randn(*shape[:-1], shape[-1] + _GAP, generator=generator)
+            return wide.to(DEVICE, kind)[..., : shape[-1]]
+        return torch.randn(shape, generator=generator).to(DEVICE, kind)
+
+    build = (_OF_THEIR_OWN | OVER_SEQUENCES).get(case.op, _plain)
+    positional, named = build(case, rand, generator)
+    args: Args = table.get(case.op).build(*positional, **named)[1]
+    return to(DEVICE, args)
+
+
+def to(device: str, args: Args) -> Args:
+    """The arguments with every tensor on a device, the same tensor staying the same."""
+    moved = {id(a): a.to(device) for a in args if isinstance(a, Tensor)}
+    return tuple(moved.get(id(a), a) for a in args)
+
+
+def _attention(case: Case, rand: Any, generator: torch.Generator) -> tuple[list[Any], dict[str, Any]]:
+    asks = set(case.asks)
+    dims = {"B": 2, "Hq": 4, "Hk": 2 if "gqa" in asks else 4, "Sq": 7, "Sk": 11, "D": 16} | case.dims
+    b, hq, hk, sq, sk, d = (dims[n] for n in ("B", "Hq", "Hk", "Sq", "Sk", "D"))
+    dv = dims.get("Dv", d)
+    named: dict[str, Any] = {"is_causal": "causal" in asks, "return_lse": "lse" in asks}
+    if "bshd" in asks:
+        q, k, v, named["layout"] = rand(b, sq, hq, d), rand(b, sk, hk, d), rand(b, sk, hk, dv), "BSHD"
+    else:
+        q, k, v = rand(b, hq, sq, d), rand(b, hk, sk, d), rand(b, hk, sk, dv)
+    if "mask_bool" in asks:
+        mask = torch.rand(b, 1, sq, sk, generator=generator) > 0.4
+        mask[..., 0] |= "empty_rows" not in asks
+        mask[0, 0, 0] &= "empty_rows" not in asks
+        named["attn_mask"] = mask
+    if "mask_float" in asks:
+        named["attn_mask"] = rand(hq, sq, sk)
+    if "mask_wide" in asks:
+        named["attn_mask"] = rand(sq, sk, kind=torch.float32)
+    if "attn_mask" in named:
+        named["combine_mask"] = named["is_causal"]
+        named["rows_nonempty"] = "empty_rows" not in asks
+    if "scale" in asks:
+        named["scale"] = 0.37
+    if "window" in asks:
+        named["window"] = (3, 2)
+    if "softcap" in asks:
+        named["softcap"] = 1.5
+    if "alibi" in asks:
+        named["alibi_slopes"] = torch.rand(hq, generator=generator)
+    return [q, k, v], named
+
+
+def _rope(case: Case, rand: Any, generator: torch.Generator) -> tuple[list[Any], dict[str, Any]]:
+    n, d = case.dims.get("N", 9), case.dims.get("D", 16)
+    half = d // 4 if "partial_rotary" in case.asks else d // 2
+    angles = torch.rand(32, half, generator=generator) * 6
+    named: dict[str, Any] = {"interleaved": "interleaved" in case.asks}
+    if "xpos" in case.asks:
+        named["xpos_scale"] = torch.rand(32, half, generator=generator) + 0.5
+    positions = torch.randint(0, 32, (n,), generator=generator)
+    return [rand(n, 4, d), rand(n, 2, d), positions, angles.cos(), angles.sin()], named
+
+
+def _ragged(case: Case, rand: Any, generator: torch.Generator) -> tuple[list[Any], dict[str, Any]]:
+    dims = {"Hq": 4, "Hk": 2 if "gqa" in case.asks else 4, "D": 16} | case.dims
+    hq, hk, d = dims["Hq"], dims["Hk"], dims["D"]
+    cu, cu_k = torch.tensor([0, 3, 3, 10]), torch.tensor([0, 40, 45, 52])
+    return [rand(10, hq, d), rand(52, hk, d), rand(52, hk, dims.get("Dv", d)), cu, cu_k], _flags(case)
+
+
+def _paged(case: Case, rand: Any, generator: torch.Generator) -> tuple[list[Any], dict[str, Any]]:
+    dims = {"Hq": 4, "Hk": 2 if "gqa" in case.asks else 4, "D": 16, "P": 8, "N": 3} | case.dims
+    hq, hk, d, size, batch = (dims[n] for n in ("Hq", "Hk", "D", "P", "N"))
+    tables = torch.randperm(6 * batch, generator=generator).view(batch, 6)
+    lens = torch.randint(1, 6 * size + 1, (batch,), generator=generator)
+    pools = [rand(6 * batch, size, hk, w) for w in (d, dims.get("Dv", d))]
+    named, tokens = _flags(case), batch
+    if "prefill" in case.asks:
+        named["cu_seqlens"], tokens = torch.arange(batch + 1) * 3, 3 * batch
+    if "hnd" in case.asks:
+        pools, named["layout"] = [pool.transpose(1, 2) for pool in pools], "HND"
+    for ask in case.asks:
+        if ask.startswith("kv_"):
+            pools = [pool.to(getattr(torch, ask.removeprefix("kv_"))) for pool in pools]
+    return [rand(tokens, hq, d), *pools, tables, lens], named
+
+
+def _latent(case: Case, rand: Any, generator: torch.Generator) -> tuple[list[Any], dict[str, Any]]:
+    sizes = case.dims | {"Hk": 1, "D": case.dims.get("C", case.dims.get("D", 16))}
+    wide = Case(case.op, tuple(a for a in case.asks if a not in ("gqa", "hnd")), sizes)
+    (_, ckv, _, tables, lens), named = _paged(wide, rand, generator)
+    del named["scale"], named["window"], named["softcap"]
+    heads, tokens = 1 if "gqa" not in case.asks else 3, len(lens) * (3 if "prefill" in case.asks else 1)
+    rotary = case.dims.get("R", 8)
+    ckv, kpe = ckv[:, :, 0], rand(*ckv.shape[:2], rotary).to(ckv.dtype)
+    return [rand(tokens, heads, ckv.shape[2]), rand(tokens, heads, rotary), ckv, kpe, tables, lens], named | {
+        "scale": 0.3 if "C" not in case.dims else 0.07
+    }
+
+
+def _append(case: Case, rand: Any, generator: torch.Generator) -> tuple[list[Any], dict[str, Any]]:
+    dims = {"Hk": 2, "D": 16, "P": 8, "N": 9} | case.dims
+    heads, d, size, tokens = (dims[n] for n in ("Hk", "D", "P", "N"))
+    widths = d, dims.get("Dv", d)
+    pools = [rand(-(-2 * tokens // size), size, heads, width) for width in widths]
+    named: dict[str, Any] = {}
+    if "hnd" in case.asks:
+        pools, named["layout"] = [pool.transpose(1, 2) for pool in pools], "HND"
+    for ask in set(case.asks) - {"kv_strided"}:
+        if ask.startswith("kv_"):
+            pools = [pool.to(getattr(torch, ask.removeprefix("kv_"))) for pool in pools]
+    if "kv_strided" in case.asks:
+        pools = [torch.stack([pool, pool], -1)[..., 0] for pool in pools]
+    slots = torch.randperm(2 * tokens, generator=generator)[:tokens]
+    return [*(rand(tokens, heads, width) for width in widths), *pools, slots], named
+
+
+def _flags(case: Case) -> dict[str, Any]:
+    asks = set(case.asks)
+    return {
+        "is_causal": "causal" in asks,
+        "return_lse": "lse" in asks,
+        "scale": 0.37 if "scale" in asks else None,
+        "window": (3, 2) if "window" in asks else None,
+        "softcap": 1.5 if "softcap" in asks else None,
+    }
+
+
+OVER_SEQUENCES = {"paged_attention": _paged, "ragged_attention": _ragged, "mla_attention": _latent}
+
+
+def _mlp(case: Case, rand: Any, generator: torch.Generator) -> tuple[list[Any], dict[str, Any]]:
+    n, c, f = case.dims.get("N", 9), case.dims.get("C", 24), case.dims.get("F", 40)
+    activation = next((a.removeprefix("act_") for a in case.asks if a.startswith("act_")), "gelu")
+    rows = 2 * f if is_gated(activation) else f
+    biases = [rand(rows), rand(c)] if "bias" in case.asks else [None, None]
+    return [rand(n, c), rand(rows, c) * c**-0.5, rand(c, f) * f**-0.5, *biases], {"activation": activation}
+
+
+def _codes(shape: tuple[int, int], case: Case, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+    """Random codes of the format that a case asks for, and their scales in the layout that it asks for."""
+    form = next((a.removeprefix("quant_") for a in case.asks if a.startswith("quant_")), "int8")
+    layout = next((a.removeprefix("scale_per_") for a in case.asks if a.startswith("scale_per_")), "row")
+    group = _group(shape[1]) if layout == "group" else 0
+    numbers = torch.randn(shape, generator=generator)
+    codes, scale = quantize_reference(numbers, form, layout, group, None)
+    return codes, scale
+
+
+def _group(width: int) -> int:
+    """The smallest size above 1 that divides a row."""
+    return next((size for size in range(2, width + 1) if width % size == 0), 1)
+
+
+def _quantize(case: Case, rand: Any, generator: torch.Generator) -> tuple[list[Any], dict[str, Any]]:
+    n, c = case.dims.get("N", 9), case.dims.get("C", 24)
+    form = next((a.removeprefix("quant_") for a in case.asks if a.startswith("quant_")), "int8")
+    layout = next((a.removeprefix("scale_per_") for a in case.asks if a.startswith("scale_per_")), "row")
+    named: dict[str, Any] = {"format": form, "granularity": layout}
+    if layout == "group":
+        named["group_size"] = _group(c)
+    if "scale_given" in case.asks:
+        shape = scale_shape((n, c), layout, named.get("group_size", 0))
+        named["scale"] = torch.rand(shape, generator=generator) * 0.02 + 0.001
+    return [rand(n, c)], named
+
+
+def _dequantize(case: Case, rand: Any, generator: torch.Generator) -> tuple[list[Any], dict[str, Any]]:
+    codes, scale = _codes((case.dims.get("N", 9), case.dims.get("C", 24)), case, generator)
+    if case.strided:
+        codes = torch.stack([codes, codes], -1)[..., 0]
+    return [codes, scale], {"dtype": str(rand(1).dtype).removeprefix("torch.")}
+
+
+def _quantized_linear(case: Case, rand: Any, generator: torch.Generator) -> tuple[list[Any], dict[str, Any]]:
+    n, c, k = case.dims.get("N", 9), case.dims.get("C", 24), case.dims.get("K", 40)
+    weight, scale = _codes((c, k), case, generator)
+    inputs = "dynamic" if "inputs_quantized" in case.asks else "float"
+    return [rand(n, k), weight, scale, rand(c) if "bias" in case.asks else None], {"inputs": inputs}
+
+
+def _linear_cross_entropy(
+    case: Case, rand: Any, generator: torch.Generator
+) -> tuple[list[Any], dict[str, Any]]:
+    n, k, v = (case.dims.get(name, size) for name, size in (("N", 9), ("K", 40), ("V", 50)))
+    target = torch.randint(0, v, (n,), generator=generator)
+    named = {
+        "label_smoothing": 0.1 if "label_smoothing" in case.asks else 0.0,
+        "reduction": "mean" if "mean" in case.asks else "none",
+    }
+    bias = rand(v) if "bias" in case.asks else None
+    return [rand(n, k), rand(v, k) * k**-0.5, target, bias], named
+
+
+def _moe(case: Case, rand: Any, generator: torch.Generator) -> tuple[list[Any], dict[str, Any]]:
+    n, c, f, e = (case.dims.get(name, size) for name, size in (("N", 9), ("C", 24), ("F", 40), ("E", 5)))
+    activation = next((a.removeprefix("act_") for a in case.asks if a.startswith("act_")), "swiglu")
+    named = {
+        "top_k": case.dims.get("T", 2),
+        "activation": activation,
+        "scoring": "sigmoid" if "scores_sigmoid" in case.asks else "softmax",
+        "renormalize": "scores_raw" not in case.asks,
+    }
+    weights = rand(e, 2 * f, c) * c**-0.5, rand(e, c, f) * f**-0.5
+    return [rand(n, c), torch.randn(n, e, generator=generator), *weights], named
+
+
+_OF_THEIR_OWN = {
+    "moe": _moe,
+    "linear_cross_entropy": _linear_cross_entropy,
+    "attention": _attention, "rope": _rope, "mlp": _mlp, "append_kv": _append, "quantize": _quantize,
+    "dequantize": _dequantize, "quantized_linear": _quantized_linear,
+}  # fmt: skip
+
+
+def _plain(case: Case, rand: Any, generator: torch.Generator) -> tuple[list[Any], dict[str, Any]]:
+    asks, dims = set(case.asks), case.dims
+    n, c, k, vocabulary = dims.get("N", 9), dims.get("C", 24), dims.get("K", 40), dims.get("V", 50)
+    weight = None if "no_weight" in asks else rand(c)
+    ids = torch.randint(0, vocabulary, (n,), generator=generator)
+    if case.op == "rms_norm":
+        return [rand(n, c), weight], {}
+    if case.op == "add_rms_norm":
+        return [rand(n, c), rand(n, c), weight], {}
+    if case.op == "add_layer_norm":
+        return [rand(n, c), rand(n, c), weight, rand(c) if "bias" in asks else None], {}
+    if case.op == "layer_norm":
+        return [rand(n, c), weight, rand(c) if "bias" in asks else None], {}
+    if case.op == "linear":
+        return [rand(n, k), rand(c, k), rand(c) if "bias" in asks else None], {}
+    if case.op == "embedding":
+        return [ids, rand(vocabulary, c)], {"padding_idx": 3 if "padding_idx" in asks else None}
+    if case.op == "cross_entropy":
+        weights = rand(vocabulary).abs() if "class_weights" in asks else None
+        smoothing = 0.1 if "label_smoothing" in asks else 0.0
+        reduction = "mean" if "mean" in asks else "none"
+        named = {"weight": weights, "label_smoothing": smoothing, "reduction": reduction}
+        return [rand(n, vocabulary), ids], named
+    if case.op == "alibi":
+        return [rand(dims.get("Hq", 4)), 5, 9], {}
+    return _drawn(case, rand, generator)
+
+
+def _drawn(case: Case, rand: Any, generator: torch.Generator) -> tuple[list[Any], dict[str, Any]]:
+    n, vocabulary = case.dims.get("N", 9), case.dims.get("V", 50)
+    seed: Any = torch.arange(n) if "seed_per_row" in case.asks else 7
+    if case.op == "sample":
+        return [rand(n, vocabulary)], {"top_k": 20, "top_p": 0.9, "seed": seed}
+    if case.op == "sample_topk":
+        return [rand(n, vocabulary), 10], {"seed": seed}
+    if case.op == "sample_topp":
+        return [rand(n, vocabulary), 0.8], {"seed": seed}
+    if case.op in ("verify_chain", "verify_tree"):
+        places = case.dims.get("S", 4)
+        after = places + (case.op == "verify_chain")
+        draft, target = (rand(n, size, vocabulary).softmax(-1) for size in (places, after))
+        drafted = torch.randint(0, vocabulary, (n, places), generator=generator)
+        tree = [] if case.op == "verify_chain" else [tuple((node - 1) // 2 for node in range(places))]
+        return [draft, drafted, target, *tree], {"seed": seed}
+    raise NotImplementedError(f"no calls for op {case.op!r}: add them here")
