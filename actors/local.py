@@ -14,6 +14,7 @@ from layerzero import log
 from layerzero.actors.memory import Room
 from layerzero.actors.recovery import Recovery
 from layerzero.actors.registry import Registry
+from layerzero.actors.samplers import sampling
 from layerzero.actors.worker import Worker
 from layerzero.clock import Clock, MonotonicClock, Timer
 from layerzero.dispatch import GRAD, Plan, Rules, Snapshot, Table, Terms, capturing_mode, mode, positional
@@ -37,6 +38,7 @@ if TYPE_CHECKING:  # what only some deployments use is imported where they ask f
     from layerzero.actors.watching import Watcher
     from layerzero.perfdb import Measurement
     from layerzero.selection.solved import Solved
+    from layerzero.tuning.drift import DriftWatch
 
 _MAX_VIEWS = 64
 _WARM_DELAY_S = 0.1
@@ -88,12 +90,12 @@ class LocalDevice:
         self._expected = threading.Event()
         self._expected.set()
         self._watchers: tuple[Watcher, ...] = ()
-        self._guard: NumericsGuard | None = None
+        self._samplers: tuple[NumericsGuard | DriftWatch, ...] = ()
         self._solved: Solved | None = None
         self._take_table()
         self._sized: dict[str, bool] = {}
         self.room = Room(self.device, self.hardware, self.clock.now)
-        self._watch_numerics()
+        self._sample()
         self.measured: tuple[Measurement, ...] = ()  # what was tuned here and no file holds
         self._warming: set[str] = set()
         self._timer: Timer | None = None
@@ -131,7 +133,7 @@ class LocalDevice:
         self.settings = settings
         self.health.set_settings(settings)
         self._settle()
-        self._watch_numerics()
+        self._sample()
         self._take_table()
         self._look_at_memory()
         self.refresh()
@@ -157,17 +159,13 @@ class LocalDevice:
             path, kernels = self.settings.dispatch_table, self.registry.all()
             self._solved = in_force(path, self.hardware, kernels, strict=self.settings.strict)
 
-    def _watch_numerics(self) -> None:
-        """Have sampled calls checked, or no longer, as the settings say."""
-        if self._guard is not None:
-            self._watchers = tuple(w for w in self._watchers if w is not self._guard)
-            self._guard.close()
-            self._guard = None
-        if self.settings.check_rate > 0:
-            from layerzero.actors.guard import NumericsGuard
-
-            self._guard = NumericsGuard(self, self.settings.check_rate)
-            self._watchers = (*self._watchers, self._guard)
+    def _sample(self) -> None:
+        """Have sampled calls checked or timed, or no longer, as the settings say."""
+        before = self._samplers
+        for sampler in before:
+            sampler.close()
+        self._samplers = sampling(self)
+        self._watchers = (*(w for w in self._watchers if w not in before), *self._samplers)
 
     # -- generations ------------------------------------------------------------------------------
 
@@ -488,8 +486,8 @@ class LocalDevice:
                 self._timer.cancel()
                 self._timer = None
             self.snapshot = Snapshot(self.snapshot.generation + 1, self.snapshot.policy)
-        if self._guard is not None:
-            self._guard.close()
+        for sampler in self._samplers:
+            sampler.close()
         self.worker.close()
         self.reaper.close()
         self._background.close()

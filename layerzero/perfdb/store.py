@@ -141,6 +141,20 @@ class PerfDB:
             await self._connection.commit()
             return int(cursor.rowcount)
 
+    async def discard(self, environment: Environment, rows: Sequence[Measurement]) -> int:
+        """Remove an environment's rows of the kernels and sites of `rows`; returns how many there were."""
+        assert self._connection is not None and self._lock is not None
+        place, gone = _id(environment.digest().encode()), 0
+        async with self._lock:
+            for site, kernel in {(row.site.digest(), f"{row.kernel}\0{row.version}") for row in rows}:
+                cursor = await self._connection.execute(
+                    "DELETE FROM measurement WHERE environment = ? AND site = ? AND kernel = ?",
+                    (place, _id(site), _id(kernel.encode())),
+                )
+                gone += cursor.rowcount
+            await self._connection.commit()
+        return gone
+
 
 def read_rows(path: str | os.PathLike[str], environment: Environment | None = None) -> list[Measurement]:
     """The rows of an environment, read at once: what a device publishes when it is opened.

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+import time
+from collections import Counter
+from collections.abc import Callable, Collection, Hashable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -41,11 +43,18 @@ def has_measurements(settings: Settings, hardware: Hardware) -> bool:
 
 
 def measured_costs(
-    settings: Settings, kernels: Mapping[str, Kernel], hardware: Hardware, fresh: tuple[Measurement, ...] = ()
+    settings: Settings,
+    kernels: Mapping[str, Kernel],
+    hardware: Hardware,
+    fresh: tuple[Measurement, ...] = (),
+    *,
+    without: Collection[Hashable] = (),
+    wall: Callable[[], float] = time.time,
 ) -> CostModel:
     """The cost model that the settings give a device; `fresh` are measurements that no file holds (yet).
 
-    Rows of other versions of a kernel's libraries are left out, and said so.
+    Rows of other versions of a kernel's libraries, and rows older than `Settings.perfdb_days` by the clock
+    `wall` (seconds since 1970), are left out, and said so. `without` names spots that no longer count.
     """
     # Imported where it is used: a process's first call does not wait for measurements.
     from layerzero.perfdb import Environment, versions_of
@@ -57,18 +66,22 @@ def measured_costs(
         from layerzero.perfdb.store import read_rows
 
         rows += [Row(found, MEASURED) for found in read_rows(path, Environment.of(hardware))]
-    current, stale = [], 0
+    oldest = wall() - settings.perfdb_days * 86_400 if settings.perfdb_days is not None else -1.0
+    current: list[Row] = []
+    left_out: Counter[str] = Counter()
     for row in rows:
         kernel = kernels.get(row.measurement.kernel)
         if kernel is None or versions_of(kernel) != row.measurement.version:
-            stale += 1
+            left_out["another version of the kernel's library"] += 1
+        elif row.measurement.at < oldest:
+            left_out[f"older than {settings.perfdb_days:g} days"] += 1
         else:
             current.append(row)
-    if stale:
-        log.warning(ROWS_STALE, rows=stale, used=len(current), why="another version of the kernel's library")
+    for why, count in left_out.items():
+        log.warning(ROWS_STALE, rows=count, used=len(current), why=why)
     if settings.shipped_tables:
         from layerzero.perfdb.shipped import fitting_tables
 
         for table in fitting_tables(hardware, TABLES)[:1]:
             current += [Row(found, SHIPPED) for found in table.rows]
-    return MeasuredCosts(current, kernels, hardware) if current else roofline
+    return MeasuredCosts(current, kernels, hardware, without) if current else roofline

@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections import Counter
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -43,6 +43,8 @@ SIBLING_OCTAVES = 0.5
 MAX_PLACES = 2048
 # What an estimate has to gain over measurements before it is believed: Efficiency values miss by about this.
 ESTIMATE_MARGIN = 1.3
+# The relative spread at which a row counts half; beyond `perfdb.record.MAX_SPREAD` it does not count.
+STEADY = 0.1
 # A row faster than this share of the roofs' time is a mistake, not a kernel: caches give less.
 IMPOSSIBLE = 1 / 64
 # What does not change how long a kernel takes.
@@ -77,14 +79,21 @@ class _Place:
 class MeasuredCosts:
     """A cost model over one device's measurements; falls back to the roofline, and says which it was."""
 
-    def __init__(self, rows: Iterable[Row], kernels: Mapping[str, Kernel], hardware: Hardware) -> None:
+    def __init__(
+        self,
+        rows: Iterable[Row],
+        kernels: Mapping[str, Kernel],
+        hardware: Hardware,
+        without: Collection[Hashable] = (),
+    ) -> None:
         self._hardware = hardware
         self._classes: dict[Class, list[_Place]] = {}
         self._ops: Counter[str] = Counter()
         self._last: tuple[Request, list[tuple[float, _Place]]] | None = None
+        self._spots: set[Hashable] = set()
         self.distrusted: Counter[str] = Counter()
         self.rows = 0
-        self._build(list(rows), kernels)
+        self._build([row for row in rows if spot_of(row.measurement) not in without], kernels)
         if self.distrusted:
             why = "; ".join(f"{n} {why}" for why, n in self.distrusted.most_common())
             log.warning(ROWS_DISTRUSTED, rows=self.distrusted.total(), used=self.rows, why=why)
@@ -109,6 +118,12 @@ class MeasuredCosts:
         if missed:
             estimate *= ESTIMATE_MARGIN * math.exp(_blend(missed))
         return estimate, ROOFLINE
+
+    def spot(self, kernel: str, request: Request) -> Hashable:
+        """Where a kernel's measurement for a request stands (`spot_of` of its rows); None where none does."""
+        launch = "graph" if "capture" in request.modes else "eager"
+        found = _spot(kernel, Site.of(request), launch)
+        return found if found in self._spots else None
 
     def places(self, op: str) -> list[tuple[Request, dict[str, float]]]:
         """Every measured bucket of an op as a request on the grid, with its kernels' microseconds."""
@@ -151,7 +166,7 @@ class MeasuredCosts:
 
     def _build(self, rows: list[Row], kernels: Mapping[str, Kernel]) -> None:
         buckets: dict[tuple[Class, Hashable, tuple[tuple[str, int], ...]], _Place] = {}
-        gathered: dict[tuple[int, str], list[float]] = {}
+        gathered: dict[tuple[int, str], list[tuple[float, float]]] = {}
         # The machine's own before what was shipped, newest first: the limit keeps those.
         rows.sort(key=lambda r: (r.source != MEASURED, -r.measurement.at))
         for row in rows:
@@ -177,17 +192,29 @@ class MeasuredCosts:
                 self._classes.setdefault(key, []).append(place)
             known = place.sources.setdefault(kernel.id, row.source)
             if known == row.source:  # what the machine measured itself replaces what was shipped
-                gathered.setdefault((id(place), kernel.id), []).append(math.log(measured.median_us / ideal))
+                found = (math.log(measured.median_us / ideal), _weight(measured))
+                gathered.setdefault((id(place), kernel.id), []).append(found)
                 missed = measured.median_us / roofline_us(
                     kernel, ops_table.get(request.op).work(request), request, self._hardware
                 )
                 place.estimates.append(math.log(missed))
                 self._ops[request.op] += 1
+                self._spots.add(spot_of(measured))
                 self.rows += 1
         for place in buckets.values():
             for kernel_id in place.sources:
                 # The median over the last tunes: one disturbed tune does not move a choice.
-                place.ratios[kernel_id] = statistics.median(gathered[(id(place), kernel_id)][:5])
+                place.ratios[kernel_id] = _middle(gathered[(id(place), kernel_id)][:5])
+
+
+def spot_of(row: Measurement) -> Hashable:
+    """What a row is a measurement of: its kernel, and the bucket and launch of its call."""
+    return _spot(row.kernel, row.site, row.launch)
+
+
+def _spot(kernel: str, site: Site, launch: str) -> Hashable:
+    bucket = tuple((name, grid(size)) for name, size in sorted(site.dims))
+    return (kernel, _class(site, launch), _flags(site), bucket)
 
 
 def _class(site: Site, launch: str) -> Class:
@@ -252,6 +279,25 @@ def _distance(here: Mapping[str, float], there: Mapping[str, float], same_flags:
             step *= WEIGHTS.get(name, 1.0)
             total += step * step
     return math.sqrt(total)
+
+
+def _weight(row: Measurement) -> float:
+    """How much a row counts beside others of its spot: half where it spreads by `STEADY`, then ever less."""
+    spread = math.sqrt(row.variance) / row.median_us
+    return 1.0 / (1.0 + (spread / STEADY) ** 2)
+
+
+def _middle(found: Sequence[tuple[float, float]]) -> float:
+    """The median of (value, weight) pairs; between two values where both halves weigh the same."""
+    ordered = sorted(found)
+    half, below = sum(weight for _, weight in ordered) / 2, 0.0
+    for position, (value, weight) in enumerate(ordered[:-1]):
+        below += weight
+        if math.isclose(below, half):
+            return (value + ordered[position + 1][0]) / 2
+        if below > half:
+            return value
+    return ordered[-1][0]
 
 
 def _blend(found: Sequence[tuple[float, float]]) -> float:

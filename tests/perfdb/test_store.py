@@ -55,6 +55,20 @@ async def test_another_environment_reads_none_of_them(tmp_path: Path, field: str
 
 
 @pytest.mark.asyncio
+async def test_discarding_takes_one_kernel_of_one_site(tmp_path: Path) -> None:
+    """Rows of that kernel and site in that environment go; every other row stays."""
+    path = tmp_path / "perf.sqlite"
+    other = msgspec.structs.replace(HERE, driver="another")
+    rows = [row(), row(us=11.0), row("b.rms_norm"), row(site=site(N=1, C=384)), row(version="a 2.0")]
+    await write(path, rows)
+    await write(path, [row()], other)
+    async with PerfDB(path) as db:
+        assert await db.discard(HERE, [row(us=99.0)]) == 2
+    kept = read_rows(path, HERE)
+    assert len(kept) == 3 and all(each in kept for each in rows[2:]) and len(read_rows(path, other)) == 1
+
+
+@pytest.mark.asyncio
 async def test_a_failed_write_writes_nothing(tmp_path: Path) -> None:
     """Rows of one call are one transaction."""
     path = tmp_path / "perf.sqlite"
@@ -220,3 +234,40 @@ def test_a_killed_writer_loses_nothing_it_acknowledged(tmp_path: Path) -> None:
         kept = {r.kernel for r in read_rows(path, HERE)}
         assert {f"k{n}.rms_norm" for n in range(acknowledged + 1)} <= kept
         assert not asides(path)
+
+
+_FEW_FILES = """
+import resource, sys, threading
+from layerzero.perfdb.store import read_rows
+from tests.perfdb.rows import HERE
+read_rows(sys.argv[1], HERE)
+resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64))
+gate, found = threading.Barrier(200), []
+def read():
+    gate.wait()
+    for _ in range(3):
+        found.append(len(read_rows(sys.argv[1], HERE)))
+threads = [threading.Thread(target=read) for _ in range(200)]
+for thread in threads: thread.start()
+for thread in threads: thread.join()
+print(len(found), found.count(1), len(read_rows(sys.argv[1], HERE)))
+"""
+
+
+def test_few_descriptors_and_many_threads(tmp_path: Path) -> None:
+    """FS-025: 200 threads read under a limit of 64 descriptors: nobody fails, and afterwards all can be read.
+
+    Who meets the limit is told that nothing can be read now, and the file is not taken for a damaged one.
+    """
+    pytest.importorskip("resource", reason="limits of descriptors are Unix's")
+    import anyio
+
+    path = tmp_path / "perf.sqlite"
+    anyio.run(write, path, [row()])
+    done = subprocess.run(
+        [sys.executable, "-c", _FEW_FILES, str(path)], capture_output=True, text=True,
+        cwd=Path(__file__).parents[2], timeout=100,
+    )  # fmt: skip
+    asked, answered, after = map(int, done.stdout.split())
+    assert asked == 600 and answered > 0 and after == 1, done.stderr[-2000:]
+    assert not asides(path) and read_rows(path, HERE)

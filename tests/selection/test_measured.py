@@ -19,7 +19,8 @@ from layerzero.ops import table as ops_table
 from layerzero.ops.request import Request
 from layerzero.perfdb import Measurement, Site, plausible
 from layerzero.selection.cost import ROOFLINE
-from layerzero.selection.measured import MEASURED, SHIPPED, MeasuredCosts, Row
+from layerzero.selection.expectations import measured_costs
+from layerzero.selection.measured import MEASURED, SHIPPED, MeasuredCosts, Row, spot_of
 from layerzero.settings import Settings
 from tests.kernels import device, kernel
 from tests.perfdb.rows import row, site
@@ -210,3 +211,36 @@ def test_the_measured_order_holds_in_its_bucket(rows: int, width: int, first: fl
     work = NORM.work(grid)
     ratio = model(FAST, work, grid, CPU)[0] / model(SLOW, work, grid, CPU)[0]
     assert ratio == pytest.approx(first / second)
+
+
+def test_an_unsteady_row_counts_less() -> None:
+    """Of three tunes, two that spread widely do not outvote the steady one; three steady ones have a median."""
+    steady = row("fast.rms_norm", 10.0, variance=0.01, at=3)
+    wild = [row("fast.rms_norm", us, variance=(0.7 * us) ** 2, at=2) for us in (40.0, 44.0)]
+    assert priced(costs(steady, *wild), FAST)[0] == pytest.approx(10.0)
+    calm = [msgspec.structs.replace(each, variance=0.01) for each in wild]
+    assert priced(costs(steady, *calm), FAST)[0] == pytest.approx(40.0)
+
+
+@pytest.mark.parametrize(("age_days", "counts"), [(1.0, True), (6.9, True), (7.1, False), (400.0, False)])
+def test_measurements_grow_old(age_days: float, counts: bool, caplog: pytest.LogCaptureFixture) -> None:
+    """Beyond `perfdb_days` a row no longer counts, and that is logged; without a limit it counts for ever."""
+    now = 1_800_000_000.0
+    old = row("fast.rms_norm", 12.5, at=int(now - age_days * 86_400))
+    kernels = {k.id: k for k in (FAST, SLOW)}
+    settings = Settings(perfdb=None, shipped_tables=False, perfdb_days=7)
+    model = measured_costs(settings, kernels, CPU, (old,), wall=lambda: now)
+    assert isinstance(model, MeasuredCosts) is counts
+    assert any("older than 7 days" in r.getMessage() for r in caplog.records) is not counts
+    for_ever = settings.replace(perfdb_days=None)
+    assert isinstance(measured_costs(for_ever, kernels, CPU, (old,), wall=lambda: now), MeasuredCosts)
+
+
+def test_a_forgotten_spot_is_estimated() -> None:
+    """What drift took out counts no longer, for that kernel and bucket alone."""
+    rows = [row("fast.rms_norm", 12.5), row("slow.rms_norm", 9.0)]
+    whole = costs(*rows)
+    spot = whole.spot("fast.rms_norm", request())
+    assert spot == spot_of(rows[0]) and whole.spot("fast.rms_norm", request(N=9000, C=8)) is None
+    less = MeasuredCosts([Row(r, MEASURED) for r in rows], KERNELS, CPU, {spot})
+    assert priced(less, FAST)[1] == ROOFLINE and priced(less, SLOW) == (pytest.approx(9.0), MEASURED)
