@@ -19,7 +19,7 @@ import anyio
 import msgspec
 
 from layerzero import log
-from layerzero.actors.channel import Connection, Handler
+from layerzero.actors.connection import Connection, Handler
 from layerzero.actors.faults import lost_device
 from layerzero.actors.journal import Flight
 from layerzero.actors.ledger import Ledger, Settled

@@ -6,7 +6,8 @@ import asyncio
 from collections.abc import AsyncIterator
 from typing import Any
 
-from layerzero.actors.channel import Address, Connection
+from layerzero.actors.connection import Connection
+from layerzero.actors.frames import Address
 from layerzero.actors.port import DeviceFacts, DeviceHealth
 from layerzero.actors.ray_actor import Pulse
 from layerzero.actors.settling import Numbers

@@ -18,7 +18,9 @@ from typing import Any, Literal, Protocol
 import msgspec
 
 from layerzero import log
-from layerzero.actors.channel import Address, Connection, Listener
+from layerzero.actors.channel import Listener
+from layerzero.actors.connection import Connection
+from layerzero.actors.frames import Address
 from layerzero.actors.hosting import Envelope, Host, Outcome, install_host
 from layerzero.actors.identity import facts_of
 from layerzero.actors.journal import Deaths, Flight, Journal, bury

@@ -17,8 +17,10 @@ import msgspec
 from torch import Tensor
 
 from layerzero import log
-from layerzero.actors.channel import Address, Handler, connect
+from layerzero.actors.channel import connect
+from layerzero.actors.connection import Handler
 from layerzero.actors.forks import renew_after_fork
+from layerzero.actors.frames import Address
 from layerzero.actors.hosting import MAX_DECIDED
 from layerzero.actors.lives import Lifetimes, LostLife, RunningLife, health_of
 from layerzero.actors.port import DeviceFacts, DeviceHealth, DeviceState
@@ -392,8 +394,7 @@ class RayDevice:
     async def control(self, kind: str, body: Any = None, *, timeout_s: float = 10.0) -> Any:
         """Ask a handler of the hosted code through the side channel; see `DevicePort.control`."""
         life = await self._alive(None)
-        async with asyncio.timeout(timeout_s):
-            return await life.channel.ask(kind, body)
+        return await life.channel.ask(kind, body, timeout_s=timeout_s)
 
     # -- tensors ---------------------------------------------------------------------------------
 

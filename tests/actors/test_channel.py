@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
@@ -11,7 +12,9 @@ from typing import Any
 import msgspec
 import pytest
 
-from layerzero.actors.channel import MAX_FRAME, Address, Connection, Listener, connect
+from layerzero.actors.channel import Listener, connect
+from layerzero.actors.connection import MAX_FRAME, Connection
+from layerzero.actors.frames import Address
 from layerzero.actors.lives import Lifetimes
 from layerzero.errors import DeviceLostError
 from layerzero.settings import Settings
@@ -136,3 +139,111 @@ async def test_the_crash_loop_breaker() -> None:
     clock.advance(301.0)
     assert other.died()
     assert other.restarts == 2
+
+
+SERVED = """
+import asyncio, sys
+from layerzero.actors.channel import Listener
+
+async def slow(body, _):
+    await asyncio.sleep(0.02)
+    return body
+
+def pace(body, connection):
+    return slow(body, connection) if body % 2 else body
+
+async def main():
+    handlers = {"echo": lambda body, _: body, "slow": slow, "pace": pace}
+    listener = Listener(handlers, node="here", host="127.0.0.1", secret=b"s" * 32)
+    address = await listener.open()
+    print(address.path, address.port, flush=True)
+    await asyncio.get_running_loop().run_in_executor(None, sys.stdin.read)
+    listener.close()
+
+asyncio.run(main())
+"""
+
+
+@asynccontextmanager
+async def served(unix: bool) -> AsyncIterator[tuple[Connection, asyncio.subprocess.Process]]:
+    """A connection to a listener in another process: only there can an answer come while the asker waits."""
+    pipe = asyncio.subprocess.PIPE
+    process = await asyncio.create_subprocess_exec(sys.executable, "-c", SERVED, stdin=pipe, stdout=pipe)
+    assert process.stdout is not None and process.stdin is not None
+    path, port = (await process.stdout.readline()).decode().split()
+    address = Address(path, "127.0.0.1", int(port), "here", SECRET)
+    connection = await connect(address, client="test", node="here" if unix else "there")
+    try:
+        yield connection, process
+    finally:
+        connection.close()
+        process.stdin.close()
+        await process.wait()
+        await connection.closed.wait()
+
+
+@pytest.mark.parametrize("unix", [True, False])
+async def test_a_chain_of_quick_answers_leaves_the_loop_its_turns(unix: bool) -> None:
+    """Questions that are answered on the spot do not suspend their task; others run all the same."""
+    async with served(unix) as (connection, _):
+        turns = 0
+
+        async def other() -> None:
+            nonlocal turns
+            while True:
+                turns += 1
+                await asyncio.sleep(0)
+
+        await connection.ask("echo", 0)
+        watching = asyncio.ensure_future(other())
+        for i in range(3000):
+            assert await connection.ask("echo", i) == i
+        watching.cancel()
+        assert turns > 10
+        suspended = 0
+        for i in range(200):  # alone again: most of them answer without a turn
+            asked = connection.ask("echo", i)
+            try:
+                asked.send(None)
+            except StopIteration as answered:
+                assert answered.value == i
+            else:
+                suspended += 1
+                asked.close()
+                await asyncio.sleep(0.01)
+        assert suspended < 200
+
+
+async def test_answers_that_take_long_are_waited_for_by_the_loop() -> None:
+    """A kind that is now quick and now slow, slow ones beside quick ones: every answer is its question's."""
+    async with served(True) as (connection, _):
+        for i in range(40):
+            assert await connection.ask("pace", i) == i
+        asked = [connection.ask(kind, i) for i in range(50) for kind in ("slow", "echo", "pace")]
+        assert await asyncio.gather(*asked) == [i for i in range(50) for _ in range(3)]
+        with pytest.raises(TimeoutError):
+            await connection.ask("slow", 1, timeout_s=0.001)
+        for _ in range(9):  # an error is an answer as well
+            with pytest.raises(LookupError, match="none"):
+                await connection.ask("none")
+        assert await connection.ask("echo", 2) == 2
+
+
+async def test_frames_of_many_pieces_arrive_whole() -> None:
+    """Megabytes in both directions, one after the other and at once."""
+    async with served(True) as (connection, _):
+        bodies = [bytes([i]) * (3 << 20) for i in range(4)]
+        for body in bodies:
+            assert await connection.ask("echo", body) == body
+        assert await asyncio.gather(*(connection.ask("echo", body) for body in bodies)) == bodies
+
+
+async def test_a_process_that_dies_ends_its_channel() -> None:
+    """Who asks on, quickly or not, gets DeviceLostError and no hang."""
+    async with served(True) as (connection, process):
+        for i in range(50):
+            await connection.ask("echo", i)
+        process.kill()
+        with pytest.raises(DeviceLostError):
+            for i in range(100_000):
+                await connection.ask("echo", i)

@@ -1,0 +1,64 @@
+"""What travels on the side channel: its messages, and where a channel listens."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+
+class Challenge(msgspec.Struct, array_like=True, tag="challenge"):
+    """The listener's first frame."""
+
+    nonce: bytes
+
+
+class Greeting(msgspec.Struct, array_like=True, tag="greeting"):
+    """The dialler's answer: who it is, and the keyed digest of the nonce."""
+
+    client: str
+    proof: bytes
+
+
+class Ask(msgspec.Struct, array_like=True, tag="ask"):
+    """A question that wants an `Answer` of the same number."""
+
+    number: int
+    kind: str
+    body: Any = None
+
+
+class Answer(msgspec.Struct, array_like=True, tag="answer"):
+    """The answer to an `Ask`; `error` is the name of an exception's class and its message, or None."""
+
+    number: int
+    body: Any = None
+    error: tuple[str, str] | None = None
+
+
+class Note(msgspec.Struct, array_like=True, tag="note"):
+    """A message that wants no answer."""
+
+    kind: str
+    body: Any = None
+
+
+class Address(msgspec.Struct, frozen=True):
+    """Where a device's channel listens; `path` is of use on the node of that name only."""
+
+    path: str
+    host: str
+    port: int
+    node: str
+    secret: bytes
+
+    def __repr__(self) -> str:
+        return f"Address({self.path or self.host}:{self.port})"
+
+
+encode = msgspec.msgpack.Encoder().encode
+decode = msgspec.msgpack.Decoder(Challenge | Greeting | Ask | Answer | Note).decode
+# What an answer's error may name; anything else arrives as a RuntimeError.
+ERRORS: dict[str, type[Exception]] = {
+    kind.__name__: kind for kind in (ValueError, TypeError, LookupError, KeyError, RuntimeError, TimeoutError)
+}
