@@ -51,6 +51,7 @@ def ray_head(ray: Any) -> Iterator[str]:
     from ray.cluster_utils import Cluster
 
     cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 2, "num_gpus": 2, **BARE})
+    assert cluster.address is not None
     yield cluster.address
     cluster.shutdown()
 

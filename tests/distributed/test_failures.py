@@ -113,7 +113,7 @@ async def test_two_deaths_quarantine_the_kernel_in_flight(ray_cluster: Any, tmp_
 @pytest.mark.parametrize("how", ["hang", "hold"])
 async def test_a_hung_kernel_ends_its_process(ray_cluster: Any, how: str) -> None:
     """Whether it holds the interpreter or not: callers get an error in time, the next life serves."""
-    async with opened(hang_s=1.0) as fleet:
+    async with opened(hang_s=3.0) as fleet:
         await fleet.run(hosted.plant, how)
         neighbour = asyncio.ensure_future(fleet.run(hosted.linger, "neighbour", 60.0))
         await running(fleet, "neighbour")
