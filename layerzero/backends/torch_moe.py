@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 from torch.nn import functional
@@ -15,64 +17,58 @@ _FEATURES = _GATES | {"scores_sigmoid", "scores_raw"}
 
 
 def by_expert(
-    x: Tensor,
-    router_logits: Tensor,
-    w_up: Tensor,
-    w_down: Tensor,
-    top_k: int,
-    scoring: str,
-    renormalize: bool,
-    activation: str,
-) -> Tensor:
+    x: Tensor, router_logits: Tensor, w_up: Tensor, w_down: Tensor, top_k: int, scoring: str,
+    renormalize: bool, activation: str,
+) -> Tensor:  # fmt: skip
     """Two products an expert, in the operands' dtype; reads on the host which experts were chosen."""
-    rows = x.reshape(-1, x.shape[-1])
-    experts, scores = route(router_logits.reshape(len(rows), -1), top_k, scoring, renormalize)
-    order, counts, back = _grouped(experts, w_up.shape[0])
-    gathered = rows[order // top_k].split(counts.tolist())
+    sent = _sent(x, router_logits, w_up.shape[0], top_k, scoring, renormalize)
     parts = torch.cat(
         [
             functional.linear(activate(functional.linear(part, w_up[e]), activation), w_down[e])
-            for e, part in enumerate(gathered)
+            for e, part in enumerate(sent.rows.split(sent.counts.tolist()))
         ]
     )
-    return _weighed(parts, back, scores, x)
+    return sent.weighed(parts, x)
 
 
 def grouped(
-    x: Tensor,
-    router_logits: Tensor,
-    w_up: Tensor,
-    w_down: Tensor,
-    top_k: int,
-    scoring: str,
-    renormalize: bool,
-    activation: str,
-) -> Tensor:
+    x: Tensor, router_logits: Tensor, w_up: Tensor, w_down: Tensor, top_k: int, scoring: str,
+    renormalize: bool, activation: str,
+) -> Tensor:  # fmt: skip
     """`torch.nn.functional.grouped_mm` twice, over rows in the order of their experts; reads nothing back."""
+    sent = _sent(x, router_logits, w_up.shape[0], top_k, scoring, renormalize)
+    ends = sent.counts.cumsum(0).int()
+    up = functional.grouped_mm(sent.rows, w_up.transpose(1, 2), offs=ends)
+    hidden = activate(up, activation)
+    return sent.weighed(functional.grouped_mm(hidden, w_down.transpose(1, 2), offs=ends), x)
+
+
+class _Sent(NamedTuple):
+    """Rows (N * top_k, C) in the order of their experts, and the way back."""
+
+    rows: Tensor
+    counts: Tensor  # rows of each expert
+    back: Tensor  # where each choice went
+    scores: Tensor
+
+    def weighed(self, parts: Tensor, x: Tensor) -> Tensor:
+        """Each row's answers, added in the order of their scores."""
+        answers = parts[self.back].view(*self.scores.shape, -1)
+        return (answers * self.scores.unsqueeze(-1)).sum(1).to(x.dtype).view(x.shape)
+
+
+def _sent(
+    x: Tensor, router_logits: Tensor, number: int, top_k: int, scoring: str, renormalize: bool
+) -> _Sent:
     rows = x.reshape(-1, x.shape[-1])
     experts, scores = route(router_logits.reshape(len(rows), -1), top_k, scoring, renormalize)
-    order, counts, back = _grouped(experts, w_up.shape[0])
-    ends = counts.cumsum(0).int()
-    up = functional.grouped_mm(rows[order // top_k], w_up.transpose(1, 2), offs=ends)
-    hidden = activate(up, activation)
-    return _weighed(functional.grouped_mm(hidden, w_down.transpose(1, 2), offs=ends), back, scores, x)
-
-
-def _grouped(experts: Tensor, number: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Choices in the order of their experts, how many each expert has, and where each choice went."""
     flat = experts.flatten()
     order = flat.argsort(stable=True)
     back = torch.empty_like(order)
     back[order] = torch.arange(len(order), device=order.device)
     counts = torch.zeros(number, dtype=torch.int64, device=flat.device)
     counts.scatter_add_(0, flat, torch.ones_like(flat))
-    return order, counts, back
-
-
-def _weighed(parts: Tensor, back: Tensor, scores: Tensor, x: Tensor) -> Tensor:
-    """Each row's answers, added in the order of their scores."""
-    answers = parts[back].view(*scores.shape, -1)
-    return (answers * scores.unsqueeze(-1)).sum(1).to(x.dtype).view(x.shape)
+    return _Sent(rows[order // top_k], counts, back, scores)
 
 
 _H200 = "benchmarks/results/rows_h200.json"

@@ -10,12 +10,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from layerzero.kernel import AtLeast, Capability, Efficiency, Kernel, MultipleOf
-from layerzero.ops.quantize import (
-    FORMAT_OF,
-    decode,
-    dequantize_reference,
-    quantize_reference,
-)
+from layerzero.ops.quantize import FORMAT_OF, decode, dequantize_reference, quantize_reference
 
 _FORMATS = frozenset({"quant_int8", "quant_fp8_e4m3", "quant_fp8_e5m2"})
 _SCALES = frozenset({"scale_per_tensor", "scale_per_row", "scale_per_group"})
@@ -36,10 +31,7 @@ def exact_products(x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None
     """`torch._int_mm`: int8 by int8 into int32, scaled afterwards."""
     codes, spread = quantize_reference(x, "int8", "row", 0, None)
     sums = torch._int_mm(codes.view(-1, codes.shape[-1]), weight.t())  # pyright: ignore[reportPrivateImportUsage]
-    out = sums.float() * spread.view(-1, 1) * scale.view(-1)
-    if bias is not None:
-        out = out + bias.float()
-    return out.to(x.dtype).view(*x.shape[:-1], weight.shape[0])
+    return _shifted(sums.float() * spread.view(-1, 1) * scale.view(-1), bias, x)
 
 
 def packed(x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None, _: str) -> Tensor:
@@ -48,10 +40,7 @@ def packed(x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None, _: str
     # The scales stay out of the product, which would round them to x's dtype.
     ones = torch.ones(weight.shape[0], dtype=x.dtype)
     product = torch._weight_int8pack_mm(rows, weight.contiguous(), ones)  # pyright: ignore[reportPrivateImportUsage]
-    out = product.float() * scale.view(-1)
-    if bias is not None:
-        out = out + bias.float()
-    return out.to(x.dtype).view(*x.shape[:-1], weight.shape[0])
+    return _shifted(product.float() * scale.view(-1), bias, x)
 
 
 def scaled(x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None, _: str) -> Tensor:
@@ -62,8 +51,13 @@ def scaled(x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None, _: str
     out: Tensor = torch._scaled_mm(  # pyright: ignore[reportPrivateImportUsage]
         rows, weight.contiguous().t(), spread.view(-1, 1), columns, out_dtype=torch.bfloat16
     )
-    out = out if bias is None else out + bias
-    return out.to(x.dtype).view(*x.shape[:-1], weight.shape[0])
+    return _shifted(out, bias, x)
+
+
+def _shifted(out: Tensor, bias: Tensor | None, x: Tensor) -> Tensor:
+    """Rows of products plus the bias, in x's dtype and leading shape."""
+    shifted = out if bias is None else out + bias.to(out.dtype)
+    return shifted.to(x.dtype).view(*x.shape[:-1], out.shape[1])
 
 
 def _kernel(
@@ -85,7 +79,12 @@ def _kernel(
 
 _HERE = "run on torch 2.13, AMD EPYC with AVX-512"
 _H200 = "benchmarks/results/rows_h200.json"
-_EACH_ROW = (AtLeast("K", 2),)
+# int8 by int8 into int32, whatever the operands' dtype.
+_INT8: dict[str, Any] = {
+    "features": frozenset({"quant_int8", "scale_per_tensor", "scale_per_row", "bias", "inputs_quantized"}),
+    "dtypes": frozenset({"float32", "bfloat16", "float16"}),
+    "mixed_dtypes": True,
+}
 
 KERNELS: tuple[Kernel, ...] = (
     _kernel(
@@ -121,11 +120,9 @@ KERNELS: tuple[Kernel, ...] = (
         Efficiency(0.95, 0.5, 30.0, "64 x 1024 x 1024, 1 thread: 464 us where float32 takes 1477"),
         "torch._int_mm; " + _HERE + "; with one column of weights it reads the wrong ones",
         platforms=frozenset({"cpu"}),
-        features=frozenset({"quant_int8", "scale_per_tensor", "scale_per_row", "bias", "inputs_quantized"}),
-        limits=_EACH_ROW,
-        dtypes=frozenset({"float32", "bfloat16", "float16"}),
-        mixed_dtypes=True,
+        limits=(AtLeast("K", 2),),
         batch_invariant=True,
+        **_INT8,
     ),
     _kernel(
         "torch.quantized_linear.int_mm_cuda",
@@ -134,11 +131,9 @@ KERNELS: tuple[Kernel, ...] = (
         "ATen/native/cuda/Blas.cpp: more than 16 rows, inner and outer sizes of 8; tried with 32",
         platforms=frozenset({"cuda"}),
         sm_min=80,
-        features=frozenset({"quant_int8", "scale_per_tensor", "scale_per_row", "bias", "inputs_quantized"}),
         limits=(AtLeast("N", 17), MultipleOf("K", 32), MultipleOf("C", 32)),
-        dtypes=frozenset({"float32", "bfloat16", "float16"}),
-        mixed_dtypes=True,
         graph_safe=True,
+        **_INT8,
     ),
     _kernel(
         "torch.quantized_linear.scaled_mm",

@@ -156,10 +156,6 @@ def _padded(bias: Tensor | None, q: Tensor, k: Tensor) -> Tensor | None:
     return bias.expand(q.shape[0], q.shape[1], q.shape[2], sk)
 
 
-def _returning(function: Callable[..., Any]) -> Callable[[], Callable[..., Any]]:
-    return lambda: function
-
-
 _H200 = "one H200, torch 2.11.0+cu130, bf16, causal prefill 2048, 32/8 heads of 128: {} us, least {} us"
 
 _CPU = "scripts/measure_efficiency.py, AMD EPYC with AVX-512, 1 thread"
@@ -171,164 +167,138 @@ def _score_bytes(request: Request) -> int:
     return 2 * 4 * scores
 
 
+def _kernel(
+    variant: str, run: Callable[..., Any], efficiency: Efficiency, rank: int, default: bool = False,
+    workspace_bytes: Callable[[Request], int] | None = None, **capability: Any,
+) -> Kernel:  # fmt: skip
+    return Kernel(
+        id=f"torch.attention.{variant}",
+        op="attention",
+        backend="torch",
+        capability=Capability(layouts=frozenset({"BHSD"}), **capability),
+        load=lambda: run,
+        workspace_bytes=workspace_bytes,
+        efficiency=efficiency,
+        rank=rank,
+        default=default,
+    )
+
+
+_ANYWHERE = _FUSED | _MASKS | _WIDE_BIAS
+_AS_DISPATCHED = "ATen/native/transformers/attention.cpp; run against float64 on torch 2.13 CPU"
+# The tiled kernel of the CPU, in one call or in one a sequence.
+_TILED: dict[str, Any] = {
+    "platforms": frozenset({"cpu"}),
+    "features": _ANYWHERE | {"gqa", "empty_rows", "lse"},
+    "last_stride1": True,
+    "limits": (_SAME_HEAD_SIZES,),
+}
+_FUSED_CUDA: dict[str, Any] = {
+    "platforms": frozenset({"cuda"}),
+    "sm_min": 80,
+    "sm_max": 121,
+    "last_stride1": True,
+    "graph_safe": True,
+}
+_HEAD_SIZES = (
+    AtMost("D", 256, Reason.HEAD_DIM_TOO_LARGE),
+    MultipleOf("D", 8, Reason.HEAD_DIM_ALIGNMENT),
+    _SAME_HEAD_SIZES,
+)
+
 KERNELS: tuple[Kernel, ...] = (
-    Kernel(
-        id="torch.attention.sdpa_math",
-        op="attention",
-        backend="torch",
-        capability=Capability(
-            source="ATen/native/transformers/attention.cpp; run against float64 on torch 2.13 CPU",
-            features=_FUSED | _MASKS | _WIDE_BIAS | {"gqa", "dropout", "empty_rows", "mask_grad"},
-            layouts=frozenset({"BHSD"}),
-            graph_safe=True,
-        ),
-        load=_returning(math),
+    _kernel(
+        "sdpa_math",
+        math,
+        Efficiency(0.02, 0.1, 40.0, _H200.format(3421, 125)),
+        80,
         workspace_bytes=_score_bytes,
-        efficiency=Efficiency(0.02, 0.1, 40.0, _H200.format(3421, 125)),
-        rank=80,
+        source=_AS_DISPATCHED,
+        features=_ANYWHERE | {"gqa", "dropout", "empty_rows", "mask_grad"},
+        graph_safe=True,
     ),
-    Kernel(
-        id="torch.attention.sdpa_flash_cpu",
-        op="attention",
-        backend="torch",
-        capability=Capability(
-            source="ATen/native/cpu/FlashAttentionKernel.cpp; run against float64 on torch 2.13 CPU",
-            platforms=frozenset({"cpu"}),
-            features=_FUSED | _MASKS | _WIDE_BIAS | {"gqa", "empty_rows", "lse"},
-            layouts=frozenset({"BHSD"}),
-            last_stride1=True,
-            limits=(_SAME_HEAD_SIZES,),
-        ),
-        load=_returning(flash_cpu),
-        efficiency=Efficiency(0.4, 0.8, 9.0, _CPU),
-        rank=40,
+    _kernel(
+        "sdpa_flash_cpu",
+        flash_cpu,
+        Efficiency(0.4, 0.8, 9.0, _CPU),
+        40,
+        source="ATen/native/cpu/FlashAttentionKernel.cpp; run against float64 on torch 2.13 CPU",
+        **_TILED,
     ),
-    Kernel(
-        id="torch.attention.by_sequence",
-        op="attention",
-        backend="torch",
-        capability=Capability(
-            source="by construction; run bitwise against other batches on torch 2.13 CPU",
-            platforms=frozenset({"cpu"}),
-            features=_FUSED | _MASKS | _WIDE_BIAS | {"gqa", "empty_rows", "lse"},
-            layouts=frozenset({"BHSD"}),
-            last_stride1=True,
-            limits=(_SAME_HEAD_SIZES,),
-            batch_invariant=True,
-        ),
-        load=_returning(by_sequence),
-        efficiency=Efficiency(0.3, 0.5, 20.0, _CPU),
-        rank=90,
+    _kernel(
+        "by_sequence",
+        by_sequence,
+        Efficiency(0.3, 0.5, 20.0, _CPU),
+        90,
+        source="by construction; run bitwise against other batches on torch 2.13 CPU",
+        batch_invariant=True,
+        **_TILED,
     ),
-    Kernel(
-        id="torch.attention.sdpa_cpu",
-        op="attention",
-        backend="torch",
-        capability=Capability(
-            source="ATen/native/transformers/attention.cpp; run against float64 on torch 2.13 CPU",
-            platforms=frozenset({"cpu"}),
-            features=_FUSED | _MASKS | _WIDE_BIAS | {"gqa", "dropout", "empty_rows", "mask_grad"},
-            layouts=frozenset({"BHSD"}),
-        ),
-        load=_returning(default),
-        efficiency=Efficiency(0.4, 0.8, 7.0, _CPU),
-        rank=45,
+    _kernel(
+        "sdpa_cpu",
+        default,
+        Efficiency(0.4, 0.8, 7.0, _CPU),
+        45,
         default=True,
+        source=_AS_DISPATCHED,
+        platforms=frozenset({"cpu"}),
+        features=_ANYWHERE | {"gqa", "dropout", "empty_rows", "mask_grad"},
     ),
-    Kernel(
-        id="torch.attention.sdpa",
-        op="attention",
-        backend="torch",
-        capability=Capability(
-            # cuDNN, which torch takes where it can, writes garbage for rows that see nothing.
-            source="torch docs, scaled_dot_product_attention; run on an H200, torch 2.11",
-            platforms=frozenset({"cuda", "rocm"}),
-            features=_FUSED | _MASKS | {"gqa", "dropout"},
-            layouts=frozenset({"BHSD"}),
-            graph_safe=True,
-        ),
-        load=_returning(default),
-        efficiency=Efficiency(0.51, 0.63, 9.2, _H200.format(85, 9.2)),
-        rank=45,
+    _kernel(
+        "sdpa",
+        default,
+        Efficiency(0.51, 0.63, 9.2, _H200.format(85, 9.2)),
+        45,
         default=True,
+        # cuDNN, which torch takes where it can, writes garbage for rows that see nothing.
+        source="torch docs, scaled_dot_product_attention; run on an H200, torch 2.11",
+        platforms=frozenset({"cuda", "rocm"}),
+        features=_FUSED | _MASKS | {"gqa", "dropout"},
+        graph_safe=True,
     ),
-    Kernel(
-        id="torch.attention.sdpa_flash",
-        op="attention",
-        backend="torch",
-        capability=Capability(
-            source="ATen/native/transformers/cuda/sdp_utils.cpp; alignment: torch/nn/attention/bias.py",
-            platforms=frozenset({"cuda"}),
-            sm_min=80,
-            sm_max=121,
-            dtypes=frozenset({"float16", "bfloat16"}),
-            # Rows that see nothing come out right, but not their gradient (torch 2.11, bfloat16).
-            features=_FUSED | {"gqa", "dropout", "lse"},
-            layouts=frozenset({"BHSD"}),
-            last_stride1=True,
-            limits=(
-                AtMost("D", 256, Reason.HEAD_DIM_TOO_LARGE),
-                MultipleOf("D", 8, Reason.HEAD_DIM_ALIGNMENT),
-                _SAME_HEAD_SIZES,
-                ProductAtMost(("B", "Hq"), 65535),
-            ),
-            graph_safe=True,
-        ),
-        load=_returning(flash),
-        efficiency=Efficiency(0.27, 0.6, 9.2, _H200.format(164, 9.2)),
-        rank=40,
+    _kernel(
+        "sdpa_flash",
+        flash,
+        Efficiency(0.27, 0.6, 9.2, _H200.format(164, 9.2)),
+        40,
+        source="ATen/native/transformers/cuda/sdp_utils.cpp; alignment: torch/nn/attention/bias.py",
+        dtypes=frozenset({"float16", "bfloat16"}),
+        # Rows that see nothing come out right, but not their gradient (torch 2.11, bfloat16).
+        features=_FUSED | {"gqa", "dropout", "lse"},
+        limits=(*_HEAD_SIZES, ProductAtMost(("B", "Hq"), 65535)),
+        **_FUSED_CUDA,
     ),
-    Kernel(
-        id="torch.attention.sdpa_efficient",
-        op="attention",
-        backend="torch",
-        capability=Capability(
-            source="ATen/native/transformers/cuda/sdp_utils.cpp; run on an H200, torch 2.11",
-            platforms=frozenset({"cuda"}),
-            sm_min=80,
-            sm_max=121,
-            dtypes=frozenset({"float16", "bfloat16", "float32"}),
-            features=_FUSED | _MASKS | {"dropout", "empty_rows", "lse"},
-            layouts=frozenset({"BHSD"}),
-            last_stride1=True,
-            alignment=16,
-            limits=(
-                MultipleOf("D", 8, Reason.HEAD_DIM_ALIGNMENT),
-                MultipleOf("Dv", 8, Reason.HEAD_DIM_ALIGNMENT),
-                ProductAtMost(("B", "Hq"), 65535),
-            ),
-            deterministic=False,  # its backward adds with atomics
-            graph_safe=True,
+    _kernel(
+        "sdpa_efficient",
+        efficient,
+        Efficiency(0.16, 0.3, 7.7, _H200.format(269, 7.7)),
+        60,
+        source="ATen/native/transformers/cuda/sdp_utils.cpp; run on an H200, torch 2.11",
+        dtypes=frozenset({"float16", "bfloat16", "float32"}),
+        features=_FUSED | _MASKS | {"dropout", "empty_rows", "lse"},
+        alignment=16,
+        limits=(
+            MultipleOf("D", 8, Reason.HEAD_DIM_ALIGNMENT),
+            MultipleOf("Dv", 8, Reason.HEAD_DIM_ALIGNMENT),
+            ProductAtMost(("B", "Hq"), 65535),
         ),
-        load=_returning(efficient),
-        efficiency=Efficiency(0.16, 0.3, 7.7, _H200.format(269, 7.7)),
-        rank=60,
+        deterministic=False,  # its backward adds with atomics
+        **_FUSED_CUDA,
     ),
-    Kernel(
-        id="torch.attention.sdpa_cudnn",
-        op="attention",
-        backend="torch",
-        capability=Capability(
-            source="ATen/native/transformers/cuda/sdp_utils.cpp; run on an H200, torch 2.11, cuDNN 9.19",
-            platforms=frozenset({"cuda"}),
-            sm_min=80,
-            sm_max=121,
-            dtypes=frozenset({"float16", "bfloat16"}),
-            features=_FUSED | _MASKS | {"gqa", "dropout", "lse"},
-            layouts=frozenset({"BHSD"}),
-            last_stride1=True,
-            limits=(
-                AtMost("D", 256, Reason.HEAD_DIM_TOO_LARGE),
-                MultipleOf("D", 8, Reason.HEAD_DIM_ALIGNMENT),
-                _SAME_HEAD_SIZES,
-                AtMost("B", 65535, Reason.CUDA_BLOCK_LIMIT_EXCEEDED),
-                AtMost("Hq", 65535, Reason.CUDA_BLOCK_LIMIT_EXCEEDED),
-            ),
-            deterministic=False,  # torch refuses it under use_deterministic_algorithms
-            graph_safe=True,
+    _kernel(
+        "sdpa_cudnn",
+        cudnn,
+        Efficiency(0.51, 0.63, 8.7, _H200.format(85, 8.7)),
+        42,
+        source="ATen/native/transformers/cuda/sdp_utils.cpp; run on an H200, torch 2.11, cuDNN 9.19",
+        dtypes=frozenset({"float16", "bfloat16"}),
+        features=_FUSED | _MASKS | {"gqa", "dropout", "lse"},
+        limits=(
+            *_HEAD_SIZES,
+            AtMost("B", 65535, Reason.CUDA_BLOCK_LIMIT_EXCEEDED),
+            AtMost("Hq", 65535, Reason.CUDA_BLOCK_LIMIT_EXCEEDED),
         ),
-        load=_returning(cudnn),
-        efficiency=Efficiency(0.51, 0.63, 8.7, _H200.format(85, 8.7)),
-        rank=42,
+        deterministic=False,  # torch refuses it under use_deterministic_algorithms
+        **_FUSED_CUDA,
     ),
 )

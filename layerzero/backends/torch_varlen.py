@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from layerzero.kernel import AtMost, Capability, Efficiency, Kernel, MultipleOf, ProductAtMost, SameAs
-from layerzero.ops import mirrors
+from layerzero.kernel import AtMost, Capability, Efficiency, Kernel, Limit, MultipleOf, ProductAtMost, SameAs
+from layerzero.ops.mirrors import longest
 from layerzero.reasons import Reason
 
 aten = torch.ops.aten
@@ -34,8 +34,9 @@ def flash(
     if left >= 0 or right >= 0:
         windowed = {"window_size_left": left, "window_size_right": 0 if is_causal else right}
     out, lse, *_ = aten._flash_attention_forward(
-        q, k, v, _int32(cu_seqlens), _int32(cu_seqlens_k), _longest(cu_seqlens, q), _longest(cu_seqlens_k, k),
-        0.0, is_causal and not windowed, False, scale=scale, **windowed,
+        q, k, v, _int32(cu_seqlens), _int32(cu_seqlens_k), longest(cu_seqlens, q.shape[0]),
+        longest(cu_seqlens_k, k.shape[0]), 0.0, is_causal and not windowed, False, scale=scale,
+        **windowed,
     )  # fmt: skip
     if not return_lse:
         return out  # type: ignore[no-any-return]
@@ -50,8 +51,8 @@ def efficient(
     """The memory-efficient kernel that torch carries from xFormers, the only one of the two with float32."""
     out: Tensor = aten._efficient_attention_forward(
         q.unsqueeze(0), k.unsqueeze(0), v.unsqueeze(0), None, _int32(cu_seqlens), _int32(cu_seqlens_k),
-        _longest(cu_seqlens, q), _longest(cu_seqlens_k, k), 0.0, _BOTTOM_RIGHT if is_causal else _EVERYTHING,
-        False, scale=scale,
+        longest(cu_seqlens, q.shape[0]), longest(cu_seqlens_k, k.shape[0]), 0.0,
+        _BOTTOM_RIGHT if is_causal else _EVERYTHING, False, scale=scale,
     )[0]  # fmt: skip
     return out.squeeze(0)
 
@@ -60,80 +61,60 @@ def _int32(offsets: Tensor) -> Tensor:
     return offsets.to(torch.int32).contiguous()
 
 
-def _longest(offsets: Tensor, rows: Tensor) -> int:
-    found = mirrors.mirror(offsets)
-    if found is None or torch.cuda.is_current_stream_capturing():
-        return rows.shape[0]
-    return int(found.values.diff().max())
-
-
-def _returning(function: Callable[..., Any]) -> Callable[[], Callable[..., Any]]:
-    return lambda: function
-
-
-_DENSE = "its dense form on one H200, bf16, causal prefill of 2048, 32/8 heads of 128: {} us"
-_GRID = ProductAtMost(("B", "Hq"), 65535)
-
-KERNELS: tuple[Kernel, ...] = (
-    Kernel(
-        id="torch.ragged_attention.flash",
+def _kernel(
+    variant: str, run: Callable[..., Any], efficiency: Efficiency, rank: int, default: bool = False,
+    limits: tuple[Limit, ...] = (), **capability: Any,
+) -> Kernel:  # fmt: skip
+    return Kernel(
+        id=f"torch.ragged_attention.{variant}",
         op="ragged_attention",
         backend="torch",
         capability=Capability(
-            source="aten::_flash_attention_forward; run against float64 on an H200, torch 2.11",
+            source=f"aten::_{variant}_attention_forward; run against float64 on an H200, torch 2.11",
             platforms=frozenset({"cuda"}),
             sm_min=80,
             sm_max=121,
-            dtypes=frozenset({"float16", "bfloat16"}),
-            features=frozenset({"causal", "scale", "gqa", "window", "lse"}),
             last_stride1=True,
-            limits=(
-                AtMost("D", 256, Reason.HEAD_DIM_TOO_LARGE),
-                MultipleOf("D", 8, Reason.HEAD_DIM_ALIGNMENT),
-                SameAs("D", "Dv", Reason.HEAD_DIMS_DIFFER),
-                _GRID,
-            ),
+            limits=(*limits, ProductAtMost(("B", "Hq"), 65535)),
             gradient=False,  # the operator under the public function records none
             graph_safe=True,
+            **capability,
         ),
-        load=_returning(flash),
-        efficiency=Efficiency(
-            0.27,
-            0.6,
-            12.0,
-            "its dense form on one H200, bf16, causal prefill 2048, 32/8 heads of 128: 164 us",
-        ),
-        rank=40,
+        load=lambda: run,
+        efficiency=efficiency,
+        rank=rank,
+        default=default,
+    )
+
+
+_DENSE = "its dense form on one H200, bf16, causal prefill 2048, 32/8 heads of 128: {} us"
+
+KERNELS: tuple[Kernel, ...] = (
+    _kernel(
+        "flash",
+        flash,
+        Efficiency(0.27, 0.6, 12.0, _DENSE.format(164)),
+        40,
         default=True,
+        dtypes=frozenset({"float16", "bfloat16"}),
+        features=frozenset({"causal", "scale", "gqa", "window", "lse"}),
+        limits=(
+            AtMost("D", 256, Reason.HEAD_DIM_TOO_LARGE),
+            MultipleOf("D", 8, Reason.HEAD_DIM_ALIGNMENT),
+            SameAs("D", "Dv", Reason.HEAD_DIMS_DIFFER),
+        ),
     ),
-    Kernel(
-        id="torch.ragged_attention.efficient",
-        op="ragged_attention",
-        backend="torch",
-        capability=Capability(
-            source="aten::_efficient_attention_forward; run against float64 on an H200, torch 2.11",
-            platforms=frozenset({"cuda"}),
-            sm_min=80,
-            sm_max=121,
-            dtypes=frozenset({"float16", "bfloat16", "float32"}),
-            features=frozenset({"causal", "scale"}),
-            last_stride1=True,
-            alignment=16,
-            limits=(
-                MultipleOf("D", 8, Reason.HEAD_DIM_ALIGNMENT),
-                MultipleOf("Dv", 8, Reason.HEAD_DIM_ALIGNMENT),
-                _GRID,
-            ),
-            gradient=False,
-            graph_safe=True,
+    _kernel(
+        "efficient",
+        efficient,
+        Efficiency(0.16, 0.3, 12.0, _DENSE.format(269)),
+        60,
+        dtypes=frozenset({"float16", "bfloat16", "float32"}),
+        features=frozenset({"causal", "scale"}),
+        alignment=16,
+        limits=(
+            MultipleOf("D", 8, Reason.HEAD_DIM_ALIGNMENT),
+            MultipleOf("Dv", 8, Reason.HEAD_DIM_ALIGNMENT),
         ),
-        load=_returning(efficient),
-        efficiency=Efficiency(
-            0.16,
-            0.3,
-            12.0,
-            "its dense form on one H200, bf16, causal prefill 2048, 32/8 heads of 128: 269 us",
-        ),
-        rank=60,
     ),
 )

@@ -20,8 +20,6 @@ from layerzero.kernel import AtMost, Capability, Efficiency, Kernel, MultipleOf,
 from layerzero.ops import masks
 from layerzero.reasons import Reason
 
-Result = Tensor | tuple[Tensor, Tensor]
-
 
 @functools.cache
 def _fmha() -> Any:
@@ -69,8 +67,8 @@ def _load(module: str) -> Callable[..., Any]:
     def attention(
         q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None, is_causal: bool, scale: float | None,
         dropout_p: float, window: masks.Window, softcap: float | None, alibi_slopes: Tensor | None,
-        layout: str, return_lse: bool, *_: Any,
-    ) -> Result:  # fmt: skip
+        *_: Any,
+    ) -> Tensor:  # fmt: skip
         """`memory_efficient_attention_forward` over (B, S, H, D), or five axes where heads are grouped."""
         bias = _bias(q, k, attn_mask, is_causal, window)
         query, key, value = _grouped(q, k, v)

@@ -60,6 +60,18 @@ def host(tensor: Tensor) -> Tensor:
     return found.values if found is not None else tensor.cpu()
 
 
+def longest(offsets: Tensor, rows: int) -> int:
+    """The longest sequence between offsets, or all `rows` where that would need asking the device.
+
+    For kernels that take any bound: blocks beyond a sequence's end leave at once. A graph that is being
+    captured will be replayed over other lengths, so there it is all rows too.
+    """
+    found = mirror(offsets)
+    if found is None or torch.cuda.is_current_stream_capturing():
+        return rows
+    return int(found.values.diff().max())
+
+
 def on_device(values: Tensor, device: torch.device | str) -> Tensor:
     """`values` on `device`, with their host copy; versions are counted whatever mode the caller is in.
 

@@ -33,7 +33,13 @@ ALONG = {
     "verify_chain": (0, 1, 2, 3), "verify_tree": (0, 1, 2, 4),
 }  # fmt: skip
 # Widths on and off every vector size, and where a matrix kernel chooses another blocking.
-_WIDTHS = ({}, {"C": 31, "K": 64}, {"C": 384, "K": 384}, {"C": 1536, "K": 384}, {"C": 768, "K": 3072})
+_WIDTHS: tuple[dict[str, int], ...] = (
+    {},
+    {"C": 31, "K": 64},
+    {"C": 384, "K": 384},
+    {"C": 1536, "K": 384},
+    {"C": 768, "K": 3072},
+)
 # Sizes by op, for the ops whose kernels depend on them.
 SIZES: dict[str, tuple[dict[str, int], ...]] = {
     **dict.fromkeys(("rms_norm", "add_rms_norm", "layer_norm", "add_layer_norm"), _WIDTHS),

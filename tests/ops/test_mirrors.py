@@ -55,6 +55,14 @@ def test_an_inference_tensor_is_not_remembered() -> None:
     assert values_of(made) == [4]
 
 
+def test_the_longest_sequence_is_asked_of_the_copy_or_bounded() -> None:
+    """A device is never asked: where no copy says it, all rows are the bound."""
+    offsets = known(0, 3, 3, 10)
+    assert mirrors.longest(offsets, 10) == 7
+    mirrors.forget(offsets)
+    assert mirrors.longest(offsets, 10) == 10
+
+
 def test_forgetting_ends_the_copy() -> None:
     """What a kernel of one's own has to call."""
     tensor = known(1)

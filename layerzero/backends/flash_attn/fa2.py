@@ -12,21 +12,23 @@ from typing import Any
 
 from torch import Tensor
 
-from layerzero.backends.flash_attn.shared import Result, Window, both, int32, kernel, longest
-from layerzero.kernel import Capability, Efficiency, Kernel, MultipleOf, OneOf, SameAs
-from layerzero.reasons import Reason
+from layerzero.backends.flash_attn.shared import (
+    FEATURES,
+    SAME_HEAD_SIZES,
+    Result,
+    Window,
+    both,
+    flags,
+    int32,
+    kernel,
+)
+from layerzero.kernel import Capability, Efficiency, Kernel, MultipleOf, OneOf
+from layerzero.ops.mirrors import longest
 
 
 @functools.cache
 def _interface() -> Any:
     return importlib.import_module("flash_attn.flash_attn_interface")
-
-
-def _flags(is_causal: bool, scale: float | None, window: Window, softcap: float | None) -> dict[str, Any]:
-    return {
-        "softmax_scale": scale, "causal": is_causal, "window_size": window or (-1, -1),
-        "softcap": softcap or 0.0,
-    }  # fmt: skip
 
 
 def _attention() -> Callable[..., Any]:
@@ -39,7 +41,7 @@ def _attention() -> Callable[..., Any]:
     ) -> Result:  # fmt: skip
         """Operands (B, S, H, D); causal is bottom-right by itself."""
         out = run(
-            q, k, v, dropout_p, return_attn_probs=return_lse, **_flags(is_causal, scale, window, softcap)
+            q, k, v, dropout_p, return_attn_probs=return_lse, **flags(is_causal, scale, window, softcap)
         )
         return both(out[0], out[1], True) if return_lse else out
 
@@ -57,7 +59,7 @@ def _ragged() -> Callable[..., Any]:
         out = run(
             q, k, v, int32(cu_seqlens), int32(cu_seqlens_k), longest(cu_seqlens, q.shape[0]),
             longest(cu_seqlens_k, k.shape[0]), return_attn_probs=return_lse,
-            **_flags(is_causal, scale, window, softcap),
+            **flags(is_causal, scale, window, softcap),
         )  # fmt: skip
         return both(out[0], out[1].transpose(0, 1), True) if return_lse else out
 
@@ -76,16 +78,13 @@ def _paged() -> Callable[..., Any]:
         out = run(
             q.unsqueeze(1), k_pages, v_pages, cache_seqlens=int32(context_lens),
             block_table=int32(block_tables), return_softmax_lse=return_lse,
-            **_flags(is_causal, scale, window, softcap),
+            **flags(is_causal, scale, window, softcap),
         )  # fmt: skip
         if return_lse:
             return both(out[0].squeeze(1), out[1].squeeze(2), True)
         return out.squeeze(1)  # type: ignore[no-any-return]
 
     return paged_attention
-
-
-_FEATURES = frozenset({"causal", "scale", "gqa", "window", "softcap", "lse"})
 
 
 def _capability(*, limits: tuple[Any, ...] = (), **more: Any) -> Capability:
@@ -96,12 +95,8 @@ def _capability(*, limits: tuple[Any, ...] = (), **more: Any) -> Capability:
         sm_min=80,
         sm_max=121,
         dtypes=frozenset({"bfloat16"}),
-        features=_FEATURES,
-        limits=(
-            OneOf("D", (64, 128)),
-            SameAs("D", "Dv", Reason.HEAD_DIMS_DIFFER),
-            *limits,
-        ),
+        features=FEATURES | {"lse"},
+        limits=(OneOf("D", (64, 128)), SAME_HEAD_SIZES, *limits),
         last_stride1=True,
         gradient=False,
         **more,

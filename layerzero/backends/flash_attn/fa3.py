@@ -9,21 +9,24 @@ from typing import Any
 
 from torch import Tensor
 
-from layerzero.backends.flash_attn.shared import HALF, Result, Window, both, int32, kernel, longest
-from layerzero.kernel import AtMost, Capability, Efficiency, Kernel, MultipleOf, SameAs
-from layerzero.reasons import Reason
+from layerzero.backends.flash_attn.shared import (
+    FEATURES,
+    HALF,
+    HEAD_SIZES,
+    Result,
+    Window,
+    both,
+    flags,
+    int32,
+    kernel,
+)
+from layerzero.kernel import Capability, Efficiency, Kernel
+from layerzero.ops.mirrors import longest
 
 
 @functools.cache
 def _interface() -> Any:
     return importlib.import_module("flash_attn_interface")
-
-
-def _flags(is_causal: bool, scale: float | None, window: Window, softcap: float | None) -> dict[str, Any]:
-    return {
-        "softmax_scale": scale, "causal": is_causal, "window_size": window or (-1, -1),
-        "softcap": softcap or 0.0,
-    }  # fmt: skip
 
 
 def _attention() -> Callable[..., Any]:
@@ -35,7 +38,7 @@ def _attention() -> Callable[..., Any]:
         *_: Any,
     ) -> Tensor:  # fmt: skip
         """Operands (B, S, H, D); causal is bottom-right by itself."""
-        return run(q, k, v, **_flags(is_causal, scale, window, softcap))  # type: ignore[no-any-return]
+        return run(q, k, v, **flags(is_causal, scale, window, softcap))  # type: ignore[no-any-return]
 
     return attention
 
@@ -50,7 +53,7 @@ def _ragged() -> Callable[..., Any]:
         """Sequences behind each other."""
         return run(  # type: ignore[no-any-return]
             q, k, v, int32(cu_seqlens), int32(cu_seqlens_k), longest(cu_seqlens, q.shape[0]),
-            longest(cu_seqlens_k, k.shape[0]), **_flags(is_causal, scale, window, softcap),
+            longest(cu_seqlens_k, k.shape[0]), **flags(is_causal, scale, window, softcap),
         )  # fmt: skip
 
     return ragged_attention
@@ -72,7 +75,7 @@ def _paged() -> Callable[..., Any]:
         out = run(
             q if several else q.unsqueeze(1), k_pages, v_pages, cache_seqlens=int32(context_lens),
             page_table=int32(block_tables), return_softmax_lse=return_lse, **ragged,
-            **_flags(is_causal, scale, window, softcap),
+            **flags(is_causal, scale, window, softcap),
         )  # fmt: skip
         if not return_lse:
             return out if several else out.squeeze(1)  # type: ignore[no-any-return]
@@ -83,10 +86,7 @@ def _paged() -> Callable[..., Any]:
     return paged_attention
 
 
-_FEATURES = frozenset({"causal", "scale", "gqa", "window", "softcap"})
-
-
-def _capability(features: frozenset[str] = _FEATURES, **more: Any) -> Capability:
+def _capability(features: frozenset[str] = FEATURES, **more: Any) -> Capability:
     return Capability(
         source="hopper/flash_attn_interface.py as flash-attn 2.8.3.post2 ships it; not executed here",
         platforms=frozenset({"cuda"}),
@@ -95,11 +95,7 @@ def _capability(features: frozenset[str] = _FEATURES, **more: Any) -> Capability
         cuda_min="12.3",
         dtypes=HALF,
         features=features,
-        limits=(
-            AtMost("D", 256, Reason.HEAD_DIM_TOO_LARGE),
-            MultipleOf("D", 8, Reason.HEAD_DIM_ALIGNMENT),
-            SameAs("D", "Dv", Reason.HEAD_DIMS_DIFFER),
-        ),
+        limits=HEAD_SIZES,
         last_stride1=True,
         gradient=False,
         **more,
@@ -116,7 +112,7 @@ KERNELS: tuple[Kernel, ...] = (
         "paged_attention",
         "page_table",
         _paged,
-        _capability(_FEATURES | {"prefill", "lse"}, layouts=frozenset({"NHD"})),
+        _capability(FEATURES | {"prefill", "lse"}, layouts=frozenset({"NHD"})),
         _GUESS,
     ),
 )

@@ -15,8 +15,9 @@ from typing import Any
 
 from torch import Tensor
 
-from layerzero.backends.flash_attn.shared import HALF, Result, Window, int32, kernel, longest
-from layerzero.kernel import AtLeast, AtMost, Capability, Efficiency, Kernel, MultipleOf, SameAs
+from layerzero.backends.flash_attn.shared import FEATURES, HALF, HEAD_SIZES, Result, Window, int32, kernel
+from layerzero.kernel import AtLeast, AtMost, Capability, Efficiency, Kernel, MultipleOf
+from layerzero.ops.mirrors import longest
 from layerzero.ops.rehearsal import rehearse
 from layerzero.ops.request import Request
 from layerzero.reasons import Reason
@@ -102,7 +103,7 @@ def _paged() -> Callable[..., Any]:
     return paged_attention
 
 
-_FEATURES = frozenset({"causal", "scale", "gqa", "window", "softcap", "lse"})
+_FEATURES = FEATURES | {"lse"}
 
 
 def _capability(
@@ -116,13 +117,7 @@ def _capability(
         sm_max=90,
         dtypes=HALF,
         features=features,
-        limits=(
-            AtLeast("D", 8),
-            AtMost("D", 256, Reason.HEAD_DIM_TOO_LARGE),
-            MultipleOf("D", 8, Reason.HEAD_DIM_ALIGNMENT),
-            SameAs("D", "Dv", Reason.HEAD_DIMS_DIFFER),
-            *limits,
-        ),
+        limits=(AtLeast("D", 8), *HEAD_SIZES, *limits),
         last_stride1=True,
         alignment=16,
         gradient=False,

@@ -1,4 +1,4 @@
-"""What the generations have in common: index tensors as they take them, windows, kernels from one mould."""
+"""What the generations have in common: index tensors, flags and head sizes as they take them, one mould."""
 
 from __future__ import annotations
 
@@ -8,10 +8,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from layerzero.kernel import Capability, Efficiency, Kernel
-from layerzero.ops import mirrors
+from layerzero.kernel import AtMost, Capability, Efficiency, Kernel, MultipleOf, SameAs
+from layerzero.reasons import Reason
 
 HALF = frozenset({"float16", "bfloat16"})
+FEATURES = frozenset({"causal", "scale", "gqa", "window", "softcap"})
+SAME_HEAD_SIZES = SameAs("D", "Dv", Reason.HEAD_DIMS_DIFFER)
+# What the kernels of the third and the fourth generation exist for.
+HEAD_SIZES = (
+    AtMost("D", 256, Reason.HEAD_DIM_TOO_LARGE),
+    MultipleOf("D", 8, Reason.HEAD_DIM_ALIGNMENT),
+    SAME_HEAD_SIZES,
+)
 Window = tuple[int, int] | None
 Result = Tensor | tuple[Tensor, Tensor]
 
@@ -21,16 +29,12 @@ def int32(values: Tensor) -> Tensor:
     return values.to(torch.int32).contiguous()
 
 
-def longest(cu_seqlens: Tensor, rows: int) -> int:
-    """The longest sequence between offsets, or all rows where that would need asking the device.
-
-    The kernels take any bound: blocks beyond a sequence's end leave at once. A graph that is being captured
-    will be replayed over other lengths, so there it is all rows too.
-    """
-    found = mirrors.mirror(cu_seqlens)
-    if found is None or torch.cuda.is_current_stream_capturing():
-        return rows
-    return int(found.values.diff().max())
+def flags(is_causal: bool, scale: float | None, window: Window, softcap: float | None) -> dict[str, Any]:
+    """The keyword arguments of the second and the third generation."""
+    return {
+        "softmax_scale": scale, "causal": is_causal, "window_size": window or (-1, -1),
+        "softcap": softcap or 0.0,
+    }  # fmt: skip
 
 
 def both(out: Tensor, lse: Tensor, return_lse: bool) -> Result:
