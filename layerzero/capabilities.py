@@ -293,7 +293,7 @@ def _given_up(new: bool, old: bool) -> bool:
 _NARROWER: Mapping[str, Callable[[Any, Any], bool]] = {
     **dict.fromkeys(("platforms", "dtypes", "index_dtypes", "features"), _subset),
     **dict.fromkeys(("mma_families", "cpu_vendors", "layouts"), _subset_of_any),
-    "isa": lambda new, old: new >= old,
+    **dict.fromkeys(("isa", "half_isa"), lambda new, old: new >= old),
     **dict.fromkeys(("sm_min", "alignment", "torch_min", "cuda_min", "driver_min"), _at_least),
     **dict.fromkeys(("sm_max", "torch_below"), _at_most),
     **dict.fromkeys(("contiguous", "last_stride1"), _demanded),
@@ -308,7 +308,7 @@ _WORDS: Mapping[str, str] = {
     **dict.fromkeys(("sm_min", "alignment", "torch_min", "cuda_min", "driver_min"), "at least"),
     **dict.fromkeys(("sm_max", "torch_below"), "at most"),
     **dict.fromkeys(("platforms", "dtypes", "index_dtypes", "features", "layouts"), "some of"),
-    "isa": "all of",
+    **dict.fromkeys(("isa", "half_isa"), "all of"),
 }
 
 

@@ -139,6 +139,7 @@ Limit = AtLeast | AtMost | MultipleOf | OneOf | SameAs | ProductAtMost
 
 ALL_PLATFORMS = frozenset({"cpu", "cuda", "rocm"})
 FLOATS = frozenset({"float32", "float16", "bfloat16", "float64"})
+HALF = frozenset({"float16", "bfloat16"})
 
 # What a call may ask for, and the reason a kernel without it gives.
 FEATURE_REASONS: Mapping[str, Reason] = {
@@ -195,6 +196,7 @@ class Capability(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     """A kernel's limits, each field one fact; `source` says where they come from.
 
     `features` lists what the kernel can do of `FEATURE_REASONS` (and `act_<name>` for activations);
+    `half_isa` is what bfloat16 and float16 need on a CPU beyond `isa`.
     `limits` bound sizes; booleans are promises that tests prove. `narrowed` names the fields that a
     deployment's overlay took something from.
     """
@@ -206,6 +208,7 @@ class Capability(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     mma_families: frozenset[MMAFamily] | None = None
     cpu_vendors: frozenset[str] | None = None
     isa: frozenset[str] = frozenset()
+    half_isa: frozenset[str] = frozenset()
     torch_min: str | None = None
     torch_below: str | None = None
     cuda_min: str | None = None
@@ -284,7 +287,7 @@ def judge(kernel: Kernel, request: Request, hardware: Hardware) -> list[Rejected
     Pure: the same three values give the same list on any machine.
     """
     capability = kernel.capability
-    found = list(_judge_hardware(capability, hardware))
+    found = list(_judge_hardware(capability, request.dtype, hardware))
     # Most requests are plain: what cannot find anything is not asked.
     if request.dtype not in capability.dtypes or set(request.dtypes) != {request.dtype}:
         found += _judge_dtypes(capability, request)
@@ -298,7 +301,7 @@ def judge(kernel: Kernel, request: Request, hardware: Hardware) -> list[Rejected
     return found
 
 
-def _judge_hardware(cap: Capability, hw: Hardware) -> Iterator[Rejected]:
+def _judge_hardware(cap: Capability, dtype: str, hw: Hardware) -> Iterator[Rejected]:
     if hw.platform not in cap.platforms:
         yield Rejected(Reason.PLATFORM_MISMATCH, "platform", _any(cap.platforms), hw.platform)
         return
@@ -307,7 +310,8 @@ def _judge_hardware(cap: Capability, hw: Hardware) -> Iterator[Rejected]:
     if hw.platform == "cpu":
         if cap.cpu_vendors is not None and hw.vendor not in cap.cpu_vendors:
             yield Rejected(Reason.CPU_VENDOR_UNSUPPORTED, "vendor", _any(cap.cpu_vendors), hw.vendor)
-        if missing := cap.isa - hw.isa:
+        needed = cap.isa | cap.half_isa if dtype in HALF else cap.isa
+        if missing := needed - hw.isa:
             yield Rejected(Reason.ISA_MISSING, "isa", _all(missing), _all(hw.isa) or "none of them")
     if cap.torch_min is not None and version(hw.torch) < version(cap.torch_min):
         yield Rejected(Reason.TORCH_TOO_OLD, "torch", f">= {cap.torch_min}", hw.torch)

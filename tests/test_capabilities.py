@@ -127,7 +127,8 @@ def test_an_edited_file_changes_the_choice(tmp_path: Path) -> None:
 
 NARROWER: dict[str, Any] = {
     "platforms": ["cpu"], "sm_min": 90, "sm_max": 100, "mma_families": ["wgmma"], "cpu_vendors": ["amd"],
-    "isa": ["avx2"], "torch_min": "2.12", "torch_below": "2.14", "cuda_min": "12.9", "driver_min": "570",
+    "isa": ["avx2"], "half_isa": ["avx512bw"],
+    "torch_min": "2.12", "torch_below": "2.14", "cuda_min": "12.9", "driver_min": "570",
     "dtypes": ["float32"], "mixed_dtypes": False, "index_dtypes": ["int64"], "features": [],
     "layouts": ["BHSD"], "contiguous": True, "last_stride1": True, "alignment": 16,
     "limits": [{"type": "AtMost", "dim": "N", "value": 256}], "gradient": False, "deterministic": False,
@@ -136,7 +137,8 @@ NARROWER: dict[str, Any] = {
 WIDER: dict[str, Any] = {
     "platforms": ["cpu", "cuda", "rocm", "mps"], "sm_min": 70, "sm_max": 120,
     "mma_families": ["wgmma", "tcgen05"],
-    "cpu_vendors": ["amd", "intel"], "isa": [], "torch_min": "2.10", "torch_below": "2.15", "cuda_min": None,
+    "cpu_vendors": ["amd", "intel"], "isa": [], "half_isa": [],
+    "torch_min": "2.10", "torch_below": "2.15", "cuda_min": None,
     "driver_min": "560", "dtypes": ["float32", "int8"], "mixed_dtypes": True,
     "index_dtypes": ["int64", "int32"], "features": ["causal"], "layouts": ["BHSD", "BSHD"],
     "contiguous": False, "last_stride1": False, "alignment": 8,
@@ -193,7 +195,7 @@ def test_what_is_not_understood_is_refused(tmp_path: Path, text: str, says: str)
 
 VALUES = st.one_of(
     st.none(), st.booleans(), st.integers(-5, 200), st.text(max_size=4), st.just("2.12"),
-    st.lists(st.sampled_from("cpu cuda float32 bfloat16 causal mask_bool int64 avx2 amd".split())),
+    st.lists(st.sampled_from(("cpu", "cuda", "float32", "bfloat16", "causal", "int64", "avx2", "amd"))),
     st.lists(st.fixed_dictionaries({
         "type": st.sampled_from(["AtMost", "AtLeast", "MultipleOf", "SameAs", "Other"]),
         "dim": st.sampled_from([*sorted(AXES)[:4], "N", "C", "Seq"]), "value": st.integers(-2, 600),

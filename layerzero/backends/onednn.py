@@ -60,9 +60,11 @@ def _mlp() -> Callable[..., Any]:
 
 def _capability(features: frozenset[str]) -> Capability:
     return Capability(
-        source="torch.ops.mkldnn._linear_pointwise, probed with torch 2.13 on an AMD EPYC",
+        source="torch.ops.mkldnn._linear_pointwise, probed with torch 2.13 on AMD EPYCs: "
+        "without AVX-512 there is no primitive for bfloat16",
         platforms=frozenset({"cpu"}),
         dtypes=frozenset({"float32", "bfloat16"}),
+        half_isa=frozenset({"avx512f", "avx512bw"}),
         features=features,
         gradient=False,
         autocast=False,

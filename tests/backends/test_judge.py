@@ -91,6 +91,7 @@ CPU_ONLY = Kernel(
         platforms=frozenset({"cpu"}),
         cpu_vendors=frozenset({"amd"}),
         isa=frozenset({"avx512f"}),
+        half_isa=frozenset({"avx512bw"}),
     ),
     load=lambda: print,
     efficiency=Efficiency(1.0, 1.0, 1.0, "made up"),
@@ -138,7 +139,7 @@ def fitting(kernel: Kernel) -> tuple[Request, Hardware]:
         name="fitting",
         vendor=min(cap.cpu_vendors or {"amd"}),
         sm=max(cap.sm_min or 90, 80),
-        isa=cap.isa,
+        isa=cap.isa | cap.half_isa,
         torch=cap.torch_min or "2.13.0",
         cuda=cap.cuda_min or "13.0",
         driver=cap.driver_min or "580.0",
@@ -171,7 +172,9 @@ def _hardware_violations(cap: Capability, platform: str) -> Iterator[Broken]:
     if cap.cpu_vendors is not None:
         yield "cpu_vendors", Reason.CPU_VENDOR_UNSUPPORTED, {"vendor": "nobody"}
     if cap.isa:
-        yield "isa", Reason.ISA_MISSING, {"isa": frozenset()}
+        yield "isa", Reason.ISA_MISSING, {"isa": cap.half_isa - cap.isa}
+    if cap.half_isa:
+        yield "half_isa", Reason.ISA_MISSING, {"isa": cap.isa}
     if platform == "cuda":
         if cap.sm_min is not None:
             yield "sm_min", Reason.SM_TOO_OLD, {"sm": cap.sm_min - 1}
