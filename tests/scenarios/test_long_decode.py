@@ -1,0 +1,82 @@
+"""Decoding equals the last row of a prefill, and long contexts equal float64 on sampled rows."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import layerzero as lz
+import layerzero.sync
+
+WIDTH, PAGE = 64, 16
+
+
+@pytest.fixture(autouse=True)
+def own_runtime() -> Iterator[None]:
+    """A runtime of the test's own, with nothing loading behind it."""
+    with lz.start(lz.Settings(warm="off")):
+        yield
+
+
+def heads(count: int, length: int, seed: int) -> Tensor:
+    """(1, count, length, 64) of normal numbers."""
+    return torch.randn(1, count, length, WIDTH, generator=torch.Generator().manual_seed(seed))
+
+
+def pages(dense: Tensor) -> tuple[Tensor, Tensor]:
+    """Keys (1, H, S, D) in pages of 16 that stand in any order, and the table that finds them."""
+    tokens = dense[0].transpose(0, 1)
+    count = -(-len(tokens) // PAGE)
+    order = torch.randperm(count, generator=torch.Generator().manual_seed(count))
+    padded = torch.cat([tokens, tokens.new_zeros(count * PAGE - len(tokens), *tokens.shape[1:])])
+    pool = torch.empty(count, PAGE, *tokens.shape[1:])
+    pool[order] = padded.view(count, PAGE, *tokens.shape[1:])
+    return pool, order[None]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("length", [128, 512, 2048])
+def test_decode_is_the_last_row_of_prefill(length: int) -> None:
+    """E6.1: 32 query heads over 8, dense and in pages, with every kernel that takes the decode."""
+    q, k, v = heads(32, length, 1), heads(8, length, 2), heads(8, length, 3)
+    last = layerzero.sync.attention(q, k, v, is_causal=True)[:, :, -1:]
+    step: dict[str, Any] = {"is_causal": True}
+    takers = lz.select("attention", q[:, :, -1:], k, v, **step).order
+    assert len(takers) >= 4
+    for name in takers:
+        out = layerzero.sync.attention(q[:, :, -1:], k, v, backend=name, **step)
+        torch.testing.assert_close(out, last, atol=2e-5, rtol=1e-4)
+    (k_pages, table), (v_pages, _) = pages(k), pages(v)
+    paged = (q[0, :, -1][None], k_pages, v_pages, table, torch.tensor([length]))
+    takers = lz.select("paged_attention", *paged).order
+    for name in takers:
+        out = layerzero.sync.paged_attention(*paged, backend=name)
+        torch.testing.assert_close(out[0], last[0, :, 0], atol=2e-5, rtol=1e-4)
+
+
+def sampled(q: Tensor, k: Tensor, v: Tensor, rows: Tensor) -> Tensor:
+    """The causal outputs of some rows in float64, (rows, 64)."""
+    query, key, value = (t[0, 0].double() for t in (q, k, v))
+    scores = query[rows] @ key.T * WIDTH**-0.5
+    scores = scores.masked_fill(torch.arange(len(key)) > rows[:, None], -torch.inf)
+    return scores.softmax(-1) @ value
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("length", [8192, 32768])
+def test_long_contexts_agree_with_float64_on_sampled_rows(length: int) -> None:
+    """E6.1: one head, dense prefill and decode over pages; the first, the last and 30 rows between."""
+    q, k, v = (heads(1, length, seed) for seed in (4, 5, 6))
+    rows = torch.randperm(length, generator=torch.Generator().manual_seed(7))[:30]
+    rows = torch.cat([torch.tensor([0, length - 1]), rows])
+    truth = sampled(q, k, v, rows)
+    whole = layerzero.sync.attention(q, k, v, is_causal=True)[0, 0, rows]
+    torch.testing.assert_close(whole.double(), truth, atol=2e-5, rtol=1e-4)
+    (k_pages, table), (v_pages, _) = pages(k), pages(v)
+    tables = table.expand(len(rows), -1).contiguous()
+    paged = layerzero.sync.paged_attention(q[0, 0, rows][:, None], k_pages, v_pages, tables, rows + 1)
+    torch.testing.assert_close(paged[:, 0].double(), truth, atol=2e-5, rtol=1e-4)
