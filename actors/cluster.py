@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from layerzero import log
+from layerzero.actors.forks import renew_after_fork
 from layerzero.actors.ray_actor import Spec, actor_class
 from layerzero.actors.ray_device import RayDevice
 from layerzero.errors import BackendNotAvailableError, ConfigurationError
@@ -117,6 +118,28 @@ class Cluster:
             self._group = None
         if self._ours and ray.is_initialized():
             ray.shutdown()
+
+
+class _Client:
+    """Ray's client of this process, which a forked child must not call: its threads and locks stay behind.
+
+    A child that only collects an old handle would wait for ever for a lock that one of those threads held.
+    """
+
+    def __init__(self) -> None:
+        self._parents: Any = None
+
+    def after_fork(self) -> None:
+        """Let Ray's destructors find no client; the client itself is kept, for its end would be a call too."""
+        ray = sys.modules.get("ray")
+        if ray is not None and ray.is_initialized():
+            worker = ray._private.worker.global_worker
+            self._parents, worker.core_worker = worker.core_worker, None
+            worker.set_is_connected(False)
+
+
+_CLIENT = _Client()
+renew_after_fork(_CLIENT)
 
 
 def join(settings: Settings) -> Cluster:

@@ -1,22 +1,20 @@
 """Devices of a Ray cluster on this machine: what a call, a control message and a failure cost.
 
-    python benchmarks/cluster.py                       everything, about two minutes
-    python benchmarks/cluster.py channel ops kill      only these parts
-    python benchmarks/cluster.py chaos --seconds 600   random kills under load
+    python benchmarks/cluster.py                       everything, about a minute
+    python benchmarks/cluster.py channel ops           only these parts; the others' numbers stay in the file
 
 The parts: `channel` a control message against a call of the same actor through Ray; `ops` ops inside
 fleet.run-hosted code against the same ops here; `kill` SIGKILL of a device's process under 64 generations;
-`node` the loss of a node of two; `chaos` kills at random moments, with every answer counted.
+`node` the loss of a node of two. Failures for minutes: `benchmarks/chaos.py`.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import json
 import multiprocessing
 import os
-import random
-import resource
 import secrets
 import signal
 import sys
@@ -41,7 +39,7 @@ from layerzero.actors.fleet import Fleet
 RESULTS = Path(__file__).parent / "results"
 CALLERS = 64
 TOKENS = 40
-PARTS = ("channel", "ops", "kill", "node", "chaos")
+PARTS = ("channel", "ops", "kill", "node")
 
 
 async def tokens(seed: int, n: int, pause: float, so_far: list[int] | None = None) -> AsyncIterator[int]:
@@ -256,82 +254,7 @@ async def node(quick: bool) -> dict[str, Any]:
         cluster.shutdown()
 
 
-async def chaos(fleet: Fleet, seconds: float) -> dict[str, Any]:
-    """Kills at random moments, generations and counted calls all the while; every answer is checked.
-
-    A counted call must have run once if it was answered, and at most once if its device was lost meanwhile.
-    """
-    rng = random.Random(7)
-    until = time.monotonic() + seconds
-    done: Counter[str] = Counter()
-    memory: list[float] = []
-
-    async def generations(base: int) -> None:
-        seed = base
-        while time.monotonic() < until:
-            got = [t async for t in fleet.stream(tokens, seed, 20, 0.005, resume=True)]
-            right = got == [t async for t in tokens(seed, 20, 0.0)]
-            done["generations right" if right else "generations wrong"] += 1
-            seed += 1000
-
-    answered: set[int] = set()
-    unsure: set[int] = set()
-
-    async def counted(base: int, path: str) -> None:
-        key = base
-        while time.monotonic() < until:
-            try:
-                if await fleet.run(mark, path, key) == key:
-                    answered.add(key)
-            except lz.DeviceLostError as error:
-                done["calls lost, retryable" if error.retryable else "calls lost after they began"] += 1
-                unsure.add(key)
-            key += 1000
-
-    async def killer() -> None:
-        while time.monotonic() < until - 10.0:
-            await asyncio.sleep(rng.uniform(4.0, 12.0))
-            pid = rng.choice(fleet.facts).pid
-            try:
-                os.kill(pid, signal.SIGKILL)
-            except ProcessLookupError:
-                continue  # it is dead already, and its next life has not told its id yet
-            done["kills"] += 1
-            memory.append(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024)
-
-    hung = False
-    with tempfile.TemporaryDirectory() as folder:
-        path = f"{folder}/executed"
-        work = [*(generations(base) for base in range(16)), *(counted(base, path) for base in range(8))]
-        try:
-            async with asyncio.timeout(seconds + 60.0):
-                await asyncio.gather(killer(), *work)
-        except TimeoutError:
-            hung = True
-        executed = Counter(map(int, Path(path).read_text().split()))  # noqa: ASYNC240
-    lost = len(answered - executed.keys()) + done["generations wrong"]
-    doubled = sum(times > 1 for times in executed.values())
-    stray = len(executed.keys() - answered - unsure)
-    fine = not (lost or doubled or stray or hung)
-    health = await fleet.health()
-    return {
-        "verdict": "nothing lost, nothing doubled, no hang" if fine else "WRONG",
-        "seconds": seconds,
-        "calls answered": len(answered),
-        "calls answered that never ran": lost - done["generations wrong"],
-        "calls that ran twice": doubled,
-        "calls that ran and got no word": stray,
-        "hung": hung,
-        **done,
-        "restarts": sum(h.restarts for h in health),
-        "states": [h.state.value for h in health],
-        "client's peak RSS MiB, first and last kill": [round(memory[0], 1), round(memory[-1], 1)]
-        if memory
-        else [],
-    }
-
-
-async def one_node(parts: list[str], quick: bool, seconds: float) -> dict[str, Any]:
+async def one_node(parts: list[str], quick: bool) -> dict[str, Any]:
     """The parts that one node suffices for."""
     import ray
 
@@ -341,35 +264,32 @@ async def one_node(parts: list[str], quick: bool, seconds: float) -> dict[str, A
     try:
         settings = lz.Settings(cluster="auto", device="cpu", max_restarts=1000)
         async with lz.start(settings) as runtime:
-            fleet = runtime.fleet
             for name, part in (("channel", channel), ("ops", ops), ("kill", kill)):
                 if name in parts:
-                    result[name] = await part(fleet, quick)
-                    print(name, result[name], flush=True)
-            if "chaos" in parts:
-                result["chaos"] = await chaos(fleet, seconds)
-                print("chaos", result["chaos"], flush=True)
+                    result[name] = await part(runtime.fleet, quick)
     finally:
         ray.shutdown()
     return result
 
 
 def main() -> int:
-    """Run the parts that were asked for and write one JSON file."""
+    """Run the parts that were asked for and write them, each with its environment, into one JSON file."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("parts", nargs="*", choices=[*PARTS, []], default=[])
     parser.add_argument("--quick", action="store_true", help="just enough to see that everything runs")
-    parser.add_argument("--seconds", type=float, default=60.0, help="length of the chaos run")
     parser.add_argument("--out", type=Path, default=RESULTS / "cluster_cpu.json")
     asked = parser.parse_args()
-    asked.parts = asked.parts or list(PARTS)
-    record: dict[str, Any] = {"environment": environment(("ray", "msgspec", "layerzero-runtime"))}
-    if set(asked.parts) - {"node"}:
-        record |= asyncio.run(one_node(asked.parts, asked.quick, asked.seconds))
-    if "node" in asked.parts:
-        record["node"] = asyncio.run(node(asked.quick))
-        print("node", record["node"], flush=True)
+    parts = asked.parts or list(PARTS)
+    found: dict[str, Any] = {}
+    if set(parts) - {"node"}:
+        found |= asyncio.run(one_node(parts, asked.quick))
+    if "node" in parts:
+        found["node"] = asyncio.run(node(asked.quick))
+    record = json.loads(asked.out.read_text()) if asked.out.exists() else {}
+    where = environment(("ray", "msgspec", "layerzero-runtime"))
+    record |= {name: {"environment": where, **part} for name, part in found.items()}
     write(asked.out, record)
+    print(json.dumps(found, indent=1))
     print(asked.out)
     return 0
 
