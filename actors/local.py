@@ -14,7 +14,6 @@ from layerzero import log
 from layerzero.actors.memory import Room
 from layerzero.actors.recovery import Recovery
 from layerzero.actors.registry import Registry
-from layerzero.actors.samplers import sampling
 from layerzero.actors.worker import Worker
 from layerzero.clock import Clock, MonotonicClock, Timer
 from layerzero.dispatch import GRAD, Plan, Rules, Snapshot, Table, Terms, capturing_mode, mode, positional
@@ -164,7 +163,11 @@ class LocalDevice:
         before = self._samplers
         for sampler in before:
             sampler.close()
-        self._samplers = sampling(self)
+        self._samplers = ()
+        if self.settings.check_rate or self.settings.drift_rate:
+            from layerzero.actors.samplers import sampling
+
+            self._samplers = sampling(self)
         self._watchers = (*(w for w in self._watchers if w not in before), *self._samplers)
 
     # -- generations ------------------------------------------------------------------------------
@@ -257,7 +260,7 @@ class LocalDevice:
                 self._compile if now.terms is None else partial(self._compile_agreed, now.terms),
                 generation=now.generation,
                 max_keys=self.settings.max_keys,
-                cost=roofline if now.terms is not None and not now.terms.measured else self._cost,
+                cost=self._cost if now.terms is None else now.terms.cost or roofline,
             )
             table = now.tables.setdefault(op.name, made)
         return table

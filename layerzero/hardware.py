@@ -230,11 +230,16 @@ def _memory_bytes() -> int:
 
 
 def free_memory(device: torch.device) -> int:
-    """Bytes that can still be had on a device, what torch holds unused included; 0 where unknown."""
+    """Bytes that can still be had on a device, what torch holds unused included; 0 where unknown.
+
+    On CUDA what torch holds in pieces beside blocks in use does not count: no large block comes out of them,
+    and it cannot be given back to the driver.
+    """
     if device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)
         held = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-        return int(free + held)
+        pieces = torch.cuda.memory_stats(device).get("inactive_split_bytes.all.current", 0)
+        return int(free + max(0, held - pieces))
     meminfo = Path("/proc/meminfo")
     if meminfo.exists():
         found = re.search(r"^MemAvailable:\s+(\d+) kB", meminfo.read_text(), re.MULTILINE)

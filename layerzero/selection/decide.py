@@ -19,7 +19,7 @@ from layerzero.policy.policy import Policy, RequestPolicy
 from layerzero.policy.rules import Rule
 from layerzero.reasons import Reason, Rejected
 from layerzero.selection.cost import ROOFLINE, roofline_us
-from layerzero.selection.memory import too_large
+from layerzero.selection.memory import needs, temporaries, too_large
 from layerzero.selection.record import Accepted, Candidate, Selection
 from layerzero.selection.transform import adapt
 
@@ -164,11 +164,12 @@ def _verdict(
     blocked = standing.blocked.get(kernel.id)
     if blocked is not None:
         reasons.append(blocked)
-    oversize = too_large(kernel, basis, knobs.room, agreed=knobs.agreed)
-    if oversize is not None:
-        reasons.append(oversize)
     own = judge(kernel, request, hardware)
     adapted = adapt(op, kernel, request, own, hardware, basis) if own else (request, ())
+    temporary = temporaries(adapted[1], request, work.bytes) if adapted is not None and adapted[1] else 0
+    oversize = too_large(kernel, basis, knobs.room, temporary, agreed=knobs.agreed)
+    if oversize is not None:
+        reasons.append(oversize)
     if adapted is None:
         reasons.extend(own)
     elif adapted[1] and knobs.strict:
@@ -184,9 +185,9 @@ def _verdict(
     transform_us = sum(t.cost_us for t in transforms)
     total = verdict.boost.apply(kernel_us + transform_us)
     ready = standing.is_ready(kernel, request)
-    accepted = Accepted(
-        kernel_us, transform_us, total, source, transforms, ready, "" if ready else "chosen when warm"
-    )
+    note = "" if ready else "chosen when warm"
+    workspace = needs(kernel, basis)
+    accepted = Accepted(kernel_us, transform_us, total, source, transforms, ready, note, workspace, temporary)
     return Candidate(kernel.id, kernel.backend, accepted, tuple(reasons))
 
 

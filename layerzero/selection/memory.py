@@ -1,17 +1,22 @@
-"""Room for workspaces: what a kernel allocates beyond its outputs, held against what may be taken.
+"""Room for workspaces: what a call allocates beyond its outputs, held against what may be taken.
 
+A kernel states its workspace; the transforms before it make temporaries, a dense copy or a wider one.
 Free memory changes all the time, choices must not: room is known in powers of two, and moves only when free
 memory has clearly left its step. A choice made with one room is made anew with another.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from layerzero.kernel import Kernel
 from layerzero.ops.request import Request
 from layerzero.reasons import Reason, Rejected
+from layerzero.selection.record import Transform
 
 # How far free memory has to go beyond a step's ends before the room follows it.
 _SLACK = 1.25
+_BYTES = {"float64": 8, "float32": 4, "float16": 2, "bfloat16": 2}
 
 
 def needs(kernel: Kernel, request: Request) -> int:
@@ -19,18 +24,37 @@ def needs(kernel: Kernel, request: Request) -> int:
     return kernel.workspace_bytes(request) if kernel.workspace_bytes is not None else 0
 
 
-def too_large(kernel: Kernel, request: Request, room: int | None, *, agreed: bool = False) -> Rejected | None:
-    """The reason against a kernel whose workspace does not fit, or None; `agreed` room is a gang's least."""
-    if room is None or kernel.workspace_bytes is None:
+def temporaries(transforms: Sequence[Transform], request: Request, moved: float) -> int:
+    """Bytes that transforms allocate for a call that moves so many: at most a copy of all that it touches.
+
+    A layout is a view and costs nothing. A cast widens whatever it copies, outputs included.
+    """
+    total = 0.0
+    for transform in transforms:
+        if transform.kind == "contiguous":
+            total += moved
+        elif transform.kind == "cast":
+            total += moved * _BYTES.get(transform.after, 4) / _BYTES.get(request.dtype, 4)
+    return int(total)
+
+
+def too_large(
+    kernel: Kernel, request: Request, room: int | None, temporary: int = 0, *, agreed: bool = False
+) -> Rejected | None:
+    """The reason against a kernel whose workspace, with the temporaries before it, does not fit, or None.
+
+    `agreed` room is a gang's least.
+    """
+    if room is None or (kernel.workspace_bytes is None and not temporary):
         return None
-    wanted = needs(kernel, request)
+    wanted = needs(kernel, request) + temporary
     if wanted <= room:
         return None
     return Rejected(
         Reason.MEMORY_HEADROOM_EXCEEDED,
         "workspace",
         f"at most {in_words(room)}" + (" (the least of any rank of the gang)" if agreed else ""),
-        in_words(wanted),
+        in_words(wanted) + (f" ({in_words(temporary)} of it for copies)" if temporary else ""),
         f"{in_words(wanted)} of memory free" + (" on every rank" if agreed else ""),
     )
 

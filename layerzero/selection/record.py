@@ -34,6 +34,7 @@ class Accepted(msgspec.Struct, frozen=True, tag=True):
 
     `kernel_us` is the kernel alone, `transform_us` the changes it needs, `total_us` the sum after the
     policy's boost, which is what is compared; `source` says where the expectation comes from.
+    `workspace_bytes` is what the kernel states that it allocates, `temporary_bytes` what its transforms do.
     """
 
     kernel_us: float
@@ -43,6 +44,13 @@ class Accepted(msgspec.Struct, frozen=True, tag=True):
     transforms: tuple[Transform, ...] = ()
     ready: bool = True
     note: str = ""
+    workspace_bytes: int = 0
+    temporary_bytes: int = 0
+
+    @property
+    def memory_bytes(self) -> int:
+        """What the call allocates beyond its outputs."""
+        return self.workspace_bytes + self.temporary_bytes
 
 
 class Candidate(msgspec.Struct, frozen=True):

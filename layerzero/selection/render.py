@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from layerzero.selection.memory import in_words
 from layerzero.selection.record import Candidate, Selection
 
 
@@ -49,6 +50,8 @@ def _verdict(candidate: Candidate) -> str:
         parts.append(f"+ {accepted.transform_us:.1f} us for {', '.join(str(t) for t in accepted.transforms)}")
     if abs(accepted.total_us - accepted.kernel_us - accepted.transform_us) > 1e-9:
         parts.append(f"policy makes it {accepted.total_us:.1f} us")
+    if accepted.memory_bytes:
+        parts.append(f"allocating {in_words(accepted.memory_bytes)}")
     if accepted.note:
         parts.append(f"({accepted.note})")
     return "yes  " + " ".join(parts)

@@ -214,7 +214,7 @@ def test_the_measured_order_holds_in_its_bucket(rows: int, width: int, first: fl
 
 
 def test_an_unsteady_row_counts_less() -> None:
-    """Of three tunes, two that spread widely do not outvote the steady one; three steady ones have a median."""
+    """Of three tunes, two that spread widely do not outvote the steady one; steady ones have a median."""
     steady = row("fast.rms_norm", 10.0, variance=0.01, at=3)
     wild = [row("fast.rms_norm", us, variance=(0.7 * us) ** 2, at=2) for us in (40.0, 44.0)]
     assert priced(costs(steady, *wild), FAST)[0] == pytest.approx(10.0)

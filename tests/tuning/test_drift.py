@@ -1,4 +1,4 @@
-"""Drift: a kernel that became slower for good loses its measurement; noise, load and short calls do nothing."""
+"""Drift: a kernel that became slower for good loses its measurement; noise and load do nothing."""
 
 from __future__ import annotations
 
@@ -153,11 +153,6 @@ def test_one_call_in_so_many_is_timed(tmp_path: Path) -> None:
 def test_a_slow_machine_is_told_apart() -> None:
     """Where most of what runs became slower at once, the finding names the machine; alone, the kernel."""
     clock = FakeClock()
-    seen = Drift(clock.now)
-    for _ in range(SAMPLES + int(FOR_S) + 1):
-        found = [seen.see(name, 300.0, 100.0) for name in ("a", "b", "c")]
-        clock.advance(1.0)
-    assert found == [None, None, None]
     together, alone = Drift(clock.now), Drift(clock.now)
     told = []
     for _ in range(SAMPLES + int(FOR_S) + 1):
