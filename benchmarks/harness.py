@@ -32,6 +32,7 @@ def environment(distributions: Sequence[str] = ()) -> dict[str, Any]:
     """The machine, the versions, the commit and the load; everything a reader needs to judge a number."""
     import torch
 
+    changed = _git("status", "--porcelain", "--untracked-files=no")
     load = os.getloadavg() if hasattr(os, "getloadavg") else (float("nan"),) * 3
     return {
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
@@ -44,7 +45,7 @@ def environment(distributions: Sequence[str] = ()) -> dict[str, Any]:
         "torch_threads": torch.get_num_threads(),
         "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
         "commit": _git("rev-parse", "HEAD"),
-        "dirty": bool(_git("status", "--porcelain", "--untracked-files=no")),
+        "dirty": None if changed is None else bool(changed),  # nobody knows outside a checkout
         "load_average": [round(value, 2) for value in load],
         "versions": {name: _version(name) for name in distributions},
     }

@@ -10,15 +10,13 @@ Only commands whose text is the same on every machine belong there. To write the
 `python -m scripts.outputs README.md`.
 """
 
-import argparse
 import re
 import shlex
 import subprocess
 import sys
-from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[1]
-DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+from scripts.tables import ROOT, rewrite
+
 PLACE = re.compile(r"(<!-- output: lz (?P<words>.+?) -->\n).*?(<!-- /output -->)", re.DOTALL)
 TIMEOUT_S = 120
 
@@ -48,17 +46,5 @@ def rendered(text: str) -> str:
     return PLACE.sub(fill, text)
 
 
-def main() -> int:
-    """Rewrite the named documents and print which of them changed."""
-    parser = argparse.ArgumentParser(description="write generated terminal output")
-    parser.add_argument("files", nargs="*", type=Path, default=DOCUMENTS)
-    for path in parser.parse_args().files:
-        before = path.read_text()
-        after = rendered(before)
-        path.write_text(after)
-        print(f"{path.name}: {'rewritten' if after != before else 'unchanged'}")
-    return 0
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(rewrite("terminal output", rendered))

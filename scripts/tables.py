@@ -15,6 +15,7 @@ import argparse
 import json
 import re
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -52,9 +53,9 @@ def rendered(text: str) -> str:
     return PLACE.sub(fill, text)
 
 
-def main() -> int:
-    """Rewrite the named documents and print which of them changed."""
-    parser = argparse.ArgumentParser(description="write generated tables")
+def rewrite(what: str, rendered: Callable[[str], str]) -> int:
+    """Rewrite the documents that the command line names, or all, and print which of them changed."""
+    parser = argparse.ArgumentParser(description=f"write generated {what}")
     parser.add_argument("files", nargs="*", type=Path, default=DOCUMENTS)
     for path in parser.parse_args().files:
         before = path.read_text()
@@ -65,4 +66,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(rewrite("tables", rendered))

@@ -64,12 +64,7 @@ def explain(ctx: click.Context, /, op: str, json_: bool, **asked: Any) -> None:
 
     A tensor is SHAPE[:DTYPE][:grad]; nothing is allocated. Exit status 1: no kernel takes the call.
     """
-    definition = op_named(op)
-    try:
-        selection = selected(definition, **asked)
-    except NoKernelFoundError as error:
-        refuse(definition, error, json_)
-        ctx.exit(1)
+    selection = _answered(ctx, op, json_, asked)
     if json_:
         show.as_json(selection.as_plain())
         return
@@ -89,16 +84,21 @@ def explain(ctx: click.Context, /, op: str, json_: bool, **asked: Any) -> None:
 @click.pass_context
 def which(ctx: click.Context, /, op: str, json_: bool, **asked: Any) -> None:
     """Print the id of the kernel that a call gets; takes what `explain` takes."""
-    definition = op_named(op)
-    try:
-        selection = selected(definition, **asked)
-    except NoKernelFoundError as error:
-        refuse(definition, error, json_)
-        ctx.exit(1)
+    selection = _answered(ctx, op, json_, asked)
     if json_:
         show.as_json({"op": op, "kernel": selection.kernel, "expected_us": round(selection.expected_us, 3)})
     else:
         show.line(selection.kernel or "nothing to compute: no kernel runs")
+
+
+def _answered(ctx: click.Context, op: str, as_json: bool, asked: dict[str, Any]) -> Selection:
+    """The selection; where no kernel takes the call, its reasons are printed and the command ends."""
+    definition = op_named(op)
+    try:
+        return selected(definition, **asked)
+    except NoKernelFoundError as error:
+        refuse(definition, error, as_json)
+        ctx.exit(1)
 
 
 def selected(
