@@ -8,6 +8,7 @@ import pkgutil
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -113,6 +114,13 @@ def test_a_result_that_nothing_decides_is_refused(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(make_stubs, "DECIDING", ())
     with pytest.raises(ValueError, match="attention: a flag in DECIDING"):
         make_stubs.alternatives(table.get("attention"))
+
+
+def test_a_reference_without_an_annotation_is_refused() -> None:
+    """What an op returns is read off its reference, never guessed."""
+    bare = replace(table.get("linear"), reference=lambda *args: args[0])
+    with pytest.raises(ValueError, match="linear: the reference needs a written return annotation"):
+        make_stubs.alternatives(bare)
 
 
 CHECKERS = {
