@@ -52,6 +52,7 @@ BUILTIN: Mapping[str, tuple[str, ...]] = MappingProxyType(
             "rms_norm",
         ),
         "layerzero.backends.torch_moe": ("moe",),
+        "layerzero.backends.torch_flex": ("attention",),
         "layerzero.backends.torch_quantized": ("dequantize", "quantize", "quantized_linear"),
         "layerzero.backends.torch_ragged": ("ragged_attention",),
         "layerzero.backends.torch_sdpa": ("attention",),
