@@ -63,7 +63,8 @@ def sampled(q: Tensor, k: Tensor, v: Tensor, rows: Tensor) -> Tensor:
     query, key, value = (t[0, 0].double() for t in (q, k, v))
     scores = query[rows] @ key.T * WIDTH**-0.5
     scores = scores.masked_fill(torch.arange(len(key)) > rows[:, None], -torch.inf)
-    return scores.softmax(-1) @ value
+    rows_out: Tensor = scores.softmax(-1) @ value
+    return rows_out
 
 
 @pytest.mark.slow
