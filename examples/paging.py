@@ -114,6 +114,7 @@ class Pages:
         self._keys = torch.zeros(shape, dtype=dtype, device=device)
         self._values = torch.zeros(shape, dtype=dtype, device=device)
         self.allocator = PageAllocator(pages)
+        self._met: tuple[list[Chunk], Places] | None = None
 
     @property
     def free(self) -> int:
@@ -123,6 +124,13 @@ class Pages:
     def layer(self, index: int) -> tuple[Tensor, Tensor]:
         """The keys and values of one layer, each (N, page size, Hk, D)."""
         return self._keys[index], self._values[index]
+
+    def places(self, chunks: list[Chunk]) -> Places:
+        """Where the rows of `chunks` stand; one step's layers ask for the same ones one after another."""
+        met = self._met
+        if met is None or met[0] != chunks:
+            met = self._met = (list(chunks), _places(chunks))
+        return met[1]
 
     def sequence(self, limit: int) -> Sequence:
         """Open a sequence of at most `limit` tokens.
@@ -160,16 +168,17 @@ def sent(values: Tensor, device: torch.device) -> Tensor:
     return values.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else values.to(device)
 
 
-def places(chunks: Several[Chunk]) -> Places:
+def places(chunks: list[Chunk]) -> Places:
     """Where the rows of several sequences' chunks stand, one behind the other."""
-    return chunks[0].places if len(chunks) == 1 else _places(chunks)
+    return chunks[0].places if len(chunks) == 1 else chunks[0].sequence.pool.places(chunks)
 
 
 def _places(chunks: Several[Chunk]) -> Places:
     """The places of `chunks`, made on the host and sent to the pool's device."""
     pool = chunks[0].sequence.pool
-    device, longest = pool.device, max(chunk.end for chunk in chunks)
-    tables = torch.stack([chunk.sequence.table for chunk in chunks])[:, : -(-longest // pool.page_size)]
+    device, ends = pool.device, [chunk.end for chunk in chunks]
+    tables = torch.stack([chunk.sequence.table for chunk in chunks])[:, : -(-max(ends) // pool.page_size)]
+    lengths = torch.tensor(ends, dtype=torch.int32)
     offsets: Tensor | None = None
     last: Tensor | slice = slice(None)
     if any(chunk.count > 1 for chunk in chunks):
@@ -177,14 +186,21 @@ def _places(chunks: Several[Chunk]) -> Places:
         offsets = counts.cumsum(0, dtype=torch.int32)
         last = sent(offsets[1:].long() - 1, device)
         offsets = on_device(offsets, device)
-    rows = [(at, slot) for chunk in chunks for at, slot in zip(chunk.positions, chunk.slots(), strict=True)]
-    positions, slots = sent(torch.tensor(rows).t().contiguous(), device)
+        rows = [
+            (at, slot) for chunk in chunks for at, slot in zip(chunk.positions, chunk.slots(), strict=True)
+        ]
+        places = torch.tensor(rows).t().contiguous()
+    else:
+        places = torch.stack([lengths.long() - 1] * 2)
+        pages = tables.gather(1, places[1, :, None] // pool.page_size)[:, 0]
+        places[1] = pages * pool.page_size + places[1] % pool.page_size
+    positions, slots = sent(places, device)
     # A kernel that has to know lengths and pages on the host finds them there: it need not ask the device.
     return Places(
         positions=positions,
         slots=slots,
         tables=on_device(tables.contiguous(), device),
-        lengths=on_device(torch.tensor([chunk.end for chunk in chunks], dtype=torch.int32), device),
+        lengths=on_device(lengths, device),
         offsets=offsets,
         last=last,
     )

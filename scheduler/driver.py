@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Generator, Iterator
+from collections.abc import Callable, Generator, Iterator
 from contextvars import Context
 from functools import partial
 from typing import Any, Final
@@ -22,8 +22,9 @@ from layerzero.errors import DeadlineExceededError, Overloaded, RuntimeClosedErr
 from layerzero.native import HOT
 from layerzero.scheduler.blame import Executor, run_blaming
 from layerzero.scheduler.lane import Lane
-from layerzero.scheduler.limits import Caps
+from layerzero.scheduler.limits import Caps, Stats
 from layerzero.scheduler.streams import HOST, Streams
+from layerzero.scheduler.sweep import Group, Slot, Sweep
 from layerzero.scheduler.ticket import RUNNING, Batch, Caller, Failed, Ticket
 from layerzero.settings import Settings
 
@@ -394,6 +395,35 @@ class Front:
                 task.remove_done_callback(self._unregister)
         self._callers.clear()
         self.alone = None
+
+
+class Queue:
+    """The shortest way into a lane.
+
+    `known(front, ticket)` queues a call without a deadline whose caller, group and place are known, and says
+    whether it did; where it did not, `Front.submit` does the work.
+    """
+
+    __slots__ = ("known",)
+
+    def __init__(self) -> None:
+        self.known: Callable[[Front, Ticket], bool] = _never
+
+    def adopt(self, module: Any) -> None:
+        """Queue by the compiled twin, or with None not at all."""
+        if module is None:
+            self.known = _never
+            return
+        module.layout(Front, Lane, Group, Slot, Caller, Caps, Stats, Sweep)
+        self.known = module.queue
+
+
+def _never(front: Front, ticket: Ticket) -> bool:
+    return False
+
+
+QUEUE: Final = Queue()
+HOT.on_ready(QUEUE.adopt)
 
 
 class Rest:

@@ -16,7 +16,7 @@ from layerzero.dispatch import CAPTURE, LaneFacts, Plan, Snapshot
 from layerzero.ops.checks import need_choice, need_number
 from layerzero.ops.op import Args, Op
 from layerzero.runtime import ACTIVE
-from layerzero.scheduler.driver import Front
+from layerzero.scheduler.driver import QUEUE, Front
 from layerzero.scheduler.modes import Modes, bars_queueing, restore
 from layerzero.scheduler.streams import come_back, leave
 from layerzero.scheduler.ticket import TICKETS, Ticket
@@ -29,7 +29,7 @@ def awaited(op: Op) -> Callable[..., Any]:
     `backend=` as in the blocking op; `priority=` 0 (first) to 2; `timeout=` seconds until it must have
     started, else DeadlineExceededError; `batching=` "off", "rows" or "all" in place of the settings' own.
     """
-    known, last = Known(op), LAST
+    known, last, queue = Known(op), LAST, QUEUE
     unknown = _unknown(op, known)
     guard = None if op.guard_joined else op.guard
 
@@ -56,11 +56,12 @@ def awaited(op: Op) -> Callable[..., Any]:
         if guard is not None and ticket.group is not None:
             guard(ticket.args)
         if priority != 1 or timeout is not None:
-            _hurry(ticket, priority, timeout)
-        front.submit(ticket)
+            hurry(ticket, priority, timeout)
+        if not queue.known(front, ticket):
+            front.submit(ticket)
         modes = ticket.modes[0]
         if modes.grad is not front.ambient_grad and not modes.inference:
-            return await _away(ticket, modes, front)
+            return await away(ticket, modes, front)
         result, last.plan = await ticket
         if not ticket.unchanged():
             restore(modes)
@@ -115,7 +116,7 @@ def _unknown(op: Op, known: Known) -> Callable[..., Any]:
         if modes.stream != front.ambient_stream or (
             modes.grad is not front.ambient_grad and not modes.inference
         ):
-            return await _away(ticket, modes, front)
+            return await away(ticket, modes, front)
         result, last.plan = await ticket
         if device.capture() is not modes:
             restore(modes)
@@ -134,7 +135,7 @@ def _at_once(plan: Plan, args: Args, snapshot: Snapshot | None) -> Any:
         return result
 
 
-def _hurry(ticket: Ticket, priority: int, timeout: float | None) -> None:
+def hurry(ticket: Ticket, priority: int, timeout: float | None) -> None:
     """Give a ticket another priority than 1, or a deadline."""
     if priority not in (0, 1, 2):
         raise ValueError(f"priority needs 0, 1 or 2, got {priority!r}")
@@ -143,7 +144,7 @@ def _hurry(ticket: Ticket, priority: int, timeout: float | None) -> None:
         ticket.deadline = ticket.front.loop.time() + need_number("timeout", timeout, low=0.0)
 
 
-async def _away(ticket: Ticket, modes: Modes, front: Front) -> Any:
+async def away(ticket: Ticket, modes: Modes, front: Front) -> Any:
     """Await a ticket under another grad mode or stream than the loop's: they leave with their caller."""
     leave(modes, front)
     try:

@@ -18,12 +18,14 @@ import torch
 from torch import Tensor
 
 from layerzero.actors.local import LocalDevice
-from layerzero.api.awaiting import Group
+from layerzero.api.awaiting import Group, away, hurry
 from layerzero.api.calls import LAST, runtime_here
 from layerzero.api.scope import SCOPE
+from layerzero.native import HOT
 from layerzero.ops.batching import join_rows
 from layerzero.ops.checks import need_choice, need_number
 from layerzero.runtime import ACTIVE
+from layerzero.scheduler.driver import QUEUE
 from layerzero.scheduler.modes import bars_queueing, restore
 from layerzero.scheduler.streams import come_back, leave
 from layerzero.scheduler.ticket import TICKETS
@@ -57,6 +59,17 @@ class Batched(Generic[P, R]):
         self.pure = pure
         self.us_per_row = float("inf")
         self._groups: dict[Hashable, Group] = {}
+        self._kinds: Any = None
+        self.adopt(HOT.module)
+
+    def adopt(self, module: Any) -> None:
+        """Remember kinds of calls in the compiled twin, or with None go without."""
+        self._kinds = None if module is None else module.Kinds(self, ACTIVE, SCOPE)
+
+    def forget(self) -> None:
+        """Keep nothing alive that belonged to a runtime which is gone."""
+        if self._kinds is not None:
+            self._kinds.forget()
 
     async def __call__(
         self,
@@ -72,6 +85,39 @@ class Batched(Generic[P, R]):
         for ops; a function over rows joins under "rows" and "all".
         Raises: ValueError: tensors with different numbers of rows. What the function raises.
         """
+        kinds = self._kinds
+        ticket = None if kinds is None or batching is not None else kinds.find(args, self.us_per_row)
+        if ticket is None:
+            return await self._unknown(args, priority, timeout, batching)
+        front = ticket.front
+        if (
+            front.alone is not None
+            and ticket.expected_us < front.inline_limit_us
+            and (front.may_inline() or await front.rested())
+        ):
+            front.charge(ticket.expected_us)
+            LAST.plan = None
+            return self._alone(ticket.plan, args)
+        if priority != 1 or timeout is not None:
+            hurry(ticket, priority, timeout)
+        if not QUEUE.known(front, ticket):
+            front.submit(ticket)
+        modes = ticket.modes[0]
+        if modes.grad is not front.ambient_grad and not modes.inference:
+            return await away(ticket, modes, front)
+        result, LAST.plan = await ticket
+        if not ticket.unchanged():
+            restore(modes)
+        return result
+
+    async def _unknown(
+        self,
+        args: Args,
+        priority: int,
+        timeout: float | None,  # noqa: ASYNC109
+        batching: str | None,
+    ) -> Any:
+        """A call of a kind that the compiled twin does not know: every step in Python."""
         if batching is not None:
             need_choice("batching", batching, BATCHING)
         rows, size, where, kinds = _seen(self.name, args)
@@ -90,6 +136,8 @@ class Batched(Generic[P, R]):
         apart = (batching or device.settings.batching) == "off" or _needs_grad(args)
         group = None if apart else self._group((modes.anywhere, where, kinds))
         ticket = TICKETS.kind(self, args, group, expected_us, rows, size, priority, None, (modes, None))
+        if group is not None and batching is None:
+            self._remember(args, device, group, ticket.modes)
         if timeout is not None:
             ticket.deadline = front.loop.time() + need_number("timeout", timeout, low=0.0)
         front.submit(ticket)
@@ -110,12 +158,20 @@ class Batched(Generic[P, R]):
         run = without_graph(self.run) if device.settings.inference else self.run
         return run([args])[0]
 
+    def _remember(self, args: Args, device: LocalDevice, group: Group, modes: Any) -> None:
+        """Let the compiled twin answer for such calls, where only the process's runtime governs them."""
+        if self._kinds is None or SCOPE.get() is not None or ACTIVE.devices.get(device.device) is not device:
+            return
+        if modes[0].stream is None and device.capturing is None:
+            self._kinds.remember(args, (ACTIVE.devices, device, device.fronts.by_loop), group, modes)
+
     def _group(self, key: Hashable) -> Group:
         """The compatibility class of calls of one kind: one object, so that lanes compare a pointer."""
         found = self._groups.get(key)
         if found is None:
             if len(self._groups) >= _MAX_KINDS:
                 self._groups.clear()  # who waits under the old objects runs apart, nothing worse
+                self.forget()
             found = self._groups[key] = Group((self, key))
         return found
 
@@ -127,8 +183,7 @@ class Batched(Generic[P, R]):
             if owner is None:
                 raise ReferenceError(f"the object that {self.name} belongs to is gone")
             function = MethodType(function, owner)
-        counts = [_rows(args) for args in calls]
-        columns = [_column(values) for values in zip(*calls, strict=True)]
+        counts, columns = _columns(calls)
         started = time.perf_counter()
         out = function(*columns, counts=counts) if self._wants_counts else function(*columns)
         self._learn((time.perf_counter() - started) * 1e6 / max(1, sum(counts)))
@@ -143,7 +198,8 @@ class Batched(Generic[P, R]):
             parts = [self._split(part, counts) for part in out]
             return list(zip(*parts, strict=True))
         if isinstance(out, Tensor) and out.dim() > 0 and out.shape[0] == sum(counts):
-            return list(out.split_with_sizes(counts))
+            pieces = NotImplemented if HOT.module is None else HOT.module.split(out, counts, False)
+            return list(out.split_with_sizes(counts)) if pieces is NotImplemented else pieces
         if isinstance(out, list) and len(out) == len(counts):
             return out
         got = f"shape {tuple(out.shape)}" if isinstance(out, Tensor) else f"{type(out).__name__}"
@@ -161,6 +217,24 @@ def _unbound(fn: Any) -> Any:
 
 
 _FUNCTIONS: weakref.WeakKeyDictionary[Any, dict[Hashable, Batched[..., Any]]] = weakref.WeakKeyDictionary()
+
+
+def _every() -> list[Batched[..., Any]]:
+    return [function for entries in list(_FUNCTIONS.values()) for function in list(entries.values())]
+
+
+def _adopt(module: Any) -> None:
+    for function in _every():
+        function.adopt(module)
+
+
+def _forget() -> None:
+    for function in _every():
+        function.forget()
+
+
+HOT.on_ready(_adopt)
+ACTIVE.on_change(_forget)
 
 
 def batched(
@@ -226,6 +300,15 @@ def _seen(name: str, args: Args) -> tuple[int, int, torch.device | None, Hashabl
         size += value.nbytes
         kinds.append((value.__class__, value.dtype, device, shape[1:]))
     return (1 if rows < 0 else rows), size, where, tuple(kinds)
+
+
+def _columns(calls: Sequence[Args]) -> tuple[list[int], Sequence[Any]]:
+    """The rows of each call, and the calls' arguments as columns."""
+    columns = NotImplemented if HOT.module is None else HOT.module.columns(calls)
+    if columns is not NotImplemented:
+        found: tuple[list[int], Sequence[Any]] = columns
+        return found
+    return [_rows(args) for args in calls], [_column(values) for values in zip(*calls, strict=True)]
 
 
 def _rows(args: Args) -> int:

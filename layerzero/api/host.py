@@ -8,6 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from layerzero.api.calls import runtime_here
+from layerzero.native import HOT
 from layerzero.scheduler.readback import Readback, compacted
 from layerzero.scheduler.streams import come_back, leave
 
@@ -24,6 +25,10 @@ async def to_host(tensor: Tensor) -> Tensor:
     """
     if not isinstance(tensor, Tensor):
         raise TypeError(f"tensor needs a torch.Tensor, got {type(tensor).__name__}")
+    if HOT.module is not None:
+        copied: Tensor = HOT.module.own(tensor)
+        if copied is not NotImplemented:
+            return copied
     plain = tensor.detach()
     if plain.device.type != "cuda":
         return compacted(plain.cpu() if plain.device.type != "cpu" else plain)
@@ -37,7 +42,7 @@ async def to_host(tensor: Tensor) -> Tensor:
     copy = readback.add(plain, modes.stream)
     leave(modes, front)
     try:
-        copied: Tensor = await copy
+        copied = await copy
     finally:
         come_back(modes, front)
     return copied

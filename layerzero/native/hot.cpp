@@ -4,6 +4,7 @@
 // `Memo` remembers, for one op, what the Python path has found out about a call, under a key made of all that
 // can change the answer. `Ticket` is the future of one queued call. `rejoin`, `gather` and `split` put rows
 // together and take them apart; `begin`, `land` and `resume` take a whole batch of tickets through its states.
+// `Kinds` (functions.h) is the memo of a batched function, `queue` (queue.h) the way of a known call into its line.
 // A function that meets what it does not know returns None or NotImplemented, and Python does the work.
 
 #define PY_SSIZE_T_CLEAN
@@ -14,6 +15,7 @@
 #include <ATen/PythonTorchFunctionTLS.h>
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/cat.h>
+#include <ATen/ops/clone.h>
 #include <c10/core/GradMode.h>
 #include <c10/core/InferenceMode.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
@@ -460,35 +462,30 @@ at::Tensor rejoined(const std::vector<c10::TensorImpl*>& pieces) {
   return view_of(first, sizes, strides, first->storage_offset());
 }
 
-// gather(calls, position, tail): the rows of that operand of every call in one tensor, and how many each brings.
-// NotImplemented unless every operand is plain with one leading axis.
-PyObject* gather(PyObject*, PyObject* const* args, Py_ssize_t count) {
-  if (count != 3 || !PyList_CheckExact(args[0])) return not_ours();
-  const Py_ssize_t position = PyLong_AsSsize_t(args[1]), tail = PyLong_AsSsize_t(args[2]);
-  if (PyErr_Occurred()) return nullptr;
-  const Py_ssize_t size = PyList_GET_SIZE(args[0]);
-  if (size == 0) return not_ours();
+// The rows of operand `position` of every call in one tensor; the rows of each go into `counts` where there is
+// such a list. NotImplemented unless every operand is plain with one leading axis before `tail` others.
+PyObject* gathered(PyObject* calls, Py_ssize_t position, Py_ssize_t tail, PyObject* counts) {
+  const Py_ssize_t size = PyList_GET_SIZE(calls);
   return guarded([&]() -> PyObject* {
     std::vector<c10::TensorImpl*> pieces;
     pieces.reserve(size);
-    Ref counts(PyList_New(size));
-    if (!counts) return nullptr;
     for (Py_ssize_t i = 0; i < size; ++i) {
-      PyObject* call = PyList_GET_ITEM(args[0], i);
+      PyObject* call = PyList_GET_ITEM(calls, i);
       if (!PyTuple_Check(call) || PyTuple_GET_SIZE(call) <= position) return not_ours();
       c10::TensorImpl* impl = plain(PyTuple_GET_ITEM(call, position));
       if (impl == nullptr || impl->dim() != tail + 1 || needs_graph(impl)) return not_ours();
       pieces.push_back(impl);
+      if (counts == nullptr) continue;
       PyObject* rows = PyLong_FromLongLong(impl->size(0));
       if (rows == nullptr) return nullptr;
-      PyList_SET_ITEM(counts.get(), i, rows);
+      PyList_SET_ITEM(counts, i, rows);
     }
     at::Tensor joined = rejoined(pieces);
     if (!joined.defined()) {
       std::vector<at::Tensor> tensors;
       tensors.reserve(size);
       for (Py_ssize_t i = 0; i < size; ++i)
-        tensors.push_back(THPVariable_Unpack(PyTuple_GET_ITEM(PyList_GET_ITEM(args[0], i), position)));
+        tensors.push_back(THPVariable_Unpack(PyTuple_GET_ITEM(PyList_GET_ITEM(calls, i), position)));
       PyThreadState* let = PyEval_SaveThread();
       try {
         joined = at::cat(tensors);
@@ -498,10 +495,22 @@ PyObject* gather(PyObject*, PyObject* const* args, Py_ssize_t count) {
       }
       PyEval_RestoreThread(let);
     }
-    Ref whole(THPVariable_Wrap(std::move(joined)));
-    if (!whole) return nullptr;
-    return PyTuple_Pack(2, whole.get(), counts.get());
+    return THPVariable_Wrap(std::move(joined));
   });
+}
+
+// gather(calls, position, tail): the rows of that operand of every call in one tensor, and how many each brings.
+// NotImplemented unless every operand is plain with one leading axis.
+PyObject* gather(PyObject*, PyObject* const* args, Py_ssize_t count) {
+  if (count != 3 || !PyList_CheckExact(args[0])) return not_ours();
+  const Py_ssize_t position = PyLong_AsSsize_t(args[1]), tail = PyLong_AsSsize_t(args[2]);
+  if (PyErr_Occurred()) return nullptr;
+  if (PyList_GET_SIZE(args[0]) == 0) return not_ours();
+  Ref counts(PyList_New(PyList_GET_SIZE(args[0])));
+  if (!counts) return nullptr;
+  Ref whole(gathered(args[0], position, tail, counts.get()));
+  if (!whole) return nullptr;
+  return whole.get() == Py_NotImplemented ? whole.release() : PyTuple_Pack(2, whole.get(), counts.get());
 }
 
 // rejoin(tensors): the base, None where they are not its pieces, NotImplemented where it cannot tell.
@@ -556,6 +565,17 @@ PyObject* split(PyObject*, PyObject* const* args, Py_ssize_t count) {
       return nullptr;
     }
     return made.release();
+  });
+}
+
+// own(tensor): a detached copy of what is a piece of a larger allocation on the CPU; NotImplemented for all else.
+PyObject* own(PyObject*, PyObject* object) {
+  c10::TensorImpl* impl = plain(object);
+  if (impl == nullptr || !impl->device().is_cpu() ||
+      impl->storage().nbytes() <= size_t(impl->numel()) * impl->itemsize())
+    return not_ours();
+  return guarded([&] {
+    return THPVariable_Wrap(THPVariable_Unpack(object).detach().clone(at::MemoryFormat::Contiguous));
   });
 }
 
@@ -926,6 +946,11 @@ PyType_Slot memo_slots[] = {{Py_tp_doc, const_cast<char*>("What is known about t
                             {0, nullptr}};
 PyType_Spec memo_spec = {"layerzero.native.Memo", sizeof(Memo), 0, Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC, memo_slots};
 
+// -- batched functions, and the way into the queue ----------------------------------------------------------
+
+#include "functions.h"
+#include "queue.h"
+
 // -- the module ---------------------------------------------------------------------------------------
 
 // modes(): the mask of grad, inference and deterministic mode, or -1 where anything else is in force.
@@ -939,6 +964,11 @@ PyMethodDef functions[] = {
     {"gather", reinterpret_cast<PyCFunction>(reinterpret_cast<void*>(gather)), METH_FASTCALL,
      "All rows of one operand, and how many each call brings."},
     {"split", reinterpret_cast<PyCFunction>(reinterpret_cast<void*>(split)), METH_FASTCALL, "Views of rows."},
+    {"own", own, METH_O, "A copy by itself of a piece of a larger allocation."},
+    {"columns", columns, METH_O, "Rows of each call, and the calls' arguments as columns."},
+    {"layout", layout, METH_VARARGS, "Where `queue` finds the slots of a lane."},
+    {"queue", reinterpret_cast<PyCFunction>(reinterpret_cast<void*>(queue)), METH_FASTCALL,
+     "Whether the ticket was queued."},
     {"paired", reinterpret_cast<PyCFunction>(reinterpret_cast<void*>(paired)), METH_FASTCALL, "Each value with a plan."},
     {"modes", modes, METH_NOARGS, "The mask of torch's modes, or -1."},
     {nullptr, nullptr, 0, nullptr}};
@@ -958,12 +988,16 @@ PyMODINIT_FUNC PyInit_layerzero_hot() {
   known.running_loop = PyObject_GetAttrString(events.get(), "get_running_loop");
   TicketType = reinterpret_cast<PyTypeObject*>(PyType_FromSpec(&ticket_spec));
   MemoType = reinterpret_cast<PyTypeObject*>(PyType_FromSpec(&memo_spec));
+  KindsType = reinterpret_cast<PyTypeObject*>(PyType_FromSpec(&kinds_spec));
   Ref module(PyModule_Create(&definition));
-  if (known.running_loop == nullptr || TicketType == nullptr || MemoType == nullptr || !module) return nullptr;
+  if (known.running_loop == nullptr || TicketType == nullptr || MemoType == nullptr ||
+      KindsType == nullptr || !module) return nullptr;
   Py_INCREF(TicketType);
   Py_INCREF(MemoType);
+  Py_INCREF(KindsType);
   if (PyModule_AddObject(module.get(), "Ticket", reinterpret_cast<PyObject*>(TicketType)) ||
-      PyModule_AddObject(module.get(), "Memo", reinterpret_cast<PyObject*>(MemoType)))
+      PyModule_AddObject(module.get(), "Memo", reinterpret_cast<PyObject*>(MemoType)) ||
+      PyModule_AddObject(module.get(), "Kinds", reinterpret_cast<PyObject*>(KindsType)))
     return nullptr;
   return module.release();
 }

@@ -356,6 +356,7 @@ def _register(
             exact=frozenset({"V"}),
             empty=_empty,
             guard=guard,
+            guard_joined=True,
             batching=batching,
             differentiable=False,
             stochastic=True,

@@ -1,0 +1,253 @@
+// A part of hot.cpp: `Kinds`, which knows the calls of one batched function by their kind, and how the rows of a
+// batch of them are put together.
+
+#pragma once
+
+// A kind of call. `types` are the classes whose addresses stand in the key: they may not die before it.
+struct Kind {
+  Ref group, modes, types;
+};
+
+struct Kinds {
+  PyObject_HEAD
+  PyObject *function, *active, *scope;
+  Ref* home;  // devices, device, fronts
+  std::unordered_map<std::string, Kind, Hash, std::equal_to<>>* known;
+};
+
+PyTypeObject* KindsType = nullptr;
+enum Home { DEVICES, DEVICE, FRONTS, HOMES };
+
+// The rows and bytes of one call's tensors and the key of its kind, as `_seen` finds them; false where Python has
+// to look: subclasses, tensors without rows or with different numbers of them, what needs a gradient.
+bool see(PyObject* args, int modes, Key& key, long long& rows, long long& bytes) {
+  rows = -1;
+  bytes = 0;
+  key.add(uint64_t(modes));
+  for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(args); ++i) {
+    PyObject* value = PyTuple_GET_ITEM(args, i);
+    c10::TensorImpl* impl = plain(value);
+    if (impl == nullptr) {
+      if (THPVariable_Check(value) || !key.add(2) || !key.add(reinterpret_cast<uint64_t>(Py_TYPE(value)))) return false;
+      continue;
+    }
+    const auto sizes = impl->sizes();
+    if (sizes.empty() || (rows >= 0 && rows != sizes[0]) || !impl->device().is_cpu() ||
+        ((modes & GRAD) && impl->requires_grad()) || key.size + 3 + sizes.size() > MAX_KEY / 8)
+      return false;
+    rows = sizes[0];
+    bytes += impl->numel() * (long long)impl->itemsize();
+    key.add(1 | uint64_t(sizes.size()) << 16 | uint64_t(uint16_t(impl->dtype().toScalarType())) << 32);
+    key.add(impl->key_set().raw_repr());
+    key.add(reinterpret_cast<uint64_t>(Py_TYPE(value)));
+    for (const int64_t extent : sizes.slice(1)) key.add(uint64_t(extent));
+  }
+  return rows >= 0;
+}
+
+void forget_kinds(Kinds* self) {
+  // What they held dies after both are empty.
+  std::unordered_map<std::string, Kind, Hash, std::equal_to<>> known;
+  Ref home[HOMES];
+  std::swap(known, *self->known);
+  for (int i = 0; i < HOMES; ++i) std::swap(home[i], self->home[i]);
+}
+
+// find(args, microseconds a row): the ticket of a call whose kind is known, its front in it; None for any other.
+PyObject* kinds_find(Kinds* self, PyObject* const* given, Py_ssize_t count) {
+  if (count != 2 || !PyTuple_CheckExact(given[0]) || self->known->empty()) return none();
+  const int modes = modes_here();
+  if (modes < 0) return none();
+  PyObject* scope = nullptr;
+  if (PyContextVar_Get(self->scope, nullptr, &scope)) return nullptr;
+  Ref held(scope);
+  if (scope != nullptr && scope != Py_None) return none();
+  Ref devices(PyObject_GetAttr(self->active, known.devices));
+  if (!devices) return nullptr;
+  if (devices.get() != self->home[DEVICES].get()) {
+    forget_kinds(self);
+    return none();
+  }
+  Ref loop(PyObject_CallNoArgs(known.running_loop));
+  if (!loop) return nullptr;
+  Ref front = Ref::to(PyDict_GetItemWithError(self->home[FRONTS].get(), loop.get()));
+  if (!front) return PyErr_Occurred() ? nullptr : none();
+  return guarded([&]() -> PyObject* {
+    Key key;
+    long long rows, bytes;
+    if (!see(given[0], modes, key, rows, bytes)) return none();
+    const auto found = self->known->find(key.view());
+    if (found == self->known->end()) return none();
+    Ref group = Ref::to(found->second.group.get()), around = Ref::to(found->second.modes.get());
+    Ref device = Ref::to(self->home[DEVICE].get());
+    const double us_per_row = PyFloat_AsDouble(given[1]);
+    if (PyErr_Occurred()) return nullptr;
+    Ticket* ticket = blank_ticket();
+    if (ticket == nullptr) return nullptr;
+    ticket->op = Ref::to(self->function).release();
+    ticket->args = Ref::to(given[0]).release();
+    ticket->group = group.release();
+    ticket->modes = around.release();
+    ticket->plan = device.release();
+    ticket->front = front.release();
+    ticket->loop = loop.release();
+    ticket->expected_us = us_per_row * double(rows);
+    ticket->tokens = rows;
+    ticket->bytes = bytes;
+    ticket->surroundings = modes;
+    PyObject_GC_Track(ticket);
+    return reinterpret_cast<PyObject*>(ticket);
+  });
+}
+
+// remember(args, (devices, device, fronts), group, modes): whether `find` will know calls of this kind.
+PyObject* kinds_remember(Kinds* self, PyObject* given) {
+  PyObject *args, *home[HOMES], *group, *modes;
+  if (!PyArg_ParseTuple(given, "O!(OOO!)OO", &PyTuple_Type, &args, &home[DEVICES], &home[DEVICE], &PyDict_Type,
+                        &home[FRONTS], &group, &modes))
+    return nullptr;
+  return guarded([&]() -> PyObject* {
+    Key key;
+    long long rows, bytes;
+    const int here = modes_here();
+    if (here < 0 || !see(args, here, key, rows, bytes)) Py_RETURN_FALSE;
+    bool same = self->known->size() < MAX_ENTRIES;
+    for (int i = 0; i < HOMES; ++i) same = same && self->home[i].get() == home[i];
+    if (!same) {
+      forget_kinds(self);
+      for (int i = 0; i < HOMES; ++i) self->home[i] = Ref::to(home[i]);
+    }
+    Ref types(PyTuple_New(PyTuple_GET_SIZE(args)));
+    if (!types) return nullptr;
+    for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(args); ++i) {
+      auto* type = reinterpret_cast<PyObject*>(Py_TYPE(PyTuple_GET_ITEM(args, i)));
+      PyTuple_SET_ITEM(types.get(), i, Ref::to(type).release());
+    }
+    Kind kind{Ref::to(group), Ref::to(modes), std::move(types)};
+    auto [at, fresh] = self->known->try_emplace(std::string(key.view()));
+    std::swap(at->second, kind);
+    Py_RETURN_TRUE;
+  });
+}
+
+PyObject* kinds_forget(Kinds* self, PyObject*) {
+  forget_kinds(self);
+  return none();
+}
+
+PyObject* kinds_new(PyTypeObject* type, PyObject* given, PyObject*) {
+  PyObject *function, *active, *scope;
+  if (!PyArg_ParseTuple(given, "OOO", &function, &active, &scope)) return nullptr;
+  auto* self = PyObject_GC_New(Kinds, type);
+  if (self == nullptr) return nullptr;
+  self->function = Ref::to(function).release();
+  self->active = Ref::to(active).release();
+  self->scope = Ref::to(scope).release();
+  self->home = new Ref[HOMES];
+  self->known = new std::unordered_map<std::string, Kind, Hash, std::equal_to<>>();
+  PyObject_GC_Track(self);
+  return reinterpret_cast<PyObject*>(self);
+}
+
+int kinds_traverse(Kinds* self, visitproc visit, void* arg) {
+  Py_VISIT(Py_TYPE(self));
+  Py_VISIT(self->function);
+  Py_VISIT(self->active);
+  Py_VISIT(self->scope);
+  if (self->known == nullptr) return 0;
+  for (int i = 0; i < HOMES; ++i) Py_VISIT(self->home[i].get());
+  for (const auto& [key, kind] : *self->known) {
+    Py_VISIT(kind.group.get());
+    Py_VISIT(kind.modes.get());
+    Py_VISIT(kind.types.get());
+  }
+  return 0;
+}
+
+int kinds_clear(Kinds* self) {
+  forget_kinds(self);
+  Py_CLEAR(self->function);
+  return 0;
+}
+
+void kinds_dealloc(Kinds* self) {
+  PyTypeObject* type = Py_TYPE(self);
+  PyObject_GC_UnTrack(self);
+  delete std::exchange(self->known, nullptr);
+  delete[] std::exchange(self->home, nullptr);
+  Py_CLEAR(self->function);
+  Py_CLEAR(self->active);
+  Py_CLEAR(self->scope);
+  PyObject_GC_Del(self);
+  Py_DECREF(type);
+}
+
+PyMethodDef kinds_methods[] = {
+    {"find", reinterpret_cast<PyCFunction>(reinterpret_cast<void*>(kinds_find)), METH_FASTCALL,
+     "The ticket of a call of a known kind, or None."},
+    {"remember", reinterpret_cast<PyCFunction>(kinds_remember), METH_VARARGS, "Whether `find` will know such calls."},
+    {"forget", reinterpret_cast<PyCFunction>(kinds_forget), METH_NOARGS, "Drop everything."},
+    {nullptr, nullptr, 0, nullptr}};
+PyType_Slot kinds_slots[] = {{Py_tp_doc, const_cast<char*>("What is known about the calls of one batched function.")},
+                             {Py_tp_new, reinterpret_cast<void*>(kinds_new)},
+                             {Py_tp_dealloc, reinterpret_cast<void*>(kinds_dealloc)},
+                             {Py_tp_traverse, reinterpret_cast<void*>(kinds_traverse)},
+                             {Py_tp_clear, reinterpret_cast<void*>(kinds_clear)},
+                             {Py_tp_methods, kinds_methods},
+                             {0, nullptr}};
+PyType_Spec kinds_spec = {"layerzero.native.Kinds", sizeof(Kinds), 0, Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC,
+                          kinds_slots};
+
+// Rows of one call: what its first tensor has along its first axis, one without a tensor; -1 for Python to look.
+long long rows_of(PyObject* call) {
+  for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(call); ++i) {
+    PyObject* value = PyTuple_GET_ITEM(call, i);
+    if (!THPVariable_Check(value)) continue;
+    c10::TensorImpl* impl = plain(value);
+    return impl == nullptr || impl->dim() == 0 ? -1 : impl->size(0);
+  }
+  return 1;
+}
+
+// columns(calls): (rows of each call, the calls' arguments turned into columns: everybody's rows in one tensor,
+// everything else a list), or NotImplemented where Python has to look.
+PyObject* columns(PyObject*, PyObject* calls) {
+  if (!PyList_CheckExact(calls) || PyList_GET_SIZE(calls) == 0) return not_ours();
+  const Py_ssize_t size = PyList_GET_SIZE(calls);
+  PyObject* head = PyList_GET_ITEM(calls, 0);
+  if (!PyTuple_CheckExact(head)) return not_ours();
+  const Py_ssize_t width = PyTuple_GET_SIZE(head);
+  Ref counts(PyList_New(size)), made(PyTuple_New(width));
+  if (!counts || !made) return nullptr;
+  for (Py_ssize_t i = 0; i < size; ++i) {
+    PyObject* call = PyList_GET_ITEM(calls, i);
+    if (!PyTuple_CheckExact(call) || PyTuple_GET_SIZE(call) != width) return not_ours();
+    const long long rows = rows_of(call);
+    if (rows < 0) return not_ours();
+    PyObject* told = PyLong_FromLongLong(rows);
+    if (told == nullptr) return nullptr;
+    PyList_SET_ITEM(counts.get(), i, told);
+  }
+  for (Py_ssize_t column = 0; column < width; ++column) {
+    PyObject* first = PyTuple_GET_ITEM(head, column);
+    PyObject* whole = nullptr;
+    if (!THPVariable_Check(first)) {
+      whole = PyList_New(size);
+      for (Py_ssize_t i = 0; whole != nullptr && i < size; ++i)
+        PyList_SET_ITEM(whole, i, Ref::to(PyTuple_GET_ITEM(PyList_GET_ITEM(calls, i), column)).release());
+    } else if (size == 1) {
+      whole = Ref::to(first).release();
+    } else {
+      c10::TensorImpl* impl = plain(first);
+      if (impl == nullptr || impl->dim() == 0) return not_ours();
+      whole = gathered(calls, column, impl->dim() - 1, nullptr);
+    }
+    if (whole == nullptr) return nullptr;
+    if (whole == Py_NotImplemented) {
+      Py_DECREF(whole);
+      return not_ours();
+    }
+    PyTuple_SET_ITEM(made.get(), column, whole);
+  }
+  return PyTuple_Pack(2, counts.get(), made.get());
+}

@@ -1,0 +1,201 @@
+"""Batched functions and the way into the queue: compiled and Python form the same batches in one order."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import weakref
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+import layerzero as lz
+from layerzero.errors import BackendNotAvailableError
+from layerzero.native import HOT
+
+WIDTH = 4
+COUNTED = ("submitted", "done", "failed", "cancelled", "expired", "rejected", "batches", "tokens", "sizes")
+
+
+@pytest.fixture(autouse=True)
+def compiled() -> Any:
+    """The module, in use while a test runs."""
+    before = HOT.module
+    try:
+        yield HOT.load()
+    except BackendNotAvailableError as error:
+        pytest.skip(f"nothing to compile with: {error}")
+    finally:
+        HOT.use(before)
+
+
+class Model:
+    """Three functions over rows that note who met."""
+
+    def __init__(self) -> None:
+        self.met: list[Any] = []
+
+    def double(self, x: Tensor, names: list[Any], counts: list[int]) -> Tensor:
+        self.met.append(("double", names, counts))
+        return x * 2
+
+    def both(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        self.met.append(("both", len(x)))
+        return y + 1, x - 1
+
+    def picky(self, x: Tensor) -> Tensor:
+        self.met.append(("picky", len(x)))
+        if bool((x > 1e4).any()):
+            raise ValueError("x needs values of at most 10000")
+        return x * 100
+
+
+one_call = st.tuples(
+    st.sampled_from(["double", "double", "both", "picky", "linear", "turn"]),
+    st.sampled_from([{}] * 6 + [{"priority": 0}, {"priority": 2}, {"timeout": 60.0}, {"batching": "off"}]),
+    st.sampled_from(["plain"] * 5 + ["double", "wrong", "scalar", "graph", "parameter"]),
+)
+programs = st.lists(
+    st.tuples(st.sampled_from([1, 1, 1, 2, 0]), st.lists(one_call, min_size=1, max_size=5)),
+    min_size=1,
+    max_size=6,
+)
+
+
+def formed(x: Tensor, form: str) -> Tensor:
+    """The rows as they are, of another dtype or class, or none that a function takes."""
+    if form == "double":
+        return x.double()
+    if form == "graph":
+        return x.detach().clone().requires_grad_()
+    if form == "parameter":
+        return torch.nn.Parameter(x, requires_grad=False)
+    return x.new_tensor(1.0) if form == "scalar" else x
+
+
+async def caller(model: Model, name: int, rows: int, calls: list[Any]) -> list[Any]:
+    """One caller's outcomes, each call behind the last."""
+    weight = torch.eye(WIDTH)
+    seen: list[Any] = []
+    x = torch.full((rows, WIDTH), float(name))
+    for what, how, form in calls:
+        given_rows = formed(x, form)
+        short = {key: value for key, value in how.items() if key != "batching" or what != "turn"}
+        try:
+            if what == "turn":
+                await asyncio.sleep(0)
+                continue
+            if what == "double":
+                out = await lz.batched(model.double)(given_rows, str(name) if name % 2 else name, **short)
+            elif what == "both":
+                other = x[:-1] if form == "wrong" else x
+                out, _ = await lz.batched(model.both)(given_rows, other, **short)
+            elif what == "picky":
+                out = await lz.batched(model.picky, pure=True)(given_rows, **short)
+            else:
+                out = await lz.linear(given_rows.to(weight), weight, **short)
+        except (ValueError, TypeError, RuntimeError) as error:
+            seen.append((type(error), str(error).split("\n")[0][:60]))
+            continue
+        x = out.detach().float()
+        seen.append((out.dtype, out.requires_grad, out.detach().tolist()))
+    return seen
+
+
+async def history(told: list[Any], module: Any) -> tuple[Any, ...]:
+    """Outcomes, who met in which order, and what the lane counted."""
+    HOT.use(module)
+    model = Model()
+    # Everything runs in the loop's own turns: no thread decides who meets.
+    with lz.start(
+        lz.Settings(warm="off", inline_limit_us=1e12, max_inline_us=1e12, ageing_ms=1e9)
+    ) as runtime:
+        for function in (model.double, model.both):
+            lz.batched(function).us_per_row = 1.0  # type: ignore[attr-defined]
+        lz.batched(model.picky, pure=True).us_per_row = 1.0  # type: ignore[attr-defined]
+        for _ in range(2):
+            outcomes = await asyncio.gather(*(caller(model, i, *one) for i, one in enumerate(told)))
+        stats = runtime.device("cpu").fronts.stats()
+    return outcomes, model.met, {name: getattr(stats, name) for name in COUNTED}
+
+
+@settings(max_examples=40, deadline=None)
+@given(told=programs)
+def test_histories_of_functions_are_the_same_compiled_and_in_python(told: list[Any]) -> None:
+    """The same values and errors, the same batches in the same order, the same counts."""
+    module = HOT.module
+    ours = asyncio.run(history(told, module))
+    theirs = asyncio.run(history(told, None))
+    HOT.use(module)
+    assert ours == theirs
+
+
+@pytest.mark.asyncio
+async def test_a_known_call_is_queued_without_python() -> None:
+    """From the second round on every caller's ticket comes from the memo, and the queue takes it."""
+    model = Model()
+    with lz.start(lz.Settings(warm="off"), scoped=False) as runtime:
+        call: Any = lz.batched(model.double)
+        front = runtime.device("cpu").fronts.current()
+        x = torch.ones(1, WIDTH)
+
+        async def calls() -> list[bool]:
+            found = []
+            for _ in range(3):
+                ticket = call._kinds.find((x, "a"), 1.0)
+                found.append(ticket is not None)
+                await call(x, "a")
+            return found
+
+        each = await asyncio.gather(*(calls() for _ in range(4)))
+        assert [found[1:] for found in each] == [[True, True]] * 4
+        ticket = call._kinds.find((x, "a"), 2.5)
+        assert (ticket.tokens, ticket.bytes, ticket.expected_us) == (1, x.nbytes, 2.5)
+        assert ticket.front is front and ticket.plan is runtime.device("cpu")
+        assert call._kinds.find((x, 1), 1.0) is None, "another class beside the rows is another kind"
+        assert call._kinds.find((x.double(), "a"), 1.0) is None
+        with torch.no_grad():
+            assert call._kinds.find((x, "a"), 1.0) is None, "other modes are another kind"
+        ticket = call._kinds.find((x, "a"), 1.0)
+        assert not HOT.module.queue(front, ticket), "this task has never called: Python makes it known"
+        assert front.lane.queued == 0 and ticket.state == 0
+    assert call._kinds.find((x, "a"), 1.0) is None, "the runtime is gone"
+
+
+@pytest.mark.asyncio
+async def test_what_is_remembered_keeps_no_owner_alive() -> None:
+    """A method's memo dies with its object, and with it the classes and the device it knew."""
+    model = Model()
+    gone = weakref.ref(model)
+    with lz.start(lz.Settings(warm="off")):
+        x = torch.ones(1, WIDTH)
+        await asyncio.gather(*(lz.batched(model.double)(x, "a") for _ in range(3)))
+        del model
+        gc.collect()
+        assert gone() is None
+
+
+def test_columns_are_what_python_makes_of_them() -> None:
+    """Pieces of one tensor come back as it is, others are gathered; everything else stands in lists."""
+    whole = torch.arange(12.0).view(6, 2)
+    calls = [(whole[i : i + 2], f"h{i}", torch.full((2,), float(i))) for i in (0, 2, 4)]
+    counts, (rows, names, scales) = HOT.module.columns(calls)
+    assert counts == [2, 2, 2] and names == ["h0", "h2", "h4"]
+    assert rows.data_ptr() == whole.data_ptr() and torch.equal(rows, whole)
+    assert scales.tolist() == [0, 0, 2, 2, 4, 4]
+    assert HOT.module.columns([("a", 1), ("b", 2)]) == ([1, 1], (["a", "b"], [1, 2]))
+    assert HOT.module.columns([(torch.tensor(1.0),)]) is NotImplemented
+    assert HOT.module.columns([(whole,), ("a", "b")]) is NotImplemented
+
+
+def test_own_copies_a_piece_and_leaves_a_whole_alone() -> None:
+    """A row of a batch is copied without its graph; what is alone already is not."""
+    whole = torch.randn(4, 3, requires_grad=True)
+    piece = HOT.module.own(whole[1:2])
+    assert torch.equal(piece, whole[1:2]) and not piece.requires_grad
+    assert piece.untyped_storage().nbytes() == 12
+    assert HOT.module.own(whole) is NotImplemented and HOT.module.own("text") is NotImplemented
