@@ -292,7 +292,7 @@ def _given_up(new: bool, old: bool) -> bool:
 
 _NARROWER: Mapping[str, Callable[[Any, Any], bool]] = {
     **dict.fromkeys(("platforms", "dtypes", "index_dtypes", "features"), _subset),
-    **dict.fromkeys(("mma_families", "cpu_vendors", "layouts"), _subset_of_any),
+    **dict.fromkeys(("mma_families", "cpu_vendors", "archs", "layouts"), _subset_of_any),
     **dict.fromkeys(("isa", "half_isa"), lambda new, old: new >= old),
     **dict.fromkeys(("sm_min", "alignment", "torch_min", "cuda_min", "driver_min"), _at_least),
     **dict.fromkeys(("sm_max", "torch_below"), _at_most),

@@ -37,8 +37,9 @@ class MMAFamily(StrEnum):
 class Hardware(msgspec.Struct, frozen=True, kw_only=True):
     """One device and the software under it.
 
-    `sm` is the compute capability times ten (90 for 9.0), None off CUDA. `peak_flops` (per dtype, FLOP/s)
-    and `bandwidth` (bytes/s) are the roofline's two roofs: estimates that order kernels, not claims.
+    `sm` is the compute capability times ten (90 for 9.0), None off CUDA; `arch` is what other vendors build
+    code for (gfx942). `peak_flops` (per dtype, FLOP/s) and `bandwidth` (bytes/s) are the
+    roofline's two roofs: estimates that order kernels, not claims.
     """
 
     platform: str
@@ -46,6 +47,7 @@ class Hardware(msgspec.Struct, frozen=True, kw_only=True):
     name: str
     vendor: str
     sm: int | None = None
+    arch: str = ""
     isa: frozenset[str] = frozenset()
     torch: str = ""
     cuda: str | None = None
@@ -59,6 +61,11 @@ class Hardware(msgspec.Struct, frozen=True, kw_only=True):
     def generation(self) -> GPUGeneration:
         """The GPU generation; UNKNOWN for anything that is no NVIDIA GPU we have a row for."""
         return generation_of(self.sm)
+
+    @property
+    def tensor_core_generation(self) -> int | None:
+        """NVIDIA's own count of its tensor cores' generations; None where it is not known."""
+        return TENSOR_CORE_GENERATION.get(self.sm or 0)
 
     @property
     def mma_family(self) -> MMAFamily:
@@ -99,7 +106,9 @@ def mma_family_of(sm: int | None) -> MMAFamily:
     return MMAFamily.WMMA if sm <= 129 else MMAFamily.NONE
 
 
-TENSOR_CORE_GENERATION = {75: 2, 80: 3, 86: 3, 87: 3, 89: 4, 90: 4, 100: 5, 103: 5, 110: 5, 120: 5, 121: 5}
+TENSOR_CORE_GENERATION = {
+    75: 2, 80: 3, 86: 3, 87: 3, 88: 3, 89: 4, 90: 4, 100: 5, 103: 5, 110: 5, 120: 5, 121: 5,
+}  # fmt: skip
 
 
 def probe(device: str | torch.device = "cpu") -> Hardware:
@@ -127,6 +136,7 @@ def _probe_cuda(device: str) -> Hardware:
         name=properties.name,
         vendor="amd" if torch.version.hip else "nvidia",
         sm=None if torch.version.hip else sm,
+        arch=str(getattr(properties, "gcnArchName", "")).partition(":")[0] if torch.version.hip else "",
         torch=str(torch.__version__),  # a plain str: TorchVersion cannot be encoded
         cuda=torch.version.cuda,
         driver=_cuda_driver(),

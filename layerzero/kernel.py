@@ -176,6 +176,9 @@ FEATURE_REASONS: Mapping[str, Reason] = {
     "kv_float32": Reason.KV_DTYPE_MISMATCH,
     "kv_float16": Reason.KV_DTYPE_MISMATCH,
     "kv_bfloat16": Reason.KV_DTYPE_MISMATCH,
+    "quant_int4": Reason.QUANT_FORMAT_UNSUPPORTED,
+    "quant_mxfp4": Reason.QUANT_FORMAT_UNSUPPORTED,
+    "quant_nvfp4": Reason.QUANT_FORMAT_UNSUPPORTED,
     "quant_int8": Reason.QUANT_FORMAT_UNSUPPORTED,
     "quant_fp8_e4m3": Reason.QUANT_FORMAT_UNSUPPORTED,
     "quant_fp8_e5m2": Reason.QUANT_FORMAT_UNSUPPORTED,
@@ -207,6 +210,7 @@ class Capability(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     sm_max: int | None = None
     mma_families: frozenset[MMAFamily] | None = None
     cpu_vendors: frozenset[str] | None = None
+    archs: frozenset[str] | None = None
     isa: frozenset[str] = frozenset()
     half_isa: frozenset[str] = frozenset()
     torch_min: str | None = None
@@ -254,6 +258,7 @@ class Kernel:
     waits for it. `distributions` are the installed distributions it needs, as requirement strings.
     `rank` orders kernels inside the tie band: lower wins. `default` marks the library default of the op.
     `workspace_bytes(request)` is what it allocates beyond its outputs.
+    `descriptor` marks data alone: nothing here can run it, on any machine.
     `unit(request)` names what is compiled together for a request, where loading alone compiles nothing, and
     `build(request)` compiles it; until then the kernel is not ready for requests of that unit.
     """
@@ -271,6 +276,7 @@ class Kernel:
     workspace_bytes: Callable[[Request], int] | None = field(default=None)
     unit: Callable[[Request], str] | None = field(default=None)
     build: Callable[[Request], None] | None = field(default=None)
+    descriptor: bool = False
 
     def __post_init__(self) -> None:
         if not KERNEL_ID.fullmatch(self.id):
@@ -307,6 +313,8 @@ def _judge_hardware(cap: Capability, dtype: str, hw: Hardware) -> Iterator[Rejec
         return
     if hw.platform == "cuda":
         yield from _judge_cuda(cap, hw)
+    if cap.archs is not None and hw.arch not in cap.archs:
+        yield Rejected(Reason.ARCH_UNSUPPORTED, "arch", _any(cap.archs), hw.arch or "an unknown one")
     if hw.platform == "cpu":
         if cap.cpu_vendors is not None and hw.vendor not in cap.cpu_vendors:
             yield Rejected(Reason.CPU_VENDOR_UNSUPPORTED, "vendor", _any(cap.cpu_vendors), hw.vendor)

@@ -45,6 +45,7 @@ class Reason(StrEnum):
     SM_TOO_OLD = "SM_TOO_OLD", Category.HARDWARE, "needs a newer compute capability"
     SM_TOO_NEW = "SM_TOO_NEW", Category.HARDWARE, "is not built for so new a compute capability"
     MMA_FAMILY_UNSUPPORTED = "MMA_FAMILY_UNSUPPORTED", Category.HARDWARE, "needs another tensor core family"
+    ARCH_UNSUPPORTED = "ARCH_UNSUPPORTED", Category.HARDWARE, "is built for other architectures"
     CPU_VENDOR_UNSUPPORTED = "CPU_VENDOR_UNSUPPORTED", Category.HARDWARE, "is for another CPU vendor"
     ISA_MISSING = "ISA_MISSING", Category.HARDWARE, "needs CPU instructions that are missing"
     CUDA_TOO_OLD = "CUDA_TOO_OLD", Category.HARDWARE, "needs a newer CUDA"
@@ -151,6 +152,7 @@ class Reason(StrEnum):
         Category.BACKEND,
         "its library was built for something else",
     )
+    DESCRIPTOR_ONLY = "DESCRIPTOR_ONLY", Category.BACKEND, "is described, and no code here calls it"
     KERNEL_LOAD_FAILED = "KERNEL_LOAD_FAILED", Category.BACKEND, "could not be loaded"
     JIT_FAILED = "JIT_FAILED", Category.BACKEND, "did not compile"
     NOT_READY = "NOT_READY", Category.BACKEND, "is still being imported or compiled: chosen when warm"

@@ -148,6 +148,7 @@ def _outcomes(records: list[dict[str, Any]]) -> dict[tuple[str, str], str]:
 def matrix(records: list[dict[str, Any]]) -> dict[str, Any]:
     """Return the tables: one row a kernel, and one row a record."""
     from layerzero.backends import load_builtin
+    from layerzero.backends.descriptors import FAMILIES
 
     ran = _outcomes(records)
     rows = [
@@ -172,8 +173,26 @@ def matrix(records: list[dict[str, Any]]) -> dict[str, Any]:
             "columns": ["platform", "device", "versions", "date", "kernels", "test"],
             "rows": machines,
         },
+        "described": {
+            "columns": ["hardware", "kernel", "needs", "state", "by"],
+            "rows": [
+                [family, f"`{kernel.id}`", _needs(kernel), DESCRIBED, kernel.capability.source]
+                for family, kernels in FAMILIES.items()
+                for kernel in kernels
+            ],
+        },
         "owners": {"columns": ["backend", "platform", "suite"], "rows": owners},
     }
+
+
+def _needs(kernel: Any) -> str:
+    """What hardware a descriptor is for, in a few words."""
+    capability = kernel.capability
+    words = [*sorted(capability.archs or ()), *sorted(capability.isa), *sorted(capability.cpu_vendors or ())]
+    if capability.sm_min is not None:
+        high = capability.sm_max
+        words.append(f"sm {capability.sm_min}" + (f" to {high}" if high else " and newer"))
+    return ", ".join(words) or ", ".join(sorted(capability.platforms))
 
 
 def _value(kernel: Any, target: str, ran: dict[tuple[str, str], str]) -> str:

@@ -126,7 +126,7 @@ def test_an_edited_file_changes_the_choice(tmp_path: Path) -> None:
 
 
 NARROWER: dict[str, Any] = {
-    "platforms": ["cpu"], "sm_min": 90, "sm_max": 100, "mma_families": ["wgmma"], "cpu_vendors": ["amd"],
+    "platforms": ["cpu"], "sm_min": 90, "sm_max": 100, "mma_families": ["wgmma"], "cpu_vendors": ["amd"], "archs": ["gfx942"],
     "isa": ["avx2"], "half_isa": ["avx512bw"],
     "torch_min": "2.12", "torch_below": "2.14", "cuda_min": "12.9", "driver_min": "570",
     "dtypes": ["float32"], "mixed_dtypes": False, "index_dtypes": ["int64"], "features": [],
@@ -137,7 +137,7 @@ NARROWER: dict[str, Any] = {
 WIDER: dict[str, Any] = {
     "platforms": ["cpu", "cuda", "rocm", "mps"], "sm_min": 70, "sm_max": 120,
     "mma_families": ["wgmma", "tcgen05"],
-    "cpu_vendors": ["amd", "intel"], "isa": [], "half_isa": [],
+    "cpu_vendors": ["amd", "intel"], "archs": ["gfx942", "gfx950"], "isa": [], "half_isa": [],
     "torch_min": "2.10", "torch_below": "2.15", "cuda_min": None,
     "driver_min": "560", "dtypes": ["float32", "int8"], "mixed_dtypes": True,
     "index_dtypes": ["int64", "int32"], "features": ["causal"], "layouts": ["BHSD", "BSHD"],

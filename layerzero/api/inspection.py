@@ -106,12 +106,15 @@ def explain(op: str, /, *args: Any, backend: str | None = None, **kwargs: Any) -
 
 
 def dry_run(
-    op: str, /, *args: Any, hardware: Hardware | None = None, strict: bool | None = None, **kwargs: Any
+    op: str, /, *args: Any, hardware: Hardware | str | None = None, strict: bool | None = None, **kwargs: Any
 ) -> Selection:
     """The choice for these arguments on other hardware, or under another strictness; nothing runs.
 
     On the machine at hand this is `select`. On `hardware`, every registered kernel is judged as if its
-    library were installed there, so that a fleet can be planned from a laptop.
+    library were installed there, so that a fleet can be planned from a laptop; beside them stand kernels that
+    are descriptors only, which the record says. A name such as "b200" or "mi300x" is a described device.
+
+    Raises: ConfigurationError: no device is described under that name. NoKernelFoundError: as `select`.
     """
     definition = ops_table.get(op)
     signature, full = checked_build(definition, args, kwargs)
@@ -136,10 +139,12 @@ def dry_run(
             knobs,
             cost=device.costs,
         )
-    elsewhere = request.replace(platform=hardware.platform, device=hardware.device)
-    return decide(
-        definition, elsewhere, device.registry.for_op(op), hardware, device.snapshot.policy, Standing(), knobs
-    )
+    from layerzero.backends.descriptors import described, imagined  # who asks about here never needs them
+
+    there = imagined(hardware) if isinstance(hardware, str) else hardware
+    elsewhere = request.replace(platform=there.platform, device=there.device)
+    kernels = (*device.registry.for_op(op), *described(op))
+    return decide(definition, elsewhere, kernels, there, device.snapshot.policy, Standing(), knobs)
 
 
 def validate(op: str, /, *args: Any, **kwargs: Any) -> Request:

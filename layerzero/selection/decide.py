@@ -27,6 +27,9 @@ MISS = Rejected(
     Reason.PLAN_BUCKET_MISS, "bucket", "a bucket of the dispatch table", "none that covers the call"
 )
 
+# Said of a kernel that is data alone, wherever it is accepted or chosen.
+DESCRIPTOR_ONLY = "descriptor only"
+
 CostModel = Callable[[Kernel, Work, Request, Hardware], tuple[float, str]]
 
 
@@ -112,6 +115,8 @@ def decide(
         why = f"locked by {lock.source}" + (f": {lock.note}" if lock.note else "")
     elif solved is not None:
         chosen, why = _as_solved(solved, trace, chosen, why)
+    if by_id[chosen.kernel].descriptor:
+        why = f"{DESCRIPTOR_ONLY}, no code here calls it: {why}"
     accepted = _cost_of(chosen)
     order = [
         chosen.kernel,
@@ -185,7 +190,7 @@ def _verdict(
     transform_us = sum(t.cost_us for t in transforms)
     total = verdict.boost.apply(kernel_us + transform_us)
     ready = standing.is_ready(kernel, request)
-    note = "" if ready else "chosen when warm"
+    note = DESCRIPTOR_ONLY if kernel.descriptor else "" if ready else "chosen when warm"
     workspace = needs(kernel, basis)
     accepted = Accepted(kernel_us, transform_us, total, source, transforms, ready, note, workspace, temporary)
     return Candidate(kernel.id, kernel.backend, accepted, tuple(reasons))

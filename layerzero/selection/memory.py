@@ -31,7 +31,7 @@ def temporaries(transforms: Sequence[Transform], request: Request, moved: float)
     """
     total = 0.0
     for transform in transforms:
-        if transform.kind == "contiguous":
+        if transform.kind in ("contiguous", "split"):  # the parts of a split are joined into outputs anew
             total += moved
         elif transform.kind == "cast":
             total += moved * _BYTES.get(transform.after, 4) / _BYTES.get(request.dtype, 4)
