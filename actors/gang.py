@@ -70,6 +70,7 @@ class Gang:
         self._version = 0  # the last that this rank proposed or answered; the store keeps every outcome
         self._voted = ""  # for a plan whose outcome this rank has not learned yet
         self._snapshots: dict[str, Snapshot] = {}
+        self._costs = device.costs
         self._told = self._closed = False
 
     # -- joining and agreeing ---------------------------------------------------------------------
@@ -110,7 +111,8 @@ class Gang:
                 f"rank {self.rank} needs to join epoch {self.epoch} once, and somebody has; ranks that start "
                 "again need a new epoch"
             )
-        self.device.expected()
+        self.device.expected(self.timeout_s)
+        self._costs = self.device.costs
         mine = profile_of(self.device, self.rank)
         self._group = mine.group
         self._store.put(f"{where}/profile/{self.rank}", msgspec.json.encode(mine))
@@ -241,7 +243,9 @@ class Gang:
         if found is None:
             if self.agreed is None:
                 raise ConsistencyError(f"rank {self.rank} needs to join before its first step")
-            found = self.device.agreed_snapshot(self.agreed.policy(), self.agreed.terms(self._group))
+            found = self.device.agreed_snapshot(
+                self.agreed.policy(), self.agreed.terms(self._group, self._costs)
+            )
             found = self._snapshots.setdefault(model, found)
         return found
 

@@ -260,7 +260,7 @@ class LocalDevice:
                 self._compile if now.terms is None else partial(self._compile_agreed, now.terms),
                 generation=now.generation,
                 max_keys=self.settings.max_keys,
-                cost=roofline if now.terms is not None and not now.terms.measured else self._cost,
+                cost=self._cost if now.terms is None else now.terms.cost or roofline,
             )
             table = now.tables.setdefault(op.name, made)
         return table

@@ -20,12 +20,13 @@ from layerzero.actors.agreement import digest_of
 from layerzero.actors.local import LocalDevice
 from layerzero.dispatch import Terms
 from layerzero.errors import ConsistencyError
+from layerzero.hardware import Hardware
 from layerzero.kernel import Kernel
 from layerzero.libraries import DISTRIBUTION
 from layerzero.perfdb import versions_of
 from layerzero.policy.policy import Policy
 from layerzero.policy.rules import Action, Layer, Rule, make_rule
-from layerzero.selection.decide import Knobs
+from layerzero.selection.decide import CostModel, Knobs
 
 Mode = Literal["inference", "training"]
 
@@ -115,12 +116,15 @@ class Agreed(msgspec.Struct, frozen=True):
         """The canonical bytes that ranks vote on."""
         return msgspec.json.encode(self, order="deterministic")
 
-    def terms(self, group: str) -> Terms:
-        """What selections of one capability group follow from, beside the policy."""
+    def terms(self, group: str, cost: CostModel) -> Terms:
+        """What selections of one capability group follow from, beside the policy.
+
+        `cost` is what the rank had when it joined: later measurements are its own and count for no gang.
+        """
         return Terms(
             frozenset(self.kernels[group]),
             frozenset({"tp_invariant"}) if self.tp_invariant else frozenset(),
-            measured=self.measured,
+            cost=cost if self.measured else None,
             knobs=dataclasses.replace(self.knobs, room=self.memory, agreed=True),
         )
 
@@ -199,7 +203,7 @@ def profile_of(device: LocalDevice, rank: int) -> Profile:
     costs = [] if fingerprint is None else [str(fingerprint(op)) for op in ops]
     return Profile(
         rank=rank,
-        group=f"{hardware.name} sm{hardware.sm}" if hardware.sm is not None else hardware.name,
+        group=_group_of(hardware),
         versions={
             "layerzero": importlib.metadata.version(DISTRIBUTION),
             "torch": hardware.torch,
@@ -212,6 +216,13 @@ def profile_of(device: LocalDevice, rank: int) -> Profile:
         memory=device.room.now(device.settings),
         knobs=Knobs(device.settings.strict, device.settings.tie_band, device.settings.default_gain),
     )
+
+
+def _group_of(hardware: Hardware) -> str:
+    """The name that only ranks which price alike share: the hardware's, and its roofs."""
+    roofs = msgspec.json.encode((hardware.peak_flops, hardware.bandwidth), order="deterministic")
+    sm = f" sm{hardware.sm}" if hardware.sm is not None else ""
+    return f"{hardware.name}{sm} ({digest_of(roofs)[:8]})"
 
 
 def able(device: LocalDevice) -> list[Kernel]:

@@ -1,6 +1,7 @@
 """Where ranks meet before they can agree: one store in process, one over torch.distributed's.
 
-Both keep the contract of `AgreementStore`: the first `swap` of a key wins for everybody.
+Both keep the contract of `AgreementStore`: the first `swap` of a key wins for everybody. `ray_store.py` has a
+third, over Ray.
 """
 
 from __future__ import annotations

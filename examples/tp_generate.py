@@ -2,12 +2,14 @@
 
     torchrun --nproc-per-node 2 examples/tp_generate.py --requests 8
     torchrun --nproc-per-node 2 examples/tp_generate.py --device cuda --layers 16     # a GPU a rank, NCCL
+    python examples/tp_generate.py --cluster auto --ranks 2     # devices of a Ray cluster
 
 Rank 0 has the requests: each is a coroutine that runs `generation.generate`, as with one device. What meets
-in rank 0's lane runs on every rank, announced by a manifest before the first collective. Beside it the same
-shards run in a loop written by hand over plain torch.distributed, and the whole model on one device. The last
-line says whether the tokens are those of one process. `--layers` takes random weights in the shape of Llama 3
-8B, so many layers of it, instead of the shipped model.
+in rank 0's lane runs on every rank, announced by a manifest before the first collective. Under torchrun the
+same shards run beside it in a loop written by hand over plain torch.distributed; with `--cluster` the ranks
+are actors, and a text goes on from its tokens when one of them dies. Last the whole model runs on one device,
+and the last line says whether the tokens are those of that. `--layers` takes random weights in the shape of
+Llama 3 8B, so many layers of it, instead of the shipped model.
 """
 
 from __future__ import annotations
@@ -19,10 +21,11 @@ import os
 import sys
 import time
 import zlib
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -196,22 +199,89 @@ async def serve(options: argparse.Namespace, device: torch.device) -> dict[str, 
         started = time.perf_counter()
         wanted = await texts(alone, prompts, options.tokens)
         speeds["one device"] = _speed(wanted, started)
-    same = sum(a == b for a, b in zip(found, wanted, strict=True))
+    said = {"ranks": member.ranks, "plan": member.plan, "layers": config.layers, "channels": config.channels}
     print(tokenizer.decode(found[0]))
+    return compared(said, options, found, wanted, speeds)
+
+
+def compared(
+    said: dict[str, Any],
+    options: argparse.Namespace,
+    found: list[list[int]],
+    wanted: list[list[int]],
+    speeds: dict[str, float],
+) -> dict[str, Any]:
+    """What is printed and written of a run."""
+    same = sum(a == b for a, b in zip(found, wanted, strict=True))
     for name, speed in speeds.items():
         print(f"{name}: {speed:.0f} tokens/s")
-    print(f"{member.ranks} ranks, plan {member.plan}: {same} of {len(found)} texts are those of one device")
+    print(f"{said['ranks']} ranks, plan {said['plan']}: {same} of {len(found)} texts are those of one device")
     return {
-        "ranks": member.ranks,
-        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
+        **said,
+        "device": torch.cuda.get_device_name() if options.device == "cuda" else "cpu",
         "torch": torch.__version__,
-        "layers": config.layers,
-        "channels": config.channels,
-        "requests": len(prompts),
+        "requests": options.requests,
         "tokens": options.tokens,
         "tokens_per_s": speeds,
         "texts_as_one_device": same,
     }
+
+
+# -- on the devices of a cluster ------------------------------------------------------------------------
+
+
+def built(options: argparse.Namespace, member: Any) -> Shard:
+    """One rank's model, in the process of its device."""
+    if options.device == "cpu":
+        torch.set_num_threads(1)
+    like = torch.empty(0, device=options.device, dtype=getattr(torch, options.dtype))
+    return Shard(*config_and_weights(options, like), member, like)
+
+
+async def continued(
+    model: Shard, prompt: list[int], tokens: int, seed: int, so_far: list[int] | None = None
+) -> AsyncIterator[int]:
+    """The tokens behind `prompt` and `so_far`, drawn by seed and place: a text can go on anywhere."""
+    known = list(so_far or ())
+    with model.pages.sequence(len(prompt) + tokens) as sequence:
+        ids = torch.tensor([*prompt, *known], device=model.pages.device)
+        while len(known) < tokens and not (known and known[-1] in model.config.end):
+            ids = await model.next(ids, sequence.extend(len(ids)), Draw(1.0, 1.0, seed, len(known)))
+            known.append(int(await lz.to_host(ids)))
+            yield known[-1]
+
+
+async def lead(options: argparse.Namespace) -> dict[str, Any]:
+    """Shard the model over devices of a cluster, and send every request there from here."""
+    settings = lz.Settings(
+        cluster=options.cluster, cluster_devices=options.ranks, device=options.device, inference=True
+    )
+    tokenizer = load_tokenizer(options.folder)
+    prompts = [tokenizer.encode(PROMPTS[n % len(PROMPTS)]).ids for n in range(options.requests)]
+    collectives = "nccl" if options.device == "cuda" else "gloo"
+    async with lz.start(settings) as runtime:
+        build = partial(built, options)
+        async with runtime.gang(options.ranks, build=build, collectives=collectives, timeout_s=120.0) as gang:
+
+            async def one(number: int, tokens: int) -> list[int]:
+                text = gang.stream(continued, prompts[number], tokens, number, resume=True)
+                return [token async for token in text]
+
+            await asyncio.gather(*(one(number, 4) for number in range(len(prompts))))
+            started = time.perf_counter()
+            found = list(await asyncio.gather(*(one(n, options.tokens) for n in range(len(prompts)))))
+            speeds = {"gang": _speed(found, started)}
+            said = {"ranks": gang.ranks, "plan": gang.plan, "epoch": gang.epoch}
+            said["nodes"] = len({device.facts.node for device in gang.devices})
+        like = torch.empty(0, device=options.device, dtype=getattr(torch, options.dtype))
+        config, get = config_and_weights(options, like)
+        alone = Llama(config, get, pool(config, like.device, like.dtype, PAGES, 16))
+        await texts(alone, prompts, 4)
+        started = time.perf_counter()
+        wanted = await texts(alone, prompts, options.tokens)
+        speeds["one device"] = _speed(wanted, started)
+    print(tokenizer.decode(found[0]))
+    return compared(said, options, found, wanted, speeds)
 
 
 def _speed(found: list[list[int]], started: float) -> float:
@@ -227,10 +297,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--requests", type=int, default=8)
     parser.add_argument("--tokens", type=int, default=24)
     parser.add_argument("--layers", type=int, default=0, help="random weights, so many layers of Llama 3 8B")
+    parser.add_argument("--cluster", help="auto, local, or the address of a Ray cluster; not under torchrun")
+    parser.add_argument("--ranks", type=int, default=2, help="devices of the cluster")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args(arguments)
+    if options.cluster:
+        return finish(options, asyncio.run(lead(options)))
     if "RANK" not in os.environ:
-        parser.error("run it under torchrun: torchrun --nproc-per-node 2 examples/tp_generate.py")
+        parser.error(
+            "run it under torchrun: torchrun --nproc-per-node 2 examples/tp_generate.py, or pass --cluster"
+        )
     device = torch.device("cpu")
     if options.device == "cuda":
         device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
@@ -241,6 +317,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     said = asyncio.run(serve(options, device))
     dist.barrier()
     dist.destroy_process_group()
+    return finish(options, said)
+
+
+def finish(options: argparse.Namespace, said: dict[str, Any] | None) -> int:
+    """Write what came out; whether it is right."""
     if said is not None and options.json:
         options.json.write_text(json.dumps(said, indent=1) + "\n")
     # Sums of shards round otherwise than sums of the whole: in bfloat16 a text may take another way.
@@ -249,4 +330,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    import tp_generate  # what travels to a device is found there by the module's name
+
+    sys.exit(tp_generate.main())

@@ -379,24 +379,24 @@ class Terms:
     """What the ranks of a gang agreed on, in place of one device's own health, readiness and measurements.
 
     `kernels` are the ids that may be chosen, `knobs` hold in place of this rank's settings, `modes` for every
-    request, `measured` says whether measurements count. `decided` is the digest of all choices so far: equal
-    on ranks that ran the same steps.
+    request; `cost` is what the ranks compared when they agreed, None where they price by estimates alone.
+    `decided` is the digest of all choices so far: equal on ranks that ran the same steps.
     """
 
-    __slots__ = ("_hash", "decided", "kernels", "knobs", "measured", "modes")
+    __slots__ = ("_hash", "cost", "decided", "kernels", "knobs", "modes")
 
     def __init__(
         self,
         kernels: frozenset[str],
         modes: frozenset[str] = frozenset(),
         *,
-        measured: bool,
+        cost: CostModel | None = None,
         knobs: Knobs = Knobs(),  # noqa: B008  frozen
     ) -> None:
         self.kernels = kernels
         self.knobs = knobs
         self.modes = modes
-        self.measured = measured
+        self.cost = cost
         self.decided = ""
         self._hash = hashlib.sha256()
 

@@ -12,7 +12,7 @@ import os
 import threading
 import warnings
 import weakref
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
@@ -318,11 +318,15 @@ class Runtime:
         """Call `closer` when this runtime closes, last added first."""
         self._closers.append(closer)
 
-    def gang(self, ranks: int | None = None, **options: Any) -> Any:
+    def gang(self, ranks: int | Sequence[str] | None = None, **options: Any) -> Any:
         """The gang that this process is a rank of: `async with rt.gang(ranks, rank=...) as gang`.
 
-        Options and errors as in `layerzero.api.gang.open_gang`; that stands above, and so comes by name.
+        With `build=`, one on the devices of this runtime's fleet, led from here. Options and errors as in
+        `layerzero.api.gang.open_gang` and `layerzero.api.fleet_gang.on_fleet`; those stand above, and so come
+        by name.
         """
+        if "build" in options:
+            return importlib.import_module("layerzero.api.fleet_gang").on_fleet(self, ranks, **options)
         return importlib.import_module("layerzero.api.gang").open_gang(self, ranks, **options)
 
     def spawn(self, coro: Coroutine[Any, Any, T], *, device: torch.device | str | None = None) -> Spawned[T]:

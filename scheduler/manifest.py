@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from layerzero.errors import ConsistencyError
+from layerzero.ops.checks import MAX_ALIGNMENT
 
 Request = int | str
 
@@ -175,6 +176,19 @@ def pack(values: Sequence[Any], what: str) -> bytes:
     return packed
 
 
+def laid(tensor: Tensor) -> Tensor:
+    """The tensor as it lies on every rank of a step: contiguous, from an address that divides by 64.
+
+    Rows that one rank took out of a larger batch could else mean another kernel there than elsewhere.
+    """
+    strides, step = [], 1
+    for size in reversed(tensor.shape):
+        strides.append(step)
+        step *= max(size, 1)
+    plain = tensor.stride() == tuple(reversed(strides)) and tensor.data_ptr() % MAX_ALIGNMENT == 0
+    return tensor if plain else tensor.clone(memory_format=torch.contiguous_format)
+
+
 def unpack(packed: bytes, device: torch.device | str = "cpu") -> list[Any]:
     """The arguments of a step, tensors on `device`."""
 
@@ -185,7 +199,7 @@ def unpack(packed: bytes, device: torch.device | str = "cpu") -> list[Any]:
         if not raw:
             return torch.empty(shape, dtype=_DTYPES[dtype], device=device)
         flat = torch.frombuffer(bytearray(raw), dtype=torch.uint8).view(_DTYPES[dtype])
-        return flat.view(shape).to(device)
+        return laid(flat.view(shape).to(device))
 
     found: list[Any] = msgspec.msgpack.decode(packed, ext_hook=hook)
     return found

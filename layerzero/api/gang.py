@@ -23,7 +23,7 @@ from layerzero.actors.profiles import Agreed, Mode
 from layerzero.api.batched import batched
 from layerzero.api.scope import SCOPE, Scope
 from layerzero.errors import ConfigurationError, ConsistencyError, LayerZeroError
-from layerzero.scheduler.manifest import Request, need_sendable
+from layerzero.scheduler.manifest import Request, laid, need_sendable
 from layerzero.scheduler.steps import Steps
 
 if TYPE_CHECKING:
@@ -57,6 +57,11 @@ class Member:
         """The digest of the plan in force: equal on every rank."""
         return self._gang.plan
 
+    @property
+    def failure(self) -> str | None:
+        """Why the gang has failed; None while it has not."""
+        return self._gang.failure
+
     def batched(
         self, fn: Function, *, name: str | None = None, send: bool = True
     ) -> Callable[..., Awaitable[Any]]:
@@ -76,8 +81,9 @@ class Member:
 
         def run(requests: list[Request], *columns: Any, counts: list[int]) -> Any:
             values = (counts, list(columns)) if send else ()
+            own = [laid(c) if isinstance(c, torch.Tensor) else c for c in columns] if send else columns
             with self._scope(self._steps.take(called, requests, values)):
-                return self._call(called, columns, counts)
+                return self._call(called, own, counts)
 
         together = batched(run, key=f"gang {id(self)} {called}", device=self._gang.device.device)
         under_way: set[Request] = set()

@@ -222,6 +222,16 @@ def test_rank_0s_settings_hold_for_all() -> None:
         joined(own, mode="training")
 
 
+def test_measurements_that_come_after_joining_change_no_choice() -> None:
+    """One rank reads or makes measurements later: its own choices follow them, the gang's do not."""
+    walks = joined(two())
+    own = walks[1].gang.device
+    own.set_costs(lambda kernel, *_: (1e9 if kernel.id == "a.rms_norm" else 1.0, "a test"))
+    assert chosen(own, None) == "b.rms_norm"
+    assert [chosen(walk.gang.device, walk.gang.under()) for walk in walks] == ["a.rms_norm"] * 2
+    close(*walks)
+
+
 # -- modes that yield -----------------------------------------------------------------------------------
 
 

@@ -213,6 +213,37 @@ def test_a_bad_argument_or_a_request_twice_costs_only_its_caller() -> None:
     assert seen[0].batches == seen[1].batches and len(seen[0].batches) == 2
 
 
+def test_arguments_lie_alike_on_every_rank() -> None:
+    """Rows that rank 0 took out of a larger tensor start and step as those that followers unpack."""
+
+    def lying(seen: Rank) -> Callable[[Tensor], Tensor]:
+        def step(x: Tensor) -> Tensor:
+            seen.batches.append(([float(x.data_ptr() % 64), *map(float, x.stride())], []))
+            return x
+
+        return step
+
+    async def leads(member: Member, seen: Rank) -> None:
+        step = member.batched(lying(seen), name="step")
+        whole = torch.zeros(5, 3)
+        for x in (
+            whole[1:2],
+            whole[:, 1:2],
+            torch.zeros(1, 3).expand(2, 3),
+            whole[:1].as_strided((1, 3), (7, 1)),
+        ):
+            await step("r", x)
+
+    async def follows(member: Member, seen: Rank) -> None:
+        member.batched(lying(seen), name="step")
+        await member.follow()
+
+    seen, errors = gang([leads, follows])
+    assert errors == [None, None]
+    assert seen[0].batches == seen[1].batches and len(seen[0].batches) == 4
+    assert all(where[0] == 0.0 for where, _ in seen[1].batches)
+
+
 def test_a_gang_that_took_no_step_ends_in_order() -> None:
     """Closing is a word under whatever plan."""
 

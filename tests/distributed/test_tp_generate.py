@@ -7,8 +7,11 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
+
+from tests.distributed.conftest import BARE
 
 pytest.importorskip("safetensors", reason="the example needs safetensors")
 pytest.importorskip("tokenizers", reason="the example needs tokenizers")
@@ -36,6 +39,32 @@ def test_sharded_texts_are_those_of_one_process(ranks: int, tmp_path: Path) -> N
     assert done.returncode == 0, done.stderr[-3000:]
     said = json.loads(out.read_text())
     assert (said["ranks"], said["requests"], said["texts_as_one_device"]) == (ranks, 8, 8)
+
+
+@pytest.mark.ray
+def test_the_ranks_are_actors_of_a_cluster_of_two_nodes(ray: Any, tmp_path: Path) -> None:
+    """The same tokens from shards on two nodes, with coroutines, streams and manifests between them."""
+    from ray.cluster_utils import Cluster
+
+    out = tmp_path / "tp.json"
+    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 2, "num_gpus": 1, **BARE})
+    try:
+        cluster.add_node(num_cpus=2, num_gpus=1, **BARE)
+        command = [sys.executable, str(EXAMPLE), "--cluster", cluster.address, "--tokens", "8"]
+        done = subprocess.run(
+            [*command, "--json", str(out)],
+            capture_output=True,
+            text=True,
+            timeout=170,
+            check=False,
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+        )
+    finally:
+        cluster.shutdown()
+    assert done.returncode == 0, done.stderr[-3000:]
+    said = json.loads(out.read_text())
+    assert (said["ranks"], said["nodes"], said["epoch"]) == (2, 2, 1)
+    assert said["texts_as_one_device"] == said["requests"] == 8
 
 
 def test_a_share_that_does_not_divide_is_refused() -> None:

@@ -1,0 +1,96 @@
+"""Models of gangs on a fleet, imported by name in the devices: partial sums that an all-reduce completes."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import AsyncIterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+import layerzero as lz
+from layerzero.api.gang import Member
+
+WIDE, OUT = 64, 8
+WHOLE = torch.linspace(-1, 1, OUT * WIDE).view(OUT, WIDE)
+
+
+class Shard:
+    """One rank's columns of a product."""
+
+    def __init__(self, member: Member) -> None:
+        self.member = member
+        self.own = WHOLE.chunk(member.ranks, dim=1)[member.rank].contiguous()
+        self.ran: list[int] = []
+        self.step = member.batched(self.summed, name="summed")
+        self._number = 0
+
+    def summed(self, x: Tensor) -> Tensor:
+        """(N, OUT): the product of rows (N, WIDE) with the whole matrix."""
+        self.ran.append(len(x))
+        out: Tensor = lz.sync.linear(
+            x.chunk(self.member.ranks, dim=1)[self.member.rank].contiguous(), self.own
+        )
+        dist.all_reduce(out)
+        return out
+
+    def number(self) -> int:
+        """A request's number of its own."""
+        self._number += 1
+        return self._number
+
+
+def shard(member: Member) -> Shard:
+    torch.set_num_threads(1)
+    return Shard(member)
+
+
+def broken(member: Member) -> Shard:
+    if member.rank == 1:
+        raise ValueError("no weights on this rank")
+    return Shard(member)
+
+
+def row(state: list[int], seed: int) -> Tensor:
+    """What a step is asked after some tokens of a seeded text."""
+    return torch.full((1, WIDE), float(sum(state) % 13 + seed % 5 + 1)) * torch.linspace(0, 1, WIDE)
+
+
+def token(out: Tensor, state: list[int], seed: int) -> int:
+    return int((seed * 31 + sum(state) * 7 + len(state) + round(float(out.sum()))) % 997)
+
+
+def text(seed: int, n: int) -> list[int]:
+    """The whole text, computed in one process."""
+    state: list[int] = []
+    while len(state) < n:
+        state.append(token(row(state, seed) @ WHOLE.T, state, seed))
+    return state
+
+
+async def tokens(
+    model: Shard, seed: int, n: int, pause: float = 0.0, so_far: list[int] | None = None
+) -> AsyncIterator[int]:
+    """A seeded text, every token through one step of the gang."""
+    number, state = model.number(), list(so_far or ())
+    while len(state) < n:
+        state.append(token(await model.step(number, row(state, seed)), state, seed))
+        yield state[-1]
+        await asyncio.sleep(pause)
+
+
+async def facts(model: Shard) -> dict[str, Any]:
+    """Of rank 0: what it is and what it ran."""
+    member = model.member
+    return {"ranks": member.ranks, "plan": member.plan, "pid": os.getpid(), "ran": model.ran}
+
+
+async def wrong(model: Shard) -> None:
+    raise KeyError("the caller's own")
+
+
+async def pid() -> int:
+    return os.getpid()

@@ -1,0 +1,88 @@
+"""Gangs on the devices of a fleet: real actors, gloo between them, one rank killed in the middle."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from typing import Any
+
+import pytest
+
+import layerzero as lz
+from tests.distributed import shards
+
+pytestmark = [pytest.mark.ray, pytest.mark.asyncio, pytest.mark.filterwarnings("ignore::ResourceWarning")]
+SETTINGS = lz.Settings(cluster="auto", device="cpu", inference=True, perfdb=None, max_restarts=3)
+
+
+async def texts(gang: Any, count: int, n: int, pause: float, first: asyncio.Event) -> list[list[int]]:
+    """Seeded texts, all under way at once; `first` is set at the first token."""
+
+    async def one(seed: int) -> list[int]:
+        got = []
+        async for token in gang.stream(shards.tokens, seed, n, pause, resume=True):
+            got.append(token)
+            first.set()
+        return got
+
+    return list(await asyncio.gather(*map(one, range(count))))
+
+
+async def test_a_gang_lives_on_the_fleets_devices_and_its_killed_ranks_come_back(ray_cluster: Any) -> None:
+    """Tokens are those of one process, after the kill of either rank too, and no client sees a failure.
+
+    A stream that may not resume is told, and the gang serves the next one.
+    """
+    async with lz.start(SETTINGS) as runtime, runtime.gang(2, build=shards.shard, timeout_s=30.0) as gang:
+        wanted = [shards.text(seed, 12) for seed in range(6)]
+        assert await texts(gang, 6, 12, 0.0, asyncio.Event()) == wanted
+        facts = await gang.run(shards.facts)
+        assert facts["ranks"] == 2 and facts["plan"] == gang.plan and max(facts["ran"]) > 1
+        with pytest.raises(KeyError, match="the caller's own"):
+            await gang.run(shards.wrong)
+        assert gang.epoch == 1
+        wanted = [shards.text(seed, 40) for seed in range(6)]
+        for victim, epoch in ((1, 2), (0, 3)):
+            device = gang.devices[victim]
+            pids = [await each.run(shards.pid) for each in gang.devices]
+            first = asyncio.Event()
+            running_texts = asyncio.ensure_future(texts(gang, 6, 40, 0.02, first))
+            await first.wait()
+            await asyncio.sleep(0.2)
+            os.kill(device.facts.pid, signal.SIGKILL)
+            assert await running_texts == wanted
+            assert gang.epoch == epoch
+            assert not set(pids) & {each.facts.pid for each in gang.devices}, "the gang restarts whole"
+        got: list[int] = []
+        with pytest.raises(lz.DeviceLostError) as lost:
+            async for token in gang.stream(shards.tokens, 1, 400, 0.01):
+                if not got:
+                    os.kill(gang.devices[1].facts.pid, signal.SIGKILL)
+                got.append(token)
+        assert lost.value.retryable is False and got == shards.text(1, 400)[: len(got)]
+        assert [t async for t in gang.stream(shards.tokens, 2, 5)] == shards.text(2, 5)
+
+
+async def test_a_rank_that_cannot_build_ends_the_start_with_its_error(ray_cluster: Any) -> None:
+    """The builder's own error, not what the other rank saw of it; the fleet's devices stay."""
+    async with lz.start(SETTINGS) as runtime:
+        with pytest.raises(ValueError, match="no weights on this rank"):
+            async with runtime.gang(2, build=shards.broken, timeout_s=20.0):
+                raise AssertionError("it must not begin")
+        for wrong in (0, 3):
+            with pytest.raises(
+                lz.ConfigurationError, match=f"ranks needs 1 to 2 devices of the fleet, got {wrong}"
+            ):
+                runtime.gang(wrong, build=shards.shard)
+        async with runtime.gang(["gpu-1"], build=shards.shard) as alone:
+            assert [t async for t in alone.stream(shards.tokens, 3, 5)] == shards.text(3, 5)
+
+
+async def test_without_a_cluster_there_is_no_fleet_for_a_gang() -> None:
+    """The message says what to set, and what a rank of its own passes."""
+    async with lz.start(scoped=True) as runtime:
+        with pytest.raises(
+            lz.ConfigurationError, match=r"build needs a fleet, Settings\(cluster=\.\.\.\), got none"
+        ):
+            runtime.gang(2, build=shards.shard)
