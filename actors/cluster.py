@@ -130,7 +130,7 @@ class _Client:
         self._parents: Any = None
 
     def after_fork(self) -> None:
-        """Let Ray's destructors find no client; the client itself is kept, for its end would be a call too."""
+        """Let Ray's destructors find no client; it is kept itself, for its end would be a call too."""
         ray = sys.modules.get("ray")
         if ray is not None and ray.is_initialized():
             worker = ray._private.worker.global_worker

@@ -7,6 +7,7 @@ import os
 import platform
 import weakref
 from collections.abc import AsyncIterator, Callable
+from functools import partial
 from typing import Any
 
 from torch import Tensor
@@ -18,7 +19,7 @@ from layerzero.actors.local import LocalDevice
 from layerzero.actors.port import DeviceFacts, DeviceHealth, DeviceState
 from layerzero.actors.settling import Numbers, settle
 from layerzero.actors.tensors import RemoteTensor
-from layerzero.errors import DeviceLostError, RuntimeClosedError
+from layerzero.errors import DeadlineExceededError, DeviceLostError, RuntimeClosedError
 
 _CLIENT = "here"
 
@@ -37,6 +38,7 @@ class LocalPort:
         self._numbers = Numbers()
         self._prepared: list[tuple[Callable[..., Any], tuple[Any, ...]]] = []
         self._restarts = 0
+        self._back: asyncio.Future[None] | None = None  # while it restarts
         self._closed = False
         self._forked = False
         renew_after_fork(self)
@@ -45,6 +47,7 @@ class LocalPort:
         """In a forked child the host's loop does not run; the device itself begins anew and works."""
         self._host_of = None
         self._numbers = Numbers()
+        self._back = None
 
     @property
     def _host(self) -> Host:
@@ -71,6 +74,8 @@ class LocalPort:
         """Where it stands now."""
         if self._closed:
             return DeviceState.CLOSED
+        if self._back is not None:
+            return DeviceState.RESTARTING
         return DeviceState.RUNNING if self._host_of is None else self._host_of.state
 
     @property
@@ -93,8 +98,21 @@ class LocalPort:
         **kwargs: Any,
     ) -> Any:
         """Run `fn` here; see `DevicePort.run`."""
-        host = self._host
+        host = await self._serving(timeout_s)
         return await self._settled(host, lambda: host.invoke(fn, args, kwargs), timeout_s)
+
+    async def _serving(self, timeout_s: float | None = None) -> Host:
+        """The host, waiting for the next one while the device restarts.
+
+        Raises: DeadlineExceededError: `timeout_s` has passed.
+        """
+        while self._back is not None:
+            try:
+                async with asyncio.timeout(timeout_s):
+                    await asyncio.shield(self._back)
+            except TimeoutError:
+                raise DeadlineExceededError(f"device {self.name!r} did not come back in time") from None
+        return self._host
 
     async def _settled(self, host: Host, work: Callable[[], Any], timeout_s: float | None) -> Any:
         number = self._numbers.take()
@@ -112,7 +130,7 @@ class LocalPort:
         self, fn: Callable[..., Any], /, *args: Any, resume: bool = False, **kwargs: Any
     ) -> AsyncIterator[Any]:
         """The items of `fn`; see `DevicePort.stream`."""
-        host = self._host
+        host = await self._serving()
         if resume:
             kwargs = {"so_far": [], **kwargs}
         queue: asyncio.Queue[Any] = asyncio.Queue(maxsize=64)
@@ -142,7 +160,8 @@ class LocalPort:
 
     async def control(self, kind: str, body: Any = None, *, timeout_s: float = 10.0) -> Any:
         """Ask a handler of the hosted code; see `DevicePort.control`."""
-        return await asyncio.wait_for(self._host.handle(kind, body), timeout_s)
+        async with asyncio.timeout(timeout_s):
+            return await (await self._serving()).handle(kind, body)
 
     async def put(self, tensor: Tensor | RemoteTensor) -> RemoteTensor:
         """Keep a compact copy of a tensor under a handle."""
@@ -183,14 +202,20 @@ class LocalPort:
 
     async def restart(self, *, drain_s: float = 30.0) -> None:
         """Begin a new generation in the same process."""
-        old = self._host
-        await old.drain(drain_s)
-        uninstall_host(old)
-        self._host_of = None
-        self._restarts += 1
-        self._device.refresh()
-        for fn, args in self._prepared:
-            await self.run(fn, *args)
+        old = await self._serving()
+        back = self._back = asyncio.get_running_loop().create_future()
+        try:
+            await old.drain(drain_s)
+            uninstall_host(old)
+            self._host_of = None
+            self._restarts += 1
+            self._device.refresh()
+            host = self._host
+            for fn, args in self._prepared:
+                await self._settled(host, partial(host.invoke, fn, args, {}), None)
+        finally:
+            self._back = None
+            back.set_result(None)
 
     async def prepare(self, fn: Callable[..., Any], /, *args: Any) -> Any:
         """Run `fn` now and after each restart."""

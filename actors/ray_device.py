@@ -17,15 +17,16 @@ import msgspec
 from torch import Tensor
 
 from layerzero import log
+from layerzero.actors import sending
 from layerzero.actors.channel import connect
 from layerzero.actors.connection import Handler
 from layerzero.actors.forks import renew_after_fork
 from layerzero.actors.frames import Address
-from layerzero.actors.hosting import MAX_DECIDED
+from layerzero.actors.hosting import MAX_DECIDED, Outcome
 from layerzero.actors.lives import Lifetimes, LostLife, RunningLife, health_of
 from layerzero.actors.port import DeviceFacts, DeviceHealth, DeviceState
 from layerzero.actors.ray_actor import Kind, Life, Spec
-from layerzero.actors.sending import Sender, loaded, lost_tensor, opened, payload_of, value
+from layerzero.actors.sending import Sender, opened, payload_of, value
 from layerzero.actors.settling import settle
 from layerzero.actors.tensors import Cargo, RemoteTensor
 from layerzero.clock import Clock, MonotonicClock
@@ -128,9 +129,7 @@ class RayDevice:
         while self.state is not DeviceState.CLOSED:
             try:
                 life = await self._begin()
-            except (Exception, asyncio.CancelledError) as error:
-                if isinstance(error, asyncio.CancelledError):
-                    raise
+            except Exception as error:
                 cause = getattr(error, "cause", error)  # Ray's own text is the actor's whole traceback
                 if not self._again(f"{type(cause).__name__}: {cause}"):
                     return
@@ -339,17 +338,22 @@ class RayDevice:
             except LostLife as lost:
                 if idempotent or number not in life.started:
                     continue
-                raise DeviceLostError(
-                    f"device {self.name!r} was lost while the call ran there ({lost}); it had started, so it "
-                    "may have had effects; pass idempotent=True where it may run again",
-                    retryable=False,
-                ) from None
+                raise sending.lost_call(self.name, lost) from None
             finally:
                 life.numbers.settle(number)
-            if outcome.status == "stale":
-                life.end("another life of the device answered")
+            if await self._comes_again(outcome, life):
                 continue
             return settle(opened(outcome), self.name)
+
+    async def _comes_again(self, outcome: Outcome, life: RunningLife) -> bool:
+        """Whether a request that did not run is for the next life, having come too late for this one."""
+        if outcome.status == "stale":
+            life.end("another life of the device answered")
+            return True
+        if outcome.status == "draining" and self.state is not DeviceState.DRAINING:
+            await asyncio.sleep(_PAUSE_S)
+            return True
+        return False
 
     async def stream(
         self, fn: Callable[..., Any], /, *args: Any, resume: bool = False, **kwargs: Any
@@ -370,8 +374,7 @@ class RayDevice:
                     so_far.append(item)
                     yield item
                 outcome = opened(await request)
-                if outcome.status == "stale":
-                    life.end("another life of the device answered")
+                if await self._comes_again(outcome, life):
                     continue
                 count = settle(outcome, self.name)
                 for item in await items.rest(count):
@@ -380,11 +383,7 @@ class RayDevice:
             except LostLife as lost:
                 if resume or number not in life.started:
                     continue
-                raise DeviceLostError(
-                    f"device {self.name!r} was lost in the middle of a stream ({lost}); pass resume=True and "
-                    "take so_far where it can go on from what was delivered",
-                    retryable=False,
-                ) from None
+                raise sending.lost_stream(self.name, lost) from None
             finally:
                 if not request.done():
                     request.cancel()
@@ -411,14 +410,15 @@ class RayDevice:
         try:
             handle: RemoteTensor = await self._request("put", b"", cargo=cargo, idempotent=True)
         except exceptions.RayTaskError as error:
-            raise lost_tensor(error) from error
+            raise sending.lost_tensor(error) from error
         life = self._life
         return handle.when_gone(lambda key: life.release(key) if life is not None else None)
 
     async def fetch(self, handle: RemoteTensor) -> Tensor:
         """A copy of a kept tensor in this process."""
         try:
-            cargo: Cargo = await self._request("call", payload_of(loaded, (handle,), {}), idempotent=True)
+            asked = payload_of(sending.loaded, (handle,), {})
+            cargo: Cargo = await self._request("call", asked, idempotent=True)
         except LookupError as error:
             raise DeviceLostError(str(error), retryable=False) from error
         return cargo.unload("cpu")

@@ -124,6 +124,24 @@ def _replied(reply: asyncio.Future[Any]) -> Outcome | None:
     return outcome
 
 
+def lost_call(device: str, lost: LostLife) -> DeviceLostError:
+    """What the caller of a call that had begun is told."""
+    return DeviceLostError(
+        f"device {device!r} was lost while the call ran there ({lost}); it had started, so it may have had "
+        "effects; pass idempotent=True where it may run again",
+        retryable=False,
+    )
+
+
+def lost_stream(device: str, lost: LostLife) -> DeviceLostError:
+    """What the consumer of a stream that had begun is told."""
+    return DeviceLostError(
+        f"device {device!r} was lost in the middle of a stream ({lost}); pass resume=True and take so_far "
+        "where it can go on from what was delivered",
+        retryable=False,
+    )
+
+
 def lost_tensor(error: Any) -> Exception:
     """What a failed move of a kept tensor means to the caller, from Ray's error."""
     cause = error.cause if isinstance(error.cause, Exception) else error

@@ -6,6 +6,7 @@ that opens with ```python run needs=MODULE runs where that is installed, and is 
 
 import argparse
 import importlib.util
+import os
 import re
 import subprocess
 import sys
@@ -27,12 +28,13 @@ def blocks(path: Path) -> list[tuple[int, str, str]]:
 
 def run(code: str) -> subprocess.CompletedProcess[str]:
     """Run one block and return what it printed."""
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:  # Ray's last words come late
         script = Path(folder) / "example.py"
         script.write_text(code)
         return subprocess.run(
             [sys.executable, str(script)],
             cwd=folder,
+            env={**os.environ, "RAY_TMPDIR": folder, "RAY_USAGE_STATS_ENABLED": "0"},
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,

@@ -8,7 +8,9 @@ from __future__ import annotations
 import asyncio
 import gc
 import os
+import warnings
 from collections.abc import AsyncIterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,6 +19,7 @@ import torch
 
 import layerzero as lz
 from layerzero.actors.fleet import Fleet
+from layerzero.actors.inprocess import LocalPort
 from layerzero.actors.port import DevicePort, DeviceState
 from layerzero.actors.tensors import RemoteTensor
 from tests.distributed import hosted
@@ -60,6 +63,15 @@ async def until(condition: Any) -> None:
             return
         await asyncio.sleep(0.02)
     raise AssertionError("the condition did not come true")
+
+
+async def began(fleet: Fleet, name: str) -> None:
+    """Wait until a call that lingers has begun."""
+
+    async def seen() -> bool:
+        return f"{name} began" in await fleet.run(hosted.events)
+
+    await until(seen)
 
 
 async def test_results_come_back(fleet: Fleet) -> None:
@@ -257,8 +269,8 @@ async def test_a_restart_begins_a_new_life(fleet: Fleet) -> None:
 
 async def test_draining_ends_what_runs_and_refuses_what_comes(fleet: Fleet) -> None:
     """The call that runs ends; the next is refused as retryable."""
-    running = asyncio.ensure_future(fleet.run(hosted.linger, "last", 0.5))
-    await asyncio.sleep(0.2)
+    running = asyncio.ensure_future(fleet.run(hosted.linger, "last", 1.0))
+    await began(fleet, "last")
     draining = asyncio.ensure_future(fleet.drain(10.0))
     await asyncio.sleep(0.1)
     with pytest.raises(lz.DeviceLostError) as refused:
@@ -272,11 +284,106 @@ async def test_draining_ends_what_runs_and_refuses_what_comes(fleet: Fleet) -> N
 async def test_a_drain_that_takes_too_long_cuts_off(fleet: Fleet) -> None:
     """False, and the caller learns that its call had started."""
     running = asyncio.ensure_future(fleet.run(hosted.linger, "endless"))
-    await asyncio.sleep(0.2)
+    await began(fleet, "endless")
     assert await fleet.drain(0.1) is False
     with pytest.raises(lz.DeviceLostError) as lost:
         await running
     assert not lost.value.retryable
+
+
+async def test_a_rolling_restart_under_load_fails_nobody(fleet: Fleet) -> None:
+    """Calls, streams and control messages that come meanwhile wait for the next life; each call runs once."""
+    before = only(fleet).facts.generation
+    stop = asyncio.Event()
+    answered: list[int] = []
+
+    async def caller(base: int) -> None:
+        key = base
+        while not stop.is_set():
+            assert await fleet.run(hosted.add, key) == key + 1
+            answered.append(key)
+            assert await fleet.device().control("ping", key) == key
+            key += 8
+            await asyncio.sleep(0.005)
+
+    async def streamer() -> None:
+        while not stop.is_set():
+            assert [item async for item in fleet.stream(hosted.count, 3, resume=True)] == [0, 1, 2]
+
+    work = [asyncio.ensure_future(caller(base)) for base in range(8)]
+    work.append(asyncio.ensure_future(streamer()))
+    await asyncio.sleep(0.1)
+    await fleet.rolling_restart()
+    told = len(answered)
+    await asyncio.sleep(0.1)
+    stop.set()
+    await asyncio.gather(*work)
+    assert only(fleet).facts.generation != before
+    assert 0 < told < len(answered)
+    assert len(set(answered)) == len(answered)
+
+
+async def test_a_drain_under_load_answers_every_call_or_refuses_it(fleet: Fleet, tmp_path: Path) -> None:
+    """What was accepted ends with its result, what was not had no effect: executions equal answers."""
+    refused = 0
+    answered: list[int] = []
+    path = str(tmp_path / "executed")
+
+    async def caller(base: int) -> None:
+        nonlocal refused
+        for key in range(base, base + 1000):
+            try:
+                answered.append(await fleet.run(hosted.mark, path, key, on=only(fleet)))
+            except lz.DeviceLostError as error:
+                assert error.retryable
+                refused += 1
+                return
+
+    callers = [asyncio.ensure_future(caller(base)) for base in range(0, 16_000, 1000)]
+
+    async def under_way() -> bool:
+        return len(answered) >= 16
+
+    await until(under_way)
+    assert await fleet.drain(20.0) is True
+    await asyncio.gather(*callers)
+    assert refused == 16
+    assert sorted(map(int, Path(path).read_text().split())) == sorted(answered)  # noqa: ASYNC240
+
+
+async def test_a_forked_child_is_told_so_or_begins_anew(fleet: Fleet) -> None:
+    """After initialisation, with threads: no hang; ops work there; the parent goes on as if nothing was."""
+    assert await fleet.run(hosted.add, 1) == 2
+    reader, writer = os.pipe()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of a fork with threads, which this test is about
+        child = os.fork()
+    if child == 0:
+        verdict = b"wrong"
+        try:
+            fine = bool(torch.isfinite(lz.sync.rms_norm(torch.ones(2, 8))).all())
+            try:
+                verdict = b"anew" if asyncio.run(fleet.run(hosted.add, 1)) == 2 and fine else b"wrong"
+            except lz.RuntimeClosedError as error:
+                verdict = b"told" if fine and "forked" in str(error) else b"wrong"
+        finally:
+            os.write(writer, verdict)
+            os._exit(0)
+    os.close(writer)
+    said = await asyncio.to_thread(os.read, reader, 16)
+    os.close(reader)
+    os.waitpid(child, 0)  # noqa: ASYNC222  it has written its last
+    assert said == (b"anew" if isinstance(only(fleet), LocalPort) else b"told")
+    assert await fleet.run(hosted.add, 1) == 2
+
+
+@pytest.mark.skipif("ray" not in PORTS, reason="the device of this process has its place")
+async def test_pending_placement_is_an_error_that_says_what_is_there(ray_cluster: Any) -> None:
+    """Never a silent wait: the message names what was asked, what there is, and the setting."""
+    settings = lz.Settings(cluster="auto", cluster_devices=9, device="cpu", placement_timeout_s=1.0)
+    with pytest.raises(lz.ConfigurationError, match=r"9 x 1 GPU.*2 GPU.*cluster_devices"):
+        async with lz.start(settings, scoped=True):
+            pass
 
 
 async def test_health_and_facts_say_what_the_device_is(fleet: Fleet) -> None:

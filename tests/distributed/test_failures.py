@@ -204,13 +204,6 @@ async def test_what_cannot_travel_is_named(ray_cluster: Any) -> None:
             await fleet.run(hosted.fail, "odd")
 
 
-async def test_pending_placement_is_an_error_that_says_what_is_there(ray_cluster: Any) -> None:
-    """Never a silent wait: the message names what was asked, what there is, and the setting."""
-    with pytest.raises(lz.ConfigurationError, match=r"9 x 1 GPU.*2 GPU.*cluster_devices"):
-        async with opened(devices=9, placement_timeout_s=1.0):
-            pass
-
-
 async def test_a_forked_child_is_told_so(ray_cluster: Any) -> None:
     """The child cannot use the parent's devices, its own works, and collecting handles calls nobody."""
     async with opened() as fleet:
