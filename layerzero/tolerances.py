@@ -21,6 +21,23 @@ TILE_ROWS = 128
 PARITY_KERNEL, PARITY_LAYER, PARITY_LOGITS = 1e-5, 1e-4, 1e-3
 
 
+def need_full_float32() -> None:
+    """Refuse to compare numbers while torch may round the factors of float32 products to TF32 or bfloat16.
+
+    Raises: RuntimeError: a switch of torch's allows it, by name and value.
+    """
+    precision = torch.get_float32_matmul_precision()
+    if precision != "highest":
+        raise RuntimeError(
+            "comparing numbers needs full float32 products, got "
+            f"torch.get_float32_matmul_precision() == {precision!r}"
+        )
+    if torch.backends.cuda.matmul.allow_tf32:
+        raise RuntimeError(
+            "comparing numbers needs full float32 products, got torch.backends.cuda.matmul.allow_tf32 == True"
+        )
+
+
 def disagreements(out: Tensor, truth: Tensor, baseline: Tensor, *, softcap: bool = False) -> list[str]:
     """Why `out` is not good enough, in words; empty where it is.
 

@@ -10,6 +10,7 @@ from hypothesis import HealthCheck, settings
 
 from layerzero.errors import BackendNotAvailableError
 from layerzero.native import HOT
+from layerzero.tolerances import need_full_float32
 
 # No deadlines: they would time a shared machine, not the code.  The CI profile is derandomised so that a red
 # build is a change in the code; the default one looks somewhere new on every run.
@@ -54,6 +55,14 @@ BY_HAND = (
     "tests/cuda/", "tests/distributed/", "tests/examples/", "tests/perfdb/", "tests/warmup/",
     "tests/actors/test_channel.py",
 )  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def full_float32() -> Iterator[None]:
+    """Every number is compared in full float32; a test that lets TF32 in puts it back or fails."""
+    need_full_float32()
+    yield
+    need_full_float32()
 
 
 @pytest.fixture(autouse=True)

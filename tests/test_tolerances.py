@@ -8,6 +8,7 @@ from torch import Tensor
 
 from layerzero import tolerances
 from layerzero.ops import table
+from layerzero.parity.__main__ import main as ladder
 from tests.backends import cases
 
 ATTENTION = table.get("attention")
@@ -55,3 +56,18 @@ def test_small_outputs_get_no_free_pass() -> None:
     out, truth, baseline = attended(torch.float32)
     assert tolerances.disagreements(out * 1e-3, truth * 1e-3, baseline * 1e-3) == []
     assert tolerances.disagreements(torch.zeros_like(out), truth * 1e-3, baseline * 1e-3)
+
+
+def test_numbers_are_not_compared_while_products_are_rounded(capsys: pytest.CaptureFixture[str]) -> None:
+    """K43: with TF32 (or bfloat16) let in, comparing is an error that names the switch; the ladder too."""
+    before = torch.get_float32_matmul_precision()
+    try:
+        for loose in ("high", "medium"):
+            torch.set_float32_matmul_precision(loose)
+            with pytest.raises(RuntimeError, match=f"get_float32_matmul_precision.* == '{loose}'"):
+                tolerances.need_full_float32()
+            with pytest.raises(RuntimeError, match="full float32"):
+                ladder(["--level", "1", "--config", "tiny"])
+    finally:
+        torch.set_float32_matmul_precision(before)
+    tolerances.need_full_float32()

@@ -13,6 +13,7 @@ from layerzero.parity.levels import Row, run, suspect
 from layerzero.parity.model import CONFIGS
 from layerzero.parity.truth import planted
 from layerzero.settings import Settings
+from layerzero.tolerances import need_full_float32
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -27,6 +28,7 @@ def main(argv: list[str] | None = None) -> int:
         ours = planted(asked.plant)
     except ValueError as error:
         parser.error(str(error))
+    need_full_float32()
     # What is chosen must not change while it is being compared.
     with start(Settings.load(warm="off"), scoped=True):
         rows = run(asked.level, ours, asked.config)

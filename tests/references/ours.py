@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 import layerzero.sync as sync
+from layerzero.ops.lse import to_base_2
 from tests.references.definitions import Definition
 
-LOG2 = math.log(2.0)
 MAX_BYTES = 160 << 20
 NO_OP = {
     "moe": "quantized experts (fp8 and fp4 block scales): our moe takes plain weights",
@@ -154,7 +154,7 @@ def _table(i: Inputs, page: int) -> tuple[Tensor, Tensor]:
 
 
 def _base2(result: tuple[Tensor, Tensor]) -> tuple[Tensor, ...]:
-    return result[0], result[1] / LOG2  # our log-sum-exp is natural, theirs of base 2
+    return result[0], to_base_2(result[1])  # our log-sum-exp is natural, theirs of base 2
 
 
 def _gqa_paged(d: Definition, i: Inputs, **more: Any) -> tuple[Tensor, ...]:
