@@ -43,6 +43,18 @@ def test_a_project_in_order_has_no_complaint(root: Path) -> None:
         ("README.md", "lz doctor", "A=1 lz heal", "lz has no command heal"),
         ("README.md", "lz doctor", ".venv/bin/python examples/x.py", "examples/x.py does not exist"),
         ("docs/ledger.md", "`docs/test_a.py::test_a`", "", "T1 is done but names no file"),
+        (
+            "docs/ledger.md",
+            "done | `docs/test_a.py::test_a`",
+            "done: here | ",
+            "T1 is done but names no file",
+        ),
+        (
+            "docs/ledger.md",
+            "open | ",
+            "partly: here | `docs/gone.py`",
+            "T2 names docs/gone.py, which does not",
+        ),
         ("docs/ledger.md", "test_a.py::", "test_b.py::", "T1 names docs/test_b.py, which does not exist"),
         ("docs/ledger.md", "::test_a`", "::test_z`", "which docs/test_a.py does not define"),
     ],
