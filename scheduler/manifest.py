@@ -153,7 +153,9 @@ def _packed(what: str, value: Any) -> msgspec.msgpack.Ext:
             f"{what} needs tensors, numbers, texts and lists of those in every argument, got "
             f"{type(value).__name__}; give followers what they can build it from"
         )
-    held = value.detach().to("cpu").contiguous()
+    # What changes nothing costs all the same, and every step pays.
+    held = value.detach() if value.requires_grad else value
+    held = (held if held.is_cpu else held.to("cpu")).contiguous()
     head = (_name_of(held.dtype, what), tuple(held.shape))
     if held.dtype is torch.bfloat16 and held.numel():
         held = held.view(torch.int16)  # which numpy knows
