@@ -1,8 +1,4 @@
-"""The command `lz`: doctor, kernels, explain, which, policy check, tune, bench, solve, perfdb, warmup, ready,
-consistency, capabilities.
-
-Exit status: 0 all well, 1 a problem was found, 2 the command line is wrong.
-"""
+"""The command `lz`: one file for each kind of question, gathered here."""
 
 from __future__ import annotations
 
@@ -27,9 +23,19 @@ def main() -> None:
     """
 
 
-_COMMANDS = (
-    *(doctor, kernels, explain, which, policy, tune, bench, solve),
-    *(perfdb, warmup, ready, consistency, capabilities),
-)
-for command in _COMMANDS:
+for command in (
+    doctor,
+    kernels,
+    explain,
+    which,
+    policy,
+    tune,
+    bench,
+    solve,
+    perfdb,
+    warmup,
+    ready,
+    consistency,
+    capabilities,
+):
     main.add_command(command)
