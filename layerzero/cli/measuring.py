@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import sys
 from collections import Counter
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -43,7 +41,7 @@ def tune(
     """Measure kernels on this machine, so that choices here rest on measurements from now on."""
     for name in ops:
         op_named(name)
-    with runtime_of(device, None, False) as runtime, _progress(json_) as told:
+    with runtime_of(device, None, False) as runtime, show.progress("tuning", json_, _named) as told:
         try:
             report = tune_blocking(
                 trace, ops=ops or None, quick=quick, budget_s=budget_s, repeat=repeat, progress=told
@@ -60,23 +58,8 @@ def tune(
     ctx.exit(0 if report.rows else 1)
 
 
-@contextlib.contextmanager
-def _progress(quiet: bool) -> Iterator[Any]:
-    """A callback that draws a bar on a terminal, and says nothing elsewhere."""
-    if quiet or not sys.stderr.isatty():
-        yield None
-        return
-    from rich.console import Console
-    from rich.progress import Progress
-
-    with Progress(console=Console(stderr=True)) as bar:
-        task = bar.add_task("tuning", total=None)
-
-        def told(done: int, total: int, tuned: Tuned | None) -> None:
-            name = f"{tuned.op}: {tuned.winner or 'nobody'}" if tuned is not None else "tuning"
-            bar.update(task, total=total, completed=done, description=name)
-
-        yield told
+def _named(tuned: Tuned | None) -> str:
+    return f"{tuned.op}: {tuned.winner or 'nobody'}" if tuned is not None else "tuning"
 
 
 def _told(report: TuneReport) -> None:

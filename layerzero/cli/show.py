@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import click
@@ -46,3 +47,21 @@ def drawn(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]], *, 
 def line(text: str, *, bad: bool = False) -> None:
     """Print one line; coloured where it reports a problem on a terminal."""
     click.echo(click.style(text, fg="red") if bad else text)
+
+
+@contextlib.contextmanager
+def progress(title: str, quiet: bool, named: Callable[[Any], str]) -> Iterator[Any]:
+    """A callback `(done, total, item)` that draws a bar on a terminal; None elsewhere, or where `quiet`."""
+    if quiet or not sys.stderr.isatty():
+        yield None
+        return
+    from rich.console import Console
+    from rich.progress import Progress
+
+    with Progress(console=Console(stderr=True)) as bar:
+        task = bar.add_task(title, total=None)
+
+        def told(done: int, total: int, item: Any) -> None:
+            bar.update(task, total=total, completed=done, description=named(item))
+
+        yield told

@@ -2,11 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import sys
-from collections.abc import Iterator
-from typing import Any
-
 import click
 import msgspec
 
@@ -34,7 +29,7 @@ def warmup(ctx: click.Context, manifest: str, timeout: float | None, device: str
     MANIFEST is what `Manifest.save` wrote, or the folder of a Llama with its config.json. Exit status 1 where
     a critical call failed or was late.
     """
-    with runtime_of(device, None, False), _progress(json_) as told:
+    with runtime_of(device, None, False), show.progress("warm-up", json_, _named) as told:
         report = warmup_blocking(read(manifest), device=device, timeout_s=timeout, progress=told, whole=True)
     if json_:
         show.as_json({"ready": report.ready, **msgspec.structs.asdict(report)})
@@ -102,19 +97,5 @@ def _rows(report: WarmupReport) -> list[tuple[str, ...]]:
     ]  # fmt: skip
 
 
-@contextlib.contextmanager
-def _progress(quiet: bool) -> Iterator[Any]:
-    """A callback that draws a bar on a terminal, and says nothing elsewhere."""
-    if quiet or not sys.stderr.isatty():
-        yield None
-        return
-    from rich.console import Console
-    from rich.progress import Progress
-
-    with Progress(console=Console(stderr=True)) as bar:
-        task = bar.add_task("warm-up", total=None)
-
-        def told(done: int, total: int, warmed: Warmed) -> None:
-            bar.update(task, total=total, completed=done, description=warmed.call[:60])
-
-        yield told
+def _named(warmed: Warmed) -> str:
+    return warmed.call[:60]
