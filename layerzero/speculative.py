@@ -40,6 +40,36 @@ class Decoder(Protocol):
     def rollback(self, length: int) -> None: ...
 
 
+@dataclass(frozen=True, slots=True)
+class Round:
+    """What decides one verification: nothing else may, so that every rank of a gang accepts alike.
+
+    `fresh` (n,) are certain tokens that the target has not seen, `drafted` (K,) follow them and were drawn
+    from `probs` (K, V); `kept` says that the target keeps the distribution of the first drafted token.
+    `seed` and `offset` are those of `verify_chain`, the rest are those of `sample`.
+    """
+
+    fresh: Tensor
+    drafted: Tensor
+    probs: Tensor
+    kept: bool
+    seed: int
+    offset: int
+    temperature: float
+    top_k: int
+    top_p: float
+
+
+class Verifier(Decoder, Protocol):
+    """A target that verifies by itself: `verify` gives how many drafts stay, and the tokens (K + 1,).
+
+    Behind those that stay and the one drawn after them the tokens are -1. Such a target keeps its
+    distribution after the last draft.
+    """
+
+    async def verify(self, round_: Round) -> tuple[int, list[int]]: ...
+
+
 @dataclass(slots=True)
 class Speculation:
     """What a generation has done so far: `accepted` of `drafted` tokens in `rounds` target forwards."""
@@ -69,7 +99,7 @@ class Generation:
     def __init__(
         self,
         draft: Decoder,
-        target: Decoder,
+        target: Decoder | Verifier,
         prompt: Sequence[int],
         *,
         places: int,
@@ -88,6 +118,7 @@ class Generation:
         self._filter: dict[str, Any] = {"temperature": temperature, "top_k": top_k, "top_p": top_p}
         self._seed, self._overlap = seed, overlap
         self._known: Tensor | None = None  # the target's distribution of the next token, where it is known
+        self._kept = False  # the same where the target keeps it
         self._ahead: _Drafts | None = None  # what was drafted beyond the tokens that are certain
 
     async def __aiter__(self) -> AsyncIterator[int]:
@@ -108,6 +139,7 @@ class Generation:
     def _forget_uncertain(self) -> None:
         """Take both sequences back to the text, whatever a round that broke off had given them."""
         self._known = self._ahead = None
+        self._kept = False
         for decoder in (self._target, self._draft):
             decoder.rollback(min(decoder.length, len(self._text)))
 
@@ -124,31 +156,23 @@ class Generation:
         async def draft_on() -> None:
             ahead.append(await self._drafted([*self._text, *drafts.tokens.tolist()], self._places))
 
-        text = len(self._text)
+        text, stays, found = len(self._text), 0, list[int]()
+        last: Tensor | None = None
         async with anyio.create_task_group() as group:
             if self._overlap and self._left > places:
                 group.start_soon(draft_on)
-            p = await self._verified_by(drafts)
-            tokens, accepted = await _verify_chain(
-                drafts.probs.unsqueeze(0),
-                drafts.tokens.unsqueeze(0),
-                p.unsqueeze(0),
-                seed=self._seed,
-                offset=text,
-            )
-            row = (await to_host(torch.cat([accepted, tokens[0]]))).tolist()
-        stays, found = row[0], row[1:]  # pyright: ignore[reportPossiblyUnboundVariable]
+            stays, found, last = await self._verified(drafts)
         self.stats.rounds += 1
         self.stats.drafted += len(drafts.tokens)
         self.stats.accepted += stays
         whole = stays == len(drafts.tokens)
         if whole and ahead:
             # The next token was drafted already: the target's distribution of it waits for that draft.
-            self._known, self._ahead = p[-1], ahead[0]  # pyright: ignore[reportPossiblyUnboundVariable]
+            self._known, self._ahead, self._kept = last, ahead[0], True
             new = found[:stays]
         else:
             self.stats.discarded += sum(len(lost.tokens) for lost in ahead)
-            self._known = None
+            self._known, self._kept = None, False
             new = found[: stays + 1]
             self._target.rollback(min(self._target.length, text + stays))
             self._draft.rollback(min(self._draft.length, text + stays))
@@ -166,6 +190,25 @@ class Generation:
             probs.append(self._shares(logits))
         return _Drafts(torch.cat(tokens), torch.cat(probs))
 
+    async def _verified(self, drafts: _Drafts) -> tuple[int, list[int], Tensor | None]:
+        """How many drafts stay, the tokens, and the target's distribution after the last if it is here."""
+        text, target = len(self._text), self._target
+        if (verify := getattr(target, "verify", None)) is not None:
+            fresh = torch.tensor(self._text[target.length :], dtype=torch.int64)
+            drawn = {"seed": self._seed, "offset": text, **self._filter}
+            stays, found = await verify(Round(fresh, drafts.tokens, drafts.probs, self._kept, **drawn))
+            return stays, found, None
+        p = await self._verified_by(drafts)
+        tokens, accepted = await _verify_chain(
+            drafts.probs.unsqueeze(0),
+            drafts.tokens.unsqueeze(0),
+            p.unsqueeze(0),
+            seed=self._seed,
+            offset=text,
+        )
+        row = (await to_host(torch.cat([accepted, tokens[0]]))).tolist()
+        return row[0], row[1:], p[-1]
+
     async def _verified_by(self, drafts: _Drafts) -> Tensor:
         """The target's distributions (K + 1, V) at each drafted place and after the last."""
         fresh = torch.tensor(self._text[self._target.length :], dtype=torch.int64)
@@ -180,14 +223,18 @@ class Generation:
         return p if self._known is None else torch.cat([self._known.unsqueeze(0), p])
 
     def _shares(self, logits: Tensor) -> Tensor:
-        """The distributions (T, V) that `sample` draws by, with these filters."""
-        weights = token_weights(logits, **self._filter).double()
-        return weights / weights.sum(-1, keepdim=True)
+        return shares(logits, **self._filter)
+
+
+def shares(logits: Tensor, *, temperature: float, top_k: int, top_p: float) -> Tensor:
+    """The distributions (T, V) that `sample` draws by, from logits (T, V)."""
+    weights = token_weights(logits, temperature, top_k, top_p).double()
+    return weights / weights.sum(-1, keepdim=True)
 
 
 def generate(
     draft: Decoder,
-    target: Decoder,
+    target: Decoder | Verifier,
     prompt: Sequence[int],
     *,
     places: int = 4,

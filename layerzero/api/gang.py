@@ -9,7 +9,7 @@ from __future__ import annotations
 import inspect
 import os
 from collections.abc import Awaitable, Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
@@ -20,7 +20,7 @@ import torch
 from layerzero.actors.agreement import AgreementStore
 from layerzero.actors.gang import Gang
 from layerzero.actors.profiles import Agreed, Mode
-from layerzero.api.batched import batched
+from layerzero.api.batched import Batched
 from layerzero.api.scope import SCOPE, Scope
 from layerzero.errors import ConfigurationError, ConsistencyError, LayerZeroError
 from layerzero.scheduler.manifest import Request, laid, need_sendable
@@ -63,13 +63,14 @@ class Member:
         return self._gang.failure
 
     def batched(
-        self, fn: Function, *, name: str | None = None, send: bool = True
+        self, fn: Function, *, name: str | None = None, send: bool = True, model: str = ""
     ) -> Callable[..., Awaitable[Any]]:
         """`lz.batched` for a function with collectives in it: `await step(request, *args)`.
 
         `request` (int or str) names the caller's request, once in a batch. On every rank the function has to
         be given under the same `name`. `send=True` sends the batch's arguments along, for followers that
-        `follow`; `send=False` is for ranks that all form batches themselves and only compare them.
+        `follow`; `send=False` is for ranks that all form batches themselves and only compare them. Functions
+        of one `model` share its selections; other models, under the same plan, choose for themselves.
         Raises: ConfigurationError: another function has the name. When awaited, for the caller at fault
             alone: ValueError: its request is under way already. TypeError: an argument cannot be sent.
         """
@@ -78,6 +79,7 @@ class Member:
             raise ConfigurationError(f"name needs to be new in this gang, got {called!r} again")
         wants_counts = "counts" in inspect.signature(fn).parameters
         self._functions[called] = (fn, wants_counts)
+        self._steps.models[called] = model
 
         def run(requests: list[Request], *columns: Any, counts: list[int]) -> Any:
             values = (counts, list(columns)) if send else ()
@@ -85,7 +87,7 @@ class Member:
             with self._scope(self._steps.take(called, requests, values)):
                 return self._call(called, own, counts)
 
-        together = batched(run, key=f"gang {id(self)} {called}", device=self._gang.device.device)
+        together = Step(run, pure=False, name=called, device=self._gang.device.device)
         under_way: set[Request] = set()
 
         async def step(request: Request, *args: Any, **options: Any) -> Any:
@@ -110,6 +112,14 @@ class Member:
             # Other ranks are in the same step: nobody can tell whether they wait in a collective of it.
             self._gang.fail(f"{name} raised {type(error).__name__}: {error}"[:300])
             raise
+
+    def under(self, model: str) -> AbstractContextManager[None]:
+        """A block whose ops are chosen for `model` under the gang's plan, on this rank alone.
+
+        For what no other rank runs: a draft model beside a target that all ranks share. The ops inside are
+        blocking ones.
+        """
+        return self._scope(self._gang.under(model))
 
     @contextmanager
     def _scope(self, snapshot: Snapshot) -> Iterator[None]:
@@ -163,6 +173,13 @@ class Member:
     def close(self) -> None:
         """Leave the gang; on rank 0 the followers' `follow` returns."""
         self._steps.close()
+
+
+class Step(Batched[Any, Any]):
+    """A function with collectives: however short, it waits for other ranks, never on a loop's thread."""
+
+    def _learn(self, us_per_row: float) -> None:
+        pass
 
 
 class Agreeing(Scope):
