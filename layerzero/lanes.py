@@ -12,7 +12,7 @@ from layerzero.actors.local import LocalDevice
 from layerzero.dispatch import Plan, Snapshot, positional
 from layerzero.errors import NoKernelFoundError
 from layerzero.native import HOT
-from layerzero.ops.op import Args, Op, Refused
+from layerzero.ops.op import Args, Batching, Op, Refused
 from layerzero.scheduler.fronts import Fronts
 from layerzero.scheduler.modes import Modes, applied, capture, without_gradient
 from layerzero.scheduler.streams import Across, Streams
@@ -64,7 +64,7 @@ class BatchExecutor:
                 if op.batching is None or len(calls) == 1:
                     values = [launch(args) for args in calls]
                 else:
-                    values = op.batching.run(calls, launch)
+                    values = _together(op.batching, calls, launch)
         except Exception as error:
             failed = Failed(error)
             return [failed] * len(calls)
@@ -136,6 +136,35 @@ class _Launch:
         except NoKernelFoundError:
             return float("inf")
         return plan.expected_us
+
+
+def _together(batching: Batching, calls: Sequence[Args], launch: _Launch) -> list[Any]:
+    """One value a call; calls whose operands no longer share the memory that brought them together run apart.
+
+    `weight.data = other` changes where a weight lies while a call with it waits, and what stood there may
+    have come back as somebody else's.
+    """
+    shared = batching.shared(calls[0]) or ()
+    if _one_memory(calls, shared):
+        return batching.run(calls, launch)
+    parts: dict[tuple[int, ...], list[int]] = {}
+    for index, args in enumerate(calls):
+        parts.setdefault(tuple(args[position].data_ptr() for position in shared), []).append(index)
+    values: list[Any] = [None] * len(calls)
+    for part in parts.values():
+        own = batching.run([calls[index] for index in part], launch)
+        for index, value in zip(part, own, strict=True):
+            values[index] = value
+    return values
+
+
+def _one_memory(calls: Sequence[Args], shared: tuple[int, ...]) -> bool:
+    for position in shared:
+        first = calls[0][position]
+        for args in calls:
+            if args[position] is not first and args[position].data_ptr() != first.data_ptr():
+                return False
+    return True
 
 
 def _outcome(value: Any, launched: list[tuple[Any, Plan]]) -> Any:

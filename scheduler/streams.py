@@ -130,6 +130,8 @@ class Ambient(Protocol):
 def leave(modes: Modes, front: Ambient) -> None:
     """Put the loop's own grad mode and stream in force while a caller waits."""
     if not modes.inference:
+        # A front whose first caller was inside a block without gradients took that for the loop's own mode.
+        front.ambient_grad = front.ambient_grad or modes.grad
         torch._C._set_grad_enabled(front.ambient_grad)
     if modes.stream != front.ambient_stream:
         set_stream(front.ambient_stream)

@@ -314,3 +314,27 @@ async def test_weights_that_look_alike_are_not_the_same_weight(runtime: Runtime)
             found = await asyncio.gather(*(lz.linear(row, weight) for weight in weights))
             for out, value in zip(found, values, strict=True):
                 torch.testing.assert_close(out, row @ value.T)
+
+
+@pytest.mark.asyncio
+async def test_a_weight_replaced_while_its_call_waits_draws_no_stranger_in(runtime: Runtime) -> None:
+    """Who brings the memory that the weight had when it was queued gets that memory's product."""
+    old, new = torch.randn(8, 8), torch.randn(8, 8)
+    weight = old.detach()
+    x = torch.randn(2, 8)
+    with torch.no_grad():
+        for _ in range(2):  # the second time as calls that are known
+            weight.data = old
+            mine = asyncio.ensure_future(_one(lz.linear(x, weight)))
+            beside = asyncio.ensure_future(_one(lz.linear(x, old)))
+            await asyncio.sleep(0)
+            weight.data = new
+            stranger = asyncio.ensure_future(_one(lz.linear(x, old)))
+            torch.testing.assert_close(await stranger, x @ old.T)
+            torch.testing.assert_close(await beside, x @ old.T)
+            torch.testing.assert_close(await mine, x @ new.T)
+
+
+async def _one(call: Any) -> torch.Tensor:
+    result: torch.Tensor = await call
+    return result

@@ -104,3 +104,25 @@ def test_a_caller_cancelled_at_any_turn_takes_only_itself(drive: Drive, inline_l
         # Under strict determinism no other kernel may serve until this one is compiled.
         runtime.device("cpu").warm(["native.paged_attention.cpu"])
         assert asyncio.run(sweep(runtime)) >= STEPS * 5
+
+
+@pytest.mark.parametrize("block", [torch.no_grad, torch.inference_mode], ids=["no_grad", "inference_mode"])
+def test_a_first_call_without_gradients_leaves_the_loop_its_own_mode(block: Callable[[], Any]) -> None:
+    """What a loop's first caller has entered is not taken for the loop's own: later graphs are built."""
+    weight = torch.randn(4, 4, requires_grad=True)
+
+    async def plain() -> bool:
+        out = await lz.linear(torch.randn(1, 4), weight)
+        return bool(out.requires_grad)
+
+    async def lived() -> list[bool]:
+        with block():
+            await lz.linear(torch.randn(1, 4), weight)
+        built = await asyncio.gather(plain(), plain(), plain())
+        return [*built, torch.is_grad_enabled(), bool((weight * 2).requires_grad)]
+
+    with lz.start(lz.Settings(warm="off"), scoped=True):
+        try:
+            assert asyncio.run(lived()) == [True] * 5
+        finally:
+            torch._C._set_grad_enabled(True)
