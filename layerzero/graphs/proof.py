@@ -11,21 +11,20 @@ import hashlib
 import importlib.metadata
 import os
 import re
-import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
-from contextlib import suppress
 from pathlib import Path
 
 import msgspec
 
-from layerzero import log
+from layerzero import files, log
 from layerzero.graphs.verdict import Finding, Problem
 from layerzero.hardware import Hardware
 from layerzero.kernel import Kernel
 
 SCHEMA = 1
+MAX_BYTES = 4 << 20
 ANY = "*"
 PROOF_SET_ASIDE = "graph_proof.set_aside"
 PROOF_NEWER = "graph_proof.newer_found"
@@ -107,19 +106,7 @@ class ProofStore:
 
         Raises: OSError: the file cannot be written.
         """
-        self.directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-        data = msgspec.json.encode(_Stored(SCHEMA, proof, _checksum(proof)))
-        handle, name = tempfile.mkstemp(prefix=".new-", dir=self.directory)
-        try:
-            with os.fdopen(handle, "wb") as file:
-                file.write(data)
-                file.flush()
-                os.fsync(file.fileno())
-            os.replace(name, self._path(proof))
-        except BaseException:
-            with suppress(FileNotFoundError):
-                os.unlink(name)
-            raise
+        files.write_whole(self._path(proof), msgspec.json.encode(_Stored(SCHEMA, proof, _checksum(proof))))
 
     def _path(self, proof: Proof) -> Path:
         digest = hashlib.sha256(proof.environment.encode()).hexdigest()[:16]
@@ -127,10 +114,7 @@ class ProofStore:
 
     def _read(self, path: Path) -> Proof | None:
         try:
-            data = path.read_bytes()
-        except FileNotFoundError:
-            return None  # another process has just set it aside
-        try:
+            data = files.read_bounded(path, MAX_BYTES)
             schema = msgspec.json.decode(data, type=_Header).schema
             if schema > SCHEMA:
                 log.warning(PROOF_NEWER, path=str(path), schema=schema, needs=SCHEMA)
@@ -138,11 +122,11 @@ class ProofStore:
             stored = msgspec.json.decode(data, type=_Stored)
             if stored.checksum != _checksum(stored.proof) or self._path(stored.proof) != path:
                 raise ValueError("checksum or name does not fit the proof")
-        except (msgspec.MsgspecError, ValueError) as error:
-            aside = _free_name(path)
+        except FileNotFoundError:
+            return None  # another process has just set it aside
+        except (OSError, msgspec.MsgspecError, ValueError) as error:
+            aside = files.set_aside(path)
             log.error(PROOF_SET_ASIDE, path=str(path), moved_to=str(aside), why=str(error))
-            with suppress(FileNotFoundError):
-                os.replace(path, aside)
             found = (Finding(Problem.NOT_SHOWN, f"its record was unreadable and is now {aside.name}"),)
             lost = Proof(kernel=path.name.partition("@")[0], environment=ANY, cases={"any": found})
             self.save(lost)
@@ -152,13 +136,6 @@ class ProofStore:
 
 def _checksum(proof: Proof) -> str:
     return hashlib.sha256(msgspec.json.encode(proof)).hexdigest()[:32]
-
-
-def _free_name(path: Path) -> Path:
-    number = 1
-    while (aside := path.with_name(f"{path.name}.damaged-{number}")).exists():
-        number += 1
-    return aside
 
 
 class Proofs:

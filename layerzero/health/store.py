@@ -10,7 +10,6 @@ from __future__ import annotations
 import hashlib
 import os
 import re
-import tempfile
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -18,7 +17,7 @@ from typing import Protocol
 
 import msgspec
 
-from layerzero import log
+from layerzero import files, log
 
 SCHEMA = 1
 MAX_BYTES = 65_536
@@ -86,20 +85,7 @@ class JsonStore:
         Raises: OSError: the file cannot be written; ValueError: the kernel id is no file name.
         """
         path = self._path(record)
-        self.directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-        data = msgspec.json.encode(_Stored(SCHEMA, record, _checksum(record)))
-        handle, name = tempfile.mkstemp(prefix=".new-", dir=self.directory)
-        try:
-            with os.fdopen(handle, "wb") as file:
-                file.write(data)
-                file.flush()
-                os.fsync(file.fileno())
-            os.replace(name, path)
-        except BaseException:
-            with suppress(FileNotFoundError):
-                os.unlink(name)
-            raise
-        self._sync_directory()
+        files.write_whole(path, msgspec.json.encode(_Stored(SCHEMA, record, _checksum(record))))
 
     def forget(self, record: QuarantineRecord) -> None:
         """Remove the record of the same kernel, device and environment, if there is one."""
@@ -117,17 +103,7 @@ class JsonStore:
 
     def _read(self, path: Path) -> QuarantineRecord | None:
         try:
-            # O_NOFOLLOW: a link planted here must not choose what is read.
-            handle = os.open(path, os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0))
-            with os.fdopen(handle, "rb") as file:
-                data = file.read(MAX_BYTES + 1)
-        except FileNotFoundError:
-            return None  # another process lifted it meanwhile
-        except OSError as error:
-            return self._set_aside(path, str(error))
-        try:
-            if len(data) > MAX_BYTES:
-                raise ValueError(f"more than {MAX_BYTES} bytes")
+            data = files.read_bounded(path, MAX_BYTES)
             schema = msgspec.json.decode(data, type=_Header).schema
             if schema > SCHEMA:
                 log.warning(RECORD_NEWER, path=str(path), schema=schema, needs=SCHEMA)
@@ -137,40 +113,24 @@ class JsonStore:
             stored = msgspec.json.decode(data, type=_Stored)
             if stored.checksum != _checksum(stored.record) or self._path(stored.record) != path:
                 raise ValueError("checksum or name does not fit the record")
-        except (msgspec.MsgspecError, ValueError) as error:
+        except FileNotFoundError:
+            return None  # another process lifted it meanwhile
+        except (OSError, msgspec.MsgspecError, ValueError) as error:
             return self._set_aside(path, str(error))
         return stored.record
 
     def _set_aside(self, path: Path, why: str) -> QuarantineRecord:
-        aside = _free_name(path)
+        aside = files.set_aside(path)
         log.error(RECORD_SET_ASIDE, path=str(path), moved_to=str(aside), why=why)
         record = QuarantineRecord(
             kernel=_kernel(path), why=f"its record was unreadable and is now {aside.name}"
         )
-        with suppress(FileNotFoundError):  # another process has just done the same
-            os.replace(path, aside)
         self.save(record)
         return record
-
-    def _sync_directory(self) -> None:
-        if not hasattr(os, "O_DIRECTORY"):
-            return  # only POSIX opens a directory; elsewhere the replace itself is all there is
-        handle = os.open(self.directory, os.O_RDONLY | os.O_DIRECTORY)
-        try:
-            os.fsync(handle)
-        finally:
-            os.close(handle)
 
 
 def _kernel(path: Path) -> str:
     return path.name.partition("@")[0]
-
-
-def _free_name(path: Path) -> Path:
-    number = 1
-    while (aside := path.with_name(f"{path.name}.damaged-{number}")).exists():
-        number += 1
-    return aside
 
 
 def _checksum(record: QuarantineRecord) -> str:
