@@ -23,6 +23,7 @@ from layerzero.actors.local import LocalDevice
 from layerzero.api.calls import runtime_here
 from layerzero.errors import ConfigurationError, NoKernelFoundError
 from layerzero.ops import table as ops_table
+from layerzero.ops.op import Op
 from layerzero.ops.request import Request
 from layerzero.perfdb.record import Environment, Launch, Measurement, plausible
 from layerzero.perfdb.shipped import Provenance, Table, write_table
@@ -220,7 +221,8 @@ def solve(
     """Decide every measured bucket now and write the decisions as a dispatch table.
 
     A runtime opened with `Settings(dispatch_table=path)` takes them from there. Buckets are those that were
-    measured here or in a shipped table; tune first for others.
+    measured here or in a shipped table; tune first for others. Every bucket is warmed: a better kernel is
+    loaded and compiled before the decision is written, so that none stands in for one that was only cold.
     Raises: ConfigurationError: nothing was measured for this device. NoKernelFoundError: an op is unknown.
     """
     runtime = runtime_here()
@@ -234,7 +236,7 @@ def solve(
         op = ops_table.get(name)
         for request, _ in costs.places(name):
             try:
-                selection = opened.table(op).fresh(request)
+                selection = _warmed(opened, op, request)
             except NoKernelFoundError as error:
                 log.warning(BUCKET_REFUSED, op=name, why=str(error).partition("\n")[0])
                 continue
@@ -250,6 +252,18 @@ def solve(
     )
     table.save(path)
     return table
+
+
+def _warmed(device: LocalDevice, op: Op, request: Request) -> Selection:
+    """The decision once nothing better is cold; a kernel that does not load is no longer better."""
+    selection: Selection = device.table(op).fresh(request)
+    tried: set[str] = set()
+    while (better := selection.when_warm) is not None and better not in tried:
+        tried.add(better)
+        device.warm((better,), request)
+        selection = device.table(op).fresh(request)
+    device.counters.add("buckets_warmed", op=op.name)
+    return selection
 
 
 def _bucket(selection: Selection, request: Request) -> Bucket:

@@ -29,6 +29,9 @@ _SMALL_BYTES = 2 << 20
 _SMALL_COPIES = 8
 # Kernels this many times slower than the fastest get the fewest samples that count.
 _HOPELESS = 4.0
+# Who cannot be told apart yet is sampled this many times as long; medians this near need not be.
+_MORE = 2
+_EQUAL = 0.02
 _ROW_US = 4000.0
 _WARM_ENOUGH_S = 0.01
 
@@ -116,8 +119,28 @@ def time_kernels(
             order = [name for name in order if arms[name].took_us <= fastest * _HOPELESS]
         if rounds >= MIN_SAMPLES and time.perf_counter() - started > effort.budget_s * len(order):
             break
+    for _ in range(_MORE * effort.samples):
+        close = _undecided({name: arms[name].samples for name in order})
+        if not close:
+            break
+        for name in draw.sample(close, len(close)):
+            arms[name].samples.append(measure(arms[name]))
     cache: Cache = "cold" if cuda and _held(copies) > 1.5 * _cache_bytes(device) else "warm"
     return {n: Timing(tuple(sorted(a.samples)), cache) for n, a in arms.items()}, failed
+
+
+def _undecided(samples: dict[str, list[float]]) -> list[str]:
+    """Who may yet be the fastest: kernels whose middle halves overlap while their medians stand apart.
+
+    Empty where the fastest is clear, and where all that overlap are as good as equal.
+    """
+    if not samples:
+        return []
+    timings = {name: Timing(tuple(sorted(own)), "warm") for name, own in samples.items()}
+    best = min(timings.values(), key=lambda t: t.median_us)
+    close = [name for name, own in timings.items() if own.quantile_us(0.25) <= best.quantile_us(0.75)]
+    apart = any(timings[name].median_us > best.median_us * (1 + _EQUAL) for name in close)
+    return close if apart else []
 
 
 def copies_for(bytes_a_call: int, device: torch.device, free_bytes: int | None = None) -> int:

@@ -59,7 +59,8 @@ class Device(Protocol):
 class Tuned(msgspec.Struct, frozen=True, kw_only=True):
     """What one call came to: times by kernel in microseconds (transforms included), who won, who failed why.
 
-    `best` is the fastest; `winner` the one that band and default guard give; `tied` all inside the band.
+    `best` is the fastest; `winner` the one that band and default guard give; `tied` all inside the band, and
+    all whose middle half of samples overlaps with the fastest's.
     """
 
     call: str
@@ -168,6 +169,9 @@ class Tuner:
         settings = self._device.settings
         winner, tied = won(times, kernels, Knobs(False, settings.tie_band, settings.default_gain))
         best = min(times, key=times.__getitem__) if times else ""
+        if best:  # what overlaps with the fastest may be faster next time
+            upper = timings[best].quantile_us(0.75)
+            tied = tuple(sorted({*tied, *(k for k, t in timings.items() if t.quantile_us(0.25) <= upper)}))
         log.debug(MEASURED, op=op.name, winner=winner, us=times.get(winner))
         return Tuned(
             call=str(call), op=op.name, launch=launch, winner=winner, best=best, times_us=times,

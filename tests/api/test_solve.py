@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import layerzero as lz
-from layerzero.api.tuning import solve, tune_blocking
+from layerzero.api.tuning import publish, solve, tune_blocking
 from layerzero.errors import CacheCorruptionError, ConfigurationError
 from layerzero.reasons import Reason
 from layerzero.runtime import Runtime, install, uninstall
@@ -143,3 +143,35 @@ def test_there_is_something_to_solve(tmp_path: Path, closing: list[Runtime]) -> 
         solve(tmp_path / "t.json")
     with pytest.raises(CacheCorruptionError, match=r"t\.json"):
         DispatchTable.load(tmp_path / "t.json")
+
+
+def test_every_bucket_is_warmed(tmp_path: Path, closing: list[Runtime]) -> None:
+    """E10.4: a better kernel that was cold is loaded once and taken; one that does not load is not."""
+    loads: list[str] = []
+
+    def cold(name: str, us: float, fails: bool = False) -> Any:
+        def load() -> Any:
+            loads.append(name)
+            if fails:
+                raise ImportError("no such library")
+            return taking(us)
+
+        return kernel(f"{name}.rms_norm", load=load, cold=True, launch_us=us)
+
+    plain = kernel("plain.rms_norm", taking(500.0), launch_us=500.0)
+    runtime = opened([plain, cold("broken", 1.0, fails=True), cold("better", 100.0)])
+    closing.append(runtime)
+    device = runtime.device("cpu")
+    calls = [norm("rms_norm", n, 64, "float32") for n in (16, 256, 2048)]
+    tune_blocking(calls)
+    rows = device.measured
+    device.close()
+    uninstall(runtime)
+    runtime = opened([plain, cold("broken", 1.0, fails=True), cold("better", 100.0)])
+    closing.append(runtime)
+    device, loads[:] = runtime.device("cpu"), []
+    publish(device, rows)
+    table = solve(tmp_path / "dispatch_table.json")
+    assert [bucket.kernel for bucket in table.buckets] == ["better.rms_norm"] * 3
+    assert loads.count("better") == 1 and loads.count("broken") <= 1
+    assert device.counters.get("buckets_warmed", op="rms_norm") == 3

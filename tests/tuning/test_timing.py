@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import random
 import time
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -12,6 +14,18 @@ from layerzero.tuning.timing import Effort, Timing, copies_for, time_kernels
 
 CPU = torch.device("cpu")
 X = (torch.ones(8),)
+
+
+class Ticks:
+    """A clock that only kernels move."""
+
+    ns = 0
+
+    def perf_counter_ns(self) -> int:
+        return self.ns
+
+    def perf_counter(self) -> float:
+        return self.ns / 1e9
 
 
 def timing(*samples: float) -> Timing:
@@ -59,6 +73,27 @@ def test_the_hopeless_get_the_fewest_samples_that_count() -> None:
     quick, slow = (lambda _: time.sleep(0.0002)), (lambda _: time.sleep(0.01))
     found, _ = time_kernels({"a": quick, "b": slow}, [X], CPU, "eager", Effort(samples=12, budget_s=9.0))
     assert (len(found["a"].samples), len(found["b"].samples)) == (12, 5)
+
+
+def test_who_cannot_be_told_apart_is_sampled_longer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A restless kernel around a steady one gets more samples, as does that one; a clear loser does not."""
+    clock = Ticks()
+    monkeypatch.setattr("layerzero.tuning.timing.time", clock)
+    draw = random.Random(3)
+
+    def taking(*us: float) -> Callable[..., None]:
+        def run(_: torch.Tensor) -> None:
+            clock.ns += int(draw.choice(us) * 1000)
+
+        return run
+
+    effort = Effort(samples=15, sample_us=1.0, budget_s=9.0)
+    runs = {"steady": taking(100.0), "restless": taking(60.0, 160.0, 170.0), "slow": taking(300.0)}
+    found, _ = time_kernels(runs, [X], CPU, "eager", effort)
+    assert len(found["slow"].samples) == 15
+    assert len(found["steady"].samples) == len(found["restless"].samples) > 15
+    equal, _ = time_kernels({"a": taking(100.0), "b": taking(101.0)}, [X], CPU, "eager", effort)
+    assert [len(t.samples) for t in equal.values()] == [15, 15]
 
 
 def test_nothing_to_compare_is_an_error() -> None:
