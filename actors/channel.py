@@ -11,7 +11,9 @@ from __future__ import annotations
 
 import asyncio
 import os
+import secrets
 import shutil
+import sys
 import tempfile
 from contextlib import suppress
 
@@ -20,7 +22,11 @@ from layerzero.actors.frames import Address
 
 
 class Listener:
-    """The listening end of one device: a unix socket in a folder of this user's alone, and a TCP port."""
+    """The listening end of one device: a unix socket and a TCP port.
+
+    On Linux the socket has one of the abstract names, which vanish with their owner, however it ends;
+    elsewhere it lies in a folder of this user's alone.
+    """
 
     def __init__(self, handlers: dict[str, Handler], *, node: str, host: str, secret: bytes) -> None:
         self._handlers = handlers
@@ -35,10 +41,13 @@ class Listener:
         """Begin to listen, and say where."""
         loop = asyncio.get_running_loop()
         path = ""
-        if hasattr(loop, "create_unix_server"):
+        if sys.platform == "linux":
+            path = f"@layerzero-{secrets.token_hex(16)}"
+        elif hasattr(loop, "create_unix_server"):
             self._folder = tempfile.mkdtemp(prefix="lz-")  # 0700
             path = os.path.join(self._folder, "channel")
-            self._servers.append(await loop.create_unix_server(self._accept, path))
+        if path:
+            self._servers.append(await loop.create_unix_server(self._accept, _bound(path)))
         tcp = await loop.create_server(self._accept, self._host, 0)
         self._servers.append(tcp)
         port = tcp.sockets[0].getsockname()[1]
@@ -78,16 +87,22 @@ async def connect(
     def made() -> Connection:
         return Connection(handlers or {}, secret=address.secret, client=client)
 
-    connection: Connection
-    if address.path and address.node == node and os.path.exists(address.path):  # noqa: ASYNC240
-        _, connection = await loop.create_unix_connection(made, address.path)
-    else:
+    connection: Connection | None = None
+    if address.path and address.node == node:
+        with suppress(OSError):  # another network namespace, or another folder of temporary files
+            _, connection = await loop.create_unix_connection(made, _bound(address.path))
+    if connection is None:
         _, connection = await loop.create_connection(made, address.host, address.port)
         with suppress(OSError):
             _quick(connection)
     await connection.ready
     connection.peer = f"{address.host}:{address.port}"
     return connection
+
+
+def _bound(path: str) -> str:
+    """The name of a socket as the system takes it: an abstract one begins with a zero byte."""
+    return path.replace("@", "\0", 1) if path.startswith("@") else path
 
 
 def _quick(connection: Connection) -> None:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -120,7 +120,8 @@ async def test_what_was_written_before_the_end_is_read() -> None:
     assert seen == [1000]
     assert got == list(range(1000))
     listener.close()
-    assert not os.path.exists(address.path)  # noqa: ASYNC240
+    with pytest.raises(OSError):
+        await connect(address, client="late", node="here")
 
 
 async def test_the_crash_loop_breaker() -> None:
@@ -236,6 +237,17 @@ async def test_frames_of_many_pieces_arrive_whole() -> None:
         for body in bodies:
             assert await connection.ask("echo", body) == body
         assert await asyncio.gather(*(connection.ask("echo", body) for body in bodies)) == bodies
+
+
+async def test_a_killed_process_leaves_no_socket(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing in the folder of temporary files, and who dials its address is refused."""
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    async with served(True) as (connection, process):
+        assert sys.platform != "linux" or list(tmp_path.iterdir()) == []  # noqa: ASYNC240
+        process.kill()
+        await connection.closed.wait()
+        with pytest.raises(DeviceLostError):
+            await connection.ask("echo", 1)
 
 
 async def test_a_process_that_dies_ends_its_channel() -> None:
