@@ -48,7 +48,7 @@ class Leader:
         self._wake, self._woken = socket.socketpair()
         self._closing = threading.Lock()
         self._greeting = threading.Lock()
-        self._closed = False
+        self._closed = self._leaving = False
         self.failure: str | None = None
 
     def accept(self, timeout_s: float, lost: Callable[[str], None]) -> None:
@@ -105,13 +105,14 @@ class Leader:
             _ready(own, self._timeout_s)
         peer.close()
 
-    def send(self, frame: bytes) -> None:
-        """Give `frame` to every follower.
+    def send(self, frame: bytes, *, last: bool = False) -> None:
+        """Give `frame` to every follower; behind the `last` one they may hang up, and nobody is told.
 
         Raises: DeviceLostError: one has failed or gone, or has not read for so long that its line is full;
             nothing may be run that needs it.
         """
         data = _LENGTH.pack(len(frame)) + frame
+        self._leaving = last
         for rank, peer in self._sockets.items():
             if self.failure is not None:
                 break
@@ -148,6 +149,9 @@ class Leader:
                         text = why.decode(errors="replace")
                     if self._closed:
                         return
+                    if self._leaving:
+                        selector.unregister(key.fileobj)
+                        continue
                     self.failure = self.failure or text
                     lost(self.failure)
                     return

@@ -294,7 +294,7 @@ class Gang:
             closed, self._closed = self._closed, True
         if last and isinstance(self.line, Leader) and self.failure is None:
             with suppress(DeviceLostError):  # who has gone before needs no last word
-                self.line.send(last)
+                self.line.send(last, last=True)
         self.failure = self.failure or "it was closed"
         if self.line is not None and not closed:
             self.line.close()

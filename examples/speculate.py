@@ -1,11 +1,15 @@
 """Speculative decoding of the shipped Llama: its own first layers draft, all of them verify.
 
     python examples/speculate.py --json benchmarks/results/speculation.json
+    torchrun --nproc-per-node 2 examples/speculate.py      # the target's heads and columns over two ranks
 
 For drafts of one, two and three of the four layers, and for the whole model as its own draft: how many drafts
 stay, and tokens a second beside plain decoding of the same requests, in the same interleaved rounds. The
 shipped model is so small that a forward of it costs little more than its Python; `--target-ms` adds to every
 forward of the target, in both ways, what a large model's takes.
+
+Under torchrun every rank verifies with its share of the target and rank 0 alone drafts; what is compared is
+the tokens, on every rank and with one process.
 """
 
 from __future__ import annotations
@@ -13,23 +17,28 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import os
 import statistics
 import sys
 import time
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import replace
+from datetime import timedelta
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from generation import Sampling, generate, load_tokenizer
 from llama import FOLDER, Config, Get, Llama, pool, weights_of
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor
+from tp_generate import shard_of, sharded
 
 import layerzero as lz
+from layerzero.coordinated import Coordinated
 
 PROMPTS = (
     "In the beginning God created the heaven and the earth.",
@@ -79,24 +88,144 @@ async def speculated(
     # Drafts reach beyond the last token that is wanted: `places` of this round and of the one drafted ahead.
     limit = len(prompt) + sampling.max_tokens + 2 * places
     with Decoding(draft, limit) as small, Decoding(target, limit, wait_s) as large:
-        generation = lz.speculative.generate(
-            small,
-            large,
-            prompt,
-            places=places,
-            max_tokens=sampling.max_tokens,
-            temperature=sampling.temperature,
-            top_p=sampling.top_p,
-            seed=sampling.seed,
-            end=target.config.end,
-        )
+        generation = drafted(small, large, prompt, sampling, places)
         return [token async for token in generation], generation.stats
+
+
+def drafted(
+    small: Decoding, large: Any, prompt: Sequence[int], sampling: Sampling, places: int
+) -> lz.speculative.Generation:
+    """The generation of one request."""
+    return lz.speculative.generate(
+        small,
+        large,
+        prompt,
+        places=places,
+        max_tokens=sampling.max_tokens,
+        temperature=sampling.temperature,
+        top_p=sampling.top_p,
+        seed=sampling.seed,
+        end=small.model.config.end,
+    )
 
 
 def first_layers(config: Config, get: Get, layers: int, like: Tensor) -> Llama:
     """The model that ends after some of its layers, in a pool of its own."""
     own = replace(config, layers=layers)
     return Llama(own, get, pool(own, like.device, like.dtype, 256, 16))
+
+
+# -- over the ranks of a gang ---------------------------------------------------------------------------
+
+
+class Share:
+    """One rank's heads and columns of the target, with pages of its own for every sequence."""
+
+    def __init__(self, member: Any, config: Config, get: Get, like: Tensor) -> None:
+        own = shard_of(config, member.ranks)
+        pages = pool(own, like.device, like.dtype, 256, 16)
+        self.model = Llama(own, sharded(get, member.rank, member.ranks), pages)
+        for layer in self.model.layers:
+            layer.reduce = self._summed
+        self.texts: dict[int, list[int]] = {}
+        self.target = Coordinated(
+            member,
+            open=pages.sequence,
+            close=lambda sequence: sequence.__exit__(None, None, None),
+            forward=self._forward,
+            spread=lambda rows: dist.broadcast(rows, 0),
+            vocab=config.vocab,
+            device=like.device,
+            settled=lambda number, tokens: self.texts.setdefault(number, []).extend(tokens),
+        )
+
+    def _summed(self, partial: Tensor) -> Tensor:
+        dist.all_reduce(partial)
+        return partial
+
+    def _forward(self, sequences: Sequence[Any], ids: Tensor, counts: Sequence[int]) -> Tensor:
+        chunks = [sequence.extend(count) for sequence, count in zip(sequences, counts, strict=True)]
+        return self.model.everys(ids, chunks)
+
+    @property
+    def leaked(self) -> int:
+        """Pages that no sequence gave back."""
+        return self.model.pages.count - self.model.pages.free
+
+
+async def over_ranks(options: argparse.Namespace) -> dict[str, Any]:
+    """Speculate on a gang; the tokens that every rank found, beside those of one process."""
+    like = torch.empty(0, device=options.device)
+    config, get = Config.read(options.folder), weights_of(options.folder, like.device, like.dtype)
+    tokenizer = load_tokenizer(options.folder)
+    prompts = [tokenizer.encode(text).ids for text in PROMPTS]
+    draft = first_layers(config, get, options.draft_layers, like)
+    found: list[list[int]] = []
+    numbers: dict[int, int] = {}
+    stats: list[lz.speculative.Speculation] = []
+
+    def sampling(number: int) -> Sampling:
+        return Sampling(max_tokens=options.tokens, temperature=options.temperature, seed=number)
+
+    async with lz.start(lz.Settings(device=options.device, inference=True)) as runtime:
+        async with runtime.gang(timeout_s=120.0) as member:
+            share = Share(member, config, get, like)
+
+            async def one(number: int) -> list[int]:
+                prompt = prompts[number]
+                limit = len(prompt) + options.tokens + 2 * options.places
+                with Decoding(draft, limit) as small:
+                    async with share.target.sequence(limit) as shared:
+                        generation = drafted(small, shared, prompt, sampling(number), options.places)
+                        tokens = [token async for token in generation]
+                stats.append(generation.stats)
+                numbers[number] = shared.number
+                return tokens
+
+            if member.rank:
+                await member.follow()
+            else:
+                found = list(await asyncio.gather(*map(one, range(len(prompts)))))
+        alone: list[list[int]] = []
+        if member.rank == 0:
+            target = first_layers(config, get, config.layers, like)
+            for number, prompt in enumerate(prompts):
+                tokens, _ = await speculated(draft, target, prompt, sampling(number), options.places)
+                alone.append(tokens)
+    leaked = share.leaked + draft.pages.count - draft.pages.free
+    return {
+        "rank": member.rank,
+        "ranks": member.ranks,
+        "plan": member.plan,
+        "settled": {str(number): tokens for number, tokens in sorted(share.texts.items())},
+        "tokens": {str(numbers[number]): tokens for number, tokens in enumerate(found)},
+        "alone": {str(numbers[number]): tokens for number, tokens in enumerate(alone)},
+        "acceptance": [each.acceptance for each in stats],
+        "pages_leaked": leaked,
+    }
+
+
+def on_ranks(options: argparse.Namespace) -> int:
+    """Run as one rank of torchrun's; rank 0 prints what all of them found."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", timeout=timedelta(seconds=120))
+    said = asyncio.run(over_ranks(options))
+    everybody: list[Any] = [None] * said["ranks"]
+    dist.all_gather_object(everybody, said)
+    dist.destroy_process_group()
+    leaked = sum(each["pages_leaked"] for each in everybody)
+    if said["rank"]:
+        return 0
+    tokens = said["tokens"]
+    same = all(each["settled"][n][: len(text)] == text for each in everybody for n, text in tokens.items())
+    right = sum(tokens[number] == text for number, text in said["alone"].items())
+    print(
+        f"{said['ranks']} ranks, plan {said['plan']}: every rank accepted {'alike' if same else 'otherwise'}"
+    )
+    print(f"{right} of {len(said['alone'])} texts are those of one process, {leaked} pages leaked")
+    if options.json:
+        options.json.write_text(json.dumps(everybody, indent=1) + "\n")
+    return 0 if same and right == len(said["alone"]) and not leaked else 1
 
 
 Way = Callable[[int], Coroutine[Any, Any, int]]
@@ -173,8 +302,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--target-ms", type=float, default=0.0, help="added to every forward of the target")
     parser.add_argument("--temperature", type=float, default=0.6)
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--draft-layers", type=int, default=2, help="of the draft, under torchrun")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args(arguments)
+    if "RANK" in os.environ:
+        return on_ranks(options)
 
     async def run() -> dict[str, Any]:
         async with lz.start(lz.Settings(device=options.device, inference=True, freeze_gc=True)):

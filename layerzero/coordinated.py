@@ -38,6 +38,7 @@ class _Open:
     cache: Cache
     goes_on: int = 0
     begun: bool = False
+    bonus: int | None = None  # drawn behind drafts that all stayed: of the text unless rank 0 had drafted on
     last: Tensor | None = None  # the distribution after the last draft
 
 
@@ -47,7 +48,7 @@ class Coordinated:
     `open(limit)` gives a rank's own cache and `close(cache)` takes it back. `forward(caches, ids, counts)`
     gives the logits (T, V) after each token of `ids` (T,), `counts` of them for each cache, which it adds to.
     `spread(rows)` fills a float64 tensor (K, V) on every rank with rank 0's. `settled(sequence, tokens)` is
-    told on every rank which drafts stayed in a round, and the token drawn behind them.
+    told on every rank the tokens of the text, in order; the last ones may be more than rank 0 asked for.
     """
 
     def __init__(
@@ -103,7 +104,9 @@ class Coordinated:
 
     def _forgotten(self, sequences: list[int]) -> list[None]:
         for number in sequences:
-            self._close(self._sequences.pop(number).cache)
+            each = self._sequences.pop(number)
+            self._settle(number, each, [])
+            self._close(each.cache)
         return [None] * len(sequences)
 
     def _verified(
@@ -141,7 +144,16 @@ class Coordinated:
                 "from rank 0: it accepted other drafts"
             )
         each.cache.length = start
+        if head[3]:
+            each.bonus = None
         return each
+
+    def _settle(self, number: int, each: _Open, tokens: list[int]) -> None:
+        """Tell what is certain: a token that waited to be, and `tokens` behind it."""
+        certain = tokens if each.bonus is None else [each.bonus, *tokens]
+        each.bonus = None
+        if self._settled is not None and certain:
+            self._settled(number, certain)
 
     def _verdict(
         self, number: int, head: Head, each: _Open, tokens: Tensor, logits: Tensor, probs: Tensor
@@ -159,8 +171,9 @@ class Coordinated:
         text = start + len(tokens) - places
         each.goes_on = text + stays  # what did not stay is forgotten when rank 0 goes on from there
         each.last = p[-1]
-        if self._settled is not None:
-            self._settled(number, found[: stays + 1])
+        whole = stays == places
+        self._settle(number, each, found[: stays + (not whole)])
+        each.bonus = found[stays] if whole else None
         return stays, found
 
     async def verified(self, number: int, limit: int, length: int, round_: Round) -> tuple[int, list[int]]:
@@ -183,10 +196,13 @@ class Coordinated:
 
 
 class SharedSequence:
-    """One sequence of a `Coordinated` target, on rank 0; a `speculative.Verifier`."""
+    """One sequence of a `Coordinated` target, on rank 0; a `speculative.Verifier`.
+
+    `number` is what every rank knows it by.
+    """
 
     def __init__(self, target: Coordinated, number: int, limit: int) -> None:
-        self._target, self._number, self._limit = target, number, limit
+        self._target, self.number, self._limit = target, number, limit
         self.length = 0
 
     async def forward(self, tokens: Tensor) -> Tensor:
@@ -198,7 +214,7 @@ class SharedSequence:
 
     async def verify(self, round_: Round) -> tuple[int, list[int]]:
         """How many drafts stay and the tokens, as every rank finds them."""
-        found = await self._target.verified(self._number, self._limit, self.length, round_)
+        found = await self._target.verified(self.number, self._limit, self.length, round_)
         self.length += len(round_.fresh) + len(round_.drafted)
         return found
 

@@ -113,3 +113,36 @@ def test_closing_wakes_who_waits() -> None:
     alone.close()
     accepting.join(10.0)
     assert not receiving.is_alive() and not accepting.is_alive() and len(errors) == 2
+
+
+def test_the_last_word_reaches_everybody_though_some_hang_up_at_once() -> None:
+    """A follower that leaves behind the last word is no loss, and keeps nobody else from hearing it."""
+    lost: list[str] = []
+    leader = Leader([1, 2])
+    made: list[Follower] = []
+    joining = threading.Thread(target=lambda: made.extend(Follower(r, leader.address, 10.0) for r in (1, 2)))
+    joining.start()
+    leader.accept(10.0, lost.append)
+    joining.join()
+    second = leader._sockets[2]
+
+    class Late:
+        """Rank 2's socket, written to when rank 1 has long gone."""
+
+        def sendall(self, data: bytes) -> None:
+            assert made[0].receive(10.0) == b"end"
+            made[0].close()
+            assert leader._watcher is not None
+            leader._watcher.join(0.2)
+            second.sendall(data)
+
+        def __getattr__(self, name: str) -> object:
+            return getattr(second, name)
+
+    leader._sockets[2] = Late()  # type: ignore[assignment]
+    leader.send(b"end", last=True)
+    assert made[1].receive(10.0) == b"end"
+    assert lost == [] and leader.failure is None
+    leader._sockets[2] = second
+    made[1].close()
+    leader.close()
