@@ -45,7 +45,10 @@ def _at(options: argparse.Namespace, name: str, context: int) -> dict[str, Any]:
     largest = crowd.Crowd(max(options.requests), context, options.seconds)
     model = models.build(name, pages=largest.pages(16))
     rows: dict[str, Any] = {}
-    with lz.start(lz.Settings(device="cpu", inference=True, warm="eager")) as runtime, torch.inference_mode():
+    with (
+        lz.start(lz.Settings(device="cpu", inference=True, warm="eager", freeze_gc=True)) as runtime,
+        torch.inference_mode(),
+    ):
         paged = by_hand.Paged(model, by_hand.chosen_attention(model, largest.requests, largest.limit))
         contiguous = by_hand.Contiguous(model, max(options.requests), largest.limit)
         for count in options.requests:

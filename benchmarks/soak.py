@@ -261,8 +261,8 @@ def main() -> int:
     parser.add_argument("--out", type=Path, default=None, help="where the JSON goes")
     options = parser.parse_args()
     settings = lz.Settings(
-        device="cpu", inference=True, warm="eager", queue_items=48, overload="reject", window_s=2.0,
-        cooldown_s=0.2, cooldown_max_s=1.0,
+        device="cpu", inference=True, warm="eager", freeze_gc=True, queue_items=48, overload="reject",
+        window_s=2.0, cooldown_s=0.2, cooldown_max_s=1.0,
     )  # fmt: skip
     flaky = Flaky(options.seed)
     with lz.start(settings) as runtime:

@@ -7,6 +7,7 @@ made on first use, or opened by `start`. Device state belongs to no event loop.
 from __future__ import annotations
 
 import atexit
+import gc
 import importlib
 import os
 import threading
@@ -63,6 +64,7 @@ class Runtime:
         self.devices: dict[torch.device, LocalDevice] = {}
         self.closed = False
         self.started = False
+        self.freezes = False  # whether `start` has put what is alive out of the collector's way
         if store is None and self.settings.state_dir is not None:
             store = JsonStore(self.settings.state_dir)
         self._store = store
@@ -96,6 +98,10 @@ class Runtime:
             if found is None:
                 found = self._open(wanted)
                 self.devices[wanted] = found
+                if self.freezes:
+                    # Opening imports the kernels' libraries: half as many objects again.
+                    gc.collect()
+                    gc.freeze()
             return found
 
     def default_device(self) -> torch.device:

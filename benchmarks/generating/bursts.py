@@ -39,7 +39,7 @@ class Small:
 
 def measure(seconds: float, rounds: int) -> dict[str, Any]:
     """PS-031, PS-025 and PS-032."""
-    settings = lz.Settings(device="cpu", inference=True, warm="eager")
+    settings = lz.Settings(device="cpu", inference=True, warm="eager", freeze_gc=True)
     with lz.start(settings) as runtime:
         small = Small()
         bursts = [asyncio.run(_burst(runtime, small, seed)) for seed in range(rounds + 1)][1:]

@@ -50,6 +50,7 @@ class Started:
         if runtime.settings.freeze_gc and not gc.get_freeze_count():
             gc.collect()
             gc.freeze()
+            runtime.freezes = True
             runtime.on_close(gc.unfreeze)
         return runtime
 

@@ -199,8 +199,11 @@ def test_freeze_gc_holds_while_the_runtime_is_open() -> None:
     assert gc.get_freeze_count() == 0
     with lz.start():
         assert gc.get_freeze_count() == 0
-    with lz.start(lz.Settings(freeze_gc=True)):
-        assert gc.get_freeze_count() > 100_000
+    with lz.start(lz.Settings(freeze_gc=True)) as runtime:
+        before = gc.get_freeze_count()
+        assert before > 100_000
+        runtime.device("cpu")
+        assert gc.get_freeze_count() > before, "what a device brings with it is alive as long"
     assert gc.get_freeze_count() == 0
 
 
