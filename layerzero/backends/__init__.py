@@ -37,6 +37,7 @@ BUILTIN: Mapping[str, tuple[str, ...]] = MappingProxyType(
             "rope",
         ),
         "layerzero.backends.native": ("append_kv", "mla_attention", "paged_attention", "ragged_attention"),
+        "layerzero.backends.native.products": ("linear", "mlp"),
         "layerzero.backends.onednn": ("linear", "mlp"),
         "layerzero.backends.reference": tuple(table.FILES),
         "layerzero.backends.torch_native": (
@@ -51,8 +52,8 @@ BUILTIN: Mapping[str, tuple[str, ...]] = MappingProxyType(
             "mlp",
             "rms_norm",
         ),
-        "layerzero.backends.torch_moe": ("moe",),
         "layerzero.backends.torch_flex": ("attention",),
+        "layerzero.backends.torch_moe": ("moe",),
         "layerzero.backends.torch_quantized": ("dequantize", "quantize", "quantized_linear"),
         "layerzero.backends.torch_ragged": ("ragged_attention",),
         "layerzero.backends.torch_sdpa": ("attention",),

@@ -1,0 +1,287 @@
+// Products of rows with a weight matrix on the CPU, alone and as the two halves of a feed-forward block.
+//
+// The weight is laid out in panels anew at every call: that costs a hundredth of a large product, and nothing
+// is remembered of a weight that may change. Rows are cut into blocks and a free thread takes the next block,
+// so a thread that loses its core for a while leaves its share to the others. A feed-forward block keeps the
+// hidden rows of its block in the thread's cache. An output element is one chain of multiply-adds over
+// ascending k whatever stands beside it, so its bits are the same in every batch and for any number of
+// threads.
+//
+// Vectors are the compiler's own, so one source serves AVX-512, AVX2 and NEON.
+
+#include <ATen/Parallel.h>
+#include <ATen/core/Tensor.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/from_blob.h>
+#include <ATen/ops/gelu_cpu_dispatch.h>
+#include <ATen/ops/silu_cpu_dispatch.h>
+#include <torch/csrc/utils/pybind.h>
+
+#include <algorithm>
+#include <array>
+#include <atomic>
+#include <cstdint>
+#include <optional>
+#include <utility>
+
+namespace {
+
+#if defined(__AVX512F__)
+constexpr int W = 16;
+constexpr int HEIGHT = 12;  // rows of a tile: its sums, two vectors a row, fill the registers
+#elif defined(__AVX2__)
+constexpr int W = 8;
+constexpr int HEIGHT = 6;
+#else
+constexpr int W = 4;
+constexpr int HEIGHT = 8;
+#endif
+constexpr int WIDTH = 2 * W;    // columns of a tile, and of a panel
+constexpr int64_t DEPTH = 384;  // inner length at a time: a panel's part of it stays in the first cache
+constexpr int64_t BLOCK = 96;   // rows of an item of work: they stay in the second cache
+
+constexpr int64_t PIECE = 1 << 14;  // elements; half of what torch begins to split
+
+enum Activation : int64_t { GELU, GELU_TANH, RELU, SILU };
+
+typedef float vf __attribute__((vector_size(W * 4)));
+typedef float vfu __attribute__((vector_size(W * 4), aligned(4)));
+
+inline vf load(const float* p) { return *reinterpret_cast<const vfu*>(p); }
+inline void store(float* p, vf v) { *reinterpret_cast<vfu*>(p) = v; }
+inline vf all(float x) { return x - vf{}; }  // x + 0 would turn -0 and cost an addition
+
+int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
+
+struct Rows {
+  const float* data;
+  int64_t stride;
+};
+
+struct Result {
+  float* data;
+  int64_t stride;
+};
+
+// Room that a thread keeps from call to call: fresh pages cost more than laying out a weight.
+enum Use { UP, DOWN, HIDDEN, USES };
+constexpr int64_t KEPT = 8 << 20;  // elements; what is larger is given back
+
+class Room {
+ public:
+  Room(Use use, int64_t size) : use_(use), held_(std::move(kept()[use])) {
+    if (!held_.defined() || held_.numel() < size) held_ = at::empty({size}, at::kFloat);
+  }
+  Room(const Room&) = delete;
+  Room& operator=(const Room&) = delete;
+  ~Room() {
+    if (held_.numel() <= KEPT) kept()[use_] = std::move(held_);
+  }
+  float* data() const { return held_.data_ptr<float>(); }
+
+ private:
+  static std::array<at::Tensor, USES>& kept() {
+    thread_local std::array<at::Tensor, USES> rooms;
+    return rooms;
+  }
+  Use use_;
+  at::Tensor held_;
+};
+
+// Calls work(item, worker) for every item on all threads; who is free takes the next.
+template <typename Work>
+void spread(int64_t items, const Work& work) {
+  std::atomic<int64_t> next{0};
+  const int64_t threads = at::in_parallel_region() ? 1 : at::get_num_threads();
+  at::parallel_for(0, std::min(items, threads), 1, [&](int64_t begin, int64_t end) {
+    for (int64_t worker = begin; worker < end; ++worker)
+      for (int64_t item; (item = next.fetch_add(1, std::memory_order_relaxed)) < items;) work(item, worker);
+  });
+}
+
+void lay_out(float* panel, const float* weight, int64_t inner, int64_t columns) {
+  if (columns < WIDTH) std::fill_n(panel, inner * WIDTH, 0.0f);
+  constexpr int64_t STEP = 16;  // a cache line of each row at a time
+  for (int64_t k = 0; k < inner; k += STEP) {
+    const int64_t end = std::min(inner, k + STEP);
+    for (int64_t j = 0; j < columns; ++j)
+      for (int64_t i = k; i < end; ++i) panel[i * WIDTH + j] = weight[j * inner + i];
+  }
+}
+
+// A weight (columns, inner) in panels of WIDTH columns: all columns of one k, then those of the next.
+class Panels {
+ public:
+  Panels(Use use, const at::Tensor& weight, const std::optional<at::Tensor>& bias)
+      : columns(weight.size(0)), inner(weight.size(1)), count(ceil_div(columns, WIDTH)),
+        bias(bias ? bias->const_data_ptr<float>() : nullptr), room_(use, count * inner * WIDTH) {
+    const float* from = weight.const_data_ptr<float>();
+    spread(ceil_div(count, FEW), [&](int64_t item, int64_t) {
+      for (int64_t p = item * FEW; p < std::min(count, (item + 1) * FEW); ++p)
+        lay_out(room_.data() + p * inner * WIDTH, from + p * WIDTH * inner, inner,
+                std::min<int64_t>(WIDTH, columns - p * WIDTH));
+    });
+  }
+  const float* at(int64_t panel, int64_t k) const { return room_.data() + (panel * inner + k) * WIDTH; }
+
+  const int64_t columns, inner, count;
+  const float* const bias;  // or null
+
+ private:
+  static constexpr int64_t FEW = 4;  // panels laid out at a time
+  Room room_;
+};
+
+// One part of a panel times HEIGHT rows or fewer. `columns` are those of the panel that are real.
+template <int H>
+inline __attribute__((always_inline)) void tile(
+    Rows x, const float* panel, int64_t inner, Result out, int64_t columns, bool begins, const float* bias) {
+  vf sums[H][2];
+  float edge[WIDTH] = {};
+  for (int i = 0; i < H; ++i) {
+    const float* from = out.data + i * out.stride;
+    if (!begins && columns < WIDTH) from = std::copy_n(from, columns, edge) - columns;
+    for (int j = 0; j < 2; ++j) sums[i][j] = begins ? vf{} : load(from + j * W);
+  }
+  for (int64_t k = 0; k < inner; ++k) {
+    const vf low = load(panel + k * WIDTH), high = load(panel + k * WIDTH + W);
+#pragma GCC unroll 16
+    for (int i = 0; i < H; ++i) {
+      const vf value = all(x.data[i * x.stride + k]);
+      sums[i][0] += value * low;
+      sums[i][1] += value * high;
+    }
+  }
+  if (bias != nullptr) {
+    const float* from = bias;
+    if (columns < WIDTH) from = std::copy_n(bias, columns, edge) - columns;
+    const vf low = load(from), high = load(from + W);
+    for (int i = 0; i < H; ++i) {
+      sums[i][0] += low;
+      sums[i][1] += high;
+    }
+  }
+  for (int i = 0; i < H; ++i) {
+    float* to = columns < WIDTH ? edge : out.data + i * out.stride;
+    for (int j = 0; j < 2; ++j) store(to + j * W, sums[i][j]);
+    if (columns < WIDTH) std::copy_n(edge, columns, out.data + i * out.stride);
+  }
+}
+
+template <int H>
+void fewer(int64_t rows, Rows x, const float* panel, int64_t inner, Result out, int64_t columns, bool begins,
+           const float* bias) {
+  if constexpr (H > 0) {
+    if (rows == H) {
+      tile<H>(x, panel, inner, out, columns, begins, bias);
+    } else {
+      fewer<H - 1>(rows, x, panel, inner, out, columns, begins, bias);
+    }
+  }
+}
+
+// Some rows times the panels [begin, end), with the bias.
+void product(const Panels& weight, int64_t begin, int64_t end, int64_t rows, Rows x, Result out) {
+  for (int64_t from = 0; from < weight.inner; from += DEPTH) {
+    const int64_t length = std::min(DEPTH, weight.inner - from);
+    const bool ends = from + length == weight.inner;
+    for (int64_t p = begin; p < end; ++p) {
+      const int64_t column = p * WIDTH, columns = std::min<int64_t>(WIDTH, weight.columns - column);
+      const float* panel = weight.at(p, from);
+      const float* bias = ends && weight.bias != nullptr ? weight.bias + column : nullptr;
+      for (int64_t row = 0; row < rows; row += HEIGHT) {
+        const Rows part{x.data + row * x.stride + from, x.stride};
+        const Result to{out.data + row * out.stride + column, out.stride};
+        if (rows - row >= HEIGHT) {
+          tile<HEIGHT>(part, panel, length, to, columns, from == 0, bias);
+        } else {
+          fewer<HEIGHT - 1>(rows - row, part, panel, length, to, columns, from == 0, bias);
+        }
+      }
+    }
+  }
+}
+
+// How many rows an item gets: at most BLOCK, whole tiles, and as many items for each thread.
+int64_t block_of(int64_t rows, int64_t threads) {
+  const int64_t blocks = ceil_div(ceil_div(rows, BLOCK), threads) * threads;
+  return ceil_div(ceil_div(rows, blocks), HEIGHT) * HEIGHT;
+}
+
+// All rows times all panels; few rows are cut along the columns too.
+void product_everywhere(const Panels& weight, int64_t rows, Rows x, Result out) {
+  const int64_t threads = at::get_num_threads(), step = block_of(rows, threads);
+  const int64_t blocks = ceil_div(rows, step);
+  const int64_t wide = ceil_div(weight.count, ceil_div(2 * threads, blocks));
+  const int64_t cuts = ceil_div(weight.count, wide);
+  spread(blocks * cuts, [&](int64_t item, int64_t) {
+    const int64_t row = item / cuts * step, begin = item % cuts * wide;
+    product(weight, begin, std::min(weight.count, begin + wide), std::min(step, rows - row),
+            {x.data + row * x.stride, x.stride}, {out.data + row * out.stride, out.stride});
+  });
+}
+
+// torch's own functions, without its dispatcher. They give an element other bits in a rest behind their last
+// whole vector, and split what is long: `count` is whole vectors, and they get little at a time.
+void activate(float* data, int64_t count, int64_t activation) {
+  for (int64_t begin = 0; begin < count; begin += PIECE) {
+    float* piece = data + begin;
+    const int64_t size = std::min(PIECE, count - begin);
+    if (activation == RELU) {
+      for (int64_t i = 0; i < size; ++i) piece[i] = piece[i] < 0.0f ? 0.0f : piece[i];  // keeps NaN
+      continue;
+    }
+    at::Tensor hidden = at::from_blob(piece, {size}, at::kFloat);
+    if (activation == SILU) {
+      at::cpu::silu_(hidden);
+    } else {
+      at::cpu::gelu_(hidden, activation == GELU ? "none" : "tanh");
+    }
+  }
+}
+
+// out (N, C) = x (N, K) weight^T + bias; all float32 and contiguous.
+void linear(const at::Tensor& out, const at::Tensor& x, const at::Tensor& weight,
+            const std::optional<at::Tensor>& bias) {
+  const pybind11::gil_scoped_release released;
+  const Panels w(UP, weight, bias);
+  product_everywhere(w, x.size(0), {x.const_data_ptr<float>(), w.inner}, {out.data_ptr<float>(), w.columns});
+}
+
+// out (N, C) = down(activation(up(x))); all float32 and contiguous.
+void mlp(const at::Tensor& out, const at::Tensor& x, const at::Tensor& w_up, const at::Tensor& w_down,
+         const std::optional<at::Tensor>& b_up, const std::optional<at::Tensor>& b_down, int64_t activation) {
+  const pybind11::gil_scoped_release released;
+  const Panels up(UP, w_up, b_up), down(DOWN, w_down, b_down);
+  const int64_t rows = x.size(0), threads = at::get_num_threads();
+  const int64_t width = up.count * WIDTH;  // of a hidden row in memory; what is behind its end means nothing
+  const float* from = x.const_data_ptr<float>();
+  float* to = out.data_ptr<float>();
+  if (rows < BLOCK * threads) {  // too few for a block a thread
+    const Room room(HIDDEN, rows * width);
+    float* hidden = room.data();
+    product_everywhere(up, rows, {from, up.inner}, {hidden, width});
+    spread(ceil_div(rows * width, PIECE), [&](int64_t item, int64_t) {
+      activate(hidden + item * PIECE, std::min(PIECE, rows * width - item * PIECE), activation);
+    });
+    product_everywhere(down, rows, {hidden, width}, {to, down.columns});
+    return;
+  }
+  const int64_t step = block_of(rows, threads);
+  const Room room(HIDDEN, threads * step * width);
+  float* start = room.data();
+  spread(ceil_div(rows, step), [&](int64_t item, int64_t worker) {
+    const int64_t row = item * step, many = std::min(step, rows - row);
+    float* hidden = start + worker * step * width;
+    product(up, 0, up.count, many, {from + row * up.inner, up.inner}, {hidden, width});
+    activate(hidden, many * width, activation);
+    product(down, 0, down.count, many, {hidden, width}, {to + row * down.columns, down.columns});
+  });
+}
+
+}  // namespace
+
+PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
+  m.def("linear", &linear);
+  m.def("mlp", &mlp);
+}

@@ -1,0 +1,124 @@
+"""Products of rows with a weight on the CPU: C++ of this project, compiled on the user's machine.
+
+`products.cpp` says how they work. A weight is laid out anew at every call, so nothing is remembered of one
+that may change, and a row's bits are its own in every batch.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from layerzero.kernel import Capability, Efficiency, Kernel
+from layerzero.ops.request import Request
+
+SOURCE = Path(__file__).with_name("products.cpp")
+# As the order of `Activation` there.
+ACTIVATIONS = ("gelu", "gelu_tanh", "relu", "silu")
+# Rows of a block and the threads' share of them: hidden rows that are in work at one time, at most.
+BLOCK = 96
+
+
+@functools.cache
+def library() -> Any:
+    """The compiled module, compiling it first where this user has not yet; takes up to a minute.
+
+    Raises: BackendNotAvailableError: no compiler, a compile error, or a cache folder that others can write.
+    """
+    # Imported here: the modules need what only Unix has.
+    from layerzero.backends.native.build import FLAGS
+    from layerzero.native.compiling import Library
+
+    return Library("layerzero_products", SOURCE, FLAGS).get()
+
+
+def _linear() -> Callable[..., Any]:
+    native = library().linear
+
+    def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        out = x.new_empty((*x.shape[:-1], weight.shape[0]))
+        native(out.view(-1, weight.shape[0]), x.view(-1, weight.shape[1]), weight, bias)
+        return out
+
+    return linear
+
+
+def _mlp() -> Callable[..., Any]:
+    native = library().mlp
+
+    def mlp(
+        x: Tensor, w_up: Tensor, w_down: Tensor, b_up: Tensor | None, b_down: Tensor | None, activation: str
+    ) -> Tensor:
+        out = torch.empty_like(x)
+        width = x.shape[-1]
+        which = ACTIVATIONS.index(activation)
+        native(out.view(-1, width), x.view(-1, width), w_up, w_down, b_up, b_down, which)
+        return out
+
+    return mlp
+
+
+def _whole(columns: int) -> int:
+    """Columns in whole panels, which are 32 wide at most."""
+    return -(-columns // 32) * 32
+
+
+def _linear_room(request: Request) -> int:
+    """The weight in panels."""
+    return 4 * _whole(request.dim("C")) * request.dim("K")
+
+
+def _mlp_room(request: Request) -> int:
+    """Both weights in panels, and the hidden rows that are in work."""
+    hidden, width = request.dim("F"), request.dim("C")
+    rows = min(request.dim("N"), BLOCK * torch.get_num_threads())
+    return 4 * (_whole(hidden) * (width + rows) + _whole(width) * hidden)
+
+
+def _capability(features: frozenset[str]) -> Capability:
+    return Capability(
+        source="by construction; run against float64 and bitwise in batches on an AMD EPYC with AVX2",
+        platforms=frozenset({"cpu"}),
+        cpu_vendors=frozenset({"amd"}),
+        isa=frozenset({"avx2", "fma"}),
+        dtypes=frozenset({"float32"}),
+        features=features,
+        contiguous=True,
+        gradient=False,
+        autocast=False,
+        batch_invariant=True,
+    )
+
+
+# Laying a weight out costs as much as reading it slowly: little beside hundreds of rows, much beside a few.
+_SOURCE = "an estimate: {} torch's from a few hundred rows on, behind it below, on an AMD EPYC with AVX2"
+
+KERNELS: tuple[Kernel, ...] = (
+    Kernel(
+        id="native.linear.panels",
+        op="linear",
+        backend="native",
+        capability=_capability(frozenset({"bias"})),
+        load=_linear,
+        efficiency=Efficiency(0.8, 0.03, 20.0, _SOURCE.format("beside")),
+        rank=20,
+        cold=True,
+        workspace_bytes=_linear_room,
+    ),
+    Kernel(
+        id="native.mlp.panels",
+        op="mlp",
+        backend="native",
+        capability=_capability(frozenset({"bias", *(f"act_{name}" for name in ACTIVATIONS)})),
+        load=_mlp,
+        efficiency=Efficiency(0.82, 0.03, 40.0, _SOURCE.format("faster than")),
+        rank=20,
+        cold=True,
+        workspace_bytes=_mlp_room,
+    ),
+)
