@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from statistics import median
 from typing import Any, Literal
 
 from rich.console import Console
@@ -25,6 +26,7 @@ def show(console: Console, numbers: dict[str, Any]) -> None:
     _ways(console, numbers)
     _kernels(console, numbers)
     _batches(console, numbers["batches"])
+    _ratios(console, numbers["ratios"])
     _targets(console, numbers["targets"])
 
 
@@ -97,6 +99,12 @@ def _batches(console: Console, batches: dict[str, list[dict[str, int]]]) -> None
             label = str(bar["from"]) if bar["from"] == bar["to"] else f"{bar['from']}-{bar['to']}"
             table.add_row(label, str(bar["launches"]), "█" * max(1, round(BAR * bar["launches"] / most)))
         console.print(table)
+
+
+def _ratios(console: Console, ratios: dict[str, list[float]]) -> None:
+    for name, rounds in ratios.items():
+        each = " ".join(f"{ratio:.2f}" for ratio in rounds)
+        console.print(f"{name} by round: {each}; median {median(rounds):.2f}")
 
 
 def _targets(console: Console, targets: list[dict[str, Any]]) -> None:

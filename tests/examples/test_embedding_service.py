@@ -38,6 +38,7 @@ def test_the_quick_demo_is_right_and_says_so(tmp_path: Path) -> None:
         "Results against sentence-transformers",
         "Nearest to",
         "Which kernel served each op",
+        "(b)/(d) by round: ",
         "Targets",
     ):
         assert words in done.stdout
@@ -55,6 +56,11 @@ def test_the_quick_demo_is_right_and_says_so(tmp_path: Path) -> None:
         assert way["throughput_per_s"] > 0
         assert way["p99_ms"] >= way["p50_ms"] > 0
     assert len(numbers["query"]["answers"]) == 5
+    assert {name: len(rounds) for name, rounds in numbers["ratios"].items()} == {"(b)/(d)": 1, "(c)/(d)": 1}
+    together, by_hand = numbers["ways"]["together"], numbers["ways"]["hand-batched"]
+    ratio = together["throughput_per_s"] / by_hand["throughput_per_s"]
+    assert numbers["ratios"]["(b)/(d)"] == pytest.approx([ratio])
+    assert numbers["targets"][0]["got"] == pytest.approx(ratio)
     assert [set(target) for target in numbers["targets"]] == [{"what", "needs", "got", "met"}] * 4
     assert {row["op"] for row in numbers["kernels"]} == {
         "embedding",
