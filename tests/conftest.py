@@ -1,7 +1,10 @@
 """What every test shares: hypothesis profiles, torch's thread count, a detector of blocking calls."""
 
 import os
+import tempfile
 from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
 
 import pytest
 import torch
@@ -10,6 +13,7 @@ from hypothesis import HealthCheck, settings
 
 from layerzero.errors import BackendNotAvailableError
 from layerzero.native import HOT
+from layerzero.native.compiling import cache_folder
 from layerzero.tolerances import need_full_float32
 
 # No deadlines: they would time a shared machine, not the code.  The CI profile is derandomised so that a red
@@ -41,6 +45,14 @@ try:
     HOT.load()
 except BackendNotAvailableError as error:
     print(f"the tests run without the compiled twin: {error}")
+
+# Settings that a test writes out ask for the user's own measurements: here the user has none. What was
+# compiled stays where it is, since compiling it anew takes longer than most tests.
+CACHE = tempfile.TemporaryDirectory(prefix="layerzero-tests-")
+(Path(CACHE.name) / "layerzero").mkdir()
+with suppress(BackendNotAvailableError):  # nowhere to keep what is compiled: the twin said so above
+    (Path(CACHE.name) / "layerzero" / "native").symlink_to(cache_folder())
+os.environ["XDG_CACHE_HOME"] = CACHE.name
 
 
 # A first use opens its device, imports its op and reads how much memory is free, on the thread that asks;
