@@ -11,8 +11,8 @@ from torch import Tensor
 
 import layerzero as lz
 import layerzero.sync
-from layerzero.backends import torch_flex
-from layerzero.backends.torch_flex import BATCHES, BLOCK, KERNELS, LENGTHS
+from layerzero.backends.torch_flex import BATCHES, KERNELS, LENGTHS, programs
+from layerzero.backends.torch_flex.programs import BLOCK
 from layerzero.hardware import probe
 from layerzero.kernel import judge
 from layerzero.ops import table
@@ -58,7 +58,7 @@ def test_every_band_of_one_shape_is_one_program(
     """One-sided, two-sided, narrower and wider than a block: data of the same program."""
     q, k, v = operands(256, 384)
     flex(*ATTENTION.build(q, k, v)[1])
-    monkeypatch.setattr(torch_flex, "_compiled", lambda shape: pytest.fail(f"compiled {shape}"))
+    monkeypatch.setattr(programs, "_compiled", lambda shape: pytest.fail(f"compiled {shape}"))
     agree(flex, q, k, v, is_causal=causal, window=window, scale=0.3)
 
 
@@ -98,7 +98,7 @@ def test_soft_cap_and_slopes_are_data(flex: Any) -> None:
     q, k, v = operands(128, 256)
     for cap, slopes in ((1.5, torch.rand(4)), (20.0, torch.rand(2, 4)), (3.0, torch.rand(4).bfloat16())):
         agree(flex, q, k, v, softcap=cap, alibi_slopes=slopes.float(), is_causal=True)
-    made = [shape for shape in torch_flex.PROGRAMS._made if shape[3:5] == (128, 256)]
+    made = [shape for shape in programs.PROGRAMS._made if shape[3:5] == (128, 256)]
     assert len(made) == 1 and made[0].softcap and not made[0].masked
 
 
@@ -109,6 +109,20 @@ def test_operands_that_are_one_tensor_do_not_spoil_a_program(flex: Any) -> None:
     agree(flex, q, torch.randn(1, 4, 128, 16), torch.randn(1, 4, 128, 16))
     with torch.inference_mode():
         agree(flex, q.clone(), q.clone(), q.clone())
+
+
+def test_torchs_defaults_do_not_reach_a_program(flex: Any) -> None:
+    """Compiled and run under another default device and dtype, and in inference mode."""
+    q, k, v = operands(256, 128, batch=1)
+    args = ATTENTION.build(q, k, v, softcap=2.0, is_causal=True)[1]
+    before = torch.get_default_dtype()
+    try:
+        torch.set_default_dtype(torch.float64)
+        with torch.device("meta"), torch.inference_mode():
+            out = flex(*args)
+    finally:
+        torch.set_default_dtype(before)
+    torch.testing.assert_close(out.clone(), ATTENTION.reference(*args), atol=2e-5, rtol=1e-4)
 
 
 def test_what_it_does_not_take_has_its_reason() -> None:
@@ -150,13 +164,13 @@ def test_a_call_never_waits_for_its_compiler(
 ) -> None:
     """A soft cap runs on what is ready until its shape's program is compiled; other shapes go on so."""
     compiled: list[Any] = []
-    monkeypatch.setattr(torch_flex, "PROGRAMS", torch_flex.Programs())
+    monkeypatch.setattr(programs, "PROGRAMS", programs.Programs())
 
     def compile_instead(shape: Any) -> Any:
         compiled.append(shape)
         return _stand_in
 
-    monkeypatch.setattr(torch_flex, "_compiled", compile_instead)
+    monkeypatch.setattr(programs, "_compiled", compile_instead)
     q, k, v = operands(2048, 2048, width=64, batch=1)
     flags: dict[str, Any] = {"softcap": 20.0, "is_causal": True}
     cold = lz.select("attention", q, k, v, **flags)

@@ -120,6 +120,15 @@ def test_level_4_finds_a_convention_that_every_part_agrees_on(capsys: pytest.Cap
     assert positions == ["position 1"]
 
 
+@pytest.mark.parametrize(("plant", "model"), [("mlp", "all-MiniLM-L6-v2"), ("rope", "Llama of generate")])
+def test_level_4_names_the_layer(capsys: pytest.CaptureFixture[str], plant: str, model: str) -> None:
+    """A bug of one op shows from its first layer on in the model that has the op; level 3 has it, too."""
+    real()
+    status, report = ran(capsys, "--level", "4", "--plant", plant)
+    assert status == 1 and f"first layer 0 output ({model})" in report["verdict"]
+    assert "put together" not in report["verdict"], "level 3 fails as well: a part is at fault"
+
+
 @pytest.mark.parametrize(
     "words", [["--level", "5"], ["--level", "1", "--plant", "nope"], ["--config", "gqa"]]
 )

@@ -1,15 +1,11 @@
-"""Flex attention out of torch on the CPU: windows, soft caps, ALiBi, block-sparse masks in one compiled loop.
+"""The compiled programs of flex attention: one for each shape, what else changes between calls in tensors.
 
-Only blocks of 128 by 128 scores in which a query sees a key are computed, and no bias is written out. torch
-compiles one C++ program for each shape, which takes seconds, so the kernel is ready by shape and takes few
-lengths. On the CPU torch 2.13 has neither a gradient nor a log-sum-exp for it, and compiled for sizes that
-change its programs do not always build (a symbol's name is replaced inside longer ones: `ks1` in `ks15`).
+Blocks of scores in which no query sees a key are skipped, those in which all are seen are not masked.
 """
 
 from __future__ import annotations
 
 import functools
-import importlib
 import threading
 import types
 from collections.abc import Callable
@@ -18,17 +14,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from layerzero.kernel import Capability, Efficiency, Kernel, OneOf, SameAs
 from layerzero.ops.attention_checks import bounds
 from layerzero.ops.masks import Window
 from layerzero.ops.request import Request
-from layerzero.reasons import Reason
 
 BLOCK = 128
-# Points of the grid that keys keep sizes on: there one key is one shape, and a plan whose program is compiled
-# is never given a shape whose program is not. They also bound how many programs there can be.
-LENGTHS = (128, 256, 384, 512, 768, 1024, 1536, 2048, 3072, 4096, 6144, 8192)
-BATCHES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)
 # Further than any key: what stands for no bound.
 _FAR = 1 << 40
 
@@ -46,7 +36,8 @@ class Shape(NamedTuple):
     masked: bool
 
 
-def _shape_of(request: Request) -> Shape:
+def shape_of(request: Request) -> Shape:
+    """The shape of a call."""
     size, asks = request.dim, request.features
     return Shape(
         size("B"), size("Hq"), size("Hk"), size("Sq"), size("Sk"), size("D"),
@@ -76,8 +67,8 @@ def _blocks(visible: Tensor, whole: Tensor) -> Blocks:
 @functools.lru_cache(maxsize=256)
 def _band(queries: int, keys: int, left: int, right: int) -> tuple[Tensor, Tensor]:
     """(visible, whole) of the blocks of a band around the diagonal, (1, 1, Sq / 128, Sk / 128)."""
-    first = torch.arange(queries // BLOCK)[:, None] * BLOCK + keys - queries
-    column = torch.arange(keys // BLOCK) * BLOCK
+    first = torch.arange(queries // BLOCK, device="cpu")[:, None] * BLOCK + keys - queries
+    column = torch.arange(keys // BLOCK, device="cpu") * BLOCK
     # The key nearest behind the last query of a block, and furthest ahead of the first one.
     lowest, highest = column - (first + BLOCK - 1), column + BLOCK - 1 - first
     visible = (lowest <= right) & (highest >= -left)
@@ -118,11 +109,12 @@ def _flex(
         near = (ahead <= ends[1]) & (ahead >= -ends[0])
         return near if mask is None else near & mask[b, h, i, j]
 
+    some, some_at, whole, whole_at = blocks
     table = BlockMask.from_kv_blocks(
-        blocks[0],
-        blocks[1],
-        blocks[2],
-        blocks[3],
+        some,
+        some_at,
+        whole,
+        whole_at,
         BLOCK_SIZE=BLOCK,
         mask_mod=seen,
         seq_lengths=(q.shape[2], k.shape[2]),
@@ -161,10 +153,12 @@ def _compiled(shape: Shape) -> Callable[..., Tensor]:
     options: dict[str, Any] = {"guard_filter_fn": lambda entries: [False] * len(entries)}
     program: Callable[..., Tensor] = torch.compile(own, dynamic=False, fullgraph=True, options=options)
     batch, heads, groups, queries, keys, width = shape[:6]
-    q = torch.zeros(batch, heads, queries, width)
-    k, v = (torch.zeros(batch, groups, keys, width) for _ in range(2))
-    mask = torch.ones(batch, heads, queries, keys, dtype=torch.bool) if shape.masked else None
-    with torch.no_grad():
+    shapes = ((batch, heads, queries, width), (batch, groups, keys, width), (batch, groups, keys, width))
+    with torch.inference_mode(False), torch.no_grad():
+        q, k, v = (torch.zeros(each, dtype=torch.float32, device="cpu") for each in shapes)
+        mask = None
+        if shape.masked:
+            mask = torch.ones((batch, heads, queries, keys), dtype=torch.bool, device="cpu")
         attention_of(program, q, k, v, mask, (-1, -1), None, 1.0 if shape.softcap else None, None)
     return program
 
@@ -177,88 +171,36 @@ def attention_of(
     left, right = (side if side >= 0 else _FAR for side in sides)
     band = (q.shape[2], k.shape[2], left, right)
     blocks = _plain_blocks(*band) if mask is None else _masked_blocks(mask, band)
-    ends = torch.tensor([left, right, k.shape[2] - q.shape[2]])
+    ends = torch.tensor([left, right, k.shape[2] - q.shape[2]], device="cpu")
     # Slopes of zero cost less than a second program for each shape would.
     spread = q.new_zeros(q.shape[:2]) if slopes is None else slopes.float().expand(q.shape[:2]).contiguous()
-    numbers = torch.tensor([q.shape[3] ** -0.5 if scale is None else scale, softcap or 1.0])
+    pair = [q.shape[3] ** -0.5 if scale is None else scale, softcap or 1.0]
+    numbers = torch.tensor(pair, dtype=torch.float32, device="cpu")
     return program(q, k, v, tuple(blocks), ends, numbers, spread, mask, softcap is not None)
 
 
 PROGRAMS = Programs()
 
 
-def _attention() -> Callable[..., Any]:
-    importlib.import_module("torch.nn.attention.flex_attention")
-
-    def attention(
-        q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None, is_causal: bool, scale: float | None,
-        dropout_p: float, window: Window, softcap: float | None, alibi_slopes: Tensor | None, *_: Any,
-    ) -> Tensor:  # fmt: skip
-        """The program of the call's shape; a mask is spread over batch and heads."""
-        batch, heads, queries, width = q.shape
-        shape = Shape(
-            batch, heads, k.shape[1], queries, k.shape[2], width,
-            softcap is not None, attn_mask is not None,
-        )  # fmt: skip
-        if attn_mask is not None:
-            attn_mask = attn_mask.expand(batch, heads, queries, k.shape[2]).contiguous()
-        program = PROGRAMS.get(shape)
-        with torch.no_grad():
-            return attention_of(
-                program, q, k, v, attn_mask, bounds(is_causal, window), scale, softcap, alibi_slopes
-            )
-
-    return attention
+def attention(
+    q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None, is_causal: bool, scale: float | None,
+    dropout_p: float, window: Window, softcap: float | None, alibi_slopes: Tensor | None, *_: Any,
+) -> Tensor:  # fmt: skip
+    """The program of the call's shape; a mask is spread over batch and heads."""
+    batch, heads, queries, width = q.shape
+    shape = Shape(
+        batch, heads, k.shape[1], queries, k.shape[2], width,
+        softcap is not None, attn_mask is not None,
+    )  # fmt: skip
+    if attn_mask is not None:
+        attn_mask = attn_mask.expand(batch, heads, queries, k.shape[2]).contiguous()
+    program = PROGRAMS.get(shape)
+    with torch.no_grad():
+        return attention_of(
+            program, q, k, v, attn_mask, bounds(is_causal, window), scale, softcap, alibi_slopes
+        )
 
 
-def _build(request: Request) -> None:
-    PROGRAMS.get(_shape_of(request))
-
-
-def _mask_bytes(request: Request) -> int:
-    """The mask for every head, and which of its blocks are seen."""
-    if "mask_bool" not in request.features:
-        return 0
-    return 2 * request.dim("B") * request.dim("Hq") * request.dim("Sq") * request.dim("Sk")
-
-
-_FEATURES = frozenset(
-    {
-        "causal", "scale", "gqa", "window", "softcap", "alibi", "mask_bool", "mask_and_causal", "empty_rows",
-    }
-)  # fmt: skip
-
-_MEASURED = "benchmarks/results/flex_cpu.json: causal 1024 beside sdpa_flash_cpu; the launch is an estimate"
-
-KERNELS: tuple[Kernel, ...] = (
-    Kernel(
-        id="torch.attention.flex",
-        op="attention",
-        backend="torch",
-        capability=Capability(
-            source="torch 2.13, _inductor/kernel/flex/flex_cpu.py; run against float64 on torch 2.13 CPU",
-            platforms=frozenset({"cpu"}),
-            isa=frozenset({"avx2"}),
-            torch_min="2.13",
-            dtypes=frozenset({"float32"}),
-            features=_FEATURES,
-            layouts=frozenset({"BHSD"}),
-            contiguous=True,
-            limits=(
-                OneOf("B", BATCHES),
-                OneOf("Sq", LENGTHS),
-                OneOf("Sk", LENGTHS),
-                SameAs("D", "Dv", Reason.HEAD_DIMS_DIFFER),
-            ),
-            gradient=False,
-            autocast=False,
-        ),
-        load=_attention,
-        workspace_bytes=_mask_bytes,
-        efficiency=Efficiency(0.22, 0.5, 400.0, _MEASURED),
-        rank=48,
-        cold=True,
-        unit=lambda request: " ".join(map(str, _shape_of(request))),
-        build=_build,
-    ),
-)
+def build(request: Request) -> None:
+    """Compile what a call needs."""
+    PROGRAMS.get(shape_of(request))

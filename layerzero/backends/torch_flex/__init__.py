@@ -1,0 +1,87 @@
+"""Flex attention out of torch on the CPU: windows, soft caps, ALiBi, block-sparse masks in one compiled loop.
+
+Only blocks of 128 by 128 scores in which a query sees a key are computed, and no bias is written out. torch
+compiles one C++ program for each shape, which takes seconds, so the kernel is ready by shape and takes few
+lengths. On the CPU torch 2.13 has neither a gradient nor a log-sum-exp for it, and compiled for sizes that
+change its programs do not always build (a symbol's name is replaced inside longer ones: `ks1` in `ks15`).
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from typing import Any
+
+from layerzero.kernel import Capability, Efficiency, Kernel, OneOf, SameAs
+from layerzero.ops.request import Request
+from layerzero.reasons import Reason
+
+# Points of the grid that keys keep sizes on: there one key is one shape, and a plan whose program is compiled
+# is never given a shape whose program is not. They also bound how many programs there can be.
+LENGTHS = (128, 256, 384, 512, 768, 1024, 1536, 2048, 3072, 4096, 6144, 8192)
+BATCHES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)
+
+
+def _programs() -> Any:
+    """The module that compiles; torch's part of it is imported with the first program."""
+    return importlib.import_module("layerzero.backends.torch_flex.programs")
+
+
+def _attention() -> Callable[..., Any]:
+    importlib.import_module("torch.nn.attention.flex_attention")
+    found: Callable[..., Any] = _programs().attention
+    return found
+
+
+def _unit(request: Request) -> str:
+    sizes = "x".join(str(request.dim(name)) for name in ("B", "Hq", "Hk", "Sq", "Sk", "D"))
+    return " ".join([sizes, *sorted(request.features & {"softcap", "mask_bool"})])
+
+
+def _mask_bytes(request: Request) -> int:
+    """The mask for every head, and which of its blocks are seen."""
+    if "mask_bool" not in request.features:
+        return 0
+    return 2 * request.dim("B") * request.dim("Hq") * request.dim("Sq") * request.dim("Sk")
+
+
+_FEATURES = frozenset(
+    {
+        "causal", "scale", "gqa", "window", "softcap", "alibi", "mask_bool", "mask_and_causal", "empty_rows",
+    }
+)  # fmt: skip
+
+_MEASURED = "benchmarks/results/flex_cpu.json: causal 1024 beside sdpa_flash_cpu; the launch is an estimate"
+
+KERNELS: tuple[Kernel, ...] = (
+    Kernel(
+        id="torch.attention.flex",
+        op="attention",
+        backend="torch",
+        capability=Capability(
+            source="torch 2.13, _inductor/kernel/flex/flex_cpu.py; run against float64 on torch 2.13 CPU",
+            platforms=frozenset({"cpu"}),
+            isa=frozenset({"avx2"}),
+            torch_min="2.13",
+            dtypes=frozenset({"float32"}),
+            features=_FEATURES,
+            layouts=frozenset({"BHSD"}),
+            contiguous=True,
+            limits=(
+                OneOf("B", BATCHES),
+                OneOf("Sq", LENGTHS),
+                OneOf("Sk", LENGTHS),
+                SameAs("D", "Dv", Reason.HEAD_DIMS_DIFFER),
+            ),
+            gradient=False,
+            autocast=False,
+        ),
+        load=_attention,
+        workspace_bytes=_mask_bytes,
+        efficiency=Efficiency(0.22, 0.5, 400.0, _MEASURED),
+        rank=48,
+        cold=True,
+        unit=_unit,
+        build=lambda request: _programs().build(request),
+    ),
+)
