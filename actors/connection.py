@@ -324,7 +324,7 @@ class Connection(asyncio.Protocol):
         except Exception as error:
             self._write(Answer(ask.number, None, (type(error).__name__, _text(error))))
             return
-        if isinstance(result, Awaitable):
+        if hasattr(result, "__await__"):  # what Awaitable asks, in a third of the time
             self._keep(self._serve_later(ask, result))
         else:
             self._reply(ask, result)

@@ -392,7 +392,8 @@ class RayDevice:
 
     async def control(self, kind: str, body: Any = None, *, timeout_s: float = 10.0) -> Any:
         """Ask a handler of the hosted code through the side channel; see `DevicePort.control`."""
-        life = await self._alive(None)
+        serving = self.state is DeviceState.RUNNING and not self._forked
+        life = (self._life if serving else None) or await self._alive(None)
         return await life.channel.ask(kind, body, timeout_s=timeout_s)
 
     # -- tensors ---------------------------------------------------------------------------------
