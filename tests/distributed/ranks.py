@@ -7,6 +7,7 @@ gloo's all-reduce, stands for a tensor-parallel model: rows that meet strangers 
 from __future__ import annotations
 
 import asyncio
+import importlib.metadata
 import json
 import os
 import sys
@@ -22,6 +23,7 @@ from torch import Tensor
 import layerzero as lz
 from layerzero.actors.memory import Room
 from layerzero.kernel import Capability, Efficiency, Kernel
+from layerzero.libraries import DISTRIBUTION
 from layerzero.ops import table as ops_table
 
 RANK, RANKS = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
@@ -77,9 +79,10 @@ async def together(runtime: lz.Runtime, shard: Shard, **options: Any) -> dict[st
         step = gang.batched(shard.step)
         if RANK:
             await gang.follow()
-            return {"ran": shard.ran, "plan": gang.plan}
+            return {"ran": shard.ran, "plan": gang.plan, "groups": sorted(gang.agreed.kernels)}
         results = await all_requests(step, list(range(REQUESTS)), named=True)
-        return {"ran": shard.ran, "plan": gang.plan, "worst": worst(results, shard)}
+        said = {"ran": shard.ran, "plan": gang.plan, "groups": sorted(gang.agreed.kernels)}
+        return {**said, "worst": worst(results, shard)}
 
 
 async def alone(runtime: lz.Runtime, shard: Shard, order: list[int]) -> dict[str, Any]:
@@ -162,6 +165,9 @@ async def scenario(name: str) -> dict[str, Any]:
             return await together(runtime, shard)
         if name == "poor":
             return await poor(runtime, shard)
+        if name == "invariant":
+            said = await together(runtime, shard, tp_invariant=True)
+            return {**said, "kernels": sorted(shard.kernels)}
         if name == "training":
             return await together(runtime, shard, mode="training")
         if name == "alone":
@@ -175,9 +181,17 @@ async def scenario(name: str) -> dict[str, Any]:
         return await killed(runtime, shard)
 
 
+def plant_version(planted: str) -> None:
+    """Let this rank say that another version of the library is installed."""
+    real = importlib.metadata.version
+    importlib.metadata.version = lambda name: planted if name == DISTRIBUTION else real(name)
+
+
 def main() -> int:
     """Print what this rank saw; errors of the library are results here."""
-    torch.set_num_threads(1)
+    if "PLANTED_VERSION" in os.environ:
+        plant_version(os.environ["PLANTED_VERSION"])
+    torch.set_num_threads(int(os.environ.get("PLANTED_THREADS", "1")))
     dist.init_process_group("gloo", timeout=timedelta(seconds=20))
     try:
         said: dict[str, Any] = asyncio.run(scenario(sys.argv[1]))

@@ -97,6 +97,32 @@ def test_ranks_with_another_policy_differ() -> None:
     assert served[0]["plan"] == served[1]["plan"]
 
 
+def test_ranks_with_another_version_differ() -> None:
+    """One rank has another release: training refuses on both by name, inference serves what is common."""
+    only = {1: {"PLANTED_VERSION": "0.0.1"}}
+    refused = run("training", environment=only)
+    assert [each["error"] for each in refused] == ["ConsistencyError"] * 2, refused
+    assert refused[0]["message"] == refused[1]["message"]
+    assert "rank 1 needs what rank 0 has, got other layerzero 0.0.1 for" in refused[0]["message"]
+    served = run("together", environment=only)
+    assert served[0]["worst"] < 1e-4 and served[0]["plan"] == served[1]["plan"]
+
+
+def test_ranks_of_other_hardware_choose_in_groups() -> None:
+    """Another count of threads is another roof: each group prices for itself, and the sums are right."""
+    said = run("together", environment={1: {"PLANTED_THREADS": "2"}})
+    assert [each.get("error") for each in said] == [None, None], said
+    assert said[0]["worst"] < 1e-4 and said[0]["ran"] == said[1]["ran"]
+    assert {len(each["groups"]) for each in said} == {2}
+
+
+def test_invariance_that_no_kernel_has_yields_on_every_rank_alike() -> None:
+    """Asked for and not to be had: both ranks take the same kernels, say so, and the sums are right."""
+    said = run("invariant")
+    assert [each.get("error") for each in said] == [None, None], said
+    assert said[0]["kernels"] == said[1]["kernels"] != [""] and said[0]["worst"] < 1e-4
+
+
 def test_a_rank_that_dies_is_an_error_on_the_others_in_seconds() -> None:
     """FS-022, FS-023: no rank waits for a dead one until some collective's time is up."""
     (first,) = [each for each in run("killed") if each["rank"] == 0]
