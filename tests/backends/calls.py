@@ -286,7 +286,8 @@ def _drawn(case: Case, rand: Any, generator: torch.Generator) -> tuple[list[Any]
     n, vocabulary = case.dims.get("N", 9), case.dims.get("V", 50)
     seed: Any = torch.arange(n) if "seed_per_row" in case.asks else 7
     if case.op == "sample":
-        return [rand(n, vocabulary)], {"top_k": 20, "top_p": 0.9, "seed": seed}
+        filters = {"top_k": 20 if "top_k" in case.asks else 0, "top_p": 0.9 if "top_p" in case.asks else 1.0}
+        return [rand(n, vocabulary)], {**filters, "seed": seed}
     if case.op == "sample_topk":
         return [rand(n, vocabulary), 10], {"seed": seed}
     if case.op == "sample_topp":

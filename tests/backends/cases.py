@@ -79,7 +79,7 @@ ASKS: dict[str, tuple[str, ...]] = {
     "linear_cross_entropy": ("mean", "label_smoothing", "bias"),
     "moe": ("act_geglu", "act_geglu_tanh", "act_reglu", "scores_sigmoid", "scores_raw"),
     "rope": ("interleaved", "partial_rotary", "xpos"),
-    "sample": ("seed_per_row",),
+    "sample": ("seed_per_row", "top_k", "top_p"),
     "sample_topk": ("seed_per_row",),
     "sample_topp": ("seed_per_row",),
     "verify_chain": ("seed_per_row",),

@@ -61,7 +61,7 @@ def asks(op: str) -> list[tuple[str, ...]]:
     seeds = ("seed_per_row",) if op.startswith(("sample", "verify")) else ()
     shared = {"scale_per_tensor"} if op == "quantize" else set()
     apart = APART | shared | set(seeds)
-    return [seeds, *((ask,) for ask in cases.ASKS.get(op, ()) if ask not in apart)]
+    return [seeds, *((*seeds, ask) for ask in cases.ASKS.get(op, ()) if ask not in apart)]
 
 
 def taken(op: str, args: Args, rows: Sequence[int], each: int) -> Args:
