@@ -126,8 +126,8 @@ def test_an_edited_file_changes_the_choice(tmp_path: Path) -> None:
 
 
 NARROWER: dict[str, Any] = {
-    "platforms": ["cpu"], "sm_min": 90, "sm_max": 100, "mma_families": ["wgmma"], "cpu_vendors": ["amd"], "archs": ["gfx942"],
-    "isa": ["avx2"], "half_isa": ["avx512bw"],
+    "platforms": ["cpu"], "sm_min": 90, "sm_max": 100, "mma_families": ["wgmma"], "cpu_vendors": ["amd"],
+    "archs": ["gfx942"], "isa": ["avx2"], "half_isa": ["avx512bw"],
     "torch_min": "2.12", "torch_below": "2.14", "cuda_min": "12.9", "driver_min": "570",
     "dtypes": ["float32"], "mixed_dtypes": False, "index_dtypes": ["int64"], "features": [],
     "layouts": ["BHSD"], "contiguous": True, "last_stride1": True, "alignment": 16,
