@@ -184,7 +184,11 @@ async def scenario(name: str) -> dict[str, Any]:
 def plant_version(planted: str) -> None:
     """Let this rank say that another version of the library is installed."""
     real = importlib.metadata.version
-    importlib.metadata.version = lambda name: planted if name == DISTRIBUTION else real(name)
+
+    def version(distribution_name: str) -> str:
+        return planted if distribution_name == DISTRIBUTION else real(distribution_name)
+
+    importlib.metadata.version = version
 
 
 def main() -> int:
