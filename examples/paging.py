@@ -1,7 +1,9 @@
 """The pages that keys and values lie in, and where the rows of a forward stand in them.
 
 A sequence takes all the pages it may ever need when it opens and gives them back when it closes, so that
-no request runs out of memory half way; a pool that cannot hold it says so at once.
+no request runs out of memory half way; a pool that cannot hold it says so at once. The allocator is the
+library's. Its `PagedCache` takes pages one by one as a sequence grows, and makes tables anew for each step;
+here a sequence's table is made once, and a step only stacks them.
 """
 
 from __future__ import annotations

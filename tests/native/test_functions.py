@@ -55,7 +55,7 @@ class Model:
 
 
 one_call = st.tuples(
-    st.sampled_from(["double", "double", "both", "picky", "linear", "turn"]),
+    st.sampled_from(["double", "double", "both", "picky", "turn"]),
     st.sampled_from([{}] * 6 + [{"priority": 0}, {"priority": 2}, {"timeout": 60.0}, {"batching": "off"}]),
     st.sampled_from(["plain"] * 5 + ["double", "wrong", "scalar", "graph", "parameter"]),
 )
@@ -79,7 +79,6 @@ def formed(x: Tensor, form: str) -> Tensor:
 
 async def caller(model: Model, name: int, rows: int, calls: list[Any]) -> list[Any]:
     """One caller's outcomes, each call behind the last."""
-    weight = torch.eye(WIDTH)
     seen: list[Any] = []
     x = torch.full((rows, WIDTH), float(name))
     for what, how, form in calls:
@@ -94,10 +93,8 @@ async def caller(model: Model, name: int, rows: int, calls: list[Any]) -> list[A
             elif what == "both":
                 other = x[:-1] if form == "wrong" else x
                 out, _ = await lz.batched(model.both)(given_rows, other, **short)
-            elif what == "picky":
-                out = await lz.batched(model.picky, pure=True)(given_rows, **short)
             else:
-                out = await lz.linear(given_rows.to(weight), weight, **short)
+                out = await lz.batched(model.picky, pure=True)(given_rows, **short)
         except (ValueError, TypeError, RuntimeError) as error:
             seen.append((type(error), str(error).split("\n")[0][:60]))
             continue
