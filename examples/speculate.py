@@ -81,13 +81,35 @@ class Decoding:
         self._sequence.__exit__(kind, error, trace)
 
 
+class Blurred(Decoding):
+    """A sequence whose logits are blended with noise: of a draft that guesses as badly as one likes."""
+
+    def __init__(self, model: Llama, limit: int, share: float) -> None:
+        super().__init__(model, limit)
+        self._share = share
+        self._draws = torch.Generator().manual_seed(0)
+
+    async def forward(self, tokens: Tensor) -> Tensor:
+        """The logits (T, V), of which `share` are the model's."""
+        logits = await super().forward(tokens)
+        noise = torch.randn(logits.shape, generator=self._draws).to(logits.device)
+        return self._share * logits + (1 - self._share) * logits.std() * noise
+
+
 async def speculated(
-    draft: Llama, target: Llama, prompt: Sequence[int], sampling: Sampling, places: int, wait_s: float = 0.0
+    draft: Llama,
+    target: Llama,
+    prompt: Sequence[int],
+    sampling: Sampling,
+    places: int,
+    wait_s: float = 0.0,
+    share: float = 1.0,
 ) -> tuple[list[int], lz.speculative.Speculation]:
-    """The tokens of one request, and what they took."""
+    """The tokens of one request, and what they took; `share` of the draft's logits are its own."""
     # Drafts reach beyond the last token that is wanted: `places` of this round and of the one drafted ahead.
     limit = len(prompt) + sampling.max_tokens + 2 * places
-    with Decoding(draft, limit) as small, Decoding(target, limit, wait_s) as large:
+    own = Decoding(draft, limit) if share == 1.0 else Blurred(draft, limit, share)
+    with own as small, Decoding(target, limit, wait_s) as large:
         generation = drafted(small, large, prompt, sampling, places)
         return [token async for token in generation], generation.stats
 
@@ -249,11 +271,11 @@ async def compare(options: argparse.Namespace) -> dict[str, Any]:
             await asyncio.sleep(wait_s)
         return made
 
-    def with_draft(name: str, draft: Llama) -> Way:
+    def with_draft(name: str, draft: Llama, share: float = 1.0) -> Way:
         async def way(number: int) -> int:
             sampling = Sampling(max_tokens=options.tokens, temperature=options.temperature, seed=number)
             prompt = prompts[number % len(prompts)]
-            tokens, stats = await speculated(draft, target, prompt, sampling, options.places, wait_s)
+            tokens, stats = await speculated(draft, target, prompt, sampling, options.places, wait_s, share)
             total = counted.setdefault(name, lz.speculative.Speculation())
             for field in ("rounds", "drafted", "accepted", "discarded"):
                 setattr(total, field, getattr(total, field) + getattr(stats, field))
@@ -265,6 +287,9 @@ async def compare(options: argparse.Namespace) -> dict[str, Any]:
     for layers in range(1, config.layers + 1):
         name = f"{layers} of {config.layers} layers draft"
         ways[name] = with_draft(name, first_layers(config, get, layers, like))
+    for share in options.shares:
+        name = f"all layers, {1 - share:.0%} noise"
+        ways[name] = with_draft(name, first_layers(config, get, config.layers, like), share)
     speeds: dict[str, list[float]] = {name: [] for name in ways}
     for round_ in range(options.rounds + 1):
         for name, way in ways.items():
@@ -302,6 +327,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--target-ms", type=float, default=0.0, help="added to every forward of the target")
     parser.add_argument("--temperature", type=float, default=0.6)
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--shares", type=float, nargs="*", default=[], help="of noisy drafts, 0 to 1")
     parser.add_argument("--draft-layers", type=int, default=2, help="of the draft, under torchrun")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args(arguments)
@@ -313,6 +339,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return await compare(options)
 
     said = asyncio.run(run())
+    columns = ["draft", "drafts that stay", "tokens a forward of the target", "speed over plain decoding"]
+    found = [[n, w["acceptance"], w["tokens_a_round"], w["over_plain"]] for n, w in said["ways"].items()]
+    rows = {"columns": columns, "rows": [row for row in found if row[1] is not None]}
     table = Table(title=f"{options.places} drafts a round, temperature {options.temperature:g}")
     for column in ("way", "tokens/s", "over plain", "drafts that stay", "tokens a round"):
         table.add_column(column)
@@ -322,7 +351,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         table.add_row(name, f"{way['tokens_per_s']:.0f}", f"{way['over_plain']:.2f}", *cells)
     Console().print(table)
     if options.json:
-        said["torch"], said["threads"] = torch.__version__, torch.get_num_threads()
+        said |= {"torch": torch.__version__, "threads": torch.get_num_threads(), "tables": {"ways": rows}}
         options.json.write_text(json.dumps(said, indent=1) + "\n")
     return 0 if not said["pages_leaked"] else 1
 
