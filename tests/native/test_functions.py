@@ -114,8 +114,9 @@ async def history(told: list[Any], module: Any) -> tuple[Any, ...]:
         for function in (model.double, model.both):
             lz.batched(function).us_per_row = 1.0  # type: ignore[attr-defined]
         lz.batched(model.picky, pure=True).us_per_row = 1.0  # type: ignore[attr-defined]
+        outcomes = []
         for _ in range(2):
-            outcomes = await asyncio.gather(*(caller(model, i, *one) for i, one in enumerate(told)))
+            outcomes += await asyncio.gather(*(caller(model, i, *one) for i, one in enumerate(told)))
         stats = runtime.device("cpu").fronts.stats()
     return outcomes, model.met, {name: getattr(stats, name) for name in COUNTED}
 
