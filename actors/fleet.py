@@ -80,6 +80,15 @@ class Fleet:
         states = ", ".join(f"{d.name} is {d.state.value}" for d in self.devices.values())
         raise DeviceLostError(f"no device takes calls: {states}", retryable=True)
 
+    def _others(self, device: DevicePort) -> bool:
+        return any(d is not device and d.state is DeviceState.RUNNING for d in self.devices.values())
+
+    def _next(self, lost: DevicePort, tried: set[str]) -> DevicePort:
+        """Where a call goes on: to a device that was not tried, or with the lost one when that comes back."""
+        if lost.state is DeviceState.RESTARTING and not self._others(lost):
+            return lost
+        return self._least(frozenset(tried))
+
     # -- code ------------------------------------------------------------------------------------
 
     async def run(
@@ -103,7 +112,14 @@ class Fleet:
         device = self.device(on)
         while True:
             try:
-                return await device.run(fn, *args, timeout_s=timeout_s, idempotent=idempotent, **kwargs)
+                return await device.run(
+                    fn,
+                    *args,
+                    timeout_s=timeout_s,
+                    idempotent=idempotent,
+                    wait_for_restart=on is not None or not self._others(device),
+                    **kwargs,
+                )
             except DeviceLostError as error:
                 tried.add(device.name)
                 if (
@@ -113,7 +129,7 @@ class Fleet:
                 ):
                     raise
                 log.warning("fleet.moved", device=device.name, why=str(error)[:200])
-                device = self._least(frozenset(tried))
+                device = self._next(device, tried)
 
     async def stream(
         self, fn: Callable[..., Any], /, *args: Any, on: On = None, resume: bool = False, **kwargs: Any
@@ -128,7 +144,9 @@ class Fleet:
         while True:
             extra = {"so_far": list(so_far)} if so_far else {}
             try:
-                async for item in device.stream(fn, *args, resume=resume, **kwargs, **extra):
+                wait = on is not None or not self._others(device)
+                items = device.stream(fn, *args, resume=resume, wait_for_restart=wait, **kwargs, **extra)
+                async for item in items:
                     so_far.append(item)
                     yield item
                 return
@@ -137,7 +155,7 @@ class Fleet:
                 if on is not None or not (resume or (error.retryable and not so_far)):
                     raise
                 log.warning("fleet.moved", device=device.name, why=str(error)[:200])
-                device = self._least(frozenset(tried))
+                device = self._next(device, tried)
 
     async def prepare(self, fn: Callable[..., Any], /, *args: Any) -> dict[str, Any]:
         """Run `fn(*args)` on every device now, and on each again at the start of its later lives.

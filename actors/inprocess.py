@@ -95,6 +95,7 @@ class LocalPort:
         *args: Any,
         timeout_s: float | None = None,
         idempotent: bool = False,
+        wait_for_restart: bool = True,
         **kwargs: Any,
     ) -> Any:
         """Run `fn` here; see `DevicePort.run`."""
@@ -127,7 +128,13 @@ class LocalPort:
         return settle(outcome, self.name, here=True)
 
     async def stream(
-        self, fn: Callable[..., Any], /, *args: Any, resume: bool = False, **kwargs: Any
+        self,
+        fn: Callable[..., Any],
+        /,
+        *args: Any,
+        resume: bool = False,
+        wait_for_restart: bool = True,
+        **kwargs: Any,
     ) -> AsyncIterator[Any]:
         """The items of `fn`; see `DevicePort.stream`."""
         host = await self._serving()

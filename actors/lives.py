@@ -6,10 +6,14 @@ import asyncio
 from collections.abc import AsyncIterator
 from typing import Any
 
+import msgspec
+
+from layerzero import log
 from layerzero.actors.connection import Connection
 from layerzero.actors.frames import Address
+from layerzero.actors.hosting import MAX_DECIDED
 from layerzero.actors.port import DeviceFacts, DeviceHealth
-from layerzero.actors.ray_actor import Pulse
+from layerzero.actors.ray_actor import Life, Pulse, Spec
 from layerzero.actors.settling import Numbers
 from layerzero.clock import Clock
 from layerzero.settings import Settings
@@ -176,6 +180,20 @@ class Lifetimes:
         now = self._clock.now()
         recent = sum(now - at < WINDOW_S for at in self._deaths)
         return 0.0 if recent < 2 else min(FIRST_DELAY_S * 2.0 ** (recent - 2), MAX_DELAY_S)
+
+
+def learned(spec: Spec, started: Life) -> Spec:
+    """What the next life begins with, now that this one has said what the last one died of."""
+    if started.blamed or started.condemned:
+        log.warning("device.blamed", device=spec.name, kernels=started.blamed, quarantined=started.condemned)
+    condemned = tuple(dict.fromkeys((*spec.condemned, *started.condemned)))
+    return msgspec.structs.replace(spec, condemned=condemned)
+
+
+def remembered(spec: Spec, pulse: Pulse) -> Spec:
+    """What the next life begins with, with the decisions that a sign of life has told."""
+    told = {repr(request): request for request in (*spec.decided, *pulse.decided)}
+    return msgspec.structs.replace(spec, decided=tuple(told.values())[-MAX_DECIDED:])
 
 
 def health_of(

@@ -105,9 +105,12 @@ class DevicePort(Protocol):
         *args: Any,
         timeout_s: float | None = None,
         idempotent: bool = False,
+        wait_for_restart: bool = True,
         **kwargs: Any,
     ) -> Any:
         """Run `fn(*args, **kwargs)` on the device and return its result; a coroutine function is awaited.
+
+        Without `wait_for_restart`, a device that restarts is lost at once, retryable: another one serves.
 
         Raises: what `fn` raises. DeviceLostError: the device went; `retryable` is True where `fn` had not
             started. With `idempotent`, a call that had started is run again instead.
@@ -117,7 +120,13 @@ class DevicePort(Protocol):
         ...
 
     def stream(
-        self, fn: Callable[..., Any], /, *args: Any, resume: bool = False, **kwargs: Any
+        self,
+        fn: Callable[..., Any],
+        /,
+        *args: Any,
+        resume: bool = False,
+        wait_for_restart: bool = True,
+        **kwargs: Any,
     ) -> AsyncIterator[Any]:
         """The items that the async generator function `fn` yields on the device; plain values only.
 

@@ -13,7 +13,6 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import suppress
 from typing import Any
 
-import msgspec
 from torch import Tensor
 
 from layerzero import log
@@ -22,8 +21,8 @@ from layerzero.actors.channel import connect
 from layerzero.actors.connection import Handler
 from layerzero.actors.forks import renew_after_fork
 from layerzero.actors.frames import Address
-from layerzero.actors.hosting import MAX_DECIDED, Outcome
-from layerzero.actors.lives import Lifetimes, LostLife, RunningLife, health_of
+from layerzero.actors.hosting import Outcome
+from layerzero.actors.lives import Lifetimes, LostLife, RunningLife, health_of, learned, remembered
 from layerzero.actors.port import DeviceFacts, DeviceHealth, DeviceState
 from layerzero.actors.ray_actor import Kind, Life, Spec
 from layerzero.actors.sending import Sender, opened, payload_of, value
@@ -204,7 +203,7 @@ class RayDevice:
         channel = await connect(started.address, client=self._client, node=self._node, handlers=handlers)
         life.attach(channel)
         self._life, self._facts = life, started.facts
-        self._learn(started)
+        self._spec = learned(self._spec, started)
         for payload in self._prepared:
             number = life.numbers.take()
             outcome = await self._sender.send(self._actor, life, number, "call", payload, None, None)
@@ -213,14 +212,6 @@ class RayDevice:
         if self._prepared:  # a kernel that a preparation registered makes every verdict new
             await life.channel.ask("decide")
         return life
-
-    def _learn(self, started: Life) -> None:
-        if started.blamed or started.condemned:
-            log.warning(
-                "device.blamed", device=self.name, kernels=started.blamed, quarantined=started.condemned
-            )
-        condemned = tuple(dict.fromkeys((*self._spec.condemned, *started.condemned)))
-        self._spec = msgspec.structs.replace(self._spec, condemned=condemned)
 
     async def _watch(self, life: RunningLife) -> None:
         """Ask for signs of life; end a life that gives none, or whose kernel does not end."""
@@ -240,9 +231,7 @@ class RayDevice:
                 life.pulse = pulse
                 life.known += len(pulse.decided)
                 if pulse.decided:
-                    told = {repr(request): request for request in (*self._spec.decided, *pulse.decided)}
-                    decided = tuple(told.values())[-MAX_DECIDED:]
-                    self._spec = msgspec.structs.replace(self._spec, decided=decided)
+                    self._spec = remembered(self._spec, pulse)
                 if pulse.flights and pulse.flights[0].seconds > limit:
                     flight = pulse.flights[0]
                     self._hang(
@@ -270,7 +259,7 @@ class RayDevice:
                 "process's own with layerzero.start(), or start the child before the runtime"
             )
 
-    async def _alive(self, deadline: float | None) -> RunningLife:
+    async def _alive(self, deadline: float | None, wait: bool = True) -> RunningLife:
         """The present life, waiting for it while the device restarts.
 
         Raises: RuntimeClosedError, DeviceLostError, DeadlineExceededError.
@@ -278,7 +267,7 @@ class RayDevice:
         self._refuse_a_fork()
         loop = asyncio.get_running_loop()
         if not self._serving.is_set():
-            patience = self._spec.settings.placement_timeout_s
+            patience = self._spec.settings.placement_timeout_s if wait else 0.0
             left = patience if deadline is None else min(patience, deadline - loop.time())
             try:
                 await asyncio.wait_for(self._serving.wait(), max(0.0, left))
@@ -312,11 +301,14 @@ class RayDevice:
         *args: Any,
         timeout_s: float | None = None,
         idempotent: bool = False,
+        wait_for_restart: bool = True,
         **kwargs: Any,
     ) -> Any:
         """Run `fn` in the actor; see `DevicePort.run`."""
         payload = payload_of(fn, args, kwargs)
-        return await self._request("call", payload, timeout_s=timeout_s, idempotent=idempotent)
+        return await self._request(
+            "call", payload, timeout_s=timeout_s, idempotent=idempotent, wait=wait_for_restart
+        )
 
     async def _request(
         self,
@@ -326,12 +318,13 @@ class RayDevice:
         timeout_s: float | None = None,
         idempotent: bool = False,
         cargo: Any = None,
+        wait: bool = True,
     ) -> Any:
         self._refuse_a_fork()  # asyncio itself would say that no loop runs here
         loop = asyncio.get_running_loop()
         deadline = None if timeout_s is None else loop.time() + timeout_s
         while True:
-            life = await self._alive(deadline)
+            life = await self._alive(deadline, wait)
             number = life.numbers.take()
             try:
                 outcome = await self._sender.send(self._actor, life, number, kind, payload, cargo, deadline)
@@ -356,12 +349,18 @@ class RayDevice:
         return False
 
     async def stream(
-        self, fn: Callable[..., Any], /, *args: Any, resume: bool = False, **kwargs: Any
+        self,
+        fn: Callable[..., Any],
+        /,
+        *args: Any,
+        resume: bool = False,
+        wait_for_restart: bool = True,
+        **kwargs: Any,
     ) -> AsyncIterator[Any]:
         """The items of `fn` in the actor; see `DevicePort.stream`."""
         so_far: list[Any] = list(kwargs.pop("so_far", ())) if resume else []
         while True:
-            life = await self._alive(None)
+            life = await self._alive(None, wait_for_restart)
             number = life.numbers.take()
             items = life.sink(number)
             extra = {"so_far": list(so_far)} if resume else {}
