@@ -22,7 +22,6 @@ from torch import Tensor
 
 from layerzero.kernel import AtLeast, Capability, Efficiency, Kernel, SameAs
 from layerzero.ops import masks
-from layerzero.ops.moe import route
 from layerzero.reasons import Reason
 
 WEIGHT_CACHE = "ZENDNNL_MATMUL_WEIGHT_CACHE"
@@ -117,6 +116,8 @@ def _quantized_linear() -> Callable[..., Any]:
 
 
 def _moe() -> Callable[..., Any]:
+    from layerzero.ops.moe import route  # a first call of attention reads this file, and needs no experts
+
     kernel = operators().zentorch_fused_moe
     _refuse_stale_weights(operators().zentorch_linear_unary)
 
