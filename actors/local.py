@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from layerzero import log
+from layerzero.actors.loading import Loading
 from layerzero.actors.memory import Room
 from layerzero.actors.recovery import Recovery
 from layerzero.actors.registry import Registry
@@ -18,7 +18,6 @@ from layerzero.actors.worker import Worker
 from layerzero.clock import Clock, MonotonicClock, Timer
 from layerzero.dispatch import GRAD, Plan, Rules, Snapshot, Table, Terms, capturing_mode, mode, positional
 from layerzero.errors import KernelExecutionError, NoKernelFoundError, RuntimeClosedError
-from layerzero.graphs.proof import Proofs, ProofStore
 from layerzero.hardware import Hardware, kind_of, probe
 from layerzero.health import Health, Store, Transition
 from layerzero.kernel import Kernel
@@ -35,12 +34,12 @@ if TYPE_CHECKING:  # what only some deployments use is imported where they ask f
     from layerzero.actors.guard import NumericsGuard
     from layerzero.actors.journal import Journal
     from layerzero.actors.watching import Watcher
+    from layerzero.graphs.proof import Proofs
     from layerzero.perfdb import Measurement
     from layerzero.selection.solved import Solved
     from layerzero.tuning.drift import DriftWatch
 
 _MAX_VIEWS = 64
-_WARM_DELAY_S = 0.1
 
 
 class LocalDevice:
@@ -72,10 +71,7 @@ class LocalDevice:
         self.registry = registry
         self.hardware = hardware or probe(self.device)
         self.clock: Clock = clock or MonotonicClock()
-        folder = settings.state_dir
-        self.proofs = Proofs(
-            self.hardware, ProofStore(Path(folder) / "graphs") if folder is not None else None
-        )
+        self._proofs: Proofs | None = None
         self.counters = counters if counters is not None else Counters()
         self.fronts: Any = None
         self.capture: Any = None
@@ -84,7 +80,7 @@ class LocalDevice:
         self._settle()
         self.worker = Worker(f"layerzero-{self.device}")
         self.reaper = Worker(f"layerzero-reap-{self.device}")
-        self._background = Worker(f"layerzero-warm-{self.device}")
+        self._loading = Loading(self)
         self._cost = cost
         self._expected = threading.Event()
         self._expected.set()
@@ -96,12 +92,10 @@ class LocalDevice:
         self.room = Room(self.device, self.hardware, self.clock.now)
         self._sample()
         self.measured: tuple[Measurement, ...] = ()  # what was tuned here and no file holds
-        self._warming: set[str] = set()
         self._timer: Timer | None = None
         self._views: dict[str, Snapshot] = {}
         self._recovery = Recovery(self)
         self.closed = False
-        self._closing = threading.Event()
         self._opened = False
         self.health = Health(
             settings,
@@ -146,8 +140,8 @@ class LocalDevice:
 
         if self.room.quick:
             look()
-        elif not self._closing.is_set():
-            self._background.submit(look)
+        else:
+            self._loading.submit(look)
 
     def _take_table(self) -> None:
         """Put the settings' dispatch table in force, if it holds for this device."""
@@ -171,6 +165,17 @@ class LocalDevice:
         self._watchers = (*(w for w in self._watchers if w not in before), *self._samplers)
 
     # -- generations ------------------------------------------------------------------------------
+
+    @property
+    def proofs(self) -> Proofs:
+        """What is proved about captures here; without any, every kernel has what it declares."""
+        if self._proofs is None:
+            from layerzero.graphs.proof import Proofs, ProofStore
+
+            folder = self.settings.state_dir
+            store = ProofStore(Path(folder) / "graphs") if folder is not None else None
+            self._proofs = Proofs(self.hardware, store)
+        return self._proofs
 
     @property
     def generation(self) -> int:
@@ -217,8 +222,7 @@ class LocalDevice:
         """Start anew in a forked child: fresh locks, no timers or threads, an empty snapshot."""
         self._lock = threading.RLock()
         self._timer = None
-        self._warming = set()
-        self._closing = threading.Event()
+        self._loading.reset_after_fork()
         self._expected = threading.Event()
         self._expected.set()
         self._views = {}
@@ -271,7 +275,9 @@ class LocalDevice:
 
     def _rules(self, op: str, policy: Policy, terms: Terms | None = None) -> Rules:
         settings = self.settings
-        kernels = self.proofs.applied(self.registry.for_op(op), strict=settings.graph_strict)
+        kernels = self.registry.for_op(op)
+        if self._proofs is not None or settings.graph_strict or settings.state_dir is not None:
+            kernels = self.proofs.applied(kernels, strict=settings.graph_strict)
         if terms is not None:
             return Rules(
                 kernels=tuple(kernel for kernel in kernels if kernel.id in terms.kernels),
@@ -319,11 +325,12 @@ class LocalDevice:
             self._cost = build()
             return
         self._expected.clear()
-        self._background.submit(lambda: self._expect_soon(build))
+        if not self._loading.submit(lambda: self._expect_soon(build)):
+            self._expected.set()
 
     def _expect_soon(self, build: Callable[[], CostModel]) -> None:
         try:
-            if not self._closing.wait(_WARM_DELAY_S):
+            if self._loading.rested():
                 self.set_costs(build())
         finally:
             self._expected.set()
@@ -364,8 +371,8 @@ class LocalDevice:
             call = watcher.around(op, selection, call)
         if kernel.id in self.health.probing():
             call = self._recovery.probe(op, kernel.id, call, selection)
-        if selection.when_warm is not None:
-            self._warm(selection.when_warm, selection.request)
+        if selection.when_warm is not None and self.settings.warm != "off":
+            self._loading.soon(selection.when_warm, selection.request)
         return Plan(op, call, selection, selection.request)
 
     # -- running ----------------------------------------------------------------------------------
@@ -413,50 +420,14 @@ class LocalDevice:
 
     # -- readiness and health ---------------------------------------------------------------------
 
-    def _warm(self, kernel_id: str, request: Request) -> None:
-        if self.settings.warm == "off" or self._closing.is_set():
-            return
-        with self._lock:
-            if kernel_id in self._warming:
-                return
-            self._warming.add(kernel_id)
-        self._background.submit(lambda: self._load_soon(kernel_id, request))
-
-    def _load_soon(self, kernel_id: str, request: Request) -> None:
-        """Load on the background thread, once the call that asked for it has had time to end.
-
-        An import holds the interpreter for tens of milliseconds at a time; the first call would wait for it.
-        """
-        if not self._closing.wait(_WARM_DELAY_S):
-            self._load(kernel_id, request)
-
-    def _load(self, kernel_id: str, request: Request | None = None) -> None:
-        started = self.clock.now()
-        try:
-            self.registry.callable_of(kernel_id)
-            if request is not None:
-                self.registry.build(kernel_id, request)
-        except Exception as error:
-            if not threading.main_thread().is_alive():
-                return  # the process is ending and takes no more threads: that says nothing of the kernel
-            self.counters.add("load_failures", kernel=kernel_id)
-            log.warning("kernel.load_failed", kernel=kernel_id, error=f"{type(error).__name__}: {error}")
-        else:
-            log.info("kernel.loaded", kernel=kernel_id, seconds=round(self.clock.now() - started, 3))
-        finally:
-            with self._lock:
-                self._warming.discard(kernel_id)
-            self.refresh()
-
     def stop_loading(self, timeout_s: float) -> None:
         """Begin no more background loads, and wait for the one that runs."""
-        self._closing.set()
-        self._background.close(timeout_s)
+        self._loading.close(timeout_s)
 
     def warm(self, kernel_ids: Sequence[str], request: Request | None = None) -> None:
         """Load kernels now, in this thread, and compile what `request` needs; failures block them."""
         for kernel_id in kernel_ids:
-            self._load(kernel_id, request)
+            self._loading.now(kernel_id, request)
 
     def batches(self, op: Op, wanted: str | None = None) -> bool:
         """Whether calls of `op` may share launches: as a call wants it, else as the settings say."""
@@ -482,7 +453,7 @@ class LocalDevice:
 
     def close(self) -> None:
         """Stop the threads and timers; every later call raises RuntimeClosedError."""
-        self._closing.set()
+        self._loading.stop()
         with self._lock:
             self.closed = True
             if self._timer is not None:
@@ -493,7 +464,7 @@ class LocalDevice:
             sampler.close()
         self.worker.close()
         self.reaper.close()
-        self._background.close()
+        self._loading.close()
 
     def kernels(self) -> tuple[Kernel, ...]:
         """Every kernel registered on this device."""
