@@ -33,7 +33,6 @@ DRAINING: Final = "draining"
 STOPPED: Final = "stopped"
 
 LOOP_LOST = "front.loop_lost"
-FULL_BEHIND = 1  # full batches that may wait on the worker behind the one it runs
 RUN_AHEAD = 2  # batches that may be launched and not have run, where callers wait until theirs has
 
 Task = asyncio.Future[Any]  # a task, or the result of a spawned coroutine
@@ -41,7 +40,7 @@ Cancelled = asyncio.CancelledError
 
 
 class Front:
-    """One event loop's side of a device: a lane, the tasks that use it, the batches in flight.
+    """One event loop's side of a device: a lane, the tasks that use it, at most one batch in flight.
 
     Every method belongs to the loop's thread. `always_inline` is for devices whose launches do not compute
     on the calling thread.
@@ -77,8 +76,6 @@ class Front:
         self._worker = worker
         if across is not None and across.completion == HOST:
             self.lane.caps.ahead = RUN_AHEAD
-        if not always_inline:
-            self.lane.caps.behind = FULL_BEHIND
         self._ahead = self.lane.caps.ahead
         self.inline_limit_us = float("inf") if always_inline else settings.inline_limit_us
         self._max_inline_us = settings.max_inline_us
@@ -219,8 +216,7 @@ class Front:
             self._launch(batch)
 
     def _launch(self, batch: Batch) -> None:
-        # A batch on the worker has the device's threads: what runs beside it runs behind it.
-        if batch.expected_us < self.inline_limit_us and (self._across is not None or not self._flying):
+        if batch.expected_us < self.inline_limit_us:
             try:
                 outcomes = self._run(batch)
             except BaseException as error:  # the interpreter is being stopped: strand nobody on the way out

@@ -121,9 +121,7 @@ class Lane:
 
     def next_batch(self, now: float) -> Batch | None:
         """The next batch to run, or None: nothing waits, a turn is owed, or enough is in flight."""
-        if not self.queued or self._turn_owed:
-            return None
-        if self.in_flight >= self.caps.ahead and not self._fills_one():
+        if not self.queued or self._turn_owed or self.in_flight >= self.caps.ahead:
             return None
         chosen = self._cut_in(now)
         if chosen is not None:
@@ -302,18 +300,6 @@ class Lane:
         heapq.heappush(heap, (ticket.deadline or 0.0, ticket.seq))
 
     # -- the pick rule -----------------------------------------------------------------------------
-
-    def _fills_one(self) -> bool:
-        """Whether the next group fills a batch of its own, which may then wait behind those in flight.
-
-        Nobody who comes later could join it. A ticket that may not wait finds no more than `ahead` before it.
-        """
-        caps = self.caps
-        if self.in_flight >= caps.ahead + caps.behind or self._urgent or self._watched:
-            return False
-        group = self.sweep.upcoming()
-        full = group.count >= caps.items or group.tokens >= caps.tokens or group.bytes >= caps.max_bytes
-        return full and not group.solo
 
     def _cut_in(self, now: float) -> Ticket | None:
         """A ticket that may not wait for the sweep; never twice in a row, so that the sweep goes on."""

@@ -8,15 +8,13 @@ from layerzero.settings import Settings
 class Caps:
     """Limits of one lane: of a batch, of the queue, of what it remembers.
 
-    `ageing_s` lifts a waiting ticket by one priority class; `ahead` is how many batches may be in flight,
-    and `behind` how many more where they are full, so that waiting would add nothing to them; `slots` how
-    many places of the models' programs are remembered. `reject` refuses tickets at a full queue, which
-    otherwise wait in order for room.
+    `ageing_s` lifts a waiting ticket by one priority class; `ahead` is how many batches may be in flight;
+    `slots` how many places of the models' programs are remembered. `reject` refuses tickets at a full
+    queue, which otherwise wait in order for room.
     """
 
     __slots__ = (
-        "ageing_s", "ahead", "behind", "items", "max_bytes", "queue_bytes", "queue_items", "reject", "slots",
-        "tokens",
+        "ageing_s", "ahead", "items", "max_bytes", "queue_bytes", "queue_items", "reject", "slots", "tokens",
     )  # fmt: skip
 
     def __init__(
@@ -29,7 +27,6 @@ class Caps:
         queue_bytes: int = 4 << 30,
         ageing_s: float = 0.05,
         ahead: int = 1,
-        behind: int = 0,
         slots: int = 8192,
         reject: bool = False,
     ) -> None:
@@ -40,7 +37,6 @@ class Caps:
         self.queue_bytes = queue_bytes
         self.ageing_s = ageing_s
         self.ahead = ahead
-        self.behind = behind
         self.slots = slots
         self.reject = reject
 

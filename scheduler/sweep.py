@@ -95,23 +95,9 @@ class Sweep:
 
         Only for a sweep with a pending slot.
         """
-        found, wrapped = self._next_slot()
-        if found is not self._serving or self._owed <= 0:
-            self.rounds += wrapped
-            self._serving = found
-            self._place = found.place
-            self._owed = found.group.count
-        return found.group
-
-    def upcoming(self) -> Group:
-        """The group that `next_group` would give, without going on to it."""
-        return self._next_slot()[0].group
-
-    def _next_slot(self) -> tuple[Slot, bool]:
-        """The slot to serve, and whether a new round begins with it."""
         serving = self._serving
         if serving is not None and self._owed > 0 and serving.count:
-            return serving, False
+            return serving.group
         place = self._place
         after: Slot | None = None
         first: Slot | None = None
@@ -121,9 +107,14 @@ class Sweep:
                     after = slot
             elif first is None or slot.place < first.place:
                 first = slot
-        found = first if after is None else after
-        assert found is not None, "a sweep is asked for a group only while one waits"
-        return found, after is None
+        if after is None:
+            after = first
+            self.rounds += 1
+        assert after is not None, "a sweep is asked for a group only while one waits"
+        self._serving = after
+        self._place = after.place
+        self._owed = after.group.count
+        return after.group
 
     def served(self, group: Group, count: int) -> None:
         """`count` tickets of `group` were taken; those that came after the sweep reached it wait a round."""

@@ -77,37 +77,6 @@ def test_an_idle_lane_gives_one_turn_first() -> None:
     assert lane.next_batch(0.0) is not None
 
 
-def test_a_full_batch_may_wait_behind_the_one_in_flight() -> None:
-    """Where nobody could join the next batch any more it is handed out early; one that could grow is not."""
-    lane = Lane(Caps(tokens=3, behind=1))
-    put(lane, *(call("a") for _ in range(5)))
-    lane.turn(0.0)
-    first, second = lane.next_batch(0.0), lane.next_batch(0.0)
-    assert first is not None and len(first) == 3
-    assert second is None, "two more may grow to three"
-    put(lane, *(call("a") for _ in range(4)))
-    second = lane.next_batch(0.0)
-    assert second is not None and len(second) == 3 and lane.in_flight == 2
-    assert lane.next_batch(0.0) is None, "three are left, and one batch may wait"
-    lane.done(first, [None] * 3, 0.0)
-    lane.turn(0.0)
-    put(lane, call("b", priority=0))
-    assert lane.next_batch(0.0) is None, "a call that may not wait finds no more than one batch before it"
-    lane.done(second, [None] * 3, 0.0)
-    assert [t.group for t in pick(lane)] == ["b"]
-    assert [len(pick(lane)), len(pick(lane))] == [3, 0]
-    assert conserved(lane)
-
-
-def test_calls_that_batch_with_nothing_do_not_run_ahead() -> None:
-    """A queue of single calls is no full batch: each may still be cancelled or overtaken."""
-    lane = Lane(Caps(behind=1))
-    put(lane, call(None), call(None), call(None))
-    lane.turn(0.0)
-    assert lane.next_batch(0.0) is not None
-    assert lane.next_batch(0.0) is None
-
-
 def test_groups_are_served_in_program_order_round_and_round() -> None:
     """The sweep goes on from where it is, not back to the oldest ticket."""
     lane = Lane()
