@@ -33,6 +33,9 @@ ATTENTION = ops_table.get("attention")
 
 def _settled(device: LocalDevice, plan: Callable[[], Any]) -> None:
     """Look at memory and load what the first choice found cold now: later either would change the tables."""
+    plan()
+    device.expected()
+    device.stop_loading(60.0)  # what loads in the background would make a generation in the midst of a row
     if device.room.moved(device.settings):
         device.refresh()
     better = plan().selection.when_warm
