@@ -40,7 +40,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         perfdb: file of this machine's measurements; "auto" is one in `state_dir`, else in the user's cache
             folder; None keeps none.
         freeze_gc: collect garbage when `start` opens the runtime, and leave what is alive then out of later
-            collections until it closes; a full one takes 70 ms over torch's own objects.
+            collections until it closes; a full one walks over all of torch's own objects.
     What it may do:
         strict: refuse implicit layout, dtype and contiguity transforms and unknown names in policy files.
         capabilities: file that takes away from what kernels claim to take; it cannot add to it.

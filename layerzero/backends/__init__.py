@@ -162,7 +162,7 @@ _RELEASE = re.compile(r"\d+(?:\.\d+)*(?:\+.*)?")
 def _holds_simply(text: str) -> bool:
     """Whether an installed release satisfies a plain requirement; False also where that takes a closer look.
 
-    `packaging` decides everything else, but importing it costs the first call of a process 20 ms.
+    `packaging` decides everything else, but importing it would delay the first call of a process.
     """
     simple = _SIMPLE.fullmatch(text)
     if simple is None:

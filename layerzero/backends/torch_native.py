@@ -133,7 +133,7 @@ def mlp_by_row(
 # (op, function, features, whether a row's bits are its own on the CPU, efficiency on the CPU, on CUDA)
 _ESTIMATE = "an estimate, beside the others of this table and onednn's"
 _CPU = "scripts/measure_efficiency.py, AMD EPYC with AVX-512, 1 thread"
-_CUDA = "one H200, torch 2.11.0+cu130: 64 rows x 4096 x 4096 linear; the others by its share of the roofs"
+_CUDA = "an estimate for an H200: linear's share of the roofs, the others beside it"
 _ACTIVATIONS = frozenset(f"act_{name}" for name in ACTIVATIONS)
 _TABLE: tuple[tuple[str, Callable[..., Any], frozenset[str], bool, Efficiency, Efficiency], ...] = (
     (

@@ -117,7 +117,7 @@ KERNELS: tuple[Kernel, ...] = (
     _kernel(
         "torch.quantized_linear.int_mm",
         exact_products,
-        Efficiency(0.95, 0.5, 30.0, "64 x 1024 x 1024, 1 thread: 464 us where float32 takes 1477"),
+        Efficiency(0.95, 0.5, 30.0, "an estimate: below float32's time on an AMD EPYC with AVX-512"),
         "torch._int_mm; " + _HERE + "; with one column of weights it reads the wrong ones",
         platforms=frozenset({"cpu"}),
         limits=(AtLeast("K", 2),),
@@ -150,7 +150,9 @@ KERNELS: tuple[Kernel, ...] = (
     _kernel(
         "torch.quantized_linear.int8pack",
         packed,
-        Efficiency(0.4, 0.9, 8.0, "1 x 1024 x 1024, 1 thread: 61 us where bfloat16 takes 93, float32 855"),
+        Efficiency(
+            0.4, 0.9, 8.0, "an estimate: below bfloat16's time for one row on an AMD EPYC with AVX-512"
+        ),
         "torch._weight_int8pack_mm; " + _HERE + "; inner sizes that are no multiple of 16 read past the rows",
         platforms=frozenset({"cpu"}),
         isa=frozenset({"avx512f"}),

@@ -156,7 +156,7 @@ def _padded(bias: Tensor | None, q: Tensor, k: Tensor) -> Tensor | None:
     return bias.expand(q.shape[0], q.shape[1], q.shape[2], sk)
 
 
-_H200 = "one H200, torch 2.11.0+cu130, bf16, causal prefill 2048, 32/8 heads of 128: {} us, least {} us"
+_H200 = "an estimate for an H200, beside the prefills in benchmarks/results/regret_h200.json"
 
 _CPU = "scripts/measure_efficiency.py, AMD EPYC with AVX-512, 1 thread"
 
@@ -210,7 +210,7 @@ KERNELS: tuple[Kernel, ...] = (
     _kernel(
         "sdpa_math",
         math,
-        Efficiency(0.02, 0.1, 40.0, _H200.format(3421, 125)),
+        Efficiency(0.02, 0.1, 40.0, _H200),
         80,
         workspace_bytes=_score_bytes,
         source=_AS_DISPATCHED,
@@ -247,7 +247,7 @@ KERNELS: tuple[Kernel, ...] = (
     _kernel(
         "sdpa",
         default,
-        Efficiency(0.51, 0.63, 9.2, _H200.format(85, 9.2)),
+        Efficiency(0.51, 0.63, 9.2, _H200),
         45,
         default=True,
         # cuDNN, which torch takes where it can, writes garbage for rows that see nothing.
@@ -259,7 +259,7 @@ KERNELS: tuple[Kernel, ...] = (
     _kernel(
         "sdpa_flash",
         flash,
-        Efficiency(0.27, 0.6, 9.2, _H200.format(164, 9.2)),
+        Efficiency(0.27, 0.6, 9.2, _H200),
         40,
         source="ATen/native/transformers/cuda/sdp_utils.cpp; alignment: torch/nn/attention/bias.py",
         dtypes=frozenset({"float16", "bfloat16"}),
@@ -271,7 +271,7 @@ KERNELS: tuple[Kernel, ...] = (
     _kernel(
         "sdpa_efficient",
         efficient,
-        Efficiency(0.16, 0.3, 7.7, _H200.format(269, 7.7)),
+        Efficiency(0.16, 0.3, 7.7, _H200),
         60,
         source="ATen/native/transformers/cuda/sdp_utils.cpp; run on an H200, torch 2.11",
         dtypes=frozenset({"float16", "bfloat16", "float32"}),
@@ -288,7 +288,7 @@ KERNELS: tuple[Kernel, ...] = (
     _kernel(
         "sdpa_cudnn",
         cudnn,
-        Efficiency(0.51, 0.63, 8.7, _H200.format(85, 8.7)),
+        Efficiency(0.51, 0.63, 8.7, _H200),
         42,
         source="ATen/native/transformers/cuda/sdp_utils.cpp; run on an H200, torch 2.11, cuDNN 9.19",
         dtypes=frozenset({"float16", "bfloat16"}),

@@ -48,9 +48,8 @@ def stack_view(pieces: Sequence[Tensor]) -> Tensor | None:
     return first.as_strided((count, *shape), (step // size, *inner))
 
 
-# Operand bytes of one call up to which gathering it costs less than the launch it saves. On one core of an
-# EPYC (SDPA, 12 heads of 32, float32) gathering breaks even at about 150 KB a call before the cost of each
-# launch's dispatch is counted; a GPU that moves 4 TB/s copies 8 MiB in 4 us, half of one launch.
+# Operand bytes of one call up to which gathering it costs less than the launch it saves. Estimates:
+# on a CPU the copy is paid in its own caches' bandwidth, on a GPU these bytes are copied within one launch.
 GATHER_BYTES = {"cpu": 1 << 18}
 GATHER_BYTES_ELSEWHERE = 1 << 23
 

@@ -80,8 +80,8 @@ def _paged() -> Callable[..., Any]:
         if not return_lse:
             return out if several else out.squeeze(1)  # type: ignore[no-any-return]
         if several:
-            return both(out[0], out[1].transpose(0, 1), True)
-        return both(out[0].squeeze(1), out[1].squeeze(2), True)
+            return both(out[0], out[1].transpose(0, 1))
+        return both(out[0].squeeze(1), out[1].squeeze(2))
 
     return paged_attention
 
@@ -102,7 +102,7 @@ def _capability(features: frozenset[str] = FEATURES, **more: Any) -> Capability:
     )
 
 
-_GUESS = Efficiency(0.6, 0.8, 20.0, "an estimate, from FlashInfer's FA3 template on one H200")
+_GUESS = Efficiency(0.6, 0.8, 20.0, "an estimate, from FlashInfer's FA3 template")
 _make = functools.partial(kernel, "flash_attn_3", rank=37, distribution="flash-attn-3>=3.0.0b1")
 
 KERNELS: tuple[Kernel, ...] = (

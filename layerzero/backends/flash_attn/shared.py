@@ -37,10 +37,8 @@ def flags(is_causal: bool, scale: float | None, window: Window, softcap: float |
     }  # fmt: skip
 
 
-def both(out: Tensor, lse: Tensor, return_lse: bool) -> Result:
-    """The op's result; a row that saw nothing has -inf, which the second generation marks with +inf."""
-    if not return_lse:
-        return out
+def both(out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
+    """The op's pair; a row that saw nothing has -inf, which the second generation marks with +inf."""
     return out, lse.masked_fill(lse == torch.inf, -torch.inf)
 
 

@@ -78,7 +78,7 @@ def _kernel(variant: str, low: int, high: int) -> Kernel:
             gradient=False,
         ),
         load=run,
-        efficiency=estimate(0.4, 0.6, 150.0, "an estimate from paged attention"),
+        efficiency=estimate(0.4, 0.6, 150.0, "as paged attention"),
         rank=35 if variant == "fa3" else 38,
         cold=True,
         distributions=DISTRIBUTIONS,

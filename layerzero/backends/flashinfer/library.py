@@ -32,5 +32,5 @@ def module(name: str = "flashinfer") -> Any:
 
 
 def estimate(flops: float, bandwidth: float, launch_us: float, what: str) -> Efficiency:
-    """An efficiency with the measurement it comes from."""
-    return Efficiency(flops, bandwidth, launch_us, f"one H200, torch 2.11.0+cu130, bf16: {what}")
+    """An efficiency for where nothing is measured; `what` says how it was come by."""
+    return Efficiency(flops, bandwidth, launch_us, f"an estimate for an H200, {what}")

@@ -143,7 +143,7 @@ def _kernel(
 
 
 _HEADS = (OneOf("D", (64, 128, 256)),)  # what its templates exist for
-_ROWS = estimate(0.1, 0.7, 8.0, "an estimate; the kernels are bound by memory")
+_ROWS = estimate(0.1, 0.7, 8.0, "bound by memory")
 
 KERNELS: tuple[Kernel, ...] = (
     _kernel("rms_norm", "rmsnorm", _rms_norm, _ROWS, limits=(AtLeast("C", 2),)),
@@ -154,7 +154,7 @@ KERNELS: tuple[Kernel, ...] = (
         (*_HEADS, MultipleOf("R", 16)),
     ),
     _kernel(
-        "mlp", "act_and_mul", _mlp, estimate(0.8, 0.7, 25.0, "an estimate from its two products"),
+        "mlp", "act_and_mul", _mlp, estimate(0.8, 0.7, 25.0, "by its two products"),
         frozenset({"bias", "act_swiglu", "act_geglu"}),
     ),
     _kernel(
