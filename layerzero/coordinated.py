@@ -205,13 +205,6 @@ class SharedSequence:
         self._target, self.number, self._limit = target, number, limit
         self.length = 0
 
-    async def forward(self, tokens: Tensor) -> Tensor:
-        """Not for one rank: the target's distributions stay where they are.
-
-        Raises: NotImplementedError: always.
-        """
-        raise NotImplementedError("a target that ranks share verifies; it gives no logits to rank 0 alone")
-
     async def verify(self, round_: Round) -> tuple[int, list[int]]:
         """How many drafts stay and the tokens, as every rank finds them."""
         found = await self._target.verified(self.number, self._limit, self.length, round_)

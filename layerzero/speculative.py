@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Collection, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import anyio
 import torch
@@ -25,19 +25,22 @@ from layerzero.ops.table import get
 _sample, _verify_chain = awaited(get("sample")), awaited(get("verify_chain"))
 
 
-class Decoder(Protocol):
+class Held(Protocol):
     """One sequence of one model, with its cache.
 
-    `forward` adds tokens (T,) int64 to the sequence and gives the logits (T, V) after each of them;
     `rollback` forgets the tokens from `length` on, and gives back what they held.
     """
 
     @property
     def length(self) -> int: ...
 
-    async def forward(self, tokens: Tensor) -> Tensor: ...
-
     def rollback(self, length: int) -> None: ...
+
+
+class Decoder(Held, Protocol):
+    """A sequence whose `forward` adds tokens (T,) int64 and gives the logits (T, V) after each of them."""
+
+    async def forward(self, tokens: Tensor) -> Tensor: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +63,8 @@ class Round:
     top_p: float
 
 
-class Verifier(Decoder, Protocol):
+@runtime_checkable
+class Verifier(Held, Protocol):
     """A target that verifies by itself: `verify` gives how many drafts stay, and the tokens (K + 1,).
 
     Behind those that stay and the one drawn after them the tokens are -1. Such a target keeps its
@@ -193,12 +197,12 @@ class Generation:
     async def _verified(self, drafts: _Drafts) -> tuple[int, list[int], Tensor | None]:
         """How many drafts stay, the tokens, and the target's distribution after the last if it is here."""
         text, target = len(self._text), self._target
-        if (verify := getattr(target, "verify", None)) is not None:
+        if isinstance(target, Verifier):
             fresh = torch.tensor(self._text[target.length :], dtype=torch.int64)
             drawn = {"seed": self._seed, "offset": text, **self._filter}
-            stays, found = await verify(Round(fresh, drafts.tokens, drafts.probs, self._kept, **drawn))
+            stays, found = await target.verify(Round(fresh, drafts.tokens, drafts.probs, self._kept, **drawn))
             return stays, found, None
-        p = await self._verified_by(drafts)
+        p = await self._verified_by(target, drafts)
         tokens, accepted = await _verify_chain(
             drafts.probs.unsqueeze(0),
             drafts.tokens.unsqueeze(0),
@@ -209,11 +213,11 @@ class Generation:
         row = (await to_host(torch.cat([accepted, tokens[0]]))).tolist()
         return row[0], row[1:], p[-1]
 
-    async def _verified_by(self, drafts: _Drafts) -> Tensor:
+    async def _verified_by(self, target: Decoder, drafts: _Drafts) -> Tensor:
         """The target's distributions (K + 1, V) at each drafted place and after the last."""
-        fresh = torch.tensor(self._text[self._target.length :], dtype=torch.int64)
+        fresh = torch.tensor(self._text[target.length :], dtype=torch.int64)
         run = torch.cat([fresh.to(drafts.tokens.device), drafts.tokens])
-        logits = await self._target.forward(run)
+        logits = await target.forward(run)
         if logits.shape[-1] != drafts.probs.shape[-1]:
             raise ValueError(
                 f"draft needs the target's vocabulary of {logits.shape[-1]} tokens, got "
@@ -260,6 +264,8 @@ def generate(
     checks.need_number("temperature", temperature, low=0.0)
     checks.need_int("top_k", top_k, low=0)
     checks.need_number("top_p", top_p, low=0.0, high=1.0)
+    if not hasattr(draft, "forward"):
+        raise TypeError(f"draft needs `forward`, which gives logits, got {type(draft).__name__} without it")
     for name, decoder in (("draft", draft), ("target", target)):
         if not 0 <= decoder.length < len(prompt):
             raise ValueError(

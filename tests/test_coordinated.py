@@ -219,8 +219,9 @@ def test_what_a_shared_target_cannot_do_is_said() -> None:
 
     async def lead(own: Shared) -> None:
         async with own.target.sequence(64) as sequence:
-            with pytest.raises(NotImplementedError, match="gives no logits to rank 0 alone"):
-                await sequence.forward(torch.tensor([0]))
+            drafting: Any = sequence
+            with pytest.raises(TypeError, match="draft needs `forward`, which gives logits, got SharedSeq"):
+                speculative.generate(drafting, sequence, [0])
             odd = speculative.Round(
                 torch.tensor([0]), torch.tensor([1]), torch.ones(1, 5), False, 0, 0, 1.0, 0, 1.0
             )

@@ -179,7 +179,7 @@ class Step(Batched[Any, Any]):
     """A function with collectives: however short, it waits for other ranks, never on a loop's thread."""
 
     def _learn(self, us_per_row: float) -> None:
-        pass
+        """Nothing: a step stays off the loop however short it proves."""
 
 
 class Agreeing(Scope):
