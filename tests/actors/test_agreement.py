@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from datetime import timedelta
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar
 
 import pytest
 from torch.distributed import HashStore, TCPStore  # type: ignore[attr-defined]  # public, not declared
@@ -32,11 +32,13 @@ RANKS = 3
 
 # -- the model check ------------------------------------------------------------------------------------
 
+State = TypeVar("State")
 Make = Callable[[], list[Side]]
 Replies = list[tuple[Any, dict[str, bytes]]]
 Answers = Callable[[Step, dict[str, bytes]], Replies]
 # A rank's history is what its steps were answered with; "lost" ends it. With the store it is the whole state.
 Histories = tuple[tuple[Any, ...], ...]
+Answered = tuple[Histories, frozenset[tuple[str, bytes]]]
 
 
 def sides(refuses: frozenset[int] = frozenset()) -> Make:
@@ -52,6 +54,17 @@ def sides(refuses: frozenset[int] = frozenset()) -> Make:
     return make
 
 
+def reached(start: State, follows: Callable[[State], Iterable[State]]) -> Iterator[tuple[State, set[State]]]:
+    """Every state that can come of `start`, once, with those that follow it."""
+    seen, left = {start}, [start]
+    while left:
+        state = left.pop()
+        after = set(follows(state))
+        yield state, after
+        left.extend(after - seen)
+        seen |= after
+
+
 def outcomes(
     make: Make, crashes: int, answers: Answers | None = None
 ) -> Iterator[tuple[Outcome | None, ...]]:
@@ -60,28 +73,27 @@ def outcomes(
     A `Take` whose key is missing may time out at any moment, which covers delays and late ranks; one whose
     key is there may come back empty too, as if the time had run out before. At most `crashes` ranks stop.
     """
-    seen: set[tuple[Histories, frozenset[tuple[str, bytes]]]] = set()
-    start: tuple[Histories, frozenset[tuple[str, bytes]]] = (((),) * RANKS, frozenset())
-    todo = [start]
-    while todo:
-        state = todo.pop()
-        if state in seen:
-            continue
-        seen.add(state)
+
+    def pending(histories: Histories) -> list[Any]:
+        return [replayed(make, rank, history) for rank, history in enumerate(histories)]
+
+    def follows(state: Answered) -> Iterator[Answered]:
         histories, frozen = state
-        pending = [replayed(make, rank, history) for rank, history in enumerate(histories)]
-        if all(not isinstance(step, Step) for step in pending):
-            yield tuple(step if isinstance(step, Outcome) else None for step in pending)
-            continue
-        crashed = sum(step == "lost" for step in pending)
-        for rank, step in enumerate(pending):
+        waits = pending(histories)
+        for rank, step in enumerate(waits):
             if not isinstance(step, Step):
                 continue
             for reply, store in (answers or replies)(step, dict(frozen)):
-                follow = (*histories[:rank], (*histories[rank], reply), *histories[rank + 1 :])
-                todo.append((follow, frozenset(store.items())))
-            if crashed < crashes:
-                todo.append(((*histories[:rank], (*histories[rank], "lost"), *histories[rank + 1 :]), frozen))
+                yield with_one(histories, rank, reply), frozenset(store.items())
+            if waits.count("lost") < crashes:
+                yield with_one(histories, rank, "lost"), frozen
+
+    nothing: Answered = (((),) * RANKS, frozenset())
+    for (histories, _), after in reached(nothing, follows):
+        if not after:
+            ends = pending(histories)
+            assert not any(isinstance(step, Step) for step in ends), "a rank waits for ever"
+            yield tuple(step if isinstance(step, Outcome) else None for step in ends)
 
 
 def replies(step: Step, store: dict[str, bytes]) -> Replies:
@@ -216,15 +228,9 @@ def walks(at: int, steps: int, crashes: int, *, alone: bool = False) -> Iterator
     """The plan of every step on every rank, for every order of voting, learning, stepping and crashing."""
     nothing: tuple[Any, ...] = ((),) * RANKS
     begin: Moment = (nothing, frozenset(), nothing)
-    seen: set[Moment] = {begin}
-    todo: list[Moment] = [begin]
-    while todo:
-        walk = Walk(todo.pop(), at, alone)
-        follows = list(walk.follows(steps, crashes))
-        if not follows:
-            yield walk.plans
-        todo.extend(set(follows) - seen)
-        seen.update(follows)
+    for moment, after in reached(begin, lambda moment: Walk(moment, at, alone).follows(steps, crashes)):
+        if not after:
+            yield Walk(moment, at, alone).plans
 
 
 @pytest.mark.parametrize("at", [1, 2, 3])

@@ -62,8 +62,3 @@ def ray_cluster(ray: Any, ray_head: str) -> Iterator[Any]:
     ray.init(address=ray_head, log_to_driver=False, configure_logging=False)
     yield ray
     ray.shutdown()
-
-
-@pytest.fixture
-def no_blocking_calls() -> None:
-    """Ray's own client blocks the loop's thread now and then; the hosts' loops are in other processes."""
