@@ -48,7 +48,7 @@ class Front:
 
     __slots__ = (
         "__weakref__", "_across", "_ahead", "_armed", "_callers", "_context", "_executor", "_flying", "_gone",
-        "_joined", "_lock", "_max_inline_us", "_now", "_spent_us", "_timer", "_timer_at",
+        "_hold", "_joined", "_lock", "_max_inline_us", "_now", "_spent_us", "_timer", "_timer_at",
         "_worker", "alone", "ambient_grad", "ambient_stream", "inline_limit_us", "lane", "loop", "state",
         "stepping",
     )  # fmt: skip
@@ -92,6 +92,7 @@ class Front:
         self._lock = threading.Lock()  # for the end of a front whose loop is closed: see _lost
         self._timer: asyncio.TimerHandle | None = None
         self._timer_at = float("inf")
+        self._hold: asyncio.TimerHandle | None = None  # when what is held back goes at the latest
         self._gone: asyncio.Future[None] | None = None  # set when a draining front has lost its last caller
 
     # -- callers -----------------------------------------------------------------------------------
@@ -149,6 +150,27 @@ class Front:
         error = asyncio.CancelledError() if message is None else asyncio.CancelledError(message)
         self._end(ticket, error)
         return True
+
+    def leave(self) -> Caller | None:
+        """The current task goes away with the device, to read a result: its next call is expected.
+
+        Give what is returned to `back` when it goes on; None for a task that shares the lane with nobody.
+        """
+        if self.alone is not None:
+            return None
+        caller = self.stepping
+        if caller is None:
+            caller = self._callers.get(asyncio.current_task(self.loop))  # type: ignore[arg-type]
+        if caller is not None:
+            self.lane.leave(caller)
+        return caller
+
+    def back(self, caller: Caller | None) -> None:
+        """Who went away goes on, or was cancelled; what it calls until the next turn meets what was held."""
+        if caller is not None:
+            self.lane.back(caller)
+            if self.lane.queued:
+                self._arm()
 
     def enlist(self, ended: Task) -> Caller:
         """Know a caller that is no task until `ended` is done."""
@@ -214,6 +236,20 @@ class Front:
             self._expire(now)
         while (batch := lane.next_batch(now)) is not None:
             self._launch(batch)
+        if lane.held_until < float("inf"):
+            self._wait_at_most(lane.held_until)
+
+    def _wait_at_most(self, until: float) -> None:
+        """Have a turn at `until`, whoever is still away then."""
+        if self._hold is not None:
+            if self._hold.when() == until and not self._hold.cancelled():
+                return
+            self._hold.cancel()
+        self._hold = self.loop.call_at(until, self._held_long, context=self._context)
+
+    def _held_long(self) -> None:
+        self._hold = None
+        self._arm()
 
     def _launch(self, batch: Batch) -> None:
         if batch.expected_us < self.inline_limit_us:
@@ -387,9 +423,10 @@ class Front:
             if lost:
                 ticket.wake = None
             self._end(ticket, RuntimeClosedError("the runtime was closed before this call ended"))
-        if self._timer is not None:
-            self._timer.cancel()
-            self._timer = None
+        for timer in (self._timer, self._hold):
+            if timer is not None:
+                timer.cancel()
+        self._timer = self._hold = None
         for task in self._callers:
             if not lost:
                 task.remove_done_callback(self._unregister)

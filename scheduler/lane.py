@@ -5,7 +5,8 @@ Every method takes `now` in seconds; a driver feeds it events and runs the batch
 slots are served in the order in which they first appeared, round and round. Models are loops over the same
 ops, so a sweep in program order walks with the largest group of callers and picks up every one it passes.
 
-All waiting tickets of a group may join whichever of its slots is being served.
+All waiting tickets of a group may join whichever of its slots is being served. Where callers are away with
+a device that answers later, what they will ask next is held for them, within bounds (`expected.py`).
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from itertools import islice
 from typing import Any
 
 from layerzero.native import HOT
+from layerzero.scheduler.expected import Expected
 from layerzero.scheduler.limits import Caps as Caps
 from layerzero.scheduler.limits import Stats as Stats
 from layerzero.scheduler.sweep import Group, Slot, Sweep
@@ -45,13 +47,18 @@ class Lane:
 
     __slots__ = (
         "_backlog", "_cut_last", "_deadlines", "_seq", "_turn_owed", "_urgent", "_watched", "batch_s", "caps",
-        "draining", "in_flight", "queued", "queued_bytes", "running", "stats", "sweep",
+        "draining", "expected", "held_until", "in_flight", "queued", "queued_bytes", "running", "stats",
+        "sweep",
     )  # fmt: skip
 
     def __init__(self, caps: Caps | None = None) -> None:
         self.caps = caps or Caps()
         self.stats = Stats()
         self.sweep = Sweep(self.caps.slots)
+        self.expected = Expected(self.caps)
+        self.held_until = (
+            math.inf
+        )  # when `next_batch` may find what it held back; infinite where it held nothing
         self.queued = self.queued_bytes = 0
         self.in_flight = self.running = 0  # batches, tickets
         self.batch_s = 0.0
@@ -119,20 +126,40 @@ class Lane:
         """A loop turn has passed since the last batch ended or the lane left idleness."""
         self._turn_owed = False
 
+    def leave(self, caller: Caller) -> None:
+        """A caller goes away with a device: what stands where it will call next is held for it."""
+        if caller.last is not None:
+            self.expected.leave(caller, caller.last)
+
+    def back(self, caller: Caller) -> None:
+        """A caller that went away is back, or has ended."""
+        self.expected.back(caller)
+
     def next_batch(self, now: float) -> Batch | None:
-        """The next batch to run, or None: nothing waits, a turn is owed, or enough is in flight."""
+        """The next batch to run, or None: nothing waits, a turn is owed, enough is in flight, or all that
+        waits is held for callers that are away, until `held_until` at the latest."""
+        self.held_until = math.inf
         if not self.queued or self._turn_owed or self.in_flight >= self.caps.ahead:
             return None
-        chosen = self._cut_in(now)
+        held: set[Group] = self.expected.held(self.sweep.pending, now) if self.expected else set()
+        chosen = None if self._cut_last else self._cut_in(now, held)
+        group: Group | None = None
+        if chosen is None:
+            group = self.sweep.next_group(held)
+            if group is None and self._cut_last:  # the sweep cannot go on: nobody is overtaken
+                chosen = self._cut_in(now, held)
+        self._cut_last = chosen is not None
         if chosen is not None:
-            self._cut_last = True
-            group: Group = chosen.slot.group
-        else:
-            self._cut_last = False
-            group = self.sweep.next_group()
+            group = chosen.slot.group
+        if group is None:
+            self.held_until = min(self.expected.until, self._must_start())
+            return None
         tickets = self._take(group, chosen, now)
         self.sweep.served(group, len(tickets))
-        return self._started(tickets, now)
+        batch = self._started(tickets, now)
+        if self.caps.ahead > 1 and not group.solo:
+            self.expected.leave(batch, group)
+        return batch
 
     def done(self, batch: Batch, outcomes: list[Any], now: float) -> None:
         """A batch has ended with one outcome a ticket: its value, or `Failed`.
@@ -152,6 +179,7 @@ class Lane:
         stats.failed += ended - values - left
         self.running -= ended
         self.in_flight -= 1
+        self.expected.back(batch)
         self._turn_owed = True
         took = max(now - batch.started, 0.0)
         self.batch_s = took if not self.batch_s else self.batch_s + _NEWEST * (took - self.batch_s)
@@ -266,6 +294,8 @@ class Lane:
         self._urgent.pop(ticket, None)
         self._watched.pop(ticket.seq, None)
         group.count -= 1
+        if not group.count:
+            group.held_at = None
         group.tokens -= ticket.tokens
         group.bytes -= ticket.bytes
         self.queued -= 1
@@ -301,17 +331,23 @@ class Lane:
 
     # -- the pick rule -----------------------------------------------------------------------------
 
-    def _cut_in(self, now: float) -> Ticket | None:
-        """A ticket that may not wait for the sweep; never twice in a row, so that the sweep goes on."""
-        if self._cut_last or not (self._urgent or self._watched):
-            return None
+    def _cut_in(self, now: float, held: set[Group]) -> Ticket | None:
+        """A ticket that may not wait for the sweep; a deadline ends a hold too, a priority does not."""
+        if self._watched and now >= self._must_start():
+            return self._watched[self._deadlines[0][1]]
+        if not held:
+            return next(iter(self._urgent), None)
+        return next((ticket for ticket in self._urgent if ticket.slot.group not in held), None)
+
+    def _must_start(self) -> float:
+        """When the queued ticket with the nearest deadline may not wait any longer; infinite without one."""
         nearest = self.next_deadline
-        if nearest < math.inf:
-            ticket = self._watched[self._deadlines[0][1]]
-            margin = self.batch_s * (len(self.sweep.pending) + 1) + ticket.expected_us * 1e-6
-            if nearest - now <= margin and ticket.state == QUEUED:
-                return ticket
-        return next(iter(self._urgent), None)
+        if nearest == math.inf:
+            return math.inf
+        ticket = self._watched[self._deadlines[0][1]]
+        if ticket.state != QUEUED:
+            return math.inf
+        return nearest - self.batch_s * (len(self.sweep.pending) + 1) - ticket.expected_us * 1e-6
 
     def _take(self, group: Group, first: Ticket | None, now: float) -> list[Ticket]:
         """The tickets of `group` that go into one batch, best class first, oldest first inside a class."""

@@ -10,11 +10,13 @@ class Caps:
 
     `ageing_s` lifts a waiting ticket by one priority class; `ahead` is how many batches may be in flight;
     `slots` how many places of the models' programs are remembered. `reject` refuses tickets at a full
-    queue, which otherwise wait in order for room.
+    queue, which otherwise wait in order for room. `hold_s` is how long tickets wait for callers that are
+    away with a device, at most.
     """
 
     __slots__ = (
-        "ageing_s", "ahead", "items", "max_bytes", "queue_bytes", "queue_items", "reject", "slots", "tokens",
+        "ageing_s", "ahead", "hold_s", "items", "max_bytes", "queue_bytes", "queue_items", "reject", "slots",
+        "tokens",
     )  # fmt: skip
 
     def __init__(
@@ -29,6 +31,7 @@ class Caps:
         ahead: int = 1,
         slots: int = 8192,
         reject: bool = False,
+        hold_s: float = 0.05,
     ) -> None:
         self.items = items
         self.tokens = tokens
@@ -39,6 +42,7 @@ class Caps:
         self.ahead = ahead
         self.slots = slots
         self.reject = reject
+        self.hold_s = hold_s
 
     @classmethod
     def of(cls, settings: Settings) -> Caps:

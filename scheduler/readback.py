@@ -1,20 +1,28 @@
 """Reading results back: the copies that one loop turn asks for share one event and one wake.
 
-On the CPU a result is there already; it is only freed of the batch it is a view of. On CUDA each tensor is
-copied into pinned memory without blocking; a thread sleeps on the event behind the last copy and wakes the
-loop once.
+On the CPU a result is there already; it is only freed of the batch it is a view of. On CUDA tensors are
+copied into pinned memory without blocking, small rows of one batch in one piece; a thread sleeps on the event
+behind the last copy and wakes the loop once. Until then the lane expects the callers back.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Iterable, Sequence
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from layerzero.actors.worker import Worker
+from layerzero.native import HOT
+from layerzero.scheduler.driver import Front
 from layerzero.scheduler.modes import Stream
 from layerzero.scheduler.streams import stream_of, wait
+
+# Rows up to this size are copied with their neighbours and cut apart on the host.
+SMALL_BYTES = 4096
+# A piece of a batch is copied whole where at most this share of it is nobody's.
+MOST_UNASKED = 0.5
 
 
 def compacted(tensor: Tensor) -> Tensor:
@@ -22,61 +30,181 @@ def compacted(tensor: Tensor) -> Tensor:
 
     A row that leaves must not keep 63 strangers' rows alive, nor carry them into a pickle.
     """
+    if HOT.module is not None:
+        copied: Tensor = HOT.module.own(tensor)
+        if copied is not NotImplemented:
+            return copied
     own = tensor.numel() * tensor.element_size()
     if tensor.untyped_storage().nbytes() > own:
         return tensor.clone(memory_format=torch.contiguous_format)
     return tensor
 
 
+class Piece:
+    """Rows of one batch that are copied at once: `whole` covers them, `counts` cuts it into them again.
+
+    `indices` says which of the tensors asked for each cut is, None for rows between them.
+    """
+
+    __slots__ = ("counts", "indices", "whole")
+
+    def __init__(self, whole: Tensor, counts: list[int], indices: list[int | None]) -> None:
+        self.whole = whole
+        self.counts = counts
+        self.indices = indices
+
+
+def pieces(tensors: Sequence[Tensor]) -> list[Piece]:
+    """What to copy so that every one of `tensors` arrives: neighbours in memory together, the rest alone."""
+    alone: list[int] = []
+    near: dict[Any, list[int]] = {}
+    for index, tensor in enumerate(tensors):
+        if 0 < tensor.nbytes <= SMALL_BYTES and tensor.dim() and tensor.is_contiguous():
+            place = tensor.untyped_storage().data_ptr(), tensor.dtype, tensor.shape[1:]
+            near.setdefault(place, []).append(index)
+        else:
+            alone.append(index)
+    made: list[Piece] = []
+    for indices in near.values():
+        piece = _joined(tensors, indices) if len(indices) > 1 else None
+        if piece is None:
+            alone += indices
+        else:
+            made.append(piece)
+    made += [Piece(tensors[index], [], [index]) for index in alone]
+    return made
+
+
+def _joined(tensors: Sequence[Tensor], indices: Iterable[int]) -> Piece | None:
+    """One piece over rows of one storage; None where they overlap, lie askew or far apart."""
+    order = sorted(indices, key=lambda index: tensors[index].storage_offset())
+    first = tensors[order[0]]
+    begin, row = int(first.storage_offset()), first.numel() // first.shape[0]
+    counts: list[int] = []
+    cuts: list[int | None] = []
+    at = asked = 0
+    for index in order:
+        tensor = tensors[index]
+        start, askew = divmod(int(tensor.storage_offset()) - begin, row)
+        if askew or start < at:
+            return None
+        if start > at:
+            counts.append(start - at)
+            cuts.append(None)
+        counts.append(tensor.shape[0])
+        cuts.append(index)
+        at = start + tensor.shape[0]
+        asked += tensor.shape[0]
+    if at - asked > MOST_UNASKED * at:
+        return None
+    shape = (at, *first.shape[1:])
+    return Piece(first.as_strided(shape, (row, *first.stride()[1:]), begin), counts, cuts)
+
+
+def apart(piece: Piece, host: Tensor) -> Iterable[tuple[int, Tensor]]:
+    """The tensors asked for, by index, out of the host copy of a piece; each by itself."""
+    if not piece.counts:
+        index = piece.indices[0]
+        assert index is not None
+        return [(index, host)]
+    views = NotImplemented if HOT.module is None else HOT.module.split(host, piece.counts, False)
+    rows: Sequence[Tensor] = host.split(piece.counts) if views is NotImplemented else views
+    return [
+        (index, compacted(row)) for index, row in zip(piece.indices, rows, strict=True) if index is not None
+    ]
+
+
+class Copies(Protocol):
+    """How tensors get from a device to the host without anybody waiting."""
+
+    def launch(self, tensors: list[Tensor], sources: set[Stream]) -> tuple[list[Tensor], Any]:
+        """Host copies, valid once `synchronize()` of what comes with them has returned."""
+        ...
+
+
+class CudaCopies:
+    """Copies into pinned memory, on the stream that is current behind all of `sources`."""
+
+    __slots__ = ()
+
+    def launch(self, tensors: list[Tensor], sources: set[Stream]) -> tuple[list[Tensor], Any]:
+        """Host copies, and the event behind them."""
+        here = torch.cuda.current_stream(tensors[0].device)
+        for source in map(stream_of, sources):
+            if source != here:
+                wait(here, source)
+        copies = [
+            torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor, non_blocking=True)
+            for tensor in tensors
+        ]
+        event = torch.cuda.Event(blocking=True)
+        event.record(here)
+        return copies, event
+
+
 class Readback:
-    """The read-backs of one event loop from one CUDA device."""
+    """The read-backs of one event loop from one device."""
 
-    __slots__ = ("_loop", "_pending", "_sources", "_worker")
+    __slots__ = ("_copies", "_front", "_loop", "_pending", "_sources", "_worker")
 
-    def __init__(self, loop: Any, worker: Worker) -> None:
-        self._loop = loop
+    def __init__(self, front: Front, worker: Worker, copies: Copies | None = None) -> None:
+        self._front = front
+        self._loop = front.loop
         self._worker = worker
+        self._copies = copies or CudaCopies()
         self._pending: list[tuple[Tensor, Any]] = []
         self._sources: set[Stream] = set()
 
-    def add(self, tensor: Tensor, stream: Stream) -> Any:
-        """A future of this loop for the host copy of `tensor`, which `stream` writes."""
+    async def read(self, tensor: Tensor, stream: Stream) -> Tensor:
+        """The host copy of `tensor`, which `stream` writes; the lane expects the caller back meanwhile."""
         future = self._loop.create_future()
         if not self._pending:
             self._loop.call_soon(self._launch)
         self._pending.append((tensor, future))
         self._sources.add(stream)
-        return future
+        caller = self._front.leave()
+        try:
+            copied: Tensor = await future
+        finally:
+            self._front.back(caller)
+        return copied
 
     def _launch(self) -> None:
         pending, self._pending = self._pending, []
         sources, self._sources = self._sources, set()
-        here = torch.cuda.current_stream(pending[0][0].device)
-        for source in sources:
-            wait(here, stream_of(source))
-        copies: list[Tensor] = []
-        for tensor, _ in pending:
-            host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
-            # On `here`, the current stream; `pending` holds the source until the copy has ended.
-            copies.append(host.copy_(tensor, non_blocking=True))
-        event = torch.cuda.Event(blocking=True)
-        event.record(here)
-        self._worker.submit(lambda: self._wait(event, pending, copies))
+        try:
+            parts = pieces([tensor for tensor, _ in pending])
+            hosts, event = self._copies.launch([part.whole for part in parts], sources)
+        except Exception as error:
+            self._land(pending, [], error)
+            return
+        # `pending` holds the sources until the copies have ended.
+        self._worker.submit(lambda: self._wait(event, pending, parts, hosts))
 
-    def _wait(self, event: Any, pending: list[tuple[Tensor, Any]], copies: list[Tensor]) -> None:
+    def _wait(
+        self, event: Any, pending: list[tuple[Tensor, Any]], parts: list[Piece], hosts: list[Tensor]
+    ) -> None:
+        """On the reaper's thread."""
         error: Exception | None = None
+        found: list[tuple[int, Tensor]] = []
         try:
             event.synchronize()
+            for part, host in zip(parts, hosts, strict=True):
+                found += apart(part, host)
         except Exception as raised:
             error = raised
-        self._loop.call_soon_threadsafe(self._land, pending, copies, error)
+        self._loop.call_soon_threadsafe(self._land, pending, found, error)
 
     @staticmethod
-    def _land(pending: list[tuple[Tensor, Any]], copies: list[Tensor], error: Exception | None) -> None:
-        for (_, future), copy in zip(pending, copies, strict=True):
-            if future.done():
-                continue
-            if error is not None:
-                future.set_exception(error)
-            else:
+    def _land(
+        pending: list[tuple[Tensor, Any]], found: list[tuple[int, Tensor]], error: Exception | None
+    ) -> None:
+        if error is not None:
+            for _, future in pending:
+                if not future.done():
+                    future.set_exception(error)
+            return
+        for index, copy in found:
+            future = pending[index][1]
+            if not future.done():
                 future.set_result(copy)

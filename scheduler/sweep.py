@@ -11,7 +11,8 @@ would alternate, and the sweep would move all of them in step without letting an
 from __future__ import annotations
 
 from bisect import bisect_right, insort
-from typing import Any
+from collections.abc import Set
+from typing import Any, Final
 
 from layerzero.scheduler.ticket import Ticket
 
@@ -20,10 +21,10 @@ class Group:
     """The waiting tickets of one compatibility class, one line a priority; a dict is an ordered set.
 
     A `solo` group serves an op's calls that batch with nothing: one ticket a batch. `busy` are its slots
-    with tickets.
+    with tickets; `held_at` is since when its tickets wait for callers that are away.
     """
 
-    __slots__ = ("busy", "bytes", "count", "key", "lines", "slots", "solo", "tokens")
+    __slots__ = ("busy", "bytes", "count", "held_at", "key", "lines", "slots", "solo", "tokens")
 
     def __init__(self, key: Any, solo: bool) -> None:
         self.key = key
@@ -32,6 +33,7 @@ class Group:
         self.count = self.tokens = self.bytes = 0
         self.slots: dict[Group | None, Slot] = {}
         self.busy: list[Slot] = []
+        self.held_at: float | None = None
 
 
 class Slot:
@@ -45,6 +47,9 @@ class Slot:
         self.place = place
         self.used = used
         self.count = 0
+
+
+_NONE: Final[frozenset[Group]] = frozenset()
 
 
 class Sweep:
@@ -90,27 +95,30 @@ class Sweep:
             places = self._places
         return places[-1] + 1.0 if places else 0.0
 
-    def next_group(self) -> Group:
+    def next_group(self, held: Set[Group] = _NONE) -> Group | None:
         """The group to serve: the current one's while tickets from when it was reached wait, else the next.
 
-        Only for a sweep with a pending slot.
+        Groups in `held` are passed over; None where no other waits.
         """
         serving = self._serving
-        if serving is not None and self._owed > 0 and serving.count:
+        if serving is not None and self._owed > 0 and serving.count and serving.group not in held:
             return serving.group
         place = self._place
         after: Slot | None = None
         first: Slot | None = None
         for slot in self.pending:
+            if held and slot.group in held:
+                continue
             if slot.place > place:
                 if after is None or slot.place < after.place:
                     after = slot
             elif first is None or slot.place < first.place:
                 first = slot
         if after is None:
+            if first is None:
+                return None
             after = first
             self.rounds += 1
-        assert after is not None, "a sweep is asked for a group only while one waits"
         self._serving = after
         self._place = after.place
         self._owed = after.group.count
@@ -118,6 +126,7 @@ class Sweep:
 
     def served(self, group: Group, count: int) -> None:
         """`count` tickets of `group` were taken; those that came after the sweep reached it wait a round."""
+        group.held_at = None
         if self._serving is not None and self._serving.group is group:
             self._owed -= count
 

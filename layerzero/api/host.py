@@ -26,9 +26,9 @@ async def to_host(tensor: Tensor) -> Tensor:
     if not isinstance(tensor, Tensor):
         raise TypeError(f"tensor needs a torch.Tensor, got {type(tensor).__name__}")
     if HOT.module is not None:
-        copied: Tensor = HOT.module.own(tensor)
-        if copied is not NotImplemented:
-            return copied
+        owned: Tensor = HOT.module.own(tensor)
+        if owned is not NotImplemented:
+            return owned
     plain = tensor.detach()
     if plain.device.type != "cuda":
         return compacted(plain.cpu() if plain.device.type != "cpu" else plain)
@@ -37,12 +37,10 @@ async def to_host(tensor: Tensor) -> Tensor:
     of_loop = _READBACKS.setdefault(front.loop, {})
     readback = of_loop.get(id(device))
     if readback is None:
-        readback = of_loop[id(device)] = Readback(front.loop, device.reaper)
+        readback = of_loop[id(device)] = Readback(front, device.reaper)
     modes = device.capture()
-    copy = readback.add(plain, modes.stream)
     leave(modes, front)
     try:
-        copied = await copy
+        return await readback.read(plain, modes.stream)
     finally:
         come_back(modes, front)
-    return copied

@@ -8,6 +8,8 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from torch import Tensor
+
 from layerzero.scheduler.ticket import Failed
 
 
@@ -52,3 +54,33 @@ async def until(true: Callable[[], object]) -> None:
     while not true():
         assert time.monotonic() < limit
         await asyncio.sleep(0.001)
+
+
+class Later(Device):
+    """A device that answers a launch at once and has run it later, one launch after another.
+
+    Its time is the loop's: a batch takes `pass_s`, whatever its size, as one that reads a model's weights
+    does. It is also what copies its results (`launch`), and the thread that waits for them (`submit`).
+    """
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, pass_s: float) -> None:
+        super().__init__()
+        self.loop, self.pass_s = loop, pass_s
+        self.free_at = loop.time()
+
+    def execute(self, op: Any, calls: Sequence[tuple[Any, ...]], modes: Any) -> list[Any]:
+        self.free_at = max(self.free_at, self.loop.time()) + self.pass_s
+        return super().execute(op, calls, modes)
+
+    def launch(self, tensors: list[Tensor], sources: set[Any]) -> tuple[list[Tensor], Any]:
+        """Copies that are there when all that was launched before them has run."""
+        return [tensor.clone() for tensor in tensors], _Done()
+
+    def submit(self, job: Callable[[], object]) -> None:
+        """Run `job` when the device has come so far."""
+        self.loop.call_at(self.free_at, job)
+
+
+class _Done:
+    def synchronize(self) -> None:
+        """It is called when it is true."""

@@ -340,6 +340,9 @@ def test_outcomes_must_match_the_batch() -> None:
         call(priority=3)
 
 
+HOLD_S = 0.25
+
+
 class LaneMachine(RuleBasedStateMachine):
     """Any interleaving of events keeps the counts, the caps and the promise of one sweep."""
 
@@ -356,11 +359,12 @@ class LaneMachine(RuleBasedStateMachine):
         queue=st.integers(1, 12),
         reject=st.booleans(),
         slots=st.sampled_from([2, 8, 1000]),
+        ahead=st.integers(1, 2),
     )
-    def open(self, items: int, tokens: int, queue: int, reject: bool, slots: int) -> None:
+    def open(self, items: int, tokens: int, queue: int, reject: bool, slots: int, ahead: int) -> None:
         caps = Caps(
             items=items, tokens=tokens, max_bytes=30, queue_items=queue, queue_bytes=60, reject=reject,
-            ageing_s=0.5, slots=slots,
+            ageing_s=0.5, slots=slots, ahead=ahead, hold_s=HOLD_S,
         )  # fmt: skip
         self.lane = Lane(caps)
 
@@ -398,6 +402,14 @@ class LaneMachine(RuleBasedStateMachine):
         self.now += passed
         self.lane.turn(self.now)
 
+    @rule(caller=st.integers(0, 3))
+    def leave(self, caller: int) -> None:
+        self.lane.leave(self.callers[caller])
+
+    @rule(caller=st.integers(0, 3))
+    def back(self, caller: int) -> None:
+        self.lane.back(self.callers[caller])
+
     @rule()
     def expire(self) -> None:
         for ticket in self.lane.expire(self.now):
@@ -408,10 +420,12 @@ class LaneMachine(RuleBasedStateMachine):
     @rule()
     def start(self) -> None:
         queued = [t for t in self.tickets if t.state == QUEUED]
+        ready = self.lane.queued and not self.lane._turn_owed and len(self.flying) < self.lane.caps.ahead
         batch = self.lane.next_batch(self.now)
         if batch is None:
+            assert not ready or (self.lane.expected and self.now < self.lane.held_until <= self.now + HOLD_S)
             return
-        assert not self.flying, "one batch at a time"
+        assert len(self.flying) < self.lane.caps.ahead
         assert batch.tickets and all(t in queued for t in batch.tickets)
         assert len({t.group for t in batch.tickets}) == 1
         caps = self.lane.caps
@@ -445,12 +459,14 @@ class LaneMachine(RuleBasedStateMachine):
         there = [t for t in self.tickets if t.state == QUEUED]
         # Every ticket is served in the sweep's pass over its slot, at worst in a batch of its own, and
         # between any two of these one cut-in may go. Newcomers of a better class pass only until the
-        # ticket has aged, which takes two batches here.
-        for _ in range(2 * len(there) + 6):
+        # ticket has aged, which takes two batches here. Each of the five groups may be held once.
+        for _ in range(2 * len(there) + 11):
             self.now += self.lane.caps.ageing_s
             self.lane.turn(self.now)
             batch = self.lane.next_batch(self.now)
             if batch is None:
+                if self.lane.held_until < math.inf:
+                    continue
                 break
             self.lane.done(batch, ["value"] * len(batch), self.now)
             if len(self.tickets) < 200:
