@@ -33,7 +33,7 @@ from layerzero.ops import table as ops_table
 from layerzero.policy import EMPTY, Policy, check_names, environment_policy, load_policy, merge
 from layerzero.scheduler.spawn import Spawned, spawn
 from layerzero.selection.expectations import has_measurements, measured_costs
-from layerzero.settings import Settings
+from layerzero.settings import SETTING_OVERRIDDEN, Settings
 from layerzero.telemetry import Counters
 
 if TYPE_CHECKING:
@@ -59,6 +59,8 @@ class Runtime:
         store: Store | None = None,
     ) -> None:
         self.settings = settings if settings is not None else Settings.load()
+        for variable, field in self.settings.overridden().items():
+            log.info(SETTING_OVERRIDDEN, variable=variable, field=field)
         self.clock: Clock = clock or MonotonicClock()
         self.counters = Counters()
         self.devices: dict[torch.device, LocalDevice] = {}

@@ -1,4 +1,8 @@
-"""Settings of one runtime: an immutable record from program, environment, file and defaults."""
+"""Settings of one runtime: an immutable record from program, environment, file and defaults.
+
+`Settings(...)` is what the program writes and reads nothing else. `Settings.load(...)` reads the environment
+and the file as well; so do `lz.start()` without settings and the `lz` command, which call it.
+"""
 
 from __future__ import annotations
 
@@ -22,6 +26,7 @@ OTHER_VARIABLES = frozenset(
     PREFIX + word for word in ("CONFIG", "LOCK", "DENY", "ALLOW", "PREFER", "AVOID", "NATIVE")
 )
 SETTING_IGNORED = "setting.ignored"
+SETTING_OVERRIDDEN = "setting.overridden"
 SETTINGS_SKIPPED = "settings.skipped"
 
 
@@ -30,6 +35,8 @@ BATCHING = ("all", "rows", "off")
 
 class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What a deployment decides about one runtime; every field has a default that suits one process.
+
+    A field that is not given has its default, whatever the environment says: `Settings.load` reads that.
 
     Where it runs:
         device: "auto", "cpu", "cuda" or "cuda:<index>".
@@ -156,6 +163,22 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         strict = overrides.get("strict", from_env.get("strict", False)) is True
         from_file = _from_file(Path(chosen), strict) if chosen is not None else {}
         return _build({**from_file, **from_env, **overrides})
+
+    def overridden(self, env: Mapping[str, str] | None = None) -> dict[str, str]:
+        """The variables of fields that hold another value here, each with the field's name."""
+        variables = _own_environment() if env is None else env
+        found: dict[str, str] = {}
+        for field in FIELDS:
+            text = variables.get(variable := PREFIX + field.upper())
+            if field != "version" and text is not None and not self._holds(field, text, variable):
+                found[variable] = field
+        return found
+
+    def _holds(self, field: str, text: str, variable: str) -> bool:
+        try:
+            return bool(getattr(self, field) == _parsed(field, text, variable))
+        except ConfigurationError:
+            return False  # it says nothing that a field could hold
 
     def replace(self, **changes: Any) -> Settings:
         """A copy with `changes`, checked like a new one."""

@@ -13,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from layerzero.errors import ConfigurationError
+from layerzero.runtime import Runtime
 from layerzero.settings import FIELDS, Settings
 from tests.profiles import many_examples
 
@@ -38,6 +39,33 @@ def test_the_file_may_be_named_by_the_environment(tmp_path: Path) -> None:
     env = {"LAYERZERO_CONFIG": str(named)}
     assert Settings.load(env=env).probes == 2
     assert Settings.load(given_path, env).probes == 5
+
+
+def test_only_load_reads_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`Settings()` is its defaults, `Settings.load()` and a runtime without settings heed the variable."""
+    monkeypatch.setenv("LAYERZERO_PERFDB", "/srv/measured.sqlite")
+    assert Settings().perfdb == "auto"
+    assert Settings.load().perfdb == "/srv/measured.sqlite"
+    monkeypatch.setenv("LAYERZERO_PERFDB", "none")
+    assert Settings().perfdb == "auto" and Settings.load().perfdb is None
+    assert Runtime().settings.perfdb is None
+
+
+def test_a_runtime_names_the_variables_that_its_settings_override(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Also one that does not parse; one that says what the field holds, and the policy's, are not named."""
+    for variable in [name for name in os.environ if name.startswith("LAYERZERO_")]:
+        monkeypatch.delenv(variable)
+    for field, text in (("PERFDB", "none"), ("PROBES", "1"), ("TIE_BAND", "wide"), ("DENY", "zentorch.*")):
+        monkeypatch.setenv(f"LAYERZERO_{field}", text)
+    settings = Settings(probes=1)
+    assert settings.overridden() == {"LAYERZERO_PERFDB": "perfdb", "LAYERZERO_TIE_BAND": "tie_band"}
+    with caplog.at_level(logging.INFO, "layerzero"):
+        Runtime(settings)
+    said = [record.getMessage() for record in caplog.records]
+    assert [line for line in said if "setting.overridden" in line and "LAYERZERO_PERFDB" in line]
+    assert not [line for line in said if "LAYERZERO_PROBES" in line or "LAYERZERO_DENY" in line]
 
 
 @pytest.mark.parametrize(
