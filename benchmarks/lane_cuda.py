@@ -1,10 +1,12 @@
 """Generation on one GPU: a Llama of 8B's width with random weights, awaited per op, per layer and per step.
 
-    python benchmarks/lane_cuda.py [--layers 8,32] [--contexts 128,2048] [--requests 64] [--out FILE]
+    python benchmarks/lane_cuda.py --out FOLDER [--layers 8] [--contexts 128,2048] [--budget-s 150]
     python benchmarks/lane_cuda.py --rehearse      # a tiny model on the CPU: shows that everything runs
 
-Beside it stands a batched loop written by hand over the same pages and the same attention kernel; both read
-each step's tokens before the next. The crowd is closed and out of step, as in benchmarks/lane.py.
+Beside it stand a batched loop written by hand over the same pages and the same attention kernel, the same
+step as a captured graph, and one request alone; all read each step's tokens before the next. The crowd is
+closed and out of step, as in benchmarks/lane.py. The record is written after every item; an item that fails
+is an error in it, one that the budget leaves no time for is named there.
 """
 
 from __future__ import annotations
@@ -15,26 +17,67 @@ import statistics
 import sys
 import time
 import traceback
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT / "examples"))  # the model is an example
+sys.path[:0] = [str(ROOT / "examples"), str(ROOT)]  # the model is an example, the streams' bugs are tests
 
 import torch  # noqa: E402
-from generating import by_hand, crowd, models  # noqa: E402
-from generating.where import Where  # noqa: E402
+from generating import by_hand, crowd, device_side, models  # noqa: E402
+from generating.captured import Captured  # noqa: E402
 from harness import environment, show, write  # noqa: E402
 from torch import Tensor  # noqa: E402
 
 import layerzero as lz  # noqa: E402
 
 RESULTS = ROOT / "benchmarks" / "results" / "lane_h200.json"
-HAND = "by hand"
+HAND, GRAPH = "by hand", "per step, captured"
 BARS = {("per step", 128): 0.9, ("per step", 2048): 0.9, ("per layer", 2048): 0.9}
 # Awaits of one token: those of a layer, and those around the layers.
-AWAITS = {"per op": (8, 4), "per layer": (1, 4), "per step": (0, 1)}
+AWAITS = {"per step": (0, 1), "per layer": (1, 4), "per op": (8, 4), GRAPH: (0, 1)}
+PAGE_SIZE = 16
+
+
+class Record:
+    """What was found so far, on disk after every item."""
+
+    def __init__(self, out: Path | None, requests: int, budget_s: float) -> None:
+        self.out, self.until = out, time.monotonic() + budget_s
+        self.found: dict[str, Any] = {
+            "environment": environment(
+                ("layerzero-runtime", "torch", "triton", "flash-attn-4", "flashinfer-python")
+            ),
+            "requests": requests, "rows": {}, "streams": {}, "linear": {}, "errors": {}, "left_out": [],
+            "took_s": {},
+        }  # fmt: skip
+
+    def item(self, name: str, run: Callable[[], Any]) -> Any:
+        """What `run` gives; None where it fails or no time is left."""
+        begin = time.monotonic()
+        if begin > self.until:
+            self.found["left_out"].append(name)
+            return None
+        if name in self.found["errors"]:
+            return None
+        try:
+            return run()
+        except Exception as error:
+            traceback.print_exc()
+            self.found["errors"][name] = f"{type(error).__name__}: {error}"[:500]
+            return None
+        finally:
+            took = self.found["took_s"]
+            took[name] = round(took.get(name, 0.0) + time.monotonic() - begin, 2)
+            self.write()
+
+    def write(self) -> None:
+        """Write the record with its verdicts."""
+        self.found["verdicts"] = verdicts(self.found["rows"])
+        if self.out is not None:
+            write(self.out, self.found)
 
 
 def gathered(q: Tensor, k_pages: Tensor, v_pages: Tensor, tables: Tensor, lengths: Tensor, *_: Any) -> Tensor:
@@ -48,92 +91,103 @@ def gathered(q: Tensor, k_pages: Tensor, v_pages: Tensor, tables: Tensor, length
     return out.squeeze(2)
 
 
+GATHERED = lz.Kernel(
+    id="bench.paged_attention.gathered", op="paged_attention", backend="bench",
+    capability=lz.Capability(
+        source="whatever this benchmark asks", platforms=frozenset({"cuda"}),
+        features=frozenset({"causal", "gqa", "scale"}), layouts=frozenset({"NHD"}), graph_safe=True,
+    ),
+    load=lambda: gathered, efficiency=lz.Efficiency(0.5, 0.5, 1.0, "so that it is taken"),
+)  # fmt: skip
+
+
 def attention(runtime: lz.Runtime, model: Any, here: crowd.Crowd) -> tuple[str, Any]:
     """The kernel that both sides run, and itself; torch's parts where only the reference is there."""
-    bound: Any = by_hand.chosen_attention(model, here.requests, here.limit)
-    kernel: str = bound.binding.plan.kernel
+
+    def chosen() -> tuple[str, Any]:
+        bound: Any = by_hand.chosen_attention(model, here.requests, here.limit)
+        return bound.binding.plan.kernel, bound
+
+    kernel, bound = chosen()
+    device = runtime.device(model.pages.device)
+    better = bound.binding.plan.selection.when_warm
+    while better is not None:  # loaded now, not in the background of a round
+        device.warm((better,))
+        kernel, bound = chosen()
+        better = bound.binding.plan.selection.when_warm
     if model.pages.device.type == "cuda" and kernel.startswith("reference."):
-        mine = lz.Kernel(
-            id="bench.paged_attention.gathered", op="paged_attention", backend="bench",
-            capability=lz.Capability(
-                source="whatever this benchmark asks", platforms=frozenset({"cuda"}),
-                features=frozenset({"causal", "gqa", "scale"}), layouts=frozenset({"NHD"}),
-            ),
-            load=lambda: gathered, efficiency=lz.Efficiency(0.5, 0.5, 1.0, "so that it is taken"),
-        )  # fmt: skip
-        runtime.add_kernel(mine)
-        bound = by_hand.chosen_attention(model, here.requests, here.limit)
-        kernel = bound.binding.plan.kernel
+        runtime.add_kernel(GATHERED)
+        kernel, bound = chosen()
     return kernel, bound
 
 
-def measure(options: argparse.Namespace, layers: int, context: int) -> dict[str, Any]:
+class Place:
     """Every side at one depth and one context."""
-    name = "tiny" if options.rehearse else "8b-8"
-    models.SHAPES[name] = replace(models.SHAPES[name], layers=layers)
-    here = crowd.Crowd(options.requests, context, options.seconds)
-    dtype = torch.bfloat16 if options.device == "cuda" else torch.float32
-    settings = lz.Settings(device=options.device, inference=True, warm="eager")
-    with lz.start(settings) as runtime, torch.inference_mode():
-        model = models.build(name, pages=here.pages(16), device=options.device, dtype=dtype)
-        kernel, bound = attention(runtime, model, here)
+
+    def __init__(self, options: argparse.Namespace, record: Record, runtime: lz.Runtime, model: Any) -> None:
+        self.options, self.record, self.runtime, self.model = options, record, runtime, model
+        self.spans: dict[str, list[crowd.Span]] = {}
+        self.alone: dict[str, list[crowd.Span]] = {}
+
+    def measure(self, context: int, into: dict[str, Any]) -> None:
+        """Rounds of every side, one request alone, then where the time goes."""
+        options, name = self.options, f"{self.options.depth} layers, context {context}"
+        self.crowd = crowd.Crowd(options.requests, context, options.seconds, ramp_s=0.1)
+        kernel, bound = attention(self.runtime, self.model, self.crowd)
         print(lz.explain("paged_attention", *bound.binding.full[:5]), flush=True)
-        hand = by_hand.Paged(model, bound)
-        spans: dict[str, list[crowd.Span]] = {HAND: [], **{side: [] for side in AWAITS}}
-        refused: dict[str, str] = {}
-        alone: dict[str, list[crowd.Span]] = {HAND: [], "per step": []}
+        into |= {"attention": kernel, "shape": models.described(self.model.config), "sides": {}}
+        into |= {"one_by_one": {}, "where": {}}
+        self.hand = by_hand.Paged(self.model, bound)
+        self.graph: Any = Captured(self.model, self.crowd.limit, options.requests)
+        sides = [HAND, *AWAITS]
         for turn in range(options.rounds):
-            now = replace(here, seed=turn)
-            spans[HAND].append(crowd.looped(hand, now))
-            for side in [side for side in AWAITS if side not in refused]:
-                per: Any = side.removeprefix("per ")
-                try:
-                    spans[side].append(asyncio.run(crowd.awaited(runtime, model, now, per)))
-                except Exception as error:
-                    traceback.print_exc()
-                    refused[side] = repr(error)
-            one = replace(now, requests=1)
-            alone[HAND].append(crowd.looped(hand, one))
-            alone["per step"].append(asyncio.run(crowd.awaited(runtime, model, one, "step")))
-        for side in refused:
-            del spans[side]
-        where = {
-            side: _where(runtime, model, replace(here, seconds=1.0), side)
-            for side in AWAITS
-            if side not in refused
+            for side in sides:
+                now = replace(self.crowd, seed=turn)
+                span = self.record.item(f"{name}, {side}", lambda side=side, now=now: self.span(side, now))
+                if span is not None:
+                    self.spans.setdefault(side, []).append(span)
+            if turn:
+                into["sides"] = self.rows(self.spans, options.requests)
+                self.record.write()
+        one = replace(self.crowd, requests=1, seconds=options.seconds / 2)
+        for _ in range(2):
+            for side in (HAND, "per step", GRAPH):
+                span = self.record.item(f"{name}, {side}, alone", lambda side=side: self.span(side, one))
+                if span is not None:
+                    self.alone.setdefault(side, []).append(span)
+        into["one_by_one"] = self.rows(self.alone, 1)
+        fastest = max((row["tokens_per_s"] for row in into["one_by_one"].values()), default=None)
+        for row in into["sides"].values():
+            row["over_one_by_one"] = fastest and round(row["tokens_per_s"] / fastest, 2)
+        for side in sides:
+            seen = self.record.item(f"{name}, {side}, where", lambda side=side: self.where(side))
+            if seen is not None:
+                into["where"][side] = seen
+        into["kernels"] = device_side.kernels_of(self.runtime, self.model.pages.device)
+        self.graph.close()
+        self.record.write()
+
+    def span(self, side: str, here: crowd.Crowd) -> crowd.Span:
+        """One round of one side."""
+        if side == HAND:
+            return crowd.looped(self.hand, here)
+        if side == GRAPH:
+            return asyncio.run(crowd.awaited(self.runtime, self.graph, here, "step"))
+        per: Any = side.removeprefix("per ")
+        return asyncio.run(crowd.awaited(self.runtime, self.model, here, per))
+
+    def where(self, side: str) -> dict[str, Any]:
+        """Launches, device time and host time of a step, and the parts of the host's."""
+        short = replace(self.crowd, seconds=self.options.seconds / 2)
+        return device_side.look(lambda: self.span(side, short), self.options.requests)
+
+    def rows(self, spans: dict[str, list[crowd.Span]], requests: int) -> dict[str, Any]:
+        """A row a side."""
+        rounds = {
+            side: [(round(span.tokens_per_s, 1), round(span.mean_batch, 2)) for span in own]
+            for side, own in spans.items()
         }
-        with Where() as look:
-            crowd.looped(hand, replace(here, seconds=1.0))
-        where[HAND] = look.shares()
-        linear = _linear(model, options.requests)
-        del hand, model, bound
-    if options.device == "cuda":
-        torch.cuda.empty_cache()
-    rows = _rows(spans, options.requests, layers)
-    rows_alone = _rows(alone, 1, layers)
-    for row in rows.values():
-        best = max(r["tokens_per_s"] for r in rows_alone.values())
-        row["over_one_by_one"] = round(row["tokens_per_s"] / best, 2)
-    return {
-        "attention": kernel, "shape": models.described(models.SHAPES[name]), "sides": rows,
-        "refused": refused,
-        "one_by_one": rows_alone, "where": where, "linear": linear,
-    }  # fmt: skip
-
-
-def _where(runtime: lz.Runtime, model: Any, here: crowd.Crowd, side: str) -> dict[str, float]:
-    per: Any = side.removeprefix("per ")
-    with Where() as look:
-        asyncio.run(crowd.awaited(runtime, model, here, per))
-    return look.shares()
-
-
-def _rows(spans: dict[str, list[crowd.Span]], requests: int, layers: int) -> dict[str, Any]:
-    rounds = {
-        side: [(round(span.tokens_per_s, 1), round(span.mean_batch, 2)) for span in own]
-        for side, own in spans.items()
-    }
-    return counted(rounds, requests, layers)
+        return counted(rounds, requests, self.options.depth)
 
 
 def counted(
@@ -143,16 +197,19 @@ def counted(
 
     Libraries compile kernels when a shape first comes, which may take longer than a whole round.
     """
-    floor = [speed for speed, _ in rounds[HAND][1:]]
+    floor = [speed for speed, _ in rounds.get(HAND, [])[1:]]
     rows: dict[str, Any] = {}
     for side, own in rounds.items():
-        speeds = [speed for speed, _ in own[1:]]
+        counts = own[1:]
+        if not counts or not floor:
+            continue
+        speeds = [speed for speed, _ in counts]
         speed = statistics.median(speeds)
         rows[side] = {
             "tokens_per_s": round(speed, 1),
             "step_ms": round(requests / speed * 1e3, 3),
-            "of_by_hand": round(statistics.median([s / f for s, f in zip(speeds, floor, strict=True)]), 3),
-            "mean_batch": round(statistics.median([batch for _, batch in own[1:]]), 2),
+            "of_by_hand": round(statistics.median([s / f for s, f in zip(speeds, floor, strict=False)]), 3),
+            "mean_batch": round(statistics.median([batch for _, batch in counts]), 2),
             "rounds": [speed for speed, _ in own],
         }
         if side in AWAITS:
@@ -163,7 +220,7 @@ def counted(
     return rows
 
 
-def _linear(model: Any, callers: int, steps: int = 200) -> dict[str, Any]:
+def linear(model: Any, callers: int, steps: int = 200) -> dict[str, Any]:
     """Microseconds of one of `callers` awaits of one linear layer, and what the same costs without them."""
     layer, width = model.layers[0], model.config.channels
     rows = torch.zeros(callers, width, dtype=layer.w_out.dtype, device=layer.w_out.device)
@@ -184,8 +241,7 @@ def _linear(model: Any, callers: int, steps: int = 200) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for _ in range(2):  # the first one warms up
         done()
-        with Where() as look:
-            launched = asyncio.run(crowded())
+        launched = asyncio.run(crowded())
         done()
         begin = time.perf_counter()
         for _ in range(steps):
@@ -196,7 +252,6 @@ def _linear(model: Any, callers: int, steps: int = 200) -> dict[str, Any]:
             "awaited_us": round(launched / steps / callers * 1e6, 2),
             "batch_us": round(launched / steps * 1e6, 1),
             "one_blocking_call_us": round(blocking / steps * 1e6, 1),
-            "where": look.shares(),
         }
     return found
 
@@ -209,10 +264,56 @@ def verdicts(found: dict[str, Any]) -> list[dict[str, Any]]:
             for (side, at), needs in BARS.items():
                 if int(context) != at:
                     continue
-                got = here["sides"].get(side, {}).get("of_by_hand", 0.0)
+                got = here.get("sides", {}).get(side, {}).get("of_by_hand", 0.0)
                 what = f"{side}, {depth} layers, context {context}"
                 rows.append({"what": what, "needs": needs, "got": got, "met": got >= needs})
     return rows
+
+
+def measure(options: argparse.Namespace, record: Record) -> None:
+    """Every depth and context, one linear layer, the streams' planted bugs."""
+    dtype = torch.bfloat16 if options.device == "cuda" else torch.float32
+    name = "tiny" if options.rehearse else "8b-8"
+    largest = crowd.Crowd(options.requests + 1, max(options.contexts), options.seconds)
+    settings = lz.Settings(device=options.device, inference=True, warm="eager", freeze_gc=True)
+    for depth in options.layers:
+        options.depth = depth
+        models.SHAPES[name] = replace(models.SHAPES[name], layers=depth)
+        contexts = record.found["rows"].setdefault(str(depth), {})
+        with lz.start(settings) as runtime, torch.inference_mode():
+            model = models.build(
+                name, pages=largest.pages(PAGE_SIZE) + options.requests, device=options.device, dtype=dtype
+            )
+            for context in options.contexts:
+                into = contexts.setdefault(str(context), {})
+                place = Place(options, record, runtime, model)
+                record.item(
+                    f"{depth} layers, context {context}", lambda p=place, c=context, i=into: p.measure(c, i)
+                )
+                printed(depth, context, into)
+            found = record.item(f"{depth} layers, linear", lambda m=model: linear(m, options.requests))
+            record.found["linear"][str(depth)] = found
+            del model
+        if options.device == "cuda":
+            torch.cuda.empty_cache()
+    if options.device == "cuda":
+        for bug, caught in device_side.planted().items():
+            record.found["streams"][bug] = record.item(bug, caught)
+    record.write()
+
+
+def printed(depth: int, context: int, here: dict[str, Any]) -> None:
+    """What one place found, on the terminal."""
+    show(
+        f"{depth} layers, context {context}, {here.get('attention')}",
+        ("side", "tokens/s", "step ms", "of by hand", "mean batch", "us an await"),
+        [
+            (side, f"{v['tokens_per_s']:.0f}", f"{v['step_ms']:.2f}", f"{v['of_by_hand']:.2f}",
+             f"{v['mean_batch']:.1f}", str(v.get("us_an_await_beyond_by_hand", "")))
+            for side, v in here.get("sides", {}).items()
+        ],
+    )  # fmt: skip
+    print(here.get("one_by_one"), *here.get("where", {}).items(), here.get("kernels"), sep="\n", flush=True)
 
 
 def parse() -> argparse.Namespace:
@@ -222,13 +323,14 @@ def parse() -> argparse.Namespace:
         return [int(word) for word in text.split(",")]
 
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--layers", type=numbers, default=[8, 32])
+    parser.add_argument("--layers", type=numbers, default=[8])
     parser.add_argument("--contexts", type=numbers, default=[128, 2048])
     parser.add_argument("--requests", type=int, default=64)
-    parser.add_argument("--rounds", type=int, default=4, help="of which the first one warms up")
-    parser.add_argument("--seconds", type=float, default=1.5, help="of each side in each round")
+    parser.add_argument("--rounds", type=int, default=3, help="of which the first one warms up")
+    parser.add_argument("--seconds", type=float, default=1.0, help="of each side in each round")
+    parser.add_argument("--budget-s", type=float, default=150.0, help="after which no item begins")
     parser.add_argument("--rehearse", action="store_true", help="a tiny model on the CPU")
-    parser.add_argument("--out", type=Path, default=None, help="where the JSON goes")
+    parser.add_argument("--out", type=Path, default=None, help="a folder, or a JSON file")
     given = parser.parse_args()
     given.device = "cpu" if given.rehearse else "cuda"
     if given.rehearse:
@@ -239,29 +341,19 @@ def parse() -> argparse.Namespace:
 
 
 def main() -> int:
-    """Measure, print, write after each context."""
+    """Measure, print, write after each item; 1 where an item failed."""
     options = parse()
     out = options.out or (None if options.rehearse else RESULTS)
-    found: dict[str, Any] = {}
-    for layers in options.layers:
-        for context in options.contexts:
-            here = measure(options, layers, context)
-            found.setdefault(str(layers), {})[str(context)] = here
-            show(
-                f"{layers} layers, context {context}, {options.requests} requests, {here['attention']}",
-                ("side", "tokens/s", "step ms", "of by hand", "mean batch", "us an await"),
-                [
-                    (side, f"{v['tokens_per_s']:.0f}", f"{v['step_ms']:.2f}", f"{v['of_by_hand']:.2f}",
-                     f"{v['mean_batch']:.1f}", str(v.get("us_an_await_beyond_by_hand", "")))
-                    for side, v in here["sides"].items()
-                ],
-            )  # fmt: skip
-            print(here["one_by_one"], here["where"], here["linear"], sep="\n", flush=True)
-            if out is not None:
-                names = ("layerzero-runtime", "torch", "flashinfer-python")
-                record = {"environment": environment(names), "requests": options.requests, "rows": found}
-                write(out, record | {"verdicts": verdicts(found)})
-    return 0
+    if out is not None and out.suffix != ".json":
+        out = out / RESULTS.name
+    if out is not None:
+        out.parent.mkdir(parents=True, exist_ok=True)
+    record = Record(out, options.requests, options.budget_s)
+    measure(options, record)
+    found = record.found
+    for title in ("verdicts", "streams", "linear", "errors", "left_out"):
+        print(title, found[title], flush=True)
+    return int(bool(found["errors"]))
 
 
 if __name__ == "__main__":
