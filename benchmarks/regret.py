@@ -36,7 +36,7 @@ from layerzero.perfdb.record import Environment, Launch, Site
 from layerzero.perfdb.store import read_rows
 from layerzero.selection.memory import needs
 from layerzero.selection.record import Selection
-from layerzero.tuning.calls import Call, Operand
+from layerzero.tuning.calls import Call
 from layerzero.tuning.shapes import standard
 from layerzero.tuning.timing import QUICK, Effort, Timing, copies_for, time_kernels
 
@@ -116,7 +116,7 @@ def opened(path: Path, device: LocalDevice) -> dict[str, Any]:
 
 def _tune(record: dict[str, Any], device: LocalDevice, options: argparse.Namespace, deadline: float) -> None:
     known = _measured_sites(options.perfdb, device)
-    calls = [c for c in standard(None, device.device.type, options.quick) if _site(c) not in known]
+    calls = [c for c in standard(None, device.device.type, options.quick) if c.site() not in known]
     budget = min(options.tune_budget_s, deadline - time.monotonic())
     report = tune_blocking(calls, budget_s=budget, quick=options.quick, repeat=options.repeat)
     record["tuning"] = {
@@ -139,17 +139,6 @@ def _measured_sites(perfdb: str | None, device: LocalDevice) -> set[Site]:
     if perfdb is None:
         return set()
     return {row.site for row in read_rows(perfdb, Environment.of(device.hardware))}
-
-
-def _site(call: Call) -> Site:
-    op = ops_table.get(call.op)
-    named = {
-        name: torch.empty(v.shape, dtype=getattr(torch, v.dtype), device="meta")
-        if isinstance(v, Operand)
-        else v
-        for name, v in call.args.items()
-    }
-    return Site.of(op.check(op.build(**named)[1]))
 
 
 # -- measuring ------------------------------------------------------------------------------------------

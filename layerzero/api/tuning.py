@@ -27,7 +27,7 @@ from layerzero.ops.op import Op
 from layerzero.ops.request import Request
 from layerzero.perfdb.record import Environment, Launch, Measurement, plausible
 from layerzero.perfdb.shipped import Provenance, Table, write_table
-from layerzero.perfdb.store import PerfDB
+from layerzero.perfdb.store import PerfDB, read_rows
 from layerzero.runtime import Runtime
 from layerzero.scheduler.single_flight import SingleFlight
 from layerzero.selection.expectations import measured_costs, perfdb_path
@@ -42,6 +42,7 @@ from layerzero.tuning.timing import QUICK, Effort
 from layerzero.tuning.tuner import Tuned, Tuner, flips
 
 TUNED = "tuning.finished"
+_KEEP_EVERY_S = 10.0
 BUCKET_REFUSED = "solve.bucket_refused"
 
 Progress = Callable[[int, int, Tuned | None], None]
@@ -85,19 +86,21 @@ async def tune(
     quick: bool = False,
     budget_s: float | None = None,
     repeat: int = 1,
+    missing: bool = False,
     progress: Progress | None = None,
 ) -> TuneReport:
     """Measure every kernel that takes a workload's calls, keep the times, and choose by them from now on.
 
     `workload` is a list of calls, what `record()` gave or its file, or None for the standard shapes of `ops`
     (of every op by default). Numbers are checked before anything is timed. On CUDA, times are taken launched
-    eagerly and replayed as a graph. `budget_s` ends it early; `repeat=2` measures twice and reports how
-    many winners changed. `progress(done, total, tuned)` is called from the measuring thread.
+    eagerly and replayed as a graph. `budget_s` ends it early; `missing` leaves out calls whose measurements
+    this machine's file holds, so that the next run goes on where one ended. `repeat=2` measures twice and
+    reports how many winners changed. `progress(done, total, tuned)` is called from the measuring thread.
     Callers who ask for the same at once share one measuring.
 
     Raises: ConfigurationError: the workload cannot be read. NoKernelFoundError: an op does not exist.
     """
-    job = _Job(runtime_here(), workload, ops, device, launches, quick, budget_s, repeat, progress)
+    job = _Job(runtime_here(), workload, ops, device, launches, quick, budget_s, repeat, missing, progress)
     landed = anyio.Event()
     token = anyio.lowlevel.current_token()
     flight = _FLIGHTS.flight(job.key(), job.run)
@@ -144,7 +147,8 @@ def tune_blocking(workload: Any = None, **options: Any) -> TuneReport:
     job = _Job(
         runtime_here(), workload, options.pop("ops", None), options.pop("device", None),
         options.pop("launches", ("eager", "graph")), options.pop("quick", False),
-        options.pop("budget_s", None), options.pop("repeat", 1), options.pop("progress", None),
+        options.pop("budget_s", None), options.pop("repeat", 1), options.pop("missing", False),
+        options.pop("progress", None),
     )  # fmt: skip
     if options:
         raise TypeError(f"tune() has no argument {min(options)!r}")
@@ -164,7 +168,7 @@ class _Job:
     def __init__(
         self, runtime: Runtime, workload: Any, ops: Sequence[str] | None, device: str | None,
         launches: Sequence[Launch], quick: bool, budget_s: float | None, repeat: int,
-        progress: Progress | None,
+        missing: bool, progress: Progress | None,
     ) -> None:  # fmt: skip
         for name in ops or ():
             ops_table.get(name)
@@ -182,6 +186,9 @@ class _Job:
         else:
             given = workload_of(workload)
             self._calls = tuple(c for c in given.calls if ops is None or c.op in ops)
+        if missing:
+            known = {row.site for row in kept_rows(self._device)}
+            self._calls = tuple(c for c in self._calls if c.site() not in known)
 
     def key(self) -> Any:
         """Equal for jobs that measure the same on the same device."""
@@ -194,17 +201,23 @@ class _Job:
         tuner = Tuner(self._device, self._launches, self._effort)
         rounds: list[list[Tuned]] = [[] for _ in range(self._repeat)]
         skipped, done, total = 0, 0, len(self._calls) * self._repeat
+        pending: list[Measurement] = []
+        path, kept = None, started
         for position, call in enumerate(self._calls):
             if self._budget_s is not None and time.monotonic() - started > self._budget_s:
                 skipped = len(self._calls) - position
                 break
             for own in rounds:
-                own += tuner.measure(call)
+                found = tuner.measure(call)
+                pending += [row for tuned in found for row in tuned.rows]
+                own += found
                 done += 1
                 if self._progress is not None:
                     self._progress(done, total, own[-1])
+            if time.monotonic() - kept > _KEEP_EVERY_S:  # what ends this process loses little
+                path, pending, kept = publish(self._device, pending) or path, [], time.monotonic()
+        path = publish(self._device, pending) or path
         tuned = tuple(t for own in rounds for t in own)
-        path = publish(self._device, [row for t in tuned for row in t.rows])
         compared = flips(*rounds) if self._repeat == 2 else (0, 0, 0)
         report = TuneReport(
             device=str(self._device.device), calls=len(self._calls) - skipped,
@@ -318,6 +331,13 @@ def table_of(
         note=note,
     )
     return write_table(path, provenance, list(rows))
+
+
+def kept_rows(device: LocalDevice) -> tuple[Measurement, ...]:
+    """What was measured in this environment and is kept: in the device's file, or in memory without one."""
+    path = perfdb_path(device.settings)
+    rows = read_rows(path, Environment.of(device.hardware)) if path is not None and path.is_file() else []
+    return (*rows, *device.measured)
 
 
 def publish(device: LocalDevice, rows: Sequence[Measurement]) -> Path | None:

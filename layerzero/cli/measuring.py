@@ -10,7 +10,7 @@ from typing import Any
 import click
 import msgspec
 
-from layerzero.api.tuning import TuneReport, bench_call, table_of, tune_blocking
+from layerzero.api.tuning import TuneReport, bench_call, kept_rows, table_of, tune_blocking
 from layerzero.api.tuning import solve as solve_buckets
 from layerzero.cli import show, spec
 from layerzero.cli.options import json_option, op_named, runtime_of
@@ -30,13 +30,14 @@ device_option = click.option("--device", default=None, help="cpu, cuda or cuda:<
 @click.option("--quick", is_flag=True, help="Few shapes and samples.")
 @click.option("--budget-s", type=click.FloatRange(min=1), help="Begin no further call after so many seconds.")
 @click.option("--repeat", type=click.IntRange(1, 2), default=1, help="2: measure twice, report flips.")
+@click.option("--missing", is_flag=True, help="Only calls that were not measured here before.")
 @click.option("--table", type=click.Path(dir_okay=False), help="Write the rows as a table to ship.")
 @device_option
 @json_option
 @click.pass_context
 def tune(
     ctx: click.Context, /, ops: tuple[str, ...], trace: str | None, quick: bool, budget_s: float | None,
-    repeat: int, table: str | None, device: str | None, json_: bool,
+    repeat: int, missing: bool, table: str | None, device: str | None, json_: bool,
 ) -> None:  # fmt: skip
     """Measure kernels on this machine, so that choices here rest on measurements from now on."""
     for name in ops:
@@ -44,13 +45,15 @@ def tune(
     with runtime_of(device, None, False) as runtime, show.progress("tuning", json_, _named) as told:
         try:
             report = tune_blocking(
-                trace, ops=ops or None, quick=quick, budget_s=budget_s, repeat=repeat, progress=told
-            )
+                trace, ops=ops or None, quick=quick, budget_s=budget_s, repeat=repeat, missing=missing,
+                progress=told,
+            )  # fmt: skip
         except LayerZeroError as error:
             raise click.UsageError(str(error)) from error
         if table is not None:
-            note = f"{report.calls} calls, {report.skipped} left out for time"
-            table_of(report.rows, runtime.device(), table, command=_command_line(), note=note)
+            rows = kept_rows(runtime.device()) if missing else report.rows
+            note = f"{len({row.site for row in rows})} sites, {report.skipped} calls left out for time"
+            table_of(rows, runtime.device(), table, command=_command_line(), note=note)
     if json_:
         show.as_json(_plain(report))
     else:

@@ -17,6 +17,9 @@ Launch = Literal["eager", "graph"]
 Cache = Literal["cold", "warm"]
 
 MIN_SAMPLES = 5
+# A call this long is an average by itself: fewer samples of it do.
+LONG_US = 1e5
+FEW_SAMPLES = 2
 # Standard deviation over median above which a row says more about its neighbours than about itself.
 MAX_SPREAD = 0.75
 MAX_US = 6e8
@@ -121,8 +124,9 @@ def plausible(row: Measurement) -> str:
     numbers = (row.median_us, row.p95_us, row.variance)
     if not all(math.isfinite(n) and n >= 0 for n in numbers) or not 0 < row.median_us <= MAX_US:
         return "its times are no times"
-    if row.samples < MIN_SAMPLES:
-        return f"fewer than {MIN_SAMPLES} samples"
+    needed = MIN_SAMPLES if row.median_us < LONG_US else FEW_SAMPLES
+    if row.samples < needed:
+        return f"fewer than {needed} samples"
     if math.sqrt(row.variance) > MAX_SPREAD * row.median_us:
         return f"varies by more than {MAX_SPREAD:.0%}"
     return ""

@@ -19,6 +19,7 @@ from torch import Tensor
 from layerzero.errors import ConfigurationError
 from layerzero.ops import table as ops_table
 from layerzero.ops.op import Args, Op
+from layerzero.perfdb.record import Site
 
 MAX_LITERAL = 65_536
 _PERMUTED_ABOVE = 4096
@@ -89,6 +90,17 @@ class Call(msgspec.Struct, frozen=True):
         made = {n: v.make(where, generator) if isinstance(v, Operand) else v for n, v in self.args.items()}
         args: Args = ops_table.get(self.op).build(**made)[1]
         return args
+
+    def site(self) -> Site:
+        """Where its measurements stand; no tensor is made for the answer."""
+        op = ops_table.get(self.op)
+        named = {
+            n: torch.empty(v.shape, dtype=getattr(torch, v.dtype), device="meta")
+            if isinstance(v, Operand)
+            else v
+            for n, v in self.args.items()
+        }
+        return Site.of(op.check(op.build(**named)[1]))
 
     def bytes(self) -> int:
         """What its tensors hold together."""

@@ -83,17 +83,28 @@ def norm(op: str, rows: int, width: int, dtype: str = "bfloat16") -> Call:
     return call(op, x=x, weight=weight, **more)
 
 
-def linear(rows: int, k: int, n: int, dtype: str = "bfloat16") -> Call:
+def linear(rows: int, k: int, n: int, dtype: str = "bfloat16", bias: bool = False) -> Call:
     """One matrix product of `rows` with a weight (n, k)."""
     weight = tensor(n, k, dtype=dtype, scale=k**-0.5)
-    return call("linear", x=tensor(rows, k, dtype=dtype), weight=weight)
+    more = {"bias": tensor(n, dtype=dtype)} if bias else {}
+    return call("linear", x=tensor(rows, k, dtype=dtype), weight=weight, **more)
 
 
-def mlp(rows: int, c: int, f: int, dtype: str = "bfloat16", activation: str = "swiglu") -> Call:
+def mlp(
+    rows: int, c: int, f: int, dtype: str = "bfloat16", activation: str = "swiglu", bias: bool = False
+) -> Call:
     """One feed-forward block."""
-    up = tensor((2 if activation == "swiglu" else 1) * f, c, dtype=dtype, scale=c**-0.5)
+    wide = (2 if activation == "swiglu" else 1) * f
+    up = tensor(wide, c, dtype=dtype, scale=c**-0.5)
     down = tensor(c, f, dtype=dtype, scale=f**-0.5)
-    return call("mlp", x=tensor(rows, c, dtype=dtype), w_up=up, w_down=down, activation=activation)
+    more = {"b_up": tensor(wide, dtype=dtype), "b_down": tensor(c, dtype=dtype)} if bias else {}
+    return call("mlp", x=tensor(rows, c, dtype=dtype), w_up=up, w_down=down, activation=activation, **more)
+
+
+def embedding(rows: int, vocabulary: int, width: int, dtype: str = "bfloat16") -> Call:
+    """Look up `rows` rows of a table."""
+    ids = tensor(rows, dtype="int64", fill="below", bound=vocabulary)
+    return call("embedding", ids=ids, weight=tensor(vocabulary, width, dtype=dtype))
 
 
 def rope(tokens: int, hq: int, hk: int, d: int, dtype: str = "bfloat16") -> Call:
@@ -152,6 +163,8 @@ def _ragged(dtype: str, small: bool) -> Iterator[Call]:
     for b, length in ((1, 128), (4, 64), (8, 128)) if small else ((1, 2048), (4, 512), (16, 256), (8, 2048)):
         for hq, hk, d in ((8, 8, 64), (8, 2, 64)) if small else ((32, 8, 128), (32, 32, 64)):
             yield ragged(b, hq, hk, length, d, dtype)
+    for b, length in ((4, 16), (16, 24), (24, 32), (72, 28), (8, 128)) if small else ():
+        yield ragged(b, 12, 12, length, 32, dtype, causal=False)
 
 
 def _norms(op: str) -> Callable[[str, bool], Iterator[Call]]:
@@ -171,17 +184,28 @@ def _linear(dtype: str, small: bool) -> Iterator[Call]:
     for n in rows:
         for k, out in sizes:
             yield linear(n, k, out, dtype)
+    # An encoder's projections, over the texts of a batch.
+    for n in (16, 64, 256, 512, 1024, 2048) if small else ():
+        for out in (384, 1152):
+            yield linear(n, 384, out, dtype, bias=True)
 
 
 def _mlp(dtype: str, small: bool) -> Iterator[Call]:
     for n in (1, 16, 256) if small else (1, 16, 64, 256, 2048):
         yield mlp(n, 384 if small else 4096, 1536 if small else 14336, dtype, "gelu")
         yield mlp(n, 384 if small else 4096, 1024 if small else 14336, dtype, "swiglu")
+    for n in (16, 64, 256, 512, 1024, 2048) if small else ():
+        yield mlp(n, 384, 1536, dtype, "gelu", bias=True)
 
 
 def _rope(dtype: str, small: bool) -> Iterator[Call]:
     for n in (1, 16, 256) if small else (1, 64, 256, 2048, 16384):
         yield rope(n, 8 if small else 32, 2 if small else 8, 64 if small else 128, dtype)
+
+
+def _embedding(dtype: str, small: bool) -> Iterator[Call]:
+    for n in (1, 16, 256, 2048):
+        yield embedding(n, 30_522 if small else 128_256, 384 if small else 4096, dtype)
 
 
 def _sample(dtype: str, small: bool) -> Iterator[Call]:
@@ -197,5 +221,6 @@ _SHAPES: dict[str, Callable[[str, bool], Iterator[Call]]] = {
     "linear": _linear,
     "mlp": _mlp,
     "rope": _rope,
+    "embedding": _embedding,
     "sample": _sample,
 }

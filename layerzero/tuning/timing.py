@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from layerzero.ops.op import Args
-from layerzero.perfdb.record import MIN_SAMPLES, Cache, Launch
+from layerzero.perfdb.record import FEW_SAMPLES, LONG_US, MIN_SAMPLES, Cache, Launch
 
 Run = Callable[..., Any]
 
@@ -34,6 +34,8 @@ _MORE = 2
 _EQUAL = 0.02
 _ROW_US = 4000.0
 _WARM_ENOUGH_S = 0.01
+# A call this long finds the same caches whoever ran before it.
+_UNHURRIED_US = 10_000.0
 
 
 class Effort(msgspec.Struct, frozen=True):
@@ -115,18 +117,24 @@ def time_kernels(
         for name in draw.sample(order, len(order)):
             arms[name].samples.append(measure(arms[name]))
         rounds += 1
-        if rounds == MIN_SAMPLES:
-            order = [name for name in order if arms[name].took_us <= fastest * _HOPELESS]
+        order = [name for name in order if _goes_on(arms[name], fastest)]
         if rounds >= MIN_SAMPLES and time.perf_counter() - started > effort.budget_s * len(order):
             break
+    started = time.perf_counter()
     for _ in range(_MORE * effort.samples):
         close = _undecided({name: arms[name].samples for name in order})
-        if not close:
+        if not close or time.perf_counter() - started > _MORE * effort.budget_s * len(close):
             break
         for name in draw.sample(close, len(close)):
             arms[name].samples.append(measure(arms[name]))
     cache: Cache = "cold" if cuda and _held(copies) > 1.5 * _cache_bytes(device) else "warm"
     return {n: Timing(tuple(sorted(a.samples)), cache) for n, a in arms.items()}, failed
+
+
+def _goes_on(arm: _Arm, fastest: float) -> bool:
+    """Whether a kernel is sampled in the next round, too: a slow one as a row of it needs."""
+    enough = MIN_SAMPLES if arm.took_us < LONG_US else FEW_SAMPLES
+    return arm.took_us <= fastest * _HOPELESS or len(arm.samples) < enough
 
 
 def _undecided(samples: dict[str, list[float]]) -> list[str]:
@@ -165,10 +173,12 @@ def _held(copies: Sequence[Args]) -> int:
 def _prepare(
     arm: _Arm, measure: Callable[[_Arm], float], device: torch.device, launch: Launch, effort: Effort
 ) -> None:
-    begin = time.perf_counter()
+    began, last = time.perf_counter(), 0.0
     for _ in range(effort.warmup):
+        begin = time.perf_counter()
         arm.step()
-        if time.perf_counter() - begin > _WARM_ENOUGH_S:
+        last = time.perf_counter() - begin
+        if begin + last - began > _WARM_ENOUGH_S:
             break
     if device.type == "cuda":
         torch.cuda.synchronize(device)
@@ -179,12 +189,18 @@ def _prepare(
         _capture(arm)
         arm.took_us = min(measure(arm) for _ in range(2))
         return
+    if measure is _wall and last * 1e6 > LONG_US:
+        arm.took_us = last * 1e6
+        arm.samples.append(arm.took_us)
+        return
     arm.took_us = min(measure(arm) for _ in range(2))
     arm.calls = max(1, min(200, int(effort.sample_us / max(arm.took_us, 0.1))))
 
 
 def _wall(arm: _Arm) -> float:
-    arm.run(*arm.sets[0])  # not counted: it finds the caches and the thread pool as the arm before left them
+    if arm.took_us < _UNHURRIED_US:
+        # Not counted: it finds the caches and the thread pool as the arm before left them.
+        arm.run(*arm.sets[0])
     begin = time.perf_counter_ns()
     arm.step()
     return (time.perf_counter_ns() - begin) / arm.calls / 1e3
