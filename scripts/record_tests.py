@@ -2,54 +2,80 @@
 
     python -m scripts.record_tests benchmarks/results/cuda_tests_h200.json tests/cuda
 
-The exit status is pytest's.
+The file is written anew before and after every test and names the one that runs, so that a process that dies
+loses nothing and says where. The exit status is pytest's.
 """
 
 from __future__ import annotations
 
-import json
-import subprocess
 import sys
-import tempfile
-import xml.etree.ElementTree as ET
 from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from benchmarks.harness import environment
+import pytest
+
+from benchmarks.harness import environment, write
+
+ORDER = ("passed", "skipped", "failed")
 
 
-def outcomes(junit: Path) -> list[dict[str, Any]]:
-    """One entry a test: name, outcome, seconds, and why it was skipped or failed."""
-    found = []
-    for case in ET.parse(junit).iter("testcase"):
-        said = next(iter(case), None)
-        outcome = {"failure": "failed", "error": "failed", "skipped": "skipped"}.get(
-            said.tag if said is not None else "", "passed"
+class Recorder:
+    """A pytest plugin: one entry a test with its name, outcome, seconds and why it did not pass."""
+
+    def __init__(self, target: Path, options: list[str]) -> None:
+        self.target = target
+        self.found: dict[str, dict[str, Any]] = {}
+        self.record: dict[str, Any] = {"environment": environment(), "options": options, "running": None}
+
+    def pytest_runtest_logstart(self, nodeid: str) -> None:
+        """Note which test runs."""
+        self.record["running"] = nodeid
+        self.write()
+
+    def pytest_runtest_logreport(self, report: Any) -> None:
+        """Keep the worst phase of a test; its seconds are those of all three."""
+        entry = self.found.setdefault(
+            report.nodeid, {"test": report.nodeid, "outcome": "passed", "seconds": 0.0}
         )
-        entry: dict[str, Any] = {
-            "test": f"{case.get('classname', '').replace('.', '/')}.py::{case.get('name')}",
-            "outcome": outcome,
-            "seconds": round(float(case.get("time", 0)), 3),
-        }
-        if outcome != "passed" and said is not None:
-            entry["why"] = (said.get("message") or "")[:500]
-        found.append(entry)
-    return found
+        entry["seconds"] = round(entry["seconds"] + report.duration, 3)
+        if ORDER.index(report.outcome) > ORDER.index(entry["outcome"]):
+            entry |= {"outcome": report.outcome, "why": _why(report)}
+
+    def pytest_runtest_logfinish(self, nodeid: str) -> None:
+        """Write what is known now."""
+        del nodeid
+        self.record["running"] = None
+        self.write()
+
+    def pytest_collectreport(self, report: Any) -> None:
+        """A file that cannot be collected is an entry too."""
+        if report.failed:
+            self.found[report.nodeid] = {
+                "test": report.nodeid, "outcome": "failed", "seconds": 0.0, "why": _why(report),
+            }  # fmt: skip
+
+    def write(self) -> None:
+        """The record as it stands."""
+        tests = list(self.found.values())
+        counts = dict(Counter(entry["outcome"] for entry in tests))
+        write(self.target, self.record | {"counts": counts, "tests": tests})
+
+
+def _why(report: Any) -> str:
+    """A skip's reason, or the end of a failure."""
+    said = report.longrepr
+    return str(said[2] if isinstance(said, tuple) else said)[-1500:]
 
 
 def main() -> int:
     """Run pytest over the given paths and options."""
     target, *options = sys.argv[1:]
-    with tempfile.TemporaryDirectory() as folder:
-        junit = Path(folder) / "junit.xml"
-        command = [sys.executable, "-m", "pytest", f"--junitxml={junit}", *options]
-        status = subprocess.run(command, check=False).returncode
-        tests = outcomes(junit)
-    counted = Counter(entry["outcome"] for entry in tests)
-    record = {"environment": environment(), "options": options, "counts": dict(counted), "tests": tests}
-    Path(target).write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
-    print(f"{target}: {dict(counted)}")
+    recorder = Recorder(Path(target), options)
+    recorder.write()
+    status = int(pytest.main(options, plugins=[recorder]))
+    recorder.write()
+    print(f"{target}: {dict(Counter(entry['outcome'] for entry in recorder.found.values()))}")
     return status
 
 

@@ -61,24 +61,30 @@ class Outcomes:
 def record(target: str) -> dict[str, Any]:
     """Run a platform's proof and return what ran, with the machine that ran it."""
     import pytest
-    import torch
 
     plugin = Outcomes()
     os.chdir(ROOT)
     os.environ["LAYERZERO_TEST_DEVICE"] = target
     pytest.main([PROOFS[target], "-q", "-p", "no:cacheprovider"], plugins=[plugin])
+    return described(target) | {"kernels": dict(sorted(plugin.found.items()))}
+
+
+def described(target: str) -> dict[str, Any]:
+    """A record without its kernels: the platform, the proof, the machine and its libraries."""
+    import torch
+
     versions = {name: _version(name) for name in LIBRARIES}
+    on_card = target == "cuda" and torch.cuda.is_available()
     return {
         "platform": target,
         "proof": PROOFS[target],
         "environment": {
             "date": datetime.now(UTC).isoformat(timespec="seconds"),
-            "device": torch.cuda.get_device_name() if target == "cuda" else _cpu(),
+            "device": torch.cuda.get_device_name() if on_card else _cpu(),
             "system": platform.platform(),
             "python": platform.python_version(),
             "versions": {name: number for name, number in versions.items() if number},
         },
-        "kernels": dict(sorted(plugin.found.items())),
     }
 
 

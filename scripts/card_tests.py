@@ -1,0 +1,174 @@
+"""Run every test that needs a CUDA device, on one card, and write what came of each.
+
+    python -m scripts.card_tests OUT [--budget-s 230] [--only NAME ...]
+
+First `tests/cuda` alone, then the contract and the vendors' tests, a process for each backend (and dtype,
+where a library compiles by it), at once: a kernel that brings its process down takes no other with it. OUT
+gets `cuda_tests.json` and `ran_cuda.json`, in the shapes of `benchmarks/results`, and `groups.json` with
+every test; all three are written anew every few seconds. Without a card the same commands run and skip.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from benchmarks.harness import write
+from scripts.support_matrix import PROOFS, described
+
+OF_A_KERNEL = ("tests/backends/test_contract.py", "tests/backends/test_vendors.py")
+ALONE = "cuda"
+
+
+@dataclass(frozen=True)
+class Group:
+    """Tests of one process: its paths, a selection of names, a dtype where it keeps to one."""
+
+    name: str
+    paths: tuple[str, ...]
+    select: str = ""
+    dtype: str = ""
+
+    def command(self, target: Path) -> list[str]:
+        """How it is run."""
+        chosen = ["-k", self.select] if self.select else []
+        options = ["-q", "-p", "no:cacheprovider", "-p", "no:randomly", "-W", "ignore", "--timeout", "170"]
+        return [sys.executable, "-m", "scripts.record_tests", str(target), *options, *chosen, *self.paths]
+
+
+def groups() -> tuple[Group, ...]:
+    """All, the slowest first but for the one that runs alone."""
+    compiled = (
+        "flashinfer. and fa3 and not mla", "flashinfer. and fa2 and not mla", "flashinfer. and mla",
+        "flash_attn_4.attention", "flash_attn_4.ragged", "flash_attn_4.paged",
+    )  # fmt: skip
+    found = [Group(ALONE, ("tests/cuda",))]
+    for select in compiled:
+        for dtype in ("bfloat16", "float16"):
+            name = re.sub(r"\W+", "_", select.replace(" and not mla", "").replace(" and ", ""))
+            # What is written by hand is in bfloat16.
+            paths = OF_A_KERNEL if dtype == "bfloat16" else OF_A_KERNEL[:1]
+            found.append(Group(f"{name}_{dtype}", paths, select, dtype))
+    # The dots keep to ids: tests' names speak of references, variants of Triton.
+    for select in (
+        "flash_attn_2.",
+        "flash_attn_3.",
+        "xformers.",
+        "liger.",
+        "triton.",
+        "reference.",
+        "torch.",
+    ):
+        found.append(Group(select.strip("."), OF_A_KERNEL, select))
+    found.append(Group("flashinfer_rows", OF_A_KERNEL, "flashinfer. and not fa2 and not fa3"))
+    found.append(Group("by_hand", OF_A_KERNEL[1:], "not flashinfer. and not flash_attn_ and not xformers."))
+    found.append(Group("own", ("tests/backends/test_liger.py", "tests/backends/test_triton_kernels.py")))
+    return tuple(found)
+
+
+@dataclass
+class Running:
+    """A group's process and the file that it writes."""
+
+    group: Group
+    target: Path
+    log: Path
+    process: subprocess.Popen[bytes]
+    started: float = field(default_factory=time.monotonic)
+
+    def record(self) -> dict[str, Any]:
+        """What it has written, and how its process stands."""
+        try:
+            found: dict[str, Any] = json.loads(self.target.read_text())
+        except (OSError, ValueError):
+            found = {"counts": {}, "tests": []}
+        status = self.process.poll()
+        found["exit"] = "still running" if status is None else status
+        if status not in (0, 5):  # 5: nothing was selected
+            found["log"] = self.log.read_text(errors="replace")[-2000:] if self.log.exists() else ""
+        return found
+
+
+def start(group: Group, folder: Path) -> Running:
+    """Start a group's process."""
+    target, log = folder / f"{group.name}.json", folder / f"{group.name}.log"
+    more = {"LAYERZERO_TEST_DTYPES": group.dtype} if group.dtype else {}
+    # Enough threads for its references, few enough for all processes.
+    own = {"LAYERZERO_TEST_DEVICE": os.environ.get("LAYERZERO_TEST_DEVICE", "cuda"), "OMP_NUM_THREADS": "1"}
+    with log.open("wb") as out:
+        process = subprocess.Popen(
+            group.command(target), stdout=out, stderr=subprocess.STDOUT, env={**os.environ, **own, **more}
+        )
+    return Running(group, target, log, process)
+
+
+def outcomes(records: Iterable[dict[str, Any]]) -> dict[str, str]:
+    """What the proof says of each kernel: the worst of its dtypes; a test that never ended is a failure."""
+    proof, order, found = PROOFS["cuda"], ("failed", "passed", "skipped"), dict[str, str]()
+    for record in records:
+        ran = [(entry["test"], entry["outcome"]) for entry in record["tests"]]
+        if record.get("running"):
+            ran.append((record["running"], "failed"))
+        for test, outcome in ran:
+            parameter = re.search(r"\[([a-z0-9_.]+)\]$", test)
+            if test.startswith(proof) and parameter is not None:
+                known = found.get(parameter[1], outcome)
+                found[parameter[1]] = min(outcome, known, key=order.index)
+    return dict(sorted(found.items()))
+
+
+def save(out: Path, running: list[Running]) -> None:
+    """Write all three files."""
+    records = {one.group.name: one.record() for one in running}
+    write(out / "groups.json", records)
+    if ALONE in records:
+        write(out / "cuda_tests.json", records[ALONE])
+    kernels = outcomes(r for name, r in records.items() if name != ALONE)
+    write(out / "ran_cuda.json", described("cuda") | {"kernels": kernels})
+
+
+def wait(running: list[Running], out: Path, until: float) -> None:
+    """Until all have ended or the time is up; those that have not are killed."""
+    while any(one.process.poll() is None for one in running) and time.monotonic() < until:
+        time.sleep(1.0)
+        save(out, running)
+    for one in running:
+        if one.process.poll() is None:
+            one.process.kill()
+            one.process.wait()
+    save(out, running)
+
+
+def main() -> int:
+    """Run all groups; 1 where a test failed or a process died."""
+    parser = argparse.ArgumentParser(description="run the CUDA tests on one card")
+    parser.add_argument("out", type=Path)
+    parser.add_argument("--budget-s", type=float, default=230.0)
+    parser.add_argument("--only", nargs="*", help="names of groups, all by default")
+    options = parser.parse_args()
+    options.out.mkdir(parents=True, exist_ok=True)
+    until = time.monotonic() + options.budget_s
+    chosen = [g for g in groups() if not options.only or g.name in options.only]
+    with tempfile.TemporaryDirectory() as held:
+        running = [start(g, Path(held)) for g in chosen if g.name == ALONE]
+        wait(running, options.out, min(until, time.monotonic() + 60.0))
+        running += [start(g, Path(held)) for g in chosen if g.name != ALONE]
+        wait(running, options.out, until)
+        for one in running:
+            record = one.record()
+            print(f"{one.group.name:45} exit {record['exit']!s:4} {record['counts']}", flush=True)
+    return int(any(one.process.returncode not in (0, 5) for one in running))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

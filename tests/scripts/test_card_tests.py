@@ -1,0 +1,66 @@
+"""The tests of a card: every kernel is in a group, and what dies or hangs is named and counts as failed."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from layerzero.backends import load_builtin
+from scripts import card_tests
+from scripts.card_tests import Group, groups, outcomes
+from scripts.support_matrix import PROOFS
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def selects(group: Group, kernel: str) -> bool:
+    """Whether a group's words choose a kernel's test, as pytest's -k reads them."""
+    words = [
+        repr(part in kernel) if part not in ("and", "or", "not") else part for part in group.select.split()
+    ]
+    return bool(eval(" ".join(words))) if words else False
+
+
+@pytest.mark.parametrize("kernel", [k.id for k in load_builtin() if "cuda" in k.capability.platforms])
+def test_every_kernel_of_a_card_is_proved_in_every_dtype(kernel: str) -> None:
+    """By one group, or by one a dtype."""
+    of = [g for g in groups() if card_tests.OF_A_KERNEL[0] in g.paths and selects(g, kernel)]
+    assert sorted(g.dtype for g in of) in ([""], ["bfloat16", "float16"])
+
+
+def test_the_worst_of_a_kernels_dtypes_counts() -> None:
+    """A failure before a pass before a skip; what never ended has failed; other tests are no proof."""
+
+    def entry(kernel: str, outcome: str, proof: str = PROOFS["cuda"]) -> dict[str, str]:
+        return {"test": f"{proof}[{kernel}]", "outcome": outcome}
+
+    good = {"tests": [entry("a.rope", "passed"), entry("b.rope", "passed"), entry("c.rope", "skipped")]}
+    bad = {
+        "tests": [entry("b.rope", "failed"), entry("a.rope", "failed", "tests/other.py::test_x")],
+        "running": f"{PROOFS['cuda']}[d.rope]",
+    }
+    found = {"a.rope": "passed", "b.rope": "failed", "c.rope": "skipped", "d.rope": "failed"}
+    assert outcomes([good, bad]) == outcomes([bad, good]) == found
+
+
+def test_a_process_that_dies_says_where(tmp_path: Path) -> None:
+    """What ran before is kept, and the test that took the process down is named."""
+    (tmp_path / "test_it.py").write_text(
+        "import os\ndef test_good():\n    assert True\ndef test_worse():\n    assert 1 == 2\n"
+        "def test_dies():\n    os._exit(7)\n"
+    )
+    (tmp_path / "pytest.ini").write_text("[pytest]\n")
+    target = tmp_path / "record.json"
+    options = ["-q", "-p", "no:cacheprovider", "--noconftest", f"--rootdir={tmp_path}"]
+    options += ["-c", str(tmp_path / "pytest.ini"), str(tmp_path / "test_it.py")]
+    command = [sys.executable, "-m", "scripts.record_tests", str(target), *options]
+    done = subprocess.run(command, cwd=ROOT, check=False, capture_output=True)
+    record = json.loads(target.read_text())
+    assert done.returncode == 7
+    assert record["running"] == "test_it.py::test_dies"
+    assert record["counts"] == {"passed": 1, "failed": 1}
+    assert "assert 1 == 2" in record["tests"][1]["why"]
