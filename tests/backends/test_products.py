@@ -8,6 +8,7 @@ import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from functools import partial
 
 import pytest
 import torch
@@ -90,6 +91,24 @@ BITS: list[tuple[Kernel, Callable[..., Args], tuple[int, int, int]]] = [
     (MLP, mlp_call, (500, 72, 900)),
     (MLP, mlp_call, (500, 31, 33)),
 ]
+
+
+@pytest.mark.parametrize("activation", products.ACTIVATIONS)
+def test_an_activation_is_right_over_its_whole_range(activation: str) -> None:
+    function = {
+        "gelu": torch.nn.functional.gelu,
+        "gelu_tanh": partial(torch.nn.functional.gelu, approximate="tanh"),
+        "relu": torch.relu,
+        "silu": torch.nn.functional.silu,
+    }[activation]
+    x = torch.cat([torch.linspace(-12, 12, 32000), torch.tensor([-200.0, -88.0, 88.0, 200.0])]).view(-1, 1)
+    one = torch.ones(1, 1)
+    out = MLP.load()(x, one, one, None, None, activation)
+    assert (out - function(x.double())).abs().max() <= 1.5e-6
+    ends = torch.tensor([torch.nan, torch.inf, -torch.inf]).view(-1, 1)
+    torch.testing.assert_close(
+        MLP.load()(ends, one, one, None, None, activation), function(ends), equal_nan=True, rtol=0, atol=0
+    )
 
 
 @pytest.mark.parametrize(("kernel", "make", "size"), BITS)

@@ -4,8 +4,6 @@
 // of fixed places, keeps a running maximum and sum for each row (online softmax) and reads each key and value
 // once for all query heads of its group. A row's arithmetic depends on nothing but its own sequence, so its
 // bits are the same in every batch and for any number of threads.
-//
-// Vectors are the compiler's own, so one source serves AVX-512, AVX2 and NEON.
 
 #include <ATen/Parallel.h>
 #include <ATen/core/Tensor.h>
@@ -21,6 +19,7 @@
 #include <vector>
 
 #include "append.h"
+#include "vectors.h"
 
 #if defined(__F16C__)
 #include <immintrin.h>
@@ -29,15 +28,12 @@
 namespace {
 
 #if defined(__AVX512F__)
-constexpr int W = 16;
 #define LOW 0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23
 #define HIGH 8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31
 #elif defined(__AVX2__)
-constexpr int W = 8;
 #define LOW 0, 8, 1, 9, 2, 10, 3, 11
 #define HIGH 4, 12, 5, 13, 6, 14, 7, 15
 #else
-constexpr int W = 4;
 #define LOW 0, 4, 1, 5
 #define HIGH 2, 6, 3, 7
 #endif
@@ -47,17 +43,11 @@ constexpr int FEW = 4;        // query rows from which on a tile of keys is wort
 constexpr int ROWS = 32;      // query rows of one key head an item
 constexpr int ITEM_ROWS = 128;  // query rows an item, over its key heads
 
-typedef float vf __attribute__((vector_size(W * 4)));
-typedef float vfu __attribute__((vector_size(W * 4), aligned(4)));
-typedef int32_t vi __attribute__((vector_size(W * 4)));
 typedef uint32_t vu __attribute__((vector_size(W * 4)));
 typedef uint16_t vh __attribute__((vector_size(W * 2), aligned(2)));
 
 constexpr float INF = std::numeric_limits<float>::infinity();
 
-inline vf load(const float* p) { return *reinterpret_cast<const vfu*>(p); }
-inline void store(float* p, vf v) { *reinterpret_cast<vfu*>(p) = v; }
-inline vf all(float x) { return vf{} + x; }
 inline vf fold(vf a, vf b) {
   return __builtin_shufflevector(a, b, LOW) + __builtin_shufflevector(a, b, HIGH);
 }
@@ -106,25 +96,6 @@ inline void transpose(vf* rows) {
 #pragma GCC unroll 16
     for (int i = 0; i < W; ++i) rows[i] = next[i];
   }
-}
-
-// exp(x) for x <= 0 to about one unit in the last place; exactly 0 below -87, NaN stays NaN.
-inline vf exponential(vf x) {
-  const vf bounded = x < all(-87.3f) ? all(-87.3f) : x;
-  const vf magic = all(12582912.0f);
-  const vf n = (bounded * all(1.44269504f) + magic) - magic;
-  const vf r = bounded - n * all(0.693359375f) + n * all(2.12194440e-4f);
-  vf y = all(1.9875691500e-4f);
-  y = y * r + all(1.3981999507e-3f);
-  y = y * r + all(8.3334519073e-3f);
-  y = y * r + all(4.1665795894e-2f);
-  y = y * r + all(1.6666665459e-1f);
-  y = y * r + all(5.0000001201e-1f);
-  y = y * r * r + r + all(1.0f);
-  const vi power = (__builtin_convertvector(n, vi) + 127) << 23;
-  y = y * reinterpret_cast<const vf&>(power);
-  y = x < all(-87.3f) ? vf{} : y;
-  return x == x ? y : x;
 }
 
 inline vf capped(vf s, float cap) {

@@ -6,15 +6,10 @@
 // hidden rows of its block in the thread's cache. An output element is one chain of multiply-adds over
 // ascending k whatever stands beside it, so its bits are the same in every batch and for any number of
 // threads.
-//
-// Vectors are the compiler's own, so one source serves AVX-512, AVX2 and NEON.
 
 #include <ATen/Parallel.h>
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/empty.h>
-#include <ATen/ops/from_blob.h>
-#include <ATen/ops/gelu_cpu_dispatch.h>
-#include <ATen/ops/silu_cpu_dispatch.h>
 #include <torch/csrc/utils/pybind.h>
 
 #include <algorithm>
@@ -24,32 +19,65 @@
 #include <optional>
 #include <utility>
 
+#include "vectors.h"
+
 namespace {
 
 #if defined(__AVX512F__)
-constexpr int W = 16;
 constexpr int HEIGHT = 12;  // rows of a tile: its sums, two vectors a row, fill the registers
 #elif defined(__AVX2__)
-constexpr int W = 8;
 constexpr int HEIGHT = 6;
 #else
-constexpr int W = 4;
 constexpr int HEIGHT = 8;
 #endif
 constexpr int WIDTH = 2 * W;    // columns of a tile, and of a panel
 constexpr int64_t DEPTH = 384;  // inner length at a time: a panel's part of it stays in the first cache
-constexpr int64_t BLOCK = 96;   // rows of an item of work: they stay in the second cache
+constexpr int64_t BLOCK = 48;  // rows of an item of work: they and their hidden rows stay in the second cache
 
-constexpr int64_t PIECE = 1 << 14;  // elements; half of what torch begins to split
+enum Activation : int64_t { GELU, GELU_TANH, RELU, SILU, NONE };
 
-enum Activation : int64_t { GELU, GELU_TANH, RELU, SILU };
+template <size_t N>
+inline vf polynomial(vf x, const std::array<float, N>& ascending) {
+  vf sum = all(ascending[N - 1]);
+  for (size_t i = N - 1; i-- > 0;) sum = sum * x + ascending[i];
+  return sum;
+}
 
-typedef float vf __attribute__((vector_size(W * 4)));
-typedef float vfu __attribute__((vector_size(W * 4), aligned(4)));
+// erf by an odd rational function fitted to the least relative error up to where float32 has 1: within three
+// units in the last place.
+inline vf erf(vf x) {
+  constexpr float ONE = 3.9f;
+  constexpr std::array<float, 6> above{
+      1.1283791f, 0.18964836f, 0.05266571f, 0.0037375821f, 2.850496e-4f, 2.0666675e-6f};
+  constexpr std::array<float, 6> below{
+      1.0f, 0.50140428f, 0.11381139f, 0.014912733f, 0.0011572003f, 3.827139e-5f};
+  const vf square = x * x;
+  const vf inside = x * polynomial(square, above) / polynomial(square, below);
+  return x > ONE ? all(1.0f) : x < -ONE ? all(-1.0f) : inside;
+}
 
-inline vf load(const float* p) { return *reinterpret_cast<const vfu*>(p); }
-inline void store(float* p, vf v) { *reinterpret_cast<vfu*>(p) = v; }
-inline vf all(float x) { return x - vf{}; }  // x + 0 would turn -0 and cost an addition
+// x times the logistic function of y.
+inline vf gated(vf x, vf y) {
+  const vf e = exponential(y < 0.0f ? y : -y);
+  return x * ((y < 0.0f ? e : all(1.0f)) / (e + 1.0f));
+}
+
+inline vf activated(vf x, int64_t activation) {
+  switch (activation) {
+    case GELU: {
+      const vf half = x * 0.5f;
+      return half + half * erf(x * 0.70710678f);
+    }
+    case GELU_TANH:  // (1 + tanh y) / 2 is the logistic function of 2 y
+      return gated(x, (x + x * x * x * 0.044715f) * 1.59576912f);
+    case RELU:
+      return x < 0.0f ? vf{} : x;  // keeps NaN
+    case SILU:
+      return gated(x, x);
+    default:
+      return x;
+  }
+}
 
 int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
@@ -135,7 +163,8 @@ class Panels {
 // One part of a panel times HEIGHT rows or fewer. `columns` are those of the panel that are real.
 template <int H>
 inline __attribute__((always_inline)) void tile(
-    Rows x, const float* panel, int64_t inner, Result out, int64_t columns, bool begins, const float* bias) {
+    Rows x, const float* panel, int64_t inner, Result out, int64_t columns, bool begins, const float* bias,
+    int64_t activation) {
   vf sums[H][2];
   float edge[WIDTH] = {};
   for (int i = 0; i < H; ++i) {
@@ -161,6 +190,10 @@ inline __attribute__((always_inline)) void tile(
       sums[i][1] += high;
     }
   }
+  if (activation != NONE) {
+    for (int i = 0; i < H; ++i)
+      for (int j = 0; j < 2; ++j) sums[i][j] = activated(sums[i][j], activation);
+  }
   for (int i = 0; i < H; ++i) {
     float* to = columns < WIDTH ? edge : out.data + i * out.stride;
     for (int j = 0; j < 2; ++j) store(to + j * W, sums[i][j]);
@@ -170,18 +203,19 @@ inline __attribute__((always_inline)) void tile(
 
 template <int H>
 void fewer(int64_t rows, Rows x, const float* panel, int64_t inner, Result out, int64_t columns, bool begins,
-           const float* bias) {
+           const float* bias, int64_t activation) {
   if constexpr (H > 0) {
     if (rows == H) {
-      tile<H>(x, panel, inner, out, columns, begins, bias);
+      tile<H>(x, panel, inner, out, columns, begins, bias, activation);
     } else {
-      fewer<H - 1>(rows, x, panel, inner, out, columns, begins, bias);
+      fewer<H - 1>(rows, x, panel, inner, out, columns, begins, bias, activation);
     }
   }
 }
 
-// Some rows times the panels [begin, end), with the bias.
-void product(const Panels& weight, int64_t begin, int64_t end, int64_t rows, Rows x, Result out) {
+// Some rows times the panels [begin, end), with the bias and then the activation.
+void product(const Panels& weight, int64_t begin, int64_t end, int64_t rows, Rows x, Result out,
+             int64_t activation) {
   for (int64_t from = 0; from < weight.inner; from += DEPTH) {
     const int64_t length = std::min(DEPTH, weight.inner - from);
     const bool ends = from + length == weight.inner;
@@ -189,13 +223,14 @@ void product(const Panels& weight, int64_t begin, int64_t end, int64_t rows, Row
       const int64_t column = p * WIDTH, columns = std::min<int64_t>(WIDTH, weight.columns - column);
       const float* panel = weight.at(p, from);
       const float* bias = ends && weight.bias != nullptr ? weight.bias + column : nullptr;
+      const int64_t last = ends ? activation : NONE;
       for (int64_t row = 0; row < rows; row += HEIGHT) {
         const Rows part{x.data + row * x.stride + from, x.stride};
         const Result to{out.data + row * out.stride + column, out.stride};
         if (rows - row >= HEIGHT) {
-          tile<HEIGHT>(part, panel, length, to, columns, from == 0, bias);
+          tile<HEIGHT>(part, panel, length, to, columns, from == 0, bias, last);
         } else {
-          fewer<HEIGHT - 1>(rows - row, part, panel, length, to, columns, from == 0, bias);
+          fewer<HEIGHT - 1>(rows - row, part, panel, length, to, columns, from == 0, bias, last);
         }
       }
     }
@@ -209,7 +244,7 @@ int64_t block_of(int64_t rows, int64_t threads) {
 }
 
 // All rows times all panels; few rows are cut along the columns too.
-void product_everywhere(const Panels& weight, int64_t rows, Rows x, Result out) {
+void product_everywhere(const Panels& weight, int64_t rows, Rows x, Result out, int64_t activation = NONE) {
   const int64_t threads = at::get_num_threads(), step = block_of(rows, threads);
   const int64_t blocks = ceil_div(rows, step);
   const int64_t wide = ceil_div(weight.count, ceil_div(2 * threads, blocks));
@@ -217,27 +252,8 @@ void product_everywhere(const Panels& weight, int64_t rows, Rows x, Result out) 
   spread(blocks * cuts, [&](int64_t item, int64_t) {
     const int64_t row = item / cuts * step, begin = item % cuts * wide;
     product(weight, begin, std::min(weight.count, begin + wide), std::min(step, rows - row),
-            {x.data + row * x.stride, x.stride}, {out.data + row * out.stride, out.stride});
+            {x.data + row * x.stride, x.stride}, {out.data + row * out.stride, out.stride}, activation);
   });
-}
-
-// torch's own functions, without its dispatcher. They give an element other bits in a rest behind their last
-// whole vector, and split what is long: `count` is whole vectors, and they get little at a time.
-void activate(float* data, int64_t count, int64_t activation) {
-  for (int64_t begin = 0; begin < count; begin += PIECE) {
-    float* piece = data + begin;
-    const int64_t size = std::min(PIECE, count - begin);
-    if (activation == RELU) {
-      for (int64_t i = 0; i < size; ++i) piece[i] = piece[i] < 0.0f ? 0.0f : piece[i];  // keeps NaN
-      continue;
-    }
-    at::Tensor hidden = at::from_blob(piece, {size}, at::kFloat);
-    if (activation == SILU) {
-      at::cpu::silu_(hidden);
-    } else {
-      at::cpu::gelu_(hidden, activation == GELU ? "none" : "tanh");
-    }
-  }
 }
 
 // out (N, C) = x (N, K) weight^T + bias; all float32 and contiguous.
@@ -260,10 +276,7 @@ void mlp(const at::Tensor& out, const at::Tensor& x, const at::Tensor& w_up, con
   if (rows < BLOCK * threads) {  // too few for a block a thread
     const Room room(HIDDEN, rows * width);
     float* hidden = room.data();
-    product_everywhere(up, rows, {from, up.inner}, {hidden, width});
-    spread(ceil_div(rows * width, PIECE), [&](int64_t item, int64_t) {
-      activate(hidden + item * PIECE, std::min(PIECE, rows * width - item * PIECE), activation);
-    });
+    product_everywhere(up, rows, {from, up.inner}, {hidden, width}, activation);
     product_everywhere(down, rows, {hidden, width}, {to, down.columns});
     return;
   }
@@ -273,9 +286,8 @@ void mlp(const at::Tensor& out, const at::Tensor& x, const at::Tensor& w_up, con
   spread(ceil_div(rows, step), [&](int64_t item, int64_t worker) {
     const int64_t row = item * step, many = std::min(step, rows - row);
     float* hidden = start + worker * step * width;
-    product(up, 0, up.count, many, {from + row * up.inner, up.inner}, {hidden, width});
-    activate(hidden, many * width, activation);
-    product(down, 0, down.count, many, {hidden, width}, {to + row * down.columns, down.columns});
+    product(up, 0, up.count, many, {from + row * up.inner, up.inner}, {hidden, width}, activation);
+    product(down, 0, down.count, many, {hidden, width}, {to + row * down.columns, down.columns}, NONE);
   });
 }
 

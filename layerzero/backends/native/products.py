@@ -21,7 +21,7 @@ SOURCE = Path(__file__).with_name("products.cpp")
 # As the order of `Activation` there.
 ACTIVATIONS = ("gelu", "gelu_tanh", "relu", "silu")
 # Rows of a block and the threads' share of them: hidden rows that are in work at one time, at most.
-BLOCK = 96
+BLOCK = 48
 
 
 @functools.cache
