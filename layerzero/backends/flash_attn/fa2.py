@@ -10,20 +10,20 @@ import importlib
 from collections.abc import Callable
 from typing import Any
 
-from torch import Tensor
-
 from layerzero.backends.flash_attn.shared import (
     FEATURES,
     SAME_HEAD_SIZES,
+    Dense,
+    Paged,
+    Ragged,
     Result,
-    Window,
     both,
     flags,
     int32,
     kernel,
+    takes,
 )
 from layerzero.kernel import Capability, Efficiency, Kernel, MultipleOf, OneOf
-from layerzero.ops.mirrors import longest
 
 
 @functools.cache
@@ -34,16 +34,12 @@ def _interface() -> Any:
 def _attention() -> Callable[..., Any]:
     run = _interface().flash_attn_func
 
-    def attention(
-        q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None, is_causal: bool, scale: float | None,
-        dropout_p: float, window: Window, softcap: float | None, alibi_slopes: Tensor | None, layout: str,
-        return_lse: bool, *_: Any,
-    ) -> Result:  # fmt: skip
+    @takes(Dense)
+    def attention(call: Dense) -> Result:
         """Operands (B, S, H, D); causal is bottom-right by itself."""
-        out = run(
-            q, k, v, dropout_p, return_attn_probs=return_lse, **flags(is_causal, scale, window, softcap)
-        )
-        return both(out[0], out[1]) if return_lse else out
+        lse = call.return_lse
+        out = run(call.q, call.k, call.v, call.dropout_p, return_attn_probs=lse, **flags(call))
+        return both(out[0], out[1]) if lse else out
 
     return attention
 
@@ -51,17 +47,12 @@ def _attention() -> Callable[..., Any]:
 def _ragged() -> Callable[..., Any]:
     run = _interface().flash_attn_varlen_func
 
-    def ragged_attention(
-        q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, cu_seqlens_k: Tensor, is_causal: bool,
-        scale: float | None, window: Window, softcap: float | None, return_lse: bool,
-    ) -> Result:  # fmt: skip
+    @takes(Ragged)
+    def ragged_attention(call: Ragged) -> Result:
         """Sequences behind each other; the log-sum-exp comes heads first."""
-        out = run(
-            q, k, v, int32(cu_seqlens), int32(cu_seqlens_k), longest(cu_seqlens, q.shape[0]),
-            longest(cu_seqlens_k, k.shape[0]), return_attn_probs=return_lse,
-            **flags(is_causal, scale, window, softcap),
-        )  # fmt: skip
-        return both(out[0], out[1].transpose(0, 1)) if return_lse else out
+        lse = call.return_lse
+        out = run(call.q, call.k, call.v, *call.bounds, return_attn_probs=lse, **flags(call))
+        return both(out[0], out[1].transpose(0, 1)) if lse else out
 
     return ragged_attention
 
@@ -69,18 +60,14 @@ def _ragged() -> Callable[..., Any]:
 def _paged() -> Callable[..., Any]:
     run = _interface().flash_attn_with_kvcache
 
-    def paged_attention(
-        q: Tensor, k_pages: Tensor, v_pages: Tensor, block_tables: Tensor, context_lens: Tensor,
-        cu_seqlens: Tensor | None, is_causal: bool, scale: float | None, window: Window,
-        softcap: float | None, layout: str, return_lse: bool,
-    ) -> Result:  # fmt: skip
+    @takes(Paged)
+    def paged_attention(call: Paged) -> Result:
         """One query a sequence over pages."""
         out = run(
-            q.unsqueeze(1), k_pages, v_pages, cache_seqlens=int32(context_lens),
-            block_table=int32(block_tables), return_softmax_lse=return_lse,
-            **flags(is_causal, scale, window, softcap),
+            call.q.unsqueeze(1), call.k_pages, call.v_pages, cache_seqlens=int32(call.context_lens),
+            block_table=int32(call.block_tables), return_softmax_lse=call.return_lse, **flags(call),
         )  # fmt: skip
-        if return_lse:
+        if call.return_lse:
             return both(out[0].squeeze(1), out[1].squeeze(2))
         return out.squeeze(1)  # type: ignore[no-any-return]
 

@@ -7,18 +7,19 @@ import importlib
 from collections.abc import Callable
 from typing import Any
 
-from torch import Tensor
-
 from layerzero.backends.flash_attn.shared import (
     FEATURES,
     HALF,
     HEAD_SIZES,
+    Dense,
+    Paged,
+    Ragged,
     Result,
-    Window,
     both,
     flags,
     int32,
     kernel,
+    takes,
 )
 from layerzero.kernel import Capability, Efficiency, Kernel
 from layerzero.ops.mirrors import longest
@@ -32,13 +33,10 @@ def _interface() -> Any:
 def _attention() -> Callable[..., Any]:
     run = _interface().flash_attn_func
 
-    def attention(
-        q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None, is_causal: bool, scale: float | None,
-        dropout_p: float, window: Window, softcap: float | None, alibi_slopes: Tensor | None, layout: str,
-        *_: Any,
-    ) -> Tensor:  # fmt: skip
+    @takes(Dense)
+    def attention(call: Dense) -> Result:
         """Operands (B, S, H, D); causal is bottom-right by itself."""
-        return run(q, k, v, **flags(is_causal, scale, window, softcap))  # type: ignore[no-any-return]
+        return run(call.q, call.k, call.v, **flags(call))  # type: ignore[no-any-return]
 
     return attention
 
@@ -46,15 +44,10 @@ def _attention() -> Callable[..., Any]:
 def _ragged() -> Callable[..., Any]:
     run = _interface().flash_attn_varlen_func
 
-    def ragged_attention(
-        q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, cu_seqlens_k: Tensor, is_causal: bool,
-        scale: float | None, window: Window, softcap: float | None, return_lse: bool,
-    ) -> Tensor:  # fmt: skip
+    @takes(Ragged)
+    def ragged_attention(call: Ragged) -> Result:
         """Sequences behind each other."""
-        return run(  # type: ignore[no-any-return]
-            q, k, v, int32(cu_seqlens), int32(cu_seqlens_k), longest(cu_seqlens, q.shape[0]),
-            longest(cu_seqlens_k, k.shape[0]), **flags(is_causal, scale, window, softcap),
-        )  # fmt: skip
+        return run(call.q, call.k, call.v, *call.bounds, **flags(call))  # type: ignore[no-any-return]
 
     return ragged_attention
 
@@ -62,22 +55,19 @@ def _ragged() -> Callable[..., Any]:
 def _paged() -> Callable[..., Any]:
     run = _interface().flash_attn_with_kvcache
 
-    def paged_attention(
-        q: Tensor, k_pages: Tensor, v_pages: Tensor, block_tables: Tensor, context_lens: Tensor,
-        cu_seqlens: Tensor | None, is_causal: bool, scale: float | None, window: Window,
-        softcap: float | None, layout: str, return_lse: bool,
-    ) -> Result:  # fmt: skip
+    @takes(Paged)
+    def paged_attention(call: Paged) -> Result:
         """Queries of any number a sequence over pages of any size."""
-        several = cu_seqlens is not None
-        ragged = {} if cu_seqlens is None else {
-            "cu_seqlens_q": int32(cu_seqlens), "max_seqlen_q": longest(cu_seqlens, q.shape[0])
-        }  # fmt: skip
+        several, ragged = call.cu_seqlens is not None, dict[str, Any]()
+        if call.cu_seqlens is not None:
+            ragged["cu_seqlens_q"] = int32(call.cu_seqlens)
+            ragged["max_seqlen_q"] = longest(call.cu_seqlens, call.q.shape[0])
         out = run(
-            q if several else q.unsqueeze(1), k_pages, v_pages, cache_seqlens=int32(context_lens),
-            page_table=int32(block_tables), return_softmax_lse=return_lse, **ragged,
-            **flags(is_causal, scale, window, softcap),
+            call.q if several else call.q.unsqueeze(1), call.k_pages, call.v_pages,
+            cache_seqlens=int32(call.context_lens), page_table=int32(call.block_tables),
+            return_softmax_lse=call.return_lse, **ragged, **flags(call),
         )  # fmt: skip
-        if not return_lse:
+        if not call.return_lse:
             return out if several else out.squeeze(1)  # type: ignore[no-any-return]
         if several:
             return both(out[0], out[1].transpose(0, 1))

@@ -14,9 +14,20 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from torch import Tensor
-
-from layerzero.backends.flash_attn.shared import FEATURES, HALF, HEAD_SIZES, Result, Window, int32, kernel
+from layerzero.backends.flash_attn.shared import (
+    FEATURES,
+    HALF,
+    HEAD_SIZES,
+    Asked,
+    Dense,
+    Paged,
+    Ragged,
+    Result,
+    Window,
+    int32,
+    kernel,
+    takes,
+)
 from layerzero.kernel import AtLeast, AtMost, Capability, Efficiency, Kernel, MultipleOf
 from layerzero.ops.mirrors import longest
 from layerzero.ops.rehearsal import rehearse
@@ -37,28 +48,26 @@ def _bounds(window: Window) -> tuple[int | None, int | None]:
     return (None if left < 0 else left, None if right < 0 else right)
 
 
-def _flags(is_causal: bool, scale: float | None, window: Window, softcap: float | None) -> dict[str, Any]:
+def _flags(call: Asked) -> dict[str, Any]:
     """Its keyword arguments; causal and a window together are a window without a future."""
-    left, right = _bounds(window)
-    if is_causal and left is not None:
-        return {"softmax_scale": scale, "window_size": (left, 0), "softcap": softcap or 0.0}
-    return {
-        "softmax_scale": scale, "causal": is_causal, "softcap": softcap or 0.0,
-        "window_size": (None, None) if is_causal else (left, right),
-    }  # fmt: skip
+    left, right = _bounds(call.window)
+    named: dict[str, Any] = {"softmax_scale": call.scale, "softcap": call.softcap or 0.0}
+    if call.is_causal and left is not None:
+        return named | {"window_size": (left, 0)}
+    return named | {
+        "causal": call.is_causal,
+        "window_size": (None, None) if call.is_causal else (left, right),
+    }
 
 
 def _attention() -> Callable[..., Any]:
     run = _interface().flash_attn_func
 
-    def attention(
-        q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None, is_causal: bool, scale: float | None,
-        dropout_p: float, window: Window, softcap: float | None, alibi_slopes: Tensor | None, layout: str,
-        return_lse: bool, *_: Any,
-    ) -> Result:  # fmt: skip
+    @takes(Dense)
+    def attention(call: Dense) -> Result:
         """Operands (B, S, H, D); causal is bottom-right by itself."""
-        out, lse = run(q, k, v, return_lse=return_lse, **_flags(is_causal, scale, window, softcap))[:2]
-        return (out, lse) if return_lse else out
+        out, lse = run(call.q, call.k, call.v, return_lse=call.return_lse, **_flags(call))[:2]
+        return (out, lse) if call.return_lse else out
 
     return attention
 
@@ -66,17 +75,15 @@ def _attention() -> Callable[..., Any]:
 def _ragged() -> Callable[..., Any]:
     run = _interface().flash_attn_varlen_func
 
-    def ragged_attention(
-        q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, cu_seqlens_k: Tensor, is_causal: bool,
-        scale: float | None, window: Window, softcap: float | None, return_lse: bool,
-    ) -> Result:  # fmt: skip
+    @takes(Ragged)
+    def ragged_attention(call: Ragged) -> Result:
         """Sequences behind each other; the log-sum-exp comes heads first."""
+        starts, starts_k, most, most_k = call.bounds
         out, lse = run(
-            q, k, v, cu_seqlens_q=int32(cu_seqlens), cu_seqlens_k=int32(cu_seqlens_k),
-            max_seqlen_q=longest(cu_seqlens, q.shape[0]), max_seqlen_k=longest(cu_seqlens_k, k.shape[0]),
-            return_lse=return_lse, **_flags(is_causal, scale, window, softcap),
+            call.q, call.k, call.v, cu_seqlens_q=starts, cu_seqlens_k=starts_k, max_seqlen_q=most,
+            max_seqlen_k=most_k, return_lse=call.return_lse, **_flags(call),
         )[:2]  # fmt: skip
-        return (out, lse.transpose(0, 1)) if return_lse else out
+        return (out, lse.transpose(0, 1)) if call.return_lse else out
 
     return ragged_attention
 
@@ -84,22 +91,19 @@ def _ragged() -> Callable[..., Any]:
 def _paged() -> Callable[..., Any]:
     run = _interface().flash_attn_varlen_func
 
-    def paged_attention(
-        q: Tensor, k_pages: Tensor, v_pages: Tensor, block_tables: Tensor, context_lens: Tensor,
-        cu_seqlens: Tensor | None, is_causal: bool, scale: float | None, window: Window,
-        softcap: float | None, layout: str, return_lse: bool,
-    ) -> Result:  # fmt: skip
+    @takes(Paged)
+    def paged_attention(call: Paged) -> Result:
         """Block tables and lengths as they are: no plan, nothing read on the host."""
-        flags = _flags(is_causal, scale, window, softcap)
-        pages = {"page_table": int32(block_tables), "seqused_k": int32(context_lens)}
-        if cu_seqlens is None:
-            out, lse = run(q.unsqueeze(1), k_pages, v_pages, return_lse=return_lse, **pages, **flags)[:2]
-            return (out.squeeze(1), lse.squeeze(2)) if return_lse else out.squeeze(1)
+        pages = {"page_table": int32(call.block_tables), "seqused_k": int32(call.context_lens)}
+        named = {**pages, **_flags(call), "return_lse": call.return_lse}
+        if call.cu_seqlens is None:
+            out, lse = run(call.q.unsqueeze(1), call.k_pages, call.v_pages, **named)[:2]
+            return (out.squeeze(1), lse.squeeze(2)) if call.return_lse else out.squeeze(1)
         out, lse = run(
-            q, k_pages, v_pages, cu_seqlens_q=int32(cu_seqlens),
-            max_seqlen_q=longest(cu_seqlens, q.shape[0]), return_lse=return_lse, **pages, **flags,
+            call.q, call.k_pages, call.v_pages, cu_seqlens_q=int32(call.cu_seqlens),
+            max_seqlen_q=longest(call.cu_seqlens, call.q.shape[0]), **named,
         )[:2]  # fmt: skip
-        return (out, lse.transpose(0, 1)) if return_lse else out
+        return (out, lse.transpose(0, 1)) if call.return_lse else out
 
     return paged_attention
 

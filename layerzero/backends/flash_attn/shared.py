@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
 from layerzero.kernel import AtMost, Capability, Efficiency, Kernel, MultipleOf, SameAs
+from layerzero.ops.mirrors import longest
 from layerzero.reasons import Reason
 
 HALF = frozenset({"float16", "bfloat16"})
@@ -24,16 +26,90 @@ Window = tuple[int, int] | None
 Result = Tensor | tuple[Tensor, Tensor]
 
 
+class Dense(NamedTuple):
+    """What `attention` hands a kernel, as far as these libraries go."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    attn_mask: Tensor | None
+    is_causal: bool
+    scale: float | None
+    dropout_p: float
+    window: Window
+    softcap: float | None
+    alibi_slopes: Tensor | None
+    layout: str
+    return_lse: bool
+
+
+class Ragged(NamedTuple):
+    """What `ragged_attention` hands a kernel."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    cu_seqlens: Tensor
+    cu_seqlens_k: Tensor
+    is_causal: bool
+    scale: float | None
+    window: Window
+    softcap: float | None
+    return_lse: bool
+
+    @property
+    def bounds(self) -> tuple[Tensor, Tensor, int, int]:
+        """Offsets of queries and of keys, and the longest of each."""
+        longest_q = longest(self.cu_seqlens, self.q.shape[0])
+        longest_k = longest(self.cu_seqlens_k, self.k.shape[0])
+        return int32(self.cu_seqlens), int32(self.cu_seqlens_k), longest_q, longest_k
+
+
+class Paged(NamedTuple):
+    """What `paged_attention` hands a kernel."""
+
+    q: Tensor
+    k_pages: Tensor
+    v_pages: Tensor
+    block_tables: Tensor
+    context_lens: Tensor
+    cu_seqlens: Tensor | None
+    is_causal: bool
+    scale: float | None
+    window: Window
+    softcap: float | None
+    layout: str
+    return_lse: bool
+
+
+Asked = Dense | Ragged | Paged
+A = TypeVar("A", Dense, Ragged, Paged)
+
+
+def takes(kind: type[A]) -> Callable[[Callable[[A], Result]], Callable[..., Result]]:
+    """Make a function of one call into one of the op's positional arguments."""
+    count = len(kind._fields)
+
+    def of(run: Callable[[A], Result]) -> Callable[..., Result]:
+        @functools.wraps(run)
+        def call(*args: Any) -> Result:
+            return run(kind._make(args[:count]))
+
+        return call
+
+    return of
+
+
 def int32(values: Tensor) -> Tensor:
     """Index values as int32 one behind the other; a copy only where they are not."""
     return values.to(torch.int32).contiguous()
 
 
-def flags(is_causal: bool, scale: float | None, window: Window, softcap: float | None) -> dict[str, Any]:
+def flags(call: Asked) -> dict[str, Any]:
     """The keyword arguments of the second and the third generation."""
     return {
-        "softmax_scale": scale, "causal": is_causal, "window_size": window or (-1, -1),
-        "softcap": softcap or 0.0,
+        "softmax_scale": call.scale, "causal": call.is_causal, "window_size": call.window or (-1, -1),
+        "softcap": call.softcap or 0.0,
     }  # fmt: skip
 
 
