@@ -1,14 +1,17 @@
-"""xFormers: `memory_efficient_attention` with each of its forward operators as a kernel of its own.
+"""xFormers: each of its forward operators that needs no extension of its own as a kernel.
 
-Its wheel's extension is built for CUDA 12.8 and does not load beside a CUDA 13 torch, and without it every
-operator refuses CUDA tensors: the route into torch's own kernels and the Triton split-K kernel as well. Its
-import fails where FlashAttention-4 is installed without FlashAttention-2, whose module it takes for granted.
+Its wheel's extension is built for CUDA 12.8 and does not load beside a CUDA 13 torch. Without it
+`memory_efficient_attention` refuses CUDA tensors for every operator, those too that call torch's kernels or
+Triton's, so the operators are called themselves (`FwOp.apply`); what they refuse stands in the capabilities.
+Its import fails where FlashAttention-4 is installed without FlashAttention-2, whose module it takes for
+granted.
 """
 
 from __future__ import annotations
 
 import functools
 import importlib
+import importlib.util
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -16,23 +19,23 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from layerzero.kernel import AtMost, Capability, Efficiency, Kernel, MultipleOf, SameAs
+from layerzero.kernel import AtMost, Capability, Efficiency, Kernel, MultipleOf, OneOf, SameAs
 from layerzero.ops import masks
 from layerzero.reasons import Reason
 
 
 @functools.cache
 def _fmha() -> Any:
+    spec = importlib.util.find_spec
+    if spec("flash_attn") is not None and spec("flash_attn.flash_attn_interface") is None:
+        raise ImportError(
+            "xformers imports flash_attn.flash_attn_interface wherever it finds flash_attn, and "
+            "FlashAttention-4 alone does not bring it: it needs flash-attn beside flash-attn-4, or neither"
+        )
     with warnings.catch_warnings():
         # It warns of every operator that does not load, and uses what torch deprecated.
         warnings.simplefilter("ignore")
-        found = importlib.import_module("xformers.ops.fmha")
-    if not found.common._built_with_cuda:
-        raise ImportError(
-            "xformers needs its compiled extension, which did not load beside this torch; without it every "
-            "operator of it refuses CUDA tensors, those that call torch's own kernels among them"
-        )
-    return found
+        return importlib.import_module("xformers.ops.fmha")
 
 
 def _grouped(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -45,35 +48,55 @@ def _grouped(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return q.unflatten(2, (heads, each)), k, v
 
 
-def _bias(q: Tensor, k: Tensor, attn_mask: Tensor | None, is_causal: bool, window: masks.Window) -> Any:
-    if attn_mask is None and window is None:
-        if not is_causal:
-            return None
-        return importlib.import_module("xformers.ops.fmha.attn_bias").LowerTriangularFromBottomRightMask()
+def _mask(q: Tensor, k: Tensor, attn_mask: Tensor | None, is_causal: bool, window: masks.Window) -> Any:
+    """The mask as a bias (B, H, Sq, Sk) whose rows have addresses of whole vectors; None without any."""
     queries, keys = q.transpose(1, 2), k.transpose(1, 2)
     bias = masks.additive(queries, keys, attn_mask, is_causal, window, None, q.dtype)
     if bias is None:
         return None
     batch, rows, heads, columns = q.shape[0], q.shape[1], q.shape[2], k.shape[1]
-    if columns % 8:  # rows of the bias need addresses of whole vectors
+    if columns % 8:
         bias = torch.nn.functional.pad(bias.expand(*bias.shape[:-1], columns), (0, 8 - columns % 8))
     return bias[..., :columns].expand(batch, heads, rows, columns)
 
 
-def _load(module: str) -> Callable[..., Any]:
+def _bias(q: Tensor, k: Tensor, attn_mask: Tensor | None, is_causal: bool, window: masks.Window) -> Any:
+    if attn_mask is not None or window is not None:
+        return _mask(q, k, attn_mask, is_causal, window)
+    if not is_causal:
+        return None
+    return importlib.import_module("xformers.ops.fmha.attn_bias").LowerTriangularFromBottomRightMask()
+
+
+# Far below any score, and finite: a block of keys that are all hidden would give the split kernel NaN.
+_HIDDEN = -3e4
+
+
+def _finite_bias(
+    q: Tensor, k: Tensor, attn_mask: Tensor | None, is_causal: bool, window: masks.Window
+) -> Tensor | None:
+    """The mask as a bias without infinities, (B, G, H, Sq, Sk) where heads are grouped."""
+    bias = _mask(q, k, attn_mask, is_causal, window)
+    if bias is None:
+        return None
+    bounded: Tensor = bias.clamp_min(_HIDDEN)
+    return bounded if q.shape[2] == k.shape[2] else bounded.unflatten(1, (k.shape[2], -1))
+
+
+def _load(module: str, bias_of: Callable[..., Any] = _bias) -> Callable[..., Any]:
     fmha = _fmha()
-    operator = getattr(fmha, module).FwOp
+    operator, inputs = getattr(fmha, module).FwOp, fmha.Inputs
 
     def attention(
         q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None, is_causal: bool, scale: float | None,
         dropout_p: float, window: masks.Window, softcap: float | None, alibi_slopes: Tensor | None,
         *_: Any,
     ) -> Tensor:  # fmt: skip
-        """`memory_efficient_attention_forward` over (B, S, H, D), or five axes where heads are grouped."""
-        bias = _bias(q, k, attn_mask, is_causal, window)
+        """`FwOp.apply` over (B, S, H, D), or five axes where heads are grouped."""
+        bias = bias_of(q, k, attn_mask, is_causal, window)
         query, key, value = _grouped(q, k, v)
-        forward = fmha.memory_efficient_attention_forward
-        out = forward(query, key, value, attn_bias=bias, scale=scale, op=operator)
+        given = inputs(query=query, key=key, value=value, attn_bias=bias, scale=scale)
+        out = operator.apply(given, needs_gradient=False)[0]
         return out.reshape(*q.shape[:3], v.shape[3])  # type: ignore[no-any-return]
 
     return attention
@@ -88,14 +111,14 @@ _LIMITS = (
 
 def _kernel(
     variant: str, module: str, dtypes: frozenset[str], features: frozenset[str], efficiency: Efficiency,
-    limits: tuple[Any, ...] = _LIMITS, **more: Any,
+    limits: tuple[Any, ...] = _LIMITS, bias_of: Callable[..., Any] = _bias, **more: Any,
 ) -> Kernel:  # fmt: skip
     return Kernel(
         id=f"xformers.attention.{variant}",
         op="attention",
         backend="xformers",
         capability=Capability(
-            source=f"xformers 0.0.35, ops/fmha/{module}.py; its wheel refuses to run beside CUDA 13",
+            source=f"xformers 0.0.35, ops/fmha/{module}.py, called without its extension",
             platforms=frozenset({"cuda"}),
             sm_min=80,
             sm_max=90,
@@ -108,7 +131,7 @@ def _kernel(
             gradient=False,
             **more,
         ),
-        load=functools.partial(_load, module),
+        load=functools.partial(_load, module, bias_of),
         efficiency=efficiency,
         rank=70,
         cold=True,
@@ -130,8 +153,9 @@ KERNELS: tuple[Kernel, ...] = (
         Efficiency(0.27, 0.6, 40.0, _AS_TORCH.format(164)),
     ),
     _kernel(
-        "triton_splitk", "triton_splitk", _HALF, frozenset({"scale", "gqa"}),
+        "triton_splitk", "triton_splitk", _HALF, frozenset({"scale", "gqa", "mask_bool", "mask_float"}),
         Efficiency(0.1, 0.6, 60.0, "an estimate"),
-        (*_LIMITS[1:], MultipleOf("D", 16, Reason.HEAD_DIM_ALIGNMENT)),
+        (OneOf("D", (16, 32, 64, 128, 256)), _LIMITS[2]),
+        bias_of=_finite_bias,
     ),
 )  # fmt: skip

@@ -64,3 +64,17 @@ def test_a_process_that_dies_says_where(tmp_path: Path) -> None:
     assert record["running"] == "test_it.py::test_dies"
     assert record["counts"] == {"passed": 1, "failed": 1}
     assert "assert 1 == 2" in record["tests"][1]["why"]
+
+
+def test_a_library_can_be_kept_out_of_a_process(tmp_path: Path) -> None:
+    """It is found nowhere, as if it were not installed; the tests run all the same."""
+    (tmp_path / "test_it.py").write_text(
+        "from importlib.util import find_spec\ndef test_gone():\n    assert find_spec('tabnanny') is None\n"
+    )
+    (tmp_path / "pytest.ini").write_text("[pytest]\n")
+    for hidden, outcome in (("tabnanny", "passed"), ("", "failed")):
+        group = Group("it", (str(tmp_path / "test_it.py"),), without=hidden)
+        command = [*group.command(tmp_path / "record.json"), "-c", str(tmp_path / "pytest.ini")]
+        subprocess.run([*command, "--noconftest"], cwd=ROOT, check=False, capture_output=True)
+        record = json.loads((tmp_path / "record.json").read_text())
+        assert record["counts"] == {outcome: 1}
