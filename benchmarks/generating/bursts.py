@@ -6,6 +6,7 @@ Requests are small: a norm and a linear layer of one row, a few times over, each
 from __future__ import annotations
 
 import asyncio
+import math
 import random
 import statistics
 import time
@@ -19,6 +20,7 @@ import layerzero as lz
 
 WIDTH, STEPS = 256, 4
 DEPTHS = (10, 100, 1000)
+CROWDS = (8, 16, 32, 64, 128)
 
 
 class Small:
@@ -99,17 +101,13 @@ async def _burst(runtime: lz.Runtime, small: Small, seed: int) -> dict[str, Any]
 
 async def _load(runtime: lz.Runtime, small: Small, seconds: float) -> dict[str, Any]:
     """Poisson loads of 10, 50 and 90 % of what 64 callers reach who ask again at once."""
-    done, until = 0, time.perf_counter() + seconds
-
-    async def client() -> None:
-        nonlocal done
-        while time.perf_counter() < until:
-            await asyncio.ensure_future(small.request())  # a task each, as under the open load
-            done += 1
-
-    await asyncio.gather(*(client() for _ in range(64)))
-    saturation = done / seconds
-    found: dict[str, Any] = {"saturation_per_s": round(saturation, 1)}
+    saturation = await _closed(small, 64, seconds)
+    took_us = {callers: callers / await _closed(small, callers, seconds / 4) * 1e6 for callers in CROWDS}
+    found: dict[str, Any] = {
+        "saturation_per_s": round(saturation, 1),
+        "us_a_request_by_callers": {str(callers): round(us, 1) for callers, us in took_us.items()},
+        **_floor(took_us, 0.9 * saturation),
+    }
     for share in (0.1, 0.5, 0.9):
         draw, rate = random.Random(1), share * saturation
         gaps = [draw.expovariate(rate) for _ in range(int(rate * seconds))]
@@ -117,6 +115,36 @@ async def _load(runtime: lz.Runtime, small: Small, seconds: float) -> dict[str, 
     found["p50_of_90_over_10"] = round(found["90%"]["p50_ms"] / found["10%"]["p50_ms"], 2)
     found["met"] = found["p50_of_90_over_10"] < 2
     return found
+
+
+async def _closed(small: Small, callers: int, seconds: float) -> float:
+    """Requests a second of so many callers who ask again at once, a task each as under the open load."""
+    done, begin = 0, time.perf_counter()
+
+    async def client() -> None:
+        nonlocal done
+        while time.perf_counter() < begin + seconds:
+            await asyncio.ensure_future(small.request())
+            done += 1
+
+    await asyncio.gather(*(client() for _ in range(callers)))
+    return done / (time.perf_counter() - begin)
+
+
+def _floor(took_us: dict[int, float], rate: float) -> dict[str, float]:
+    """What a load of `rate` a second must come to, by what one more caller adds to a request's time.
+
+    With `fixed + n * each` for a request among n, and `n = rate * time` of Little's law, the time is
+    `fixed / (1 - rate * each)`. Below twice the fixed time needs `rate * each` below a half.
+    """
+    line = statistics.linear_regression(list(took_us), list(took_us.values()))
+    busy = rate * line.slope / 1e6
+    return {
+        "us_fixed": round(line.intercept, 1),
+        "us_each_caller_adds": round(line.slope, 2),
+        "share_of_time_that_calls_add": round(busy, 3),
+        "least_over_fixed": round(1 / (1 - busy), 2) if busy < 1 else math.inf,
+    }
 
 
 async def _depths(runtime: lz.Runtime, small: Small, rounds: int) -> dict[str, Any]:
