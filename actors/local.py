@@ -12,6 +12,7 @@ import torch
 
 from layerzero.actors.loading import Loading
 from layerzero.actors.memory import Room
+from layerzero.actors.placed import placed
 from layerzero.actors.recovery import Recovery
 from layerzero.actors.registry import Registry
 from layerzero.actors.worker import Worker
@@ -415,7 +416,7 @@ class LocalDevice:
         kernel = self.registry.get(kernel_id)
         if kernel is not None:
             run = keep_aligned(op, kernel.capability.alignment, run)
-        call = compile_transforms(op, transforms, run)
+        call = compile_transforms(op, transforms, placed(self.device, run))
         return without_graph(call) if self.settings.inference else call
 
     # -- readiness and health ---------------------------------------------------------------------

@@ -3,15 +3,18 @@
     python -m benchmarks.gang --json benchmarks/results/gang.json
 
 For 2, 4 and 8 ranks, each a process on this machine, over a TCPStore: the time from rank 0's proposal to the
-outcome (every rank has voted), the time that rank 0 spends to send one step's manifest, and the time that a
-follower spends to unpack it. gloo's own broadcast of a small object stands beside them.
+outcome (every rank has voted), and what manifests of 64 requests cost. That is said in two ways. `step`: rank
+0's time for a step of fixed work with a manifest, less its time for the same work without one, neighbour by
+neighbour; the followers wait meanwhile, so that waking them counts. The pieces: rank 0 packs the arguments,
+writes the frame and sends it, a follower receives, admits and unpacks it; frames lie ready when they are
+received. Times are those of the calling thread, beside them the time of the processor that it had.
+gloo's own broadcast of a small object stands beside all this.
 Between plans nothing is written to the store: its keys are counted before and after the steps.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import multiprocessing
 import sys
 import time
@@ -23,89 +26,172 @@ from typing import Any
 import msgspec
 import torch
 import torch.distributed as dist
-from rich.console import Console
-from rich.table import Table
 
 import layerzero as lz
-from benchmarks.harness import distribution, environment
+from benchmarks.harness import distribution, environment, show, write
+from layerzero.actors.broadcast import Follower, Leader
 from layerzero.actors.gang import Gang
+from layerzero.actors.profiles import Agreed
 from layerzero.actors.stores import TorchStore
+from layerzero.scheduler.manifest import pack
 from layerzero.scheduler.steps import Steps
 
 REQUESTS = [f"cmpl-{number:08d}" for number in range(64)]
 WARM = 20
-PAUSE_S = 0.0005
+BURST = 16
+WORK = 400  # additions: about twenty microseconds of one core
+
+Nanoseconds = dict[str, list[float]]
 
 
-def rank_main(rank: int, ranks: int, port: int, plans: int, steps: int, out: Any) -> None:
-    """One rank: join, agree `plans` times, take `steps` steps; rank 0 and 1 report nanoseconds."""
-    torch.set_num_threads(1)
-    wait = timedelta(seconds=60)
-    store = dist.TCPStore("127.0.0.1", port, None, False, wait)
-    dist.init_process_group("gloo", store=dist.PrefixStore("pg", store.clone()), rank=rank, world_size=ranks)
-    with lz.start(lz.Settings(inference=True, perfdb=None)) as runtime:
-        gang = Gang(
-            runtime.device("cpu"), TorchStore(store.clone(), "gang"), rank=rank, ranks=ranks, timeout_s=60.0
-        )
-        agreed = gang.join()
-        walk = Steps(gang)
-        agree_ns = []
-        for version in range(2, 2 + plans + WARM):
-            dist.barrier()
-            begin = time.perf_counter_ns()
-            if rank == 0:
-                gang.propose(msgspec.structs.replace(agreed, version=version, activate_at=1))
-            else:
-                gang.agree(version)
-            agree_ns.append(time.perf_counter_ns() - begin)
-        dist.barrier()
-        keys = store.num_keys()
-        step_ns = _steps(walk, rank, steps, PAUSE_S)
-        dist.barrier()
-        warm_ns = _steps(walk, rank, steps, 0.0)
-        dist.barrier()
-        sent = store.num_keys() - keys
-        broadcast_ns = _broadcasts(rank, steps)
-        if rank < 2:
-            out.put((rank, agree_ns[WARM:], step_ns, warm_ns, broadcast_ns, sent))
-        dist.barrier()
-        if rank:
-            walk.next()  # the word that ends the gang
-        walk.close()
-    dist.destroy_process_group()
+class Gate:
+    """Every rank waits here for every other, in the store: no collective, nothing that spins."""
+
+    def __init__(self, store: Any, rank: int, ranks: int) -> None:
+        self._store, self._rank, self._ranks, self._number = store, rank, ranks, 0
+
+    def __call__(self) -> None:
+        self._number += 1
+        key = f"gate/{self._number}"
+        if self._store.add(key, 1) == self._ranks:
+            self._store.set(f"{key}/open", b"1")
+        self._store.wait([f"{key}/open"])
 
 
-def _steps(walk: Steps, rank: int, count: int, pause_s: float) -> tuple[list[int], list[int]]:
-    """Nanoseconds of `take` on rank 0, by the wall and of its thread: 64 requests and their ids."""
-    ids = torch.arange(len(REQUESTS))
-    found: list[int] = []
-    spent: list[int] = []
-    for number in range(count + WARM):
-        if rank == 0:
-            time.sleep(pause_s)  # the followers wait for the manifest, as between two steps of a model
-            begin, cpu = time.perf_counter_ns(), time.thread_time_ns()
-            walk.take("step", REQUESTS, (ids,))
-            spent.append(time.thread_time_ns() - cpu)
-            found.append(time.perf_counter_ns() - begin)
+def agreements(gang: Gang, agreed: Agreed, plans: int, gate: Gate) -> list[float]:
+    """Nanoseconds that this rank took for each of `plans` plans."""
+    taken: list[float] = []
+    for version in range(2, 2 + plans + WARM):
+        gate()
+        begin = time.perf_counter_ns()
+        if gang.rank == 0:
+            gang.propose(msgspec.structs.replace(agreed, version=version, activate_at=1))
         else:
-            manifest, _ = walk.next()
-            begin = time.perf_counter_ns()
+            gang.agree(version)
+        taken.append(time.perf_counter_ns() - begin)
+    return taken[WARM:]
+
+
+def manifests(walk: Steps, count: int, gate: Gate) -> Nanoseconds:
+    """What manifests cost this rank, `count` of each kind: nanoseconds by name."""
+    if isinstance(walk.gang.line, Leader):
+        found = _apart(walk, count, gate)
+        gate()
+        return found | _beside_work(walk, count, gate)
+    assert isinstance(walk.gang.line, Follower)
+    found = _received(walk, count, gate)
+    gate()
+    for number in range(count + WARM):
+        walk.next()
+        if number % BURST == BURST - 1:
+            gate()
+    return found
+
+
+def _beside_work(walk: Steps, count: int, gate: Gate) -> Nanoseconds:
+    """Steps of the same work, every second one with a manifest before it; the difference of neighbours."""
+    ids = torch.arange(len(REQUESTS))
+    steps, spent = [], []
+    for number in range(count + WARM):
+        began = time.perf_counter_ns(), time.thread_time_ns()
+        _work()
+        middle = time.perf_counter_ns(), time.thread_time_ns()
+        walk.take("step", REQUESTS, (ids,))
+        _work()
+        ended = time.perf_counter_ns(), time.thread_time_ns()
+        wall, cpu = ((c - b) - (b - a) for a, b, c in zip(began, middle, ended, strict=True))
+        steps.append(float(wall))
+        spent.append(float(cpu))
+        if number % BURST == BURST - 1:
+            gate()
+    return {"step": steps[WARM:], "step, of the processor": spent[WARM:]}
+
+
+def _work() -> int:
+    total = 0
+    for number in range(WORK):
+        total += number
+    return total
+
+
+def _apart(walk: Steps, count: int, gate: Gate) -> Nanoseconds:
+    """Rank 0's pieces, a burst at a time: nobody reads meanwhile."""
+    ids, clock, line = torch.arange(len(REQUESTS)), time.perf_counter_ns, walk.gang.line
+    assert isinstance(line, Leader)
+    found: Nanoseconds = {"packed": [], "written": [], "sent": []}
+    for _ in range(-(-(count + WARM) // BURST)):
+        for _ in range(BURST):
+            begin = clock()
+            packed = pack((ids,), "step")
+            middle = clock()
+            frame = walk.announced("step", REQUESTS, packed)
+            written = clock()
+            line.send(frame)
+            ended = clock()
+            for name, took in zip(found, (middle - begin, written - middle, ended - written), strict=True):
+                found[name].append(float(took))
+        gate()
+        gate()
+    return {name: values[WARM:] for name, values in found.items()}
+
+
+def _received(walk: Steps, count: int, gate: Gate) -> Nanoseconds:
+    """A follower's pieces, of frames that lie ready."""
+    clock, line = time.perf_counter_ns, walk.gang.line
+    assert isinstance(line, Follower)
+    found: Nanoseconds = {"received": [], "admitted": [], "unpacked": []}
+    for _ in range(-(-(count + WARM) // BURST)):
+        gate()
+        for _ in range(BURST):
+            begin = clock()
+            frame = line.receive()
+            middle = clock()
+            manifest, _ = walk.admitted(frame)
+            admitted = clock()
             walk.values(manifest)
-            found.append(time.perf_counter_ns() - begin)
-        if number % 100 == 99:
-            dist.barrier()
-    return found[WARM:], spent[WARM:]
+            ended = clock()
+            for name, took in zip(found, (middle - begin, admitted - middle, ended - admitted), strict=True):
+                found[name].append(float(took))
+        gate()
+    return {name: values[WARM:] for name, values in found.items()}
 
 
-def _broadcasts(rank: int, count: int) -> list[int]:
-    """The same news by torch.distributed's own `broadcast_object_list`."""
+def broadcasts(rank: int, count: int) -> list[float]:
+    """The same news by torch.distributed's own `broadcast_object_list`, nanoseconds."""
     found = []
     for _ in range(min(count, 200)):
         box = [(1, 2, "step", REQUESTS)] if rank == 0 else [None]
         begin = time.perf_counter_ns()
         dist.broadcast_object_list(box, 0)
-        found.append(time.perf_counter_ns() - begin)
+        found.append(float(time.perf_counter_ns() - begin))
     return found
+
+
+def rank_main(rank: int, ranks: int, port: int, plans: int, steps: int, out: Any) -> None:
+    """One rank: join, agree `plans` times, take steps; ranks 0 and 1 report nanoseconds."""
+    torch.set_num_threads(1)
+    wait = timedelta(seconds=60)
+    store = dist.TCPStore("127.0.0.1", port, None, False, wait)
+    dist.init_process_group("gloo", store=dist.PrefixStore("pg", store.clone()), rank=rank, world_size=ranks)
+    with lz.start(lz.Settings(inference=True, perfdb=None)) as runtime:
+        agreeing = TorchStore(store.clone(), "gang")
+        gang = Gang(runtime.device("cpu"), agreeing, rank=rank, ranks=ranks, timeout_s=60.0)
+        agreed, walk, counted = gang.join(), Steps(gang), store.clone()
+        gate = Gate(dist.PrefixStore("gates", store.clone()), rank, ranks)
+        plan_ns = agreements(gang, agreed, plans, gate)
+        gate()
+        keys, gates = counted.num_keys(), gate._number
+        found = manifests(walk, steps, gate)
+        gate()
+        written = counted.num_keys() - keys - 2 * (gate._number - gates)
+        broadcast_ns = broadcasts(rank, steps)
+        if rank < 2:
+            out.put((rank, plan_ns, found, broadcast_ns, written))
+        dist.barrier()
+        if rank:
+            walk.next()  # the word that ends the gang
+        walk.close()
+    dist.destroy_process_group()
 
 
 def measure(ranks: int, plans: int, steps: int) -> dict[str, Any]:
@@ -122,56 +208,43 @@ def measure(ranks: int, plans: int, steps: int) -> dict[str, Any]:
     said = {found[0]: found[1:] for found in (out.get(timeout=240) for _ in range(2))}
     for process in processes:
         process.join(60)
-    agree_ns, step_ns, warm_ns, broadcast_ns, sent = said[0]
+    plan_ns, leading, broadcast_ns, written = said[0]
     return {
-        "agreement": distribution(agree_ns),
-        "manifest_sent": distribution(step_ns[0]),
-        "manifest_sent_cpu": distribution(step_ns[1]),
-        "manifest_back_to_back": distribution(warm_ns[0]),
-        "manifest_unpacked": distribution(said[1][1][0]),
+        "agreement": distribution(plan_ns),
+        "manifest": {name: distribution(values) for name, values in (leading | said[1][1]).items()},
         "gloo_broadcast": distribution(broadcast_ns),
-        "store_keys_written_by_steps": sent,
-        "steps": len(step_ns[0]),
+        "store_keys_written_by_steps": written,
+        "steps": steps,
     }
 
 
+def table(rows: dict[str, Any]) -> dict[str, Any]:
+    """What documents show of the record: medians, and p99 of what is agreed."""
+    columns = ["ranks", "a plan agreed: p50", "p99", "a step's manifest", "packed", "written", "sent"]
+    columns += ["received", "admitted", "unpacked", "gloo's broadcast"]
+    lines = []
+    for ranks, row in rows.items():
+        pieces = [row["manifest"][name]["median_us"] for name in ("step", *columns[4:10])]
+        plan = row["agreement"]
+        lines.append([ranks, plan["median_us"], plan["p99_us"], *pieces, row["gloo_broadcast"]["median_us"]])
+    return {"columns": columns, "rows": lines}
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Measure, print and write."""
+    """Measure, print a table, write JSON."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4, 8])
     parser.add_argument("--plans", type=int, default=200)
-    parser.add_argument("--steps", type=int, default=1000)
+    parser.add_argument("--steps", type=int, default=1600)
     parser.add_argument("--json", type=Path)
     options = parser.parse_args(arguments)
     rows = {str(ranks): measure(ranks, options.plans, options.steps) for ranks in options.ranks}
-    table = Table(title="gangs on one machine, microseconds: p50 / p99")
-    for column in (
-        "ranks",
-        "one plan agreed",
-        "a manifest sent",
-        "of it on the CPU",
-        "back to back",
-        "gloo's broadcast",
-        "store keys written by steps",
-    ):
-        table.add_column(column)
-    for ranks, row in rows.items():
-        pairs = [
-            row[name]
-            for name in (
-                "agreement",
-                "manifest_sent",
-                "manifest_sent_cpu",
-                "manifest_back_to_back",
-                "gloo_broadcast",
-            )
-        ]
-        cells = [f"{pair['median_us']:.0f} / {pair['p99_us']:.0f}" for pair in pairs]
-        table.add_row(ranks, *cells, str(row["store_keys_written_by_steps"]))
-    Console().print(table)
-    record = {"environment": environment(["layerzero-runtime", "torch"]), "ranks": rows}
+    shown = table(rows)
+    cells = [[row[0], *(f"{value:.1f}" for value in row[1:])] for row in shown["rows"]]
+    show("gangs on one machine, microseconds", shown["columns"], cells)
     if options.json:
-        options.json.write_text(json.dumps(record, indent=1) + "\n")
+        where = environment(["layerzero-runtime", "torch"])
+        write(options.json, {"environment": where, "ranks": rows, "tables": {"gang": shown}})
     return 0
 
 

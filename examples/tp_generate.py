@@ -1,7 +1,8 @@
 """Tensor-parallel generation: a Llama's heads and columns over several processes, coroutines on one of them.
 
     torchrun --nproc-per-node 2 examples/tp_generate.py --requests 8
-    torchrun --nproc-per-node 2 examples/tp_generate.py --device cuda --layers 16     # a GPU a rank, NCCL
+    torchrun --nproc-per-node 2 examples/tp_generate.py --layers 16 --dtype bfloat16   # a GPU a rank: NCCL
+    torchrun --nproc-per-node 2 examples/tp_generate.py --stages     # layers instead of heads and columns
     python examples/tp_generate.py --cluster auto --ranks 2     # devices of a Ray cluster
 
 Rank 0 has the requests: each is a coroutine that runs `generation.generate`, as with one device. What meets
@@ -34,6 +35,7 @@ import torch.distributed as dist
 from generation import Sampling, generate, load_tokenizer
 from llama import BLOCKING, FOLDER, Config, Draw, Get, Llama, finished, pool, weights_of
 from paging import Chunk, Places, places, places_of
+from stages import Stage
 from torch import Tensor
 
 import layerzero as lz
@@ -86,11 +88,12 @@ def sharded(get: Get, rank: int, ranks: int) -> Get:
 class Shard(Llama):
     """One rank's share of a Llama, with the same loop over it: `step` and `next` are steps of the gang."""
 
-    def __init__(self, config: Config, get: Get, member: Any, like: Tensor) -> None:
+    def __init__(self, config: Config, get: Get, member: Any, like: Tensor, pages: int = PAGES) -> None:
         """`like` has the dtype and the device of the weights."""
         own = shard_of(config, member.ranks)
-        pages = pool(own, like.device, like.dtype, pages=PAGES, page_size=16)
-        super().__init__(own, sharded(get, member.rank, member.ranks), pages)
+        super().__init__(
+            own, sharded(get, member.rank, member.ranks), pool(own, like.device, like.dtype, pages, 16)
+        )
         for layer in self.layers:
             layer.reduce = self._summed
         self._led = member.batched(self.share, name="share")
@@ -101,18 +104,16 @@ class Shard(Llama):
         return partial
 
     def share(
-        self, ids: Tensor, positions: Tensor, slots: Tensor, tables: list[list[int]], counts: list[int]
+        self, ids: Tensor, starts: list[int], tables: list[list[int]], counts: list[int]
     ) -> list[Tensor]:
         """What every rank runs: the logits (1, V) of each request whose rows met."""
-        at: Places = places_of(self.pages, positions, slots, tables, counts)
+        at: Places = places_of(self.pages, starts, tables, counts)
         logits = finished(self.forward(BLOCKING, self._blocking, ids, at))
         return list(logits.split(1))
 
     async def step(self, ids: Tensor, chunk: Chunk) -> Tensor:
         """The logits (1, V) after the tokens `ids` (n,) of one sequence."""
-        positions = torch.tensor(chunk.positions)
-        slots = torch.tensor(chunk.slots())
-        logits: Tensor = await self._led(next(self._numbers), ids, positions, slots, chunk.sequence.pages)
+        logits: Tensor = await self._led(next(self._numbers), ids, chunk.start, chunk.sequence.pages)
         return logits
 
     async def next(self, ids: Tensor, chunk: Chunk, draw: Draw) -> Tensor:
@@ -178,7 +179,7 @@ async def serve(options: argparse.Namespace, device: torch.device) -> dict[str, 
     prompts = [tokenizer.encode(PROMPTS[n % len(PROMPTS)]).ids for n in range(options.requests)]
     async with lz.start(lz.Settings(device=str(device), inference=True)) as runtime:
         async with runtime.gang(timeout_s=120.0) as member:
-            model = Shard(config, get, member, like)
+            model = (Stage if options.stages else Shard)(config, get, member, like)
             found: list[list[int]] = []
             speeds: dict[str, float] = {}
             if member.rank:
@@ -188,10 +189,11 @@ async def serve(options: argparse.Namespace, device: torch.device) -> dict[str, 
                 started = time.perf_counter()
                 found = await texts(model, prompts, options.tokens)
                 speeds["gang"] = _speed(found, started)
-        by_hand(model, prompts, 4)
-        started = time.perf_counter()
-        hand = by_hand(model, prompts, options.tokens)
-        speeds["by hand over torch.distributed"] = _speed(hand, started)
+        if isinstance(model, Shard):
+            by_hand(model, prompts, 4)
+            started = time.perf_counter()
+            hand = by_hand(model, prompts, options.tokens)
+            speeds["by hand over torch.distributed"] = _speed(hand, started)
         if member.rank:
             return None
         alone = Llama(config, get, pool(config, device, like.dtype, PAGES, 16))
@@ -219,6 +221,7 @@ def compared(
     return {
         **said,
         "device": torch.cuda.get_device_name() if options.device == "cuda" else "cpu",
+        "collectives": options.collectives,
         "torch": torch.__version__,
         "requests": options.requests,
         "tokens": options.tokens,
@@ -258,10 +261,9 @@ async def lead(options: argparse.Namespace) -> dict[str, Any]:
     )
     tokenizer = load_tokenizer(options.folder)
     prompts = [tokenizer.encode(PROMPTS[n % len(PROMPTS)]).ids for n in range(options.requests)]
-    collectives = "nccl" if options.device == "cuda" else "gloo"
     async with lz.start(settings) as runtime:
-        build = partial(built, options)
-        async with runtime.gang(options.ranks, build=build, collectives=collectives, timeout_s=120.0) as gang:
+        build, over = partial(built, options), options.collectives
+        async with runtime.gang(options.ranks, build=build, collectives=over, timeout_s=120.0) as gang:
 
             async def one(number: int, tokens: int) -> list[int]:
                 text = gang.stream(continued, prompts[number], tokens, number, resume=True)
@@ -292,7 +294,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Set torch.distributed up, serve, compare."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--folder", type=Path, default=FOLDER)
-    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
+    parser.add_argument("--stages", action="store_true", help="share the layers out, not each one's heads")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
     parser.add_argument("--requests", type=int, default=8)
     parser.add_argument("--tokens", type=int, default=24)
@@ -301,6 +304,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--ranks", type=int, default=2, help="devices of the cluster")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args(arguments)
+    ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    options.device, options.collectives = means(options.device, ranks_here)
     if options.cluster:
         return finish(options, asyncio.run(lead(options)))
     if "RANK" not in os.environ:
@@ -309,15 +314,23 @@ def main(arguments: Sequence[str] | None = None) -> int:
         )
     device = torch.device("cpu")
     if options.device == "cuda":
-        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count())
         torch.cuda.set_device(device)
     else:
         torch.set_num_threads(1)
-    dist.init_process_group("nccl" if options.device == "cuda" else "gloo", timeout=timedelta(seconds=120))
+    own = device if options.collectives == "nccl" else None
+    dist.init_process_group(options.collectives, timeout=timedelta(seconds=120), device_id=own)
     said = asyncio.run(serve(options, device))
     dist.barrier()
     dist.destroy_process_group()
     return finish(options, said)
+
+
+def means(asked: str, ranks_here: int) -> tuple[str, str]:
+    """(device, collectives) of `ranks_here` ranks on this host: NCCL where each has a GPU of its own."""
+    gpus = torch.cuda.device_count() if asked != "cpu" else 0
+    device = "cuda" if asked == "cuda" or gpus >= ranks_here else "cpu"
+    return device, "nccl" if device == "cuda" and gpus >= ranks_here else "gloo"
 
 
 def finish(options: argparse.Namespace, said: dict[str, Any] | None) -> int:

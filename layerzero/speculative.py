@@ -203,9 +203,10 @@ class Generation:
             stays, found = await target.verify(Round(fresh, drafts.tokens, drafts.probs, self._kept, **drawn))
             return stays, found, None
         p = await self._verified_by(target, drafts)
+        # The draft may live on another device; its distributions follow the tokens there.
         tokens, accepted = await _verify_chain(
-            drafts.probs.unsqueeze(0),
-            drafts.tokens.unsqueeze(0),
+            drafts.probs.to(p.device).unsqueeze(0),
+            drafts.tokens.to(p.device).unsqueeze(0),
             p.unsqueeze(0),
             seed=self._seed,
             offset=text,

@@ -25,6 +25,7 @@ class Steps:
         self.gang = gang
         self.position = Position(gang.rank, gang.epoch)
         self.models: dict[str, str] = {}  # which model's choices a function's are
+        self.apart: set[str] = set()  # functions in which each rank runs ops of its own
         self._issuing = threading.Lock()  # manifests are numbered and sent in one order, the last one too
 
     def take(self, name: str, requests: Sequence[Request], values: Sequence[Any] = ()) -> Snapshot:
@@ -41,14 +42,22 @@ class Steps:
             return snapshot
         packed = pack(values, name) if values else b""
         with self._issuing:
-            gang.check()
-            gang.turn(self.position.number + 1)
-            self.position.plan = gang.plan
-            model = self.models.get(name, "")
-            manifest = self.position.issue(name, requests, gang.decided(model), packed)
+            frame = self.announced(name, requests, packed)
             with gang.failing():
-                gang.line.send(encode(manifest))
-            return gang.under(model)
+                gang.line.send(frame)
+            return gang.under(self.models.get(name, ""))
+
+    def announced(self, name: str, requests: Sequence[Request], packed: bytes = b"") -> bytes:
+        """On rank 0: the frame that says what the next step is; it counts as taken.
+
+        Raises: DeviceLostError: the gang has failed. ValueError: a request stands in it twice.
+        """
+        gang = self.gang
+        gang.check()
+        gang.turn(self.position.number + 1)
+        self.position.plan = gang.plan
+        decided = "" if name in self.apart else gang.decided(self.models.get(name, ""))
+        return encode(self.position.issue(name, requests, decided, packed))
 
     def next(self, timeout_s: float | None = None) -> tuple[Manifest, Snapshot]:
         """On a follower: the next manifest, and the Snapshot that its selections are made in.
@@ -62,13 +71,20 @@ class Steps:
         if not isinstance(gang.line, Follower):
             raise ConsistencyError(f"rank {gang.rank} needs to be a follower that has joined")
         with gang.failing():
-            manifest = decode(gang.line.receive(timeout_s))
-            if manifest.name:  # the end comes under any plan
-                gang.turn(manifest.number, manifest.plan)
-            self.position.plan = gang.plan
-            model = self.models.get(manifest.name, "")
-            self.position.admit(manifest, gang.decided(model) if gang.leads_group else "")
-            return manifest, gang.under(model)
+            return self.admitted(gang.line.receive(timeout_s))
+
+    def admitted(self, frame: bytes) -> tuple[Manifest, Snapshot]:
+        """What `next` gives for a frame that has been received.
+
+        Raises: ConsistencyError: it is none, or this rank does not stand where rank 0 stands.
+        """
+        gang, manifest = self.gang, decode(frame)
+        if manifest.name:  # the end comes under any plan
+            gang.turn(manifest.number, manifest.plan)
+        self.position.plan = gang.plan
+        model = self.models.get(manifest.name, "")
+        self.position.admit(manifest, gang.decided(model) if gang.leads_group else "")
+        return manifest, gang.under(model)
 
     def values(self, manifest: Manifest) -> list[Any]:
         """The arguments that a manifest brings, tensors on this rank's device."""

@@ -122,11 +122,11 @@ def step(cache: Paged | Contiguous, ids: Tensor) -> Tensor:
         qkv = linear(normed, layer.w_qkv, layer.b_qkv)
         q, k, v = qkv.unflatten(-1, (-1, config.head_dim)).split(layer.split, dim=1)
         mixed = cache.attend(index, layer, rotate(q, cos, sin), rotate(k, cos, sin), v)
-        x = x + linear(mixed.flatten(1), layer.w_out, layer.b_out)
+        x = x + layer.reduce(linear(mixed.flatten(1), layer.w_out, layer.b_out))
         gate, up = linear(
             rms_norm(x, (config.channels,), layer.norm_mlp, config.eps), layer.w_up, layer.b_up
         ).chunk(2, dim=-1)
-        x = x + linear(silu(gate) * up, layer.w_down, layer.b_down)
+        x = x + layer.reduce(linear(silu(gate) * up, layer.w_down, layer.b_down))
         normed = rms_norm(x, (config.channels,), layer.norm_next, config.eps)
     return linear(normed, model.head)
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import inspect
 import os
 from collections.abc import Awaitable, Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
@@ -63,7 +63,13 @@ class Member:
         return self._gang.failure
 
     def batched(
-        self, fn: Function, *, name: str | None = None, send: bool = True, model: str = ""
+        self,
+        fn: Function,
+        *,
+        name: str | None = None,
+        send: bool = True,
+        model: str = "",
+        alike: bool = True,
     ) -> Callable[..., Awaitable[Any]]:
         """`lz.batched` for a function with collectives in it: `await step(request, *args)`.
 
@@ -71,6 +77,7 @@ class Member:
         be given under the same `name`. `send=True` sends the batch's arguments along, for followers that
         `follow`; `send=False` is for ranks that all form batches themselves and only compare them. Functions
         of one `model` share its selections; other models, under the same plan, choose for themselves.
+        `alike=False` is for stages of a pipeline: ranks run different ops, whose choices are not compared.
         Raises: ConfigurationError: another function has the name. When awaited, for the caller at fault
             alone: ValueError: its request is under way already. TypeError: an argument cannot be sent.
         """
@@ -79,7 +86,9 @@ class Member:
             raise ConfigurationError(f"name needs to be new in this gang, got {called!r} again")
         wants_counts = "counts" in inspect.signature(fn).parameters
         self._functions[called] = (fn, wants_counts)
-        self._steps.models[called] = model
+        self._steps.models[called] = model if alike else f"{model or called}, apart"
+        if not alike:
+            self._steps.apart.add(called)
 
         def run(requests: list[Request], *columns: Any, counts: list[int]) -> Any:
             values = (counts, list(columns)) if send else ()
@@ -140,8 +149,11 @@ class Member:
         await anyio.to_thread.run_sync(self._follow, abandon_on_cancel=True)
 
     def _follow(self) -> None:
+        device = self._gang.device.device
         inference = self._gang.device.settings.inference is not False
-        with torch.inference_mode(inference):
+        # A new thread's current GPU is the first one, whichever this rank's is.
+        here = torch.cuda.device(device) if device.type == "cuda" else nullcontext()
+        with here, torch.inference_mode(inference):
             while True:
                 manifest, snapshot = self._steps.next()
                 if not manifest.name:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from tests.distributed.conftest import BARE
 
@@ -19,14 +20,14 @@ pytest.importorskip("tokenizers", reason="the example needs tokenizers")
 EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "tp_generate.py"
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
-def test_sharded_texts_are_those_of_one_process(ranks: int, tmp_path: Path) -> None:
-    """Eight requests at once, sampled with their seeds: the same tokens from shards as from the whole."""
+@pytest.mark.parametrize(("ranks", "how"), [(2, []), (4, []), (3, ["--stages"])], ids=["2", "4", "stages"])
+def test_sharded_texts_are_those_of_one_process(ranks: int, how: list[str], tmp_path: Path) -> None:
+    """Eight requests, sampled with their seeds: the same tokens from shards or stages as from the whole."""
     out = tmp_path / "tp.json"
     command = [
         sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(ranks), "--master-port", "0",
         "--rdzv-backend", "c10d", "--rdzv-endpoint", "127.0.0.1:0", str(EXAMPLE), "--tokens", "8",
-        "--json", str(out),
+        "--json", str(out), *how,
     ]  # fmt: skip
     done = subprocess.run(
         command,
@@ -39,6 +40,7 @@ def test_sharded_texts_are_those_of_one_process(ranks: int, tmp_path: Path) -> N
     assert done.returncode == 0, done.stderr[-3000:]
     said = json.loads(out.read_text())
     assert (said["ranks"], said["requests"], said["texts_as_one_device"]) == (ranks, 8, 8)
+    assert said["collectives"] == ("nccl" if torch.cuda.device_count() >= ranks else "gloo")
 
 
 @pytest.mark.ray
@@ -65,6 +67,28 @@ def test_the_ranks_are_actors_of_a_cluster_of_two_nodes(ray: Any, tmp_path: Path
     said = json.loads(out.read_text())
     assert (said["ranks"], said["nodes"], said["epoch"]) == (2, 2, 1)
     assert said["texts_as_one_device"] == said["requests"] == 8
+
+
+def test_ranks_with_a_gpu_each_meet_through_nccl() -> None:
+    """GPUs that nobody has here: NCCL needs one a rank; ranks that share one meet through gloo."""
+    wanted = {
+        (0, "auto", 2): ("cpu", "gloo"), (2, "auto", 2): ("cuda", "nccl"), (1, "auto", 2): ("cpu", "gloo"),
+        (1, "cuda", 2): ("cuda", "gloo"), (8, "cuda", 4): ("cuda", "nccl"), (8, "cpu", 2): ("cpu", "gloo"),
+    }  # fmt: skip
+    code = f"""
+import torch, tp_generate as t
+for gpus, asked, ranks in {list(wanted)}:
+    torch.cuda.device_count = lambda: gpus
+    print(*t.means(asked, ranks))
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        check=True,
+        env={**os.environ, "PYTHONPATH": str(EXAMPLE.parent)},
+    )
+    assert [tuple(line.split()) for line in done.stdout.splitlines()] == list(wanted.values())
 
 
 def test_a_share_that_does_not_divide_is_refused() -> None:

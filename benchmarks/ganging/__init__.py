@@ -1,0 +1,1 @@
+"""What each rank of `benchmarks/gang_cuda.py` runs, a part of it a process."""

@@ -1,0 +1,188 @@
+"""Speculative decoding with a draft of one layer, at rates of acceptance from one to almost none.
+
+The target is a random Llama whose first layer drafts. What its other layers add is scaled: not at all, and
+both agree on every token; in full, and they hardly know each other. Every forward costs what it costs anyway.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import statistics
+from dataclasses import replace
+from typing import Any
+
+import torch
+from generation import Sampling
+from generation import generate as plainly
+from llama import Llama, pool
+from speculate import Decoding, Share, drafted, speculated
+from tp_generate import Shard
+
+import layerzero as lz
+from benchmarks.ganging.generation import _timed, interleaved, warmed
+from benchmarks.ganging.rank import Rank
+
+SCALES = (0.0, 0.03, 0.06, 0.1, 0.2, 1.0)
+PLACES = 4
+TEMPERATURE = 0.3
+PAGES = 512
+
+
+class Damped:
+    """A model whose layers behind the first can be scaled again and again."""
+
+    def __init__(self, model: Llama) -> None:
+        self._last = [(layer, layer.w_out.clone(), layer.w_down.clone()) for layer in model.layers[1:]]
+
+    def scale(self, share: float) -> None:
+        """Let the layers add `share` of what they were made to."""
+        for layer, out, down in self._last:
+            layer.w_out.copy_(out * share)
+            layer.w_down.copy_(down * share)
+
+
+def first_layer(me: Rank, device: torch.device) -> Llama:
+    """The draft, with the target's own first layer."""
+    config = replace(me.config, layers=1)
+    get = me.weights()
+    return Llama(
+        config,
+        lambda name, shape: get(name, shape).to(device),
+        pool(config, device, me.like.dtype, PAGES, 16),
+    )
+
+
+def prompt_of(me: Rank, number: int) -> list[int]:
+    """Some tokens for each request."""
+    drawn = torch.Generator().manual_seed(number)
+    return torch.randint(me.config.vocab, (16 if me.rehearse else 64,), generator=drawn).tolist()
+
+
+def crowds(me: Rank) -> tuple[int, ...]:
+    """How many requests at once."""
+    return (2,) if me.rehearse else (1, 8)
+
+
+def sampling(me: Rank, number: int) -> Sampling:
+    """How request `number` draws."""
+    return Sampling(max_tokens=8 if me.rehearse else 48, temperature=TEMPERATURE, seed=number)
+
+
+async def plain(me: Rank, model: Any, n: int) -> None:
+    """`n` requests, decoded token by token."""
+
+    async def one(number: int) -> None:
+        async for _ in plainly(model, prompt_of(me, number), sampling(me, number)):
+            pass
+
+    await asyncio.gather(*map(one, range(n)))
+
+
+async def guessed(me: Rank, draft: Llama, target: Llama, n: int, stats: list[Any]) -> None:
+    """`n` requests, drafted and verified on one process's devices."""
+
+    async def one(number: int) -> None:
+        asked = prompt_of(me, number), sampling(me, number)
+        stats.append((await speculated(draft, target, *asked, PLACES))[1])
+
+    await asyncio.gather(*map(one, range(n)))
+
+
+async def shared(me: Rank, draft: Llama, share: Share, n: int, stats: list[Any]) -> None:
+    """`n` requests, drafted on rank 0 and verified by all ranks."""
+
+    async def one(number: int) -> None:
+        prompt = prompt_of(me, number)
+        limit = len(prompt) + sampling(me, number).max_tokens + 2 * PLACES
+        with Decoding(draft, limit) as small:
+            async with share.target.sequence(limit) as large:
+                generation = drafted(small, large, prompt, sampling(me, number), PLACES)
+                async for _ in generation:
+                    pass
+        stats.append(generation.stats)
+
+    await asyncio.gather(*map(one, range(n)))
+
+
+async def speculate(me: Rank) -> None:
+    """Plain and speculative decoding on one device, with the draft on another, and over the gang."""
+    async with lz.start(me.settings) as runtime:
+        # Before joining: what is loaded then may be chosen by the gang.
+        warmed(me, runtime, me.ranks, (1, PLACES + 1, 64))
+        if me.rank == 0:
+            warmed(me, runtime, 1, (1, PLACES + 1, 64))
+        async with runtime.gang(timeout_s=60.0) as member:
+            shard = Shard(me.config, me.weights(), member, me.like, PAGES)
+            share = Share(member, me.config, me.weights(), me.like)
+            both = [Damped(shard), Damped(share.model)]
+
+            def damp(shares: list[float]) -> list[None]:
+                for each in both:
+                    each.scale(shares[-1])
+                return [None] * len(shares)
+
+            damping = member.batched(damp, name="damp")
+            if member.rank:
+                await member.follow()
+                return
+            draft = first_layer(me, me.device)
+            target = Llama(me.config, me.weights(), pool(me.config, me.device, me.like.dtype, PAGES, 16))
+            alone, numbers = Damped(target), itertools.count()
+            several = me.device.type == "cuda" and torch.cuda.device_count() > 1
+            away = first_layer(me, torch.device("cuda", 1)) if several else None
+            me.row(what="speculation setting", layers=me.config.layers, draft_layers=1, places=PLACES,
+                   temperature=TEMPERATURE, prompt=len(prompt_of(me, 0)), tokens=sampling(me, 0).max_tokens,
+                   draft_elsewhere=several, ranks=member.ranks)  # fmt: skip
+            for n, scale in itertools.product(crowds(me), SCALES):
+                where = {"what": "speculation", "requests": n, "scale": scale}
+                if me.left_s < 6:
+                    me.row(**where, error="no time left")
+                    continue
+                alone.scale(scale)
+                with me.trying(**where):
+                    await damping(next(numbers), scale)
+                    me.row(**where, **await _ways(me, n, draft, away, target, shard, share))
+
+
+async def _ways(
+    me: Rank, n: int, draft: Llama, away: Llama | None, target: Llama, shard: Shard, share: Share
+) -> dict[str, Any]:
+    """Every way to decode at one scale: tokens a second, over plain decoding, and how many drafts stay."""
+    stats: dict[str, list[Any]] = {
+        "speculated": [],
+        "draft on another GPU": [],
+        "speculated over the gang": [],
+    }
+    arms: dict[str, Any] = {
+        "plain": lambda: _timed(plain(me, target, n)),
+        "speculated": lambda: _timed(guessed(me, draft, target, n, stats["speculated"])),
+        "plain over the gang": lambda: _timed(plain(me, shard, n)),
+        "speculated over the gang": lambda: _timed(
+            shared(me, draft, share, n, stats["speculated over the gang"])
+        ),
+    }
+    if away is not None:
+        arms["draft on another GPU"] = lambda: _timed(
+            guessed(me, away, target, n, stats["draft on another GPU"])
+        )
+    found = await interleaved(arms, 2)
+    tokens = n * sampling(me, 0).max_tokens
+    speed = {name: tokens / statistics.median(took) for name, took in found.items()}
+    kept = {name: all_[n:] or all_ for name, all_ in stats.items() if all_}
+    return {
+        "tokens_per_s": speed,
+        "acceptance": {
+            name: sum(s.accepted for s in each) / max(1, sum(s.drafted for s in each))
+            for name, each in kept.items()
+        },
+        "over_plain": {
+            "speculated": speed["speculated"] / speed["plain"],
+            "speculated over the gang": speed["speculated over the gang"] / speed["plain over the gang"],
+            **(
+                {"draft on another GPU": speed["draft on another GPU"] / speed["plain"]}
+                if away is not None
+                else {}
+            ),
+        },
+    }

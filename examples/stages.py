@@ -1,0 +1,104 @@
+"""Pipeline stages of a Llama: each rank has some of the layers, and hands its rows to the next.
+
+    torchrun --nproc-per-node 2 examples/tp_generate.py --stages
+
+What a stage chooses does not depend on its rank: its ops see whole heads and whole columns.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from llama import BLOCKING, Config, Draw, Get, Llama, finished, pool
+from paging import Chunk, Places, places_of
+from torch import Tensor
+
+import layerzero as lz
+
+PAGES = 1024
+
+
+def layers_of(layers: int, rank: int, ranks: int) -> range:
+    """Which layers a rank has: as many as the others, or one more.
+
+    Raises: ValueError: there are fewer layers than ranks.
+    """
+    if not 1 <= ranks <= layers:
+        raise ValueError(f"ranks needs 1 to {layers} stages, one layer each at least, got {ranks}")
+    return range(rank * layers // ranks, (rank + 1) * layers // ranks)
+
+
+def staged(get: Get, own: range, config: Config, like: Tensor) -> Get:
+    """`get` under the names that a Llama of the layers `own` alone asks for; nothing for what others hold."""
+    first, last = own.start == 0, own.stop == config.layers
+    held = {"model.embed_tokens.weight": first or (last and config.tied), "lm_head.weight": last}
+
+    def piece(name: str, shape: tuple[int, ...]) -> Tensor:
+        if not held.get(name, True):
+            return like.new_empty(0)
+        if name == "model.norm.weight" and not last:
+            return get(f"model.layers.{own.stop}.input_layernorm.weight", shape)
+        parts = name.split(".")
+        if parts[1] == "layers":
+            parts[2] = str(int(parts[2]) + own.start)
+        return get(".".join(parts), shape)
+
+    return piece
+
+
+class Stage(Llama):
+    """One rank's layers of a Llama; `step` is a step of the gang, whose logits come back to rank 0."""
+
+    def __init__(self, config: Config, get: Get, member: Any, like: Tensor, pages: int = PAGES) -> None:
+        """`like` has the dtype and the device of the weights.
+
+        Raises: ValueError: there are fewer layers than ranks.
+        """
+        own = layers_of(config.layers, member.rank, member.ranks)
+        here = replace(config, layers=len(own))
+        super().__init__(here, staged(get, own, config, like), pool(here, like.device, like.dtype, pages, 16))
+        self.rank, self.last = member.rank, member.ranks - 1
+        self._led = member.batched(self.share, name="stage", alike=False)
+        self._numbers = iter(range(1 << 62))
+
+    def share(
+        self, ids: Tensor, starts: list[int], tables: list[list[int]], counts: list[int]
+    ) -> list[Tensor]:
+        """What every rank runs; rank 0 gives the logits (1, V) of each request whose rows met."""
+        at: Places = places_of(self.pages, starts, tables, counts)
+        like, width = self.norm_first, self.config.channels
+        if self.rank:
+            rows = torch.empty(2, len(ids), width, dtype=like.dtype, device=like.device)
+            dist.recv(rows, self.rank - 1)
+            normed, x = rows.unbind()
+        else:
+            x = lz.sync.embedding(ids, self.words)
+            normed = lz.sync.rms_norm(x, self.norm_first, eps=self.config.eps)
+        for layer in self.layers:
+            normed, x = finished(layer.forward(BLOCKING, normed, x, at))
+        if self.rank < self.last:
+            dist.send(torch.stack([normed, x]), self.rank + 1)
+            logits = torch.empty(len(counts), self.config.vocab, dtype=like.dtype, device=like.device)
+            if self.rank == 0:
+                dist.recv(logits, self.last)
+        else:
+            logits = lz.sync.linear(normed[at.last], self.head)
+            if self.rank:
+                dist.send(logits, 0)
+        return list(logits.split(1))
+
+    async def step(self, ids: Tensor, chunk: Chunk) -> Tensor:
+        """The logits (1, V) after the tokens `ids` (n,) of one sequence."""
+        logits: Tensor = await self._led(next(self._numbers), ids, chunk.start, chunk.sequence.pages)
+        return logits
+
+    async def next(self, ids: Tensor, chunk: Chunk, draw: Draw) -> Tensor:
+        """The token (1,) that follows; rank 0 alone draws it."""
+        logits = await self.step(ids, chunk)
+        token: Tensor = await lz.sample(
+            logits, temperature=draw.temperature, top_p=draw.top_p, seed=draw.seed, offset=draw.offset
+        )
+        return token
