@@ -26,7 +26,9 @@ from typing import Any
 from benchmarks.harness import write
 from scripts.support_matrix import PROOFS, described
 
-OF_A_KERNEL = ("tests/backends/test_contract.py", "tests/backends/test_vendors.py")
+OF_A_KERNEL = (
+    "tests/backends/test_contract.py", "tests/backends/test_vendors.py", "tests/backends/test_workspace.py",
+)  # fmt: skip
 ALONE = "cuda"
 
 

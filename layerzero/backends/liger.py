@@ -16,6 +16,8 @@ from torch import Tensor
 from torch.nn import functional
 
 from layerzero.kernel import AtLeast, AtMost, Capability, Efficiency, Kernel, Limit, MultipleOf
+from layerzero.ops.checks import dtype_bytes
+from layerzero.ops.request import Request
 from layerzero.reasons import Reason
 
 _DISTRIBUTIONS = ("liger-kernel>=0.8,<0.9",)
@@ -166,6 +168,7 @@ def _kernel(
     features: frozenset[str],
     efficiency: tuple[float, float, float],
     limits: tuple[Limit, ...],
+    workspace_bytes: Callable[[Request], int] | None = None,
     **more: Any,
 ) -> Kernel:
     return Kernel(
@@ -187,7 +190,31 @@ def _kernel(
         rank=45,
         cold=True,
         distributions=_DISTRIBUTIONS,
+        workspace_bytes=workspace_bytes,
     )
+
+
+def _hidden_bytes(request: Request) -> int:
+    """The projection with both halves, and the gated half of it."""
+    return 3 * dtype_bytes(request.dtype) * request.dim("N") * request.dim("F")
+
+
+def _logits_bytes(request: Request) -> int:
+    """A loss and a count of each row; the copy of the logits that becomes their gradient."""
+    n, v = request.dim("N"), request.dim("V")
+    return 8 * n + (dtype_bytes(request.dtype) * n * v if "grad" in request.modes else 0)
+
+
+def _chunk_bytes(request: Request) -> int:
+    """One chunk of logits, as many elements as its inputs have, and gradients: inputs', and the weight's.
+
+    Chunks are powers of two of rows, so that one may be twice as large as asked for.
+    """
+    n, k, v = request.dim("N"), request.dim("K"), request.dim("V")
+    size = dtype_bytes(request.dtype)
+    rows = min(n, 2 * -(-n * k // v) + 1)
+    chunk = rows * v * (size + (4 if "bias" in request.features else 0))
+    return chunk + n * (k * size + 4) + ((v * k + v) * (4 + size) if "grad" in request.modes else 0)
 
 
 KERNELS: tuple[Kernel, ...] = (
@@ -202,14 +229,14 @@ KERNELS: tuple[Kernel, ...] = (
     ),
     _kernel(
         "gate", "mlp", _mlp, frozenset({"bias", "act_swiglu", "act_geglu_tanh"}), (0.625, 0.62, 24.0),
-        (AtMost("F", 65536, Reason.WIDTH_TOO_LARGE),),
+        (AtMost("F", 65536, Reason.WIDTH_TOO_LARGE),), _hidden_bytes,
     ),
     _kernel(
         "triton", "cross_entropy", _cross_entropy, frozenset({"label_smoothing", "class_weights"}),
-        (0.2, 0.48, 70.0), (),
+        (0.2, 0.48, 70.0), (), _logits_bytes,
     ),
     _kernel(
         "chunked", "linear_cross_entropy", _linear_cross_entropy, frozenset({"bias", "label_smoothing"}),
-        (0.6, 0.6, 150.0), (),
+        (0.6, 0.6, 150.0), (), _chunk_bytes,
     ),
 )  # fmt: skip

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from layerzero.kernel import AtMost, Capability, Efficiency, Kernel, MultipleOf, OneOf, SameAs
 from layerzero.ops import masks
+from layerzero.ops.request import Request
 from layerzero.reasons import Reason
 
 
@@ -102,6 +103,20 @@ def _load(module: str, bias_of: Callable[..., Any] = _bias) -> Callable[..., Any
     return attention
 
 
+def _bias_bytes(request: Request) -> int:
+    """The mask as a bias in whole vectors, and again where it is bounded."""
+    b, h, sq, sk = (request.dim(name) for name in ("B", "Hq", "Sq", "Sk"))
+    masked = request.features & {"mask_bool", "mask_float", "mask_and_causal", "window"}
+    return 2 * 4 * b * h * sq * (sk + 8) if masked else 4 * b * h * sq
+
+
+def _split_bytes(request: Request) -> int:
+    """A bias, or at most 64 partial results in float32 and their log-sum-exps in float64."""
+    b, h, sq, d = (request.dim(name) for name in ("B", "Hq", "Sq", "D"))
+    rows = b * max(h * (sq + 63), request.dim("Hk") * 64)
+    return _bias_bytes(request) + 64 * rows * (4 * d + 8)
+
+
 _LIMITS = (
     MultipleOf("D", 8, Reason.HEAD_DIM_ALIGNMENT),
     AtMost("D", 256, Reason.HEAD_DIM_TOO_LARGE),
@@ -111,7 +126,8 @@ _LIMITS = (
 
 def _kernel(
     variant: str, module: str, dtypes: frozenset[str], features: frozenset[str], efficiency: Efficiency,
-    limits: tuple[Any, ...] = _LIMITS, bias_of: Callable[..., Any] = _bias, **more: Any,
+    limits: tuple[Any, ...] = _LIMITS, bias_of: Callable[..., Any] = _bias,
+    workspace_bytes: Callable[[Request], int] = _bias_bytes, **more: Any,
 ) -> Kernel:  # fmt: skip
     return Kernel(
         id=f"xformers.attention.{variant}",
@@ -136,6 +152,7 @@ def _kernel(
         rank=70,
         cold=True,
         distributions=("xformers>=0.0.35",),
+        workspace_bytes=workspace_bytes,
     )
 
 
@@ -156,6 +173,6 @@ KERNELS: tuple[Kernel, ...] = (
         "triton_splitk", "triton_splitk", _HALF, frozenset({"scale", "gqa", "mask_bool", "mask_float"}),
         Efficiency(0.1, 0.6, 60.0, "an estimate"),
         (OneOf("D", (16, 32, 64, 128, 256)), _LIMITS[2]),
-        bias_of=_finite_bias,
+        bias_of=_finite_bias, workspace_bytes=_split_bytes,
     ),
 )  # fmt: skip

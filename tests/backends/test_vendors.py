@@ -233,6 +233,39 @@ def test_a_plan_serves_every_layer_of_a_step(kernel: Kernel) -> None:
 
 
 @gpu
+@of([k for k in PAGED if k.backend == "flashinfer"])
+@pytest.mark.parametrize("queries", [1, 3])
+@pytest.mark.parametrize("worth", [0, 1 << 40], ids=["shared", "apart"])
+def test_pages_that_are_shared_are_read_once(
+    kernel: Kernel, queries: int, worth: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Sequences with a common beginning: the same numbers and log-sum-exps whichever way they are read."""
+    from layerzero.backends.flashinfer import prefix
+
+    run = loaded(kernel)
+    monkeypatch.setattr(prefix, "WORTH_BYTES", worth)
+    planned: list[int] = []
+    plan = prefix.Layered.plan
+
+    def seen(self: Any, *args: Any) -> None:
+        plan(self, *args)
+        planned.append(self.shared)
+
+    monkeypatch.setattr(prefix.Layered, "plan", seen)
+    tables = torch.tensor([[9, 2, 0, 4], [9, 2, 1, 5], [9, 2, 3, 0]], dtype=torch.int32)
+    lengths = torch.tensor([64, 40, 36], dtype=torch.int32)
+    known = (mirrors.on_device(tables, cases.DEVICE), mirrors.on_device(lengths, cases.DEVICE))
+    named: dict[str, Any] = {"is_causal": True, "return_lse": True}
+    if queries > 1:
+        named["cu_seqlens"] = mirrors.on_device(torch.arange(4, dtype=torch.int32) * queries, cases.DEVICE)
+    q, pools = rand(3 * queries, 4, 64), [rand(10, 16, 2, 64), rand(10, 16, 2, 64)]
+    args = table.get("paged_attention").build(q, *pools, *known, **named)[1]
+    for _ in range(2):
+        assert not near("paged_attention", args, run(*args))
+    assert planned == [2 if worth == 0 else 0]
+
+
+@gpu
 @of([k for k in PAGED + RAGGED if k.capability.graph_safe])
 def test_a_captured_call_follows_lengths_that_change(kernel: Kernel) -> None:
     """What a graph was captured with is no bound on what it is replayed with."""

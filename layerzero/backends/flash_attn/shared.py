@@ -11,6 +11,7 @@ from torch import Tensor
 
 from layerzero.kernel import AtMost, Capability, Efficiency, Kernel, MultipleOf, SameAs
 from layerzero.ops.mirrors import longest
+from layerzero.ops.request import Request
 from layerzero.reasons import Reason
 
 HALF = frozenset({"float16", "bfloat16"})
@@ -118,6 +119,16 @@ def both(out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
     return out, lse.masked_fill(lse == torch.inf, -torch.inf)
 
 
+def workspace_bytes(request: Request) -> int:
+    """The log-sum-exp in float32, and what keys split between blocks leave to be joined.
+
+    Splits stop where the device is full: at most two blocks of 64 rows and 256 columns in float32 for each of
+    some 150 multiprocessors.
+    """
+    rows = request.dim("T") or request.dim("B") * request.dim("Sq")
+    return 4 * request.dim("Hq") * (rows + 127) + 150 * 2 * 64 * 257 * 4
+
+
 def kernel(
     generation: str, op: str, variant: str, load: Callable[[], Callable[..., Any]], capability: Capability,
     efficiency: Efficiency, rank: int, distribution: str,
@@ -133,4 +144,5 @@ def kernel(
         rank=rank,
         cold=True,
         distributions=(distribution,),
+        workspace_bytes=workspace_bytes,
     )

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from layerzero.backends.flashinfer.library import DISTRIBUTIONS, HALF, SOURCE, estimate, module
+from layerzero.backends.flashinfer.library import DISTRIBUTIONS, HALF, SOURCE, estimate, module, planned_bytes
 from layerzero.kernel import Capability, Efficiency, Kernel, OneOf, SameAs
 from layerzero.ops import mirrors
 from layerzero.ops.rehearsal import rehearse
@@ -32,7 +32,10 @@ def _ragged_wrapper(backend: str, floats: Tensor) -> Any:
 
 
 def _paged_wrapper(backend: str, layout: str, floats: Tensor) -> Any:
-    return module().BatchPrefillWithPagedKVCacheWrapper(floats, layout, backend=backend)
+    from layerzero.backends.flashinfer.prefix import Layered
+
+    made = functools.partial(module().BatchPrefillWithPagedKVCacheWrapper, floats, layout, backend=backend)
+    return Layered(made)
 
 
 def _run_ragged(
@@ -133,22 +136,24 @@ def _paged(backend: str) -> Callable[..., Any]:
         cu_seqlens: Tensor | None, is_causal: bool, scale: float | None, window: tuple[int, int] | None,
         softcap: float | None, layout: str, return_lse: bool,
     ) -> Result:  # fmt: skip
-        """Prefill, chunked prefill and decode over one pool; a decode step is a prefill of one query."""
+        """Prefill, chunked prefill and decode over one pool; a decode step is a prefill of one query.
+
+        Pages that all sequences begin with are read once, where the tables have a host copy.
+        """
         size, heads = (k_pages.shape[1], k_pages.shape[2]) if layout == "NHD" else k_pages.shape[2:0:-1]
 
         def plan(wrapper: Any) -> None:
-            pages = planning.Pages.of(block_tables, context_lens, size)
-            wrapper.plan(
-                planning.query_starts(cu_seqlens, block_tables.shape[0]), pages.starts, pages.ids,
-                pages.last, q.shape[1], heads, q.shape[2], size,
-                causal=is_causal, sm_scale=scale, logits_soft_cap=softcap,
-                q_data_type=q.dtype, kv_data_type=k_pages.dtype, seq_lens=pages.lengths,
-            )  # fmt: skip
+            page_bytes = (k_pages[0].numel() + v_pages[0].numel()) * k_pages.element_size()
+            named = {
+                "causal": is_causal, "sm_scale": scale, "logits_soft_cap": softcap,
+                "q_data_type": q.dtype, "kv_data_type": k_pages.dtype,
+            }  # fmt: skip
+            starts = planning.query_starts(cu_seqlens, block_tables.shape[0])
+            sizes = (q.shape[1], heads, q.shape[2])
+            wrapper.plan(block_tables, context_lens, starts, size, page_bytes, named, sizes)
 
         def launch(wrapper: Any) -> Result:
-            if return_lse:
-                return wrapper.run(q, (k_pages, v_pages), return_lse=True, lse_base="ln")  # type: ignore[no-any-return]
-            return wrapper.run(q, (k_pages, v_pages))  # type: ignore[no-any-return]
+            return wrapper.run(q, (k_pages, v_pages), return_lse)  # type: ignore[no-any-return]
 
         flags = _flags(q, k_pages, is_causal, scale, softcap)
         lengths = planning.Lengths.of(flags, block_tables, context_lens, cu_seqlens)
@@ -191,9 +196,17 @@ def _kernel(
         rank=rank,
         cold=True,
         distributions=DISTRIBUTIONS,
+        workspace_bytes=planned_bytes,
         unit=_module,
-        build=lambda request: rehearse(run(), request),
+        build=lambda request: _build(op, run, request),
     )
+
+
+def _build(op: str, run: Callable[[], Callable[..., Any]], request: Request) -> None:
+    """Compile a request's module, and over pages the merge of partial results that a plan may take."""
+    if op == "paged_attention":
+        module("flashinfer.cascade").get_cascade_module()
+    rehearse(run(), request)
 
 
 def _module(request: Request) -> str:

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
-from layerzero.backends.flashinfer.library import DISTRIBUTIONS, HALF, SOURCE, estimate, module
+from layerzero.backends.flashinfer.library import DISTRIBUTIONS, HALF, SOURCE, estimate, module, planned_bytes
 from layerzero.kernel import Capability, Kernel, OneOf
 from layerzero.ops.rehearsal import rehearse
 
@@ -82,6 +82,7 @@ def _kernel(variant: str, low: int, high: int) -> Kernel:
         rank=35 if variant == "fa3" else 38,
         cold=True,
         distributions=DISTRIBUTIONS,
+        workspace_bytes=planned_bytes,
         unit=lambda request: request.dtype,
         build=lambda request: rehearse(run(), request),
     )

@@ -9,6 +9,7 @@ import warnings
 from typing import Any
 
 from layerzero.kernel import Efficiency
+from layerzero.ops.request import Request
 
 DISTRIBUTIONS = ("flashinfer-python>=0.7",)
 SOURCE = "flashinfer-python 0.7.2.post1, {}; run against float64 on an H200"
@@ -34,3 +35,17 @@ def module(name: str = "flashinfer") -> Any:
 def estimate(flops: float, bandwidth: float, launch_us: float, what: str) -> Efficiency:
     """An efficiency for where nothing is measured; `what` says how it was come by."""
     return Efficiency(flops, bandwidth, launch_us, f"an estimate for an H200, {what}")
+
+
+# A stream's float workspace, which its wrappers share, and what each wrapper keeps on the device.
+WORKSPACE_BYTES = 128 << 20
+WRAPPER_BYTES = 8 << 20
+
+
+def planned_bytes(request: Request) -> int:
+    """What the first planned call of a stream allocates; later ones find it there.
+
+    Constant: the templates split their work until it fits the workspace. Pages that are shared take a second
+    wrapper.
+    """
+    return WORKSPACE_BYTES + WRAPPER_BYTES * (2 if request.op == "paged_attention" else 1)

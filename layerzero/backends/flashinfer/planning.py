@@ -21,9 +21,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from layerzero.backends.flashinfer.library import WORKSPACE_BYTES
 from layerzero.ops import mirrors
 
-WORKSPACE_BYTES = 128 << 20
 # Wrappers of a stage beyond this are planned again, the longest unused first; each holds 16 MiB.
 MAX_PLANS = 16
 

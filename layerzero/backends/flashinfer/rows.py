@@ -13,6 +13,7 @@ from torch.nn import functional
 
 from layerzero.backends.flashinfer.library import DISTRIBUTIONS, HALF, SOURCE, estimate, module
 from layerzero.kernel import AtLeast, Capability, Efficiency, Kernel, Limit, MultipleOf, OneOf, SameAs
+from layerzero.ops.request import Request
 from layerzero.reasons import Reason
 
 
@@ -115,7 +116,7 @@ def _whole_pool(pages: int, size: int, tokens: int, device: torch.device) -> tup
 def _kernel(
     op: str, what: str, load: Callable[[], Callable[..., Any]], efficiency: Efficiency,
     features: frozenset[str] = frozenset(), limits: tuple[Limit, ...] = (), dtypes: frozenset[str] = HALF,
-    **more: Any,
+    workspace_bytes: Callable[[Request], int] | None = None, **more: Any,
 ) -> Kernel:  # fmt: skip
     return Kernel(
         id=f"flashinfer.{op}.{what}",
@@ -139,7 +140,13 @@ def _kernel(
         rank=36,
         cold=True,
         distributions=DISTRIBUTIONS,
+        workspace_bytes=workspace_bytes,
     )
+
+
+def _hidden_bytes(request: Request) -> int:
+    """The projection with both halves, and the gated half of it."""
+    return 3 * 2 * request.dim("N") * request.dim("F")
 
 
 _HEADS = (OneOf("D", (64, 128, 256)),)  # what its templates exist for
@@ -155,7 +162,7 @@ KERNELS: tuple[Kernel, ...] = (
     ),
     _kernel(
         "mlp", "act_and_mul", _mlp, estimate(0.8, 0.7, 25.0, "by its two products"),
-        frozenset({"bias", "act_swiglu", "act_geglu"}),
+        frozenset({"bias", "act_swiglu", "act_geglu"}), workspace_bytes=_hidden_bytes,
     ),
     _kernel(
         "append_kv", "page", _append, _ROWS, limits=(SameAs("D", "Dv", Reason.HEAD_DIMS_DIFFER), *_HEADS),
