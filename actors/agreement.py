@@ -133,6 +133,11 @@ class Succession:
         """Whether a plan is in force, or may be taken."""
         return plan == self.now or plan in self._held
 
+    @property
+    def waits(self) -> bool:
+        """Whether a plan is held that may come in force."""
+        return bool(self._held)
+
     def lead(self, number: int) -> str:
         """On rank 0: the plan of step `number`, in force from now on."""
         due = [(version, plan) for plan, (version, at) in self._held.items() if at <= number]

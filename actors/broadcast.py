@@ -23,6 +23,8 @@ from layerzero.errors import ConsistencyError, DeviceLostError
 _LENGTH = struct.Struct("!I")
 _HELLO = struct.Struct("!32sI")
 _MAX_FRAME = 1 << 22
+_AT_ONCE = 1 << 16
+_NEVER_S = 1e7
 _STRANGERS = 16  # who may wait to be hung up on, beside the followers
 
 
@@ -44,6 +46,7 @@ class Leader:
         near = self._near.getsockname()[1:].decode() if self._near is not None else "-"
         self.address = f"{host} {port} {self._token.hex()} {near}".encode()
         self._sockets: dict[int, socket.socket] = {}
+        self._quick: dict[int, socket.socket] = {}  # the same ones, which never wait
         self._watcher: threading.Thread | None = None
         self._wake, self._woken = socket.socketpair()
         self._closing = threading.Lock()
@@ -67,7 +70,7 @@ class Leader:
                 )
                 self._watcher.start()
         except BaseException as error:
-            for peer in self._sockets.values():
+            for peer in (*self._sockets.values(), *self._quick.values()):
                 peer.close()
             if self._closed and isinstance(error, OSError | ValueError):  # of a listener that is closed
                 raise DeviceLostError("rank 0 left while the others joined", retryable=True) from error
@@ -101,8 +104,10 @@ class Leader:
         """Keep who said the token and a rank that is still missing; hang up on anybody else."""
         token, rank = _HELLO.unpack(said) if len(said) == _HELLO.size else (b"", -1)
         if hmac.compare_digest(token, self._token) and rank in self._followers - self._sockets.keys():
-            own = self._sockets[rank] = peer.dup()
-            _ready(own, self._timeout_s)
+            self._quick[rank], own = peer.dup(), peer.dup()
+            self._sockets[rank] = own
+            self._quick[rank].setblocking(False)  # the other one too, unless it has a limit
+            _ready(own, _NEVER_S if self._timeout_s is None else self._timeout_s)
         peer.close()
 
     def send(self, frame: bytes, *, last: bool = False) -> None:
@@ -117,7 +122,7 @@ class Leader:
             if self.failure is not None:
                 break
             try:
-                peer.sendall(data)
+                _send(self._quick[rank], peer, data)
             except TimeoutError:
                 self.failure = self.failure or (
                     f"rank {rank} has taken nothing for {self._timeout_s:g} s and its line is full; it hangs"
@@ -169,7 +174,8 @@ class Leader:
             self._watcher.join()
         with self._greeting:
             pass
-        for each in (*self._sockets.values(), self._listener, self._near, self._wake, self._woken):
+        ends = (*self._sockets.values(), *self._quick.values())
+        for each in (*ends, self._listener, self._near, self._wake, self._woken):
             if each is not None:
                 each.close()
 
@@ -190,19 +196,53 @@ class Follower:
             raise DeviceLostError(message, retryable=True) from error
         self._socket = found
         _ready(self._socket, None)
+        self._limit: float | None = None
+        self._held = bytearray(_AT_ONCE)
+        self._from = self._upto = 0  # what has been received and not been given
 
     def receive(self, timeout_s: float | None = None) -> bytes:
         """The next frame, waiting for it.
 
         Raises: DeviceLostError: rank 0 is gone, or said nothing within `timeout_s` seconds.
         """
-        self._socket.settimeout(timeout_s)
+        if timeout_s != self._limit:  # a call of the system each time
+            self._socket.settimeout(timeout_s)
+            self._limit = timeout_s
         try:
-            return receive(self._socket)
+            return self._frame()
         except TimeoutError:
             raise DeviceLostError(f"rank 0 sent nothing for {timeout_s:g} s", retryable=False) from None
         except (OSError, EOFError) as error:
             raise DeviceLostError(f"rank 0 is gone: {error or 'it hung up'}", retryable=True) from error
+
+    def _frame(self) -> bytes:
+        """One frame; as much as there is comes with one call of the system, for it costs more than the rest.
+
+        Raises: EOFError: the other side hung up. ConsistencyError: the length is absurd.
+        """
+        while (here := self._upto - self._from) < _LENGTH.size:
+            self._more(here)
+        (size,) = _LENGTH.unpack_from(self._held, self._from)
+        if size > _MAX_FRAME:
+            raise ConsistencyError(f"a frame needs at most {_MAX_FRAME} bytes, got {size}")
+        begin = self._from + _LENGTH.size
+        end = begin + size
+        if end <= self._upto:
+            self._from = end
+            return bytes(memoryview(self._held)[begin:end])
+        found = bytes(memoryview(self._held)[begin : self._upto])
+        self._from = self._upto = 0
+        return found + _exactly(self._socket, size - len(found))
+
+    def _more(self, here: int) -> None:
+        """Read on, behind the `here` bytes that are there."""
+        if self._from:
+            self._held[:here] = self._held[self._from : self._upto]
+            self._from, self._upto = 0, here
+        count = self._socket.recv_into(memoryview(self._held)[here:])
+        if not count:
+            raise EOFError("the other side hung up")
+        self._upto += count
 
     def fail(self, why: str) -> None:
         """Tell rank 0 that this rank cannot go on; a line that is cut says the same."""
@@ -265,6 +305,16 @@ def _said(peer: socket.socket, so_far: bytearray) -> bool:
         return True
     so_far += piece
     return not piece or len(so_far) == _HELLO.size
+
+
+def _send(quick: socket.socket, peer: socket.socket, data: bytes) -> None:
+    """Send at once what fits, without asking first whether it does; wait for the rest on `peer`."""
+    try:
+        sent = quick.send(data)
+    except BlockingIOError:
+        sent = 0
+    if sent < len(data):
+        peer.sendall(memoryview(data)[sent:])
 
 
 def receive(peer: socket.socket) -> bytes:

@@ -7,6 +7,7 @@ the first collective of the step.
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
@@ -116,11 +117,13 @@ def decode(frame: bytes) -> Manifest:
 
 
 _TENSOR = 1
-_DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in (
+_DTYPES = (
     torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool,
     torch.float64, torch.float32, torch.float16, torch.bfloat16,
-)}  # fmt: skip
-_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
+)  # fmt: skip
+_CODES = {dtype: code for code, dtype in enumerate(_DTYPES)}
+# Code of the dtype, count of the axes, their sizes.
+_HEADS = [struct.Struct(f"<BB{axes}q") for axes in range(16)]
 MAX_VALUES = 1 << 20
 
 
@@ -132,18 +135,22 @@ def need_sendable(values: Sequence[Any], what: str) -> None:
     rest = []
     for value in values:
         if isinstance(value, Tensor):
-            _name_of(value.dtype, what)
+            _code_of(value, what)
         elif not isinstance(value, int | float | str | bytes | None):
             rest.append(value)
     if rest:
         pack(rest, what)
 
 
-def _name_of(dtype: torch.dtype, what: str) -> str:
-    name = _NAMES.get(dtype)
-    if name is None:
-        raise TypeError(f"{what} needs tensors of {', '.join(_DTYPES)}, got {dtype}")
-    return name
+def _code_of(tensor: Tensor, what: str) -> int:
+    code = _CODES.get(tensor.dtype)
+    if code is None or tensor.ndim >= len(_HEADS):
+        names = ", ".join(str(dtype).removeprefix("torch.") for dtype in _DTYPES)
+        raise TypeError(
+            f"{what} needs tensors of {names} with at most {len(_HEADS) - 1} axes, got {tensor.dtype} with "
+            f"{tensor.ndim}"
+        )
+    return code
 
 
 def _packed(what: str, value: Any) -> msgspec.msgpack.Ext:
@@ -156,11 +163,10 @@ def _packed(what: str, value: Any) -> msgspec.msgpack.Ext:
     # What changes nothing costs all the same, and every step pays.
     held = value.detach() if value.requires_grad else value
     held = (held if held.is_cpu else held.to("cpu")).contiguous()
-    head = (_name_of(held.dtype, what), tuple(held.shape))
+    head = _HEADS[held.ndim].pack(_code_of(held, what), held.ndim, *held.shape)
     if held.dtype is torch.bfloat16 and held.numel():
         held = held.view(torch.int16)  # which numpy knows
-    raw = held.numpy().tobytes() if held.numel() else b""
-    return msgspec.msgpack.Ext(_TENSOR, msgspec.msgpack.encode((head, raw)))
+    return msgspec.msgpack.Ext(_TENSOR, head + held.numpy().tobytes() if held.numel() else head)
 
 
 def pack(values: Sequence[Any], what: str) -> bytes:
@@ -169,7 +175,7 @@ def pack(values: Sequence[Any], what: str) -> bytes:
     Raises: TypeError: an argument is no tensor, number, text or list of those. ValueError: over 1 MiB.
     """
 
-    packed = msgspec.msgpack.encode(list(values), enc_hook=partial(_packed, what))
+    packed = msgspec.msgpack.encode(values, enc_hook=partial(_packed, what))
     if len(packed) > MAX_VALUES:
         raise ValueError(
             f"{what} needs arguments of at most {MAX_VALUES} bytes in a manifest, got {len(packed)}; "
@@ -191,17 +197,30 @@ def laid(tensor: Tensor) -> Tensor:
     return tensor if plain else tensor.clone(memory_format=torch.contiguous_format)
 
 
+def _unpacked(code: int, data: memoryview) -> Tensor:
+    """The tensor that `_packed` packed, from an address that divides by 64."""
+    if code != _TENSOR:
+        raise ConsistencyError(f"a manifest's value needs a known kind, got {code}")
+    dtype, axes = data[0], data[1]
+    head = _HEADS[axes]
+    found = torch.empty(head.unpack_from(data)[2:], dtype=_DTYPES[dtype])
+    if len(data) > head.size:
+        held = found.view(torch.int16) if found.dtype is torch.bfloat16 else found
+        memoryview(held.numpy().reshape(-1)).cast("B")[:] = data[head.size :]
+    return found
+
+
+_UNPACKING = msgspec.msgpack.Decoder(ext_hook=_unpacked)
+
+
 def unpack(packed: bytes, device: torch.device | str = "cpu") -> list[Any]:
     """The arguments of a step, tensors on `device`."""
+    found: list[Any] = _UNPACKING.decode(packed)
+    where = torch.device(device)
+    return found if where.type == "cpu" else [_moved(value, where) for value in found]
 
-    def hook(code: int, data: memoryview) -> Any:
-        if code != _TENSOR:
-            raise ConsistencyError(f"a manifest's value needs a known kind, got {code}")
-        (dtype, shape), raw = msgspec.msgpack.decode(data, type=tuple[tuple[str, tuple[int, ...]], bytes])
-        if not raw:
-            return torch.empty(shape, dtype=_DTYPES[dtype], device=device)
-        flat = torch.frombuffer(bytearray(raw), dtype=torch.uint8).view(_DTYPES[dtype])
-        return laid(flat.view(shape).to(device))
 
-    found: list[Any] = msgspec.msgpack.decode(packed, ext_hook=hook)
-    return found
+def _moved(value: Any, device: torch.device) -> Any:
+    if isinstance(value, Tensor):
+        return value.to(device)
+    return [_moved(each, device) for each in value] if isinstance(value, list) else value

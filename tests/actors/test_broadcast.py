@@ -124,25 +124,37 @@ def test_the_last_word_reaches_everybody_though_some_hang_up_at_once() -> None:
     joining.start()
     leader.accept(10.0, lost.append)
     joining.join()
-    second = leader._sockets[2]
+    second = leader._quick[2]
 
     class Late:
         """Rank 2's socket, written to when rank 1 has long gone."""
 
-        def sendall(self, data: bytes) -> None:
+        def send(self, data: bytes) -> int:
             assert made[0].receive(10.0) == b"end"
             made[0].close()
             assert leader._watcher is not None
             leader._watcher.join(0.2)
-            second.sendall(data)
+            return second.send(data)
 
         def __getattr__(self, name: str) -> object:
             return getattr(second, name)
 
-    leader._sockets[2] = Late()  # type: ignore[assignment]
+    leader._quick[2] = Late()  # type: ignore[assignment]
     leader.send(b"end", last=True)
     assert made[1].receive(10.0) == b"end"
     assert lost == [] and leader.failure is None
-    leader._sockets[2] = second
+    leader._quick[2] = second
     made[1].close()
     leader.close()
+
+
+def test_frames_arrive_whole_whatever_a_read_brings() -> None:
+    """Many small ones in one read, one larger than a read, one cut in two by the end of the buffer."""
+    sizes = [0, 1, 7, 65_530, 3, 1 << 20, 5, 65_532, 65_536, 2] * 3
+    with line([]) as (leader, follower):
+        sending = threading.Thread(target=lambda: [leader.send(bytes([n % 251]) * n) for n in sizes])
+        sending.start()
+        got = [follower.receive(10.0) for _ in sizes]
+        sending.join()
+    assert [len(frame) for frame in got] == sizes
+    assert all(frame == bytes([n % 251]) * n for frame, n in zip(got, sizes, strict=True))
