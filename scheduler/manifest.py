@@ -206,7 +206,7 @@ def _unpacked(code: int, data: memoryview) -> Tensor:
     found = torch.empty(head.unpack_from(data)[2:], dtype=_DTYPES[dtype])
     if len(data) > head.size:
         held = found.view(torch.int16) if found.dtype is torch.bfloat16 else found
-        memoryview(held.numpy().reshape(-1)).cast("B")[:] = data[head.size :]
+        held.numpy().reshape(-1).data.cast("B")[:] = data[head.size :]
     return found
 
 

@@ -2,46 +2,106 @@
 
 Each block is a program of its own: it starts in a fresh interpreter, in an empty folder, and must exit 0. One
 that opens with ```python run needs=MODULE runs where that is installed, and is said to be skipped elsewhere.
+One that says `head` behind that finds a cluster that `ray start --head` began on the loopback interface,
+behind a token, which ends with the block, however that ends.
 """
 
 import argparse
 import importlib.util
 import os
 import re
+import secrets
+import signal
+import socket
 import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-BLOCK = re.compile(r"^```python run(?: needs=(\w+))?[^\n]*\n(.*?)^```", re.MULTILINE | re.DOTALL)
+BLOCK = re.compile(r"^```python run(?: needs=(\w+))?( head)?[^\n]*\n(.*?)^```", re.MULTILINE | re.DOTALL)
 TIMEOUT_S = 180
+HEAD_S = 60
 DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 
 
-def blocks(path: Path) -> list[tuple[int, str, str]]:
-    """Return the runnable blocks of one file, each with its line and what it needs, "" for nothing."""
+def blocks(path: Path) -> list[tuple[int, str, str, bool]]:
+    """Return the runnable blocks of one file: line, code, what it needs ("" for nothing), whether a head."""
     text = path.read_text()
-    return [(text.count("\n", 0, m.start(2)) + 1, m.group(2), m.group(1) or "") for m in BLOCK.finditer(text)]
+    return [
+        (text.count("\n", 0, m.start(3)) + 1, m.group(3), m.group(1) or "", bool(m.group(2)))
+        for m in BLOCK.finditer(text)
+    ]
 
 
-def run(code: str) -> subprocess.CompletedProcess[str]:
-    """Run one block and return what it printed."""
-    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:  # Ray's last words come late
-        script = Path(folder) / "example.py"
-        script.write_text(code)
-        return subprocess.run(
-            [sys.executable, str(script)],
-            cwd=folder,
-            env={**os.environ, "RAY_TMPDIR": folder, "RAY_USAGE_STATS_ENABLED": "0"},
+@contextmanager
+def ray_head(folder: str) -> Iterator[dict[str, str]]:
+    """A cluster of this machine alone, as `ray start --head` begins it; what a program needs to find it.
+
+    Raises: RuntimeError: it did not start in time; with what it said.
+    """
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    own = {
+        "RAY_AUTH_MODE": "token",
+        "RAY_AUTH_TOKEN": secrets.token_hex(32),
+        "RAY_TMPDIR": folder,
+        "RAY_USAGE_STATS_ENABLED": "0",
+    }
+    start = f"start --head --block --node-ip-address=127.0.0.1 --port={port} --num-cpus=2"
+    log = Path(folder) / "head.log"
+    with log.open("w") as said:
+        head = subprocess.Popen(
+            [sys.executable, "-m", "ray.scripts.scripts", *start.split(), "--include-dashboard=false"],
+            env={**os.environ, **own},
             stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
+            stdout=said,
             stderr=subprocess.STDOUT,
-            text=True,
-            timeout=TIMEOUT_S,
-            check=False,
+            start_new_session=True,  # so that all it started ends with it
         )
+    try:
+        until = time.monotonic() + HEAD_S
+        while "Ray runtime started" not in log.read_text():
+            if head.poll() is not None or time.monotonic() > until:
+                raise RuntimeError(f"ray start --head did not start: {log.read_text()[-2000:]}")
+            time.sleep(0.1)
+        yield {**own, "RAY_ADDRESS": f"127.0.0.1:{port}"}
+    finally:
+        head.terminate()
+        with suppress(subprocess.TimeoutExpired):
+            head.wait(20)
+        with suppress(ProcessLookupError):
+            os.killpg(head.pid, signal.SIGKILL)
+        head.wait()
+
+
+def run(code: str, head: bool = False) -> subprocess.CompletedProcess[str]:
+    """Run one block and return what it printed; with `head`, beside a cluster."""
+    # Ray's last words come late, and the path of a socket has room for a short folder only.
+    with tempfile.TemporaryDirectory(prefix="lz", ignore_cleanup_errors=True) as folder:
+        beside = ray_head(folder) if head else nullcontext({"RAY_TMPDIR": folder})
+        with beside as more:
+            return _run(code, folder, more)
+
+
+def _run(code: str, folder: str, more: Mapping[str, str]) -> subprocess.CompletedProcess[str]:
+    script = Path(folder) / "example.py"
+    script.write_text(code)
+    return subprocess.run(
+        [sys.executable, str(script)],
+        cwd=folder,
+        env={**os.environ, "RAY_USAGE_STATS_ENABLED": "0", **more},
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=TIMEOUT_S,
+        check=False,
+    )
 
 
 def main() -> int:
@@ -50,12 +110,12 @@ def main() -> int:
     parser.add_argument("files", nargs="*", type=Path, default=DOCUMENTS)
     ran = failed = 0
     for path in parser.parse_args().files:
-        for line, code, needs in blocks(path):
+        for line, code, needs, head in blocks(path):
             if needs and importlib.util.find_spec(needs) is None:
                 print(f"{path.name}:{line}  skipped: {needs} is not installed")
                 continue
             begin = time.perf_counter()
-            done = run(code)
+            done = run(code, head)
             ran += 1
             failed += done.returncode != 0
             verdict = "ok" if done.returncode == 0 else f"exit {done.returncode}"

@@ -150,9 +150,14 @@ def test_the_last_word_reaches_everybody_though_some_hang_up_at_once() -> None:
 
 def test_frames_arrive_whole_whatever_a_read_brings() -> None:
     """Many small ones in one read, one larger than a read, one cut in two by the end of the buffer."""
+
+    def send() -> None:
+        for size in sizes:
+            leader.send(bytes([size % 251]) * size)
+
     sizes = [0, 1, 7, 65_530, 3, 1 << 20, 5, 65_532, 65_536, 2] * 3
     with line([]) as (leader, follower):
-        sending = threading.Thread(target=lambda: [leader.send(bytes([n % 251]) * n) for n in sizes])
+        sending = threading.Thread(target=send)
         sending.start()
         got = [follower.receive(10.0) for _ in sizes]
         sending.join()

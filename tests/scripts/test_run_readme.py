@@ -1,5 +1,6 @@
 """The README's examples are programs that have to run."""
 
+import socket
 import sys
 from pathlib import Path
 
@@ -17,7 +18,7 @@ def verdict(path: Path, monkeypatch: pytest.MonkeyPatch) -> int:
 def test_only_marked_blocks_run(tmp_path: Path) -> None:
     """A block without the mark is prose."""
     (path := tmp_path / "a.md").write_text("```python\n1/0\n```\n\n```python run\nprint(1)\n```\n")
-    assert run_readme.blocks(path) == [(6, "print(1)\n", "")]
+    assert run_readme.blocks(path) == [(6, "print(1)\n", "", False)]
 
 
 @pytest.mark.parametrize(
@@ -40,4 +41,28 @@ def test_a_block_may_say_what_it_needs(tmp_path: Path) -> None:
     """The module stands beside the block, so that it is skipped by name where it is missing."""
     path = tmp_path / "doc.md"
     path.write_text("```python run needs=ray\nprint(1)\n```\n")
-    assert run_readme.blocks(path) == [(2, "print(1)\n", "ray")]
+    assert run_readme.blocks(path) == [(2, "print(1)\n", "ray", False)]
+
+
+def test_a_block_may_ask_for_a_head(tmp_path: Path) -> None:
+    """A word behind what it needs; without it no cluster is started."""
+    path = tmp_path / "doc.md"
+    path.write_text("```python run needs=ray head\nprint(1)\n```\n```python run\nprint(2)\n```\n")
+    assert run_readme.blocks(path) == [(2, "print(1)\n", "ray", True), (5, "print(2)\n", "", False)]
+
+
+@pytest.mark.ray
+def test_the_head_ends_with_its_block_however_that_ends() -> None:
+    """A block that fails beside a cluster: its status is told, and nothing listens any more."""
+    pytest.importorskip("ray", reason="ray is not installed: pip install 'layerzero-runtime[ray]'")
+    code = """
+import os, socket
+host, port = os.environ["RAY_ADDRESS"].split(":")
+socket.create_connection((host, int(port))).close()
+print(port)
+raise SystemExit(3)
+"""
+    done = run_readme.run(code, head=True)
+    assert done.returncode == 3, done.stdout
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection(("127.0.0.1", int(done.stdout)))
