@@ -1,6 +1,8 @@
 """One client against several servers of the same model: saturation, then Poisson loads below it.
 
-A latency counts from the moment a request was due, not from when the client got to it.
+A latency counts from the moment a request was due, not from when the client got to it. Two servers are up
+at a time and take turns; who has no turn is stopped, since an idle server polls, and a client beside it on
+two cores feels that.
 """
 
 from __future__ import annotations
@@ -34,7 +36,8 @@ PEERS = {
 }
 LOADS = (0.25, 0.5, 0.75, 0.9)
 CLIENTS = 64
-START_S, END_S = 60.0, 10.0
+TURNS = 2  # in which the seconds of one load are taken, so that a disturbance seldom meets one side alone
+START_S, END_S = 120.0, 10.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +70,17 @@ class Seen:
     mean_batch: float
     failed: int = 0
 
+    def __add__(self, other: Seen) -> Seen:
+        """Both measurements as one."""
+        tokens, batch = self.tokens + other.tokens, self.mean_batch * self.tokens
+        return Seen(
+            self.seconds + other.seconds,
+            self.latencies_s + other.latencies_s,
+            tokens,
+            (batch + other.mean_batch * other.tokens) / max(1, tokens),
+            self.failed + other.failed,
+        )
+
     @property
     def per_s(self) -> float:
         return len(self.latencies_s) / self.seconds
@@ -97,9 +111,36 @@ def missing(name: str) -> str | None:
     return None if found is not None else f"{module} is not installed"
 
 
+@dataclass(frozen=True, slots=True)
+class Served:
+    """A server that runs: the address of its endpoint, and the session of its processes."""
+
+    url: str
+    session: int
+
+    def signal(self, number: int) -> None:
+        """Send a signal to each of its processes."""
+        for entry in Path("/proc").glob("[0-9]*/stat"):
+            with suppress(OSError):  # it has ended meanwhile
+                # Behind the name in brackets: state, parent, group, session.
+                if int(entry.read_text().rpartition(")")[2].split()[3]) == self.session:
+                    os.kill(int(entry.parent.name), number)
+
+    @contextmanager
+    def alone(self, others: list[Served]) -> Iterator[None]:
+        """Everybody else is stopped."""
+        for other in others:
+            other.signal(signal.SIGSTOP)
+        try:
+            yield
+        finally:
+            for other in others:
+                other.signal(signal.SIGCONT)
+
+
 @contextmanager
-def serving(name: str, traffic: Traffic) -> Iterator[str]:
-    """The server `name` on a free port of loopback, warm; the address of its endpoint.
+def serving(name: str, traffic: Traffic) -> Iterator[Served]:
+    """The server `name` on a free port of loopback, warm.
 
     Raises: RuntimeError: it ended or did not answer in time; with the end of what it printed.
     """
@@ -127,7 +168,7 @@ def serving(name: str, traffic: Traffic) -> Iterator[str]:
             if why is not None:
                 printed.seek(0)
                 raise RuntimeError(f"{why}: {printed.read()[-600:]}")
-            yield url
+            yield Served(url, server.pid)
         finally:
             _end(server)
 
@@ -163,8 +204,8 @@ def _end(server: subprocess.Popen[bytes]) -> None:
 class Client:
     """Sends requests and keeps what came back."""
 
-    def __init__(self, url: str, traffic: Traffic) -> None:
-        self.url, self.traffic = url, traffic
+    def __init__(self, served: Served, traffic: Traffic) -> None:
+        self.served, self.url, self.traffic = served, served.url, traffic
         self.ours = False
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=1024)
         self.http = httpx.AsyncClient(timeout=120, limits=limits)
@@ -209,12 +250,12 @@ class Client:
         return seen
 
     async def offered(self, rate: float, seed: int) -> Seen:
-        """Poisson arrivals of `rate` a second for the traffic's seconds; all of them are waited for."""
+        """Poisson arrivals of `rate` a second for its share of the seconds; all of them are waited for."""
         draw, bodies = random.Random(seed), self.traffic.requests(seed)
         self._begin(0.0)
         before = await self._lanes()
         start = due = time.perf_counter()
-        until, tasks = start + self.traffic.seconds, []
+        until, tasks = start + self.traffic.seconds / TURNS, []
         while (due := due + draw.expovariate(rate)) < until:
             if (wait := due - time.perf_counter()) > 0:
                 await asyncio.sleep(wait)
@@ -258,22 +299,25 @@ def _beside(name: str, traffic: Traffic) -> dict[str, Any]:
         return {"refused": str(error)}
 
 
-async def _turns(urls: dict[str, str], traffic: Traffic) -> dict[str, Any]:
+async def _turns(servers: dict[str, Served], traffic: Traffic) -> dict[str, Any]:
     async with AsyncExitStack() as opened:
-        clients = {side: Client(url, traffic) for side, url in urls.items()}
+        clients = {side: Client(served, traffic) for side, served in servers.items()}
         for client in clients.values():
             await opened.enter_async_context(client.http)
-        saturation = {
-            side: (await client.saturated(min(2.0, traffic.seconds))).row()
-            for side, client in clients.items()
-        }
+        saturation: dict[str, dict[str, float]] = {}
+        for side, client in clients.items():
+            with client.served.alone([other for name, other in servers.items() if name != side]):
+                saturation[side] = (await client.saturated(min(2.0, traffic.seconds))).row()
         slower = min(row["requests_per_s"] for row in saturation.values())
         loads: dict[str, dict[str, Any]] = {}
         for number, share in enumerate(LOADS):
-            loads[f"{share:.0%}"] = {
-                side: (await client.offered(share * slower, 10 + number)).row()
-                for side, client in clients.items()
-            }
+            seen: dict[str, Seen] = {}
+            for turn in range(TURNS):
+                for side, client in clients.items():
+                    with client.served.alone([other for name, other in servers.items() if name != side]):
+                        part = await client.offered(share * slower, 10 + number + len(LOADS) * turn)
+                    seen[side] = seen[side] + part if side in seen else part
+            loads[f"{share:.0%}"] = {side: whole.row() for side, whole in seen.items()}
     ahead = all(
         rows[OURS][key] < row[key]
         for rows in loads.values()
