@@ -124,6 +124,22 @@ async def add_rms_norm(
 ) -> tuple[Tensor, Tensor]:
     """Add `residual` to `x` and normalise the sum; both are returned."""
 
+async def add_rms_norm_quantize(
+    x: Tensor,
+    residual: Tensor,
+    weight: Tensor | None = None,
+    *,
+    eps: float = 1e-06,
+    format: str = "fp8_e4m3",
+    granularity: str = "row",
+    group_size: int = 0,
+    backend: str | None = None,
+    priority: int = 1,
+    timeout: float | None = None,
+    batching: Literal["off", "rows", "all"] | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Add `residual` to `x`, normalise the sum and round it to eight-bit codes."""
+
 async def alibi(
     slopes: Tensor,
     q_len: int,

@@ -29,6 +29,19 @@ def add_rms_norm(
 ) -> tuple[Tensor, Tensor]:
     """Add `residual` to `x` and normalise the sum; both are returned."""
 
+def add_rms_norm_quantize(
+    x: Tensor,
+    residual: Tensor,
+    weight: Tensor | None = None,
+    *,
+    eps: float = 1e-06,
+    format: str = "fp8_e4m3",
+    granularity: str = "row",
+    group_size: int = 0,
+    backend: str | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Add `residual` to `x`, normalise the sum and round it to eight-bit codes."""
+
 def alibi(
     slopes: Tensor,
     q_len: int,
@@ -448,6 +461,7 @@ def verify_tree(
 __all__ = [
     "add_layer_norm",
     "add_rms_norm",
+    "add_rms_norm_quantize",
     "alibi",
     "append_kv",
     "attention",

@@ -26,7 +26,14 @@ BUILTIN: Mapping[str, tuple[str, ...]] = MappingProxyType(
         "layerzero.backends.flash_attn": ("attention", "paged_attention", "ragged_attention"),
         "layerzero.backends.flashinfer.attention": ("attention", "paged_attention", "ragged_attention"),
         "layerzero.backends.flashinfer.latent": ("mla_attention",),
-        "layerzero.backends.flashinfer.rows": ("add_rms_norm", "append_kv", "mlp", "rms_norm", "rope"),
+        "layerzero.backends.flashinfer.rows": (
+            "add_rms_norm",
+            "append_kv",
+            "mlp",
+            "quantized_linear",
+            "rms_norm",
+            "rope",
+        ),
         "layerzero.backends.liger": (
             "add_rms_norm",
             "cross_entropy",
@@ -60,6 +67,7 @@ BUILTIN: Mapping[str, tuple[str, ...]] = MappingProxyType(
         "layerzero.backends.torch_varlen": ("ragged_attention",),
         "layerzero.backends.triton_kernels": (
             "add_rms_norm",
+            "add_rms_norm_quantize",
             "quantize",
             "sample",
             "sample_topk",

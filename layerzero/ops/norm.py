@@ -130,7 +130,7 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor | None = None, *, e
             signature_of(weight), eps,
         ), args  # fmt: skip
     except AttributeError:
-        _check_add_rms_norm(args)
+        check_add_rms_norm(args)
         raise
 
 
@@ -145,7 +145,8 @@ def _check_residual(x: Tensor, residual: Tensor) -> None:
     checks.need_same_device("x", x, residual=residual)
 
 
-def _check_add_rms_norm(args: Args) -> Request:
+def check_add_rms_norm(args: Args) -> Request:
+    """Validate and describe a residual sum with its norm."""
     x, residual, weight, eps = args
     _check_residual(x, residual)
     _check_weights(x, eps, weight=weight)
@@ -176,7 +177,7 @@ ADD_RMS_NORM = register(
     Op(
         name="add_rms_norm",
         build=add_rms_norm,
-        check=_check_add_rms_norm,
+        check=check_add_rms_norm,
         reference=add_rms_norm_reference,
         outputs=lambda args: _like_x(args) * 2,
         work=_add_norm_work,

@@ -14,6 +14,7 @@ FILES = MappingProxyType(
     {
         "add_layer_norm": "norm",
         "add_rms_norm": "norm",
+        "add_rms_norm_quantize": "norm_quantize",
         "alibi": "alibi",
         "append_kv": "append",
         "attention": "attention",

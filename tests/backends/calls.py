@@ -206,6 +206,16 @@ def _quantize(case: Case, rand: Any, generator: torch.Generator) -> tuple[list[A
     return [rand(n, c)], named
 
 
+def _norm_quantize(case: Case, rand: Any, generator: torch.Generator) -> tuple[list[Any], dict[str, Any]]:
+    n, c = case.dims.get("N", 9), case.dims.get("C", 24)
+    named = _quantize(case, rand, generator)[1]
+    if "group_size" in named and "S" in case.dims:  # a kernel's own size of groups, of which a row is several
+        named["group_size"] = size = case.dims["S"]
+        c = -(-c // size) * size
+    weight = None if "no_weight" in case.asks else rand(c)
+    return [rand(n, c), rand(n, c), weight], named
+
+
 def _dequantize(case: Case, rand: Any, generator: torch.Generator) -> tuple[list[Any], dict[str, Any]]:
     codes, scale = _codes((case.dims.get("N", 9), case.dims.get("C", 24)), case, generator)
     if case.strided:
@@ -248,6 +258,7 @@ def _moe(case: Case, rand: Any, generator: torch.Generator) -> tuple[list[Any], 
 
 _OF_THEIR_OWN = {
     "moe": _moe,
+    "add_rms_norm_quantize": _norm_quantize,
     "linear_cross_entropy": _linear_cross_entropy,
     "attention": _attention, "rope": _rope, "mlp": _mlp, "append_kv": _append, "quantize": _quantize,
     "dequantize": _dequantize, "quantized_linear": _quantized_linear,

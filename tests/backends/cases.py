@@ -63,6 +63,7 @@ ASKS: dict[str, tuple[str, ...]] = {
     "mla_attention": ("causal", "prefill", "gqa", "lse", "kv_float32", "kv_bfloat16", "kv_float16"),
     "rms_norm": ("no_weight",),
     "add_rms_norm": ("no_weight",),
+    "add_rms_norm_quantize": ("quant_fp8_e4m3", "quant_fp8_e5m2", "scale_per_group", "no_weight"),
     "layer_norm": ("no_weight", "bias"),
     "add_layer_norm": ("no_weight", "bias"),
     "linear": ("bias",),

@@ -19,6 +19,18 @@ IDS = [k.id for k in cases.RUNNABLE]
 every_kernel = pytest.mark.parametrize("kernel", cases.RUNNABLE, ids=IDS)
 
 
+# What is rounded to eight bits is a sum first, in any order: a code may be its neighbour.
+ROUNDS_SUMS = frozenset({"add_rms_norm_quantize"})
+
+
+def _codes_apart(codes: Tensor, right: Tensor) -> int:
+    """How many steps of a format two tensors of codes differ at most; tokens are equal or not."""
+    if codes.dtype != torch.int8 or not codes.numel():
+        return int(not torch.equal(codes, right))
+    bits = [t.cpu().short() for t in (codes, right)]
+    return int((bits[0] - bits[1]).abs().max())
+
+
 @functools.cache
 def loaded(kernel: Kernel) -> Any:
     return kernel.load()
@@ -63,7 +75,7 @@ def test_results_are_within_tolerance(kernel: Kernel) -> None:
             if not out.is_floating_point() or out.itemsize == 1:
                 whole = torch.int8 if out.itemsize == 1 else out.dtype
                 right = cases.results(op, op.reference, args)[index]
-                if not torch.equal(out.view(whole), right.view(whole)):
+                if _codes_apart(out.view(whole), right.view(whole)) > (kernel.op in ROUNDS_SUMS):
                     wrong.append(f"{case} {out.dtype}: other codes")
                 continue
             base = bases[index].to(out.dtype)

@@ -16,6 +16,7 @@ import pytest
 CONTRACT = "tests/backends/test_contract.py"
 INTERPRETED = {
     "liger_kernel": ("liger.rope.triton", "liger.linear_cross_entropy.chunked"),
+    "triton": ("triton.add_rms_norm_quantize.row", "triton.add_rms_norm_quantize.group"),
 }
 
 

@@ -1,4 +1,4 @@
-"""Row kernels: root mean square norms, rotary embedding, the gate of a gated mlp, tokens into pages."""
+"""Row kernels: norms, rotary embedding, the gate of an mlp, tokens into pages, a product in eight bits."""
 
 from __future__ import annotations
 
@@ -13,12 +13,21 @@ from torch.nn import functional
 
 from layerzero.backends.flashinfer.library import DISTRIBUTIONS, HALF, SOURCE, estimate, module
 from layerzero.kernel import AtLeast, Capability, Efficiency, Kernel, Limit, MultipleOf, OneOf, SameAs
+from layerzero.ops.quantize import quantize_reference
 from layerzero.ops.request import Request
 from layerzero.reasons import Reason
 
+# A module is compiled as its first kernel loads, in the background, not by the first call.
+
+
+def _norms() -> Any:
+    found = module("flashinfer.norm")
+    found.get_norm_module()
+    return found
+
 
 def _rms_norm() -> Callable[..., Any]:
-    kernel = module("flashinfer.norm").rmsnorm
+    kernel = _norms().rmsnorm
 
     def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
         """`rmsnorm` over rows."""
@@ -29,7 +38,7 @@ def _rms_norm() -> Callable[..., Any]:
 
 
 def _add_rms_norm() -> Callable[..., Any]:
-    kernel = module("flashinfer.norm").fused_add_rmsnorm
+    kernel = _norms().fused_add_rmsnorm
 
     def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
         """`fused_add_rmsnorm` on copies: it overwrites both operands."""
@@ -58,7 +67,9 @@ def angles(cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def _rope() -> Callable[..., Any]:
-    kernel = module("flashinfer.rope").apply_rope_with_cos_sin_cache
+    library = module("flashinfer.rope")
+    library.get_rope_module()
+    kernel = library.apply_rope_with_cos_sin_cache
 
     def rope(
         q: Tensor, k: Tensor, positions: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, *_: Any
@@ -76,6 +87,8 @@ def _rope() -> Callable[..., Any]:
 
 def _mlp() -> Callable[..., Any]:
     activation = module("flashinfer.activation")
+    for name in ("silu", "gelu"):
+        activation.get_act_and_mul_module(name)
     gates = {"swiglu": activation.silu_and_mul, "geglu": activation.gelu_and_mul}
 
     def mlp(
@@ -89,7 +102,9 @@ def _mlp() -> Callable[..., Any]:
 
 
 def _append() -> Callable[..., Any]:
-    kernel = module("flashinfer.page").append_paged_kv_cache
+    library = module("flashinfer.page")
+    library.get_page_module()
+    kernel = library.append_paged_kv_cache
 
     def append_kv(
         k: Tensor, v: Tensor, k_pages: Tensor, v_pages: Tensor, slots: Tensor, layout: str
@@ -113,19 +128,45 @@ def _whole_pool(pages: int, size: int, tokens: int, device: torch.device) -> tup
         return ids, bounds, last, torch.zeros(tokens, dtype=torch.int32, device=device)
 
 
+def _fp8_product() -> Callable[..., Any]:
+    library = module("flashinfer.gemm")
+    module("flashinfer.gemm.gemm_base").get_gemm_module()
+
+    def quantized_linear(x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None, _: str) -> Tensor:
+        """`bmm_fp8` through cuBLAS over codes; both scales follow the product, each row having its own."""
+        codes, spread = quantize_reference(x, "fp8_e4m3", "row", 0, None)
+        rows = codes.view(1, -1, codes.shape[-1])
+        one = _one(x.device)
+        out: Tensor = library.bmm_fp8(
+            rows, weight.contiguous().t().unsqueeze(0), one, one, torch.bfloat16, backend="cublas"
+        )
+        wide = out[0].float() * spread.view(-1, 1) * scale.view(-1)
+        wide = wide if bias is None else wide + bias.float()
+        return wide.to(x.dtype).view(*x.shape[:-1], weight.shape[0])
+
+    return quantized_linear
+
+
+@functools.cache
+def _one(device: torch.device) -> Tensor:
+    with torch.inference_mode(False):
+        return torch.ones((), dtype=torch.float32, device=device)
+
+
 def _kernel(
     op: str, what: str, load: Callable[[], Callable[..., Any]], efficiency: Efficiency,
     features: frozenset[str] = frozenset(), limits: tuple[Limit, ...] = (), dtypes: frozenset[str] = HALF,
-    workspace_bytes: Callable[[Request], int] | None = None, **more: Any,
+    workspace_bytes: Callable[[Request], int] | None = None, sm_min: int = 80, source: str = SOURCE,
+    **more: Any,
 ) -> Kernel:  # fmt: skip
     return Kernel(
         id=f"flashinfer.{op}.{what}",
         op=op,
         backend="flashinfer",
         capability=Capability(
-            source=SOURCE.format(what),
+            source=source.format(what),
             platforms=frozenset({"cuda"}),
-            sm_min=80,
+            sm_min=sm_min,
             sm_max=121,
             dtypes=dtypes,
             features=features,
@@ -149,6 +190,12 @@ def _hidden_bytes(request: Request) -> int:
     return 3 * 2 * request.dim("N") * request.dim("F")
 
 
+def _product_bytes(request: Request) -> int:
+    """The codes of the rows, and the product before it is scaled, as bfloat16 and twice as float32."""
+    n, c, k = (request.dim(name) for name in ("N", "C", "K"))
+    return n * k * (1 + 3 * 4) + n * c * (2 + 2 * 4) + (32 << 20)
+
+
 _HEADS = (OneOf("D", (64, 128, 256)),)  # what its templates exist for
 _ROWS = estimate(0.1, 0.7, 8.0, "bound by memory")
 
@@ -167,5 +214,12 @@ KERNELS: tuple[Kernel, ...] = (
     _kernel(
         "append_kv", "page", _append, _ROWS, limits=(SameAs("D", "Dv", Reason.HEAD_DIMS_DIFFER), *_HEADS),
         layouts=frozenset({"NHD", "HND"}),
+    ),
+    # The product over bare codes overflows float16.
+    _kernel(
+        "quantized_linear", "bmm_fp8", _fp8_product, estimate(0.5, 0.6, 110.0, "as torch._scaled_mm"),
+        frozenset({"quant_fp8_e4m3", "scale_per_tensor", "scale_per_row", "bias", "inputs_quantized"}),
+        (MultipleOf("K", 32), MultipleOf("C", 32)), frozenset({"bfloat16"}), _product_bytes, sm_min=89,
+        source="flashinfer-python 0.7.2.post1, {} through cuBLAS",
     ),
 )  # fmt: skip

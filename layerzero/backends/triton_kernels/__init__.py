@@ -10,7 +10,7 @@ import importlib
 from collections.abc import Callable
 from typing import Any
 
-from layerzero.kernel import AtMost, Capability, Efficiency, Kernel, Limit
+from layerzero.kernel import AtMost, Capability, Efficiency, Kernel, Limit, OneOf
 from layerzero.reasons import Reason
 
 _DISTRIBUTIONS = ("triton>=3.6",)
@@ -43,6 +43,7 @@ def _kernel(
     efficiency: tuple[float, float, float],
     limits: tuple[Limit, ...] = (),
     sm_min: int = 80,
+    source: str = "benchmarks/results/rows_h200.json",
     **more: Any,
 ) -> Kernel:
     return Kernel(
@@ -60,7 +61,7 @@ def _kernel(
             **more,
         ),
         load=_from(module, op),
-        efficiency=Efficiency(*efficiency, "benchmarks/results/rows_h200.json"),
+        efficiency=Efficiency(*efficiency, source),
         rank=35,
         cold=True,
         distributions=_DISTRIBUTIONS,
@@ -71,6 +72,17 @@ KERNELS: tuple[Kernel, ...] = (
     _kernel(
         "add_rms_norm", "fused", "rows", frozenset({"no_weight"}), (0.1, 0.89, 17.0), (_MAX_WIDTH,),
         contiguous=True, batch_invariant=True,
+    ),
+    # Groups are rows of a block of registers: their size is a power of two, and so is what it divides.
+    _kernel(
+        "add_rms_norm_quantize", "row", "rows", _FORMATS | {"scale_per_row", "no_weight"},
+        (0.1, 0.8, 20.0), (_MAX_WIDTH,), sm_min=89, source="an estimate, beside add_rms_norm's",
+        contiguous=True, batch_invariant=True,
+    ),
+    _kernel(
+        "add_rms_norm_quantize", "group", "rows", _FORMATS | {"scale_per_group", "no_weight"},
+        (0.1, 0.8, 20.0), (_MAX_WIDTH, OneOf("S", (16, 32, 64, 128, 256))), sm_min=89,
+        source="an estimate, beside add_rms_norm's", contiguous=True, batch_invariant=True,
     ),
     _kernel(
         "quantize", "rows", "rows",

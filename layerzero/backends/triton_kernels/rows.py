@@ -55,6 +55,25 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor | None, eps: float)
 
 
 @triton.jit
+def _rounded(x, scale, largest, MANTISSA: tl.constexpr, LEAST: tl.constexpr):
+    """What `x` is by `scale`, as a number of the format: clamped, halves to even."""
+    code = tl.div_rn(x, scale + tl.zeros_like(x))
+    code = tl.where(code != code, 0.0, code)
+    code = tl.minimum(tl.maximum(code, -largest), largest)
+    if MANTISSA == 0:
+        code = (code + MAGIC) - MAGIC
+    else:
+        # The distance of the codes around a number follows from its exponent, but not below the least.
+        bits = code.to(tl.int32, bitcast=True)
+        exponent = tl.maximum((bits >> 23) & 0xFF, LEAST)
+        shift = (((exponent + 23 - MANTISSA) << 23) | 0x400000).to(tl.float32, bitcast=True)
+        size = ((tl.abs(code) + shift) - shift).to(tl.int32, bitcast=True)
+        # What rounds to zero keeps its sign, as in a cast.
+        code = (size | (bits & -2147483648)).to(tl.float32, bitcast=True)
+    return code
+
+
+@triton.jit
 def _quantize(
     x_ptr, codes_ptr, scale_ptr, width, largest, smallest,
     GIVEN: tl.constexpr, MANTISSA: tl.constexpr, LEAST: tl.constexpr, BLOCK: tl.constexpr,
@@ -71,19 +90,7 @@ def _quantize(
         scale = tl.maximum(tl.div_rn(most, largest), smallest)
         scale = tl.where(odd > 0, float("nan"), scale)
         tl.store(scale_ptr + program, scale)
-    code = tl.div_rn(x, scale + tl.zeros_like(x))
-    code = tl.where(code != code, 0.0, code)
-    code = tl.minimum(tl.maximum(code, -largest), largest)
-    if MANTISSA == 0:
-        code = (code + MAGIC) - MAGIC
-    else:
-        # The distance of the codes around a number follows from its exponent, but not below the least.
-        bits = code.to(tl.int32, bitcast=True)
-        exponent = tl.maximum((bits >> 23) & 0xFF, LEAST)
-        shift = (((exponent + 23 - MANTISSA) << 23) | 0x400000).to(tl.float32, bitcast=True)
-        size = ((tl.abs(code) + shift) - shift).to(tl.int32, bitcast=True)
-        # What rounds to zero keeps its sign, as in a cast.
-        code = (size | (bits & -2147483648)).to(tl.float32, bitcast=True)
+    code = _rounded(x, scale, largest, MANTISSA, LEAST)
     tl.store(codes_ptr + program * width + at, code.to(codes_ptr.dtype.element_ty), mask=inside)
 
 
@@ -106,6 +113,62 @@ def quantize(
         GIVEN=scale is not None, MANTISSA=mantissa, LEAST=least, BLOCK=block, num_warps=_warps(block),
     )  # fmt: skip
     return codes, scales if scale is None else scale
+
+
+@triton.jit
+def _add_rms_norm_quantize(
+    x_ptr, residual_ptr, weight_ptr, codes_ptr, scale_ptr, total_ptr, width, eps, largest, smallest,
+    HAS_WEIGHT: tl.constexpr, GROUPS: tl.constexpr, GROUP: tl.constexpr, MANTISSA: tl.constexpr,
+    LEAST: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    program = tl.program_id(0).to(tl.int64)
+    row = program * width
+    at = tl.arange(0, BLOCK)
+    inside = at < width
+    x = tl.load(x_ptr + row + at, mask=inside, other=0.0)
+    residual = tl.load(residual_ptr + row + at, mask=inside, other=0.0)
+    total = (x.to(tl.float32) + residual.to(tl.float32)).to(x.dtype)
+    tl.store(total_ptr + row + at, total, mask=inside)
+    wide = total.to(tl.float32)
+    out = wide / tl.sqrt(tl.sum(wide * wide, 0) / width + eps)
+    if HAS_WEIGHT:
+        out = out * tl.load(weight_ptr + at, mask=inside, other=0.0).to(tl.float32)
+    # One group is the whole block, padded; several divide it without a rest.
+    parts = tl.reshape(tl.abs(out), (GROUPS, BLOCK // GROUPS))
+    odd = tl.max(tl.reshape((out != out).to(tl.int32), (GROUPS, BLOCK // GROUPS)), 1)
+    scale = tl.maximum(tl.div_rn(tl.max(parts, 1), largest), smallest)
+    scale = tl.where(odd > 0, float("nan"), scale)
+    groups = tl.arange(0, GROUPS)
+    used = groups * GROUP < width
+    tl.store(scale_ptr + program * (width // GROUP) + groups, scale, mask=used)
+    spread = tl.reshape(tl.broadcast_to(scale[:, None], (GROUPS, BLOCK // GROUPS)), (BLOCK,))
+    code = _rounded(out, spread, largest, MANTISSA, LEAST)
+    tl.store(codes_ptr + row + at, code.to(codes_ptr.dtype.element_ty), mask=inside)
+
+
+def add_rms_norm_quantize(
+    x: Tensor,
+    residual: Tensor,
+    weight: Tensor | None,
+    eps: float,
+    form: str,
+    granularity: str,
+    group_size: int,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Sum, norm, scales and codes of each row in one launch, one program a row."""
+    width = x.shape[-1]
+    group = group_size if granularity == "group" else width
+    block = triton.next_power_of_2(width)
+    codes, total = torch.empty(x.shape, dtype=FORMATS[form].dtype, device=x.device), torch.empty_like(x)
+    scale = torch.empty((*x.shape[:-1], width // group), dtype=torch.float32, device=x.device)
+    mantissa, least = _ROUNDING[form]
+    _add_rms_norm_quantize[(x.numel() // width,)](
+        x, residual, x if weight is None else weight, codes, scale, total, width, eps,
+        FORMATS[form].largest, SMALLEST_SCALE, HAS_WEIGHT=weight is not None,
+        GROUPS=1 if group == width else block // group, GROUP=group, MANTISSA=mantissa, LEAST=least,
+        BLOCK=block, num_warps=_warps(block),
+    )  # fmt: skip
+    return codes, scale, total
 
 
 def _warps(block: int) -> int:
