@@ -37,7 +37,7 @@ RESULTS = ROOT / "benchmarks" / "results" / "lane_h200.json"
 HAND, GRAPH = "by hand", "per step, captured"
 BARS = {("per step", 128): 0.9, ("per step", 2048): 0.9, ("per layer", 2048): 0.9}
 # Awaits of one token: those of a layer, and those around the layers.
-AWAITS = {"per step": (0, 1), "per layer": (1, 4), "per op": (8, 4), GRAPH: (0, 1)}
+AWAITS = {"per step": (0, 1), "per layer": (1, 2), "per op": (8, 4), GRAPH: (0, 1)}
 PAGE_SIZE = 16
 
 

@@ -157,6 +157,19 @@ def _alike(values: list[N], device: torch.device) -> N | Tensor:
     return sent(torch.tensor(values, dtype=torch.float64), device)
 
 
+def _drawn(logits: Tensor, draws: Sequence[Draw]) -> list[Tensor]:
+    """A token (1,) for each row of `logits`, drawn as each caller wants it."""
+    seeds = sent(torch.tensor([(draw.seed, draw.offset) for draw in draws]), logits.device)
+    tokens: Tensor = lz.sync.sample(
+        logits,
+        temperature=_alike([draw.temperature for draw in draws], logits.device),
+        top_p=_alike([draw.top_p for draw in draws], logits.device),
+        seed=seeds[:, 0],
+        offset=seeds[:, 1],
+    )
+    return list(tokens.split(1))
+
+
 # -- the model ------------------------------------------------------------------------------------------
 
 
@@ -244,6 +257,8 @@ class Llama:
         self.norm_first = get("model.layers.0.input_layernorm.weight", (config.channels,))
         self.layers = [Layer(index, config, get, tables, pages) for index in range(config.layers)]
         self._joined_layers = [lz.batched(layer.rows) for layer in self.layers]
+        self._joined_enter = lz.batched(self.enter, pure=True)
+        self._joined_leave = lz.batched(self.leave, pure=True)
         self._joined_step = lz.batched(self.steps)
         self._joined_next = lz.batched(self.nexts)
         self._joined_every = lz.batched(self.everys)
@@ -264,6 +279,12 @@ class Llama:
         if self.per == "step":
             token: Tensor = await self._joined_next(ids, chunk, draw)
             return token
+        if self.per == "layer":
+            normed, x = await self._joined_enter(ids)
+            for layer in self._joined_layers:
+                normed, x = await layer(normed, x, chunk)
+            left: Tensor = await self._joined_leave(normed, chunk, draw)
+            return left
         logits = await self.step(ids, chunk)
         drawn: Tensor = await lz.sample(
             logits, temperature=draw.temperature, top_p=draw.top_p, seed=draw.seed, offset=draw.offset
@@ -302,16 +323,16 @@ class Llama:
 
     def nexts(self, ids: Tensor, chunks: list[Chunk], draws: list[Draw]) -> list[Tensor]:
         """`next` for all callers at once: one (1,) for each."""
-        logits = finished(self.forward(BLOCKING, self._blocking, ids, places(chunks)))
-        seeds = sent(torch.tensor([(draw.seed, draw.offset) for draw in draws]), logits.device)
-        tokens: Tensor = lz.sync.sample(
-            logits,
-            temperature=_alike([draw.temperature for draw in draws], logits.device),
-            top_p=_alike([draw.top_p for draw in draws], logits.device),
-            seed=seeds[:, 0],
-            offset=seeds[:, 1],
-        )
-        return list(tokens.split(1))
+        return _drawn(finished(self.forward(BLOCKING, self._blocking, ids, places(chunks))), draws)
+
+    def enter(self, ids: Tensor) -> tuple[Tensor, Tensor]:
+        """What the first layer takes of the tokens `ids` (T,): (normed, x), each (T, C)."""
+        x = lz.sync.embedding(ids, self.words)
+        return lz.sync.rms_norm(x, self.norm_first, eps=self.config.eps), x
+
+    def leave(self, normed: Tensor, chunks: list[Chunk], draws: list[Draw]) -> list[Tensor]:
+        """The tokens (1,) that follow each caller's last row of what the last layer gave, `normed` (T, C)."""
+        return _drawn(lz.sync.linear(normed[places(chunks).last], self.head), draws)
 
 
 def load(

@@ -45,6 +45,7 @@ BUILTIN: Mapping[str, tuple[str, ...]] = MappingProxyType(
         ),
         "layerzero.backends.native": ("append_kv", "mla_attention", "paged_attention", "ragged_attention"),
         "layerzero.backends.native.products": ("linear", "mlp"),
+        "layerzero.backends.native.rows": ("add_rms_norm", "rms_norm", "rope"),
         "layerzero.backends.onednn": ("linear", "mlp"),
         "layerzero.backends.reference": tuple(table.FILES),
         "layerzero.backends.torch_native": (

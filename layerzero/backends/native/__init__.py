@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from layerzero.kernel import AtMost, Capability, Efficiency, Kernel
-from layerzero.ops import append, mla, paged, ragged
+from layerzero.ops import table
 from layerzero.ops.attention_checks import bounds
 from layerzero.ops.op import Args
 from layerzero.reasons import Reason
@@ -38,7 +38,7 @@ def _paged() -> Callable[..., Any]:
         factor = q.shape[2] ** -0.5 if scale is None else scale
         cap = 0.0 if softcap is None else softcap
         if not native(out, lse, q, k, v, tables, lens, cu, factor, left, right, cap, layout == "HND"):
-            _refused(paged.guard, args)
+            _refused("paged_attention", args)
         return out if lse is None else (out, lse)
 
     return paged_attention
@@ -55,7 +55,7 @@ def _ragged() -> Callable[..., Any]:
         factor = q.shape[2] ** -0.5 if scale is None else scale
         cap = 0.0 if softcap is None else softcap
         if not native(out, lse, q, k, v, cu, cu_k, factor, left, right, cap):
-            _refused(ragged.guard, args)
+            _refused("ragged_attention", args)
         return out if lse is None else (out, lse)
 
     return ragged_attention
@@ -69,7 +69,7 @@ def _latent() -> Callable[..., Any]:
         q, q_pe, ckv, kpe, tables, lens, cu, scale, is_causal, return_lse = args
         out, lse = _results(q, q.shape[2], return_lse)
         if not native(out, lse, q, q_pe, ckv, kpe, tables, lens, cu, scale, 0 if is_causal else -1):
-            _refused(mla.guard, args)
+            _refused("mla_attention", args)
         return out if lse is None else (out, lse)
 
     return mla_attention
@@ -83,7 +83,7 @@ def _append() -> Callable[..., Any]:
         k, v, k_pages, v_pages, _, layout = args
         slots: Tensor = args[4]
         if not native(k, v, k_pages, v_pages, slots, layout == "HND"):
-            _refused(append.guard, args)
+            _refused("append_kv", args)
         return slots
 
     return append_kv
@@ -94,8 +94,10 @@ def _results(q: Tensor, width: int, return_lse: bool) -> tuple[Tensor, Tensor | 
     return out, torch.empty(out.shape[:2], dtype=torch.float32, device=q.device) if return_lse else None
 
 
-def _refused(guard: Callable[[Args], None], args: Args) -> None:
+def _refused(op: str, args: Args) -> None:
     """Raise the error that names what does not fit."""
+    guard = table.get(op).guard
+    assert guard is not None
     guard(args)
     raise AssertionError("the kernel refused metadata that the op's guard accepts")
 
