@@ -15,6 +15,7 @@ import argparse
 import functools
 import json
 import math
+import os
 import statistics
 import time
 from collections.abc import Callable, Iterable
@@ -26,6 +27,7 @@ from torch.nn import functional
 
 import layerzero as lz
 from benchmarks.harness import environment, show, write
+from benchmarks.regret_build import CACHES, build
 from benchmarks.regret_shapes import shapes
 from layerzero.actors.local import LocalDevice
 from layerzero.api.tuning import table_of, tune_blocking
@@ -61,9 +63,15 @@ def main() -> None:
     settings = lz.Settings(
         device=options.device, warm="eager", perfdb=options.perfdb, shipped_tables=not options.no_shipped
     )
+    os.environ.update(CACHES)
+    built = None
+    if options.build_s:
+        built = build(options.device, options.workers, options.build_s, options.quick)
     with lz.start(settings) as runtime, torch.no_grad():
         device = runtime.device()
         record = opened(options.out, device)
+        if built is not None:
+            record["built"] = built
         if options.tune:
             _tune(record, device, options, deadline)
         if not options.tune_only:
@@ -80,6 +88,8 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--device", default="auto")
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--budget-s", type=float, default=3600.0, help="end before this many seconds")
+    parser.add_argument("--build-s", type=float, default=0.0, help="first compile for at most so long")
+    parser.add_argument("--workers", type=int, default=12, help="processes that compile")
     parser.add_argument("--tune", action="store_true", help="measure the standard shapes first")
     parser.add_argument("--tune-only", action="store_true")
     parser.add_argument("--tune-budget-s", type=float, default=240.0)
@@ -116,7 +126,9 @@ def opened(path: Path, device: LocalDevice) -> dict[str, Any]:
 
 def _tune(record: dict[str, Any], device: LocalDevice, options: argparse.Namespace, deadline: float) -> None:
     known = _measured_sites(options.perfdb, device)
-    calls = [c for c in standard(None, device.device.type, options.quick) if c.site() not in known]
+    calls = [
+        c for c in standard(None, device.device.type, options.quick) if c.site(device.hardware) not in known
+    ]
     budget = min(options.tune_budget_s, deadline - time.monotonic())
     report = tune_blocking(calls, budget_s=budget, quick=options.quick, repeat=options.repeat)
     record["tuning"] = {
@@ -335,17 +347,25 @@ def summarise(record: dict[str, Any]) -> None:
     record["errors"] = {name: row["error"] for name, row in record["shapes"].items() if "error" in row}
     if "bandwidth" in record:
         record["decode"] = _decode(record)
-    overheads = [
-        row["overhead_us"]
-        for row in rows
-        if "overhead_us" in row and row["launch"] == "eager" and row["lz_us"] < 200
-    ]
-    if overheads:
-        record["overhead_us"] = {
-            "median": round(statistics.median(overheads), 3),
-            "n": len(overheads),
-            "of": "calls below 200 us: lz.sync over the chosen kernel's own callable",
-        }
+    for launch, name in (("eager", "overhead_us"), ("graph", "overhead_graph_us")):
+        overheads = [
+            row["overhead_us"]
+            for row in rows
+            if "overhead_us" in row and row["launch"] == launch and row["lz_us"] < 200
+        ]
+        if overheads:
+            record[name] = {
+                "median": round(statistics.median(overheads), 3),
+                "n": len(overheads),
+                "of": "calls below 200 us: lz.sync over the chosen kernel's own callable",
+            }
+    record["prefill_8k"] = {
+        row["launch"]: {"lz_us": row["lz_us"], "best_us": round(row["lz_us"] / row["end_to_end"], 3),
+                        "of_best": round(1 / row["end_to_end"], 4)}
+        for name, row in record["shapes"].items()
+        if "q=1x32x8192x128" in name and "k=1x8x8192x128" in name and "window" not in name
+        and "end_to_end" in row
+    }  # fmt: skip
 
 
 def _family(group: str) -> str:

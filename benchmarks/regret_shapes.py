@@ -32,55 +32,55 @@ def shapes(platform: str, quick: bool = False) -> list[tuple[str, Call, bool]]:
 def _gpu() -> Iterator[Named]:
     yield from _gpu_prefill()
     yield from _gpu_decode()
-    crossed = ((2, 32, 8, 4096, 77, 64), (8, 20, 20, 1024, 77, 64), (4, 24, 24, 4096, 77, 96))
-    for b, hq, hk, sq, sk, d in (*crossed, (1, 32, 8, 256, 8192, 128), (2, 16, 16, 512, 1500, 64)):
+    crossed = ((2, 32, 8, 4096, 77, 64), (6, 20, 20, 900, 77, 64), (4, 24, 24, 4096, 77, 96))
+    for b, hq, hk, sq, sk, d in (*crossed, (1, 32, 8, 200, 7000, 128), (2, 16, 16, 512, 1500, 64)):
         yield "attention cross", attention(b, hq, hk, sq, sk, d, causal=False)
-    for sq, left in ((2048, 255), (4096, 1023), (8192, 4095), (16384, 1023)):
+    for sq, left in ((2500, 255), (4096, 1023), (9000, 4095), (12000, 1023)):
         yield "attention window", attention(1, 32, 8, sq, sq, 128, window=(left, 0))
-    for b, hq, hk, sq, d in ((1, 32, 8, 1024, 128), (2, 12, 12, 512, 64)):
+    for b, hq, hk, sq, d in ((1, 32, 8, 1100, 128), (2, 12, 12, 600, 64)):
         yield "attention fp16", attention(b, hq, hk, sq, sq, d, "float16")
         yield "attention fp16", attention(b, hq, hk, 1, 4 * sq, d, "float16", causal=False)
-    for b, length, hq, hk, d in ((3, 700, 32, 8, 128), (16, 256, 32, 8, 128), (32, 100, 32, 32, 64),
-                                 (1, 6000, 32, 8, 128)):  # fmt: skip
+    for b, length, hq, hk, d in ((3, 800, 32, 8, 128), (16, 256, 32, 8, 128), (40, 90, 32, 32, 64),
+                                 (1, 5000, 32, 8, 128)):  # fmt: skip
         yield "ragged", ragged(b, hq, hk, length, d)
     for page in (1, 16, 64):
-        for b, context, hq, hk in ((1, 3000, 32, 8), (16, 1024, 32, 8), (64, 4096, 32, 8), (24, 700, 64, 8),
-                                   (128, 500, 32, 8), (8, 20000, 32, 8)):  # fmt: skip
+        for b, context, hq, hk in ((1, 2600, 32, 8), (16, 1024, 32, 8), (64, 4096, 32, 8), (20, 800, 64, 8),
+                                   (100, 600, 32, 8), (8, 18000, 32, 8)):  # fmt: skip
             yield "paged decode", paged(b, hq, hk, context, 128, page)
     yield "paged prefill", paged(4, 32, 8, 2048, 128, 16, queries=512)
-    yield "paged prefill", paged(2, 32, 8, 3000, 128, 16, queries=200)
-    for rows, width in ((1, 4096), (24, 4096), (256, 8192), (3000, 5120), (16384, 2048), (100, 1536)):
+    yield "paged prefill", paged(3, 32, 8, 2600, 128, 16, queries=150)
+    for rows, width in ((1, 4096), (20, 4096), (256, 8192), (2500, 5120), (16384, 2048), (120, 1536)):
         for op in ("rms_norm", "add_rms_norm", "layer_norm"):
             yield "norms", norm(op, rows, width)
-    for n in (1, 24, 512, 5000):
+    for n in (1, 20, 600, 6000):
         yield "rope", rope(n, 32, 8, 128)
         yield "activation", mlp(max(n // 4, 1), 4096, 11008)
-    for n in (1, 24, 128, 3000):
+    for n in (1, 20, 150, 2500):
         yield "linear", linear(n, 4096, 6144)
         yield "linear", linear(n, 8192, 4096)
-    for n in (1, 24, 128):
-        yield "sampling", sample(n, 128_256)
-        yield "sampling", sample(n, 32_000)
+    for n in (1, 20, 100):
+        yield "sampling", sample(n, 151_936)
+        yield "sampling", sample(n, 50_257)
 
 
 def _gpu_prefill() -> Iterator[Named]:
-    for hq, hk, d in ((32, 8, 128), (16, 16, 64), (28, 4, 128), (8, 1, 256), (24, 24, 96)):
-        for b, sq in ((1, 128), (1, 300), (2, 768), (1, 3000), (8, 512)):
+    for hq, hk, d in ((32, 8, 128), (16, 16, 64), (40, 8, 128), (16, 8, 256), (24, 24, 96)):
+        for b, sq in ((1, 128), (1, 350), (2, 900), (1, 2600), (6, 600)):
             yield "attention prefill", attention(b, hq, hk, sq, sq, d)
-    for sq in (2048, 8192, 16384, 32768):
+    for sq in (2048, 8192, 14000, 32768):
         yield "attention prefill", attention(1, 32, 8, sq, sq, 128)
-    for b, hq, sq, d in ((2, 24, 4096, 64), (32, 12, 128, 64), (1, 16, 1500, 64), (16, 16, 577, 64)):
+    for b, hq, sq, d in ((2, 24, 3600, 64), (24, 12, 150, 64), (1, 16, 1200, 64), (12, 16, 577, 64)):
         yield "attention full", attention(b, hq, hq, sq, sq, d, causal=False)
 
 
 def _gpu_decode() -> Iterator[Named]:
-    for hq, hk, d in ((32, 8, 128), (32, 32, 64), (28, 4, 128), (8, 1, 256)):
-        for b, sk in ((1, 512), (1, 6000), (4, 2000), (24, 3000), (64, 4096), (256, 512)):
+    for hq, hk, d in ((32, 8, 128), (32, 32, 64), (40, 8, 128), (16, 8, 256)):
+        for b, sk in ((1, 512), (1, 7000), (5, 1800), (20, 2800), (64, 4096), (200, 700)):
             yield "attention decode", attention(b, hq, hk, 1, sk, d, causal=False)
     yield "attention decode", attention(1, 32, 8, 1, 131072, 128, causal=False)
-    yield "attention decode", attention(2, 32, 8, 1, 50000, 128, causal=False)
-    yield "attention chunk", attention(1, 32, 8, 256, 4096, 128)
-    yield "attention chunk", attention(4, 32, 8, 16, 3000, 128)
+    yield "attention decode", attention(2, 32, 8, 1, 45000, 128, causal=False)
+    yield "attention chunk", attention(1, 32, 8, 300, 4096, 128)
+    yield "attention chunk", attention(4, 32, 8, 20, 2600, 128)
 
 
 def _cpu() -> Iterator[Named]:

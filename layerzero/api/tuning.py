@@ -188,7 +188,7 @@ class _Job:
             self._calls = tuple(c for c in given.calls if ops is None or c.op in ops)
         if missing:
             known = {row.site for row in kept_rows(self._device)}
-            self._calls = tuple(c for c in self._calls if c.site() not in known)
+            self._calls = tuple(c for c in self._calls if c.site(self._device.hardware) not in known)
 
     def key(self) -> Any:
         """Equal for jobs that measure the same on the same device."""

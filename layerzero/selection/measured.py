@@ -1,9 +1,10 @@
 """Expected microseconds out of measurements: exact where the bucket was measured, interpolated near it.
 
 Measurements keep exact sizes; a choice is priced for the key's grid point. A *place* is what was measured
-in one bucket, for every kernel alike. A kernel's time is held as a multiple of a time that does not depend on
-the kernel (the roofs at full speed), so that moving a measurement within its bucket keeps the order of the
-kernels as it was measured. Between places the multiples are averaged in log space over the nearest ones.
+in one bucket, for every kernel alike. Within a bucket a time is moved by what does not depend on the kernel
+(the roofs at full speed), which keeps the order of the kernels as it was measured. Between places a kernel
+follows its own curve (`selection.curve`: the floor of a launch, a multiple of the roofs), shifted by how far
+the nearest places lie off it; far from all of them the curve alone speaks.
 Everything here is a pure function of the grid point, so a remembered choice equals a fresh one.
 """
 
@@ -23,23 +24,38 @@ from layerzero.kernel import Kernel
 from layerzero.ops import table as ops_table
 from layerzero.ops.request import Request, Work
 from layerzero.perfdb import Measurement, Site, plausible
+from layerzero.perfdb.record import Launch
 from layerzero.selection.cost import ROOFLINE, roofline_us
+from layerzero.selection.curve import Curve, fitted
 from layerzero.selection.key import grid
 
 MEASURED = "measured"
 SHIPPED = "shipped table"
 NEAR = " nearby"
+FAR = ", its curve"
 ROWS_DISTRUSTED = "perfdb.rows_distrusted"
+SQUARE = "square"
 
 # Places further than this (in octaves of size) say nothing about a call, and at most this many are averaged.
 RADIUS = 4.0
-NEAREST = 4
-# How much an octave along an axis tells kernels apart; found by leaving out one of 74 attention shapes on an
-# H200 in turn. Group size repeats the heads, and the value head size nearly always the head size.
+NEAREST = 10
+# Two places a fraction of an octave apart weigh alike; the curve counts as a place this far away.
+SOFT = 0.2
+CURVE_OCTAVES = 4.0
+# How much an octave along an axis tells kernels apart. Group size repeats the heads, and the value head size
+# nearly always the head size. All of these were set by leaving out one bucket in turn.
 WEIGHTS = {"D": 1.5, "G": 0.5, "Dv": 0.25}
-# The other half precision type, where nothing of a call's own was measured, counts as this far away.
-SIBLING = {"bfloat16": "float16", "float16": "bfloat16"}
+# How far calls stand apart that differ in a feature; calls that differ in any other are not compared. Those
+# of `AKIN` are averaged with others, the rest speak only where nothing like the call itself is near.
+FEATURES = {"causal": 2.0, SQUARE: 2.0, "bias": 0.5}
+AKIN = frozenset({"bias"})
+# The half precision types are compared with each other; the other one counts as this far away.
+SIBLING = {"float16": "bfloat16"}
 SIBLING_OCTAVES = 0.5
+# Another layout of the same call counts as this far away.
+LAYOUT_OCTAVES = 0.5
+# Beyond the radius a curve through at least so many places is believed.
+ENOUGH = 4
 MAX_PLACES = 2048
 # What an estimate has to gain over measurements before it is believed: Efficiency values miss by about this.
 ESTIMATE_MARGIN = 1.3
@@ -52,7 +68,8 @@ _INVISIBLE = frozenset({"scale", "rows_nonempty"})
 _TIMELESS = _INVISIBLE | {"gqa", "lse"}
 _HOST_US = 3.0
 
-Class = tuple[Any, ...]
+Family = tuple[Any, ...]
+Kind = tuple[Any, ...]
 
 
 class Row(msgspec.Struct, frozen=True):
@@ -63,15 +80,21 @@ class Row(msgspec.Struct, frozen=True):
 
 
 class _Place:
-    """One measured bucket: its position in octaves, and by kernel the log of its multiple and the source."""
+    """One measured bucket: its call, its position in octaves, the roofs' time, and each kernel's time there.
 
-    __slots__ = ("bucket", "estimates", "flags", "position", "ratios", "sources")
+    `times` are logs of microseconds at the grid point, `offsets` how far those lie off the kernel's curve.
+    """
 
-    def __init__(self, bucket: tuple[tuple[str, int], ...], flags: tuple[str, bool, tuple[str, ...]]) -> None:
-        self.bucket = bucket
-        self.flags = flags
-        self.position = _position(bucket)
-        self.ratios: dict[str, float] = {}
+    __slots__ = ("estimates", "ideal", "kind", "launch", "offsets", "position", "site", "sources", "times")
+
+    def __init__(self, site: Site, launch: Launch, ideal: float) -> None:
+        self.site = site
+        self.launch = launch
+        self.ideal = ideal
+        self.kind = _kind(site)
+        self.position = _position(site.dims)
+        self.times: dict[str, float] = {}
+        self.offsets: dict[str, float] = {}
         self.sources: dict[str, str] = {}
         self.estimates: list[float] = []  # by how much estimates miss here, as logs
 
@@ -87,13 +110,16 @@ class MeasuredCosts:
         without: Collection[Hashable] = (),
     ) -> None:
         self._hardware = hardware
-        self._classes: dict[Class, list[_Place]] = {}
+        self._families: dict[Family, list[_Place]] = {}
+        self._curves: dict[tuple[Family, str], Curve] = {}
+        self._floors: dict[Family, float] = {}
         self._ops: Counter[str] = Counter()
-        self._last: tuple[Request, list[tuple[float, _Place]]] | None = None
+        self._last: dict[Launch, tuple[Request, list[tuple[float, _Place]]]] = {}
         self._spots: set[Hashable] = set()
         self.distrusted: Counter[str] = Counter()
         self.rows = 0
         self._build([row for row in rows if spot_of(row.measurement) not in without], kernels)
+        self._fit()
         if self.distrusted:
             why = "; ".join(f"{n} {why}" for why, n in self.distrusted.most_common())
             log.warning(ROWS_DISTRUSTED, rows=self.distrusted.total(), used=self.rows, why=why)
@@ -104,19 +130,28 @@ class MeasuredCosts:
 
     def __call__(self, kernel: Kernel, work: Work, request: Request, hardware: Hardware) -> tuple[float, str]:
         """Microseconds of `kernel` for a request on the grid, and where they come from."""
+        site = Site.of(request)
+        launches: tuple[Launch, ...] = (
+            ("graph", "eager") if "capture" in request.modes else ("eager", "graph")
+        )
+        for launch in launches:
+            near = self._near(request, site, launch)
+            own = [(distance, place) for distance, place in near if kernel.id in place.times][:NEAREST]
+            if own and own[0][0] == 0.0:
+                return math.exp(own[0][1].times[kernel.id]), own[0][1].sources[kernel.id]
+            curve = self._curves.get((_family(site, launch), kernel.id))
+            if curve is not None and (own or curve.places >= ENOUGH):
+                us = curve.us(_roofs_us(work, request, hardware))
+                if not own:
+                    return us, curve.source + FAR
+                return us * math.exp(_blend([(d, p.offsets[kernel.id]) for d, p in own])), curve.source + NEAR
         estimate = roofline_us(kernel, work, request, hardware)
-        near = self._near(request)
-        if not near:
-            return estimate, ROOFLINE
-        own = [(distance, place) for distance, place in near if kernel.id in place.ratios][:NEAREST]
-        if own:
-            distance, place = own[0]
-            ratio = _blend([(d, p.ratios[kernel.id]) for d, p in own])
-            source = place.sources[kernel.id]
-            return _ideal_us(work, request, hardware) * math.exp(ratio), source + (NEAR if distance else "")
-        missed = [(d, statistics.median(p.estimates)) for d, p in near[:NEAREST] if p.estimates]
-        if missed:
-            estimate *= ESTIMATE_MARGIN * math.exp(_blend(missed))
+        for launch in launches:
+            missed = [statistics.median(p.estimates) for _, p in self._near(request, site, launch)[:NEAREST]]
+            if missed:
+                estimate *= ESTIMATE_MARGIN * math.exp(statistics.median(missed))
+                # Nobody was seen below the least floor: estimates leave the host's share out.
+                return max(estimate, self._floors[_family(site, launch)]), ROOFLINE
         return estimate, ROOFLINE
 
     def spot(self, kernel: str, request: Request) -> Hashable:
@@ -128,44 +163,38 @@ class MeasuredCosts:
     def places(self, op: str) -> list[tuple[Request, dict[str, float]]]:
         """Every measured bucket of an op as a request on the grid, with its kernels' microseconds."""
         found = []
-        for key, places in self._classes.items():
-            if key[0] == op:
+        for family, places in self._families.items():
+            if family[0] == op:
                 for place in places:
-                    request = _request(key, place, self._hardware)
-                    ideal = _ideal_us(ops_table.get(op).work(request), request, self._hardware)
-                    found.append((request, {k: ideal * math.exp(r) for k, r in place.ratios.items()}))
+                    request = _of_site(place.site, self._hardware)
+                    if place.launch == "graph":
+                        request = request.replace(modes=frozenset({"capture"}))
+                    found.append((request, {k: math.exp(us) for k, us in place.times.items()}))
         return found
 
-    def _near(self, request: Request) -> list[tuple[float, _Place]]:
-        """The places within the radius, nearest first; the exact bucket alone where every kernel is in it."""
-        last = self._last
+    def _near(self, request: Request, site: Site, launch: Launch) -> list[tuple[float, _Place]]:
+        """The places within the radius, nearest first."""
+        last = self._last.get(launch)
         if last is not None and last[0] == request:
             return last[1]
+        here, kind = _position((name, grid(size)) for name, size in site.dims), _kind(site)
         found: list[tuple[float, _Place]] = []
-        site = Site.of(request)
-        for launch in ("graph", "eager") if "capture" in request.modes else ("eager", "graph"):
-            found = self._within(request, self._classes.get(_class(site, launch), ()), 0.0)
-            if not found and request.dtype in SIBLING:
-                other = _class(_sibling(site), launch)
-                found = self._within(request, self._classes.get(other, ()), SIBLING_OCTAVES)
-            if found:
-                break
-        self._last = (request, found)
-        return found
-
-    def _within(self, request: Request, places: Sequence[_Place], away: float) -> list[tuple[float, _Place]]:
-        here = _position((name, grid(size)) for name, size in request.dims.items())
-        flags = _flags(Site.of(request))
-        found = [
-            (distance + away, place)
-            for place in places
-            if (distance := _distance(here, place.position, flags == place.flags)) <= RADIUS
-        ]
+        kinds: dict[Kind, float] = {}
+        for place in self._families.get(_family(site, launch), ()):
+            apart = kinds.get(place.kind)
+            if apart is None:
+                apart = kinds[place.kind] = _apart(kind, place.kind)
+            if apart <= RADIUS:
+                distance = _distance(here, place.position, apart)
+                if distance <= RADIUS:
+                    found.append((distance, place))
+        found = [pair for pair in found if pair[1].kind[1] ^ kind[1] <= AKIN] or found
         found.sort(key=lambda pair: pair[0])
+        self._last[launch] = (request, found)
         return found
 
     def _build(self, rows: list[Row], kernels: Mapping[str, Kernel]) -> None:
-        buckets: dict[tuple[Class, Hashable, tuple[tuple[str, int], ...]], _Place] = {}
+        buckets: dict[tuple[Site, Launch], _Place] = {}
         gathered: dict[tuple[int, str], list[tuple[float, float]]] = {}
         # The machine's own before what was shipped, newest first: the limit keeps those.
         rows.sort(key=lambda r: (r.source != MEASURED, -r.measurement.at))
@@ -175,28 +204,29 @@ class MeasuredCosts:
                 continue
             why = plausible(measured)
             request = _of_site(measured.site, self._hardware)
-            ideal = _ideal_us(ops_table.get(request.op).work(request), request, self._hardware)
+            work = ops_table.get(request.op).work(request)
+            ideal = _roofs_us(work, request, self._hardware)
             if not why and measured.median_us < ideal * IMPOSSIBLE:
                 why = "faster than the machine"
             if why:
                 self.distrusted[why] += 1
                 continue
-            key = _class(measured.site, measured.launch)
-            flags = _flags(measured.site)
-            bucket = tuple((name, grid(size)) for name, size in measured.site.dims)
-            place = buckets.get((key, flags, bucket))
+            family = _family(measured.site, measured.launch)
+            bucket = _bucket(measured.site)
+            place = buckets.get((bucket, measured.launch))
             if place is None:
-                if len(self._classes.get(key, ())) >= MAX_PLACES:
+                if len(self._families.get(family, ())) >= MAX_PLACES:
                     continue
-                place = buckets[(key, flags, bucket)] = _Place(bucket, flags)
-                self._classes.setdefault(key, []).append(place)
+                at = _of_site(bucket, self._hardware)
+                there = _roofs_us(ops_table.get(at.op).work(at), at, self._hardware)
+                place = buckets[(bucket, measured.launch)] = _Place(bucket, measured.launch, there)
+                self._families.setdefault(family, []).append(place)
             known = place.sources.setdefault(kernel.id, row.source)
             if known == row.source:  # what the machine measured itself replaces what was shipped
-                found = (math.log(measured.median_us / ideal), _weight(measured))
+                moved = (_HOST_US + place.ideal) / (_HOST_US + ideal)
+                found = (math.log(measured.median_us * moved), _weight(measured))
                 gathered.setdefault((id(place), kernel.id), []).append(found)
-                missed = measured.median_us / roofline_us(
-                    kernel, ops_table.get(request.op).work(request), request, self._hardware
-                )
+                missed = measured.median_us / roofline_us(kernel, work, request, self._hardware)
                 place.estimates.append(math.log(missed))
                 self._ops[request.op] += 1
                 self._spots.add(spot_of(measured))
@@ -204,7 +234,23 @@ class MeasuredCosts:
         for place in buckets.values():
             for kernel_id in place.sources:
                 # The median over the last tunes: one disturbed tune does not move a choice.
-                place.ratios[kernel_id] = _middle(gathered[(id(place), kernel_id)][:5])
+                place.times[kernel_id] = _middle(gathered[(id(place), kernel_id)][:5])
+
+    def _fit(self) -> None:
+        """Give every kernel its curve in every family, and every place its distance from it."""
+        for family, places in self._families.items():
+            points: dict[str, list[tuple[float, float]]] = {}
+            for place in places:
+                for kernel_id, us in place.times.items():
+                    points.setdefault(kernel_id, []).append((place.ideal, math.exp(us)))
+            for kernel_id, own in points.items():
+                sources = {p.sources[kernel_id] for p in places if kernel_id in p.sources}
+                source = MEASURED if sources == {MEASURED} else SHIPPED
+                curve = self._curves[(family, kernel_id)] = fitted(own, source)
+                for place in places:
+                    if kernel_id in place.times:
+                        place.offsets[kernel_id] = place.times[kernel_id] - math.log(curve.us(place.ideal))
+            self._floors[family] = min(self._curves[(family, k)].floor_us for k in points)
 
 
 def spot_of(row: Measurement) -> Hashable:
@@ -213,21 +259,43 @@ def spot_of(row: Measurement) -> Hashable:
 
 
 def _spot(kernel: str, site: Site, launch: str) -> Hashable:
-    bucket = tuple((name, grid(size)) for name, size in sorted(site.dims))
-    return (kernel, _class(site, launch), _flags(site), bucket)
+    return (kernel, launch, _bucket(site))
 
 
-def _class(site: Site, launch: str) -> Class:
-    features = tuple(f for f in site.features if f not in _TIMELESS)
+def _features(site: Site) -> tuple[str, ...]:
+    """What decides how long a kernel takes, beside sizes and types."""
+    named = tuple(f for f in site.features if f not in _TIMELESS)
     dims = dict(site.dims)
     # A causal mask over as many keys as queries is another thing to most kernels than one that is offset.
-    square = "causal" in features and grid(dims.get("Sq", 0)) == grid(dims.get("Sk", 0))
-    return (site.op, site.dtype, site.dtypes, features, launch, square)
+    square = "causal" in named and grid(dims.get("Sq", 0)) == grid(dims.get("Sk", 0))
+    return (*named, SQUARE) if square else named
 
 
-def _sibling(site: Site) -> Site:
-    names = [SIBLING.get(dtype, dtype) for dtype in site.dtypes]
-    return msgspec.structs.replace(site, dtype=SIBLING[site.dtype], dtypes=tuple(sorted(names)))
+def _family(site: Site, launch: Launch) -> Family:
+    """What calls have in common that are compared at all."""
+    kept = tuple(f for f in _features(site) if f not in FEATURES)
+    types = tuple(sorted({SIBLING.get(t, t) for t in site.dtypes}))
+    return (site.op, SIBLING.get(site.dtype, site.dtype), types, kept, launch)
+
+
+def _kind(site: Site) -> Kind:
+    """What two calls of one family may differ in, at a price in distance."""
+    more = frozenset(f for f in _features(site) if f in FEATURES)
+    shown = tuple(f for f in site.features if f not in _INVISIBLE)
+    return (site.dtype, more, (site.layout, site.contiguous, shown))
+
+
+def _apart(one: Kind, other: Kind) -> float:
+    total = sum(FEATURES[name] ** 2 for name in one[1] ^ other[1])
+    total += SIBLING_OCTAVES**2 if one[0] != other[0] else 0.0
+    total += LAYOUT_OCTAVES**2 if one[2] != other[2] and one[1] == other[1] else 0.0
+    return math.sqrt(total)
+
+
+def _bucket(site: Site) -> Site:
+    dims = tuple((name, grid(size)) for name, size in sorted(site.dims))
+    shown = tuple(f for f in site.features if f not in _INVISIBLE)
+    return msgspec.structs.replace(site, dims=dims, features=shown)
 
 
 def _of_site(site: Site, hardware: Hardware) -> Request:
@@ -244,35 +312,19 @@ def _of_site(site: Site, hardware: Hardware) -> Request:
     )
 
 
-def _flags(site: Site) -> tuple[str, bool, tuple[str, ...]]:
-    """What two calls of one class may differ in, at a price in distance."""
-    return (site.layout, site.contiguous, tuple(f for f in site.features if f not in _INVISIBLE))
-
-
-def _request(key: Class, place: _Place, hardware: Hardware) -> Request:
-    op, dtype, dtypes, _, launch, _ = key
-    layout, contiguous, features = place.flags
-    site = Site(
-        op=op, dtype=dtype, dtypes=dtypes, features=features, layout=layout, contiguous=contiguous,
-        dims=place.bucket,
-    )  # fmt: skip
-    request = _of_site(site, hardware)
-    return request.replace(modes=frozenset({"capture"})) if launch == "graph" else request
-
-
-def _ideal_us(work: Work, request: Request, hardware: Hardware) -> float:
-    """What the roofs alone would need, plus one launch: the unit that kernels' times are held in."""
+def _roofs_us(work: Work, request: Request, hardware: Hardware) -> float:
+    """What the roofs alone would need."""
     peak = hardware.peak_flops.get(request.dtype) or min(hardware.peak_flops.values(), default=1e9)
-    return _HOST_US + max(work.flops / peak, work.bytes / hardware.bandwidth) * 1e6
+    return max(work.flops / peak, work.bytes / hardware.bandwidth, 1e-9) * 1e6
 
 
 def _position(bucket: Iterable[tuple[str, int]]) -> dict[str, float]:
     return {name: math.log2(max(size, 1)) for name, size in bucket}
 
 
-def _distance(here: Mapping[str, float], there: Mapping[str, float], same_flags: bool) -> float:
-    """Octaves between two sizes, as the crow flies; another layout counts as half an octave."""
-    total = 0.0 if same_flags else 0.25
+def _distance(here: Mapping[str, float], there: Mapping[str, float], apart: float) -> float:
+    """Octaves between two sizes, as the crow flies; `apart` is what the calls differ in otherwise."""
+    total = apart * apart
     for name, size in here.items():
         step = size - there.get(name, size)
         if step:
@@ -301,8 +353,7 @@ def _middle(found: Sequence[tuple[float, float]]) -> float:
 
 
 def _blend(found: Sequence[tuple[float, float]]) -> float:
-    """The average of values, the nearest by far the heaviest; the value itself at distance zero."""
-    if found[0][0] == 0.0:
-        return found[0][1]
-    weights = [distance**-4 for distance, _ in found]
-    return sum(w * value for w, (_, value) in zip(weights, found, strict=True)) / sum(weights)
+    """The average of offsets, the nearest by far the heaviest; the curve itself is one with offset zero."""
+    weights = [(distance + SOFT) ** -4 for distance, _ in found]
+    total = sum(weights) + (CURVE_OCTAVES + SOFT) ** -4
+    return sum(w * value for w, (_, value) in zip(weights, found, strict=True)) / total

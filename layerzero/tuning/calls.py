@@ -17,8 +17,10 @@ import torch
 from torch import Tensor
 
 from layerzero.errors import ConfigurationError
+from layerzero.hardware import Hardware
 from layerzero.ops import table as ops_table
 from layerzero.ops.op import Args, Op
+from layerzero.ops.request import Request
 from layerzero.perfdb.record import Site
 
 MAX_LITERAL = 65_536
@@ -91,8 +93,8 @@ class Call(msgspec.Struct, frozen=True):
         args: Args = ops_table.get(self.op).build(**made)[1]
         return args
 
-    def site(self) -> Site:
-        """Where its measurements stand; no tensor is made for the answer."""
+    def request(self, hardware: Hardware) -> Request:
+        """What the call asks of a device; no tensor is made for the answer."""
         op = ops_table.get(self.op)
         named = {
             n: torch.empty(v.shape, dtype=getattr(torch, v.dtype), device="meta")
@@ -100,7 +102,12 @@ class Call(msgspec.Struct, frozen=True):
             else v
             for n, v in self.args.items()
         }
-        return Site.of(op.check(op.build(**named)[1]))
+        found = op.check(op.build(**named)[1])
+        return found.replace(platform=hardware.platform, device=hardware.device)
+
+    def site(self, hardware: Hardware) -> Site:
+        """Where its measurements on a device stand."""
+        return Site.of(self.request(hardware))
 
     def bytes(self) -> int:
         """What its tensors hold together."""

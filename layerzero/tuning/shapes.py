@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import itertools
 from collections.abc import Callable, Iterator, Sequence
 
 from layerzero.ops import table as ops_table
@@ -15,20 +14,20 @@ Dtypes = tuple[str, ...]
 def standard(ops: Sequence[str] | None, platform: str, quick: bool = False) -> tuple[Call, ...]:
     """Calls for each of `ops` (all that have standard shapes by default) on a kind of device.
 
-    Ops take turns and the shapes of one are shuffled, always alike, so that tuning that ends early has seen
-    something of everything.
+    After one shape of each op, ops advance together, and the shapes of one are shuffled, always alike: tuning
+    that ends early has seen the same share of each.
     """
     dtypes: Dtypes = ("bfloat16",) if platform == "cuda" else ("float32", "bfloat16")
     small = platform != "cuda"
-    columns: list[list[Call]] = []
+    found: list[tuple[float, Call]] = []
     for name in ops if ops is not None else _SHAPES:
         ops_table.get(name)
         for dtype in dtypes[:1] if quick else dtypes:
             made = sorted(_SHAPES[name](dtype, small) if name in _SHAPES else (), key=_shuffled)
-            columns.append(made[:3] if quick else made)
-    rows = itertools.zip_longest(*columns)
-    distinct = {str(made): made for row in rows for made in row if made is not None}
-    return tuple(distinct.values())
+            kept = made[:3] if quick else made
+            found += [(turn and (turn + 0.5) / len(kept), each) for turn, each in enumerate(kept)]
+    found.sort(key=lambda pair: pair[0])
+    return tuple({str(made): made for _, made in found}.values())
 
 
 def _shuffled(made: Call) -> bytes:
@@ -130,19 +129,26 @@ def _attention(dtype: str, small: bool) -> Iterator[Call]:
             for hq, hk, d in ((12, 12, 64), (8, 2, 64), (8, 2, 128)):
                 yield attention(b, hq, hk, 1, sk, d, dtype, causal=False)
         return
+    yield from _large_attention(dtype)
+
+
+def _large_attention(dtype: str) -> Iterator[Call]:
     heads = ((32, 32, 64), (32, 8, 128), (32, 1, 128), (16, 16, 128), (16, 2, 256), (24, 24, 96))
     for hq, hk, d in heads:
-        for b, sq in ((1, 128), (1, 512), (1, 2048), (1, 8192), (4, 1024), (16, 512), (1, 32768)):
+        for b, sq in ((1, 128), (1, 512), (1, 2048), (1, 8192), (4, 1024), (16, 512)):
             yield attention(b, hq, hk, sq, sq, d, dtype)
-        for b, sq in ((1, 128), (1, 1024), (2, 4096)):
+        for b, sq in ((1, 128), (32, 128), (1, 1024), (2, 4096)):
             yield attention(b, hq, hk, sq, sq, d, dtype, causal=False)
-        for b, sk in ((1, 512), (1, 4096), (1, 32768), (1, 131072), (16, 512), (16, 4096), (64, 512),
-                      (64, 4096), (256, 1024)):  # fmt: skip
+        for b, sk in ((1, 512), (1, 4096), (1, 32768), (16, 512), (16, 4096), (64, 4096), (256, 1024)):
             yield attention(b, hq, hk, 1, sk, d, dtype, causal=False)
-        yield attention(4, hq, hk, 4096, 77, d, dtype, causal=False)
-        for b, sq, sk in ((1, 512, 4096), (4, 16, 2048), (1, 64, 16384), (8, 128, 1024)):
+        for b, sq, sk in ((4, 4096, 77), (1, 256, 4096)):
+            yield attention(b, hq, hk, sq, sk, d, dtype, causal=False)
+        for b, sq, sk in ((1, 512, 4096), (4, 16, 2048), (8, 128, 1024)):
             yield attention(b, hq, hk, sq, sk, d, dtype)
-        yield attention(1, hq, hk, 4096, 4096, d, dtype, window=(1023, 0))
+    for sq, left in ((1024, 255), (4096, 1023), (16384, 1023), (16384, 4095)):
+        yield attention(1, 32, 8, sq, sq, 128, dtype, window=(left, 0))
+    yield attention(1, 32, 8, 32768, 32768, 128, dtype)
+    yield attention(1, 32, 8, 1, 131072, 128, dtype, causal=False)
 
 
 def _paged(dtype: str, small: bool) -> Iterator[Call]:
@@ -154,13 +160,15 @@ def _paged(dtype: str, small: bool) -> Iterator[Call]:
     for hq, hk, d in ((32, 8, 128), (32, 32, 128), (64, 8, 128), (32, 8, 64)):
         for b, context in ((1, 512), (1, 8192), (1, 65536), (16, 1024), (16, 8192), (64, 512), (64, 4096),
                            (256, 2048)):  # fmt: skip
-            for page in (1, 16, 64):
+            for page in (1, 16, 64) if (hq, hk, d) == (32, 8, 128) or context in (1024, 8192) else (16,):
                 yield paged(b, hq, hk, context, d, page, dtype)
-        yield paged(4, hq, hk, 2048, d, 16, dtype, queries=512)
+        for b, queries in ((4, 512), (2, 128)):
+            yield paged(b, hq, hk, 2048, d, 16, dtype, queries=queries)
 
 
 def _ragged(dtype: str, small: bool) -> Iterator[Call]:
-    for b, length in ((1, 128), (4, 64), (8, 128)) if small else ((1, 2048), (4, 512), (16, 256), (8, 2048)):
+    some = ((1, 128), (4, 64), (8, 128))
+    for b, length in some if small else ((1, 2048), (1, 8192), (4, 512), (16, 256), (64, 128), (8, 2048)):
         for hq, hk, d in ((8, 8, 64), (8, 2, 64)) if small else ((32, 8, 128), (32, 32, 64)):
             yield ragged(b, hq, hk, length, d, dtype)
     for b, length in ((4, 16), (16, 24), (24, 32), (72, 28), (8, 128)) if small else ():
@@ -210,7 +218,8 @@ def _embedding(dtype: str, small: bool) -> Iterator[Call]:
 
 def _sample(dtype: str, small: bool) -> Iterator[Call]:
     for n in (1, 8, 32) if small else (1, 8, 64, 256):
-        yield sample(n, 8000 if small else 128_256)
+        for vocabulary in (8000,) if small else (32_000, 128_256):
+            yield sample(n, vocabulary)
 
 
 _SHAPES: dict[str, Callable[[str, bool], Iterator[Call]]] = {

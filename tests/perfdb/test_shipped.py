@@ -9,7 +9,7 @@ import pytest
 
 from layerzero.errors import CacheCorruptionError
 from layerzero.hardware import imagined_gpu, probe
-from layerzero.perfdb import Environment
+from layerzero.perfdb import Environment, plausible
 from layerzero.perfdb.shipped import Provenance, Table, fitting_tables, read_table, write_table
 from layerzero.selection.expectations import TABLES
 from tests.perfdb.rows import HERE, row
@@ -70,4 +70,4 @@ def test_every_shipped_table_is_sound(path: Path) -> None:
     provenance = table.provenance
     assert path.name.startswith(f"{provenance.environment.platform}_")
     assert provenance.command and provenance.date and table.rows
-    assert all(r.samples >= 5 and r.median_us > 0 for r in table.rows)
+    assert not [why for row in table.rows if (why := plausible(row))]

@@ -77,6 +77,42 @@ def test_far_away_nothing_is_known() -> None:
     assert model(FAST, NORM.work(bare), bare, CPU)[1] == ROOFLINE
 
 
+def test_a_kernel_known_at_many_sizes_is_priced_by_its_curve_far_away() -> None:
+    """Four measured sizes price a fifth beyond the radius, by the roofs and not by the launch."""
+    sizes = {1: 50.0, 4: 50.0, 16: 51.0, 2**16: 60_000.0, 2**17: 120_000.0}
+    rows = [row("fast.rms_norm", us, site=site(N=n, C=512)) for n, us in sizes.items()]
+    us, source = priced(costs(*rows), FAST, N=2**24, C=512)
+    assert source == MEASURED + ", its curve" and us == pytest.approx(120_000.0 * 2**7, rel=0.5)
+    us, source = priced(costs(*rows), FAST, N=2**10, C=512)
+    assert us < 10_000.0, "between the regimes"
+
+
+def test_a_causal_call_is_priced_by_others_only_alone() -> None:
+    """Calls without a mask stand in for causal ones until one of those is near."""
+
+    def cost(*features: str, us: float, sq: int = 256) -> Measurement:
+        dims = (("B", 1), ("D", 64), ("Hk", 8), ("Hq", 8), ("Sk", sq), ("Sq", sq))
+        at = Site(op="attention", dtype="float32", dtypes=("float32",), features=features, dims=dims)
+        return row("own.attention", us, site=at)
+
+    own = kernel("own.attention", op="attention")
+    asked = Request(
+        op="attention", dtype="float32", dtypes=("float32",), features=frozenset({"causal"}),
+        dims={"B": 1, "D": 64, "Hk": 8, "Hq": 8, "Sk": 256, "Sq": 256},
+    )  # fmt: skip
+    work = ops_table.get("attention").work(asked)
+
+    def price(*rows: Measurement) -> tuple[float, str]:
+        model = MeasuredCosts([Row(r, MEASURED) for r in rows], {own.id: own}, CPU)
+        return model(own, work, asked, CPU)
+
+    us, source = price(cost(us=900.0))
+    assert source == MEASURED + " nearby" and 300.0 < us < 1200.0
+    alone, _ = price(cost("causal", us=100.0, sq=512))
+    both, _ = price(cost("causal", us=100.0, sq=512), cost(us=900.0))
+    assert both < 2 * alone < 300.0
+
+
 def test_the_other_half_precision_stands_in() -> None:
     """bfloat16 measurements price float16 calls where nothing of float16 is there, as near ones."""
     half = Site(op="rms_norm", dtype="bfloat16", dtypes=("bfloat16",), dims=(("C", 512), ("N", 64)))

@@ -1,0 +1,121 @@
+"""Kernels that compile on their first call, compiled by many processes at once before anything is timed.
+
+`python -m benchmarks.regret --build-s 150` calls this: the calls that will be measured are sorted by what
+their kernels compile (`Kernel.unit`), each process takes some of these units and runs a small and a large
+call of each once. What is compiled stays in the libraries' own caches on disk.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import subprocess
+import sys
+import time
+from collections import defaultdict
+from collections.abc import Iterable
+
+import torch
+
+import layerzero as lz
+from benchmarks.regret_shapes import shapes
+from layerzero.actors.local import LocalDevice
+from layerzero.ops import table as ops_table
+from layerzero.tuning.calls import Call
+from layerzero.tuning.shapes import standard
+
+# FlashAttention-4 keeps what it compiled on disk where it is told to.
+CACHES = {"FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED": "1"}
+_LARGEST = 1 << 30
+
+Job = tuple[str, Call]  # a kernel, and a call to run on it
+
+
+def build(device: str, workers: int, limit_s: float, quick: bool) -> dict[str, object]:
+    """Compile in `workers` processes for at most `limit_s` seconds; how many jobs were done, failed, left."""
+    started = time.monotonic()
+    command = [sys.executable, "-m", "benchmarks.regret_build", "--device", device, "--of", str(workers)]
+    command += ["--limit-s", str(limit_s), *(["--quick"] if quick else [])]
+    running = [
+        subprocess.Popen(
+            [*command, "--part", str(part)], env={**os.environ, **CACHES, "OMP_NUM_THREADS": "1"}
+        )
+        for part in range(workers)
+    ]
+    ended = 0
+    for process in running:
+        try:
+            process.wait(max(0.1, started + limit_s + 15 - time.monotonic()))
+            ended += process.returncode == 0
+        except subprocess.TimeoutExpired:
+            process.kill()
+    return {"workers": workers, "ended": ended, "seconds": round(time.monotonic() - started, 1)}
+
+
+def jobs(device: LocalDevice, calls: Iterable[Call]) -> dict[tuple[str, str], list[Job]]:
+    """The smallest and the largest call of every form of every unit that kernels compile, by template."""
+    found: dict[tuple[str, str], dict[object, list[Job]]] = defaultdict(dict)
+    for call in sorted(calls, key=Call.bytes):
+        if call.bytes() > _LARGEST:
+            continue
+        op = ops_table.get(call.op)
+        request = call.request(device.hardware)
+        selection = device.table(op).fresh(request)
+        for candidate in selection.trace:
+            kernel = device.registry.get(candidate.kernel)
+            if not candidate.takes or kernel is None or kernel.unit is None:
+                continue
+            form = (kernel.id, request.features, request.dims.get("Sq") == 1, request.dims.get("P"))
+            template = f"{kernel.backend} {kernel.id.rpartition('.')[2]}"
+            group = found[(template, kernel.unit(request))].setdefault(form, [])
+            group[1:] = [(kernel.id, call)]
+    return {unit: [job for group in forms.values() for job in group] for unit, forms in found.items()}
+
+
+def _run(device: LocalDevice, job: Job) -> str:
+    kernel_id, call = job
+    op = ops_table.get(call.op)
+    args = call.make(device.device)
+    table = device.table(op)
+    try:
+        selection = table.fresh(table.describe(args, device.mode()))
+        device.callable_for(op, selection, kernel_id)(*args)
+        if device.device.type == "cuda":
+            torch.cuda.synchronize()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"[:200]
+    return ""
+
+
+def main() -> None:
+    """Do one part of the jobs."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--device", default="auto")
+    parser.add_argument("--part", type=int, default=0)
+    parser.add_argument("--of", type=int, default=1)
+    parser.add_argument("--limit-s", type=float, default=150.0)
+    parser.add_argument("--quick", action="store_true")
+    options = parser.parse_args()
+    deadline = time.monotonic() + options.limit_s
+    torch.set_num_threads(1)
+    with lz.start(lz.Settings(device=options.device, warm="eager", perfdb=None)) as runtime, torch.no_grad():
+        device = runtime.device()
+        kind = device.device.type
+        calls = [*(call for _, call, _ in shapes(kind, options.quick)), *standard(None, kind, options.quick)]
+        found = jobs(device, calls)
+        # The slowest compiler first, so that none of its modules waits for the end.
+        units = sorted(
+            found.items(), key=lambda item: (not item[0][0].endswith("fa3"), -len(item[1]), item[0])
+        )
+        for (template, unit), todo in units[options.part :: options.of]:
+            began, wrong = time.monotonic(), []
+            for job in todo:
+                if time.monotonic() > deadline:
+                    wrong.append("no time left")
+                    break
+                wrong += [why for why in [_run(device, job)] if why]
+            print(f"built {template} {unit}: {time.monotonic() - began:.1f} s {wrong[:2] or ''}", flush=True)
+
+
+if __name__ == "__main__":
+    main()
