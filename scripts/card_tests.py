@@ -2,10 +2,11 @@
 
     python -m scripts.card_tests OUT [--budget-s 230] [--only NAME ...]
 
-First `tests/cuda` alone, then the contract and the vendors' tests, a process for each backend (and dtype,
-where a library compiles by it), at once: a kernel that brings its process down takes no other with it. OUT
-gets `cuda_tests.json` and `ran_cuda.json`, in the shapes of `benchmarks/results`, and `groups.json` with
-every test; all three are written anew every few seconds. Without a card the same commands run and skip.
+First `tests/cuda` alone but for what compiles many kernels, then the contract and the vendors' tests, a
+process for each backend (and dtype, where a library compiles by it), at once: a kernel that brings its process
+down takes no other with it. OUT gets `cuda_tests.json` and `ran_cuda.json`, in the shapes of
+`benchmarks/results`, and `groups.json` with every test; all three are written anew every few seconds. Without
+a card the same commands run and skip.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -29,14 +31,14 @@ from scripts.support_matrix import PROOFS, described
 OF_A_KERNEL = (
     "tests/backends/test_contract.py", "tests/backends/test_vendors.py", "tests/backends/test_workspace.py",
 )  # fmt: skip
-ALONE = "cuda"
+ALONE, COMPILING = "cuda", "test_triton_kernels"
 
 
 @dataclass(frozen=True)
 class Group:
     """Tests of one process: its paths, a selection of names, a dtype where it keeps to one.
 
-    `without` is a module that its process finds nowhere, for a library that does not load beside another.
+    `without` is a package that its process does not find, for a library that does not load beside another.
     """
 
     name: str
@@ -49,9 +51,7 @@ class Group:
         """How it is run."""
         chosen = ["-k", self.select] if self.select else []
         options = ["-q", "-p", "no:cacheprovider", "-p", "no:randomly", "-W", "ignore", "--timeout", "170"]
-        hide = f"sys.modules[{self.without!r}] = None; " if self.without else ""
-        run = f"import runpy, sys; {hide}runpy.run_module('scripts.record_tests', None, '__main__', True)"
-        return [sys.executable, "-c", run, str(target), *options, *chosen, *self.paths]
+        return [sys.executable, "-m", "scripts.record_tests", str(target), *options, *chosen, *self.paths]
 
 
 def groups() -> tuple[Group, ...]:
@@ -60,7 +60,7 @@ def groups() -> tuple[Group, ...]:
         "flashinfer. and fa3 and not mla", "flashinfer. and fa2 and not mla", "flashinfer. and mla",
         "flash_attn_4.attention", "flash_attn_4.ragged", "flash_attn_4.paged",
     )  # fmt: skip
-    found = [Group(ALONE, ("tests/cuda",))]
+    found = [Group(ALONE, ("tests/cuda",), f"not {COMPILING}")]
     for select in compiled:
         for dtype in ("bfloat16", "float16"):
             name = re.sub(r"\W+", "_", select.replace(" and not mla", "").replace(" and ", ""))
@@ -80,6 +80,7 @@ def groups() -> tuple[Group, ...]:
         found.append(Group(select.strip("."), OF_A_KERNEL, select))
     found.append(Group("flashinfer_rows", OF_A_KERNEL, "flashinfer. and not fa2 and not fa3"))
     found.append(Group("by_hand", OF_A_KERNEL[1:], "not flashinfer. and not flash_attn_ and not xformers."))
+    found.append(Group("cuda_compiling", (f"tests/cuda/{COMPILING}.py",)))
     found.append(Group("own", ("tests/backends/test_liger.py", "tests/backends/test_triton_kernels.py")))
     return tuple(found)
 
@@ -107,16 +108,36 @@ class Running:
         return found
 
 
+def path_without(package: str, folder: Path) -> str:
+    """PYTHONPATH with a folder of links in the place of each that has the package."""
+    found = []
+    for number, entry in enumerate(filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))):
+        if not (Path(entry) / package).is_dir():
+            found.append(entry)
+            continue
+        links = folder / f"without_{package}_{number}"
+        links.mkdir()
+        for item in Path(entry).iterdir():
+            if not item.name.startswith(package):
+                (links / item.name).symlink_to(item)
+        found.append(str(links))
+    return os.pathsep.join(found)
+
+
 def start(group: Group, folder: Path) -> Running:
     """Start a group's process."""
     target, log = folder / f"{group.name}.json", folder / f"{group.name}.log"
-    more = {"LAYERZERO_TEST_DTYPES": group.dtype} if group.dtype else {}
-    # Enough threads for its references, few enough for all processes.
-    own = {"LAYERZERO_TEST_DEVICE": os.environ.get("LAYERZERO_TEST_DEVICE", "cuda"), "OMP_NUM_THREADS": "1"}
+    own = dict(os.environ)
+    device = own.pop("LAYERZERO_TEST_DEVICE", "cuda")
+    if not group.name.startswith(ALONE):  # settings that are read there know no such variable
+        own["LAYERZERO_TEST_DEVICE"] = device
+    if group.dtype:
+        own["LAYERZERO_TEST_DTYPES"] = group.dtype
+    if group.without:
+        own["PYTHONPATH"] = path_without(group.without, folder)
+    own["OMP_NUM_THREADS"] = "1"  # enough for its references, few enough for all processes
     with log.open("wb") as out:
-        process = subprocess.Popen(
-            group.command(target), stdout=out, stderr=subprocess.STDOUT, env={**os.environ, **own, **more}
-        )
+        process = subprocess.Popen(group.command(target), stdout=out, stderr=subprocess.STDOUT, env=own)
     return Running(group, target, log, process)
 
 
@@ -135,13 +156,17 @@ def outcomes(records: Iterable[dict[str, Any]]) -> dict[str, str]:
     return dict(sorted(found.items()))
 
 
-def save(out: Path, running: list[Running]) -> None:
+def save(out: Path, started: list[Running]) -> None:
     """Write all three files."""
-    records = {one.group.name: one.record() for one in running}
+    records = {one.group.name: one.record() for one in started}
     write(out / "groups.json", records)
-    if ALONE in records:
-        write(out / "cuda_tests.json", records[ALONE])
-    kernels = outcomes(r for name, r in records.items() if name != ALONE)
+    cuda = [record for name, record in records.items() if name.startswith(ALONE)]
+    if cuda:
+        tests = [entry for record in cuda for entry in record["tests"]]
+        counts = dict(Counter(entry["outcome"] for entry in tests))
+        running = next((r["running"] for r in cuda if r.get("running")), None)
+        write(out / "cuda_tests.json", cuda[0] | {"running": running, "counts": counts, "tests": tests})
+    kernels = outcomes(r for name, r in records.items() if not name.startswith(ALONE))
     write(out / "ran_cuda.json", described("cuda") | {"kernels": kernels})
 
 

@@ -128,8 +128,8 @@ def test_repeated_runs_give_the_same_bits(kernel: Kernel) -> None:
 
 def _weighed(out: Tensor) -> Tensor:
     """A sum in which no two elements count alike: a plain sum of normed rows has no gradient."""
-    weights = torch.arange(out.numel(), dtype=out.dtype, device=out.device).cos()
-    return (out * weights.view(out.shape)).sum()
+    weights = torch.arange(out.numel(), dtype=torch.float64, device=out.device).cos()
+    return (out * weights.view(out.shape).to(out.dtype)).sum()
 
 
 def _learning(args: Args, learned: tuple[int, ...]) -> Args:

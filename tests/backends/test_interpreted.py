@@ -13,6 +13,8 @@ import sys
 
 import pytest
 
+from tests import interpreter
+
 CONTRACT = "tests/backends/test_contract.py"
 INTERPRETED = {
     "liger_kernel": ("liger.rope.triton", "liger.linear_cross_entropy.chunked"),
@@ -25,6 +27,8 @@ def test_interpreted_kernels_keep_the_contract(library: str) -> None:
     """Numbers, inputs, gradients and repetition, in float32 and float16."""
     if importlib.util.find_spec(library) is None:
         pytest.skip(f"{library} is not installed")
+    if wrong := interpreter.why_not():
+        pytest.skip(wrong)
     wanted = " or ".join(f"[{kernel}]" for kernel in INTERPRETED[library])
     run = subprocess.run(
         [sys.executable, "-m", "pytest", CONTRACT, "-vv", "-p", "no:cacheprovider", "-k", wanted],

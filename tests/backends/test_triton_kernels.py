@@ -18,6 +18,7 @@ from layerzero.backends.triton_kernels.own import TritonLaunch, check_launch, tr
 from layerzero.hardware import imagined_gpu, probe
 from layerzero.kernel import Capability, judge
 from layerzero.ops.request import Request
+from tests import interpreter
 
 needs_triton = pytest.mark.skipif(
     importlib.util.find_spec("triton") is None, reason="triton is not installed"
@@ -26,6 +27,8 @@ needs_triton = pytest.mark.skipif(
 
 def interpreted(code: str, folder: Path) -> Any:
     """The JSON on the last line that a program prints under Triton's interpreter, which reads its source."""
+    if wrong := interpreter.why_not():
+        pytest.skip(wrong)
     program = folder / "program.py"
     program.write_text(code)
     run = subprocess.run(

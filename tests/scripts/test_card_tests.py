@@ -66,15 +66,24 @@ def test_a_process_that_dies_says_where(tmp_path: Path) -> None:
     assert "assert 1 == 2" in record["tests"][1]["why"]
 
 
-def test_a_library_can_be_kept_out_of_a_process(tmp_path: Path) -> None:
-    """It is found nowhere, as if it were not installed; the tests run all the same."""
-    (tmp_path / "test_it.py").write_text(
-        "from importlib.util import find_spec\ndef test_gone():\n    assert find_spec('tabnanny') is None\n"
+def test_a_library_can_be_kept_out_of_a_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither its package nor what says that it is installed; what stands beside it stays."""
+    site = tmp_path / "site"
+    for name in ("kernels_x", "kernels_x-1.0.dist-info", "beside"):
+        (site / name).mkdir(parents=True)
+        (site / name / "__init__.py").touch()
+    monkeypatch.setenv("PYTHONPATH", f"{ROOT}:{site}")
+    path = card_tests.path_without("kernels_x", tmp_path)
+    assert path.split(":")[0] == str(ROOT)
+    code = (
+        "from importlib.util import find_spec; print([find_spec(n) is None for n in ('kernels_x', 'beside')])"
     )
-    (tmp_path / "pytest.ini").write_text("[pytest]\n")
-    for hidden, outcome in (("tabnanny", "passed"), ("", "failed")):
-        group = Group("it", (str(tmp_path / "test_it.py"),), without=hidden)
-        command = [*group.command(tmp_path / "record.json"), "-c", str(tmp_path / "pytest.ini")]
-        subprocess.run([*command, "--noconftest"], cwd=ROOT, check=False, capture_output=True)
-        record = json.loads((tmp_path / "record.json").read_text())
-        assert record["counts"] == {outcome: 1}
+    for entry, said in ((path, "[True, False]"), (str(site), "[False, False]")):
+        done = subprocess.run(
+            [sys.executable, "-c", code],
+            env={"PYTHONPATH": entry},
+            check=True,
+            capture_output=True,
+            text=True,
+        )
+        assert done.stdout.strip() == said
