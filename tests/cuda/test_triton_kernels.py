@@ -47,7 +47,9 @@ def test_the_same_tokens_as_the_reference(vocab: int, dtype: torch.dtype) -> Non
     from layerzero.ops.sampling import sample_reference
 
     seeds = torch.arange(ROWS, device="cuda") * 10**15 - 3
-    for at, (setting, seed) in enumerate(itertools.product(SETTINGS, (-5, seeds))):
+    # Each is compiled anew for a vocabulary that is a multiple of 16.
+    settings = SETTINGS if vocab < 100_000 else (SETTINGS[1], SETTINGS[-1])
+    for at, (setting, seed) in enumerate(itertools.product(settings, (-5, seeds))):
         logits = logits_of(vocab, dtype, at)
         heat, count, share = (torch.tensor(s, device="cuda") if isinstance(s, list) else s for s in setting)
         call = (logits, heat, count, share, seed, 2**40 if at % 2 else torch.arange(ROWS, device="cuda"))

@@ -75,15 +75,10 @@ def test_a_library_can_be_kept_out_of_a_process(tmp_path: Path, monkeypatch: pyt
     monkeypatch.setenv("PYTHONPATH", f"{ROOT}:{site}")
     path = card_tests.path_without("kernels_x", tmp_path)
     assert path.split(":")[0] == str(ROOT)
-    code = (
-        "from importlib.util import find_spec; print([find_spec(n) is None for n in ('kernels_x', 'beside')])"
-    )
-    for entry, said in ((path, "[True, False]"), (str(site), "[False, False]")):
+    code = "from importlib.util import find_spec as f; print(f('kernels_x') is None, f('beside') is None)"
+    for entry, said in ((path, "True False"), (str(site), "False False")):
+        own = {"PYTHONPATH": entry}
         done = subprocess.run(
-            [sys.executable, "-c", code],
-            env={"PYTHONPATH": entry},
-            check=True,
-            capture_output=True,
-            text=True,
+            [sys.executable, "-c", code], env=own, check=True, capture_output=True, text=True
         )
         assert done.stdout.strip() == said
