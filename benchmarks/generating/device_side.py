@@ -88,6 +88,16 @@ def kernels_of(runtime: lz.Runtime, device: torch.device) -> dict[str, list[str]
     return {op: sorted(ids) for op, ids in sorted(found.items()) if ids}
 
 
+def flashinfer_is_built() -> bool:
+    """Whether FlashInfer is missing or brings its modules as machine code: else each compiles when needed."""
+    try:
+        from flashinfer.jit import env
+    except ImportError:
+        return True
+    folders = env.FLASHINFER_AOT_DIR, env.FLASHINFER_JIT_DIR
+    return any((folder / "rope" / "rope.so").exists() for folder in folders)
+
+
 def planted() -> dict[str, Callable[[], bool]]:
     """Checks that say whether each planted bug of several streams is caught, and that without it none is."""
     from layerzero.scheduler import streams

@@ -46,7 +46,7 @@ def test_every_side_is_measured(tmp_path: Path) -> None:
 def test_what_the_budget_leaves_out_is_named(tmp_path: Path) -> None:
     """Without time no item begins, and the record says which."""
     record = rehearsed(tmp_path, "--budget-s", "0")
-    assert record["left_out"] == ["2 layers, context 16", "2 layers, linear"]
+    assert record["left_out"] == ["2 layers, model", "2 layers, context 16", "2 layers, linear"]
 
 
 def test_an_item_that_fails_is_an_error_of_the_record(tmp_path: Path) -> None:
