@@ -258,6 +258,8 @@ def run(parts: frozenset[str], quick: bool, budget_s: float, processes: int) -> 
             rate = round(report.flipped / max(report.compared, 1), 4)
             counts = [report.compared, report.flipped, report.flipped_outside, rate]
             made["flips"] = (["calls", "flips", "outside the band", "rate"], [counts])
+            named = [[c.call, c.first, c.second, c.outside] for c in report.changes]
+            made["flipped"] = (["call", "first winner", "second winner", "outside the band"], named)
     finally:
         uninstall(runtime)
         runtime.close()

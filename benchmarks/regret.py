@@ -22,6 +22,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import torch
 from torch.nn import functional
 
@@ -135,6 +136,7 @@ def _tune(record: dict[str, Any], device: LocalDevice, options: argparse.Namespa
         "calls": report.calls, "skipped": report.skipped, "seconds": round(report.seconds, 1),
         "rows": len(report.rows), "compared": report.compared, "flipped": report.flipped,
         "flipped_outside_band": report.flipped_outside, "failures": report.failures,
+        "changes": [msgspec.to_builtins(change) for change in report.changes],
     }  # fmt: skip
     print(json.dumps(record["tuning"], indent=1), flush=True)
     write(options.out, record)

@@ -39,7 +39,7 @@ from layerzero.tuning.compare import HeadToHead, head_to_head
 from layerzero.tuning.recorder import Recorder
 from layerzero.tuning.shapes import standard
 from layerzero.tuning.timing import QUICK, Effort
-from layerzero.tuning.tuner import Tuned, Tuner, flips
+from layerzero.tuning.tuner import Change, Tuned, Tuner, changes
 
 TUNED = "tuning.finished"
 _KEEP_EVERY_S = 10.0
@@ -51,9 +51,9 @@ Progress = Callable[[int, int, Tuned | None], None]
 class TuneReport(msgspec.Struct, frozen=True, kw_only=True):
     """What tuning came to: one record a call and launch kind, and how steady the winners were.
 
-    `compared`, `flipped` and `flipped_outside` speak of two tunes with `repeat=2`: calls, winners that
-    differ, and those of them outside the tie band. `skipped` calls had no time left. `path` is the file of
-    rows.
+    `compared` and `changes` speak of two tunes with `repeat=2`: calls, and those whose winners differ;
+    `flipped` counts them, `flipped_outside` those outside the tie band. `skipped` calls had no time left.
+    `path` is the file of rows.
     """
 
     device: str
@@ -62,9 +62,18 @@ class TuneReport(msgspec.Struct, frozen=True, kw_only=True):
     tuned: tuple[Tuned, ...]
     skipped: int = 0
     compared: int = 0
-    flipped: int = 0
-    flipped_outside: int = 0
+    changes: tuple[Change, ...] = ()
     path: str | None = None
+
+    @property
+    def flipped(self) -> int:
+        """Winners that differ between two tunes."""
+        return len(self.changes)
+
+    @property
+    def flipped_outside(self) -> int:
+        """Those of them that noise does not explain."""
+        return sum(change.outside for change in self.changes)
 
     @property
     def rows(self) -> tuple[Measurement, ...]:
@@ -218,11 +227,11 @@ class _Job:
                 path, pending, kept = publish(self._device, pending) or path, [], time.monotonic()
         path = publish(self._device, pending) or path
         tuned = tuple(t for own in rounds for t in own)
-        compared = flips(*rounds) if self._repeat == 2 else (0, 0, 0)
+        compared, changed = changes(*rounds) if self._repeat == 2 else (0, ())
         report = TuneReport(
             device=str(self._device.device), calls=len(self._calls) - skipped,
-            seconds=time.monotonic() - started, tuned=tuned, skipped=skipped, compared=compared[0],
-            flipped=compared[1], flipped_outside=compared[2], path=str(path) if path else None,
+            seconds=time.monotonic() - started, tuned=tuned, skipped=skipped, compared=compared,
+            changes=changed, path=str(path) if path else None,
         )  # fmt: skip
         log.info(TUNED, device=report.device, calls=report.calls, rows=len(report.rows), skipped=skipped)
         return report

@@ -80,6 +80,9 @@ def _told(report: TuneReport) -> None:
             f"two tunes: {report.flipped} of {report.compared} winners differ, "
             f"{report.flipped_outside} of them outside the tie band"
         )
+        for change in report.changes:
+            if change.outside:
+                show.line(f"{change.call} ({change.launch}): {change.first}, then {change.second}", bad=True)
     if report.skipped:
         show.line(f"{report.skipped} calls had no time left")
     show.line(f"{len(report.rows)} rows in {report.path or 'memory'}, {report.seconds:.1f} s")
@@ -89,7 +92,10 @@ def _plain(report: TuneReport) -> dict[str, Any]:
     plain: dict[str, Any] = msgspec.to_builtins(report)
     for tuned in plain["tuned"]:
         tuned.pop("rows", None)
-    return plain | {"rows": len(report.rows), "failures": report.failures}
+    return plain | {
+        "rows": len(report.rows), "failures": report.failures, "flipped": report.flipped,
+        "flipped_outside": report.flipped_outside,
+    }  # fmt: skip
 
 
 def _command_line() -> str:

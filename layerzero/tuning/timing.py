@@ -117,7 +117,9 @@ def time_kernels(
         for name in draw.sample(order, len(order)):
             arms[name].samples.append(measure(arms[name]))
         rounds += 1
-        order = [name for name in order if _goes_on(arms[name], fastest)]
+        left = [name for name in order if _goes_on(arms[name], fastest)]
+        if len(left) < len(order):
+            order, started = left, time.perf_counter()  # the slow have had their time, the others theirs now
         if rounds >= MIN_SAMPLES and time.perf_counter() - started > effort.budget_s * len(order):
             break
     started = time.perf_counter()
@@ -174,14 +176,15 @@ def _prepare(
     arm: _Arm, measure: Callable[[_Arm], float], device: torch.device, launch: Launch, effort: Effort
 ) -> None:
     began, last = time.perf_counter(), 0.0
-    for _ in range(effort.warmup):
+    for turn in range(effort.warmup):
         begin = time.perf_counter()
         arm.step()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
         last = time.perf_counter() - begin
-        if begin + last - began > _WARM_ENOUGH_S:
+        # A first call may compile: one that long says nothing yet.
+        if begin + last - began > _WARM_ENOUGH_S and (turn or last * 1e6 < LONG_US):
             break
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
     if measure is _replay:
         arm.took_us = _events(arm)
         # A row of a slow kernel overflows the cache by itself: fewer calls do.
@@ -189,7 +192,7 @@ def _prepare(
         _capture(arm)
         arm.took_us = min(measure(arm) for _ in range(2))
         return
-    if measure is _wall and last * 1e6 > LONG_US:
+    if last * 1e6 > LONG_US:
         arm.took_us = last * 1e6
         arm.samples.append(arm.took_us)
         return

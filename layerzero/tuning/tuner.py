@@ -59,8 +59,8 @@ class Device(Protocol):
 class Tuned(msgspec.Struct, frozen=True, kw_only=True):
     """What one call came to: times by kernel in microseconds (transforms included), who won, who failed why.
 
-    `best` is the fastest; `winner` the one that band and default guard give; `tied` all inside the band, and
-    all whose middle half of samples overlaps with the fastest's.
+    `best` is the fastest; `winner` the one that band and default guard give; `tied` all that another tune may
+    find inside the band: their lower quartile lies within it, counted from the fastest's upper one.
     """
 
     call: str
@@ -169,8 +169,8 @@ class Tuner:
         settings = self._device.settings
         winner, tied = won(times, kernels, Knobs(False, settings.tie_band, settings.default_gain))
         best = min(times, key=times.__getitem__) if times else ""
-        if best:  # what overlaps with the fastest may be faster next time
-            upper = timings[best].quantile_us(0.75)
+        if best:
+            upper = timings[best].quantile_us(0.75) * (1 + max(settings.tie_band, settings.default_gain))
             tied = tuple(sorted({*tied, *(k for k, t in timings.items() if t.quantile_us(0.25) <= upper)}))
         log.debug(MEASURED, op=op.name, winner=winner, us=times.get(winner))
         return Tuned(
@@ -196,19 +196,29 @@ def won(times: dict[str, float], kernels: dict[str, Kernel], knobs: Knobs) -> tu
     return chosen.kernel, tuple(sorted(k for k, us in times.items() if us <= floor))
 
 
-def flips(first: Iterable[Tuned], second: Iterable[Tuned]) -> tuple[int, int, int]:
-    """Of two tunes of one machine: calls compared, winners that differ, and those outside the tie band."""
+class Change(msgspec.Struct, frozen=True):
+    """Two winners of one call; `outside` where one of them was clearly beaten in the other's tune."""
+
+    call: str
+    launch: Launch
+    first: str
+    second: str
+    outside: bool
+
+
+def changes(first: Iterable[Tuned], second: Iterable[Tuned]) -> tuple[int, tuple[Change, ...]]:
+    """Of two tunes of one machine: how many calls were compared, and those whose winners differ."""
     theirs = {(t.call, t.launch): t for t in second}
-    compared = differ = outside = 0
+    compared, found = 0, []
     for tuned in first:
         other = theirs.get((tuned.call, tuned.launch))
         if other is None or not tuned.winner or not other.winner:
             continue
         compared += 1
         if tuned.winner != other.winner:
-            differ += 1
-            outside += tuned.winner not in other.tied or other.winner not in tuned.tied
-    return compared, differ, outside
+            outside = tuned.winner not in other.tied or other.winner not in tuned.tied
+            found.append(Change(tuned.call, tuned.launch, tuned.winner, other.winner, outside))
+    return compared, tuple(found)
 
 
 def _row(

@@ -21,7 +21,7 @@ from layerzero.selection.decide import Knobs, roofline
 from layerzero.selection.measured import MeasuredCosts
 from layerzero.tuning.calls import Call
 from layerzero.tuning.shapes import norm
-from layerzero.tuning.tuner import Tuned, flips, won
+from layerzero.tuning.tuner import Change, Tuned, changes, won
 from tests.kernels import kernel
 
 CALL = norm("rms_norm", 16, 64, "float32")
@@ -198,9 +198,11 @@ def test_two_tunes_name_the_same_winners_outside_the_band() -> None:
     def tuned(winner: str, *tied: str) -> Tuned:
         return Tuned(call="c", op="rms_norm", launch="eager", winner=winner, tied=tied)
 
-    near = flips([tuned("a", "a", "b")], [tuned("b", "a", "b")])
-    apart = flips([tuned("a", "a")], [tuned("b", "b")])
-    assert (near, apart) == ((1, 1, 0), (1, 1, 1))
+    near = changes([tuned("a", "a", "b")], [tuned("b", "a", "b")])
+    apart = changes([tuned("a", "a")], [tuned("b", "b")])
+    assert near == (1, (Change("c", "eager", "a", "b", False),))
+    assert apart == (1, (Change("c", "eager", "a", "b", True),))
+    assert changes([tuned("a", "a")], [tuned("a", "a")]) == (1, ())
 
 
 def test_repeated_tuning_reports_its_flip_rate(installed: Runtime) -> None:

@@ -6,9 +6,12 @@ import random
 import time
 from collections.abc import Callable
 
+import msgspec
 import pytest
 import torch
 
+from layerzero.perfdb import Measurement, Site, plausible
+from layerzero.perfdb.record import FEW_SAMPLES, LONG_US
 from layerzero.tuning.compare import head_to_head
 from layerzero.tuning.timing import Effort, Timing, copies_for, time_kernels
 
@@ -73,6 +76,24 @@ def test_the_hopeless_get_the_fewest_samples_that_count() -> None:
     quick, slow = (lambda _: time.sleep(0.0002)), (lambda _: time.sleep(0.01))
     found, _ = time_kernels({"a": quick, "b": slow}, [X], CPU, "eager", Effort(samples=12, budget_s=9.0))
     assert (len(found["a"].samples), len(found["b"].samples)) == (12, 5)
+
+
+def test_a_long_call_is_run_no_more_than_its_row_needs() -> None:
+    """A call of 110 ms beside a quick one runs three times, the first uncounted; its row counts."""
+    runs = []
+
+    def slow(_: torch.Tensor) -> None:
+        runs.append(len(runs))
+        time.sleep(0.3 if len(runs) == 1 else 0.11)
+
+    found, _ = time_kernels({"a": lambda _: None, "b": slow}, [X], CPU, "eager", Effort(samples=7))
+    assert len(runs) == 3 and len(found["b"].samples) == FEW_SAMPLES
+    assert LONG_US < found["b"].median_us < 250_000.0, "the first is not counted"
+    row = Measurement(
+        site=Site(op="linear", dtype="float32"), kernel="b", median_us=found["b"].median_us,
+        p95_us=found["b"].quantile_us(0.95), variance=found["b"].variance, samples=FEW_SAMPLES,
+    )  # fmt: skip
+    assert plausible(row) == "" and plausible(msgspec.structs.replace(row, median_us=99_000.0)) != ""
 
 
 def test_who_cannot_be_told_apart_is_sampled_longer(monkeypatch: pytest.MonkeyPatch) -> None:
