@@ -44,6 +44,42 @@ class Decoder(Held, Protocol):
 
 
 @dataclass(frozen=True, slots=True)
+class Drawing:
+    """How drafts are drawn: the seed, the place of the first one, and the filters of `sample`."""
+
+    seed: int
+    offset: int
+    temperature: float
+    top_k: int
+    top_p: float
+
+
+@runtime_checkable
+class Drafter(Held, Protocol):
+    """A draft that draws by itself, because its logits are dear to fetch.
+
+    `draft` adds `fresh` (n,) and gives `places` tokens (K,) behind them with their distributions (K, V); the
+    last token does not join the sequence.
+    """
+
+    async def draft(self, fresh: Tensor, places: int, drawing: Drawing) -> tuple[Tensor, Tensor]: ...
+
+
+async def drafted_by(decoder: Decoder, fresh: Tensor, places: int, drawing: Drawing) -> tuple[Tensor, Tensor]:
+    """`places` tokens (K,) behind `fresh`, one by one, and the distributions (K, V) that they came from."""
+    filters: dict[str, Any] = {
+        "temperature": drawing.temperature, "top_k": drawing.top_k, "top_p": drawing.top_p
+    }  # fmt: skip
+    tokens, probs = [], []
+    for place in range(places):
+        logits = (await decoder.forward(fresh))[-1:]
+        fresh = await _sample(logits, seed=drawing.seed, offset=drawing.offset + place, **filters)
+        tokens.append(fresh)
+        probs.append(shares(logits, **filters))
+    return torch.cat(tokens), torch.cat(probs)
+
+
+@dataclass(frozen=True, slots=True)
 class Round:
     """What decides one verification: nothing else may, so that every rank of a gang accepts alike.
 
@@ -102,7 +138,7 @@ class Generation:
 
     def __init__(
         self,
-        draft: Decoder,
+        draft: Decoder | Drafter,
         target: Decoder | Verifier,
         prompt: Sequence[int],
         *,
@@ -185,14 +221,11 @@ class Generation:
 
     async def _drafted(self, text: Sequence[int], places: int) -> _Drafts:
         """`places` tokens behind `text`, one after the other."""
-        tokens, probs = [], []
         fresh = torch.tensor(text[self._draft.length :])
-        for place in range(places):
-            logits = (await self._draft.forward(fresh))[-1:]
-            fresh = await _sample(logits, seed=self._seed, offset=len(text) + place, **self._filter)
-            tokens.append(fresh)
-            probs.append(self._shares(logits))
-        return _Drafts(torch.cat(tokens), torch.cat(probs))
+        drawing = Drawing(self._seed, len(text), **self._filter)
+        if isinstance(self._draft, Drafter):
+            return _Drafts(*await self._draft.draft(fresh, places, drawing))
+        return _Drafts(*await drafted_by(self._draft, fresh, places, drawing))
 
     async def _verified(self, drafts: _Drafts) -> tuple[int, list[int], Tensor | None]:
         """How many drafts stay, the tokens, and the target's distribution after the last if it is here."""
@@ -238,7 +271,7 @@ def shares(logits: Tensor, *, temperature: float, top_k: int, top_p: float) -> T
 
 
 def generate(
-    draft: Decoder,
+    draft: Decoder | Drafter,
     target: Decoder | Verifier,
     prompt: Sequence[int],
     *,
@@ -265,7 +298,7 @@ def generate(
     checks.need_number("temperature", temperature, low=0.0)
     checks.need_int("top_k", top_k, low=0)
     checks.need_number("top_p", top_p, low=0.0, high=1.0)
-    if not hasattr(draft, "forward"):
+    if not (hasattr(draft, "forward") or isinstance(draft, Drafter)):
         raise TypeError(f"draft needs `forward`, which gives logits, got {type(draft).__name__} without it")
     for name, decoder in (("draft", draft), ("target", target)):
         if not 0 <= decoder.length < len(prompt):

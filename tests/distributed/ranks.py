@@ -25,9 +25,10 @@ from layerzero.actors.memory import Room
 from layerzero.kernel import Capability, Efficiency, Kernel
 from layerzero.libraries import DISTRIBUTION
 from layerzero.ops import table as ops_table
+from tests.distributed import trees
 
 RANK, RANKS = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-WIDE, OUT, REQUESTS = 64, 8, 6
+WIDE, OUT, REQUESTS, TREES = 64, 8, 6, 40
 GIB = 1 << 30
 TIMEOUT_S = 30.0
 
@@ -155,12 +156,33 @@ async def poor(runtime: lz.Runtime, shard: Shard) -> dict[str, Any]:
     return {**said, "alone": alone, "kernels": sorted(shard.kernels)}
 
 
+async def trees_together(runtime: lz.Runtime) -> dict[str, Any]:
+    """Every rank verifies the trees that rank 0 drafted; what each of them found."""
+    async with runtime.gang(timeout_s=TIMEOUT_S) as gang:
+        target = trees.Target(RANK, RANKS)
+        walk = gang.batched(target.walk, name="walk")
+        if RANK:
+            await gang.follow()
+        else:
+            drafts = {number: trees.tree(number) for number in range(TREES)}
+            target.drafted = {number: q for number, (_, q) in drafts.items()}
+            whole = trees.Target(0, 1)
+            whole.drafted = target.drafted
+            await asyncio.gather(*(walk(n, n, own, 100 + n) for n, (own, _) in drafts.items()))
+            with gang.under("alone"):
+                whole.walk(list(drafts), [own for own, _ in drafts.values()], [100 + n for n in drafts])
+    said: dict[str, Any] = {"trees": [found for _, found in sorted(target.said.items())]}
+    return said if RANK else {**said, "alone": [found for _, found in sorted(whole.said.items())]}
+
+
 async def scenario(name: str) -> dict[str, Any]:
     """Run one scenario on this rank."""
     shard = Shard()
     order = list(range(REQUESTS))
     other = order[::-1] if RANK == 1 else order
     async with lz.start(lz.Settings(inference=True, perfdb=None, memory_headroom=0.0)) as runtime:
+        if name == "trees":
+            return await trees_together(runtime)
         if name == "together":
             return await together(runtime, shard)
         if name == "poor":

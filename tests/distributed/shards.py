@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import time
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -12,7 +13,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 import layerzero as lz
+from layerzero.actors.hosting import here
 from layerzero.api.gang import Member
+from layerzero.kernel import Capability, Efficiency, Kernel
+from layerzero.ops import table as ops_table
+from layerzero.runtime import current
+from tests.kernels import EVERYTHING
 
 WIDE, OUT = 64, 8
 WHOLE = torch.linspace(-1, 1, OUT * WIDE).view(OUT, WIDE)
@@ -52,6 +58,29 @@ def broken(member: Member) -> Shard:
     if member.rank == 1:
         raise ValueError("no weights on this rank")
     return Shard(member)
+
+
+async def plant(path: str) -> None:
+    """Register a kernel that is chosen before all others, and hangs once on rank 1 when there is the file."""
+    reference = ops_table.get("linear").reference
+
+    def linear(*args: Any) -> Any:
+        if here().name == "gpu-1" and os.path.exists(path):
+            os.unlink(path)
+            time.sleep(600)
+        return reference(*args)
+
+    current().add_kernel(
+        Kernel(
+            id="planted.linear.hang",
+            op="linear",
+            backend="planted",
+            capability=Capability(source="a test", features=EVERYTHING, mixed_dtypes=True),
+            load=lambda: linear,
+            efficiency=Efficiency(flops=1.0, bandwidth=1.0, launch_us=0.001, source="a test"),
+            rank=0,
+        )
+    )
 
 
 def row(state: list[int], seed: int) -> Tensor:

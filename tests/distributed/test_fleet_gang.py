@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -62,6 +63,33 @@ async def test_a_gang_lives_on_the_fleets_devices_and_its_killed_ranks_come_back
                 got.append(token)
         assert lost.value.retryable is False and got == shards.text(1, 400)[: len(got)]
         assert [t async for t in gang.stream(shards.tokens, 2, 5)] == shards.text(2, 5)
+
+
+async def whole(gang: Any, seed: int, n: int) -> list[int]:
+    """A text that may not resume."""
+    return [token async for token in gang.stream(shards.tokens, seed, n)]
+
+
+async def test_a_rank_that_hangs_fails_the_gang_whole(ray_cluster: Any, tmp_path: Path) -> None:
+    """The watchdog ends the rank, all begin again; every caller is answered, who may resume does."""
+    flag = tmp_path / "hang"
+    settings = lz.Settings(cluster="auto", device="cpu", inference=True, perfdb=None, hang_s=2.0)
+    async with asyncio.timeout(100), lz.start(settings) as runtime:
+        await runtime.fleet.prepare(shards.plant, str(flag))
+        async with runtime.gang(2, build=shards.shard, timeout_s=60.0) as gang:
+            pids = {each.facts.pid for each in gang.devices}
+            first = asyncio.Event()
+            resumed = asyncio.ensure_future(texts(gang, 4, 40, 0.02, first))
+            cut = [asyncio.ensure_future(whole(gang, seed, 10_000)) for seed in range(3)]
+            await first.wait()
+            flag.touch()
+            lost = await asyncio.gather(*cut, return_exceptions=True)
+            assert [type(error) for error in lost] == [lz.DeviceLostError] * 3, lost
+            assert [getattr(error, "retryable", None) for error in lost] == [False] * 3
+            assert await resumed == [shards.text(seed, 40) for seed in range(4)]
+            assert gang.epoch == 2 and not flag.exists()
+            assert not pids & {each.facts.pid for each in gang.devices}, "the gang restarts whole"
+            assert await whole(gang, 5, 4) == shards.text(5, 4)
 
 
 async def test_a_rank_that_cannot_build_ends_the_start_with_its_error(ray_cluster: Any) -> None:

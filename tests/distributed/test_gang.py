@@ -139,3 +139,11 @@ def test_the_poorest_ranks_memory_decides_for_all(ranks: int) -> None:
     assert [each["alone"] for each in said] == [rich] * (ranks - 1) + [poor]
     assert [each["kernels"] for each in said] == [poor] * ranks
     assert said[0]["worst"] < 1e-4 and len({each["plan"] for each in said}) == 1
+
+
+def test_ranks_walk_a_drafted_tree_alike() -> None:
+    """Forty sampled trees over two ranks' heads: one outcome on both, one process's; some drafts stay."""
+    said = run("trees")
+    assert [each.get("error") for each in said] == [None, None], said
+    assert said[0]["trees"] == said[1]["trees"] == said[0]["alone"] and len(said[0]["trees"]) == 40
+    assert {0, 1, 2} <= {accepted for _, _, accepted in said[0]["trees"]}

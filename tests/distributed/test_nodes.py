@@ -10,12 +10,12 @@ import pytest
 
 import layerzero as lz
 from layerzero.actors.port import DeviceState
-from tests.distributed import hosted
+from tests.distributed import hosted, shards
 
 pytestmark = [pytest.mark.ray, pytest.mark.asyncio, pytest.mark.filterwarnings("ignore::ResourceWarning")]
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def nodes(ray: Any) -> Iterator[Any]:
     """Two nodes of one logical GPU each, in this machine; a dead one is noticed within some seconds."""
     from ray.cluster_utils import Cluster
@@ -69,3 +69,36 @@ async def test_a_lost_node_costs_its_device_alone(nodes: Any) -> None:
                 break
             await asyncio.sleep(0.1)
         assert await fleet.run(hosted.add, 1, on=lost) == 2
+
+
+async def test_a_gang_that_loses_a_node_goes_on_under_a_new_epoch(nodes: Any) -> None:
+    """A rank on each of two nodes; one node goes, another comes: texts that may resume are whole."""
+    settings = lz.Settings(
+        cluster="auto", device="cpu", inference=True, perfdb=None, placement_timeout_s=60.0
+    )
+    async with (
+        asyncio.timeout(150),
+        lz.start(settings) as runtime,
+        runtime.gang(2, build=shards.shard, timeout_s=30.0) as gang,
+    ):
+        assert len({each.facts.node for each in gang.devices}) == 2
+        pids = {each.facts.pid for each in gang.devices}
+        first = asyncio.Event()
+
+        async def text(seed: int, n: int, resume: bool) -> list[int]:
+            got = []
+            async for token in gang.stream(shards.tokens, seed, n, 0.02, resume=resume):
+                got.append(token)
+                first.set()
+            return got
+
+        resumed = [asyncio.ensure_future(text(seed, 40, True)) for seed in range(4)]
+        cut = asyncio.ensure_future(text(9, 10_000, False))
+        await first.wait()
+        nodes.remove_node(nodes.list_all_nodes()[1], allow_graceful=False)
+        with pytest.raises(lz.DeviceLostError):
+            await cut
+        nodes.add_node(num_cpus=2, num_gpus=1)
+        assert await asyncio.gather(*resumed) == [shards.text(seed, 40) for seed in range(4)]
+        assert gang.epoch >= 2 and not pids & {each.facts.pid for each in gang.devices}
+        assert len({each.facts.node for each in gang.devices}) == 2
