@@ -3,10 +3,10 @@
     python -m scripts.card_tests OUT [--budget-s 230] [--only NAME ...]
 
 First `tests/cuda` alone but for what compiles many kernels, then the contract and the vendors' tests, a
-process for each backend (and dtype, where a library compiles by it), at once: a kernel that brings its process
-down takes no other with it. OUT gets `cuda_tests.json` and `ran_cuda.json`, in the shapes of
-`benchmarks/results`, and `groups.json` with every test; all three are written anew every few seconds. Without
-a card the same commands run and skip.
+process for each backend (and dtype, where a library compiles by it), at once: a kernel that brings its
+process down takes no other with it. OUT gets `cuda_tests.json` and `ran_cuda.json`, in the shapes of
+`benchmarks/results`, and `groups.json` with every test; all are written anew every few seconds. Without a
+card the same commands run and skip.
 """
 
 from __future__ import annotations
