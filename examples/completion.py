@@ -50,10 +50,18 @@ def read(body: bytes, served: str) -> Asked:
         raise BadRequest(f"model needs {served!r}, got {model!r}", "model")
     text, ids = _prompt(given.get("prompt"))
     stream = _bool(given, "stream")
-    options = given.get("stream_options") or {}
+    return Asked(text, ids, _sampling(given), stream, _include_usage(given.get("stream_options"), stream))
+
+
+def _include_usage(options: Any, stream: bool) -> bool:
+    if options is None:
+        return False
     if not isinstance(options, dict) or (options and not stream):
         raise BadRequest("stream_options needs an object, and stream to be true", "stream_options")
-    return Asked(text, ids, _sampling(given), stream, bool(options.get("include_usage", False)))
+    wanted = options.get("include_usage", False)
+    if options.keys() - {"include_usage"} or not isinstance(wanted, bool):
+        raise BadRequest("stream_options needs include_usage, true or false, alone", "stream_options")
+    return wanted
 
 
 def _object(body: bytes) -> dict[str, Any]:
@@ -61,11 +69,13 @@ def _object(body: bytes) -> dict[str, Any]:
         given = json.loads(body)
     except ValueError as error:
         raise BadRequest(f"the body needs to be JSON: {error}") from error
+    except RecursionError as error:
+        raise BadRequest("the body needs to be JSON that is not nested so deeply") from error
     if not isinstance(given, dict):
         raise BadRequest(f"the body needs to be a JSON object, got {type(given).__name__}")
     for name, value in given.items():
         if name not in _KNOWN:
-            raise BadRequest(f"unknown field {name!r}", name)
+            raise BadRequest(f"unknown field {name!r}", name.encode("utf-8", "backslashreplace").decode())
         if name in _NEUTRAL and value is not None and value not in _NEUTRAL[name]:
             raise BadRequest(f"{name} is not supported, got {value!r}", name)
     return given
@@ -76,10 +86,19 @@ def _prompt(prompt: Any) -> tuple[str, list[int] | None]:
     if isinstance(prompt, list) and len(prompt) == 1 and isinstance(prompt[0], str | list):
         prompt = prompt[0]
     if isinstance(prompt, str):
-        return prompt, None
+        return _whole(prompt, "prompt"), None
     if isinstance(prompt, list) and prompt and all(type(token) is int for token in prompt):
         return "", prompt
     raise BadRequest("prompt needs one string or one list of token ids", "prompt")
+
+
+def _whole(text: str, name: str) -> str:
+    """`text`, unless it has half a character, which JSON can spell and no tokenizer can read."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise BadRequest(f"{name} needs whole characters, got half a pair at {error.start}", name) from error
+    return text
 
 
 def _sampling(given: dict[str, Any]) -> Sampling:
@@ -95,13 +114,16 @@ def _sampling(given: dict[str, Any]) -> Sampling:
             continue
         if isinstance(value, bool) or not isinstance(value, kinds):
             raise BadRequest(f"{name} needs a number, got {value!r}", name)
-        values[name] = value if kinds is int else float(value)
+        try:
+            values[name] = value if kinds is int else float(value)
+        except OverflowError as error:
+            raise BadRequest(f"{name} needs a number that a float can hold", name) from error
     stop = given.get("stop")
     if stop is not None:
         stops = [stop] if isinstance(stop, str) else stop
         if not isinstance(stops, list) or not all(isinstance(word, str) for word in stops):
             raise BadRequest(f"stop needs a string or a list of strings, got {stop!r}", "stop")
-        values["stop"] = tuple(stops)
+        values["stop"] = tuple(_whole(word, "stop") for word in stops)
     try:
         return Sampling(**values)
     except ValueError as error:

@@ -31,7 +31,7 @@ from llama import FOLDER, Llama, Per, load
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, Counter, Gauge, generate_latest
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
@@ -52,6 +52,7 @@ class Options:
     pages: int = 1024
     page_size: int = 16
     max_requests: int = 256
+    max_body: int = 4 << 20
     strict: bool = False
     host: str = "127.0.0.1"
     port: int = 8000
@@ -64,6 +65,10 @@ class Full(Exception):
     def __init__(self, message: str, retry_after: float = 1.0) -> None:
         super().__init__(message)
         self.retry_after = max(1, math.ceil(retry_after))
+
+
+# Characters of a prompt that are tokenized on the loop: about a millisecond.
+_SHORT = 2048
 
 
 class Service:
@@ -120,7 +125,7 @@ class Service:
             self.requests.labels(outcome).inc()
 
     async def _pieces(self, asked: Asked) -> AsyncGenerator[Piece, None]:
-        ids = asked.ids if asked.ids is not None else self.tokenizer.encode(asked.text).ids
+        ids = asked.ids if asked.ids is not None else await self._ids(asked.text)
         self._check(ids, asked)
         words, count, reason = Words(self.tokenizer, asked.sampling.stop), 0, "length"
         async with aclosing(generate(self.model, ids, asked.sampling)) as tokens:
@@ -137,6 +142,12 @@ class Service:
                     return
                 yield Piece(text, count, len(ids))
         yield Piece(words.end(), count, len(ids), reason)
+
+    async def _ids(self, text: str) -> list[int]:
+        """The tokens of a prompt; a long one is taken apart beside the loop."""
+        if len(text) <= _SHORT:
+            return self.tokenizer.encode(text).ids
+        return (await anyio.to_thread.run_sync(self.tokenizer.encode, text)).ids
 
     def _check(self, ids: list[int], asked: Asked) -> None:
         pages = self.model.pages
@@ -244,7 +255,8 @@ class Completion:
         await send({"type": "http.response.body", "body": b"data: [DONE]\n\n"})
 
     async def _event(self, send: Send, data: dict[str, Any]) -> None:
-        body = f"data: {json.dumps(data, ensure_ascii=False)}\n\n".encode()
+        # ASCII: some readers end a line also at characters that JSON need not escape.
+        body = f"data: {json.dumps(data)}\n\n".encode()
         await send({"type": "http.response.body", "body": body, "more_body": True})
 
 
@@ -283,11 +295,31 @@ def failure(
 async def completions(request: Request) -> Any:
     """POST /v1/completions."""
     service: Service = request.app.state.service
+    most = service.options.max_body
     try:
-        asked = read(await request.body(), service.name)
+        body = await _body(request, most)
+    except ClientDisconnect:
+        return Response(status_code=400)  # for nobody
+    if body is None:
+        return failure(413, f"the body needs at most {most} bytes")
+    try:
+        asked = read(body, service.name)
     except BadRequest as bad:
         return failure(400, str(bad), param=bad.param)
     return Completion(service, asked)
+
+
+async def _body(request: Request, most: int) -> bytes | None:
+    """The request's body; None, with the rest unread, if it has more than `most` bytes."""
+    told = request.headers.get("content-length", "")
+    if told.isdecimal() and int(told) > most:
+        return None
+    body = bytearray()
+    async for piece in request.stream():
+        body += piece
+        if len(body) > most:
+            return None
+    return bytes(body)
 
 
 async def models(request: Request) -> JSONResponse:
@@ -317,6 +349,11 @@ async def http_failure(request: Request, error: Exception) -> JSONResponse:
     return failure(error.status_code, f"{error.detail}: {request.method} {request.url.path}")
 
 
+async def server_failure(request: Request, error: Exception) -> JSONResponse:
+    """What nobody foresaw; the log has it, the client gets no word of the inside."""
+    return failure(500, "the server failed to answer this request", kind="server_error")
+
+
 def application(options: Options) -> Starlette:
     """The server as an ASGI application; its lifespan opens the runtime, and drains it at the end."""
 
@@ -336,7 +373,8 @@ def application(options: Options) -> Starlette:
         Route("/health", health),
         Route("/metrics", exposition),
     ]
-    return Starlette(routes=routes, lifespan=lifespan, exception_handlers={HTTPException: http_failure})
+    handlers = {HTTPException: http_failure, Exception: server_failure}
+    return Starlette(routes=routes, lifespan=lifespan, exception_handlers=handlers)
 
 
 def parse(arguments: list[str] | None) -> Options:
@@ -351,6 +389,7 @@ def parse(arguments: list[str] | None) -> Options:
     parser.add_argument("--pages", type=int, default=known.pages)
     parser.add_argument("--page-size", type=int, default=known.page_size)
     parser.add_argument("--max-requests", type=int, default=known.max_requests)
+    parser.add_argument("--max-body", type=int, default=known.max_body, help="bytes of one request's body")
     parser.add_argument("--strict", action="store_true", help="only kernels whose rows ignore their batch")
     parser.add_argument("--host", default=known.host)
     parser.add_argument("--port", type=int, default=known.port)
@@ -358,7 +397,7 @@ def parse(arguments: list[str] | None) -> Options:
         "--drain-s", type=int, default=known.drain_s, help="seconds SIGTERM leaves to answers"
     )
     given = parser.parse_args(arguments)
-    for name in ("pages", "page_size", "max_requests", "drain_s"):
+    for name in ("pages", "page_size", "max_requests", "max_body", "drain_s"):
         if getattr(given, name) < 1:
             parser.error(f"--{name.replace('_', '-')} needs to be at least 1, got {getattr(given, name)}")
     return Options(**vars(given))
