@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -14,6 +15,7 @@ from torch.overrides import TorchFunctionMode
 import layerzero as lz
 import layerzero.sync
 from layerzero.runtime import Runtime
+from tests.clocks import run_virtually
 from tests.native.twins import both_paths as both_paths
 
 WEIGHT = torch.randn(8, 16)
@@ -177,13 +179,21 @@ async def test_a_cancelled_caller_strands_nobody(runtime: Runtime) -> None:
     assert stats.submitted == stats.ended
 
 
-@pytest.mark.asyncio
-async def test_a_call_that_cannot_start_in_time_expires(runtime: Runtime) -> None:
+def test_a_call_that_cannot_start_in_time_expires() -> None:
     """`timeout=` is about starting; the error says how long the call waited."""
-    import threading
+    with lz.start(lz.Settings(inline_limit_us=20.0, warm="off")) as runtime:
+        run_virtually(_too_late(runtime))
 
-    hold = threading.Event()
-    runtime.device("cpu").worker.submit(lambda: hold.wait(5))
+
+async def _too_late(runtime: Runtime) -> None:
+    begun, hold = threading.Event(), threading.Event()
+
+    def occupy() -> None:
+        begun.set()
+        assert hold.wait(30)
+
+    runtime.device("cpu").worker.submit(occupy)
+    assert begun.wait(30)
     big = torch.randn(4096, 512)
     weight = torch.randn(512, 512)
 
@@ -191,11 +201,14 @@ async def test_a_call_that_cannot_start_in_time_expires(runtime: Runtime) -> Non
         await lz.linear(big, weight)
 
     async def late() -> None:
-        await lz.rms_norm(torch.randn(1, 16), timeout=0.05)
+        await lz.rms_norm(torch.randn(1, 16), timeout=20.0)
 
     busy = asyncio.ensure_future(first())
-    await asyncio.sleep(0.01)
-    with pytest.raises(lz.DeadlineExceededError, match="queue"):
+    front = runtime.device("cpu").fronts.current()
+    for _ in range(3):
+        await asyncio.sleep(0)
+    assert front.lane.in_flight
+    with pytest.raises(lz.DeadlineExceededError, match=r"after 20000\.0 ms in the queue"):
         await late()
     hold.set()
     await busy

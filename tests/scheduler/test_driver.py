@@ -7,7 +7,7 @@ import gc
 import os
 import threading
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextvars import ContextVar
 from typing import Any
 
@@ -19,6 +19,7 @@ from layerzero.scheduler.driver import Front
 from layerzero.scheduler.fronts import Fronts
 from layerzero.scheduler.ticket import TICKETS, Ticket
 from layerzero.settings import Settings
+from tests.clocks import run_virtually
 from tests.native.twins import both_paths as both_paths
 from tests.scheduler.devices import Device, Double, until
 
@@ -130,22 +131,36 @@ async def test_a_full_lane_rejects_or_lets_wait_in_order(worker: Worker) -> None
     assert settled(patient)
 
 
-@pytest.mark.asyncio
-async def test_a_call_that_is_too_late_never_runs(worker: Worker) -> None:
+def test_a_call_that_is_too_late_never_runs() -> None:
     """A deadline that passes in the queue is an error of its own; the device saw only the call before."""
-    gate = threading.Event()
-    device = Device(gate)
-    fronts = Fronts(device, worker)
-    front = fronts.current()
-    loop = asyncio.get_running_loop()
-    first = asyncio.ensure_future(_awaited(front, ticket(1, us=DEAR)))
-    await asyncio.sleep(0.01)
-    with pytest.raises(DeadlineExceededError):
-        await front.submit(ticket(2, us=DEAR, deadline=loop.time() + 0.01))
-    gate.set()
-    assert await first == 2
+    device, there = Device(), Held()
+
+    async def main() -> Front:
+        loop = asyncio.get_running_loop()
+        front = Front(loop, device, there)  # type: ignore[arg-type]
+        first = asyncio.ensure_future(_awaited(front, ticket(1, us=DEAR)))
+        await until(lambda: there.jobs)
+        at = loop.time()
+        with pytest.raises(DeadlineExceededError):
+            await front.submit(ticket(2, us=DEAR, deadline=at + 10.0))
+        assert 10.0 <= loop.time() - at < 10.1
+        there.jobs.pop()()
+        assert await first == 2
+        return front
+
+    front = run_virtually(main())
     assert device.runs == [1]
     assert settled(front)
+
+
+class Held:
+    """A worker that keeps its jobs until a test runs them."""
+
+    def __init__(self) -> None:
+        self.jobs: list[Callable[[], object]] = []
+
+    def submit(self, job: Callable[[], object]) -> None:
+        self.jobs.append(job)
 
 
 async def _awaited(front: Front, call: Ticket) -> Any:
