@@ -28,6 +28,8 @@ from typing import Any
 
 os.environ.setdefault("RAY_AUTH_MODE", "token")  # before ray is imported
 os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
+# Ray's workers yield to every other process; what runs here runs at its own priority, on both sides alike.
+os.environ.setdefault("RAY_worker_niceness", "0")
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
