@@ -73,6 +73,7 @@ BUILTIN: Mapping[str, tuple[str, ...]] = MappingProxyType(
             "sample",
             "sample_topk",
             "sample_topp",
+            "verify_chain",
         ),
         "layerzero.backends.xformers": ("attention",),
         "layerzero.backends.zentorch": (

@@ -66,6 +66,40 @@ def test_rows_are_drawn_as_the_reference_draws_them(tmp_path: Path) -> None:
         assert ours == right
 
 
+VERIFIED = """
+import json, torch
+from layerzero.backends.triton_kernels.verifying import verify_chain
+from layerzero.ops.verify import verify_chain_reference
+source = torch.Generator().manual_seed(3)
+draft = torch.rand(4, 2, 11, generator=source).softmax(-1)
+target = torch.rand(4, 3, 11, generator=source).softmax(-1)
+target[1, :2] = draft[1]
+target[2, 0] = 0.0
+target[2, 0, 5] = 1.0
+target[3] = 0.0
+tokens = torch.randint(0, 11, (4, 2), generator=source)
+target[0, 0], target[0, 1] = draft[0, 0], 0.0
+target[0, 1, (tokens[0, 1] + 1) % 11] = 1.0
+rows = torch.tensor([5, 10**15, -3, 0])
+found = []
+for seed, offset in ((7, 0), (8, 1), (9, 2), (rows, 2**40), (rows, rows)):
+    for call in ((draft, tokens, target), (draft[:, :0], tokens[:, :0], target[:, :1].contiguous())):
+        pair = [f(*call, seed, offset) for f in (verify_chain, verify_chain_reference)]
+        found.append([[part.tolist() for part in outs] for outs in pair])
+print(json.dumps(found))
+"""
+
+
+@needs_triton
+def test_chains_are_verified_as_the_reference_verifies_them(tmp_path: Path) -> None:
+    """Tokens that stay and the one drawn: equal distributions, certain ones, none at all, no place at all."""
+    accepted = set()
+    for ours, right in interpreted(VERIFIED, tmp_path):
+        assert ours == right
+        accepted |= set(right[1])
+    assert accepted == {0, 1, 2}
+
+
 OWN = """
 import json, torch, triton
 import triton.language as tl

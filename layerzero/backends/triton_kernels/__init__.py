@@ -1,7 +1,8 @@
 """Triton kernels of this project, where no library has a good one, and the way for users to bring theirs.
 
 `rows` has the residual sum with its norm and rounding to eight bits, `drawing` sampling with a seed for each
-row, which libraries draw in other ways; `own` makes a kernel out of a user's Triton function.
+row, which libraries draw in other ways, `verifying` chains of drafted tokens; `own` makes a kernel out of a
+user's Triton function.
 """
 
 from __future__ import annotations
@@ -101,5 +102,9 @@ KERNELS: tuple[Kernel, ...] = (
     _kernel(
         "sample_topp", "rows", "drawing", frozenset({"seed_per_row"}), _DRAWS,
         last_stride1=True, batch_invariant=True,
+    ),
+    _kernel(
+        "verify_chain", "rows", "verifying", frozenset({"seed_per_row"}), (0.5, 0.8, 40.0),
+        source="an estimate: three passes over two rows", contiguous=True, batch_invariant=True,
     ),
 )  # fmt: skip
