@@ -57,7 +57,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
             False also those that declare it and were not found unsafe.
     How it chooses:
         tie_band: relative difference in cost below which a fixed order decides.
-        default_gain: relative gain a kernel needs over the library's default to replace it.
+        default_gain: relative gain a kernel needs over the library's default to replace it; where both were
+            timed at the very size, `tie_band` does if that is less.
         warm: import and compile better kernels in the "background", before start returns ("eager"), or never.
         max_keys: distinct keys remembered for each op; older ones are chosen anew.
         dispatch_table: file of decisions that `solve` made ahead; None chooses everything at run time.

@@ -7,6 +7,10 @@ from layerzero.kernel import Kernel
 from layerzero.ops.request import Request, Work
 
 ROOFLINE = "roofline"
+MEASURED = "measured"
+SHIPPED = "shipped table"
+# Prices that were timed at the very size; all others are inferred.
+TIMED = frozenset({MEASURED, SHIPPED})
 
 
 def roofline_us(kernel: Kernel, work: Work, request: Request, hardware: Hardware) -> float:

@@ -2,7 +2,8 @@
 
 Order of authority: a lock, then denials and allow lists, then capability, then health and readiness, then
 expected microseconds after boosts. Among costs, the library default keeps its place unless beaten by a
-minimum gain, and differences inside the tie band are settled by rank and name, so that noise decides nothing.
+minimum gain (the tie band, where both were timed at the very size), and differences inside the tie band are
+settled by rank and name, so that noise decides nothing.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from layerzero.ops.request import Request, Work
 from layerzero.policy.policy import Policy, RequestPolicy
 from layerzero.policy.rules import Rule
 from layerzero.reasons import Reason, Rejected
-from layerzero.selection.cost import ROOFLINE, roofline_us
+from layerzero.selection.cost import ROOFLINE, TIMED, roofline_us
 from layerzero.selection.memory import needs, temporaries, too_large
 from layerzero.selection.record import Accepted, Candidate, Selection
 from layerzero.selection.transform import adapt
@@ -207,7 +208,9 @@ def pick(pool: Sequence[Candidate], by_id: Mapping[str, Kernel], knobs: Knobs) -
         total = _cost_of(default).total_us
         if default is best:
             return default, f"the library default, and the cheapest at {floor:.1f} us expected"
-        if total <= floor * (1 + knobs.default_gain):
+        timed = _cost_of(default).source in TIMED and _cost_of(best).source in TIMED
+        needed = min(knobs.default_gain, knobs.tie_band) if timed else knobs.default_gain
+        if total <= floor * (1 + needed):
             gain = (total / floor - 1) * 100 if floor else 0.0
             return default, f"the library default: {best.kernel} gains only {gain:.1f} %"
     band = [c for c in pool if _cost_of(c).total_us <= floor * (1 + knobs.tie_band)]

@@ -25,12 +25,12 @@ from layerzero.ops import table as ops_table
 from layerzero.ops.request import Request, Work
 from layerzero.perfdb import Measurement, Site, plausible
 from layerzero.perfdb.record import Launch
-from layerzero.selection.cost import ROOFLINE, roofline_us
+from layerzero.selection.cost import MEASURED, ROOFLINE, SHIPPED, roofline_us
 from layerzero.selection.curve import Curve, fitted
 from layerzero.selection.key import grid
 
-MEASURED = "measured"
-SHIPPED = "shipped table"
+__all__ = ["FAR", "MEASURED", "NEAR", "SHIPPED", "MeasuredCosts", "Row", "spot_of"]
+
 NEAR = " nearby"
 FAR = ", its curve"
 ROWS_DISTRUSTED = "perfdb.rows_distrusted"

@@ -80,7 +80,7 @@ def test_the_hopeless_get_the_fewest_samples_that_count() -> None:
 
 def test_a_long_call_is_run_no_more_than_its_row_needs() -> None:
     """A call of 110 ms beside a quick one runs three times, the first uncounted; its row counts."""
-    runs = []
+    runs: list[int] = []
 
     def slow(_: torch.Tensor) -> None:
         runs.append(len(runs))
