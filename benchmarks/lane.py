@@ -3,7 +3,8 @@
     python benchmarks/lane.py [--sections NAMES] [--models NAMES] [--contexts N,N] [--requests N,N] [--quick]
 
 Each section is written under its name into one JSON, with the environment it ran in, so that sections can be
-run one by one; within a section all sides take turns in one process.
+run one by one; within a section all sides take turns in one process. The runtime first measures its kernels
+for the batches to come (`--tune-s`); attention over pages is one kernel on every side.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import asyncio
 import json
 import statistics
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -45,10 +47,10 @@ def _at(options: argparse.Namespace, name: str, context: int) -> dict[str, Any]:
     largest = crowd.Crowd(max(options.requests), context, options.seconds)
     model = models.build(name, pages=largest.pages(16))
     rows: dict[str, Any] = {}
-    with (
-        lz.start(lz.Settings(device="cpu", inference=True, warm="eager", freeze_gc=True)) as runtime,
-        torch.inference_mode(),
-    ):
+    # Nothing is read from this user's measurements, nor written to them.
+    settings = lz.Settings(device="cpu", inference=True, warm="eager", freeze_gc=True, perfdb=None)
+    with lz.start(settings) as runtime, torch.inference_mode():
+        _tuned(runtime, model, replace(largest, seconds=0.3), options.tune_s)
         paged = by_hand.Paged(model, by_hand.chosen_attention(model, largest.requests, largest.limit))
         contiguous = by_hand.Contiguous(model, max(options.requests), largest.limit)
         for count in options.requests:
@@ -63,6 +65,16 @@ def _at(options: argparse.Namespace, name: str, context: int) -> dict[str, Any]:
             rows[str(count)] = _summed(spans)
             _print(name, context, count, rows[str(count)])
     return rows
+
+
+def _tuned(runtime: lz.Runtime, model: Any, here: crowd.Crowd, budget_s: float) -> None:
+    """Let the runtime measure its kernels for the batches of this crowd, as `lz tune` does before serving."""
+    if not budget_s:
+        return
+    with lz.record() as seen:
+        for per in AWAITED:
+            asyncio.run(crowd.awaited(runtime, model, here, per))
+    lz.tune_blocking(seen.workload(), launches=("eager",), quick=True, budget_s=budget_s)
 
 
 def _summed(spans: dict[str, list[crowd.Span]]) -> dict[str, Any]:
@@ -158,6 +170,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--seconds", type=float, default=1.0, help="of each side in each round")
     parser.add_argument("--server-seconds", type=float, default=10.0, help="of each load on each server")
+    parser.add_argument("--tune-s", type=float, default=20.0, help="for measuring kernels before; 0: none")
     parser.add_argument("--quick", action="store_true", help="a tiny model: shows that everything runs")
     parser.add_argument("--out", type=Path, default=None, help="where the JSON goes")
     given = parser.parse_args(arguments)
@@ -166,7 +179,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
             parser.error(f"--sections needs some of {', '.join(SECTIONS)}, got {section}")
     if given.quick:
         given.models, given.contexts, given.requests = ["tiny"], [16], [1, 4]
-        given.rounds, given.seconds, given.server_seconds = 1, 0.2, 1.0
+        given.rounds, given.seconds, given.server_seconds, given.tune_s = 1, 0.2, 1.0, 1.0
     return given
 
 
@@ -187,6 +200,7 @@ def main(arguments: list[str] | None = None) -> int:
         record[name] = {
             "environment": environment(("layerzero-runtime", "torch", "zentorch")),
             "quick": options.quick,
+            "tuned_s": options.tune_s,
             "rows": merged(record.get(name, {}).get("rows"), found),
         }
         if out is not None:

@@ -159,10 +159,14 @@ def _alike(values: list[N], device: torch.device) -> N | Tensor:
 
 def _drawn(logits: Tensor, draws: Sequence[Draw]) -> list[Tensor]:
     """A token (1,) for each row of `logits`, drawn as each caller wants it."""
+    temperature = _alike([draw.temperature for draw in draws], logits.device)
+    if not isinstance(temperature, Tensor) and temperature == 0:  # the likeliest: nothing is drawn
+        likeliest: Tensor = lz.sync.sample(logits, temperature=0.0, seed=0)
+        return list(likeliest.split(1))
     seeds = sent(torch.tensor([(draw.seed, draw.offset) for draw in draws]), logits.device)
     tokens: Tensor = lz.sync.sample(
         logits,
-        temperature=_alike([draw.temperature for draw in draws], logits.device),
+        temperature=temperature,
         top_p=_alike([draw.top_p for draw in draws], logits.device),
         seed=seeds[:, 0],
         offset=seeds[:, 1],
