@@ -44,6 +44,10 @@ def shapes() -> Iterator[tuple[str, str, list[Any], dict[str, Any]]]:
             yield "quantize", f"{rows} x 4096 {form} row", [x], {"format": form}
             group = {"format": form, "granularity": "group", "group_size": 128}
             yield "quantize", f"{rows} x 4096 {form} group 128", [x], group
+        call = [x, rand(rows, 4096), weight]
+        yield "add_rms_norm_quantize", f"{rows} x 4096 fp8_e4m3 row", call, {}
+        group = {"granularity": "group", "group_size": 128}
+        yield "add_rms_norm_quantize", f"{rows} x 4096 fp8_e4m3 group 128", call, group
         angles = torch.rand(8192, 64, device="cuda")
         positions = torch.randint(0, 8192, (rows,), device="cuda")
         heads = [rand(rows, 32, 128), rand(rows, 8, 128)]
@@ -66,6 +70,9 @@ def shapes() -> Iterator[tuple[str, str, list[Any], dict[str, Any]]]:
         both = {"seed": seeds, "top_k": 50, "top_p": 0.9, "temperature": 0.7}
         yield "sample", f"{rows} x {vocab} k 50 p 0.9", [logits], both
         yield "sample_topp", f"{rows} x {vocab} p 0.9", [logits, 0.9], {"seed": seeds}
+        draft, target = rand(rows, 4, vocab).softmax(-1), rand(rows, 5, vocab).softmax(-1)
+        drafted = torch.randint(0, vocab, (rows, 4), device="cuda")
+        yield "verify_chain", f"{rows} x 4 x {vocab}", [draft, drafted, target], {"seed": seeds}
     for rows, vocab in ((4096, 32_000), (4096, 128_256)):
         target = torch.randint(0, vocab, (rows,), device="cuda")
         yield "cross_entropy", f"{rows} x {vocab}", [rand(rows, vocab), target], {}
