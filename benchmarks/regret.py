@@ -1,6 +1,6 @@
 """How far our choice is from the best kernel, and our call from the best vendor call, shape by shape.
 
-Run `python -m benchmarks.regret --out benchmarks/results/regret_cpu.json`. Two figures are kept apart:
+Run `python -m benchmarks.regret --out benchmarks/results/regret_cpu_avx2.json`. Two figures are kept apart:
 *choice*, the chosen kernel's time over the fastest available one's, and *end to end*, `lz.sync.<op>` over the
 fastest vendor call. Launched eagerly the host is in the time; replayed as a graph (CUDA) it is not. All arms
 of one shape take turns in the same rounds. Shapes that `lz.tune` measures are "tuned", the others "held out".
@@ -296,6 +296,7 @@ def _result(
         "failed": failed,
         "copies": len(copies),
         "bytes": call.bytes(),
+        "flops": ops_table.get(call.op).work(chosen.request).flops,
     }
     if chosen.kernel in kernels:
         found["choice"] = round(kernels[chosen.kernel] / kernels[best], 4)
@@ -349,6 +350,11 @@ def summarise(record: dict[str, Any]) -> None:
     record["errors"] = {name: row["error"] for name, row in record["shapes"].items() if "error" in row}
     if "bandwidth" in record:
         record["decode"] = _decode(record)
+    record["products"] = [
+        {"shape": name, "tflops": round(row["flops"] / row["lz_us"] / 1e6, 1)}
+        for name, row in record["shapes"].items()
+        if row["group"].startswith("linear") and "lz_us" in row and row.get("flops", 0) > 1e9
+    ]
     for launch, name in (("eager", "overhead_us"), ("graph", "overhead_graph_us")):
         overheads = [
             row["overhead_us"]

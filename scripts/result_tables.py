@@ -214,7 +214,8 @@ def regret(record: dict[str, Any]) -> Table:
 FILES: dict[str, dict[str, Callable[[dict[str, Any]], Table]]] = {
     "hot_path.json": {"calls": calls, "peers": peers, "place": place},
     "lane.json": {"generation": generation, "servers": servers, "place": section_place},
-    "regret_cpu.json": {"regret": regret, "place": place},
+    "regret_cpu_avx2.json": {"regret": regret, "place": place},
+    "regret_cpu_avx512.json": {"regret": regret, "place": place},
     "regret_h200.json": {"regret": regret, "place": place},
     "lane_h200.json": {"sides": on_gpu, "targets": targets_on_gpu, "place": place},
     "embedding_demo.json": {"service": service, "targets": targets, "kernels": kernels, "place": place},
