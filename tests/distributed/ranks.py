@@ -1,13 +1,15 @@
-"""What the ranks of the gang tests run under torchrun; the argument names the scenario.
+"""What the ranks of the gang tests run under torchrun; the argument names scenarios, one after another.
 
-Each rank prints one JSON line, `{"rank": r, ...}`. A column-parallel product of a small matrix, summed by
-gloo's all-reduce, stands for a tensor-parallel model: rows that meet strangers give wrong sums, and no error.
+Each rank prints one JSON line for each, `{"rank": r, "scenario": name, ...}`. A column-parallel product of a
+small matrix, summed by gloo's all-reduce, stands for a tensor-parallel model: rows that meet strangers give
+wrong sums, and no error.
 """
 
 from __future__ import annotations
 
 import asyncio
 import importlib.metadata
+import itertools
 import json
 import os
 import sys
@@ -31,6 +33,7 @@ RANK, RANKS = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 WIDE, OUT, REQUESTS, TREES = 64, 8, 6, 40
 GIB = 1 << 30
 TIMEOUT_S = 30.0
+EPOCHS = itertools.count()  # every scenario's gang meets anew
 
 
 class Shard:
@@ -76,7 +79,7 @@ async def all_requests(step: Any, order: list[int], named: bool) -> list[tuple[i
 
 async def together(runtime: lz.Runtime, shard: Shard, **options: Any) -> dict[str, Any]:
     """Rank 0 leads, everybody else follows."""
-    async with runtime.gang(timeout_s=TIMEOUT_S, **options) as gang:
+    async with runtime.gang(epoch=next(EPOCHS), timeout_s=TIMEOUT_S, **options) as gang:
         step = gang.batched(shard.step)
         if RANK:
             await gang.follow()
@@ -94,7 +97,7 @@ async def alone(runtime: lz.Runtime, shard: Shard, order: list[int]) -> dict[str
 
 async def compared(runtime: lz.Runtime, shard: Shard, order: list[int], split: bool) -> dict[str, Any]:
     """Every rank batches by itself, and compares with rank 0's manifest."""
-    async with runtime.gang(timeout_s=TIMEOUT_S, on_failure=broken) as gang:
+    async with runtime.gang(epoch=next(EPOCHS), timeout_s=TIMEOUT_S, on_failure=broken) as gang:
         step = gang.batched(shard.step, send=False)
         pieces = [order[:2], order[2:]] if split else [order]
         results = [pair for piece in pieces for pair in await all_requests(step, piece, named=True)]
@@ -109,7 +112,7 @@ def broken(why: str) -> None:
 
 async def killed(runtime: lz.Runtime, shard: Shard) -> dict[str, Any]:
     """Rank 1 dies without a word in the middle of a run."""
-    async with runtime.gang(timeout_s=TIMEOUT_S) as gang:
+    async with runtime.gang(epoch=next(EPOCHS), timeout_s=TIMEOUT_S) as gang:
         step = gang.batched(shard.step)
         if RANK:
             asyncio.get_running_loop().call_later(0.5, os._exit, 9)
@@ -158,7 +161,7 @@ async def poor(runtime: lz.Runtime, shard: Shard) -> dict[str, Any]:
 
 async def trees_together(runtime: lz.Runtime) -> dict[str, Any]:
     """Every rank verifies the trees that rank 0 drafted; what each of them found."""
-    async with runtime.gang(timeout_s=TIMEOUT_S) as gang:
+    async with runtime.gang(epoch=next(EPOCHS), timeout_s=TIMEOUT_S) as gang:
         target = trees.Target(RANK, RANKS)
         walk = gang.batched(target.walk, name="walk")
         if RANK:
@@ -219,13 +222,14 @@ def main() -> int:
         plant_version(os.environ["PLANTED_VERSION"])
     torch.set_num_threads(int(os.environ.get("PLANTED_THREADS", "1")))
     dist.init_process_group("gloo", timeout=timedelta(seconds=20))
-    try:
-        said: dict[str, Any] = asyncio.run(scenario(sys.argv[1]))
-    except Exception as error:
-        said = {"error": type(error).__name__, "message": str(error)}
-    # One write: ranks share a pipe, and an unbuffered print writes the end of its line apart.
-    sys.stdout.write(json.dumps({"rank": RANK, **said}) + "\n")
-    sys.stdout.flush()
+    for name in sys.argv[1].split(","):
+        try:
+            said: dict[str, Any] = asyncio.run(scenario(name))
+        except Exception as error:
+            said = {"error": type(error).__name__, "message": str(error)}
+        # One write: ranks share a pipe, and an unbuffered print writes the end of its line apart.
+        sys.stdout.write(json.dumps({"rank": RANK, "scenario": name, **said}) + "\n")
+        sys.stdout.flush()
     # gloo waits for its peers when it is taken down, and some of them may be gone.
     os._exit(0)
 

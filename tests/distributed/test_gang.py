@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import subprocess
@@ -15,15 +16,34 @@ SCRIPT = Path(__file__).with_name("ranks.py")
 TIMEOUT_S = 120
 
 
+# What may run one after another in the same processes, because nothing of it breaks a group.
+PLAIN = ("together", "compared", "invariant", "trees", "alone")
+ALIKE = ("training", "together")
+
+
 def run(
-    name: str, ranks: int = 2, environment: dict[int, dict[str, str]] | None = None
+    name: str,
+    ranks: int = 2,
+    environment: dict[int, dict[str, str]] | None = None,
+    among: tuple[str, ...] = (),
 ) -> list[dict[str, Any]]:
-    """What each rank of one scenario printed; `environment` holds what only one rank has in its own."""
+    """What each rank of a scenario printed; `environment` holds what only one rank has in its own.
+
+    The scenarios `among` which it is run in one start of the ranks, for all tests that ask for one of them.
+    """
     own = json.dumps({str(rank): values for rank, values in (environment or {}).items()})
+    found = [each for each in started(among or (name,), ranks, own) if each["scenario"] == name]
+    assert len(found) in (1, ranks), found
+    return sorted(found, key=lambda each: int(each["rank"]))
+
+
+@functools.cache
+def started(names: tuple[str, ...], ranks: int, own: str) -> list[dict[str, Any]]:
+    """What the ranks of one torchrun printed, scenario after scenario."""
     command = [
         sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(ranks), "--master-port", "0",
         "--rdzv-backend", "c10d", "--rdzv-endpoint", "127.0.0.1:0", "--no-python", sys.executable, "-c",
-        LAUNCH, str(SCRIPT), name, own,
+        LAUNCH, str(SCRIPT), ",".join(names), own,
     ]  # fmt: skip
     done = subprocess.run(
         command,
@@ -35,7 +55,7 @@ def run(
     )
     said = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
     assert said, done.stderr[-3000:]
-    return sorted(said, key=lambda each: int(each["rank"]))
+    return said
 
 
 # What a rank alone has in its environment is set before anything of the library is imported.
@@ -50,7 +70,7 @@ runpy.run_path(sys.argv[0], run_name="__main__")
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_sums_are_those_of_one_process(ranks: int) -> None:
     """Rank 0 batches; every rank runs the same batches, under one plan."""
-    said = run("together", ranks)
+    said = run("together", ranks, among=PLAIN if ranks == 2 else ())
     assert len(said) == ranks
     assert said[0]["worst"] < 1e-4
     assert len({each["plan"] for each in said}) == 1
@@ -60,7 +80,7 @@ def test_sums_are_those_of_one_process(ranks: int) -> None:
 
 def test_without_manifests_another_order_gives_wrong_sums_and_no_error() -> None:
     """The control: this is what the manifest is for."""
-    said = run("alone")
+    said = run("alone", among=PLAIN)
     assert [each.get("error") for each in said] == [None, None]
     assert max(each["worst"] for each in said) > 0.1
 
@@ -80,7 +100,7 @@ def test_a_rank_that_batches_otherwise_raises_before_the_collective(name: str) -
 
 def test_ranks_that_batch_alike_compare_equal() -> None:
     """The comparison refuses nothing that is right."""
-    said = run("compared")
+    said = run("compared", among=PLAIN)
     assert [each.get("error") for each in said] == [None, None], said
     assert max(each["worst"] for each in said) < 1e-4
 
@@ -88,11 +108,11 @@ def test_ranks_that_batch_alike_compare_equal() -> None:
 def test_ranks_with_another_policy_differ() -> None:
     """One rank's environment denies a kernel: training refuses on both, inference takes what is common."""
     only = {1: {"LAYERZERO_DENY": "torch.linear.native"}}
-    refused = run("training", environment=only)
+    refused = run("training", environment=only, among=ALIKE)
     assert [each["error"] for each in refused] == ["ConsistencyError"] * 2
     assert refused[0]["message"] == refused[1]["message"]
     assert "policy" in refused[0]["message"]
-    served = run("together", environment=only)
+    served = run("together", environment=only, among=ALIKE)
     assert served[0]["worst"] < 1e-4
     assert served[0]["plan"] == served[1]["plan"]
 
@@ -100,11 +120,11 @@ def test_ranks_with_another_policy_differ() -> None:
 def test_ranks_with_another_version_differ() -> None:
     """One rank has another release: training refuses on both by name, inference serves what is common."""
     only = {1: {"PLANTED_VERSION": "0.0.1"}}
-    refused = run("training", environment=only)
+    refused = run("training", environment=only, among=ALIKE)
     assert [each["error"] for each in refused] == ["ConsistencyError"] * 2, refused
     assert refused[0]["message"] == refused[1]["message"]
     assert "rank 1 needs what rank 0 has, got other layerzero 0.0.1 for" in refused[0]["message"]
-    served = run("together", environment=only)
+    served = run("together", environment=only, among=ALIKE)
     assert served[0]["worst"] < 1e-4 and served[0]["plan"] == served[1]["plan"]
 
 
@@ -118,7 +138,7 @@ def test_ranks_of_other_hardware_choose_in_groups() -> None:
 
 def test_invariance_that_no_kernel_has_yields_on_every_rank_alike() -> None:
     """Asked for and not to be had: both ranks take the same kernels, say so, and the sums are right."""
-    said = run("invariant")
+    said = run("invariant", among=PLAIN)
     assert [each.get("error") for each in said] == [None, None], said
     assert said[0]["kernels"] == said[1]["kernels"] != [""] and said[0]["worst"] < 1e-4
 
@@ -143,7 +163,7 @@ def test_the_poorest_ranks_memory_decides_for_all(ranks: int) -> None:
 
 def test_ranks_walk_a_drafted_tree_alike() -> None:
     """Forty sampled trees over two ranks' heads: one outcome on both, one process's; some drafts stay."""
-    said = run("trees")
+    said = run("trees", among=PLAIN)
     assert [each.get("error") for each in said] == [None, None], said
     assert said[0]["trees"] == said[1]["trees"] == said[0]["alone"] and len(said[0]["trees"]) == 40
     assert {0, 1, 2} <= {accepted for _, _, accepted in said[0]["trees"]}
