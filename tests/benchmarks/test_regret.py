@@ -59,6 +59,29 @@ def test_figures_are_geometric_means_and_worst_cases() -> None:
     assert list(record["errors"]) == ["e"]
 
 
+def test_products_are_told_in_flops_and_overheads_by_launch() -> None:
+    """A linear of 2e12 operations in 4 ms is 500 TFLOP/s; eager and replayed overheads stand apart."""
+
+    def row(launch: str, over: float, **more: Any) -> dict[str, Any]:
+        return {
+            "group": "linear", "tuned": False, "launch": launch, "choice": 1.0, "lz_us": 100.0,
+            "overhead_us": over, "end_to_end": 1.25, **more,
+        }  # fmt: skip
+
+    prefill = "attention q=1x32x8192x128:bfloat16 k=1x8x8192x128:bfloat16"
+    record: dict[str, Any] = {
+        "shapes": {
+            "a": row("eager", 5.0, lz_us=4000.0, flops=2e12), "b": row("eager", 7.0, flops=1e6),
+            "c": row("graph", 0.5), prefill: row("graph", 0.5, group="attention prefill"),
+        }
+    }  # fmt: skip
+    summarise(record)
+    assert record["products"] == [{"shape": "a", "tflops": 500.0}]
+    assert record["overhead_us"]["median"] == 7.0, "of calls below 200 us"
+    assert record["overhead_graph_us"] == {**record["overhead_graph_us"], "median": 0.5, "n": 2}
+    assert record["prefill_8k"]["graph"] == {"lz_us": 100.0, "best_us": 80.0, "of_best": 0.8}
+
+
 @pytest.mark.parametrize("platform", ["cpu", "cuda"])
 def test_enough_attention_shapes_most_of_them_held_out(platform: str) -> None:
     """At least 60 attention shapes; more held out than tuned; every kind stands in the first rounds."""
