@@ -39,6 +39,7 @@ from layerzero.scheduler.steps import Steps
 REQUESTS = [f"cmpl-{number:08d}" for number in range(64)]
 WARM = 20
 BURST = 16
+TORCH: Any = dist  # its stores are public, and declared nowhere
 WORK = 400  # additions: about twenty microseconds of one core
 
 Nanoseconds = dict[str, list[float]]
@@ -171,13 +172,13 @@ def rank_main(rank: int, ranks: int, port: int, plans: int, steps: int, out: Any
     """One rank: join, agree `plans` times, take steps; ranks 0 and 1 report nanoseconds."""
     torch.set_num_threads(1)
     wait = timedelta(seconds=60)
-    store = dist.TCPStore("127.0.0.1", port, None, False, wait)
-    dist.init_process_group("gloo", store=dist.PrefixStore("pg", store.clone()), rank=rank, world_size=ranks)
+    store = TORCH.TCPStore("127.0.0.1", port, None, False, wait)
+    dist.init_process_group("gloo", store=TORCH.PrefixStore("pg", store.clone()), rank=rank, world_size=ranks)
     with lz.start(lz.Settings(inference=True, perfdb=None)) as runtime:
         agreeing = TorchStore(store.clone(), "gang")
         gang = Gang(runtime.device("cpu"), agreeing, rank=rank, ranks=ranks, timeout_s=60.0)
         agreed, walk, counted = gang.join(), Steps(gang), store.clone()
-        gate = Gate(dist.PrefixStore("gates", store.clone()), rank, ranks)
+        gate = Gate(TORCH.PrefixStore("gates", store.clone()), rank, ranks)
         plan_ns = agreements(gang, agreed, plans, gate)
         gate()
         keys, gates = counted.num_keys(), gate._number
@@ -196,7 +197,7 @@ def rank_main(rank: int, ranks: int, port: int, plans: int, steps: int, out: Any
 
 def measure(ranks: int, plans: int, steps: int) -> dict[str, Any]:
     """The distributions for a gang of `ranks` processes, microseconds."""
-    server = dist.TCPStore("127.0.0.1", 0, None, True, timedelta(seconds=60), wait_for_workers=False)
+    server = TORCH.TCPStore("127.0.0.1", 0, None, True, timedelta(seconds=60), wait_for_workers=False)
     context = multiprocessing.get_context("spawn")
     out = context.Queue()
     processes = [
