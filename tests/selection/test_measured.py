@@ -110,9 +110,10 @@ def test_a_causal_call_is_priced_by_others_only_alone() -> None:
 
     us, source = price(cost(us=900.0))
     assert source == MEASURED + " nearby" and 300.0 < us < 1200.0
-    alone, _ = price(cost("causal", us=100.0, sq=512))
-    both, _ = price(cost("causal", us=100.0, sq=512), cost(us=900.0))
-    assert both < 2 * alone < 300.0
+    far = [cost("causal", us=100.0, sq=1024), cost("causal", us=110.0, sq=64)]
+    alone, _ = price(*far)
+    both, _ = price(*far, cost(us=90_000.0, sq=256))
+    assert both < 2 * alone
 
 
 def test_the_other_half_precision_stands_in() -> None:
