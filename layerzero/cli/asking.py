@@ -16,10 +16,10 @@ from layerzero.dispatch import nothing_to_do
 from layerzero.errors import NoKernelFoundError, PolicyValidationError
 from layerzero.hardware import Hardware, imagined_gpu
 from layerzero.ops.op import Args, Op
-from layerzero.ops.request import Request
 from layerzero.reasons import Category, Rejected
 from layerzero.runtime import Runtime
 from layerzero.selection.record import Candidate, Selection
+from layerzero.selection.render import folded, headline, ranked
 
 # The sides of a call that its caller decides.
 CALLERS = frozenset({Category.DTYPE, Category.SHAPE, Category.MEMORY_LAYOUT, Category.FEATURE, Category.MODE})
@@ -68,14 +68,17 @@ def explain(ctx: click.Context, /, op: str, json_: bool, **asked: Any) -> None:
     if json_:
         show.as_json(selection.as_plain())
         return
-    show.line(_headline(selection.request))
+    show.line(headline(selection.request))
     show.line(f"-> {selection.kernel or 'no kernel'}: {selection.why}")
     if selection.transforms:
         show.line(f"transforms: {', '.join(map(str, selection.transforms))}")
     if selection.when_warm:
         show.line(f"chosen when warm: {selection.when_warm}")
-    rows = [_row(c, selection.kernel) for c in ranked(selection.trace, selection.kernel)]
+    shown, elsewhere = folded(selection)
+    rows = [_row(candidate, selection.kernel) for candidate in shown]
     show.table(f"{len(rows)} kernels", ("kernel", "expected us", "verdict"), rows, mark=selection.kernel)
+    if elsewhere:
+        show.line(elsewhere)
 
 
 @click.command()
@@ -202,27 +205,6 @@ def remedy(rejected: Rejected) -> str | None:
     if rejected.reason.category in CALLERS and rejected.needs:
         return f"{rejected.field} {rejected.needs}"
     return None
-
-
-def ranked(trace: Sequence[Candidate], chosen: str) -> list[Candidate]:
-    """The chosen kernel, then those that accept by cost, then those that refuse by number of reasons."""
-
-    def order(candidate: Candidate) -> tuple[int, float, str]:
-        if candidate.kernel == chosen:
-            return (0, 0.0, candidate.kernel)
-        if candidate.takes and candidate.accepted is not None:
-            return (1, candidate.accepted.total_us, candidate.kernel)
-        return (2, float(len(candidate.rejected)), candidate.kernel)
-
-    return sorted(trace, key=order)
-
-
-def _headline(request: Request) -> str:
-    sizes = " ".join(f"{name}={size}" for name, size in request.dims.items())
-    asks = " ".join(sorted(request.features | request.modes))
-    return f"{request.op} on {request.device}, {request.dtype}, {sizes}" + (
-        f", asking {asks}" if asks else ""
-    )
 
 
 def _row(candidate: Candidate, chosen: str) -> tuple[str, str, str]:

@@ -1,40 +1,73 @@
-"""A selection as text for people: the choice in a sentence, then one line a kernel with its reasons."""
+"""A selection as text for people: the choice in a sentence, then one line a kernel with its reasons.
+
+Where a kernel was found, those made for another kind of device share one line; the trace has their reasons.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+from layerzero.ops.request import Request
+from layerzero.reasons import Reason
 from layerzero.selection.memory import in_words
 from layerzero.selection.record import Candidate, Selection
 
 
 def render(selection: Selection) -> str:
     """The explanation of one choice; lines are sorted from the chosen kernel to the least able."""
-    request = selection.request
-    sizes = " ".join(f"{name}={size}" for name, size in request.dims.items())
-    asks = " ".join(sorted(request.features | request.modes))
-    lines = [
-        f"{selection.op} on {request.device}, {request.dtype}, {sizes}"
-        + (f", asking {asks}" if asks else ""),
-        f"-> {selection.kernel or 'no kernel'}: {selection.why}",
-    ]
+    lines = [headline(selection.request), f"-> {selection.kernel or 'no kernel'}: {selection.why}"]
     if selection.transforms:
         lines.append(f"   transforms: {', '.join(str(t) for t in selection.transforms)}")
     if selection.when_warm:
         lines.append(f"   chosen when warm: {selection.when_warm}")
     if selection.policy:
         lines.append(f"   policy {selection.policy}, generation {selection.generation}")
-    width = max((len(c.kernel) for c in selection.trace), default=0)
-    for candidate in sorted(selection.trace, key=lambda c: _order(c, selection.kernel)):
+    shown, elsewhere = folded(selection)
+    width = max((len(c.kernel) for c in shown), default=0)
+    for candidate in shown:
         mark = "*" if candidate.kernel == selection.kernel else " "
         lines.append(f" {mark} {candidate.kernel:<{width}}  {_verdict(candidate)}")
+    if elsewhere:
+        lines.append(f"   {elsewhere}")
     return "\n".join(lines)
 
 
-def _order(candidate: Candidate, chosen: str) -> tuple[int, float, str]:
-    if candidate.kernel == chosen:
-        return (0, 0.0, candidate.kernel)
-    if candidate.accepted is not None and not candidate.rejected:
-        return (1, candidate.accepted.total_us, candidate.kernel)
-    return (2, float(len(candidate.rejected)), candidate.kernel)
+def headline(request: Request) -> str:
+    """The request in a line: op, device, dtype, sizes by axis, and what it asks for."""
+    sizes = " ".join(f"{name}={size}" for name, size in request.dims.items())
+    asks = " ".join(sorted(request.features | request.modes))
+    return f"{request.op} on {request.device}, {request.dtype}, {sizes}" + (
+        f", asking {asks}" if asks else ""
+    )
+
+
+def folded(selection: Selection) -> tuple[list[Candidate], str]:
+    """The candidates to show, ranked, and one line that names those for other kinds of device, if any.
+
+    Where nobody takes the call, every kernel is shown with its reasons.
+    """
+    every = ranked(selection.trace, selection.kernel)
+    others = [c for c in every if selection.kernel and _elsewhere(c)]
+    names = ", ".join(sorted(c.kernel for c in others))
+    shown = [c for c in every if c not in others]
+    return shown, f"for other kinds of device: {names}" if others else ""
+
+
+def ranked(trace: Sequence[Candidate], chosen: str) -> list[Candidate]:
+    """The chosen kernel, then those that accept by cost, then those that refuse by number of reasons."""
+
+    def order(candidate: Candidate) -> tuple[int, float, str]:
+        if candidate.kernel == chosen:
+            return (0, 0.0, candidate.kernel)
+        if candidate.takes and candidate.accepted is not None:
+            return (1, candidate.accepted.total_us, candidate.kernel)
+        return (2, float(len(candidate.rejected)), candidate.kernel)
+
+    return sorted(trace, key=order)
+
+
+def _elsewhere(candidate: Candidate) -> bool:
+    return any(rejected.reason is Reason.PLATFORM_MISMATCH for rejected in candidate.rejected)
 
 
 def _verdict(candidate: Candidate) -> str:
