@@ -95,12 +95,14 @@ BITS: list[tuple[Kernel, Callable[..., Args], tuple[int, int, int]]] = [
 
 @pytest.mark.parametrize("activation", products.ACTIVATIONS)
 def test_an_activation_is_right_over_its_whole_range(activation: str) -> None:
-    function = {
+    """Between its flat ends, at them, and where there is no number."""
+    functions: dict[str, Callable[..., Tensor]] = {
         "gelu": torch.nn.functional.gelu,
         "gelu_tanh": partial(torch.nn.functional.gelu, approximate="tanh"),
         "relu": torch.relu,
         "silu": torch.nn.functional.silu,
-    }[activation]
+    }
+    function = functions[activation]
     x = torch.cat([torch.linspace(-12, 12, 32000), torch.tensor([-200.0, -88.0, 88.0, 200.0])]).view(-1, 1)
     one = torch.ones(1, 1)
     out = MLP.load()(x, one, one, None, None, activation)
