@@ -28,7 +28,7 @@ from torch.nn import functional
 
 import layerzero as lz
 from benchmarks.harness import environment, show, write
-from benchmarks.regret_build import CACHES, build
+from benchmarks.regret_build import CACHES, build, in_order
 from benchmarks.regret_shapes import shapes
 from layerzero.actors.local import LocalDevice
 from layerzero.api.tuning import table_of, tune_blocking
@@ -130,6 +130,8 @@ def _tune(record: dict[str, Any], device: LocalDevice, options: argparse.Namespa
     calls = [
         c for c in standard(None, device.device.type, options.quick) if c.site(device.hardware) not in known
     ]
+    if "built" in record:
+        calls = in_order(device, calls, record["built"]["units"])
     budget = min(options.tune_budget_s, deadline - time.monotonic())
     report = tune_blocking(calls, budget_s=budget, quick=options.quick, repeat=options.repeat)
     record["tuning"] = {
@@ -164,6 +166,10 @@ def measure_shapes(
     effort = QUICK if options.quick else Effort(samples=21, budget_s=0.2)
     launches: tuple[Launch, ...] = ("eager", "graph") if device.device.type == "cuda" else ("eager",)
     wanted = shapes(device.device.type, options.quick)
+    if "built" in record:  # what would have to compile comes last
+        ordered = in_order(device, [call for _, call, _ in wanted], record["built"]["units"])
+        places = {str(call): place for place, call in enumerate(ordered)}
+        wanted.sort(key=lambda each: places[str(each[1])])
     for group, call, tuned in wanted:
         if options.group and not any(group.startswith(name) for name in options.group):
             continue

@@ -9,17 +9,22 @@ from __future__ import annotations
 
 import argparse
 import os
+import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Sequence
+from pathlib import Path
+from typing import Any
 
 import torch
 
 import layerzero as lz
 from benchmarks.regret_shapes import shapes
 from layerzero.actors.local import LocalDevice
+from layerzero.kernel import Kernel
 from layerzero.ops import table as ops_table
 from layerzero.tuning.calls import Call
 from layerzero.tuning.shapes import standard
@@ -31,25 +36,47 @@ _LARGEST = 1 << 30
 Job = tuple[str, Call]  # a kernel, and a call to run on it
 
 
-def build(device: str, workers: int, limit_s: float, quick: bool) -> dict[str, object]:
-    """Compile in `workers` processes for at most `limit_s` seconds; how many jobs were done, failed, left."""
+def build(device: str, workers: int, limit_s: float, quick: bool) -> dict[str, Any]:
+    """Compile in `workers` processes for at most `limit_s` seconds; `units` names what was done."""
     started = time.monotonic()
+    folder = Path(tempfile.mkdtemp(prefix="regret-build-"))
     command = [sys.executable, "-m", "benchmarks.regret_build", "--device", device, "--of", str(workers)]
-    command += ["--limit-s", str(limit_s), *(["--quick"] if quick else [])]
+    command += ["--done", str(folder), "--limit-s", str(limit_s), *(["--quick"] if quick else [])]
     running = [
         subprocess.Popen(
-            [*command, "--part", str(part)], env={**os.environ, **CACHES, "OMP_NUM_THREADS": "1"}
+            [*command, "--part", str(part)],
+            env={**os.environ, **CACHES, "OMP_NUM_THREADS": "1"},
+            start_new_session=True,
         )
         for part in range(workers)
     ]
     ended = 0
     for process in running:
         try:
-            process.wait(max(0.1, started + limit_s + 15 - time.monotonic()))
+            process.wait(max(0.1, started + limit_s - time.monotonic()))
             ended += process.returncode == 0
         except subprocess.TimeoutExpired:
-            process.kill()
-    return {"workers": workers, "ended": ended, "seconds": round(time.monotonic() - started, 1)}
+            os.killpg(process.pid, signal.SIGKILL)  # its compilers, too: they would run beside what is timed
+    units = sorted(line for path in folder.iterdir() for line in path.read_text().splitlines())
+    seconds = round(time.monotonic() - started, 1)
+    return {"workers": workers, "ended": ended, "seconds": seconds, "units": units}
+
+
+def in_order(device: LocalDevice, calls: Sequence[Call], built: Collection[str]) -> list[Call]:
+    """The calls, those last for which some kernel would have to compile what is not among `built`."""
+    return sorted(calls, key=lambda call: any(unit not in built for unit in _units(device, call)))
+
+
+def _units(device: LocalDevice, call: Call) -> list[str]:
+    request = call.request(device.hardware)
+    takes = {c.kernel for c in device.table(ops_table.get(call.op)).fresh(request).trace if c.takes}
+    kernels = [k for k in device.registry.for_op(call.op) if k.id in takes and k.unit is not None]
+    return [f"{template(k)} {k.unit(request)}" for k in kernels if k.unit is not None]
+
+
+def template(kernel: Kernel) -> str:
+    """What kernels that compile the same sources have in common."""
+    return f"{kernel.backend} {kernel.id.rpartition('.')[2]}"
 
 
 def jobs(device: LocalDevice, calls: Iterable[Call]) -> dict[tuple[str, str], list[Job]]:
@@ -66,8 +93,7 @@ def jobs(device: LocalDevice, calls: Iterable[Call]) -> dict[tuple[str, str], li
             if not candidate.takes or kernel is None or kernel.unit is None:
                 continue
             form = (kernel.id, request.features, request.dims.get("Sq") == 1, request.dims.get("P"))
-            template = f"{kernel.backend} {kernel.id.rpartition('.')[2]}"
-            group = found[(template, kernel.unit(request))].setdefault(form, [])
+            group = found[(template(kernel), kernel.unit(request))].setdefault(form, [])
             group[1:] = [(kernel.id, call)]
     return {unit: [job for group in forms.values() for job in group] for unit, forms in found.items()}
 
@@ -95,6 +121,7 @@ def main() -> None:
     parser.add_argument("--of", type=int, default=1)
     parser.add_argument("--limit-s", type=float, default=150.0)
     parser.add_argument("--quick", action="store_true")
+    parser.add_argument("--done", type=Path, required=True, help="folder to note compiled units in")
     options = parser.parse_args()
     deadline = time.monotonic() + options.limit_s
     torch.set_num_threads(1)
@@ -107,14 +134,17 @@ def main() -> None:
         units = sorted(
             found.items(), key=lambda item: (not item[0][0].endswith("fa3"), -len(item[1]), item[0])
         )
-        for (template, unit), todo in units[options.part :: options.of]:
+        for (name, unit), todo in units[options.part :: options.of]:
             began, wrong = time.monotonic(), []
             for job in todo:
                 if time.monotonic() > deadline:
                     wrong.append("no time left")
                     break
                 wrong += [why for why in [_run(device, job)] if why]
-            print(f"built {template} {unit}: {time.monotonic() - began:.1f} s {wrong[:2] or ''}", flush=True)
+            print(f"built {name} {unit}: {time.monotonic() - began:.1f} s {wrong[:2] or ''}", flush=True)
+            if "no time left" not in wrong:
+                with (options.done / str(options.part)).open("a") as note:
+                    note.write(f"{name} {unit}\n")
 
 
 if __name__ == "__main__":

@@ -11,6 +11,7 @@ import pytest
 
 import layerzero as lz
 from benchmarks.regret import measure_shapes, opened, summarise
+from benchmarks.regret_build import in_order, jobs
 from benchmarks.regret_shapes import shapes
 
 
@@ -35,6 +36,22 @@ def test_it_goes_on_where_it_ended(tmp_path: Path) -> None:
     for row in again["shapes"].values():
         assert row["choice"] >= 1.0 and row["chosen"] in row["kernels_us"] and row["lz_us"] > 0
         assert row["kernels_us"][row["best"]] == min(row["kernels_us"].values())
+
+
+def test_what_would_have_to_compile_is_measured_last() -> None:
+    """A call whose kernels' units were all built goes before one that would wait for a compiler."""
+    settings = lz.Settings(device="cpu", warm="eager", perfdb=None, shipped_tables=False)
+    with lz.start(settings, scoped=True) as runtime:
+        device = runtime.device()
+        calls = [call for _, call, _ in shapes("cpu") if call.op in ("attention", "rope")]
+        todo = jobs(device, calls)
+        assert todo, "torch's flex attention compiles by shape"
+        waiting = {str(call) for work in todo.values() for _, call in work}
+        ordered = [str(call) for call in in_order(device, calls, ())]
+        everything = [str(call) for call in in_order(device, calls, {" ".join(unit) for unit in todo})]
+    first = min(ordered.index(name) for name in waiting)
+    assert sorted(ordered) == sorted(map(str, calls)) and set(ordered[first:]) == waiting
+    assert everything == [str(call) for call in calls]
 
 
 def test_figures_are_geometric_means_and_worst_cases() -> None:
