@@ -157,7 +157,7 @@ def _alike(values: list[N], device: torch.device) -> N | Tensor:
     return sent(torch.tensor(values, dtype=torch.float64), device)
 
 
-def _drawn(logits: Tensor, draws: Sequence[Draw]) -> list[Tensor]:
+def drawn(logits: Tensor, draws: Sequence[Draw]) -> list[Tensor]:
     """A token (1,) for each row of `logits`, drawn as each caller wants it."""
     temperature = _alike([draw.temperature for draw in draws], logits.device)
     if not isinstance(temperature, Tensor) and temperature == 0:  # the likeliest: nothing is drawn
@@ -290,10 +290,10 @@ class Llama:
             left: Tensor = await self._joined_leave(normed, chunk, draw)
             return left
         logits = await self.step(ids, chunk)
-        drawn: Tensor = await lz.sample(
+        sampled: Tensor = await lz.sample(
             logits, temperature=draw.temperature, top_p=draw.top_p, seed=draw.seed, offset=draw.offset
         )
-        return drawn
+        return sampled
 
     async def forward(
         self,
@@ -327,7 +327,7 @@ class Llama:
 
     def nexts(self, ids: Tensor, chunks: list[Chunk], draws: list[Draw]) -> list[Tensor]:
         """`next` for all callers at once: one (1,) for each."""
-        return _drawn(finished(self.forward(BLOCKING, self._blocking, ids, places(chunks))), draws)
+        return drawn(finished(self.forward(BLOCKING, self._blocking, ids, places(chunks))), draws)
 
     def enter(self, ids: Tensor) -> tuple[Tensor, Tensor]:
         """What the first layer takes of the tokens `ids` (T,): (normed, x), each (T, C)."""
@@ -336,7 +336,7 @@ class Llama:
 
     def leave(self, normed: Tensor, chunks: list[Chunk], draws: list[Draw]) -> list[Tensor]:
         """The tokens (1,) that follow each caller's last row of what the last layer gave, `normed` (T, C)."""
-        return _drawn(lz.sync.linear(normed[places(chunks).last], self.head), draws)
+        return drawn(lz.sync.linear(normed[places(chunks).last], self.head), draws)
 
 
 def load(

@@ -1,5 +1,7 @@
 """The model's step as a captured graph: what `lz.compile` makes of it, awaited through `lz.batched`.
 
+Tokens are drawn from the graph's logits by an ordinary call: a draw may look at its rows, which no capture
+allows.
 A step's rows are tokens of sequences that decode, one each. Block tables have one width, so that one graph
 serves every length up to it; rows of padding write places of their own that no sequence has.
 """
@@ -7,8 +9,8 @@ serves every length up to it; rows of padding write places of their own that no 
 from __future__ import annotations
 
 import torch
-from llama import BLOCKING, Draw, Llama, finished
-from paging import Chunk, Places, places, sent
+from llama import BLOCKING, Draw, Llama, drawn, finished
+from paging import Chunk, Places, places
 from torch import Tensor
 
 import layerzero as lz
@@ -28,7 +30,6 @@ class Captured:
         self._slots = (pages.long() * size + torch.arange(rows) % size).to(device)
         self._tables = pages[:, None].repeat(1, self.width).to(device)
         self._ones = torch.ones(rows, dtype=torch.int32, device=device)
-        self._seeds = torch.zeros(rows, 2, dtype=torch.int64, device=device)
         # One bucket for the crowd, one for who is alone: each capture costs seconds.
         self._graph = lz.compile(self._step, buckets=sorted({1, rows}))
         self._joined = lz.batched(self.nexts)
@@ -42,23 +43,18 @@ class Captured:
         """`next` for all callers at once."""
         at = places(chunks)
         tables = torch.nn.functional.pad(at.tables, (0, self.width - at.tables.shape[1]))
-        seeds = sent(torch.tensor([(draw.seed, draw.offset) for draw in draws]), ids.device)
         count = len(chunks)
-        rows = ids, at.positions, at.slots, tables, at.lengths, seeds
+        rows = ids, at.positions, at.slots, tables, at.lengths
         if 1 < count < self.rows:
-            spare = self._zeros, self._zeros, self._slots, self._tables, self._ones, self._seeds
+            spare = self._zeros, self._zeros, self._slots, self._tables, self._ones
             rows = tuple(torch.cat((own, pad[count:])) for own, pad in zip(rows, spare, strict=True))
-        tokens: Tensor = self._graph(*rows)
-        return list(tokens[:count].split(1))
+        logits: Tensor = self._graph(*rows)
+        return drawn(logits[:count], draws)
 
     def close(self) -> None:
         """Give the page of the padding back."""
         self.pages.allocator.give_back(self._spare.pages)
 
-    def _step(
-        self, ids: Tensor, positions: Tensor, slots: Tensor, tables: Tensor, lengths: Tensor, seeds: Tensor
-    ) -> Tensor:
+    def _step(self, ids: Tensor, positions: Tensor, slots: Tensor, tables: Tensor, lengths: Tensor) -> Tensor:
         at = Places(positions, slots, tables, lengths, None, slice(None))
-        logits = finished(self.model.forward(BLOCKING, self.model._blocking, ids, at))
-        token: Tensor = lz.sync.sample(logits, temperature=0.0, seed=seeds[:, 0], offset=seeds[:, 1])
-        return token
+        return finished(self.model.forward(BLOCKING, self.model._blocking, ids, at))
