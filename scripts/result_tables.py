@@ -211,6 +211,38 @@ def regret(record: dict[str, Any]) -> Table:
     return {"columns": [*columns, *(f"speed-up {policy}" for policy in policies)], "rows": rows}
 
 
+def ganged(record: dict[str, Any]) -> Table:
+    """Return tokens per second of a gang beside one device and beside plain torch.distributed."""
+    ways = ("gang", "by hand over torch.distributed", "one device", "by hand on one device")
+    rows = [
+        [
+            row["requests"],
+            row["context"],
+            *(row["tokens_per_s"][way] for way in ways),
+            row["gang_over_by_hand"],
+        ]
+        for row in record["parts"]["generate"]["rows"]
+        if row["what"] == "generation"
+    ]
+    return {"columns": ["requests", "context", *ways, "gang over by hand"], "rows": rows}
+
+
+def guessed(record: dict[str, Any]) -> Table:
+    """Return the speed of speculation over plain decoding, with both models on one GPU and apart."""
+    ways = ("speculated", "draft on another GPU", "speculated over the gang")
+    rows = [
+        [
+            row["acceptance"]["speculated"],
+            row["tokens_per_s"]["plain"],
+            *(row["over_plain"][way] for way in ways),
+        ]
+        for row in record["parts"]["speculate"]["rows"]
+        if row["what"] == "speculation" and "acceptance" in row
+    ]
+    columns = ["drafts that stay", "plain tokens/s", "one GPU", "draft on another GPU", "target over a gang"]
+    return {"columns": columns, "rows": rows}
+
+
 FILES: dict[str, dict[str, Callable[[dict[str, Any]], Table]]] = {
     "hot_path.json": {"calls": calls, "peers": peers, "place": place},
     "lane.json": {"generation": generation, "servers": servers, "place": section_place},
@@ -218,6 +250,7 @@ FILES: dict[str, dict[str, Callable[[dict[str, Any]], Table]]] = {
     "regret_cpu_avx512.json": {"regret": regret, "place": place},
     "regret_h200.json": {"regret": regret, "place": place},
     "lane_h200.json": {"sides": on_gpu, "targets": targets_on_gpu, "place": place},
+    "gang_h200.json": {"ganged": ganged, "guessed": guessed, "place": place},
     "embedding_demo.json": {"service": service, "targets": targets, "kernels": kernels, "place": place},
 }
 
