@@ -255,7 +255,8 @@ class Kernel:
 
     `load()` imports what is needed and returns the callable that takes the op's full argument tuple; it may
     raise ImportError. `cold` says that loading is slow (vendor import, compilation), so that a call never
-    waits for it. `distributions` are the installed distributions it needs, as requirement strings.
+    waits for it. `distributions` are the installed distributions it needs, as requirement strings; where
+    the first of a pair in `beside` is installed, it needs the second, too.
     `rank` orders kernels inside the tie band: lower wins. `default` marks the library default of the op.
     `workspace_bytes(request)` is what it allocates beyond its outputs.
     `descriptor` marks data alone: nothing here can run it, on any machine.
@@ -273,6 +274,7 @@ class Kernel:
     cold: bool = False
     default: bool = False
     distributions: tuple[str, ...] = ()
+    beside: tuple[tuple[str, str], ...] = ()
     workspace_bytes: Callable[[Request], int] | None = field(default=None)
     unit: Callable[[Request], str] | None = field(default=None)
     build: Callable[[Request], None] | None = field(default=None)

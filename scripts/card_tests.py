@@ -77,11 +77,21 @@ def groups() -> tuple[Group, ...]:
         "reference.",
         "torch.",
     ):
-        found.append(Group(select.strip("."), OF_A_KERNEL, select))
+        without = "flash_attn" if select == "xformers." else ""  # it does not import beside FlashAttention-4
+        found.append(Group(select.strip("."), OF_A_KERNEL, select, without=without))
     found.append(Group("flashinfer_rows", OF_A_KERNEL, "flashinfer. and not fa2 and not fa3"))
     found.append(Group("by_hand", OF_A_KERNEL[1:], "not flashinfer. and not flash_attn_ and not xformers."))
     found.append(Group("cuda_compiling", (f"tests/cuda/{COMPILING}.py",)))
-    found.append(Group("own", ("tests/backends/test_liger.py", "tests/backends/test_triton_kernels.py")))
+    found.append(
+        Group(
+            "own",
+            (
+                "tests/backends/test_liger.py",
+                "tests/backends/test_planning.py",
+                "tests/backends/test_triton_kernels.py",
+            ),
+        )
+    )
     return tuple(found)
 
 

@@ -157,7 +157,12 @@ def _load_plugin(name: str) -> list[Kernel]:
 def availability(kernel: Kernel) -> list[Rejected]:
     """Why `kernel`'s libraries cannot serve here, from installed metadata alone; empty where they can."""
     verdicts = (_check_distribution(requirement) for requirement in kernel.distributions)
-    return [verdict for verdict in verdicts if verdict is not None]
+    found = [verdict for verdict in verdicts if verdict is not None]
+    for first, second in kernel.beside:
+        if _installed(first) and not _installed(second):
+            fix = f"pip install '{second}', or pip uninstall '{first}'"
+            found.append(Rejected(Reason.BACKEND_MISSING, second, f"beside {first}", "not installed", fix))
+    return found
 
 
 # `name`, `name>=1.2`, `name>=1.2,<2`: what nearly every kernel asks for, compared by numbers alone.

@@ -152,6 +152,7 @@ def _kernel(
         rank=70,
         cold=True,
         distributions=("xformers>=0.0.35",),
+        beside=(("flash-attn-4", "flash-attn"),),
         workspace_bytes=workspace_bytes,
     )
 

@@ -7,6 +7,7 @@ device's time; replayed as a graph, the device's alone. On the CPU a sample is w
 
 from __future__ import annotations
 
+import functools
 import random
 import statistics
 import time
@@ -17,6 +18,7 @@ import msgspec
 import torch
 from torch import Tensor
 
+from layerzero.backends.flashinfer.planning import passing_captures
 from layerzero.ops.op import Args
 from layerzero.perfdb.record import FEW_SAMPLES, LONG_US, MIN_SAMPLES, Cache, Launch
 
@@ -219,16 +221,22 @@ def _events(arm: _Arm) -> float:
     return float(begin.elapsed_time(end)) * 1e3 / arm.calls
 
 
+@functools.cache
+def _side(device: int) -> torch.cuda.Stream:
+    """One stream for all captures of a device: libraries keep a workspace for each stream."""
+    return torch.cuda.Stream(device)
+
+
 def _capture(arm: _Arm) -> None:
-    """Record a row of calls on a side stream after warming up there, as torch asks for."""
-    side = torch.cuda.Stream()
+    """Record a row of calls on a side stream after warming up there: libraries keep plans by stream."""
+    side = _side(torch.cuda.current_device())
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
         arm.step()
     torch.cuda.current_stream().wait_stream(side)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+    with passing_captures(), torch.cuda.graph(graph, stream=side):
         arm.step()
     arm.graph = graph
     graph.replay()

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import importlib.util
 from typing import Any
 
 import pytest
 import torch
 
-from layerzero.backends import xformers
+from layerzero.backends import availability, xformers
 from layerzero.ops import masks
+from layerzero.reasons import Reason
 
 
 def test_a_mask_for_the_split_kernel_has_no_infinity() -> None:
@@ -49,3 +51,26 @@ def test_flash_attention_4_alone_stands_in_the_way(monkeypatch: pytest.MonkeyPat
     xformers._fmha.cache_clear()
     with pytest.raises(ImportError, match="needs flash-attn beside flash-attn-4, or neither"):
         xformers._fmha()
+
+
+@pytest.mark.parametrize(
+    ("installed", "refused"),
+    [({"flash-attn-4"}, True), ({"flash-attn-4", "flash-attn"}, False), (set(), False)],
+)
+def test_kernels_are_not_offered_beside_flash_attention_4_alone(
+    installed: set[str], refused: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Said from metadata, before anything is imported or loaded."""
+    known = importlib.metadata.version
+
+    def version(name: str) -> str:
+        if name in ("flash-attn", "flash-attn-4"):
+            if name not in installed:
+                raise importlib.metadata.PackageNotFoundError(name)
+            return "1.0"
+        return known(name)
+
+    monkeypatch.setattr(importlib.metadata, "version", version)
+    for kernel in xformers.KERNELS:
+        beside = [r for r in availability(kernel) if r.field == "flash-attn"]
+        assert [r.reason for r in beside] == ([Reason.BACKEND_MISSING] if refused else [])

@@ -32,6 +32,11 @@ def test_every_kernel_of_a_card_is_proved_in_every_dtype(kernel: str) -> None:
     assert sorted(g.dtype for g in of) in ([""], ["bfloat16", "float16"])
 
 
+def test_xformers_runs_without_the_library_that_keeps_it_from_importing() -> None:
+    """FlashAttention-4 is installed beside it, and its own process must not find it."""
+    assert {g.name: g.without for g in groups() if g.without} == {"xformers": "flash_attn"}
+
+
 def test_the_worst_of_a_kernels_dtypes_counts() -> None:
     """A failure before a pass before a skip; what never ended has failed; other tests are no proof."""
 

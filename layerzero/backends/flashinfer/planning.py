@@ -8,13 +8,18 @@ every call, because such tensors are edited in place.
 A stream of a device has one stage: a float workspace shared by its wrappers, which run one after the other,
 and the wrappers themselves. Each wrapper has index buffers of its own, staged through pinned memory, so that
 one is planned again only after its last copies have reached the device.
+
+A graph cannot hold planning, which reads lengths and copies from the host. It holds the launch of a plan that
+its stream made before the capture; that plan's wrapper is the graph's from then on and is not planned again.
 """
 
 from __future__ import annotations
 
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Generator, Hashable
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,12 +27,28 @@ import torch
 from torch import Tensor
 
 from layerzero.backends.flashinfer.library import WORKSPACE_BYTES
+from layerzero.errors import CudaGraphUnsafeError
 from layerzero.ops import mirrors
 
 # Wrappers of a stage beyond this are planned again, the longest unused first; each holds 16 MiB.
 MAX_PLANS = 16
 
 Make = Callable[[Tensor], Any]
+
+_PASSING: ContextVar[bool] = ContextVar("passing", default=False)
+
+
+@contextmanager
+def passing_captures() -> Generator[None]:
+    """Captures inside make no claim on their plans: their graphs end before other lengths come.
+
+    For who measures: each claim would keep a wrapper's memory until `release`.
+    """
+    token = _PASSING.set(True)
+    try:
+        yield
+    finally:
+        _PASSING.reset(token)
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +79,7 @@ class Planned:
     kind: Hashable
     copied: torch.cuda.Event
     lengths: Lengths | None = None
+    captured: bool = False
 
     @property
     def kept(self) -> bool:
@@ -77,16 +99,25 @@ class Stage:
         self, kind: Hashable, lengths: Lengths, make: Make, plan: Callable[[Any], None],
         launch: Callable[[Any], Any],
     ) -> Any:  # fmt: skip
-        """`launch` with a wrapper of `kind` that is planned for `lengths`, planned now if none is."""
+        """`launch` with a wrapper of `kind` that is planned for `lengths`, planned now if none is.
+
+        Raises: CudaGraphUnsafeError: the stream is capturing, and it has no such plan.
+        """
         with self.lock:
             return launch(self._planned(kind, lengths, make, plan))
 
     def _planned(self, kind: Hashable, lengths: Lengths, make: Make, plan: Callable[[Any], None]) -> Any:
         key = (kind, lengths.key)
-        found = self.plans.get(key)
+        found, capturing = self.plans.get(key), torch.cuda.is_current_stream_capturing()
         if found is not None:
+            found.captured = found.captured or (capturing and not _PASSING.get())
             self.plans.move_to_end(key)
             return found.wrapper
+        if capturing:
+            raise CudaGraphUnsafeError(
+                f"FlashInfer {kind} needs a plan for these lengths that the capturing stream made before the "
+                "capture, and has none: lengths without a host copy (layerzero.ops.mirrors) are planned anew"
+            )
         mine = self._free(kind) or Planned(make(self.floats), kind, torch.cuda.Event())
         mine.copied.synchronize()
         plan(mine.wrapper)
@@ -97,7 +128,7 @@ class Stage:
 
     def _free(self, kind: Hashable) -> Planned | None:
         """A wrapper of `kind` to plan again: one for bare lengths, or the longest unused of too many."""
-        own = [key for key, planned in self.plans.items() if planned.kind == kind]
+        own = [key for key, p in self.plans.items() if p.kind == kind and not p.captured]
         spent = next((key for key in own if not self.plans[key].kept), None)
         if spent is None and len(own) >= MAX_PLANS:
             spent = own[0]
@@ -122,7 +153,7 @@ def stage(device: torch.device) -> Stage:
 
 
 def release(device: torch.device | None = None) -> None:
-    """Give the workspaces and plans of a device (of all) back."""
+    """Give the workspaces and plans of a device (of all) back; graphs that hold some must be gone."""
     with _LOCK:
         for name in [n for n in _STAGES if device is None or n[0] == (device.index or 0)]:
             del _STAGES[name]
