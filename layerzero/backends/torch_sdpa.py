@@ -172,13 +172,13 @@ _CPU = "scripts/measure_efficiency.py, AMD EPYC with AVX-512, 1 thread"
 
 
 def _score_bytes(request: Request) -> int:
-    """What the step by step implementation holds at once, in float32.
+    """What the step by step implementation holds at once, in float32: scores, softmax and operands.
 
-    The score matrix and its softmax, operands scaled and as they were.
+    Two copies of queries, four of keys and values together.
     """
     heads = request.dim("B", 1) * request.dim("Hq", 1)
     rows, keys, width = (request.dim(name, 1) for name in ("Sq", "Sk", "D"))
-    return 2 * 4 * heads * (rows * keys + (rows + keys) * width)
+    return 2 * 4 * heads * (rows * keys + (rows + 2 * keys) * width)
 
 
 def _kernel(

@@ -46,7 +46,8 @@ def test_a_call_allocates_no_more_than_is_stated(kernel: Kernel) -> None:
     assert kernel.workspace_bytes is not None
     big = {"B": 2, "Hq": 4, "Hk": 4, "Sq": 512, "Sk": 512, "N": 512, "C": 256, "K": 256, "V": 4096, "F": 512}
     layout = ("bshd",) if kernel.capability.layouts == {"BSHD"} else ()
-    for asks in ((), ("mask_bool",), ("lse",), ("bias",), ("act_swiglu",)):
+    codes = ("quant_fp8_e4m3", "inputs_quantized")
+    for asks in ((), ("mask_bool",), ("lse",), ("bias",), ("act_swiglu",), codes):
         case = cases.Case(kernel.op, (*layout, *asks), big | {"D": 64} | cases.base_of(kernel))
         args = cases.call(case, torch.bfloat16)
         request = op.check(args)

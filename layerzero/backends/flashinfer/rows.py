@@ -218,7 +218,7 @@ KERNELS: tuple[Kernel, ...] = (
     # The product over bare codes overflows float16.
     _kernel(
         "quantized_linear", "bmm_fp8", _fp8_product, estimate(0.5, 0.6, 110.0, "as torch._scaled_mm"),
-        frozenset({"quant_fp8_e4m3", "scale_per_tensor", "scale_per_row", "bias", "inputs_quantized"}),
+        frozenset({"quant_fp8_e4m3", "scale_per_row", "bias", "inputs_quantized"}),
         (MultipleOf("K", 32), MultipleOf("C", 32)), frozenset({"bfloat16"}), _product_bytes, sm_min=89,
         source="flashinfer-python 0.7.2.post1, {} through cuBLAS",
     ),
