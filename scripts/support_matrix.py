@@ -5,9 +5,10 @@
     python -m scripts.tables docs/backends.md # write it into the document
 
 A record is a file in `benchmarks/results` from any machine: `ran_*.json` of this script, with the environment
-and every kernel's outcome against the float64 reference, or `accuracy*.json` of `benchmarks.accuracy`. Where
-records disagree, a failure wins. The table has three values: measured here (a record says so),
-executed by its owner's tests (the owner's suite runs this function there), descriptor only.
+and every kernel's outcome against the float64 reference (`left_out` says what is not in it, and why), or
+`accuracy*.json` of `benchmarks.accuracy`. Where records disagree, a failure wins. The table has three values:
+measured here (a record says so), executed by its owner's tests (the owner's suite runs this function there),
+descriptor only.
 """
 
 import argparse
