@@ -25,7 +25,8 @@ CLAIMING = [k for k in cases.RUNNABLE if k.capability.batch_invariant]
 ROWS = 37
 # The operands of each op that have one entry a row: of a batch, a sequence, a token or a head.
 ALONG = {
-    "add_layer_norm": (0, 1), "add_rms_norm": (0, 1), "alibi": (0,), "append_kv": (0, 1, 4),
+    "add_layer_norm": (0, 1), "add_rms_norm": (0, 1), "add_rms_norm_quantize": (0, 1), "alibi": (0,),
+    "append_kv": (0, 1, 4),
     "attention": (0, 1, 2), "cross_entropy": (0, 1), "dequantize": (0, 1), "embedding": (0,),
     "layer_norm": (0,), "linear": (0,), "linear_cross_entropy": (0, 2), "quantize": (0, 4),
     "quantized_linear": (0,), "mla_attention": (0, 1, 4, 5), "mlp": (0,), "paged_attention": (0, 3, 4),
@@ -52,6 +53,8 @@ SIZES: dict[str, tuple[dict[str, int], ...]] = {
 # No kernel promises bits for a loss of training, nor for experts, whose products choose their sums by
 # how many rows each of them gets: strict determinism refuses both by name.
 REFUSED = {"linear_cross_entropy", "moe"}
+# Only kernels of GPUs promise bits for these: on a CPU strict determinism refuses them.
+ON_GPUS = {"add_rms_norm_quantize"}
 # Asks that make one number of all rows, or masks that belong to a place in the batch.
 APART = {"mean", "mask_bool", "mask_float", "mask_wide", "empty_rows"}
 
@@ -240,7 +243,19 @@ def own(op: str, out: Any, args: Args) -> tuple[Tensor, ...]:
     return tuple(pool.flatten(0, 1)[args[4]] for pool in args[2:4])
 
 
-@pytest.mark.parametrize("op", sorted({*ALONG, "ragged_attention"} - REFUSED))
+@pytest.mark.skipif(cases.DEVICE != "cpu", reason="asks what a CPU refuses")
+@pytest.mark.parametrize("op", sorted(ON_GPUS))
+def test_what_no_kernel_of_a_cpu_promises_is_refused(op: str) -> None:
+    """By the name of the promise, not answered in whatever order the sums come."""
+    args = cases.call(cases.Case(op, asks(op)[0]), torch.float32)
+    with pytest.raises(lz.NoKernelFoundError, match='takes it given determinism="default"'):
+        strict(lambda: [awaited(op, args)])
+
+
+@pytest.mark.parametrize(
+    "op",
+    sorted({*ALONG, "ragged_attention"} - REFUSED - (ON_GPUS if cases.DEVICE == "cpu" else set())),
+)
 def test_an_awaited_row_has_its_own_bits_in_any_company(op: str) -> None:
     """Callers of one row each, together in two orders and one by one: batching rules keep bits too."""
     batch = {"attention": "B", "alibi": "Hq"}.get(op, "N")
