@@ -195,7 +195,7 @@ def _linear(dtype: str, small: bool) -> Iterator[Call]:
         for k, out in sizes:
             yield linear(n, k, out, dtype)
     # An encoder's projections, over the texts of a batch.
-    for n in (16, 64, 256, 512, 1024, 2048) if small else ():
+    for n in (16, 64, 256, 512, 1024, 2048, 4096, 8192) if small else ():
         for out in (384, 1152):
             yield linear(n, 384, out, dtype, bias=True)
 
@@ -204,7 +204,7 @@ def _mlp(dtype: str, small: bool) -> Iterator[Call]:
     for n in (1, 16, 256) if small else (1, 16, 64, 256, 2048):
         yield mlp(n, 384 if small else 4096, 1536 if small else 14336, dtype, "gelu")
         yield mlp(n, 384 if small else 4096, 1024 if small else 14336, dtype, "swiglu")
-    for n in (16, 64, 256, 512, 1024, 2048) if small else ():
+    for n in (16, 64, 256, 512, 1024, 2048, 4096, 8192) if small else ():
         yield mlp(n, 384, 1536, dtype, "gelu", bias=True)
 
 
