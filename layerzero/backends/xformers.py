@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from layerzero.backends.flash_attn import shared as flash_attn
 from layerzero.kernel import AtMost, Capability, Efficiency, Kernel, MultipleOf, OneOf, SameAs
 from layerzero.ops import masks
 from layerzero.ops.request import Request
@@ -169,6 +170,7 @@ KERNELS: tuple[Kernel, ...] = (
     _kernel(
         "flash", "flash", _HALF, frozenset({"causal", "scale", "gqa"}),
         Efficiency(0.27, 0.6, 40.0, _AS_TORCH.format(164)),
+        workspace_bytes=flash_attn.workspace_bytes,  # the same kernel, splits of its keys included
     ),
     _kernel(
         "triton_splitk", "triton_splitk", _HALF, frozenset({"scale", "gqa", "mask_bool", "mask_float"}),
