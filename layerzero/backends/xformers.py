@@ -19,7 +19,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from layerzero.backends.flash_attn import shared as flash_attn
 from layerzero.kernel import AtMost, Capability, Efficiency, Kernel, MultipleOf, OneOf, SameAs
 from layerzero.ops import masks
 from layerzero.ops.request import Request
@@ -111,6 +110,11 @@ def _bias_bytes(request: Request) -> int:
     return 2 * 4 * b * h * sq * (sk + 8) if masked else 4 * b * h * sq
 
 
+def _flash_bytes(request: Request) -> int:
+    """Log-sum-exps, and partial results in float32: two blocks of 64 rows a multiprocessor, of some 150."""
+    return _bias_bytes(request) + 150 * 2 * 64 * 4 * (request.dim("D") + 1)
+
+
 def _split_bytes(request: Request) -> int:
     """A bias, or at most 64 partial results in float32 and their log-sum-exps in float64."""
     b, h, sq, d = (request.dim(name) for name in ("B", "Hq", "Sq", "D"))
@@ -170,7 +174,7 @@ KERNELS: tuple[Kernel, ...] = (
     _kernel(
         "flash", "flash", _HALF, frozenset({"causal", "scale", "gqa"}),
         Efficiency(0.27, 0.6, 40.0, _AS_TORCH.format(164)),
-        workspace_bytes=flash_attn.workspace_bytes,  # the same kernel, splits of its keys included
+        workspace_bytes=_flash_bytes,
     ),
     _kernel(
         "triton_splitk", "triton_splitk", _HALF, frozenset({"scale", "gqa", "mask_bool", "mask_float"}),
