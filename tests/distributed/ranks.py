@@ -162,14 +162,13 @@ async def poor(runtime: lz.Runtime, shard: Shard) -> dict[str, Any]:
 async def trees_together(runtime: lz.Runtime) -> dict[str, Any]:
     """Every rank verifies the trees that rank 0 drafted; what each of them found."""
     async with runtime.gang(epoch=next(EPOCHS), timeout_s=TIMEOUT_S) as gang:
-        target = trees.Target(RANK, RANKS)
+        target, whole = trees.Target(RANK, RANKS), trees.Target(0, 1)
         walk = gang.batched(target.walk, name="walk")
         if RANK:
             await gang.follow()
         else:
             drafts = {number: trees.tree(number) for number in range(TREES)}
             target.drafted = {number: q for number, (_, q) in drafts.items()}
-            whole = trees.Target(0, 1)
             whole.drafted = target.drafted
             await asyncio.gather(*(walk(n, n, own, 100 + n) for n, (own, _) in drafts.items()))
             with gang.under("alone"):
