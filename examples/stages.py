@@ -12,8 +12,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from llama import BLOCKING, Config, Draw, Get, Llama, finished, pool
-from paging import Chunk, Places, places_of
+from led import Led
+from llama import BLOCKING, Config, Get, finished, pool
+from paging import Places, places_of
 from torch import Tensor
 
 import layerzero as lz
@@ -49,8 +50,8 @@ def staged(get: Get, own: range, config: Config, like: Tensor) -> Get:
     return piece
 
 
-class Stage(Llama):
-    """One rank's layers of a Llama; `step` is a step of the gang, whose logits come back to rank 0."""
+class Stage(Led):
+    """One rank's layers of a Llama; the logits of a step come back to rank 0."""
 
     def __init__(self, config: Config, get: Get, member: Any, like: Tensor, pages: int = PAGES) -> None:
         """`like` has the dtype and the device of the weights.
@@ -61,8 +62,7 @@ class Stage(Llama):
         here = replace(config, layers=len(own))
         super().__init__(here, staged(get, own, config, like), pool(here, like.device, like.dtype, pages, 16))
         self.rank, self.last = member.rank, member.ranks - 1
-        self._led = member.batched(self.share, name="stage", alike=False)
-        self._numbers = iter(range(1 << 62))
+        self.lead(member.batched(self.share, name="stage", alike=False))
 
     def share(
         self, ids: Tensor, starts: list[int], tables: list[list[int]], counts: list[int]
@@ -89,16 +89,3 @@ class Stage(Llama):
             if self.rank:
                 dist.send(logits, 0)
         return list(logits.split(1))
-
-    async def step(self, ids: Tensor, chunk: Chunk) -> Tensor:
-        """The logits (1, V) after the tokens `ids` (n,) of one sequence."""
-        logits: Tensor = await self._led(next(self._numbers), ids, chunk.start, chunk.sequence.pages)
-        return logits
-
-    async def next(self, ids: Tensor, chunk: Chunk, draw: Draw) -> Tensor:
-        """The token (1,) that follows; rank 0 alone draws it."""
-        logits = await self.step(ids, chunk)
-        token: Tensor = await lz.sample(
-            logits, temperature=draw.temperature, top_p=draw.top_p, seed=draw.seed, offset=draw.offset
-        )
-        return token

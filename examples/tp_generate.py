@@ -33,8 +33,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from generation import Sampling, generate, load_tokenizer
+from led import Led
 from llama import BLOCKING, FOLDER, Config, Draw, Get, Llama, finished, pool, weights_of
-from paging import Chunk, Places, places, places_of
+from paging import Places, places, places_of
 from stages import Stage
 from torch import Tensor
 
@@ -85,8 +86,8 @@ def sharded(get: Get, rank: int, ranks: int) -> Get:
     return piece
 
 
-class Shard(Llama):
-    """One rank's share of a Llama, with the same loop over it: `step` and `next` are steps of the gang."""
+class Shard(Led):
+    """One rank's share of a Llama: some heads and some inner channels of each layer."""
 
     def __init__(self, config: Config, get: Get, member: Any, like: Tensor, pages: int = PAGES) -> None:
         """`like` has the dtype and the device of the weights."""
@@ -96,8 +97,7 @@ class Shard(Llama):
         )
         for layer in self.layers:
             layer.reduce = self._summed
-        self._led = member.batched(self.share, name="share")
-        self._numbers = iter(range(1 << 62))
+        self.lead(member.batched(self.share, name="share"))
 
     def _summed(self, partial: Tensor) -> Tensor:
         dist.all_reduce(partial)
@@ -110,19 +110,6 @@ class Shard(Llama):
         at: Places = places_of(self.pages, starts, tables, counts)
         logits = finished(self.forward(BLOCKING, self._blocking, ids, at))
         return list(logits.split(1))
-
-    async def step(self, ids: Tensor, chunk: Chunk) -> Tensor:
-        """The logits (1, V) after the tokens `ids` (n,) of one sequence."""
-        logits: Tensor = await self._led(next(self._numbers), ids, chunk.start, chunk.sequence.pages)
-        return logits
-
-    async def next(self, ids: Tensor, chunk: Chunk, draw: Draw) -> Tensor:
-        """The token (1,) that follows; rank 0 alone draws it."""
-        logits = await self.step(ids, chunk)
-        token: Tensor = await lz.sample(
-            logits, temperature=draw.temperature, top_p=draw.top_p, seed=draw.seed, offset=draw.offset
-        )
-        return token
 
 
 async def texts(model: Llama, prompts: Sequence[list[int]], tokens: int) -> list[list[int]]:
