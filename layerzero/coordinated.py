@@ -184,7 +184,8 @@ class Coordinated:
         places, vocab = round_.probs.shape
         if vocab != self._vocab:
             raise ValueError(f"draft needs the target's vocabulary of {self._vocab} tokens, got {vocab}")
-        draws = [round_.seed, round_.offset, round_.temperature, round_.top_k, round_.top_p]
+        drawing = round_.drawing
+        draws = [drawing.seed, drawing.offset, drawing.temperature, drawing.top_k, drawing.top_p]
         head: Head = [length, places, limit, round_.kept, *draws]
         self._drafted[number] = round_.probs.to(self._device, torch.float64)
         ids = torch.cat([round_.fresh.to(self._device), round_.drafted.to(self._device)])

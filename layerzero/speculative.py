@@ -45,7 +45,7 @@ class Decoder(Held, Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Drawing:
-    """How drafts are drawn: the seed, the place of the first one, and the filters of `sample`."""
+    """How tokens are drawn: the seed, the place of the first one, and the filters of `sample`."""
 
     seed: int
     offset: int
@@ -85,18 +85,14 @@ class Round:
 
     `fresh` (n,) are certain tokens that the target has not seen, `drafted` (K,) follow them and were drawn
     from `probs` (K, V); `kept` says that the target keeps the distribution of the first drafted token.
-    `seed` and `offset` are those of `verify_chain`, the rest are those of `sample`.
+    `drawing` is what `verify_chain` and `sample` take.
     """
 
     fresh: Tensor
     drafted: Tensor
     probs: Tensor
     kept: bool
-    seed: int
-    offset: int
-    temperature: float
-    top_k: int
-    top_p: float
+    drawing: Drawing
 
 
 @runtime_checkable
@@ -232,8 +228,8 @@ class Generation:
         text, target = len(self._text), self._target
         if isinstance(target, Verifier):
             fresh = torch.tensor(self._text[target.length :], dtype=torch.int64)
-            drawn = {"seed": self._seed, "offset": text, **self._filter}
-            stays, found = await target.verify(Round(fresh, drafts.tokens, drafts.probs, self._kept, **drawn))
+            drawing = Drawing(self._seed, text, **self._filter)
+            stays, found = await target.verify(Round(fresh, drafts.tokens, drafts.probs, self._kept, drawing))
             return stays, found, None
         p = await self._verified_by(target, drafts)
         # The draft may live on another device; its distributions follow the tokens there.

@@ -223,7 +223,11 @@ def test_what_a_shared_target_cannot_do_is_said() -> None:
             with pytest.raises(TypeError, match="draft needs `forward`, which gives logits, got SharedSeq"):
                 speculative.generate(drafting, sequence, [0])
             odd = speculative.Round(
-                torch.tensor([0]), torch.tensor([1]), torch.ones(1, 5), False, 0, 0, 1.0, 0, 1.0
+                torch.tensor([0]),
+                torch.tensor([1]),
+                torch.ones(1, 5),
+                False,
+                speculative.Drawing(0, 0, 1.0, 0, 1.0),
             )
             with pytest.raises(ValueError, match="draft needs the target's vocabulary of 3 tokens, got 5"):
                 await sequence.verify(odd)
