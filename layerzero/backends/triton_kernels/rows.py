@@ -23,6 +23,22 @@ MAGIC = tl.constexpr(12582912.0)
 
 
 @triton.jit
+def _summed_and_normed(
+    x_ptr, residual_ptr, weight_ptr, total_ptr, row, at, inside, width, eps, HAS_WEIGHT: tl.constexpr
+):  # fmt: skip
+    """The normalised sum of a row in float32; the sum that is normalised is the one stored, rounded."""
+    x = tl.load(x_ptr + row + at, mask=inside, other=0.0)
+    residual = tl.load(residual_ptr + row + at, mask=inside, other=0.0)
+    total = (x.to(tl.float32) + residual.to(tl.float32)).to(x.dtype)
+    tl.store(total_ptr + row + at, total, mask=inside)
+    wide = total.to(tl.float32)
+    out = wide / tl.sqrt(tl.sum(wide * wide, 0) / width + eps)
+    if HAS_WEIGHT:
+        out = out * tl.load(weight_ptr + at, mask=inside, other=0.0).to(tl.float32)
+    return out
+
+
+@triton.jit
 def _add_rms_norm(
     x_ptr, residual_ptr, weight_ptr, out_ptr, total_ptr, width, eps,
     HAS_WEIGHT: tl.constexpr, BLOCK: tl.constexpr,
@@ -30,16 +46,10 @@ def _add_rms_norm(
     row = tl.program_id(0).to(tl.int64) * width
     at = tl.arange(0, BLOCK)
     inside = at < width
-    x = tl.load(x_ptr + row + at, mask=inside, other=0.0)
-    residual = tl.load(residual_ptr + row + at, mask=inside, other=0.0)
-    # The sum that is normalised is the one returned, rounded.
-    total = (x.to(tl.float32) + residual.to(tl.float32)).to(x.dtype)
-    tl.store(total_ptr + row + at, total, mask=inside)
-    wide = total.to(tl.float32)
-    out = wide / tl.sqrt(tl.sum(wide * wide, 0) / width + eps)
-    if HAS_WEIGHT:
-        out = out * tl.load(weight_ptr + at, mask=inside, other=0.0).to(tl.float32)
-    tl.store(out_ptr + row + at, out.to(x.dtype), mask=inside)
+    out = _summed_and_normed(
+        x_ptr, residual_ptr, weight_ptr, total_ptr, row, at, inside, width, eps, HAS_WEIGHT
+    )
+    tl.store(out_ptr + row + at, out.to(out_ptr.dtype.element_ty), mask=inside)
 
 
 def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor | None, eps: float) -> tuple[Tensor, Tensor]:
@@ -125,14 +135,9 @@ def _add_rms_norm_quantize(
     row = program * width
     at = tl.arange(0, BLOCK)
     inside = at < width
-    x = tl.load(x_ptr + row + at, mask=inside, other=0.0)
-    residual = tl.load(residual_ptr + row + at, mask=inside, other=0.0)
-    total = (x.to(tl.float32) + residual.to(tl.float32)).to(x.dtype)
-    tl.store(total_ptr + row + at, total, mask=inside)
-    wide = total.to(tl.float32)
-    out = wide / tl.sqrt(tl.sum(wide * wide, 0) / width + eps)
-    if HAS_WEIGHT:
-        out = out * tl.load(weight_ptr + at, mask=inside, other=0.0).to(tl.float32)
+    out = _summed_and_normed(
+        x_ptr, residual_ptr, weight_ptr, total_ptr, row, at, inside, width, eps, HAS_WEIGHT
+    )
     # One group is the whole block, padded; several divide it without a rest.
     parts = tl.reshape(tl.abs(out), (GROUPS, BLOCK // GROUPS))
     odd = tl.max(tl.reshape((out != out).to(tl.int32), (GROUPS, BLOCK // GROUPS)), 1)
