@@ -162,8 +162,7 @@ class Batched(Generic[P, R]):
         """Let the compiled twin answer for such calls, where only the process's runtime governs them."""
         if self._kinds is None or SCOPE.get() is not None or ACTIVE.devices.get(device.device) is not device:
             return
-        if modes[0].stream is None and device.capturing is None:
-            self._kinds.remember(args, (ACTIVE.devices, device, device.fronts.by_loop), group, modes)
+        self._kinds.remember(args, (ACTIVE.devices, device, device.fronts.by_loop), group, modes)
 
     def _group(self, key: Hashable) -> Group:
         """The compatibility class of calls of one kind: one object, so that lanes compare a pointer."""

@@ -2,8 +2,8 @@
 
 A memo holds, for one op, everything between a call's arguments and its ticket: plan, group, size, modes. It
 belongs to one generation of one device of the process's runtime; another runtime, policy or health verdict
-empties it. Calls that more than bits describe (scopes, subclasses, autocast, modes that see every operation)
-never enter it.
+empties it. Calls that more than bits describe (scopes, subclasses, autocast, modes that see every operation,
+CUDA streams beside the default one) never enter it.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 
 from layerzero.actors.local import LocalDevice
 from layerzero.api.scope import SCOPE
-from layerzero.dispatch import LaneFacts, Plan
+from layerzero.dispatch import REHEARSAL, LaneFacts, Plan
 from layerzero.native import HOT
 from layerzero.ops.op import Args, Op
 from layerzero.runtime import ACTIVE
@@ -47,6 +47,7 @@ class Known:
             sum(p.kind is not p.KEYWORD_ONLY for p in parameters),
             ACTIVE,
             SCOPE,
+            REHEARSAL,
         )
 
     def forget(self) -> None:
@@ -73,7 +74,7 @@ class Known:
         modes, snapshot = ticket.modes
         if self.memo is None or not usual or snapshot is not None or SCOPE.get() is not None:
             return False
-        if lane is None or lane.shared is None or device.capturing is not None:
+        if lane is None or lane.shared is None:
             return False
         if device.capture() is not modes or ACTIVE.devices.get(device.device) is not device:
             return False

@@ -18,11 +18,13 @@ struct Kinds {
 PyTypeObject* KindsType = nullptr;
 enum Home { DEVICES, DEVICE, FRONTS, HOMES };
 
-// The rows and bytes of one call's tensors and the key of its kind, as `_seen` finds them; false where Python has
-// to look: subclasses, tensors without rows or with different numbers of them, what needs a gradient.
-bool see(PyObject* args, int modes, Key& key, long long& rows, long long& bytes) {
+// The rows and bytes of one call's tensors, where they lie and the key of its kind, as `_seen` finds them; false
+// where Python has to look: subclasses, tensors without rows or with different numbers of them, tensors of several
+// devices, a stream of the caller's own, what needs a gradient.
+bool see(PyObject* args, int modes, Key& key, long long& rows, long long& bytes, int& place) {
   rows = -1;
   bytes = 0;
+  place = ELSEWHERE;
   key.add(uint64_t(modes));
   for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(args); ++i) {
     PyObject* value = PyTuple_GET_ITEM(args, i);
@@ -32,17 +34,20 @@ bool see(PyObject* args, int modes, Key& key, long long& rows, long long& bytes)
       continue;
     }
     const auto sizes = impl->sizes();
-    if (sizes.empty() || (rows >= 0 && rows != sizes[0]) || !impl->device().is_cpu() ||
+    const int here = place_of(impl);
+    if (sizes.empty() || here == ELSEWHERE || (rows >= 0 && (rows != sizes[0] || place != here)) ||
         ((modes & GRAD) && impl->requires_grad()) || key.size + 3 + sizes.size() > MAX_KEY / 8)
       return false;
     rows = sizes[0];
+    place = here;
     bytes += impl->numel() * (long long)impl->itemsize();
-    key.add(1 | uint64_t(sizes.size()) << 16 | uint64_t(uint16_t(impl->dtype().toScalarType())) << 32);
+    key.add(1 | uint64_t(sizes.size()) << 16 | uint64_t(uint16_t(impl->dtype().toScalarType())) << 32 |
+            uint64_t(uint8_t(here)) << 48);
     key.add(impl->key_set().raw_repr());
     key.add(reinterpret_cast<uint64_t>(Py_TYPE(value)));
     for (const int64_t extent : sizes.slice(1)) key.add(uint64_t(extent));
   }
-  return rows >= 0;
+  return rows >= 0 && on_default_stream(place);
 }
 
 void forget_kinds(Kinds* self) {
@@ -75,7 +80,8 @@ PyObject* kinds_find(Kinds* self, PyObject* const* given, Py_ssize_t count) {
   return guarded([&]() -> PyObject* {
     Key key;
     long long rows, bytes;
-    if (!see(given[0], modes, key, rows, bytes)) return none();
+    int place;
+    if (!see(given[0], modes, key, rows, bytes, place)) return none();
     const auto found = self->known->find(key.view());
     if (found == self->known->end()) return none();
     Ref group = Ref::to(found->second.group.get()), around = Ref::to(found->second.modes.get());
@@ -95,6 +101,7 @@ PyObject* kinds_find(Kinds* self, PyObject* const* given, Py_ssize_t count) {
     ticket->tokens = rows;
     ticket->bytes = bytes;
     ticket->surroundings = modes;
+    ticket->place = place;
     PyObject_GC_Track(ticket);
     return reinterpret_cast<PyObject*>(ticket);
   });
@@ -109,8 +116,9 @@ PyObject* kinds_remember(Kinds* self, PyObject* given) {
   return guarded([&]() -> PyObject* {
     Key key;
     long long rows, bytes;
+    int place;
     const int here = modes_here();
-    if (here < 0 || !see(args, here, key, rows, bytes)) Py_RETURN_FALSE;
+    if (here < 0 || !see(args, here, key, rows, bytes, place)) Py_RETURN_FALSE;
     bool same = self->known->size() < MAX_ENTRIES;
     for (int i = 0; i < HOMES; ++i) same = same && self->home[i].get() == home[i];
     if (!same) {

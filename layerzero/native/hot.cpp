@@ -18,6 +18,7 @@
 #include <ATen/ops/clone.h>
 #include <c10/core/GradMode.h>
 #include <c10/core/InferenceMode.h>
+#include <c10/core/impl/DeviceGuardImplInterface.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
 #include <torch/csrc/Dtype.h>
 #include <torch/csrc/autograd/python_variable.h>
@@ -88,7 +89,7 @@ PyObject* guarded(F&& body) {
 
 // Names and constants that are made once.
 struct Known {
-  PyObject *devices, *snapshot, *context, *wake, *call_soon, *empty;
+  PyObject *devices, *snapshot, *context, *wake, *call_soon, *on, *empty;
   PyObject* running_loop;
 };
 Known known;
@@ -114,6 +115,22 @@ int modes_here() {
          (at::globalContext().deterministicAlgorithms() ? DETERMINISTIC : 0);
 }
 
+// Where a tensor lies: a CUDA device's index, or one of these.
+constexpr int HOST = -1, ELSEWHERE = -2;
+
+int place_of(const c10::TensorImpl* impl) {
+  const c10::Device device = impl->device();
+  return device.is_cpu() ? HOST : device.is_cuda() ? int(device.index()) : ELSEWHERE;
+}
+
+// Whether a CUDA device's default stream is the current one, which no graph is captured on; true for the host.
+bool on_default_stream(int place) {
+  if (place == HOST) return true;
+  const auto* torchs = c10::impl::device_guard_impl_registry[size_t(c10::DeviceType::CUDA)].load();
+  return torchs != nullptr &&
+         torchs->getStream(c10::Device(c10::DeviceType::CUDA, c10::DeviceIndex(place))).id() == 0;
+}
+
 // -- tickets ------------------------------------------------------------------------------------------
 
 struct Ticket {
@@ -122,7 +139,7 @@ struct Ticket {
   PyObject* weak;
   double at, expected_us;
   long long seq, tokens, bytes;
-  int state, priority, surroundings;
+  int state, priority, surroundings, place;
   char blocking, waiting;
 };
 
@@ -163,6 +180,7 @@ Ticket* blank_ticket() {
   std::memset(&self->op, 0, sizeof(Ticket) - offsetof(Ticket, op));
   self->tokens = self->priority = 1;
   self->surroundings = -1;
+  self->place = HOST;
   return self;
 }
 
@@ -276,14 +294,15 @@ PyObject* ticket_add_done_callback(Ticket* self, PyObject* const* args, Py_ssize
   return none();
 }
 
-// unchanged(): whether torch's modes here are those under which `find` made it.
+// unchanged(): whether torch's modes and stream here are those under which `find` made it.
 PyObject* ticket_unchanged(Ticket* self, PyObject*) {
-  return PyBool_FromLong(self->surroundings >= 0 && self->surroundings == modes_here());
+  return PyBool_FromLong(self->surroundings >= 0 && self->surroundings == modes_here() &&
+                         on_default_stream(self->place));
 }
 
 PyMethodDef ticket_methods[] = {
     {"unchanged", reinterpret_cast<PyCFunction>(ticket_unchanged), METH_NOARGS,
-     "Whether torch's modes are those under which it was found."},
+     "Whether torch's modes and stream are those under which it was found."},
     {"result", reinterpret_cast<PyCFunction>(ticket_result), METH_NOARGS, "The value, or the error raised."},
     {"add_done_callback", reinterpret_cast<PyCFunction>(reinterpret_cast<void*>(ticket_add_done_callback)),
      METH_FASTCALL | METH_KEYWORDS, "Call `wake(self)` in `context` once it has ended; one waiter only."},
@@ -629,6 +648,7 @@ struct Entry {
   Ref plan, group, modes, constants;  // constants: values by position, NULL where the call's own tensor stands
   double expected_us;
   long long tokens, bytes;
+  int place;
 };
 
 struct Remembered {
@@ -639,7 +659,7 @@ struct Remembered {
 
 struct Memo {
   PyObject_HEAD
-  PyObject *op, *names, *defaults, *active, *scope;
+  PyObject *op, *names, *defaults, *active, *scope, *rehearsal;
   Py_ssize_t positional;
   Remembered* kept;
 };
@@ -736,6 +756,15 @@ bool valid(Remembered* kept, PyObject* active) {
   return devices.get() == kept->devices.get() && snapshot.get() == kept->snapshot.get();
 }
 
+// Whether an entry's device is as it was: nothing is captured there, and no capture is being rehearsed.
+bool usual(const Memo* self, int place) {
+  if (place == HOST) return true;
+  if (!on_default_stream(place)) return false;
+  Ref on(PyObject_GetAttr(self->rehearsal, known.on));
+  PyErr_Clear();
+  return on.get() == Py_False;
+}
+
 void forget(Memo* self) {
   std::unique_ptr<Remembered> old(std::exchange(self->kept, new Remembered()));  // its objects die after it is empty
   self->kept->shared = old->shared;
@@ -770,6 +799,8 @@ PyObject* found_ticket(Memo* self, PyObject* const* given, Py_ssize_t count) {
   Ref constants = Ref::to(entry.constants.get());
   const double expected_us = entry.expected_us;
   const long long tokens = entry.tokens, bytes = entry.bytes;
+  const int place = entry.place;
+  if (!usual(self, place)) return none();
   const Py_ssize_t all = PyTuple_GET_SIZE(self->names);
   Ref full(PyTuple_New(all));
   if (!full) return nullptr;
@@ -790,6 +821,7 @@ PyObject* found_ticket(Memo* self, PyObject* const* given, Py_ssize_t count) {
   ticket->tokens = tokens;
   ticket->bytes = bytes;
   ticket->surroundings = modes;
+  ticket->place = place;
   PyObject_GC_Track(ticket);
   return reinterpret_cast<PyObject*>(ticket);
 }
@@ -813,6 +845,9 @@ PyObject* memo_remember(Memo* self, PyObject* given) {
   const Py_ssize_t all = PyTuple_GET_SIZE(self->names);
   PyObject* values[MAX_PARAMETERS];
   if (here < 0 || PyTuple_GET_SIZE(full) != all || !bind(self, args, kwargs, values)) Py_RETURN_FALSE;
+  const c10::TensorImpl* first = all > 0 ? plain(PyTuple_GET_ITEM(full, 0)) : nullptr;
+  const int place = first == nullptr ? ELSEWHERE : place_of(first);
+  if (place == ELSEWHERE || !usual(self, place)) Py_RETURN_FALSE;
   uint64_t positions = self->kept->shared;
   for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(shared); ++i) {
     const Py_ssize_t position = PyLong_AsSsize_t(PyTuple_GET_ITEM(shared, i));
@@ -841,7 +876,8 @@ PyObject* memo_remember(Memo* self, PyObject* given) {
     }
     Key key;
     if (!make_key(self, here, values, key)) Py_RETURN_FALSE;
-    Entry entry{Ref::to(plan), Ref::to(group), Ref::to(modes), std::move(constants), expected_us, tokens, bytes};
+    Entry entry{Ref::to(plan), Ref::to(group), Ref::to(modes), std::move(constants),
+                expected_us,   tokens,         bytes,          place};
     // An entry that is replaced dies after the map is whole again.
     auto [at, fresh] = kept->entries.try_emplace(std::string(key.view()));
     std::swap(at->second, entry);
@@ -857,10 +893,10 @@ PyObject* memo_forget(Memo* self, PyObject*) {
 }
 
 PyObject* memo_new(PyTypeObject* type, PyObject* given, PyObject*) {
-  PyObject *op, *names, *defaults, *active, *scope;
+  PyObject *op, *names, *defaults, *active, *scope, *rehearsal;
   Py_ssize_t positional;
-  if (!PyArg_ParseTuple(given, "OO!O!nOO", &op, &PyTuple_Type, &names, &PyTuple_Type, &defaults, &positional, &active,
-                        &scope))
+  if (!PyArg_ParseTuple(given, "OO!O!nOOO", &op, &PyTuple_Type, &names, &PyTuple_Type, &defaults, &positional, &active,
+                        &scope, &rehearsal))
     return nullptr;
   if (PyTuple_GET_SIZE(names) > MAX_PARAMETERS || PyTuple_GET_SIZE(defaults) != PyTuple_GET_SIZE(names)) {
     PyErr_Format(PyExc_ValueError, "a memo needs one default a name and at most %zd names", MAX_PARAMETERS);
@@ -880,6 +916,7 @@ PyObject* memo_new(PyTypeObject* type, PyObject* given, PyObject*) {
   self->defaults = Ref::to(defaults).release();
   self->active = Ref::to(active).release();
   self->scope = Ref::to(scope).release();
+  self->rehearsal = Ref::to(rehearsal).release();
   self->positional = positional;
   self->kept = new Remembered();
   PyObject_GC_Track(self);
@@ -893,6 +930,7 @@ int memo_traverse(Memo* self, visitproc visit, void* arg) {
   Py_VISIT(self->defaults);
   Py_VISIT(self->active);
   Py_VISIT(self->scope);
+  Py_VISIT(self->rehearsal);
   if (self->kept == nullptr) return 0;
   Py_VISIT(self->kept->devices.get());
   Py_VISIT(self->kept->device.get());
@@ -921,6 +959,7 @@ void memo_dealloc(Memo* self) {
   Py_CLEAR(self->defaults);
   Py_CLEAR(self->active);
   Py_CLEAR(self->scope);
+  Py_CLEAR(self->rehearsal);
   PyObject_GC_Del(self);
   Py_DECREF(type);
 }
@@ -980,6 +1019,7 @@ PyMODINIT_FUNC PyInit_layerzero_hot() {
   known.devices = PyUnicode_InternFromString("devices");
   known.snapshot = PyUnicode_InternFromString("snapshot");
   known.context = PyUnicode_InternFromString("context");
+  known.on = PyUnicode_InternFromString("on");
   known.wake = PyUnicode_InternFromString("wake");
   known.call_soon = PyUnicode_InternFromString("call_soon");
   known.empty = PyTuple_New(0);
