@@ -19,6 +19,7 @@ import torch
 
 from layerzero.actors.agreement import AgreementStore
 from layerzero.actors.gang import Gang
+from layerzero.actors.local import LocalDevice
 from layerzero.actors.profiles import Agreed, Mode
 from layerzero.api.batched import Batched
 from layerzero.api.scope import SCOPE, Scope
@@ -132,7 +133,8 @@ class Member:
 
     @contextmanager
     def _scope(self, snapshot: Snapshot) -> Iterator[None]:
-        token = SCOPE.set(Agreeing(snapshot, self._runtime))
+        plan = -1 - self.agreed.version - (self.epoch << 32)
+        token = SCOPE.set(Agreeing(snapshot, self._runtime, plan))
         try:
             yield
         finally:
@@ -197,11 +199,17 @@ class Step(Batched[Any, Any]):
 class Agreeing(Scope):
     """The scope of a gang's step: every selection is made in the snapshot that all ranks agreed on."""
 
-    __slots__ = ("_agreed",)
+    __slots__ = ("_agreed", "_plan")
 
-    def __init__(self, snapshot: Snapshot, runtime: Runtime) -> None:
+    def __init__(self, snapshot: Snapshot, runtime: Runtime, plan: int) -> None:
+        """`plan` is a number of the plan in force, below 0."""
         super().__init__(runtime=runtime)
         self._agreed = snapshot
+        self._plan = plan
+
+    def generation(self, device: LocalDevice) -> int:
+        """The plan's: a change on one rank alone must not make it capture what no other captures."""
+        return self._plan
 
     def snapshot(self, device: Any, op: str, backend: str | None) -> Snapshot:
         """The gang's snapshot.

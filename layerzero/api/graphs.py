@@ -13,6 +13,7 @@ from torch import Tensor
 from layerzero import log
 from layerzero.actors.local import LocalDevice
 from layerzero.api.calls import checked_build, device_here, runtime_here, snapshot_here
+from layerzero.api.scope import SCOPE
 from layerzero.dispatch import CAPTURE
 from layerzero.errors import CudaGraphUnsafeError, NoKernelFoundError
 from layerzero.graphs.observe import changed, observe
@@ -192,4 +193,9 @@ def compile(
 
     Raises: ValueError: a bucket below 1, or `fill` names no argument.
     """
-    return Step(fn, buckets=buckets, fill=fill, generation=lambda d: runtime_here().device(d).generation)
+    return Step(fn, buckets=buckets, fill=fill, generation=_generation)
+
+
+def _generation(device: torch.device) -> int:
+    scope, own = SCOPE.get(), runtime_here().device(device)
+    return own.generation if scope is None else scope.generation(own)

@@ -30,6 +30,10 @@ class Scope:
         """A scope within this one, with more rules."""
         return Scope(merge(self.policy, policy), self.runtime)
 
+    def generation(self, device: LocalDevice) -> int:
+        """A number that changes where what was captured in this scope has to be captured anew."""
+        return device.generation
+
     def snapshot(self, device: LocalDevice, op: str, backend: str | None) -> Snapshot:
         """The device's snapshot under this scope's policy, and under `backend=` for one op.
 

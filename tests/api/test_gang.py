@@ -10,6 +10,7 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 import anyio
+import msgspec
 import pytest
 import torch
 from torch import Tensor
@@ -17,6 +18,7 @@ from torch import Tensor
 import layerzero as lz
 from layerzero.actors.gang import Gang
 from layerzero.actors.stores import LocalStore
+from layerzero.api.calls import runtime_here
 from layerzero.api.gang import Joining, Member
 from layerzero.errors import ConfigurationError, ConsistencyError, DeviceLostError
 
@@ -95,6 +97,40 @@ def test_followers_run_what_rank_0_batches_in_its_order() -> None:
     assert seen[0].kernels == seen[1].kernels == seen[2].kernels
     assert max(len(tags) for _, tags in seen[0].batches) > 1
     assert sum(len(tags) for _, tags in seen[0].batches) == 48
+
+
+def test_a_captured_step_is_captured_anew_for_a_plan_and_never_for_one_rank_alone() -> None:
+    """A capture runs the collectives too: a rank that captures while the others replay would hang."""
+    steps: dict[int, list[int]] = {0: [], 1: []}
+
+    def shared(member: Member) -> Callable[..., Awaitable[Any]]:
+        graph: Any = lz.compile(lambda x: lz.sync.rms_norm(x), buckets=(1,))
+
+        def step(x: Tensor) -> Tensor:
+            out: Tensor = graph(x)
+            steps[member.rank].append(graph.captures)
+            if member.rank == 1:
+                runtime_here().device().refresh()  # a breaker, say, that opens on this rank
+            return out
+
+        return member.batched(step, name="step")
+
+    async def leads(member: Member, seen: Rank) -> None:
+        step = shared(member)
+        for _ in range(3):
+            await step("r", rows(1.0))
+        await member.propose(msgspec.structs.replace(member.agreed, version=2, activate_at=1))
+        await step("r", rows(1.0))
+
+    async def follows(member: Member, seen: Rank) -> None:
+        shared(member)
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(member.agree, 2)
+            await member.follow()
+
+    _, errors = gang([leads, follows])
+    assert errors == [None, None]
+    assert steps == {0: [1, 1, 1, 2], 1: [1, 1, 1, 2]}
 
 
 def test_a_rank_that_batches_otherwise_fails_the_gang() -> None:
