@@ -1,11 +1,20 @@
-"""A rank's part of a Llama, with the loop over it that a whole Llama has."""
+"""A rank's part of a Llama, with the loop over it that a whole Llama has.
+
+Rank 0 keeps the sequences. What it announces of a step is the tokens and where they begin; the pages of a
+sequence go along once, and every rank keeps them, under the first of them, which no other sequence holds.
+Rank 0 alone draws, as a part of the step, and reads its tokens there: the next step sends them from the host.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
+import itertools
+from collections.abc import Sequence as Several
+from typing import Any
+from weakref import WeakSet
 
-from llama import Draw, Llama
-from paging import Chunk
+import torch
+from llama import BLOCKING, Draw, Llama, drawn, finished
+from paging import Chunk, Places, Sequence, places_of, sent
 from torch import Tensor
 
 import layerzero as lz
@@ -14,19 +23,70 @@ import layerzero as lz
 class Led(Llama):
     """A part of a Llama on one rank: `step` and `next` are steps of the gang, which rank 0 leads."""
 
-    def lead(self, led: Callable[..., Awaitable[Tensor]]) -> None:
-        """Let `led(number, ids, start, pages)` be the step that all ranks run."""
-        self._led = led
-        self._numbers = iter(range(1 << 62))
+    width = 0  # pages of a sequence that tables have room for at least: a captured step has one width
+
+    def lead(self, member: Any, name: str, *, alike: bool = True) -> None:
+        """Make `logits` the step that all ranks run."""
+        self._member = member
+        self._tables = torch.zeros(self.pages.count, self.pages.width, dtype=torch.int32)
+        self._told: WeakSet[Sequence] = WeakSet()
+        self._draws: dict[int, Draw] = {}
+        self._numbers = itertools.count()
+        self._led = member.batched(self._stepped, name=name, alike=alike)
+
+    def logits(self, ids: Tensor, at: Places) -> Tensor:
+        """What every rank runs: the logits (B, V) of each sequence's last row among `ids` (T,)."""
+        return finished(self.forward(BLOCKING, self._blocking, ids, at))
 
     async def step(self, ids: Tensor, chunk: Chunk) -> Tensor:
         """The logits (1, V) after the tokens `ids` (n,) of one sequence."""
-        return await self._led(next(self._numbers), ids, chunk.start, chunk.sequence.pages)
+        return await self._announced(next(self._numbers), ids, chunk)
 
     async def next(self, ids: Tensor, chunk: Chunk, draw: Draw) -> Tensor:
-        """The token (1,) that follows; rank 0 alone draws it."""
-        logits = await self.step(ids, chunk)
-        token: Tensor = await lz.sample(
-            logits, temperature=draw.temperature, top_p=draw.top_p, seed=draw.seed, offset=draw.offset
-        )
-        return token
+        """The token (1,) that follows, on the host; rank 0 alone draws it."""
+        number = next(self._numbers)
+        self._draws[number] = draw
+        try:
+            return await self._announced(number, ids, chunk)
+        finally:
+            del self._draws[number]
+
+    async def _announced(self, number: int, ids: Tensor, chunk: Chunk) -> Tensor:
+        own = chunk.sequence
+        known = own in self._told
+        host = ids if ids.device.type == "cpu" else await lz.to_host(ids)
+        pages = None if known else own.pages
+        found: Tensor = await self._led(number, host, number, chunk.start, own.pages[0], pages)
+        self._told.add(own)
+        return found
+
+    def _stepped(
+        self,
+        ids: Tensor,
+        numbers: list[int],
+        starts: list[int],
+        firsts: list[int],
+        pages: list[list[int] | None],
+        counts: list[int],
+    ) -> list[Tensor]:
+        for first, new in zip(firsts, pages, strict=True):
+            if new is not None:
+                self._tables[first, : len(new)] = torch.tensor(new, dtype=torch.int32)
+        size = self.pages.page_size
+        width = max(self.width, *(-(-(start + n) // size) for start, n in zip(starts, counts, strict=True)))
+        at = places_of(self.pages, starts, self._tables[torch.tensor(firsts), :width], counts)
+        logits = self.logits(ids if ids.device == self.pages.device else sent(ids, self.pages.device), at)
+        return self._answers(logits, [self._draws.get(number) for number in numbers])
+
+    def _answers(self, logits: Tensor, draws: Several[Draw | None]) -> list[Tensor]:
+        """On rank 0 a token on the host for who draws, and for anybody else the logits (1, V)."""
+        found = list(logits.split(1))
+        own = [draw for draw in draws if draw is not None]
+        if not own:
+            return found
+        rows = [row for row, draw in enumerate(draws) if draw is not None]
+        with self._member.under("draw"):  # which no other rank chooses for
+            tokens = torch.cat(drawn(logits if len(rows) == len(found) else logits[rows], own)).cpu()
+        for row, token in zip(rows, tokens.split(1), strict=True):
+            found[row] = token
+        return found

@@ -145,21 +145,23 @@ class Pages:
         return Sequence(self, self.allocator.take(-(-limit // self.page_size)), limit)
 
 
-def places_of(pool: Pages, starts: Several[int], tables: Several[list[int]], counts: Several[int]) -> Places:
-    """The places of rows of sequences that another process keeps: from `starts` on, `counts` of each."""
-    width, size, device = max(map(len, tables)), pool.page_size, pool.device
-    padded = torch.tensor([table + [0] * (width - len(table)) for table in tables], dtype=torch.int32)
+def places_of(pool: Pages, starts: Several[int], tables: Tensor, counts: Several[int]) -> Places:
+    """The places of rows of sequences that another process keeps: from `starts` on, `counts` of each.
+
+    `tables` (B, M) are on the host.
+    """
+    size, device = pool.page_size, pool.device
     added = torch.tensor(counts)
     ends = added.cumsum(0)
     rows = torch.repeat_interleave(added)
     positions = torch.arange(len(rows)) + (torch.tensor(starts) - ends + added)[rows]
-    slots = padded[rows, positions // size] * size + positions % size
+    slots = tables[rows, positions // size] * size + positions % size
     offsets = torch.cat([ends.new_zeros(1), ends]).int() if max(counts) > 1 else None
     positions, slots = sent(torch.stack([positions, slots]), device)
     return Places(
         positions=positions,
         slots=slots,
-        tables=on_device(padded, device),
+        tables=on_device(tables, device),
         lengths=on_device((torch.tensor(starts) + added).int(), device),
         offsets=None if offsets is None else on_device(offsets, device),
         last=slice(None) if offsets is None else sent(ends - 1, device),

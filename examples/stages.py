@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from led import Led
 from llama import BLOCKING, Config, Get, finished, pool
-from paging import Places, places_of
+from paging import Places
 from torch import Tensor
 
 import layerzero as lz
@@ -61,31 +61,28 @@ class Stage(Led):
         own = layers_of(config.layers, member.rank, member.ranks)
         here = replace(config, layers=len(own))
         super().__init__(here, staged(get, own, config, like), pool(here, like.device, like.dtype, pages, 16))
-        self.rank, self.last = member.rank, member.ranks - 1
-        self.lead(member.batched(self.share, name="stage", alike=False))
+        self.rank, self.final = member.rank, member.ranks - 1
+        self.lead(member, "stage", alike=False)
 
-    def share(
-        self, ids: Tensor, starts: list[int], tables: list[list[int]], counts: list[int]
-    ) -> list[Tensor]:
-        """What every rank runs; rank 0 gives the logits (1, V) of each request whose rows met."""
-        at: Places = places_of(self.pages, starts, tables, counts)
-        like, width = self.norm_first, self.config.channels
+    def logits(self, ids: Tensor, at: Places) -> Tensor:
+        """What every rank runs; rank 0 gets the logits (B, V) of each sequence's last row."""
+        like, config, rows = self.norm_first, self.config, len(ids)
         if self.rank:
-            rows = torch.empty(2, len(ids), width, dtype=like.dtype, device=like.device)
-            dist.recv(rows, self.rank - 1)
-            normed, x = rows.unbind()
+            both = torch.empty(2, rows, config.channels, dtype=like.dtype, device=like.device)
+            dist.recv(both, self.rank - 1)
+            normed, x = both.unbind()
         else:
             x = lz.sync.embedding(ids, self.words)
-            normed = lz.sync.rms_norm(x, self.norm_first, eps=self.config.eps)
+            normed = lz.sync.rms_norm(x, self.norm_first, eps=config.eps)
         for layer in self.layers:
             normed, x = finished(layer.forward(BLOCKING, normed, x, at))
-        if self.rank < self.last:
+        if self.rank < self.final:
             dist.send(torch.stack([normed, x]), self.rank + 1)
-            logits = torch.empty(len(counts), self.config.vocab, dtype=like.dtype, device=like.device)
+            logits = torch.empty(len(at.lengths), config.vocab, dtype=like.dtype, device=like.device)
             if self.rank == 0:
-                dist.recv(logits, self.last)
+                dist.recv(logits, self.final)
         else:
             logits = lz.sync.linear(normed[at.last], self.head)
             if self.rank:
                 dist.send(logits, 0)
-        return list(logits.split(1))
+        return logits

@@ -35,7 +35,7 @@ import torch.distributed as dist
 from generation import Sampling, generate, load_tokenizer
 from led import Led
 from llama import BLOCKING, FOLDER, Config, Draw, Get, Llama, finished, pool, weights_of
-from paging import Places, places, places_of
+from paging import Places, places
 from stages import Stage
 from torch import Tensor
 
@@ -89,27 +89,53 @@ def sharded(get: Get, rank: int, ranks: int) -> Get:
 class Shard(Led):
     """One rank's share of a Llama: some heads and some inner channels of each layer."""
 
-    def __init__(self, config: Config, get: Get, member: Any, like: Tensor, pages: int = PAGES) -> None:
-        """`like` has the dtype and the device of the weights."""
+    def __init__(
+        self,
+        config: Config,
+        get: Get,
+        member: Any,
+        like: Tensor,
+        pages: int = PAGES,
+        captured: tuple[int, Sequence[int]] | None = None,
+    ) -> None:
+        """`like` has the dtype and the device of the weights.
+
+        `captured` (limit, crowds): a step of sequences that all decode, none beyond `limit` tokens, is a
+        graph, made for each of these sizes of a crowd by the first step that needs it.
+        """
         own = shard_of(config, member.ranks)
         super().__init__(
             own, sharded(get, member.rank, member.ranks), pool(own, like.device, like.dtype, pages, 16)
         )
         for layer in self.layers:
             layer.reduce = self._summed
-        self.lead(member.batched(self.share, name="share"))
+        self._graph: Any = None
+        if captured is not None:
+            limit, crowds = captured
+            self.width = -(-limit // self.pages.page_size)
+            spare = self.pages.sequence(1).pages[0]  # where rows of padding stand
+            fill = {"slots": spare * self.pages.page_size, "tables": spare, "lengths": 1}
+            self._graph = lz.compile(self._decoded, buckets=crowds, fill=fill)
+        self.lead(member, "share")
 
     def _summed(self, partial: Tensor) -> Tensor:
         dist.all_reduce(partial)
         return partial
 
-    def share(
-        self, ids: Tensor, starts: list[int], tables: list[list[int]], counts: list[int]
-    ) -> list[Tensor]:
-        """What every rank runs: the logits (1, V) of each request whose rows met."""
-        at: Places = places_of(self.pages, starts, tables, counts)
-        logits = finished(self.forward(BLOCKING, self._blocking, ids, at))
-        return list(logits.split(1))
+    def logits(self, ids: Tensor, at: Places) -> Tensor:
+        """What every rank runs: the logits (B, V) of each sequence's last row."""
+        graph = self._graph
+        if graph is None or at.offsets is not None or len(ids) > graph.buckets[-1]:
+            return super().logits(ids, at)
+        if at.tables.shape[1] > self.width:
+            return super().logits(ids, at)
+        found: Tensor = graph(ids, at.positions, at.slots, at.tables, at.lengths)
+        return found
+
+    def _decoded(
+        self, ids: Tensor, positions: Tensor, slots: Tensor, tables: Tensor, lengths: Tensor
+    ) -> Tensor:
+        return super().logits(ids, Places(positions, slots, tables, lengths, None, slice(None)))
 
 
 async def texts(model: Llama, prompts: Sequence[list[int]], tokens: int) -> list[list[int]]:

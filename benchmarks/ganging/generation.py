@@ -51,7 +51,7 @@ def warmed(me: Rank, runtime: lz.Runtime, heads: int, rows: tuple[int, ...] = (1
     model = Llama(own, me.weights(), _pool(me, own, pages_of(me)))
     for (n, context), each in itertools.product(points(me), rows):
         width = -(-(context + each) // 16)
-        tables = [list(range(one * width, (one + 1) * width)) for one in range(n)]
+        tables = torch.arange(n * width, dtype=torch.int32).view(n, width)
         for _ in range(2):
             at = places_of(model.pages, [context] * n, tables, [each] * n)
             ids = torch.zeros(n * each, dtype=torch.int64, device=me.device)

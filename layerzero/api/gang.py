@@ -94,7 +94,7 @@ class Member:
         def run(requests: list[Request], *columns: Any, counts: list[int]) -> Any:
             values = (counts, list(columns)) if send else ()
             own = [laid(c) if isinstance(c, torch.Tensor) else c for c in columns] if send else columns
-            with self._scope(self._steps.take(called, requests, values)):
+            with self._here(), self._scope(self._steps.take(called, requests, values)):
                 return self._call(called, own, counts)
 
         together = Step(run, pure=False, name=called, device=self._gang.device.device)
@@ -131,6 +131,11 @@ class Member:
         """
         return self._scope(self._gang.under(model))
 
+    def _here(self) -> AbstractContextManager[object]:
+        """A block on this rank's GPU: a new thread's current one is the first, whichever this rank's is."""
+        device = self._gang.device.device
+        return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
+
     @contextmanager
     def _scope(self, snapshot: Snapshot) -> Iterator[None]:
         plan = -1 - self.agreed.version - (self.epoch << 32)
@@ -151,11 +156,8 @@ class Member:
         await anyio.to_thread.run_sync(self._follow, abandon_on_cancel=True)
 
     def _follow(self) -> None:
-        device = self._gang.device.device
         inference = self._gang.device.settings.inference is not False
-        # A new thread's current GPU is the first one, whichever this rank's is.
-        here = torch.cuda.device(device) if device.type == "cuda" else nullcontext()
-        with here, torch.inference_mode(inference):
+        with self._here(), torch.inference_mode(inference):
             while True:
                 manifest, snapshot = self._steps.next()
                 if not manifest.name:
