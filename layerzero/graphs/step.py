@@ -96,7 +96,7 @@ class Step:
         self._lock = threading.Lock()
         self._made: dict[Any, tuple[int, tuple[Tensor, ...], Recorded]] = {}
         self._pools: dict[torch.device, Any] = {}
-        self._done: dict[torch.device, torch.cuda.Event] = {}
+        self._streams: dict[torch.device, Any] = {}
         self.captures = 0
         functools.update_wrapper(self, fn)
 
@@ -115,14 +115,17 @@ class Step:
             device = args[0].device
             self._after_last(device)
             static, recorded = self._recorded(self.buckets[place], args)
-            for name, buffer, value in zip(self._names, static, args, strict=True):
-                buffer[:rows].copy_(value)
-                buffer[rows:].fill_(self._fill.get(name, 0))
-            recorded.replay()
-            results = tuple(out[:rows].clone() for out in recorded.outputs)
-            if device.type == "cuda":
-                event: Any = torch.cuda.current_stream(device).record_event()
-                self._done[device] = event
+            if rows == self.buckets[place]:
+                for buffer, value in zip(static, args, strict=True):
+                    buffer.copy_(value)
+                recorded.replay()
+                results = tuple([out.clone() for out in recorded.outputs])
+            else:
+                for name, buffer, value in zip(self._names, static, args, strict=True):
+                    buffer[:rows].copy_(value)
+                    buffer[rows:].fill_(self._fill.get(name, 0))
+                recorded.replay()
+                results = tuple([out[:rows].clone() for out in recorded.outputs])
         return results if len(results) != 1 else results[0]
 
     def capture(self, *args: Tensor) -> None:
@@ -153,10 +156,14 @@ class Step:
         return counts.pop()
 
     def _after_last(self, device: torch.device) -> None:
-        """Let the current stream wait for the last call's, which may have been another."""
-        done = self._done.get(device)
-        if done is not None:
-            torch.cuda.current_stream(device).wait_event(done)
+        """Let the current stream wait for the last call's where that was another: a stream is in order."""
+        if device.type != "cuda":
+            return
+        here, last = torch.cuda.current_stream(device), self._streams.get(device)
+        if here != last:
+            if last is not None:
+                here.wait_stream(last)
+            self._streams[device] = here
 
     def _recorded(self, bucket: int, args: tuple[Tensor, ...]) -> tuple[tuple[Tensor, ...], Recorded]:
         device = args[0].device
