@@ -63,6 +63,7 @@ LIBRARIES: tuple[Library, ...] = (
     Library("flashinfer", "flashinfer-python", "flashinfer", "flashinfer"),
     Library("flash_attn_2", "flash-attn", "flash_attn.flash_attn_interface", "flash-attn"),
     Library("flash_attn_3", "flash-attn-3", "flash_attn_interface"),
+    Library("vllm_flash_attn_3", "vllm", "vllm.vllm_flash_attn"),
     Library("flash_attn_4", "flash-attn-4", "flash_attn.cute", "flash-attn-4"),
     Library("liger", "liger-kernel", "liger_kernel.transformers", "liger"),
     Library("zentorch", "zentorch", "zentorch", "zentorch"),

@@ -103,7 +103,7 @@ def test_hopper_is_routed_by_cost_and_keeps_the_fourth_without_the_third() -> No
     both = chosen(90)
     assert both.candidate("flash_attn_3.attention.dense").takes
     assert both.candidate("flash_attn_4.attention.dense").takes
-    others = ("torch.attention", "flashinfer", "xformers", "flash_attn_2", "reference")
+    others = ("torch.attention", "flashinfer", "xformers", "flash_attn_2", "vllm", "reference")
     assert chosen(90, *others).kernel == "flash_attn_4.attention.dense"
     assert chosen(90, *others, request=call("bfloat16", 128, 512)).kernel == "flash_attn_3.attention.dense"
     alone = chosen(90, *others, "flash_attn_3", request=call("bfloat16", 128, 512))

@@ -1,0 +1,205 @@
+"""FlashAttention-3 as vLLM ships it (`vllm`): Hopper's kernels in a wheel, where its own package has none.
+
+The extension is loaded by itself. Importing the package would set up an inference engine: logging, settings
+of torch's compiler, environment variables. The build knows sequences behind each other alone, so that dense
+operands go in as such.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from layerzero.backends.flash_attn.shared import (
+    FEATURES,
+    HALF,
+    HEAD_SIZES,
+    Asked,
+    Dense,
+    Paged,
+    Ragged,
+    Result,
+    both,
+    int32,
+    kernel,
+    takes,
+)
+from layerzero.kernel import AtMost, Capability, Efficiency, Kernel
+from layerzero.ops.mirrors import longest
+
+_EXTENSION = "_vllm_fa3_C"
+# What none of our calls sets; other arguments that a call leaves out are optional.
+_CONSTANT = {"is_rotary_interleaved": True, "num_splits": 0, "sm_margin": 0, "cp_world_size": 1, "cp_rank": 0}
+_SET = frozenset(
+    {"q", "k", "v", "cu_seqlens_q", "cu_seqlens_k", "seqused_k", "max_seqlen_q", "max_seqlen_k", "page_table",
+     "softmax_scale", "is_causal", "window_size_left", "window_size_right", "softcap"}
+)  # fmt: skip
+_KEPT = 512
+_steps_of: dict[tuple[int, int, torch.device], Tensor] = {}
+
+
+def arguments(names: Mapping[str, bool]) -> dict[str, Any]:
+    """The operator's arguments in its order, with what no call sets; `names` says which are optional.
+
+    Raises: ImportError: it has an argument that must be given and that nobody here knows, or lacks one.
+    """
+    if missing := _SET - names.keys():
+        raise ImportError(f"vllm's {_EXTENSION}.fwd takes no {', '.join(sorted(missing))}")
+    unknown = [
+        name for name, optional in names.items() if not optional and name not in _SET | _CONSTANT.keys()
+    ]
+    if unknown:
+        raise ImportError(
+            f"vllm's {_EXTENSION}.fwd wants {', '.join(unknown)}, which this adapter does not know"
+        )
+    return {name: _CONSTANT.get(name) for name in names}
+
+
+def extension() -> Path:
+    """The compiled file in the installed `vllm`; nothing of the package is imported.
+
+    Raises: ImportError: vllm is not installed, or was built without it.
+    """
+    found = importlib.util.find_spec("vllm")
+    folders = found.submodule_search_locations if found is not None else None
+    for folder in folders or ():
+        for path in sorted(Path(folder).glob(f"vllm_flash_attn/{_EXTENSION}*.so")):
+            return path
+    raise ImportError(f"no {_EXTENSION} in vllm: {'it is not installed' if not folders else list(folders)}")
+
+
+@functools.cache
+def _forward() -> Callable[[Asked, dict[str, Any]], tuple[Tensor, Tensor]]:
+    torch.ops.load_library(str(extension()))
+    operator = torch.ops._vllm_fa3_C.fwd.default
+    empty = arguments(
+        {each.name: str(each.type).startswith("Optional") for each in operator._schema.arguments}
+    )
+
+    def run(call: Asked, own: dict[str, Any]) -> tuple[Tensor, Tensor]:
+        left, right = call.window or (-1, -1)
+        given = empty | own
+        given["softmax_scale"] = call.q.shape[-1] ** -0.5 if call.scale is None else call.scale
+        given["is_causal"] = call.is_causal
+        given["window_size_left"], given["window_size_right"] = left, right
+        given["softcap"] = call.softcap or 0.0
+        out, lse, *_ = operator(*given.values())
+        return out, lse
+
+    return run
+
+
+def _steps(batch: int, length: int, device: torch.device) -> Tensor:
+    """Offsets of `batch` sequences of `length`: int32, batch + 1. Those that a capture makes are not kept."""
+    key = (batch, length, device)
+    found = _steps_of.get(key)
+    if found is None:
+        if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            return torch.arange(batch + 1, dtype=torch.int32, device=device) * length
+        if len(_steps_of) >= _KEPT:
+            _steps_of.clear()
+        # A copy from ordinary memory has arrived when it returns, for whichever stream reads it.
+        found = (torch.arange(batch + 1, dtype=torch.int32, device="cpu") * length).to(device)
+        _steps_of[key] = found
+    return found
+
+
+def _attention() -> Callable[..., Any]:
+    run = _forward()
+
+    @takes(Dense)
+    def attention(call: Dense) -> Result:
+        """Operands (B, S, H, D), a view of them where they are contiguous."""
+        batch, queries, heads, _ = call.q.shape
+        keys, device = call.k.shape[1], call.q.device
+        out, lse = run(call, {
+            "q": call.q.flatten(0, 1), "k": call.k.flatten(0, 1), "v": call.v.flatten(0, 1),
+            "cu_seqlens_q": _steps(batch, queries, device), "max_seqlen_q": queries,
+            "cu_seqlens_k": _steps(batch, keys, device), "max_seqlen_k": keys,
+        })  # fmt: skip
+        out = out.unflatten(0, (batch, queries))
+        return both(out, lse.view(heads, batch, queries).transpose(0, 1)) if call.return_lse else out
+
+    return attention
+
+
+def _ragged() -> Callable[..., Any]:
+    run = _forward()
+
+    @takes(Ragged)
+    def ragged_attention(call: Ragged) -> Result:
+        """Sequences behind each other; the log-sum-exp comes heads first."""
+        starts, starts_k, most, most_k = call.bounds
+        out, lse = run(call, {
+            "q": call.q, "k": call.k, "v": call.v, "cu_seqlens_q": starts, "max_seqlen_q": most,
+            "cu_seqlens_k": starts_k, "max_seqlen_k": most_k,
+        })  # fmt: skip
+        return both(out, lse.transpose(0, 1)) if call.return_lse else out
+
+    return ragged_attention
+
+
+def _paged() -> Callable[..., Any]:
+    run = _forward()
+
+    @takes(Paged)
+    def paged_attention(call: Paged) -> Result:
+        """Block tables and lengths as they are: no plan, nothing read on the host."""
+        sequences, pages = call.block_tables.shape
+        if call.cu_seqlens is None:
+            starts, most = _steps(sequences, 1, call.q.device), 1
+        else:
+            starts, most = int32(call.cu_seqlens), longest(call.cu_seqlens, call.q.shape[0])
+        out, lse = run(call, {
+            "q": call.q, "k": call.k_pages, "v": call.v_pages, "cu_seqlens_q": starts, "max_seqlen_q": most,
+            "seqused_k": int32(call.context_lens), "max_seqlen_k": pages * call.k_pages.shape[1],
+            "page_table": int32(call.block_tables),
+        })  # fmt: skip
+        return both(out, lse.transpose(0, 1)) if call.return_lse else out
+
+    return paged_attention
+
+
+def _capability(
+    *, features: frozenset[str] = FEATURES | {"lse"}, limits: tuple[Any, ...] = (), **more: Any
+) -> Capability:
+    return Capability(
+        source="vllm 0.26.0, vllm_flash_attn/flash_attn_interface.py and the schema of its extension",
+        platforms=frozenset({"cuda"}),
+        sm_min=90,
+        sm_max=90,
+        cuda_min="12.3",
+        dtypes=HALF,
+        features=features,
+        limits=(*HEAD_SIZES, *limits),
+        last_stride1=True,
+        alignment=16,
+        gradient=False,
+        graph_safe=True,
+        **more,
+    )
+
+
+_GUESS = Efficiency(0.6, 0.8, 20.0, "an estimate, from FlashInfer's FA3 template")
+_make = functools.partial(kernel, "vllm_flash_attn_3", rank=38, distribution="vllm>=0.20")
+
+KERNELS: tuple[Kernel, ...] = (
+    _make("attention", "varlen", _attention, _capability(layouts=frozenset({"BSHD"})), _GUESS),
+    _make("ragged_attention", "varlen", _ragged, _capability(), _GUESS),
+    _make(
+        "paged_attention",
+        "page_table",
+        _paged,
+        # Larger pages are loaded in whole tiles, with what stands behind the length.
+        _capability(
+            features=FEATURES | {"lse", "prefill"}, layouts=frozenset({"NHD"}), limits=(AtMost("P", 64),)
+        ),
+        _GUESS,
+    ),
+)
