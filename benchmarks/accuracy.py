@@ -28,6 +28,7 @@ DISTRIBUTIONS = (
     "triton",
     "flashinfer-python",
     "flash-attn-4",
+    "vllm",
     "flash-attn",
     "xformers",
     "liger-kernel",

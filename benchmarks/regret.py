@@ -46,11 +46,12 @@ from layerzero.tuning.timing import QUICK, Effort, Timing, copies_for, time_kern
 VERSION = 1
 OURS = "lz"
 RAW = "vendor:"
-LIBRARIES = ("torch", "flashinfer-python", "flash-attn-4", "liger-kernel", "triton", "zentorch")
+LIBRARIES = ("torch", "flashinfer-python", "flash-attn-4", "vllm", "liger-kernel", "triton", "zentorch")
 # "Always this one" policies that the choice is compared with, by the start of the kernel's id.
 ALWAYS = {
     "SDPA default": RAW + "sdpa_default",
     "FlashInfer": "flashinfer.",
+    "FlashAttention-3": "vllm_flash_attn_3.",
     "FlashAttention-4": "flash_attn_4.",
 }
 

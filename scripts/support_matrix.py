@@ -39,7 +39,7 @@ OWNERS = {
 }
 # Whose versions a record names, where they are installed.
 LIBRARIES = (
-    "torch", "triton", "zentorch", "flashinfer-python", "flash-attn-4", "flash-attn", "xformers",
+    "torch", "triton", "zentorch", "flashinfer-python", "flash-attn-4", "flash-attn", "vllm", "xformers",
     "liger-kernel", "layerzero-runtime",
 )  # fmt: skip
 MEASURED, OWNED, DESCRIBED = "measured here", "executed by its owner's tests", "descriptor only"
