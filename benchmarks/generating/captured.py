@@ -1,35 +1,82 @@
-"""The model's step as a captured graph: what `lz.compile` makes of it, awaited through `lz.batched`.
+"""The model as captured graphs, a whole step in one or a layer each: `lz.compile` inside `lz.batched`.
 
-Tokens are drawn from the graph's logits by an ordinary call: a draw may look at its rows, which no capture
+Where the rows of a step stand lies in a `Frame` that every graph reads: it is written once a step, not once
+a layer, and its tables only for who joins or leaves. Block tables have one width, so that one graph serves
+every length up to it; rows of padding write places of their own that no sequence has.
+Tokens are drawn from a graph's logits by an ordinary call: a draw may look at its rows, which no capture
 allows.
-A step's rows are tokens of sequences that decode, one each. Block tables have one width, so that one graph
-serves every length up to it; rows of padding write places of their own that no sequence has.
 """
 
 from __future__ import annotations
 
 import torch
-from llama import BLOCKING, Draw, Llama, drawn, finished
-from paging import Chunk, Places, places
+from llama import BLOCKING, Draw, Layer, Llama, drawn, finished
+from paging import Chunk, Pages, Places, Sequence, sent
 from torch import Tensor
 
 import layerzero as lz
 
 
-class Captured:
-    """A model that answers `next` by a graph, for sequences of at most `limit` tokens."""
+class Frame:
+    """Places of at most `rows` rows in memory that stays where it is: one token of a sequence each."""
+
+    def __init__(self, pages: Pages, limit: int, rows: int) -> None:
+        size, device = pages.page_size, pages.device
+        self.pages, self.rows, self.width = pages, rows, -(-limit // size)
+        self._spare = pages.sequence(rows)
+        # What stands in the rows of padding: the first token of a sequence, each at a place of its own.
+        own = torch.tensor(self._spare.pages, dtype=torch.int32).repeat_interleave(size)[:rows]
+        slots = own * size + torch.arange(rows, dtype=torch.int32) % size
+        self._padding = torch.stack([torch.zeros_like(slots), slots, torch.ones_like(slots)])
+        self._near = own[:, None].repeat(1, self.width)
+        with torch.inference_mode(False):
+            self._numbers = self._padding.to(device, copy=True)
+            self._tables = self._near.to(device, copy=True)
+        self._chunks: list[Chunk] = []
+        self._sequences: list[Sequence] = []
+
+    def load(self, chunks: list[Chunk]) -> None:
+        """Let `chunks`, a token each, be what the rows are from now on."""
+        if chunks == self._chunks:  # another layer of the same step
+            return
+        self._chunks, count = list(chunks), len(chunks)
+        sequences = [chunk.sequence for chunk in chunks]
+        if sequences != self._sequences:
+            padded = self._near.clone()
+            padded[:count] = torch.stack([sequence.table for sequence in sequences])[:, : self.width]
+            self._sequences, self._host = sequences, padded[:count]
+            self._tables.copy_(sent(padded, self.pages.device))
+        size, numbers = self.pages.page_size, self._padding.clone()
+        lengths = torch.tensor([chunk.end for chunk in chunks], dtype=torch.int32)
+        positions = lengths - 1
+        page = self._host.gather(1, (positions // size).long()[:, None])[:, 0]
+        numbers[:, :count] = torch.stack([positions, page * size + positions % size, lengths])
+        self._numbers.copy_(sent(numbers, self.pages.device))
+
+    def places(self, rows: int) -> Places:
+        """Where the first `rows` rows stand, whatever is loaded."""
+        positions, slots, lengths = self._numbers[:, :rows]
+        return Places(positions, slots, self._tables[:rows], lengths, None, slice(None))
+
+    def close(self) -> None:
+        """Give the pages of the padding back."""
+        self.pages.allocator.give_back(self._spare.pages)
+
+
+def tokens(logits: Tensor, draws: list[Draw]) -> Tensor | list[Tensor]:
+    """What `llama.drawn` gives; in one piece where nothing is drawn."""
+    if all(draw.temperature == 0 for draw in draws):
+        likeliest: Tensor = lz.sync.sample(logits, temperature=0.0, seed=0)
+        return likeliest
+    return drawn(logits, draws)
+
+
+class Whole:
+    """A model that answers `next` by one graph a step, for sequences of at most `limit` tokens."""
 
     def __init__(self, model: Llama, limit: int, rows: int) -> None:
         self.model, self.config, self.pages = model, model.config, model.pages
-        size, device = model.pages.page_size, model.pages.device
-        self.width, self.rows = -(-limit // size), rows
-        self._spare = model.pages.sequence(rows)
-        # What stands in the rows of padding: token 0 at position 0, each at a place of its own.
-        self._zeros = torch.zeros(rows, dtype=torch.int64, device=device)
-        pages = torch.tensor(self._spare.pages, dtype=torch.int32).repeat_interleave(size)[:rows]
-        self._slots = (pages.long() * size + torch.arange(rows) % size).to(device)
-        self._tables = pages[:, None].repeat(1, self.width).to(device)
-        self._ones = torch.ones(rows, dtype=torch.int32, device=device)
+        self.frame = Frame(model.pages, limit, rows)
         # One bucket for the crowd, one for who is alone: each capture costs seconds.
         self._graph = lz.compile(self._step, buckets=sorted({1, rows}))
         self._joined = lz.batched(self.nexts)
@@ -39,22 +86,78 @@ class Captured:
         token: Tensor = await self._joined(ids, chunk, draw)
         return token
 
-    def nexts(self, ids: Tensor, chunks: list[Chunk], draws: list[Draw]) -> list[Tensor]:
+    def nexts(self, ids: Tensor, chunks: list[Chunk], draws: list[Draw]) -> Tensor | list[Tensor]:
         """`next` for all callers at once."""
-        at = places(chunks)
-        tables = torch.nn.functional.pad(at.tables, (0, self.width - at.tables.shape[1]))
-        count = len(chunks)
-        rows = ids, at.positions, at.slots, tables, at.lengths
-        if 1 < count < self.rows:
-            spare = self._zeros, self._zeros, self._slots, self._tables, self._ones
-            rows = tuple(torch.cat((own, pad[count:])) for own, pad in zip(rows, spare, strict=True))
-        logits: Tensor = self._graph(*rows)
-        return drawn(logits[:count], draws)
+        self.frame.load(chunks)
+        return tokens(self._graph(ids), draws)
 
     def close(self) -> None:
-        """Give the page of the padding back."""
-        self.pages.allocator.give_back(self._spare.pages)
+        """Give the pages of the padding back."""
+        self.frame.close()
 
-    def _step(self, ids: Tensor, positions: Tensor, slots: Tensor, tables: Tensor, lengths: Tensor) -> Tensor:
-        at = Places(positions, slots, tables, lengths, None, slice(None))
+    def _step(self, ids: Tensor) -> Tensor:
+        at = self.frame.places(ids.shape[0])
         return finished(self.model.forward(BLOCKING, self.model._blocking, ids, at))
+
+
+class Part:
+    """One layer as a graph, from rows `x` (T, C) to rows; the first takes ids, the last one gives logits."""
+
+    def __init__(self, model: Llama, index: int, frame: Frame) -> None:
+        self.model, self.frame, self.index = model, frame, index
+        self.layer: Layer = model.layers[index]
+        self.norm = model.norm_first if index == 0 else model.layers[index - 1].norm_next
+        self._graph = lz.compile(self._step, buckets=(frame.rows,))
+
+    def run(self, x: Tensor, chunks: list[Chunk]) -> Tensor:
+        """The layer for the rows of all callers at once."""
+        self.frame.load(chunks)
+        out: Tensor = self._graph(x)
+        return out
+
+    def draw(self, x: Tensor, chunks: list[Chunk], draws: list[Draw]) -> Tensor | list[Tensor]:
+        """`run` of the last layer, and a token (1,) for each caller."""
+        return tokens(self.run(x, chunks), draws)
+
+    def _step(self, x: Tensor) -> Tensor:
+        model, eps = self.model, self.model.config.eps
+        if self.index == 0:
+            x = lz.sync.embedding(x, model.words)
+        # Normed anew, so that one tensor goes from layer to layer and not two.
+        normed = lz.sync.rms_norm(x, self.norm, eps=eps)
+        at = self.frame.places(x.shape[0])
+        normed, x = finished(self.layer.forward(BLOCKING, normed, x, at))
+        if self.index < len(model.layers) - 1:
+            return x
+        logits: Tensor = lz.sync.linear(normed, model.head)
+        return logits
+
+
+class Layered:
+    """A model that answers `next` by a graph a layer, each one await."""
+
+    def __init__(self, model: Llama, limit: int, rows: int) -> None:
+        self.model, self.config, self.pages = model, model.config, model.pages
+        self.frame = Frame(model.pages, limit, rows)
+        self.parts = [Part(model, index, self.frame) for index in range(len(model.layers))]
+        self._joined = [lz.batched(part.run) for part in self.parts[:-1]]
+        self._last = lz.batched(self.parts[-1].draw)
+
+    async def next(self, ids: Tensor, chunk: Chunk, draw: Draw) -> Tensor:
+        """The token (1,) that follows `ids` (1,) of one sequence."""
+        x = ids
+        for layer in self._joined:
+            x = await layer(x, chunk)
+        token: Tensor = await self._last(x, chunk, draw)
+        return token
+
+    def nexts(self, ids: Tensor, chunks: list[Chunk], draws: list[Draw]) -> Tensor | list[Tensor]:
+        """`next` for all callers at once, without an await."""
+        x = ids
+        for part in self.parts[:-1]:
+            x = part.run(x, chunks)
+        return self.parts[-1].draw(x, chunks, draws)
+
+    def close(self) -> None:
+        """Give the pages of the padding back."""
+        self.frame.close()

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = ROOT / "benchmarks" / "lane_cuda.py"
@@ -33,13 +34,16 @@ def test_every_side_is_measured(tmp_path: Path) -> None:
     """Speeds, one request alone and where the time goes, for each way of awaiting, and no error."""
     record = rehearsed(tmp_path)
     here = record["rows"]["2"]["16"]
-    sides = {"by hand", "per step", "per layer", "per op", "per step, captured"}
+    graphs = {"per step, captured", "per layer, captured"}
+    sides = {"by hand", "per step", "per layer", "per op", *graphs}
     assert not record["errors"] and not record["left_out"]
     assert set(here["sides"]) == set(here["where"]) == sides
     assert all(row["tokens_per_s"] > 0 and row["mean_batch"] > 3 for row in here["sides"].values())
     assert all(row["over_one_by_one"] > 0 for row in here["sides"].values())
     assert all(row["host_us"] > 0 for row in here["where"].values())
     assert here["kernels"]["paged_attention"]
+    assert {side: found["same"] for side, found in here["agreement"].items()} == dict.fromkeys(graphs, 4)
+    assert record["awaited_path"]
     assert record["linear"]["2"]["awaited_us"] > 0
 
 
@@ -62,3 +66,22 @@ def test_an_item_that_fails_is_an_error_of_the_record(tmp_path: Path) -> None:
     assert record.item("one", lambda: 1) is None
     assert record.item("two", lambda: 2) == 2
     assert json.loads(out.read_text())["errors"] == {"one": "RuntimeError: no such kernel"}
+
+
+def test_padding_keeps_places_of_its_own() -> None:
+    """Rows that no sequence has stand where nobody writes, also after a larger crowd stood there."""
+    captured, paging = importlib.import_module("generating.captured"), importlib.import_module("paging")
+    pages = paging.Pages(
+        layers=1, heads=1, head_dim=8, pages=12, page_size=4, positions=32, dtype=torch.float32, device="cpu"
+    )
+    frame = captured.Frame(pages, 8, 4)
+    spare = frame.places(4).slots.tolist()
+    sequences = [pages.sequence(8) for _ in range(4)]
+    for count in (4, 1, 3):
+        frame.load([sequence.extend(1) for sequence in sequences[:count]])
+        at = frame.places(4)
+        slots = at.slots.tolist()
+        own = [s.pages[(s.length - 1) // 4] * 4 + (s.length - 1) % 4 for s in sequences[:count]]
+        assert slots == [*own, *spare[count:]]
+        assert at.lengths.tolist() == [*(s.length for s in sequences[:count]), *[1] * (4 - count)]
+        assert at.tables[:count].tolist() == [s.table[:2].tolist() for s in sequences[:count]]

@@ -1,0 +1,52 @@
+"""Whether captured graphs give the tokens of the loop by hand: the same step of the same sequences by both.
+
+Kernels round differently, so that two words of nearly one score may change places; a token counts as the
+loop's where the loop's own logits put it within `NEAR` of their best.
+"""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from typing import Any, Protocol
+
+import torch
+from llama import Draw
+from paging import Chunk
+from torch import Tensor
+
+from generating import by_hand
+
+# In spreads of a row's logits; the best of many words stands some four of them above their mean.
+NEAR = 0.05
+
+
+class Graph(Protocol):
+    """A model that answers for all callers at once."""
+
+    def nexts(self, ids: Tensor, chunks: list[Chunk], draws: list[Draw]) -> Tensor | list[Tensor]: ...
+
+
+def agreement(cache: by_hand.Paged, graph: Graph, context: int, requests: int) -> dict[str, Any]:
+    """The share of `requests` sequences behind `context` tokens that go on alike, and the largest distance.
+
+    Raises: ValueError: a token is not the loop's.
+    """
+    model = cache.model
+    ids = torch.arange(requests, device=model.pages.device) % model.config.vocab
+    draws = [Draw(0.0, 1.0, number, 0) for number in range(requests)]
+    with ExitStack() as stack:
+        sequences = [stack.enter_context(model.pages.sequence(context + 1)) for _ in range(requests)]
+        cache.join(sequences, [context] * requests)
+        logits = by_hand.step(cache, ids).float()
+        drawn = graph.nexts(ids, [Chunk(sequence, context, 1) for sequence in sequences], draws)
+        tokens = drawn if isinstance(drawn, Tensor) else torch.cat(drawn)
+    best = logits.max(-1)
+    short = best.values - logits.gather(1, tokens.long()[:, None])[:, 0]
+    distance = float((short / logits.std(-1)).max())
+    same = int((tokens == best.indices).sum())
+    if not distance <= NEAR:
+        raise ValueError(
+            f"a token needs to be within {NEAR} of the loop's best, got {distance:.3f}; "
+            f"{same} of {requests} alike"
+        )
+    return {"same": same, "of": requests, "largest_distance": round(distance, 4), "bound": NEAR}
