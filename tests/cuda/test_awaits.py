@@ -72,7 +72,7 @@ def test_a_stream_of_ones_own_is_not_known() -> None:
             return known and entry._kinds.find((x,), 1.0) is None
 
     async def crowd() -> list[bool]:
-        return await asyncio.gather(caller(), caller())
+        return list(await asyncio.gather(caller(), caller()))
 
     assert asyncio.run(crowd()) == [True, True]
 
@@ -90,7 +90,7 @@ def test_a_ticket_tells_another_stream_from_its_own() -> None:
         return [ticket.unchanged(), elsewhere]
 
     async def crowd() -> list[list[bool]]:
-        return await asyncio.gather(caller(), caller())
+        return list(await asyncio.gather(caller(), caller()))
 
     assert asyncio.run(crowd()) == [[True, False]] * 2
 
@@ -122,6 +122,6 @@ def test_ops_are_known_unless_a_capture_is_rehearsed() -> None:
             REHEARSAL.on = False
 
     async def pair() -> list[Any]:
-        return await asyncio.gather(rehearsed(), rehearsed())
+        return list(await asyncio.gather(rehearsed(), rehearsed()))
 
     assert asyncio.run(pair()) == [True, True]
