@@ -87,8 +87,7 @@ class LocalDevice:
         self._expected.set()
         self._watchers: tuple[Watcher, ...] = ()
         self._samplers: tuple[NumericsGuard | DriftWatch, ...] = ()
-        self._solved: Solved | None = None
-        self._take_table()
+        self._solved = self.solved_under(settings)
         self._sized: dict[str, bool] = {}
         self.room = Room(self.device, self.hardware, self.clock.now)
         self._sample()
@@ -122,13 +121,13 @@ class LocalDevice:
         self.capturing: Callable[[], bool] | None = torch.cuda.is_current_stream_capturing if cuda else None
         self.inline_limit_us = float("inf") if cuda else self.settings.inline_limit_us
 
-    def set_settings(self, settings: Settings) -> None:
-        """Put other settings in force."""
+    def set_settings(self, settings: Settings, solved: Solved | None = None) -> None:
+        """Put other settings in force, and `solved`, what `solved_under` made of them."""
         self.settings = settings
         self.health.set_settings(settings)
         self._settle()
         self._sample()
-        self._take_table()
+        self._solved = solved
         self._look_at_memory()
         self.refresh()
 
@@ -144,14 +143,16 @@ class LocalDevice:
         else:
             self._loading.submit(look)
 
-    def _take_table(self) -> None:
-        """Put the settings' dispatch table in force, if it holds for this device."""
-        self._solved = None
-        if self.settings.dispatch_table is not None:
-            from layerzero.selection.solved import in_force
+    def solved_under(self, settings: Settings) -> Solved | None:
+        """The dispatch table of `settings`, if it holds for this device.
 
-            path, kernels = self.settings.dispatch_table, self.registry.all()
-            self._solved = in_force(path, self.hardware, kernels, strict=self.settings.strict)
+        Raises: ConfigurationError: it does not, and the settings are strict.
+        """
+        if settings.dispatch_table is None:
+            return None
+        from layerzero.selection.solved import in_force
+
+        return in_force(settings.dispatch_table, self.hardware, self.registry.all(), strict=settings.strict)
 
     def _sample(self) -> None:
         """Have sampled calls checked or timed, or no longer, as the settings say."""

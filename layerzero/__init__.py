@@ -17,6 +17,9 @@ import sys
 from types import ModuleType
 from typing import Any
 
+from layerzero import requirements as _requirements  # noqa: F401  first: it checks the torch that the rest needs
+
+# isort: split
 from layerzero.api.awaiting import awaited as _awaited
 from layerzero.ops import table as _table
 

@@ -18,7 +18,7 @@ from layerzero.api.inspection import list_kernels
 from layerzero.errors import LayerZeroError
 from layerzero.hardware import Hardware, probe
 from layerzero.health.breaker import Standing
-from layerzero.kernel import Kernel, judge, version
+from layerzero.kernel import Kernel, judge
 from layerzero.libraries import Found, examine
 from layerzero.native import HOT
 from layerzero.ops import table as ops_table
@@ -27,8 +27,6 @@ from layerzero.policy.policy import describe
 from layerzero.reasons import Category
 from layerzero.runtime import Runtime
 from layerzero.settings import Settings
-
-TORCH_MIN = "2.11"
 
 
 class Host(msgspec.Struct, frozen=True, kw_only=True):
@@ -143,8 +141,6 @@ def doctor(*, imports: bool = True, timeout_s: float = 60.0) -> Report:
     if isinstance(timeout_s, bool) or not isinstance(timeout_s, int | float) or not timeout_s > 0:
         raise ValueError(f"timeout_s needs a number of seconds above 0, got {timeout_s!r}")
     problems: list[str] = []
-    if version(torch.__version__) < version(TORCH_MIN):
-        problems.append(f"torch needs at least {TORCH_MIN}, got {torch.__version__}")
     sqlite = _sqlite()
     report = Report(
         host=_host(),

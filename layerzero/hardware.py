@@ -178,8 +178,7 @@ def imagined_gpu(
     )
 
 
-def _cuda_driver() -> str | None:
-    version = Path("/proc/driver/nvidia/version")
+def _cuda_driver(version: Path = Path("/proc/driver/nvidia/version")) -> str | None:
     if version.exists():
         found = re.search(r"\b(\d+\.\d+(?:\.\d+)?)\b", version.read_text())
         if found:

@@ -308,6 +308,8 @@ class Runtime:
                 raise ConfigurationError(
                     "capabilities is read when a runtime opens: open another", field="capabilities"
                 )
+            # Before anything changes: a strict runtime refuses a table that does not hold.
+            solved = [device.solved_under(settings) for device in self.devices.values()]
             if settings.device != self.settings.device or settings.policy != self.settings.policy:
                 before, self.settings = self.settings, settings
                 try:
@@ -316,8 +318,8 @@ class Runtime:
                     self.settings = before
                     raise
             self.settings = settings
-            for device in self.devices.values():
-                device.set_settings(settings)
+            for device, table in zip(self.devices.values(), solved, strict=True):
+                device.set_settings(settings, table)
             self.apply_policy()
 
     # -- closing ----------------------------------------------------------------------------------

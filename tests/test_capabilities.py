@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import layerzero as lz
@@ -27,7 +27,7 @@ from layerzero.runtime import Runtime
 from layerzero.selection.solved import capabilities_hash
 from layerzero.tuning.shapes import standard
 from tests.kernels import kernel
-from tests.profiles import many_examples
+from tests.profiles import CI
 
 BUILTIN = load_builtin()
 FAST = kernel("fast.rms_norm", launch_us=1.0, limits=(AtMost("N", 512),))
@@ -215,7 +215,7 @@ def requests(draw: st.DrawFn) -> Request:
     )  # fmt: skip
 
 
-@many_examples
+@settings(max_examples=2_000 if CI else 300)
 @given(
     changes=st.dictionaries(st.sampled_from([*FIELDS, "sm_least"]), VALUES, min_size=1, max_size=4),
     request=requests(),

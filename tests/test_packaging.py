@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from layerzero.requirements import TORCH_MIN
+
 ROOT = Path(__file__).resolve().parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 FOLDERS = {"layerzero": "layerzero", "layerzero.actors": "actors", "layerzero.scheduler": "scheduler"}
@@ -100,7 +102,7 @@ def test_guarded_folders_import_under_their_full_name(name: str) -> None:
 def test_base_dependencies_do_not_pin_torch() -> None:
     """The exact torch belongs to constraints.txt, so that users keep theirs."""
     (torch,) = [d for d in PROJECT["project"]["dependencies"] if d.startswith("torch")]
-    assert torch == "torch>=2.11"
+    assert torch == f"torch>={TORCH_MIN}"
     assert "torch==" in (ROOT / "constraints.txt").read_text()
 
 

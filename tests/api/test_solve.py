@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -175,3 +176,52 @@ def test_every_bucket_is_warmed(tmp_path: Path, closing: list[Runtime]) -> None:
     assert [bucket.kernel for bucket in table.buckets] == ["better.rms_norm"] * 3
     assert loads.count("better") == 1 and loads.count("broken") <= 1
     assert device.counters.get("buckets_warmed", op="rms_norm") == 3
+
+
+def test_a_table_put_in_force_during_lookups_is_never_torn(
+    table: Path, tmp_path: Path, closing: list[Runtime]
+) -> None:
+    """CS-013: while tables are swapped by `configure`, every choice is one table's or the other's."""
+    solved = DispatchTable.load(table)
+    buckets = tuple(msgspec.structs.replace(b, kernel="claims.rms_norm") for b in solved.buckets)
+    other = tmp_path / "other.json"
+    msgspec.structs.replace(solved, buckets=buckets, content=content_hash(buckets)).save(other)
+    closing.append(opened(dispatch_table=str(table)))
+    stop, seen, torn = threading.Event(), set[str](), list[str]()
+
+    def ask(rows: int) -> None:
+        x = torch.randn(rows, 64)
+        while not stop.is_set():
+            chosen = lz.select("rms_norm", x, WEIGHT)
+            seen.add(chosen.kernel)
+            if "dispatch table" not in chosen.why:
+                torn.append(chosen.why)
+
+    threads = [threading.Thread(target=ask, args=(rows,)) for rows in (16, 200, 256)]
+    for thread in threads:
+        thread.start()
+    for turn in range(5000):
+        lz.configure(dispatch_table=str(table if turn % 2 else other))
+        if turn >= 60 and len(seen) == 2:
+            break
+    lz.configure(dispatch_table=str(table))
+    stop.set()
+    for thread in threads:
+        thread.join()
+    assert seen == {"quick.rms_norm", "claims.rms_norm"} and torn == []
+    assert lz.which("rms_norm", X, WEIGHT) == "quick.rms_norm"
+
+
+def test_a_table_that_is_refused_changes_nothing(table: Path, tmp_path: Path, closing: list[Runtime]) -> None:
+    """Where `strict` refuses a table, the one before stays in force, and so do the settings."""
+    spoiled = tmp_path / "spoiled.json"
+    spoiled.write_text(table.read_text().replace("quick.rms_norm", "claims.rms_norm", 1))
+    runtime = opened(dispatch_table=str(table), strict=True)
+    closing.append(runtime)
+    assert lz.which("rms_norm", X, WEIGHT) == "quick.rms_norm"
+    with pytest.raises(ConfigurationError, match=r"spoiled\.json"):
+        lz.configure(dispatch_table=str(spoiled))
+    assert runtime.settings.dispatch_table == runtime.device().settings.dispatch_table == str(table)
+    assert lz.which("rms_norm", X, WEIGHT) == "quick.rms_norm"
+    runtime.device().refresh()
+    assert "dispatch table" in lz.select("rms_norm", X, WEIGHT).why

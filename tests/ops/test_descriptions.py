@@ -1,0 +1,88 @@
+"""A valid call of attention is described whatever its sizes, and what decides about it is in its key."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from layerzero.kernel import AtMost, MultipleOf, SameAs
+from layerzero.ops.attention import ATTENTION, attention
+from layerzero.ops.attention_checks import infer_layout
+from layerzero.selection.key import KeyMaker, grid
+from tests.kernels import kernel
+from tests.profiles import many_examples
+
+DTYPES = ("float16", "bfloat16", "float32", "float64")
+LIMITS = (AtMost("Sk", 1000), MultipleOf("D", 8), SameAs("Sq", "Sk"))
+KEYS = KeyMaker(ATTENTION, [kernel("made.attention.bounded", limits=LIMITS)], ())
+
+
+def tensors(
+    batch: int, sq: int, sk: int, heads_k: int, group: int, size: int, layout: str, dtype: str
+) -> list[torch.Tensor]:
+    """q, k and v of these sizes on torch's device without data."""
+    made = []
+    for heads, length in ((heads_k * group, sq), (heads_k, sk), (heads_k, sk)):
+        shape = (batch, heads, length, size) if layout == "BHSD" else (batch, length, heads, size)
+        made.append(torch.empty(shape, dtype=getattr(torch, dtype), device="meta"))
+    return made
+
+
+SIZES = (
+    st.integers(1, 128), st.integers(1, 8192), st.integers(1, 8192), st.integers(1, 16), st.integers(1, 8),
+    st.integers(1, 512), st.sampled_from(["BHSD", "BSHD"]), st.sampled_from(DTYPES),
+)  # fmt: skip
+
+
+@many_examples
+@given(*SIZES, st.booleans())
+def test_every_valid_call_is_described(
+    batch: int, sq: int, sk: int, heads_k: int, group: int, size: int, layout: str, dtype: str, causal: bool
+) -> None:
+    """Sizes up to 128 x 8,192 x 512 in both layouts: they come out as they went in, once and again (T32)."""
+    q, k, v = tensors(batch, sq, sk, heads_k, group, size, layout, dtype)
+    _, args = attention(q, k, v, is_causal=causal, layout=layout)
+    found = ATTENTION.check(args)
+    assert found.dims == {
+        "B": batch, "Hq": heads_k * group, "Hk": heads_k, "G": group, "Sq": sq, "Sk": sk, "D": size,
+        "Dv": size,
+    }  # fmt: skip
+    assert (found.dtype, found.layout, "causal" in found.features) == (dtype, layout, causal)
+    assert KEYS.key(found) == KEYS.key(ATTENTION.check(args))
+    out = ATTENTION.outputs(args)
+    assert (out[0].shape, out[0].dtype) == (tuple(q.shape), dtype)
+    if sq % sk:
+        assert infer_layout(q, k, v) == layout
+    else:  # heads and tokens may be read either way
+        with pytest.raises(ValueError, match="pass layout="):
+            infer_layout(q, k, v)
+
+
+OTHER = {
+    "dtype": "float8", "dtypes": ("float16", "float32", "float16"), "device": "cuda:1", "layout": "SBHD",
+    "features": frozenset({"softcap"}), "modes": frozenset({"deterministic"}), "contiguous": False,
+    "last_stride1": False, "alignment": 1, "op": "paged_attention",
+}  # fmt: skip
+
+
+@many_examples
+@given(
+    st.tuples(*SIZES), st.sampled_from(sorted(OTHER)), st.sampled_from(["B", "Hq", "Sq", "Sk", "D"]),
+    st.integers(0, 99),
+)  # fmt: skip
+def test_a_key_keeps_all_that_decides(sizes: Any, field: str, dim: str, more: int) -> None:
+    """Another exact field is another key; another size is, where its grid point or a bound differs (T32)."""
+    request = ATTENTION.check(attention(*tensors(*sizes), layout=sizes[6])[1])
+    key = KEYS.key(request)
+    assert hash(key) == hash(KEYS.key(request.replace(dims=dict(reversed(list(request.dims.items()))))))
+    assert KEYS.key(request.replace(**{field: OTHER[field]})) != key
+    grown = {**request.dims, dim: request.dims[dim] + more}
+    same_point = grown[dim] == request.dims[dim] if dim in ATTENTION.exact else (
+        grid(grown[dim]) == grid(request.dims[dim])
+    )  # fmt: skip
+    same_bounds = all(limit.holds(grown) == limit.holds(request.dims) for limit in LIMITS)
+    assert (KEYS.key(request.replace(dims=grown)) == key) == (same_point and same_bounds)
