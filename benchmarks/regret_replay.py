@@ -1,0 +1,147 @@
+"""What would be chosen now on the shapes of a record of regret, judged by the times that the record holds.
+
+Run `python -m benchmarks.regret_replay RECORD --table TABLE`: no kernel runs, so a table and a way of pricing
+can be judged on a machine without the hardware. `--worst 10` shows the worst shapes with every kernel's
+price, where the price comes from, and its time; `--without-own` leaves out what was measured at the shape.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from benchmarks.regret_shapes import shapes
+from layerzero.backends import load_builtin
+from layerzero.errors import NoKernelFoundError
+from layerzero.hardware import Hardware, imagined_gpu, probe
+from layerzero.kernel import Kernel
+from layerzero.ops import table as ops_table
+from layerzero.ops.request import Request, Work
+from layerzero.perfdb.record import Measurement, Site
+from layerzero.perfdb.shipped import read_table
+from layerzero.policy import Policy
+from layerzero.selection.decide import CostModel, Knobs, Standing, decide
+from layerzero.selection.key import KeyMaker
+from layerzero.selection.measured import SHIPPED, MeasuredCosts, Row
+from layerzero.selection.record import Selection
+from layerzero.tuning.calls import Call
+
+
+class Case(msgspec.Struct, frozen=True):
+    """One row of a record: its call as a request, and the microseconds of every kernel that it may choose."""
+
+    name: str
+    group: str
+    launch: str
+    tuned: bool
+    request: Request
+    times: dict[str, float]
+
+    @property
+    def site(self) -> Site:
+        """Where a measurement of this very call would stand."""
+        return Site.of(self.request)
+
+
+def cases(record: Mapping[str, Any], calls: Iterable[Call], hardware: Hardware) -> list[Case]:
+    """The rows that can be chosen for again: those of listed calls that more than one kernel takes."""
+    known = {str(call): call for call in calls}
+    found = []
+    for name, row in record["shapes"].items():
+        call = known.get(name.partition(" ")[2])
+        if call is None or "choice" not in row:
+            continue
+        request = call.request(hardware)
+        if row["launch"] == "graph":
+            request = request.replace(modes=request.modes | {"capture"})
+        times = {k: us for k, us in row["kernels_us"].items() if k not in row["faster_but_not_admitted"]}
+        if len(times) > 1:
+            found.append(Case(name, row["group"], row["launch"], row["tuned"], request, times))
+    return found
+
+
+def choose(case: Case, kernels: Mapping[str, Kernel], hardware: Hardware, cost: CostModel) -> Selection:
+    """The decision among the kernels that the record timed.
+
+    Raises: NoKernelFoundError: none of them is known here, or none takes the call.
+    """
+    op = ops_table.get(case.request.op)
+    own = [kernels[k] for k in case.times if k in kernels]
+    priced = KeyMaker(op, own, ()).on_grid(case.request)
+    eager = case.request.replace(modes=case.request.modes - {"capture"})
+
+    def price(kernel: Kernel, work: Work, asked: Request, there: Hardware) -> tuple[float, str]:
+        # What may be captured was settled when the record was made: the times are of those kernels alone.
+        return cost(kernel, work, asked.replace(modes=case.request.modes), there)
+
+    return decide(
+        op, eager, own, hardware, Policy(), Standing(), Knobs(),
+        priced_as=priced.replace(modes=eager.modes), cost=price,
+    )  # fmt: skip
+
+
+def hardware_of(record: Mapping[str, Any]) -> Hardware:
+    """The roofs of the machine that a record is of: this one's CPU, or a GPU of compute capability 9.0."""
+    launched = {row["launch"] for row in record["shapes"].values()}
+    return imagined_gpu(90) if "graph" in launched else probe("cpu")
+
+
+def main() -> None:
+    """Choose again for every shape and print the figures, worst shapes last."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("record", type=Path)
+    parser.add_argument("--table", type=Path, required=True)
+    parser.add_argument("--worst", type=int, default=0, help="show so many of the worst shapes")
+    parser.add_argument("--without-own", action="store_true", help="as if the shape itself were not measured")
+    options = parser.parse_args()
+    record = json.loads(options.record.read_text())
+    hardware = hardware_of(record)
+    kernels = {kernel.id: kernel for kernel in load_builtin()}
+    rows = read_table(options.table).rows
+    listed = [call for _, call, _ in shapes(hardware.platform)]
+    judged = []
+    model = model_of(rows, kernels, hardware)
+    for case in cases(record, listed, hardware):
+        if options.without_own:
+            model = model_of([row for row in rows if row.site != case.site], kernels, hardware)
+        try:
+            selection = choose(case, kernels, hardware, model)
+        except NoKernelFoundError as error:
+            print(f"{case.name}: {str(error)[:200]}")
+            continue
+        judged.append((case.times[selection.kernel] / min(case.times.values()), case, selection))
+    show(judged, options.worst)
+
+
+def model_of(rows: Iterable[Measurement], kernels: Mapping[str, Kernel], hardware: Hardware) -> MeasuredCosts:
+    """Prices out of a table's rows."""
+    return MeasuredCosts([Row(row, SHIPPED) for row in rows], kernels, hardware)
+
+
+def show(judged: list[tuple[float, Case, Selection]], worst: int) -> None:
+    """Means by launch and part, then the worst shapes with what every kernel was priced at."""
+    parts: dict[str, list[float]] = defaultdict(list)
+    for choice, case, _ in judged:
+        parts[f"{case.launch}, {'tuned' if case.tuned else 'held out'}"].append(choice)
+    for name, found in sorted(parts.items()):
+        mean = math.exp(sum(map(math.log, found)) / len(found))
+        print(f"{name}: {len(found)} shapes, choice {mean:.4f}, worst {max(found):.3f}")
+    for choice, case, selection in sorted(judged, key=lambda each: -each[0])[:worst]:
+        print(f"{choice:.3f} {'tuned' if case.tuned else 'held out'} {case.name}: {selection.why}")
+        for kernel in sorted(case.times, key=case.times.__getitem__):
+            accepted = next((c.accepted for c in selection.trace if c.kernel == kernel), None)
+            if accepted is not None:
+                mark = " <- chosen" if kernel == selection.kernel else ""
+                price = f"priced {accepted.total_us:10.1f} by {accepted.source}"
+                print(f"    {case.times[kernel]:10.1f} us, {price} {kernel}{mark}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,61 @@
+"""Choosing again for the shapes of a record follows the measurements that are given, and runs no kernel."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from benchmarks.regret_replay import cases, choose, model_of
+from layerzero.backends import load_builtin
+from layerzero.errors import NoKernelFoundError
+from layerzero.hardware import imagined_gpu
+from layerzero.perfdb import Measurement
+from layerzero.perfdb.record import Launch
+from layerzero.tuning.shapes import norm
+
+H200 = imagined_gpu(90)
+KERNELS = {kernel.id: kernel for kernel in load_builtin()}
+CALL = norm("rms_norm", 64, 4096)
+OURS, THEIRS = "torch.rms_norm.cuda", "flashinfer.rms_norm.rmsnorm"
+
+
+def record(**launches: dict[str, float]) -> dict[str, Any]:
+    return {
+        "shapes": {
+            f"{launch} {CALL}": {
+                "group": "norms", "tuned": False, "launch": launch, "choice": 1.0, "kernels_us": times,
+                "faster_but_not_admitted": {"liger.rms_norm.triton": 1.0},
+            }
+            for launch, times in launches.items()
+        }
+    }  # fmt: skip
+
+
+def measured(kernel: str, us: float, launch: Launch) -> Measurement:
+    site = cases(record(eager={OURS: 1.0, THEIRS: 2.0}), [CALL], H200)[0].site
+    return Measurement(
+        site=site, kernel=kernel, launch=launch, median_us=us, p95_us=us, variance=0.0, samples=15
+    )
+
+
+@pytest.mark.parametrize(("ours", "theirs", "wanted"), [(9.0, 20.0, OURS), (20.0, 9.0, THEIRS)])
+def test_the_given_measurements_decide_by_launch(ours: float, theirs: float, wanted: str) -> None:
+    """The kernel that is faster in graph rows is chosen for the graph row, whatever eager rows say."""
+    rows = [
+        measured(OURS, ours, "graph"), measured(THEIRS, theirs, "graph"),
+        measured(OURS, theirs, "eager"), measured(THEIRS, ours, "eager"),
+    ]  # fmt: skip
+    [case] = cases(record(graph={OURS: 5.0, THEIRS: 6.0}), [CALL], H200)
+    selection = choose(case, KERNELS, H200, model_of(rows, KERNELS, H200))
+    assert selection.kernel == wanted
+    assert set(case.times) == {OURS, THEIRS}
+
+
+def test_rows_without_a_choice_are_left_out() -> None:
+    """A call that is not listed, or that one kernel takes, gives no case; unknown kernels are refused."""
+    assert cases(record(eager={OURS: 5.0, THEIRS: 6.0}), [], H200) == []
+    assert cases(record(eager={OURS: 5.0}), [CALL], H200) == []
+    [case] = cases(record(eager={"a": 5.0, "b": 6.0}), [CALL], H200)
+    with pytest.raises(NoKernelFoundError):
+        choose(case, KERNELS, H200, model_of([], KERNELS, H200))
