@@ -35,6 +35,10 @@ _HOPELESS = 4.0
 _MORE = 2
 _EQUAL = 0.02
 _ROW_US = 4000.0
+# A row launched by the host has to be long: its first call waits for the host and then for the device, and
+# only the calls behind it overlap the two.
+_LAUNCHED_ROW_US = 2000.0
+_MAX_CALLS = 200
 _WARM_ENOUGH_S = 0.01
 # A call this long finds the same caches whoever ran before it.
 _UNHURRIED_US = 10_000.0
@@ -199,7 +203,17 @@ def _prepare(
         arm.samples.append(arm.took_us)
         return
     arm.took_us = min(measure(arm) for _ in range(2))
-    arm.calls = max(1, min(200, int(effort.sample_us / max(arm.took_us, 0.1))))
+    row_us = effort.sample_us
+    if measure is _events:
+        row_us = max(row_us, _LAUNCHED_ROW_US)
+        arm.calls = _in_a_row(arm.took_us, row_us)
+        arm.took_us = min(arm.took_us, measure(arm))
+    arm.calls = _in_a_row(arm.took_us, row_us)
+
+
+def _in_a_row(call_us: float, row_us: float) -> int:
+    """How many calls of `call_us` make a sample of about `row_us`."""
+    return max(1, min(_MAX_CALLS, int(row_us / max(call_us, 0.1))))
 
 
 def _wall(arm: _Arm) -> float:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
 
 import msgspec
 import pytest
@@ -42,6 +44,28 @@ def test_quantiles_are_those_of_the_samples() -> None:
     assert (made.quantile_us(0.95), made.quantile_us(0.99)) == (951.0, 991.0)
     assert made.variance == pytest.approx((500**2 - 1) / 12)
     assert timing(*[5.0] * 8, 4000.0, 5000.0).variance == 0.0
+
+
+def test_a_row_launched_by_the_host_is_long_enough_to_overlap_host_and_device(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Two kernels that the host needs longest for measure alike, whatever the device needs in its shadow."""
+    host, device = 60.0, {"short": 5.0, "long": 55.0}
+
+    def events(arm: Any) -> float:
+        own = device[arm.run()]
+        calls: int = arm.calls
+        return (host + own + (calls - 1) * max(host, own)) / calls
+
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda *_: None)
+    monkeypatch.setattr(
+        torch.cuda, "get_device_properties", lambda *_: SimpleNamespace(L2_cache_size=1 << 20)
+    )
+    monkeypatch.setattr("layerzero.tuning.timing._events", events)
+    runs: dict[str, Callable[..., Any]] = {"short": lambda: "short", "long": lambda: "long"}
+    found, failed = time_kernels(runs, [()], torch.device("cuda"), "eager", Effort(samples=5))
+    assert not failed and found["short"].median_us == pytest.approx(host, rel=0.05)
+    assert found["long"].median_us == pytest.approx(found["short"].median_us, rel=0.05)
 
 
 def test_a_deliberately_slower_callable_loses() -> None:
