@@ -1,16 +1,18 @@
 """A gang on several GPUs of one host, through NCCL: generation, speculation, stages, agreement, divergence.
 
-    python -m benchmarks.gang_cuda --out FOLDER            every GPU of this machine, within 200 s
+    python -m benchmarks.gang_cuda --out FOLDER            every GPU of this machine, within 250 s
     python -m benchmarks.gang_cuda --out FOLDER --rehearse  two ranks on the CPU, gloo, a tiny model
 
 Each part runs in processes of its own, one a GPU, as torchrun would start them; each writes its rows one by
 one, and a part that fails or takes too long costs its own rows alone. FOLDER/gang_cuda.json holds what all
-parts have found so far, also those of an earlier call; FOLDER/PART.rankN.log is what a process said.
+parts have found so far, also those of an earlier call; FOLDER/PART.RANKS.rankN.log is what a process said.
+On four GPUs every part runs with two ranks and with four; parts of two ranks stand on a pair of GPUs each.
 
 The parts: `generate` tokens a second over the gang (heads and columns shared out), over the same ranks by
-hand in plain torch and torch.distributed, on one device, and by hand there; `speculate` a draft of one layer
-beside plain decoding; `stages` the layers shared out; `agree` plans and manifests; `reordered` and
-`other_choice` a rank that differs, caught before the collective.
+hand in plain torch and torch.distributed, on one device, and by hand there, all as captured graphs and all
+launched kernel by kernel; `speculate` a draft of one layer beside plain decoding; `stages` the layers shared
+out; `agree` plans and manifests; `reordered` and `other_choice` a rank that differs, caught before the
+collective.
 """
 
 from __future__ import annotations
@@ -25,7 +27,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT / "examples"), str(ROOT / "benchmarks")]  # the models are examples
@@ -34,15 +36,38 @@ import torch  # noqa: E402
 
 from benchmarks.harness import environment, write  # noqa: E402
 
-# Seconds that a part may take at most, and the least that it is worth starting with.
+# The least seconds that a part is worth starting with.
 PARTS = {
-    "generate": (75.0, 25.0),
-    "agree": (35.0, 12.0),
-    "reordered": (30.0, 12.0),
-    "speculate": (80.0, 30.0),
-    "other_choice": (30.0, 12.0),
-    "stages": (45.0, 20.0),
+    "stages": 20.0,
+    "generate": 30.0,
+    "reordered": 12.0,
+    "agree": 12.0,
+    "speculate": 30.0,
+    "other_choice": 12.0,
 }
+
+
+class Run(NamedTuple):
+    """One part with so many ranks, on the GPUs from `first` on."""
+
+    part: str
+    ranks: int
+    first: int = 0
+
+    def __str__(self) -> str:
+        return f"{self.part}, {self.ranks} ranks"
+
+
+# What runs at the same time on four GPUs, and its seconds at most. Parts that are timed share no GPU with a
+# part that keeps one busy; agreement is between processors.
+ON_FOUR = (
+    (70.0, (Run("stages", 2), Run("generate", 2, 2))),
+    (75.0, (Run("generate", 4),)),
+    (45.0, (Run("stages", 4), Run("agree", 2))),
+    (35.0, (Run("reordered", 2), Run("reordered", 4), Run("other_choice", 2), Run("other_choice", 4))),
+    (60.0, (Run("speculate", 2), Run("agree", 4))),
+)
+ALONE_S = {"stages": 50.0, "generate": 75.0, "agree": 35.0, "speculate": 80.0}
 
 
 def port() -> int:
@@ -53,45 +78,66 @@ def port() -> int:
         return number
 
 
-def ran(part: str, options: argparse.Namespace, limit_s: float) -> dict[str, Any]:
-    """Run one part in as many processes as ranks; the rows of each, and how it ended."""
-    began = time.time()
-    for old in options.out.glob(f"{part}.rank*"):
-        old.unlink()
-    where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port()), "WORLD_SIZE": str(options.ranks)}
-    where["LOCAL_WORLD_SIZE"] = where["WORLD_SIZE"]
-    command = [sys.executable, "-m", "benchmarks.gang_cuda", "--out", str(options.out), "--as", part]
-    command += ["--layers", str(options.layers), "--until", str(began + limit_s - 5.0)]
-    command += ["--rehearse"] if options.rehearse else []
-    processes, logs = [], []
-    for rank in range(options.ranks):
-        log = (options.out / f"{part}.rank{rank}.log").open("w")
-        logs.append(log)
-        env = {**os.environ, **where, "RANK": str(rank), "LOCAL_RANK": str(rank)}
-        # Its modules compile for up to a minute each, longer than a part has.
-        env.setdefault("LAYERZERO_DENY", "flashinfer.*")
-        # A group that is broken on purpose is no reason to end the process that says what it saw.
-        env.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
-        processes.append(
+class Running:
+    """One part under way: its processes and what they say."""
+
+    def __init__(self, run: Run, options: argparse.Namespace, until: float) -> None:
+        self.run, self.out, self.until, self.began = run, options.out, until, time.time()
+        self.name = f"{run.part}.{run.ranks}"
+        for old in self.out.glob(f"{self.name}.rank*"):
+            old.unlink()
+        command = [sys.executable, "-m", "benchmarks.gang_cuda", "--out", str(self.out), "--as", run.part]
+        command += ["--layers", str(options.layers), "--until", str(until - 5.0)]
+        command += ["--rehearse"] if options.rehearse else []
+        self.logs = [(self.out / f"{self.name}.rank{rank}.log").open("w") for rank in range(run.ranks)]
+        self.processes = [
             subprocess.Popen(
                 command, cwd=ROOT, env=env, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT
             )
-        )
-    ended: list[int | str | None] = []
-    for process in processes:
-        try:
-            ended.append(process.wait(max(0.1, began + limit_s - time.time())))
-        except subprocess.TimeoutExpired:
-            ended.append("killed: out of time")
-            process.kill()
-    for process, log in zip(processes, logs, strict=True):
-        process.wait()
-        log.close()
-    rows: list[Any] = []
-    for rank in range(options.ranks):
-        path = options.out / f"{part}.rank{rank}.json"
-        rows += json.loads(path.read_text()) if path.exists() else []
-    return {"seconds": round(time.time() - began, 1), "ended": ended, "rows": rows}
+            for env, log in zip(self._environments(), self.logs, strict=True)
+        ]
+
+    def _environments(self) -> list[dict[str, str]]:
+        run = self.run
+        seen = os.environ.get("CUDA_VISIBLE_DEVICES")
+        gpus = seen.split(",") if seen else [str(number) for number in range(torch.cuda.device_count())]
+        where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port()), "WORLD_SIZE": str(run.ranks)}
+        where["LOCAL_WORLD_SIZE"] = where["WORLD_SIZE"]
+        where["CUDA_VISIBLE_DEVICES"] = ",".join(gpus[run.first : run.first + run.ranks])
+        found = []
+        for rank in range(run.ranks):
+            env = {**os.environ, **where, "RANK": str(rank), "LOCAL_RANK": str(rank)}
+            # Its modules compile for up to a minute each, longer than a part has.
+            env.setdefault("LAYERZERO_DENY", "flashinfer.*")
+            # A group that is broken on purpose is no reason to end the process that says what it saw.
+            env.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
+            # Without it buffers of a graph need GPUs that may map each other's memory.
+            env.setdefault("NCCL_GRAPH_REGISTER", "0")
+            found.append(env)
+        return found
+
+    def ended(self) -> dict[str, Any]:
+        """Wait for it; the rows of each rank, and how it ended."""
+        ended: list[int | str | None] = []
+        for process in self.processes:
+            try:
+                ended.append(process.wait(max(0.1, self.until - time.time())))
+            except subprocess.TimeoutExpired:
+                ended.append("killed: out of time")
+                process.kill()
+        for process, log in zip(self.processes, self.logs, strict=True):
+            process.wait()
+            log.close()
+        rows: list[Any] = []
+        for rank in range(self.run.ranks):
+            path = self.out / f"{self.name}.rank{rank}.json"
+            rows += json.loads(path.read_text()) if path.exists() else []
+        return {
+            "ranks": self.run.ranks,
+            "seconds": round(time.time() - self.began, 1),
+            "ended": ended,
+            "rows": rows,
+        }
 
 
 def be(options: argparse.Namespace) -> int:
@@ -105,7 +151,8 @@ def be(options: argparse.Namespace) -> int:
     }  # fmt: skip
     own: Any = parts[options.part]
     assert inspect.iscoroutinefunction(own)
-    me = Rank(options.out, options.part, options.layers, options.until, options.rehearse)
+    ranks = os.environ["WORLD_SIZE"]
+    me = Rank(options.out, f"{options.part}.{ranks}", options.layers, options.until, options.rehearse)
     try:
         me.open()
         asyncio.run(own(me))
@@ -122,11 +169,14 @@ def main() -> int:
     """Run every part that the budget has time for, and write what is known after each."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--ranks", type=int, help="all GPUs of this machine if left out; 2 in a rehearsal")
-    parser.add_argument("--layers", type=int, default=16, help="of Llama 3 8B's 32")
-    parser.add_argument("--budget", type=float, default=200.0, help="seconds for everything")
+    parser.add_argument(
+        "--ranks", type=int, help="2 and 4 on four GPUs, else all GPUs, if left out; 2 in a rehearsal"
+    )
+    parser.add_argument("--layers", type=int, default=32, help="of Llama 3 8B's 32")
+    parser.add_argument("--budget", type=float, default=250.0, help="seconds for everything")
     parser.add_argument("--parts", nargs="*", choices=list(PARTS), default=list(PARTS))
     parser.add_argument("--rehearse", action="store_true")
+    parser.add_argument("--all", action="store_true", help="rehearse what runs on four GPUs")
     parser.add_argument("--as", dest="part", choices=list(PARTS), help=argparse.SUPPRESS)
     parser.add_argument("--until", type=float, default=0.0, help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -136,22 +186,31 @@ def main() -> int:
         return be(options)
     began = time.time()
     gpus = torch.cuda.device_count()
-    options.ranks = options.ranks or (2 if options.rehearse else gpus)
-    if not options.rehearse and not 2 <= options.ranks <= gpus:
-        parser.error(f"ranks needs 2 to {gpus} GPUs of this machine, got {options.ranks}; try --rehearse")
+    ranks = options.ranks or (2 if options.rehearse else gpus)
+    if not options.rehearse and not 2 <= ranks <= gpus:
+        parser.error(f"ranks needs 2 to {gpus} GPUs of this machine, got {ranks}; try --rehearse")
+    alone = tuple((ALONE_S.get(part, 30.0), (Run(part, ranks),)) for part in PARTS)
+    waves = ON_FOUR if options.ranks is None and (gpus >= 4 or options.all) else alone
     done = options.out / "gang_cuda.json"
     found: dict[str, Any] = json.loads(done.read_text())["parts"] if done.exists() else {}
     names = ("layerzero-runtime", "torch", "triton", "flash-attn-4", "flashinfer-python")
-    record = {"environment": environment(names), "gpus": options.ranks, "parts": found}
-    for part in options.parts:
+    record = {"environment": environment(names), "gpus": gpus, "parts": found}
+    for most, wave in waves:
+        runs = [run for run in wave if run.part in options.parts]
         left = options.budget - (time.time() - began)
-        most, least = PARTS[part]
-        if left < least:
-            found[part] = {"error": f"{left:.0f} s of the budget were left, it needs {least:.0f}"}
-        else:
-            found[part] = ran(part, options, min(most, left))
-        write(done, record)
-        print(part, json.dumps(found[part])[:1500], flush=True)
+        if runs and left < max(PARTS[run.part] for run in runs):
+            found |= {
+                str(run): {"ranks": run.ranks, "error": f"{left:.0f} s of the budget were left"}
+                for run in runs
+            }
+            runs = []
+        until = time.time() + min(most * (4 if options.rehearse else 1), left)
+        under_way = [Running(run, options, until) for run in runs]
+        for each in under_way:
+            found[str(each.run)] = each.ended()
+            write(done, record)
+            print(each.run, json.dumps(found[str(each.run)])[:1500], flush=True)
+    write(done, record)
     failed = [p for p, said in found.items() if not any("error" not in row for row in said.get("rows", []))]
     errors = sum("error" in row for said in found.values() for row in said.get("rows", []))
     print(f"{time.time() - began:.0f} s; rows with errors: {errors}; parts without a number: {failed}")

@@ -23,7 +23,7 @@ import layerzero as lz
 class Led(Llama):
     """A part of a Llama on one rank: `step` and `next` are steps of the gang, which rank 0 leads."""
 
-    width = 0  # pages of a sequence that tables have room for at least: a captured step has one width
+    wide = 1  # tables are so many pages wide, or twice, three times as many: a captured step has one width
 
     def lead(self, member: Any, name: str, *, alike: bool = True) -> None:
         """Make `logits` the step that all ranks run."""
@@ -53,9 +53,8 @@ class Led(Llama):
 
     async def _announced(self, number: int, ids: Tensor, chunk: Chunk) -> Tensor:
         own = chunk.sequence
-        known = own in self._told
         host = ids if ids.device.type == "cpu" else await lz.to_host(ids)
-        pages = None if known else own.pages
+        pages = [] if own in self._told else own.pages
         found: Tensor = await self._led(number, host, number, chunk.start, own.pages[0], pages)
         self._told.add(own)
         return found
@@ -66,14 +65,15 @@ class Led(Llama):
         numbers: list[int],
         starts: list[int],
         firsts: list[int],
-        pages: list[list[int] | None],
+        pages: list[list[int]],
         counts: list[int],
     ) -> list[Tensor]:
         for first, new in zip(firsts, pages, strict=True):
-            if new is not None:
+            if new:
                 self._tables[first, : len(new)] = torch.tensor(new, dtype=torch.int32)
         size = self.pages.page_size
-        width = max(self.width, *(-(-(start + n) // size) for start, n in zip(starts, counts, strict=True)))
+        longest = max(start + count for start, count in zip(starts, counts, strict=True))
+        width = -(-longest // (size * self.wide)) * self.wide
         at = places_of(self.pages, starts, self._tables[torch.tensor(firsts), :width], counts)
         logits = self.logits(ids if ids.device == self.pages.device else sent(ids, self.pages.device), at)
         return self._answers(logits, [self._draws.get(number) for number in numbers])

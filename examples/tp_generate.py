@@ -45,6 +45,7 @@ import layerzero as lz
 ROWS = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")
 COLUMNS = ("o_proj", "down_proj")
 PAGES = 1024
+WIDE = 64
 LLAMA_3_8B = Config(
     vocab=128_256, channels=4096, inner=14_336, layers=32, heads=32, kv_heads=8, head_dim=128, eps=1e-5,
     rope_base=500_000.0, positions=8192,
@@ -96,12 +97,12 @@ class Shard(Led):
         member: Any,
         like: Tensor,
         pages: int = PAGES,
-        captured: tuple[int, Sequence[int]] | None = None,
+        captured: Sequence[int] = (),
     ) -> None:
         """`like` has the dtype and the device of the weights.
 
-        `captured` (limit, crowds): a step of sequences that all decode, none beyond `limit` tokens, is a
-        graph, made for each of these sizes of a crowd by the first step that needs it.
+        `captured` are sizes of crowds: a step of sequences that all decode is a graph for the next size, made
+        by the first step that needs it, and anew for tables that are `WIDE` pages wider.
         """
         own = shard_of(config, member.ranks)
         super().__init__(
@@ -110,12 +111,11 @@ class Shard(Led):
         for layer in self.layers:
             layer.reduce = self._summed
         self._graph: Any = None
-        if captured is not None:
-            limit, crowds = captured
-            self.width = -(-limit // self.pages.page_size)
+        if captured:
+            self.wide = WIDE
             spare = self.pages.sequence(1).pages[0]  # where rows of padding stand
             fill = {"slots": spare * self.pages.page_size, "tables": spare, "lengths": 1}
-            self._graph = lz.compile(self._decoded, buckets=crowds, fill=fill)
+            self._graph = lz.compile(self._decoded, buckets=captured, fill=fill)
         self.lead(member, "share")
 
     def _summed(self, partial: Tensor) -> Tensor:
@@ -126,8 +126,6 @@ class Shard(Led):
         """What every rank runs: the logits (B, V) of each sequence's last row."""
         graph = self._graph
         if graph is None or at.offsets is not None or len(ids) > graph.buckets[-1]:
-            return super().logits(ids, at)
-        if at.tables.shape[1] > self.width:
             return super().logits(ids, at)
         found: Tensor = graph(ids, at.positions, at.slots, at.tables, at.lengths)
         return found
@@ -192,7 +190,7 @@ async def serve(options: argparse.Namespace, device: torch.device) -> dict[str, 
     prompts = [tokenizer.encode(PROMPTS[n % len(PROMPTS)]).ids for n in range(options.requests)]
     async with lz.start(lz.Settings(device=str(device), inference=True)) as runtime:
         async with runtime.gang(timeout_s=120.0) as member:
-            model = (Stage if options.stages else Shard)(config, get, member, like)
+            model: Led = Stage(config, get, member, like) if options.stages else _shard(options, member, like)
             found: list[list[int]] = []
             speeds: dict[str, float] = {}
             if member.rank:
@@ -217,6 +215,11 @@ async def serve(options: argparse.Namespace, device: torch.device) -> dict[str, 
     said = {"ranks": member.ranks, "plan": member.plan, "layers": config.layers, "channels": config.channels}
     print(tokenizer.decode(found[0]))
     return compared(said, options, found, wanted, speeds)
+
+
+def _shard(options: argparse.Namespace, member: Any, like: Tensor) -> Shard:
+    crowds = sorted({1, options.requests}) if options.captured else ()
+    return Shard(*config_and_weights(options, like), member, like, captured=crowds)
 
 
 def compared(
@@ -251,7 +254,7 @@ def built(options: argparse.Namespace, member: Any) -> Shard:
     if options.device == "cpu":
         torch.set_num_threads(1)
     like = torch.empty(0, device=options.device, dtype=getattr(torch, options.dtype))
-    return Shard(*config_and_weights(options, like), member, like)
+    return _shard(options, member, like)
 
 
 async def continued(
@@ -309,6 +312,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--folder", type=Path, default=FOLDER)
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
     parser.add_argument("--stages", action="store_true", help="share the layers out, not each one's heads")
+    parser.add_argument("--captured", action="store_true", help="replay decoding steps as captured graphs")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
     parser.add_argument("--requests", type=int, default=8)
     parser.add_argument("--tokens", type=int, default=24)

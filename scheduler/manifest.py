@@ -127,6 +127,9 @@ _HEADS = [struct.Struct(f"<BB{axes}q") for axes in range(16)]
 MAX_VALUES = 1 << 20
 
 
+_PLAIN = frozenset({bool, int, float, str, bytes})
+
+
 def need_sendable(values: Sequence[Any], what: str) -> None:
     """Check one caller's arguments, without their data.
 
@@ -136,7 +139,7 @@ def need_sendable(values: Sequence[Any], what: str) -> None:
     for value in values:
         if isinstance(value, Tensor):
             _code_of(value, what)
-        elif not isinstance(value, int | float | str | bytes | None):
+        elif value is not None and value.__class__ not in _PLAIN and (value or value.__class__ is not list):
             rest.append(value)
     if rest:
         pack(rest, what)

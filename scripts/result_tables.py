@@ -211,20 +211,46 @@ def regret(record: dict[str, Any]) -> Table:
     return {"columns": [*columns, *(f"speed-up {policy}" for policy in policies)], "rows": rows}
 
 
+def _said(record: dict[str, Any], part: str, what: str) -> list[tuple[int, dict[str, Any]]]:
+    """Return the rows of one part that have a number, each with the ranks it ran with."""
+    return [
+        (said.get("ranks", record["gpus"]), row)
+        for name, said in record["parts"].items()
+        if name.partition(",")[0] == part
+        for row in said.get("rows", ())
+        if row["what"] == what and "tokens_per_s" in row
+    ]
+
+
 def ganged(record: dict[str, Any]) -> Table:
     """Return tokens per second of a gang beside one device and beside plain torch.distributed."""
     ways = ("gang", "by hand over torch.distributed", "one device", "by hand on one device")
     rows = [
         [
+            ranks,
+            "graphs" if row.get("captured") else "launches",
             row["requests"],
             row["context"],
             *(row["tokens_per_s"][way] for way in ways),
             row["gang_over_by_hand"],
+            row["gang_over_one_device"],
         ]
-        for row in record["parts"]["generate"]["rows"]
-        if row["what"] == "generation"
+        for ranks, row in _said(record, "generate", "generation")
     ]
-    return {"columns": ["requests", "context", *ways, "gang over by hand"], "rows": rows}
+    columns = ["GPUs", "steps are", "requests", "context", *ways, "gang over by hand", "gang over one device"]
+    return {"columns": columns, "rows": rows}
+
+
+def staged(record: dict[str, Any]) -> Table:
+    """Return tokens per second of pipeline stages beside one device."""
+    rows = [
+        [ranks, row["requests"], row["context"], *row["tokens_per_s"].values(), row["over_one_device"]]
+        for ranks, row in _said(record, "stages", "stages")
+    ]
+    return {
+        "columns": ["GPUs", "requests", "context", "stages", "one device", "over one device"],
+        "rows": rows,
+    }
 
 
 def guessed(record: dict[str, Any]) -> Table:
@@ -236,11 +262,10 @@ def guessed(record: dict[str, Any]) -> Table:
             row["tokens_per_s"]["plain"],
             *(row["over_plain"][way] for way in ways),
         ]
-        for row in record["parts"]["speculate"]["rows"]
-        if row["what"] == "speculation" and "acceptance" in row
+        for _, row in _said(record, "speculate", "speculation")
     ]
     columns = ["drafts that stay", "plain tokens/s", "one GPU", "draft on another GPU", "target over a gang"]
-    return {"columns": columns, "rows": rows}
+    return {"columns": columns, "rows": sorted(rows, reverse=True)}
 
 
 FILES: dict[str, dict[str, Callable[[dict[str, Any]], Table]]] = {
@@ -250,7 +275,7 @@ FILES: dict[str, dict[str, Callable[[dict[str, Any]], Table]]] = {
     "regret_cpu_avx512.json": {"regret": regret, "place": place},
     "regret_h200.json": {"regret": regret, "place": place},
     "lane_h200.json": {"sides": on_gpu, "targets": targets_on_gpu, "place": place},
-    "gang_h200.json": {"ganged": ganged, "guessed": guessed, "place": place},
+    "gang_h200.json": {"ganged": ganged, "staged": staged, "guessed": guessed, "place": place},
     "embedding_demo.json": {"service": service, "targets": targets, "kernels": kernels, "place": place},
 }
 

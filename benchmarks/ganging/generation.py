@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from generating import by_hand
+from generating.captured import Whole
 from llama import BLOCKING, Draw, Llama, finished, pool
 from paging import places_of
 from stages import Stage
@@ -24,19 +25,28 @@ from tp_generate import Shard, shard_of
 
 import layerzero as lz
 from benchmarks.ganging.rank import Rank, plant_attention, summed
+from benchmarks.ganging.replaying import replayed
 
 Point = tuple[int, int]  # requests, context
 ROUNDS = 3
 
 
 def points(me: Rank) -> list[Point]:
-    """How many requests at which context."""
-    return [(2, 16), (4, 32)] if me.rehearse else [(1, 512), (16, 1024), (64, 1024)]
+    """How many requests at which context: those whose pages fit beside the weights."""
+    if me.rehearse:
+        return [(2, 16), (4, 32)]
+    wanted = [(1, 512), (64, 1024), (128, 3072)]
+    config = me.config
+    token = 2 * config.layers * config.kv_heads * config.head_dim * me.like.element_size()
+    room = (
+        0.55 * torch.cuda.get_device_properties(me.device).total_memory
+    )  # a share of the cache stands beside
+    return [(n, context) for n, context in wanted if n * context * token < room]
 
 
 def tokens_of(me: Rank) -> int:
     """Tokens of each request in one run."""
-    return 6 if me.rehearse else 32
+    return 6 if me.rehearse else 16
 
 
 def pages_of(me: Rank) -> int:
@@ -113,66 +123,155 @@ async def interleaved(arms: dict[str, Callable[[], Any]], rounds: int = ROUNDS) 
     return found
 
 
+class Sides:
+    """The models of one rank, and what all ranks run of them by hand."""
+
+    def __init__(self, me: Rank, member: Any) -> None:
+        self.me, self.count = me, tokens_of(me)
+        crowds = sorted({n for n, _ in points(me)})
+        self.shard = Shard(me.config, me.weights(), member, me.like, pages_of(me), crowds)
+        self.graph, self.wide = self.shard._graph, self.shard.wide
+        self._switched([False])
+        self.cache = by_hand.Paged(self.shard, by_hand.chosen_attention(self.shard, *points(me)[-1]))
+        self.alone: Any = None
+        self.device_ms: dict[Point, dict[str, float]] = {}
+        self._numbers = itertools.count()
+        self._hand = member.batched(self._by_hand, name="hand")
+        self._replay = member.batched(self._replayed, name="replay")
+        self._reduce = member.batched(self._reduced, name="reduce")
+        self._switch = member.batched(self._switched, name="switch")
+
+    def _by_hand(self, n: list[int], context: list[int]) -> list[float]:
+        return [loop(self.me, self.cache, *now, self.count) for now in zip(n, context, strict=True)]
+
+    def _replayed(self, n: list[int], context: list[int]) -> list[tuple[list[float], float]]:
+        return [replayed(self.me, self.cache, *now, self.count) for now in zip(n, context, strict=True)]
+
+    def _reduced(self, rows: list[int]) -> list[float]:
+        x = torch.zeros(rows[0], self.me.config.channels, dtype=self.me.like.dtype, device=self.me.device)
+        return [self.me.seconds(lambda: summed(x), 50)]
+
+    def _switched(self, captured: list[bool]) -> list[None]:
+        self.shard._graph = self.graph if captured[0] else None
+        self.shard.wide = self.wide if captured[0] else 1
+        return [None]
+
+    async def capture(self, on: bool) -> None:
+        """Let the gang's steps be graphs, on every rank."""
+        await self._switch(next(self._numbers), on)
+
+    async def by_ranks(self, n: int, context: int) -> float:
+        """Seconds by hand over all ranks."""
+        took: float = await self._hand(next(self._numbers), n, context)
+        return took
+
+    async def replay(self, n: int, context: int) -> tuple[list[float], float]:
+        """Seconds by hand over all ranks in a graph, with tokens read and, of one round, without."""
+        took: tuple[list[float], float] = await self._replay(next(self._numbers), n, context)
+        return took
+
+    async def all_reduce_us(self, rows: int) -> float:
+        """Microseconds of one sum over the ranks, waited for."""
+        took: float = await self._reduce(next(self._numbers), rows)
+        return took * 1e6
+
+    def lone(self) -> None:
+        """On rank 0: the whole model beside its share."""
+        me = self.me
+        model = Llama(me.config, me.weights(), _pool(me, me.config, pages_of(me)))
+        self.alone = by_hand.Paged(model, by_hand.chosen_attention(model, *points(me)[-1]))
+
+
 async def generate(me: Rank) -> None:
-    """Tokens a second over the gang, by hand over its ranks, on one device, and by hand there."""
+    """Tokens a second over the gang, by hand over its ranks, on one device, and by hand there.
+
+    First each step as a captured graph, then launched kernel by kernel.
+    """
     async with lz.start(me.settings) as runtime:
         kernel = warmed(me, runtime, me.ranks)
         whole = warmed(me, runtime, 1) if me.rank == 0 else ""
-        pages, count = pages_of(me), tokens_of(me)
-        bound = by_hand.chosen_attention
         async with runtime.gang(timeout_s=60.0) as member:
-            shard = Shard(me.config, me.weights(), member, me.like, pages)
-            caches = {"shard": by_hand.Paged(shard, bound(shard, *points(me)[-1]))}
-
-            def hand(n: list[int], context: list[int], tokens: list[int]) -> list[float]:
-                return [loop(me, caches["shard"], *now) for now in zip(n, context, tokens, strict=True)]
-
-            def reduced(rows: list[int]) -> list[float]:
-                x = torch.zeros(rows[0], me.config.channels, dtype=me.like.dtype, device=me.device)
-                return [me.seconds(lambda: summed(x), 50)]
-
-            by_ranks, reducing = member.batched(hand, name="hand"), member.batched(reduced, name="reduce")
+            sides = Sides(me, member)
             if member.rank:
                 await member.follow()
                 return
             me.row(
-                what="setting", layers=me.config.layers, channels=me.config.channels, tokens=count,
-                dtype=str(me.like.dtype), attention=kernel, attention_alone=whole, plan=member.plan,
+                what="setting", ranks=member.ranks, layers=me.config.layers, channels=me.config.channels,
+                tokens=sides.count, dtype=str(me.like.dtype), attention=kernel, attention_alone=whole,
+                plan=member.plan,
             )  # fmt: skip
-            alone = Llama(me.config, me.weights(), _pool(me, me.config, pages))
-            caches["alone"] = by_hand.Paged(alone, bound(alone, *points(me)[-1]))
+            sides.lone()
             with me.trying(what="logits"):
-                me.row(what="logits", **await compared(me, shard, alone))
-            numbers = itertools.count()
-            for n, context in points(me):
-                if me.left_s < 5:
-                    me.row(what="generation", requests=n, context=context, error="no time left")
+                me.row(what="logits", **await compared(me, sides.shard, sides.alone.model))
+            for captured, (n, context) in itertools.product((True, False), points(me)):
+                where = {"what": "generation", "captured": captured, "requests": n, "context": context}
+                if me.left_s < 8:
+                    me.row(**where, error="no time left")
                     continue
-
-                async def over_ranks(n: int = n, context: int = context) -> float:
-                    took: float = await by_ranks(next(numbers), n, context, count)
-                    return took
-
-                async def here(n: int = n, context: int = context) -> float:
-                    return loop(me, caches["alone"], n, context, count)
-
-                arms = {
-                    "gang": lambda n=n, at=context: _timed(crowd(shard, n, at, count)),
-                    "by hand over torch.distributed": over_ranks,
-                    "one device": lambda n=n, at=context: _timed(crowd(alone, n, at, count)),
-                    "by hand on one device": here,
-                }
-                with me.trying(what="generation", requests=n, context=context):
-                    found = await interleaved(arms)
-                    speed = {name: n * count / statistics.median(took) for name, took in found.items()}
-                    us = await reducing(next(numbers), n) * 1e6
+                with me.trying(**where):
+                    await sides.capture(captured)
+                    found = await (_captured if captured else _launched)(sides, n, context)
                     me.row(
-                        what="generation", requests=n, context=context, tokens_per_s=speed,
-                        step_ms={name: n / value * 1e3 for name, value in speed.items()},
-                        gang_over_one_device=speed["gang"] / speed["one device"],
-                        gang_over_by_hand=speed["gang"] / speed["by hand over torch.distributed"],
-                        rounds=found, all_reduce_us=us,
-                    )  # fmt: skip
+                        **where, **found, bound=_bound(found["step_ms"], sides.device_ms.get((n, context)))
+                    )
+
+
+def _bound(step_ms: dict[str, float], device: dict[str, float] | None) -> dict[str, str]:
+    """What each side waits for: its GPUs where a step takes little longer than they need, or its host."""
+    if device is None:
+        return {}
+    need = {name: device["one" if "one device" in name else "ranks"] for name in step_ms}
+    return {name: "device" if took < 1.25 * need[name] else "host" for name, took in step_ms.items()}
+
+
+def _speeds(sides: Sides, n: int, found: dict[str, list[float]]) -> dict[str, Any]:
+    speed = {name: n * sides.count / statistics.median(took) for name, took in found.items()}
+    hand = speed["by hand over torch.distributed"]
+    return {
+        "tokens_per_s": speed,
+        "step_ms": {name: n / value * 1e3 for name, value in speed.items()},
+        "gang_over_one_device": speed["gang"] / speed["one device"],
+        "gang_over_by_hand": speed["gang"] / hand,
+        "rounds": found,
+    }
+
+
+async def _launched(sides: Sides, n: int, context: int) -> dict[str, Any]:
+    """Each step launched kernel by kernel, on every side."""
+    count, alone = sides.count, sides.alone
+
+    async def here() -> float:
+        return loop(sides.me, alone, n, context, count)
+
+    arms = {
+        "gang": lambda: _timed(crowd(sides.shard, n, context, count)),
+        "by hand over torch.distributed": lambda: sides.by_ranks(n, context),
+        "one device": lambda: _timed(crowd(alone.model, n, context, count)),
+        "by hand on one device": here,
+    }
+    found = await interleaved(arms, 2)
+    return {**_speeds(sides, n, found), "all_reduce_us": await sides.all_reduce_us(n)}
+
+
+async def _captured(sides: Sides, n: int, context: int) -> dict[str, Any]:
+    """Each step a graph, on every side; by hand, each graph is made anew, outside of the time."""
+    count, me = sides.count, sides.me
+    own = Whole(sides.alone.model, context + count, n)
+    try:
+        arms = {
+            "gang": lambda: _timed(crowd(sides.shard, n, context, count)),
+            "one device": lambda: _timed(crowd(own, n, context, count)),  # type: ignore[arg-type]
+        }
+        found = await interleaved(arms)
+    finally:
+        own.close()
+    over, ranks_s = await sides.replay(n, context)
+    alone, one_s = replayed(me, sides.alone, n, context, count)
+    found["by hand over torch.distributed"], found["by hand on one device"] = over, alone
+    # What the GPUs take for a step alone: replayed one behind the other, nothing read in between.
+    device = sides.device_ms[n, context] = {"ranks": ranks_s / count * 1e3, "one": one_s / count * 1e3}
+    said = _speeds(sides, n, found)
+    return {**said, "device_step_ms": device}
 
 
 async def compared(me: Rank, shard: Any, alone: Llama) -> dict[str, Any]:

@@ -20,7 +20,9 @@ pytest.importorskip("tokenizers", reason="the example needs tokenizers")
 EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "tp_generate.py"
 
 
-@pytest.mark.parametrize(("ranks", "how"), [(2, []), (4, []), (3, ["--stages"])], ids=["2", "4", "stages"])
+@pytest.mark.parametrize(
+    ("ranks", "how"), [(2, ["--captured"]), (4, []), (3, ["--stages"])], ids=["2", "4", "stages"]
+)
 def test_sharded_texts_are_those_of_one_process(ranks: int, how: list[str], tmp_path: Path) -> None:
     """Eight requests, sampled with their seeds: the same tokens from shards or stages as from the whole."""
     out = tmp_path / "tp.json"
