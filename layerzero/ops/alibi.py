@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from layerzero.ops import checks
-from layerzero.ops.op import Args, Call, Op, register
+from layerzero.ops.op import NO_SHAPE, Args, Call, Op, register
 from layerzero.ops.request import OutSpec, Request, Work
 
 
@@ -26,7 +26,7 @@ def alibi(slopes: Tensor, q_len: int, k_len: int) -> Call:
             "alibi", slopes.shape, slopes.stride(), slopes.dtype, slopes.device, slopes.requires_grad,
             q_len, k_len,
         ), args  # fmt: skip
-    except AttributeError:
+    except NO_SHAPE:
         check_alibi(args)  # names the operand that is no tensor
         raise
 

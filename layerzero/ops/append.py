@@ -11,7 +11,7 @@ from torch import Tensor
 
 from layerzero.ops import checks
 from layerzero.ops.batching import identity, join_rows
-from layerzero.ops.op import Args, Call, Launch, Op, Refused, register
+from layerzero.ops.op import NO_SHAPE, Args, Call, Launch, Op, Refused, register
 from layerzero.ops.paged_batching import join_rows_of_any
 from layerzero.ops.paged_checks import LAYOUTS, check_pool, dtypes_of, page_axes, pool_features
 from layerzero.ops.request import OutSpec, Request, Work
@@ -40,7 +40,7 @@ def append_kv(
             v_pages.shape, v_pages.stride(), v_pages.dtype, v_pages.device, v_pages.requires_grad,
             slots.shape, slots.stride(), slots.dtype, slots.device, layout,
         ), args  # fmt: skip
-    except AttributeError:
+    except NO_SHAPE:
         check(args)  # names the operand that is no tensor
         raise
 

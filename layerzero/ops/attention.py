@@ -12,7 +12,7 @@ from torch.nn import functional
 from layerzero.ops import checks
 from layerzero.ops.attention_batching import SameShapes
 from layerzero.ops.attention_checks import bounds, check, head_axes, infer_layout
-from layerzero.ops.op import Args, Call, Layouts, Op, Split, register, signature_of
+from layerzero.ops.op import NO_SHAPE, Args, Call, Layouts, Op, Split, register, signature_of
 from layerzero.ops.request import OutSpec, Request, Work
 
 # The reference holds at most this many scores at once: 64 MiB of float32.
@@ -67,7 +67,7 @@ def attention(
             alibi_slopes if alibi_slopes is None else signature_of(alibi_slopes),
             is_causal, scale, dropout_p, window, softcap, layout, return_lse, combine_mask, rows_nonempty,
         ), args  # fmt: skip
-    except AttributeError:
+    except NO_SHAPE:
         check(args)  # names the operand that is no tensor
         raise
 

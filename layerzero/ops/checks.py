@@ -31,6 +31,11 @@ def need_tensor(
         elsewhere = getattr(value, "elsewhere", None)  # a handle of another process's tensor says what to do
         shown = elsewhere if isinstance(elsewhere, str) else _short(value)
         raise TypeError(f"{name} needs a torch.Tensor, got {type(value).__name__}: {shown}")
+    if value.is_nested:
+        raise ValueError(
+            f"{name} needs a plain tensor, got a nested one: its jagged values() are rows, and "
+            "ragged_attention takes them with its offsets()"
+        )
     if rank is not None:
         ranks = (rank,) if isinstance(rank, int) else rank
         if value.dim() not in ranks:
@@ -102,6 +107,7 @@ def need_number(
     if not math.isfinite(value) or not low <= value <= high:
         bounds = what or f"a finite number in [{low}, {high}]"
         raise ValueError(f"{name} needs {bounds}, got {value}")
+    _need_64_bits(name, value)
     return float(value)
 
 
@@ -112,7 +118,14 @@ def need_int(name: str, value: Any, *, low: int | None = None, high: int | None 
     if (low is not None and value < low) or (high is not None and value > high):
         span = f">= {low}" if high is None else f"in [{low}, {high}]"
         raise ValueError(f"{name} needs an int {span}, got {value}")
+    _need_64_bits(name, value)
     return value
+
+
+def _need_64_bits(name: str, value: float) -> None:
+    """Refuse an int that no tensor holds: a kernel would raise, and be blamed for it."""
+    if isinstance(value, int) and not -(1 << 63) <= value < 1 << 63:
+        raise ValueError(f"{name} needs an int of 64 bits, got {value}")
 
 
 def need_bool(name: str, value: Any) -> bool:

@@ -10,7 +10,7 @@ from torch.nn import functional as F
 
 from layerzero.ops import checks
 from layerzero.ops.batching import Rows
-from layerzero.ops.op import Args, Call, Op, register, signature_of
+from layerzero.ops.op import NO_SHAPE, Args, Call, Op, register, signature_of
 from layerzero.ops.request import OutSpec, Request, Work
 
 REDUCTIONS = ("mean", "sum", "none")
@@ -42,7 +42,7 @@ def cross_entropy(
             target.shape, target.stride(), target.dtype, target.device,
             signature_of(weight), ignore_index, label_smoothing, reduction,
         ), args  # fmt: skip
-    except AttributeError:
+    except NO_SHAPE:
         _check(args)  # names the operand that is no tensor
         raise
 

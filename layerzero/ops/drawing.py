@@ -51,7 +51,7 @@ def token_weights(logits: Tensor, temperature: Number, top_k: Count, top_p: Numb
 
 def likeliest(logits: Tensor) -> Tensor:
     """What a temperature of 0 draws (B,): the first of each row's largest; -1 where that is not finite."""
-    value, token = logits.amax(-1), logits.argmax(-1)
+    value, token = logits.max(-1)
     return torch.where(value.isfinite(), token, -1)
 
 

@@ -7,7 +7,7 @@ from torch.nn import functional as F
 
 from layerzero.ops import checks
 from layerzero.ops.batching import Rows
-from layerzero.ops.op import Args, Call, Op, register
+from layerzero.ops.op import NO_SHAPE, Args, Call, Op, register
 from layerzero.ops.request import OutSpec, Request, Work
 
 
@@ -26,7 +26,7 @@ def embedding(ids: Tensor, weight: Tensor, *, padding_idx: int | None = None) ->
             "embedding", ids.shape, ids.stride(), ids.dtype, ids.device,
             weight.shape, weight.stride(), weight.dtype, weight.device, weight.requires_grad, padding_idx,
         ), args  # fmt: skip
-    except AttributeError:
+    except NO_SHAPE:
         _check(args)  # names the operand that is no tensor
         raise
 

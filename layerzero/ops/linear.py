@@ -8,7 +8,7 @@ from torch.nn import functional as F
 
 from layerzero.ops import checks
 from layerzero.ops.batching import Rows
-from layerzero.ops.op import Args, Call, Op, register, signature_of
+from layerzero.ops.op import NO_SHAPE, Args, Call, Op, register, signature_of
 from layerzero.ops.request import OutSpec, Request, Work
 
 
@@ -26,7 +26,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Call:
             weight.shape, weight.stride(), weight.dtype, weight.device, weight.requires_grad,
             bias if bias is None else signature_of(bias),
         ), args  # fmt: skip
-    except AttributeError:
+    except NO_SHAPE:
         _check(args)  # names the operand that is no tensor
         raise
 

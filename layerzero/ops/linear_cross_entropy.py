@@ -10,7 +10,7 @@ from torch.nn import functional as F
 from layerzero.ops import checks
 from layerzero.ops.batching import Rows
 from layerzero.ops.cross_entropy import REDUCTIONS, cross_entropy_reference
-from layerzero.ops.op import Args, Call, Op, register, signature_of
+from layerzero.ops.op import NO_SHAPE, Args, Call, Op, register, signature_of
 from layerzero.ops.request import OutSpec, Request, Work
 
 
@@ -40,7 +40,7 @@ def linear_cross_entropy(
             target.shape, target.stride(), target.dtype, target.device,
             signature_of(bias), ignore_index, label_smoothing, reduction,
         ), args  # fmt: skip
-    except AttributeError:
+    except NO_SHAPE:
         _check(args)  # names the operand that is no tensor
         raise
 

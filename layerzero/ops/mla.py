@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from layerzero.ops import checks
-from layerzero.ops.op import Args, Call, Op, register, signature_of
+from layerzero.ops.op import NO_SHAPE, Args, Call, Op, register, signature_of
 from layerzero.ops.paged import attend
 from layerzero.ops.paged_batching import OverOnePool
 from layerzero.ops.paged_checks import (
@@ -59,7 +59,7 @@ def mla_attention(
             context_lens.shape, context_lens.stride(), context_lens.dtype, context_lens.device,
             signature_of(cu_seqlens), scale, is_causal, return_lse,
         ), args  # fmt: skip
-    except AttributeError:
+    except NO_SHAPE:
         check(args)  # names the operand that is no tensor
         raise
 

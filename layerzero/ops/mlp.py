@@ -10,7 +10,7 @@ from torch.nn import functional as F
 
 from layerzero.ops import checks
 from layerzero.ops.batching import Rows
-from layerzero.ops.op import Args, Call, Op, register, signature_of
+from layerzero.ops.op import NO_SHAPE, Args, Call, Op, register, signature_of
 from layerzero.ops.request import OutSpec, Request, Work
 
 GATES: dict[str, Callable[[Tensor], Tensor]] = {
@@ -54,7 +54,7 @@ def mlp(
             w_down.shape, w_down.stride(), w_down.dtype, w_down.device, w_down.requires_grad,
             signature_of(b_up), signature_of(b_down), activation,
         ), args  # fmt: skip
-    except AttributeError:
+    except NO_SHAPE:
         _check(args)  # names the operand that is no tensor
         raise
 

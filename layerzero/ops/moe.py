@@ -9,7 +9,7 @@ from torch.nn import functional as F
 from layerzero.ops import checks
 from layerzero.ops.batching import Rows
 from layerzero.ops.mlp import GATES, activate
-from layerzero.ops.op import Args, Call, Op, register
+from layerzero.ops.op import NO_SHAPE, Args, Call, Op, register
 from layerzero.ops.request import OutSpec, Request, Work
 
 SCORINGS = ("softmax", "sigmoid")
@@ -46,7 +46,7 @@ def moe(
             w_down.shape, w_down.stride(), w_down.dtype, w_down.device, w_down.requires_grad,
             top_k, scoring, renormalize, activation,
         ), args  # fmt: skip
-    except AttributeError:
+    except NO_SHAPE:
         _check(args)  # names the operand that is no tensor
         raise
 

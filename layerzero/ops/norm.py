@@ -10,7 +10,7 @@ from torch import Tensor
 
 from layerzero.ops import checks
 from layerzero.ops.batching import Rows
-from layerzero.ops.op import Args, Call, Op, register, signature_of
+from layerzero.ops.op import NO_SHAPE, Args, Call, Op, register, signature_of
 from layerzero.ops.request import OutSpec, Request, Work
 
 
@@ -27,7 +27,7 @@ def rms_norm(x: Tensor, weight: Tensor | None = None, *, eps: float = 1e-6) -> C
         return (
             "rms_norm", x.shape, x.stride(), x.dtype, x.device, x.requires_grad, signature_of(weight), eps,
         ), args  # fmt: skip
-    except AttributeError:
+    except NO_SHAPE:
         _check_rms_norm(args)  # names the operand that is no tensor
         raise
 
@@ -129,7 +129,7 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor | None = None, *, e
             residual.shape, residual.stride(), residual.dtype, residual.device, residual.requires_grad,
             signature_of(weight), eps,
         ), args  # fmt: skip
-    except AttributeError:
+    except NO_SHAPE:
         check_add_rms_norm(args)
         raise
 
@@ -205,7 +205,7 @@ def layer_norm(
             "layer_norm", x.shape, x.stride(), x.dtype, x.device, x.requires_grad,
             signature_of(weight), signature_of(bias), eps,
         ), args  # fmt: skip
-    except AttributeError:
+    except NO_SHAPE:
         _check_layer_norm(args)
         raise
 
@@ -273,7 +273,7 @@ def add_layer_norm(
             residual.shape, residual.stride(), residual.dtype, residual.device, residual.requires_grad,
             signature_of(weight), signature_of(bias), eps,
         ), args  # fmt: skip
-    except AttributeError:
+    except NO_SHAPE:
         _check_add_layer_norm(args)
         raise
 

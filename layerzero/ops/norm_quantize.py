@@ -8,7 +8,7 @@ from torch import Tensor
 from layerzero.ops import checks
 from layerzero.ops.batching import Rows
 from layerzero.ops.norm import check_add_rms_norm, rms_norm_reference
-from layerzero.ops.op import Args, Call, Op, register, signature_of
+from layerzero.ops.op import NO_SHAPE, Args, Call, Op, register, signature_of
 from layerzero.ops.quantize import FORMATS, quantize_reference, scale_shape
 from layerzero.ops.request import OutSpec, Request, Work
 
@@ -43,7 +43,7 @@ def add_rms_norm_quantize(
             residual.shape, residual.stride(), residual.dtype, residual.device, residual.requires_grad,
             signature_of(weight), eps, format, granularity, group_size,
         ), args  # fmt: skip
-    except AttributeError:
+    except NO_SHAPE:
         _check(args)  # names the operand that is no tensor
         raise
 
@@ -57,7 +57,7 @@ def _check(args: Args) -> Request:
         checks.need_int("group_size", group_size, low=1)
         if x.shape[-1] % group_size:
             raise ValueError(f"group_size needs to divide x's last axis of {x.shape[-1]}, got {group_size}")
-    elif group_size != 0:
+    elif checks.need_int("group_size", group_size) != 0:
         raise ValueError(f"group_size needs 0 for granularity={granularity!r}, got {group_size!r}")
     return request.replace(
         op="add_rms_norm_quantize",

@@ -161,6 +161,10 @@ class Op:
         return [a for a in args if isinstance(a, Tensor)]
 
 
+# What asking an operand for its shape raises where it is no tensor, or a nested one without a jagged layout.
+NO_SHAPE = (AttributeError, RuntimeError)
+
+
 def signature_of(tensor: Tensor | None) -> tuple[Any, ...] | None:
     """What a signature holds of an operand that may be absent."""
     if tensor is None:

@@ -8,7 +8,7 @@ from torch import Tensor
 from layerzero.ops import checks
 from layerzero.ops.attention import attention_reference
 from layerzero.ops.attention_checks import check_window
-from layerzero.ops.op import Args, Call, Op, register, signature_of
+from layerzero.ops.op import NO_SHAPE, Args, Call, Op, register, signature_of
 from layerzero.ops.paged_batching import OverOnePool
 from layerzero.ops.paged_checks import (
     LAYOUTS,
@@ -72,7 +72,7 @@ def paged_attention(
             cu_seqlens if cu_seqlens is None else signature_of(cu_seqlens),
             is_causal, scale, window, softcap, layout, return_lse,
         ), args  # fmt: skip
-    except AttributeError:
+    except NO_SHAPE:
         check(args)  # names the operand that is no tensor
         raise
 

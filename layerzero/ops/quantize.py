@@ -15,7 +15,7 @@ from torch import Tensor
 
 from layerzero.ops import checks
 from layerzero.ops.batching import Rows
-from layerzero.ops.op import Args, Call, Op, register, signature_of
+from layerzero.ops.op import NO_SHAPE, Args, Call, Op, register, signature_of
 from layerzero.ops.request import OutSpec, Request, Work
 
 
@@ -64,7 +64,7 @@ def quantize(
             "quantize", x.shape, x.stride(), x.dtype, x.device, x.requires_grad,
             format, granularity, group_size, signature_of(scale),
         ), args  # fmt: skip
-    except AttributeError:
+    except NO_SHAPE:
         _check_quantize(args)  # names the operand that is no tensor
         raise
 
@@ -87,7 +87,7 @@ def _check_quantize(args: Args) -> Request:
         checks.need_int("group_size", group_size, low=1)
         if width % group_size:
             raise ValueError(f"group_size needs to divide x's last axis of {width}, got {group_size}")
-    elif group_size != 0:
+    elif checks.need_int("group_size", group_size) != 0:
         raise ValueError(f"group_size needs 0 for granularity={granularity!r}, got {group_size!r}")
     if scale is not None:
         need_scale("scale", scale, scale_shape(tuple(x.shape), granularity, group_size))
@@ -210,7 +210,7 @@ def dequantize(codes: Tensor, scale: Tensor, *, dtype: str = "float32") -> Call:
             "dequantize", codes.shape, codes.stride(), codes.dtype, codes.device,
             scale.shape, scale.stride(), scale.dtype, scale.device, scale.requires_grad, dtype,
         ), args  # fmt: skip
-    except AttributeError:
+    except NO_SHAPE:
         _check_dequantize(args)
         raise
 

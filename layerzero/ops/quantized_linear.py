@@ -8,7 +8,7 @@ from torch.nn import functional as F
 
 from layerzero.ops import checks
 from layerzero.ops.batching import Rows
-from layerzero.ops.op import Args, Call, Op, register, signature_of
+from layerzero.ops.op import NO_SHAPE, Args, Call, Op, register, signature_of
 from layerzero.ops.quantize import FORMAT_OF, decode, need_codes, need_scale, quantize_reference
 from layerzero.ops.request import OutSpec, Request, Work
 
@@ -35,7 +35,7 @@ def quantized_linear(
             scale.shape, scale.stride(), scale.dtype, scale.device, scale.requires_grad,
             signature_of(bias), inputs,
         ), args  # fmt: skip
-    except AttributeError:
+    except NO_SHAPE:
         _check(args)  # names the operand that is no tensor
         raise
 

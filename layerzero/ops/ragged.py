@@ -13,7 +13,7 @@ from layerzero.ops import checks
 from layerzero.ops.attention_batching import GATHER_BYTES, GATHER_BYTES_ELSEWHERE
 from layerzero.ops.attention_checks import check_window
 from layerzero.ops.batching import join_rows, rejoin
-from layerzero.ops.op import Args, Call, Launch, Op, register, signature_of
+from layerzero.ops.op import NO_SHAPE, Args, Call, Launch, Op, register, signature_of
 from layerzero.ops.paged import attend
 from layerzero.ops.paged_batching import join_offsets, split
 from layerzero.ops.paged_checks import check_offsets, dtypes_of, guard_offsets, no_queries
@@ -56,7 +56,7 @@ def ragged_attention(
             cu_seqlens_k.shape, cu_seqlens_k.stride(), cu_seqlens_k.dtype, cu_seqlens_k.device,
             is_causal, scale, window, softcap, return_lse,
         ), args  # fmt: skip
-    except AttributeError:
+    except NO_SHAPE:
         check(args)  # names the operand that is no tensor
         raise
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from layerzero.ops import checks
 from layerzero.ops.batching import Rows
-from layerzero.ops.op import Args, Call, Op, register, signature_of
+from layerzero.ops.op import NO_SHAPE, Args, Call, Op, register, signature_of
 from layerzero.ops.request import OutSpec, Request, Work
 
 
@@ -44,7 +44,7 @@ def rope(
             positions.shape, positions.stride(), positions.dtype, positions.device,
             signature_of(cos), signature_of(sin), interleaved, signature_of(xpos_scale),
         ), args  # fmt: skip
-    except AttributeError:
+    except NO_SHAPE:
         check_rope(args)  # names the operand that is no tensor
         raise
 

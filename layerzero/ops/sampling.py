@@ -25,7 +25,7 @@ from layerzero.ops.drawing import (
     signed,
     token_weights,
 )
-from layerzero.ops.op import Args, Call, Launch, Op, register, signature_of
+from layerzero.ops.op import NO_SHAPE, Args, Call, Launch, Op, register, signature_of
 from layerzero.ops.request import OutSpec, Request, Work
 
 HOTTEST = torch.finfo(torch.float64).max
@@ -59,7 +59,7 @@ def sample(
             "sample", logits.shape, logits.stride(), logits.dtype, logits.device,
             _by_value(temperature), _by_value(top_k), _by_value(top_p), by_type(seed), by_type(offset),
         ), args  # fmt: skip
-    except AttributeError:
+    except NO_SHAPE:
         _check_sample(args)  # names the operand that is no tensor
         raise
 
@@ -75,7 +75,7 @@ def sample_topk(
             "sample_topk", logits.shape, logits.stride(), logits.dtype, logits.device,
             _by_value(k), _by_value(temperature), by_type(seed), by_type(offset),
         ), args  # fmt: skip
-    except AttributeError:
+    except NO_SHAPE:
         _check_topk(args)
         raise
 
@@ -91,7 +91,7 @@ def sample_topp(
             "sample_topp", logits.shape, logits.stride(), logits.dtype, logits.device,
             _by_value(p), _by_value(temperature), by_type(seed), by_type(offset),
         ), args  # fmt: skip
-    except AttributeError:
+    except NO_SHAPE:
         _check_topp(args)
         raise
 

@@ -18,7 +18,7 @@ from torch import Tensor
 from layerzero.ops import checks
 from layerzero.ops.batching import join_rows
 from layerzero.ops.drawing import GOLDEN, Count, draw, row_seeds, uniform
-from layerzero.ops.op import Args, Call, Launch, Op, register, signature_of
+from layerzero.ops.op import NO_SHAPE, Args, Call, Launch, Op, register, signature_of
 from layerzero.ops.request import OutSpec, Request, Work
 from layerzero.ops.sampling import by_type, join_numbers, need_count, new_seed
 
@@ -46,9 +46,13 @@ def verify_chain(
     """
     seed = new_seed() if seed is None else seed
     args = (draft_probs, draft_tokens, target_probs, seed, offset)
-    return (
-        "verify_chain", *(signature_of(tensor) for tensor in args[:3]), by_type(seed), by_type(offset),
-    ), args  # fmt: skip
+    try:
+        return (
+            "verify_chain", *(signature_of(tensor) for tensor in args[:3]), by_type(seed), by_type(offset),
+        ), args  # fmt: skip
+    except NO_SHAPE:
+        _check_chain(args)  # names the operand that is no tensor
+        raise
 
 
 def verify_tree(
@@ -73,12 +77,17 @@ def verify_tree(
     Source: Miao et al., ASPLOS 2024 (SpecInfer), multi-step speculative sampling.
     """
     seed = new_seed() if seed is None else seed
-    parents = tuple(parents)
+    if isinstance(parents, list):
+        parents = tuple(parents)
     args = (draft_probs, draft_tokens, target_probs, parents, seed, offset)
-    return (
-        "verify_tree", *(signature_of(tensor) for tensor in args[:3]), parents, by_type(seed),
-        by_type(offset),
-    ), args  # fmt: skip
+    try:
+        return (
+            "verify_tree", *(signature_of(tensor) for tensor in args[:3]), parents, by_type(seed),
+            by_type(offset),
+        ), args  # fmt: skip
+    except NO_SHAPE:
+        _check_tree(args)
+        raise
 
 
 def tree_mask(parents: Sequence[int], device: torch.device | str = "cpu") -> Tensor:

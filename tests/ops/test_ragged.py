@@ -81,3 +81,15 @@ def test_no_query_gives_nothing() -> None:
     given, _ = operands([0], [4])
     out, lse = parts(call(RAGGED_ATTENTION, *given, return_lse=True))
     assert out.shape == (0, 4, 6) and lse.shape == (0, 4)
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_a_jagged_tensor_s_parts_are_ragged_operands() -> None:
+    """values() and offsets() of torch's nested tensors go in as they are; the result is torch's own (E6.11)."""
+    random = torch.Generator().manual_seed(3)
+    rows = [torch.randn(length, 4, 8, generator=random) for length in (3, 1, 6)]
+    nested: Any = torch.nested.nested_tensor(rows, layout=torch.jagged)
+    out = call(RAGGED_ATTENTION, *[nested.values()] * 3, nested.offsets())
+    heads_first = nested.transpose(1, 2)
+    own = torch.nn.functional.scaled_dot_product_attention(heads_first, heads_first, heads_first)
+    assert_close(out, own.transpose(1, 2).values(), atol=1e-5, rtol=1e-5)
