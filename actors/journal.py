@@ -8,6 +8,7 @@ quarantine it.
 
 from __future__ import annotations
 
+import itertools
 import mmap
 import os
 import re
@@ -31,6 +32,7 @@ DEATHS_TO_QUARANTINE = 2
 FORGIVEN_S = 24 * 3600.0
 
 _now = time.monotonic_ns
+_journals = itertools.count(1)  # of this process
 
 
 class Flight(msgspec.Struct, frozen=True):
@@ -52,9 +54,13 @@ class _Local(threading.local):
 
 
 class Journal:
-    """The journal of one life of a device; `watched` wraps a callable, `close` says that all is well."""
+    """The journal of one life of a device; `watched` wraps a callable, `close` says that all is well.
 
-    def __init__(self, folder: Path, name: str, generation: str) -> None:
+    `twin` is the compiled module that notes a call in a tenth of the time, `layerzero.native.NOTING`'s.
+    """
+
+    def __init__(self, folder: Path, name: str, generation: str, twin: Any = None) -> None:
+        self._twin, self._id = twin, next(_journals)
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         stem = f"{_plain(name)}.{generation}"
         self.path = folder / f"{stem}.journal"
@@ -74,6 +80,11 @@ class Journal:
     def watched(self, kernel: str, call: Callable[..., Any]) -> Callable[..., Any]:
         """`call`, noted in the journal while it runs."""
         number = self._number(kernel)
+        if self._twin is not None:
+            noted_by_twin: Callable[..., Any] = self._twin.watched(
+                call, number, self._map, self._id, self._slot
+            )
+            return noted_by_twin
         words, local, now, claim = self._words, self._local, _now, self._claim
 
         def noted(*args: Any) -> Any:
@@ -88,6 +99,11 @@ class Journal:
                 words[slot + 1] = 0
 
         return noted
+
+    def _slot(self) -> int:
+        """The calling thread's slot."""
+        slot = self._local.slot
+        return self._claim() if slot < 0 else slot
 
     def _number(self, kernel: str) -> int:
         with self._lock:

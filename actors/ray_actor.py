@@ -27,6 +27,7 @@ from layerzero.actors.journal import Deaths, Flight, Journal, bury
 from layerzero.actors.local import LocalDevice
 from layerzero.actors.port import DeviceFacts, DeviceState
 from layerzero.actors.tensors import Cargo, RemoteTensor
+from layerzero.native import NOTING
 from layerzero.ops.request import Request
 from layerzero.settings import Settings
 
@@ -116,7 +117,8 @@ class DeviceActor:
         self._opened = resolve(spec.opener)(spec.settings)
         device = self._opened.device()
         host = Host(device, spec.name)
-        self._journal = device.journal = Journal(folder, spec.name, host.generation)
+        twin = await asyncio.to_thread(NOTING.now)
+        self._journal = device.journal = Journal(folder, spec.name, host.generation, twin)
         condemned = [k for k in spec.condemned if k not in device.health.blocked()]
         out = host.condemn([*fatal, *condemned], f"the process of {spec.name} died twice while it ran")
         host.earlier = spec.decided

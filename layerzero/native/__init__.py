@@ -28,11 +28,15 @@ _DELAY_S = 1.0
 
 
 class Hot:
-    """The compiled module once it is there: `module`, else None; `state` and `detail` say why."""
+    """A compiled module once it is there: `module`, else None; `state` and `detail` say why.
 
-    __slots__ = ("_adopters", "_error", "_lock", "detail", "module", "state")
+    `library` gives what compiles it.
+    """
 
-    def __init__(self) -> None:
+    __slots__ = ("_adopters", "_error", "_library", "_lock", "detail", "module", "state")
+
+    def __init__(self, library: Callable[[], Any] | None = None) -> None:
+        self._library = library or (lambda: _own("hot"))
         self.module: Any = None
         self.state = UNUSED
         self.detail = ""
@@ -53,13 +57,11 @@ class Hot:
         with self._lock:
             if self.state != UNUSED:
                 return
-            if os.environ.get("LAYERZERO_NATIVE", "").lower() in ("off", "0", "false"):
-                self.state = OFF
-                self.detail = "LAYERZERO_NATIVE says so"
+            if self._unwanted():
                 return
             self.state = COMPILING
         try:
-            library = _library()
+            library = self._library()
             compiled = library.target().exists()
         except Exception as error:
             self._failed(error)
@@ -68,6 +70,19 @@ class Hot:
             self._load()
         else:
             threading.Thread(target=self._later, name="layerzero-native", daemon=True).start()
+
+    def _unwanted(self) -> bool:
+        if os.environ.get("LAYERZERO_NATIVE", "").lower() not in ("off", "0", "false"):
+            return False
+        self.state = OFF
+        self.detail = "LAYERZERO_NATIVE says so"
+        return True
+
+    def now(self) -> Any:
+        """The module, compiled now if need be; None where it is not wanted or cannot be."""
+        if self.module is None and self.state not in (OFF, UNAVAILABLE) and not self._unwanted():
+            self._load()
+        return self.module
 
     def load(self) -> Any:
         """The module, compiled now if need be, and in use from here on.
@@ -78,7 +93,7 @@ class Hot:
             raise self._error  # it would not compile better the second time
         if self.module is None:
             try:
-                self.use(_library().get())
+                self.use(self._library().get())
             except BackendNotAvailableError as error:
                 self._error = error
                 raise
@@ -96,7 +111,7 @@ class Hot:
     def compiled(self) -> bool:
         """Whether the library is there already, loaded or not."""
         try:
-            return self.module is not None or bool(_library().target().exists())
+            return self.module is not None or bool(self._library().target().exists())
         except BackendNotAvailableError:
             return False
 
@@ -130,14 +145,16 @@ class Hot:
 
 _ENDING = threading.Event()
 HOT: Final = Hot()
+# What notes the kernels in flight (`actors/journal.py`): small, so that a device of a fleet waits for it.
+NOTING: Final = Hot(lambda: _own("noting"))
 
 
-def _library() -> Any:
+def _own(name: str) -> Any:
     # Imported here: it needs what only Unix has, and nobody else needs it at import.
     from layerzero.native import compiling
 
     return compiling.Library(
-        "layerzero_hot",
-        Path(__file__).with_name("hot.cpp"),
+        f"layerzero_{name}",
+        Path(__file__).with_name(f"{name}.cpp"),
         ("-O2", "-std=c++20", "-fPIC", "-shared", "-fvisibility=hidden"),
     )

@@ -1,4 +1,4 @@
-"""`python -m layerzero.native`: compile the awaited path's twin now, once for this machine and user."""
+"""`python -m layerzero.native`: compile the awaited path's twin and the journal's, once for this machine."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import sys
 import time
 
 from layerzero.errors import BackendNotAvailableError
-from layerzero.native import HOT
+from layerzero.native import HOT, NOTING
 
 
 def main() -> int:
@@ -15,6 +15,7 @@ def main() -> int:
     if not HOT.compiled:
         print("layerzero.native: compiling, once for this machine (about 20 s) ...", flush=True)
     try:
+        NOTING.load()
         HOT.load()
     except BackendNotAvailableError as error:
         print(f"layerzero.native: goes without: {error}")

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import subprocess
 import sys
 import threading
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -14,21 +16,39 @@ import pytest
 
 from layerzero.actors.faults import lost_device
 from layerzero.actors.journal import DEATHS_TO_QUARANTINE, FORGIVEN_S, Deaths, Journal, bury, read
+from layerzero.errors import BackendNotAvailableError
+from layerzero.native import NOTING
 
 KILLED = """
 import os, signal, sys
 from pathlib import Path
 from layerzero.actors.journal import Journal
+from layerzero.native import NOTING
 
-journal = Journal(Path(sys.argv[1]), "gpu-0", "ab12")
+journal = Journal(Path(sys.argv[1]), "gpu-0", "ab12", NOTING.load() if sys.argv[2] == "compiled" else None)
 journal.watched("quick.op", lambda: None)()
 journal.watched("slow.op", lambda: os.kill(os.getpid(), signal.SIGKILL))()
 """
 
 
-def test_a_killed_process_leaves_its_kernel(tmp_path: Path) -> None:
+@pytest.fixture(params=["python", "compiled"])
+def twin(request: pytest.FixtureRequest) -> Any:
+    """What notes the calls: Python, or the compiled module."""
+    if request.param == "python":
+        return None
+    try:
+        return NOTING.load()
+    except BackendNotAvailableError as error:
+        pytest.skip(f"the journal's twin is not there: {error}")
+
+
+def test_a_killed_process_leaves_its_kernel(tmp_path: Path, twin: Any) -> None:
     """The kernel in flight is blamed, the one that had ended is not; the next life finds a clean folder."""
-    done = subprocess.run([sys.executable, "-c", KILLED, str(tmp_path)], timeout=120, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", KILLED, str(tmp_path), "python" if twin is None else "compiled"],
+        timeout=120,
+        check=False,
+    )
     assert done.returncode == -signal.SIGKILL
     assert [flight.kernel for flight in read(tmp_path / "gpu-0.ab12.journal")] == ["slow.op"]
     assert bury(tmp_path, "gpu-1") == []
@@ -37,9 +57,9 @@ def test_a_killed_process_leaves_its_kernel(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_flights_of_several_threads(tmp_path: Path) -> None:
+def test_flights_of_several_threads(tmp_path: Path, twin: Any) -> None:
     """Each thread has a slot of its own; a kernel that raises has ended too."""
-    journal = Journal(tmp_path, "cpu-0", "1")
+    journal = Journal(tmp_path, "cpu-0", "1", twin)
     inside, go = threading.Barrier(3), threading.Event()
 
     def wait() -> None:
@@ -67,10 +87,44 @@ def test_flights_of_several_threads(tmp_path: Path) -> None:
     assert bury(tmp_path, "cpu-0") == []
 
 
-def test_results_and_arguments_pass_through(tmp_path: Path) -> None:
+def test_results_and_arguments_pass_through(tmp_path: Path, twin: Any) -> None:
     """The journal changes nothing about a call."""
-    journal = Journal(tmp_path, "cpu-0", "1")
+    journal = Journal(tmp_path, "cpu-0", "1", twin)
     assert journal.watched("a.x", lambda a, b: (b, a))(1, 2) == (2, 1)
+
+
+def test_journals_of_one_process_keep_apart(tmp_path: Path, twin: Any) -> None:
+    """A thread that notes in two journals by turns has a slot in each; both say when the kernel began."""
+    first, second = (Journal(tmp_path, "cpu-0", name, twin) for name in ("1", "2"))
+    seen: list[list[str]] = []
+
+    def look() -> None:
+        seen.append([flight.kernel for journal in (first, second) for flight in journal.flights()])
+        assert all(0 <= flight.seconds < 60 for flight in first.flights() + second.flights())
+
+    second.watched("c.x", lambda: None)()
+    first.watched("a.x", second.watched("b.x", look))()
+    first.watched("a.x", look)()
+    assert seen == [["a.x", "b.x"], ["a.x"]]
+    assert (first.recent(), second.recent()) == (["a.x"], ["b.x"])
+
+
+def test_a_journal_keeps_nothing_alive_that_is_dropped(tmp_path: Path, twin: Any) -> None:
+    """A plan that is planned anew takes its noted callable along."""
+
+    class Kernel:
+        noted: Any = None
+
+        def __call__(self) -> None:
+            pass
+
+    kernel = Kernel()
+    gone = weakref.ref(kernel)
+    kernel.noted = Journal(tmp_path, "cpu-0", "1", twin).watched("a.x", kernel)
+    kernel.noted()
+    del kernel
+    gc.collect()
+    assert gone() is None
 
 
 @pytest.mark.parametrize("damage", [b"", b"short", b"X" * 4160])
