@@ -259,11 +259,10 @@ async def node(quick: bool) -> dict[str, Any]:
         cluster.shutdown()
 
 
-async def one_node(parts: list[str], quick: bool) -> dict[str, Any]:
-    """The parts that one node suffices for."""
+async def one_node(parts: list[str], quick: bool, keep: Callable[[str, dict[str, Any]], None]) -> None:
+    """The parts that one node suffices for; `keep(name, part)` as soon as each is known."""
     import ray
 
-    result: dict[str, Any] = {}
     started = {"num_cpus": 2, "num_gpus": 1, "include_dashboard": False}
     ray.init("local", **started, log_to_driver=False, configure_logging=False)
     try:
@@ -271,10 +270,9 @@ async def one_node(parts: list[str], quick: bool) -> dict[str, Any]:
         async with lz.start(settings) as runtime:
             for name, part in (("channel", channel), ("ops", ops), ("kill", kill)):
                 if name in parts:
-                    result[name] = await part(runtime.fleet, quick)
+                    keep(name, await part(runtime.fleet, quick))
     finally:
         ray.shutdown()
-    return result
 
 
 def main() -> int:
@@ -285,16 +283,18 @@ def main() -> int:
     parser.add_argument("--out", type=Path, default=RESULTS / "cluster_cpu.json")
     asked = parser.parse_args()
     parts = asked.parts or list(PARTS)
-    found: dict[str, Any] = {}
-    if set(parts) - {"node"}:
-        found |= asyncio.run(one_node(parts, asked.quick))
-    if "node" in parts:
-        found["node"] = asyncio.run(node(asked.quick))
     record = json.loads(asked.out.read_text()) if asked.out.exists() else {}
     where = environment(("ray", "msgspec", "layerzero-runtime"))
-    record |= {name: {"environment": where, **part} for name, part in found.items()}
-    write(asked.out, record)
-    print(json.dumps(found, indent=1))
+
+    def keep(name: str, part: dict[str, Any]) -> None:
+        record[name] = {"environment": where, **part}
+        write(asked.out, record)
+        print(name, json.dumps(part, indent=1), flush=True)
+
+    if set(parts) - {"node"}:
+        asyncio.run(one_node(parts, asked.quick, keep))
+    if "node" in parts:
+        keep("node", asyncio.run(node(asked.quick)))
     print(asked.out)
     return 0
 

@@ -239,13 +239,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--steps", type=int, default=1600)
     parser.add_argument("--json", type=Path)
     options = parser.parse_args(arguments)
-    rows = {str(ranks): measure(ranks, options.plans, options.steps) for ranks in options.ranks}
+    rows: dict[str, Any] = {}
+    where = environment(["layerzero-runtime", "torch"])
+    for ranks in options.ranks:
+        rows[str(ranks)] = measure(ranks, options.plans, options.steps)
+        if options.json:
+            write(options.json, {"environment": where, "ranks": rows, "tables": {"gang": table(rows)}})
     shown = table(rows)
     cells = [[row[0], *(f"{value:.1f}" for value in row[1:])] for row in shown["rows"]]
     show("gangs on one machine, microseconds", shown["columns"], cells)
-    if options.json:
-        where = environment(["layerzero-runtime", "torch"])
-        write(options.json, {"environment": where, "ranks": rows, "tables": {"gang": shown}})
     return 0
 
 
