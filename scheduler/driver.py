@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextvars import Context
 from functools import partial
 from typing import Any, Final
@@ -49,8 +49,8 @@ class Front:
     __slots__ = (
         "__weakref__", "_across", "_ahead", "_armed", "_callers", "_context", "_executor", "_flying", "_gone",
         "_hold", "_joined", "_lock", "_max_inline_us", "_now", "_spent_us", "_timer", "_timer_at",
-        "_worker", "alone", "ambient_grad", "ambient_stream", "inline_limit_us", "lane", "loop", "state",
-        "stepping",
+        "_worker", "alone", "ambient_grad", "ambient_stream", "inline_limit_us", "lane", "loop", "readback",
+        "state", "stepping",
     )  # fmt: skip
 
     def __init__(
@@ -71,6 +71,7 @@ class Front:
         self._across = across
         self.lane = Lane(Caps.of(settings))
         self.state = OPEN
+        self.readback: Any = None  # what copies results to the host for this loop, where somebody asked
         self.stepping: Caller | None = None  # the spawned coroutine that runs just now
         self._executor = executor
         self._worker = worker
@@ -148,7 +149,7 @@ class Front:
         # A batch that was left behind still writes what it was given: nobody runs inline beside it.
         self.alone = None
         error = asyncio.CancelledError() if message is None else asyncio.CancelledError(message)
-        self._end(ticket, error)
+        self.end(ticket, error)
         return True
 
     def leave(self) -> Caller | None:
@@ -352,7 +353,15 @@ class Front:
             self.loop.call_soon(self._wake, tickets)
             raise
 
-    def _end(self, ticket: Ticket, error: BaseException) -> None:
+    def resume(self, tickets: Sequence[Ticket]) -> None:
+        """Send the callers of tickets on that have ended elsewhere; what they submit comes at one time."""
+        self._now = self.loop.time()
+        try:
+            self._wake(iter(tickets))
+        finally:
+            self._now = 0.0
+
+    def end(self, ticket: Ticket, error: BaseException) -> None:
         """Give a ticket an error outside of any batch."""
         ticket.value = Failed(error)
         wake = ticket.wake
@@ -379,7 +388,7 @@ class Front:
     def _expire(self, now: float) -> None:
         for ticket in self.lane.expire(now):
             waited_ms = (now - ticket.at) * 1e3
-            self._end(ticket, DeadlineExceededError(f"not started after {waited_ms:.1f} ms in the queue"))
+            self.end(ticket, DeadlineExceededError(f"not started after {waited_ms:.1f} ms in the queue"))
         if self._timer is not None:
             self._timer.cancel()
         self._timer, self._timer_at = None, float("inf")
@@ -422,7 +431,7 @@ class Front:
         for ticket in left:
             if lost:
                 ticket.wake = None
-            self._end(ticket, RuntimeClosedError("the runtime was closed before this call ended"))
+            self.end(ticket, RuntimeClosedError("the runtime was closed before this call ended"))
         for timer in (self._timer, self._hold):
             if timer is not None:
                 timer.cancel()

@@ -7,22 +7,26 @@ behind the last copy and wakes the loop once. Until then the lane expects the ca
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Sequence
-from typing import Any, Protocol
+from typing import Any, Final, Protocol
 
 import torch
 from torch import Tensor
 
 from layerzero.actors.worker import Worker
 from layerzero.native import HOT
-from layerzero.scheduler.driver import Front
+from layerzero.scheduler.driver import Cancelled, Front
 from layerzero.scheduler.modes import Stream
 from layerzero.scheduler.streams import stream_of, wait
+from layerzero.scheduler.ticket import CANCELLED, DONE, FAILED, RUNNING, TICKETS, Failed, Ticket
 
 # Rows up to this size are copied with their neighbours and cut apart on the host.
 SMALL_BYTES = 4096
 # A piece of a batch is copied whole where at most this share of it is nobody's.
 MOST_UNASKED = 0.5
+# Who waits for an event asleep is woken late; where cores are plenty one of them asks without pause.
+ASLEEP: Final = (os.cpu_count() or 1) < 4
 
 
 def compacted(tensor: Tensor) -> Tensor:
@@ -137,43 +141,56 @@ class CudaCopies:
             torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor, non_blocking=True)
             for tensor in tensors
         ]
-        event = torch.cuda.Event(blocking=True)
+        event = torch.cuda.Event(blocking=ASLEEP)
         event.record(here)
         return copies, event
 
 
 class Readback:
-    """The read-backs of one event loop from one device."""
+    """The read-backs of one event loop from one device: tickets of its own, which no lane sees."""
 
-    __slots__ = ("_copies", "_front", "_loop", "_pending", "_sources", "_worker")
+    __slots__ = ("_copies", "_front", "_pending", "_sources", "_worker", "loop")
+
+    name = "to_host"
 
     def __init__(self, front: Front, worker: Worker, copies: Copies | None = None) -> None:
         self._front = front
-        self._loop = front.loop
+        self.loop = front.loop
         self._worker = worker
         self._copies = copies or CudaCopies()
-        self._pending: list[tuple[Tensor, Any]] = []
+        self._pending: list[Ticket] = []
         self._sources: set[Stream] = set()
 
     async def read(self, tensor: Tensor, stream: Stream) -> Tensor:
         """The host copy of `tensor`, which `stream` writes; the lane expects the caller back meanwhile."""
-        future = self._loop.create_future()
+        ticket = TICKETS.kind(self, (tensor,))
+        ticket.front = self
+        ticket._loop = self.loop
         if not self._pending:
-            self._loop.call_soon(self._launch)
-        self._pending.append((tensor, future))
+            self.loop.call_soon(self._launch)
+        self._pending.append(ticket)
         self._sources.add(stream)
         caller = self._front.leave()
         try:
-            copied: Tensor = await future
+            copied: Tensor = await ticket
         finally:
             self._front.back(caller)
         return copied
+
+    def cancel(self, ticket: Ticket, message: object = None) -> bool:
+        """Let a reader go; its copy is made all the same, and dropped."""
+        if ticket.state > RUNNING:
+            return False
+        ticket.state = CANCELLED
+        error = Cancelled() if message is None else Cancelled(message)
+        self._front.end(ticket, error)
+        return True
 
     def _launch(self) -> None:
         pending, self._pending = self._pending, []
         sources, self._sources = self._sources, set()
         try:
-            parts = pieces([tensor for tensor, _ in pending])
+            parts = pieces([ticket.args[0] for ticket in pending])
             hosts, event = self._copies.launch([part.whole for part in parts], sources)
         except Exception as error:
             self._land(pending, [], error)
@@ -181,9 +198,7 @@ class Readback:
         # `pending` holds the sources until the copies have ended.
         self._worker.submit(lambda: self._wait(event, pending, parts, hosts))
 
-    def _wait(
-        self, event: Any, pending: list[tuple[Tensor, Any]], parts: list[Piece], hosts: list[Tensor]
-    ) -> None:
+    def _wait(self, event: Any, pending: list[Ticket], parts: list[Piece], hosts: list[Tensor]) -> None:
         """On the reaper's thread."""
         error: Exception | None = None
         found: list[tuple[int, Tensor]] = []
@@ -193,18 +208,19 @@ class Readback:
                 found += apart(part, host)
         except Exception as raised:
             error = raised
-        self._loop.call_soon_threadsafe(self._land, pending, found, error)
+        self.loop.call_soon_threadsafe(self._land, pending, found, error)
 
-    @staticmethod
-    def _land(
-        pending: list[tuple[Tensor, Any]], found: list[tuple[int, Tensor]], error: Exception | None
-    ) -> None:
-        if error is not None:
-            for _, future in pending:
-                if not future.done():
-                    future.set_exception(error)
-            return
+    def _land(self, pending: list[Ticket], found: list[tuple[int, Tensor]], error: Exception | None) -> None:
+        """Give who still waits a copy, or what went wrong, and send all of them on in one callback."""
         for index, copy in found:
-            future = pending[index][1]
-            if not future.done():
-                future.set_result(copy)
+            ticket = pending[index]
+            if ticket.state <= RUNNING:
+                ticket.state, ticket.value = DONE, copy
+        ended = [ticket for ticket in pending if ticket.state == DONE]
+        if error is not None:
+            ended = [ticket for ticket in pending if ticket.state <= RUNNING]
+            for ticket in ended:
+                ticket.state, ticket.value = FAILED, Failed(error)
+        for ticket in pending:
+            ticket.args = ()
+        self._front.resume(ended)

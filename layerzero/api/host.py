@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import weakref
-from typing import Any
-
 from torch import Tensor
 
 from layerzero.api.calls import runtime_here
+from layerzero.api.scope import SCOPE
 from layerzero.native import HOT
+from layerzero.runtime import ACTIVE
 from layerzero.scheduler.readback import Readback, compacted
 from layerzero.scheduler.streams import come_back, leave
-
-_READBACKS: weakref.WeakKeyDictionary[Any, dict[int, Readback]] = weakref.WeakKeyDictionary()
 
 
 async def to_host(tensor: Tensor) -> Tensor:
@@ -32,13 +29,15 @@ async def to_host(tensor: Tensor) -> Tensor:
     plain = tensor.detach()
     if plain.device.type != "cuda":
         return compacted(plain.cpu() if plain.device.type != "cpu" else plain)
-    device = runtime_here().device(plain.device)
+    device = None if SCOPE.get() is not None else ACTIVE.devices.get(plain.device)
+    if device is None:
+        device = runtime_here().device(plain.device)
     front = device.fronts.current()
-    of_loop = _READBACKS.setdefault(front.loop, {})
-    readback = of_loop.get(id(device))
+    readback: Readback | None = front.readback
     if readback is None:
-        readback = of_loop[id(device)] = Readback(front, device.reaper)
+        readback = front.readback = Readback(front, device.reaper)
     modes = device.capture()
+    assert modes.stream is not None
     leave(modes, front)
     try:
         return await readback.read(plain, modes.stream)

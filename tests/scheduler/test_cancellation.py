@@ -307,7 +307,7 @@ async def test_the_sweep_sees_a_lane_that_is_not_told(monkeypatch: pytest.Monkey
     def only_wake(self: Front, ticket: Ticket, message: object = None) -> bool:
         if ticket.done():
             return False
-        ticket.front._end(ticket, asyncio.CancelledError())
+        ticket.front.end(ticket, asyncio.CancelledError())
         return True
 
     monkeypatch.setattr(Front, "cancel", only_wake)

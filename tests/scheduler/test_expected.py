@@ -202,3 +202,25 @@ def test_a_call_held_too_long_for_its_deadline_is_told(worker: Worker) -> None:
         assert machine.settled
 
     run_virtually(main())
+
+
+def test_a_copy_that_fails_is_every_readers_error(worker: Worker) -> None:
+    """Who still waits is told; who was cancelled before is not told twice, and nobody stays expected."""
+
+    async def main() -> list[Any]:
+        machine = Machine(worker)
+
+        class Broken:
+            def launch(self, tensors: list[torch.Tensor], sources: set[Any]) -> Any:
+                readers[1].cancel()
+                raise RuntimeError("no pinned memory")
+
+        machine.readback = Readback(machine.front, worker, Broken())
+        readers = [asyncio.ensure_future(machine.token()) for _ in range(3)]
+        found = await asyncio.gather(*readers, return_exceptions=True)
+        await asyncio.sleep(0)
+        assert machine.settled
+        return list(found)
+
+    found = run_virtually(main())
+    assert [type(error) for error in found] == [RuntimeError, asyncio.CancelledError, RuntimeError]
