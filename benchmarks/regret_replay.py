@@ -61,7 +61,8 @@ def cases(record: Mapping[str, Any], calls: Iterable[Call], hardware: Hardware) 
         request = call.request(hardware)
         if row["launch"] == "graph":
             request = request.replace(modes=request.modes | {"capture"})
-        times = {k: us for k, us in row["kernels_us"].items() if k not in row["faster_but_not_admitted"]}
+        barred = row.get("faster_but_not_admitted", {})
+        times = {k: us for k, us in row["kernels_us"].items() if k not in barred}
         if len(times) > 1:
             found.append(Case(name, row["group"], row["launch"], row["tuned"], request, times))
     return found
@@ -116,7 +117,9 @@ def main() -> None:
         except NoKernelFoundError as error:
             print(f"{case.name}: {str(error)[:200]}")
             continue
-        judged.append((case.times[selection.kernel] / min(case.times.values()), case, selection))
+        # What this hardware cannot run, or nobody registers any more, is not available.
+        best = min(case.times[c.kernel] for c in selection.trace if c.takes)
+        judged.append((case.times[selection.kernel] / best, case, selection))
     show(judged, options.worst)
 
 

@@ -4,7 +4,7 @@ Measurements keep exact sizes; a choice is priced for the key's grid point. A *p
 in one bucket, for every kernel alike. Within a bucket a time is moved by what does not depend on the kernel
 (the roofs at full speed), which keeps the order of the kernels as it was measured. Between places a kernel
 follows its own curve (`selection.curve`: the floor of a launch, a multiple of the roofs), shifted by how far
-the nearest places lie off it; far from all of them the curve alone speaks.
+the places around lie off it (`selection.field`); far from all of them the curve alone speaks.
 Everything here is a pure function of the grid point, so a remembered choice equals a fresh one.
 """
 
@@ -14,6 +14,7 @@ import math
 import statistics
 from collections import Counter
 from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
+from operator import mul
 from typing import Any
 
 import msgspec
@@ -27,33 +28,31 @@ from layerzero.perfdb import Measurement, Site, plausible
 from layerzero.perfdb.record import Launch
 from layerzero.selection.cost import MEASURED, ROOFLINE, SHIPPED, roofline_us
 from layerzero.selection.curve import Curve, fitted
+from layerzero.selection.field import alike
 from layerzero.selection.key import grid
+from layerzero.selection.places import (
+    FEATURES,
+    INVISIBLE,
+    SIBLING,
+    Crowd,
+    Place,
+    Position,
+    crowds,
+    features_of,
+    position_of,
+)
 
 __all__ = ["FAR", "MEASURED", "NEAR", "SHIPPED", "MeasuredCosts", "Row", "spot_of"]
 
 NEAR = " nearby"
 FAR = ", its curve"
 ROWS_DISTRUSTED = "perfdb.rows_distrusted"
-SQUARE = "square"
 
-# Places further than this (in octaves of size) say nothing about a call, and at most this many are averaged.
+
+# Places further than this (in octaves of size) say nothing about a call.
 RADIUS = 4.0
+# At most so many say by how much estimates miss.
 NEAREST = 10
-# Two places a fraction of an octave apart weigh alike; the curve counts as a place this far away.
-SOFT = 0.2
-CURVE_OCTAVES = 4.0
-# How much an octave along an axis tells kernels apart. Group size repeats the heads, and the value head size
-# nearly always the head size. All of these were set by leaving out one bucket in turn.
-WEIGHTS = {"D": 1.5, "G": 0.5, "Dv": 0.25}
-# How far calls stand apart that differ in a feature; calls that differ in any other are not compared. Those
-# of `AKIN` are averaged with others, the rest speak only where nothing like the call itself is near.
-FEATURES = {"causal": 2.0, SQUARE: 2.0, "bias": 0.5}
-AKIN = frozenset({"bias"})
-# The half precision types are compared with each other; the other one counts as this far away.
-SIBLING = {"float16": "bfloat16"}
-SIBLING_OCTAVES = 0.5
-# Another layout of the same call counts as this far away.
-LAYOUT_OCTAVES = 0.5
 # Beyond the radius a curve through at least so many places is believed.
 ENOUGH = 4
 MAX_PLACES = 2048
@@ -63,13 +62,9 @@ ESTIMATE_MARGIN = 1.3
 STEADY = 0.1
 # A row faster than this share of the roofs' time is a mistake, not a kernel: caches give less.
 IMPOSSIBLE = 1 / 64
-# What does not change how long a kernel takes.
-_INVISIBLE = frozenset({"scale", "rows_nonempty"})
-_TIMELESS = _INVISIBLE | {"gqa", "lse"}
 _HOST_US = 3.0
 
 Family = tuple[Any, ...]
-Kind = tuple[Any, ...]
 
 
 class Row(msgspec.Struct, frozen=True):
@@ -79,24 +74,24 @@ class Row(msgspec.Struct, frozen=True):
     source: str
 
 
-class _Place:
-    """One measured bucket: its call, its position in octaves, the roofs' time, and each kernel's time there.
+class _Around:
+    """The places around one call: `near` those within the radius, nearest first."""
 
-    `times` are logs of microseconds at the grid point, `offsets` how far those lie off the kernel's curve.
-    """
+    __slots__ = ("_distances", "_likeness", "near", "request")
 
-    __slots__ = ("estimates", "ideal", "kind", "launch", "offsets", "position", "site", "sources", "times")
+    def __init__(self, request: Request, here: Position, crowds: list[Crowd]) -> None:
+        self.request = request
+        self._distances = {crowd: crowd.distances(here) for crowd in crowds}
+        self._likeness: dict[Crowd, list[float]] = {}
+        found = [pair for c, far in self._distances.items() for pair in zip(far, c.places, strict=True)]
+        self.near = sorted((pair for pair in found if pair[0] <= RADIUS), key=lambda pair: pair[0])
 
-    def __init__(self, site: Site, launch: Launch, ideal: float) -> None:
-        self.site = site
-        self.launch = launch
-        self.ideal = ideal
-        self.kind = _kind(site)
-        self.position = _position(site.dims)
-        self.times: dict[str, float] = {}
-        self.offsets: dict[str, float] = {}
-        self.sources: dict[str, str] = {}
-        self.estimates: list[float] = []  # by how much estimates miss here, as logs
+    def shift(self, crowd: Crowd, kernel: str) -> float:
+        """How far the kernel lies off its curve here."""
+        likeness = self._likeness.get(crowd)
+        if likeness is None:
+            likeness = self._likeness[crowd] = [alike(distance) for distance in self._distances[crowd]]
+        return math.fsum(map(mul, likeness, crowd.weights(kernel)))
 
 
 class MeasuredCosts:
@@ -110,11 +105,12 @@ class MeasuredCosts:
         without: Collection[Hashable] = (),
     ) -> None:
         self._hardware = hardware
-        self._families: dict[Family, list[_Place]] = {}
+        self._families: dict[Family, list[Place]] = {}
         self._curves: dict[tuple[Family, str], Curve] = {}
         self._floors: dict[Family, float] = {}
         self._ops: Counter[str] = Counter()
-        self._last: dict[Launch, tuple[Request, list[tuple[float, _Place]]]] = {}
+        self._crowds: dict[Family, list[Crowd]] = {}
+        self._last: dict[Launch, _Around] = {}
         self._spots: set[Hashable] = set()
         self.distrusted: Counter[str] = Counter()
         self.rows = 0
@@ -135,19 +131,21 @@ class MeasuredCosts:
             ("graph", "eager") if "capture" in request.modes else ("eager", "graph")
         )
         for launch in launches:
-            near = self._near(request, site, launch)
-            own = [(distance, place) for distance, place in near if kernel.id in place.times][:NEAREST]
-            if own and own[0][0] == 0.0:
-                return math.exp(own[0][1].times[kernel.id]), own[0][1].sources[kernel.id]
+            around = self._near(request, site, launch)
+            distance, own = next(((d, p) for d, p in around.near if kernel.id in p.times), (math.inf, None))
+            if own is not None and distance == 0.0:
+                return math.exp(own.times[kernel.id]), own.sources[kernel.id]
             curve = self._curves.get((_family(site, launch), kernel.id))
-            if curve is not None and (own or curve.places >= ENOUGH):
+            if curve is not None and (own is not None or curve.places >= ENOUGH):
                 us = curve.us(_roofs_us(work, request, hardware))
-                if not own:
+                if own is None:
                     return us, curve.source + FAR
-                return us * math.exp(_blend([(d, p.offsets[kernel.id]) for d, p in own])), curve.source + NEAR
+                return us * math.exp(around.shift(own.crowd, kernel.id)), curve.source + NEAR
         estimate = roofline_us(kernel, work, request, hardware)
         for launch in launches:
-            missed = [statistics.median(p.estimates) for _, p in self._near(request, site, launch)[:NEAREST]]
+            missed = [
+                statistics.median(p.estimates) for _, p in self._near(request, site, launch).near[:NEAREST]
+            ]
             if missed:
                 estimate *= ESTIMATE_MARGIN * math.exp(statistics.median(missed))
                 # Nobody was seen below the least floor: estimates leave the host's share out.
@@ -172,29 +170,17 @@ class MeasuredCosts:
                     found.append((request, {k: math.exp(us) for k, us in place.times.items()}))
         return found
 
-    def _near(self, request: Request, site: Site, launch: Launch) -> list[tuple[float, _Place]]:
-        """The places within the radius, nearest first."""
+    def _near(self, request: Request, site: Site, launch: Launch) -> _Around:
+        """What was measured around a call; kept until another call asks."""
         last = self._last.get(launch)
-        if last is not None and last[0] == request:
-            return last[1]
-        here, kind = _position((name, grid(size)) for name, size in site.dims), _kind(site)
-        found: list[tuple[float, _Place]] = []
-        kinds: dict[Kind, float] = {}
-        for place in self._families.get(_family(site, launch), ()):
-            apart = kinds.get(place.kind)
-            if apart is None:
-                apart = kinds[place.kind] = _apart(kind, place.kind)
-            if apart <= RADIUS:
-                distance = _distance(here, place.position, apart)
-                if distance <= RADIUS:
-                    found.append((distance, place))
-        found = [pair for pair in found if pair[1].kind[1] ^ kind[1] <= AKIN] or found
-        found.sort(key=lambda pair: pair[0])
-        self._last[launch] = (request, found)
-        return found
+        if last is not None and last.request == request:
+            return last
+        around = _Around(request, position_of(site), self._crowds.get(_family(site, launch), []))
+        self._last[launch] = around
+        return around
 
     def _build(self, rows: list[Row], kernels: Mapping[str, Kernel]) -> None:
-        buckets: dict[tuple[Site, Launch], _Place] = {}
+        buckets: dict[tuple[Site, Launch], Place] = {}
         gathered: dict[tuple[int, str], list[tuple[float, float]]] = {}
         # The machine's own before what was shipped, newest first: the limit keeps those.
         rows.sort(key=lambda r: (r.source != MEASURED, -r.measurement.at))
@@ -219,7 +205,7 @@ class MeasuredCosts:
                     continue
                 at = _of_site(bucket, self._hardware)
                 there = _roofs_us(ops_table.get(at.op).work(at), at, self._hardware)
-                place = buckets[(bucket, measured.launch)] = _Place(bucket, measured.launch, there)
+                place = buckets[(bucket, measured.launch)] = Place(bucket, measured.launch, there)
                 self._families.setdefault(family, []).append(place)
             known = place.sources.setdefault(kernel.id, row.source)
             if known == row.source:  # what the machine measured itself replaces what was shipped
@@ -251,6 +237,7 @@ class MeasuredCosts:
                     if kernel_id in place.times:
                         place.offsets[kernel_id] = place.times[kernel_id] - math.log(curve.us(place.ideal))
             self._floors[family] = min(self._curves[(family, k)].floor_us for k in points)
+            self._crowds[family] = crowds(places)
 
 
 def spot_of(row: Measurement) -> Hashable:
@@ -262,39 +249,16 @@ def _spot(kernel: str, site: Site, launch: str) -> Hashable:
     return (kernel, launch, _bucket(site))
 
 
-def _features(site: Site) -> tuple[str, ...]:
-    """What decides how long a kernel takes, beside sizes and types."""
-    named = tuple(f for f in site.features if f not in _TIMELESS)
-    dims = dict(site.dims)
-    # A causal mask over as many keys as queries is another thing to most kernels than one that is offset.
-    square = "causal" in named and grid(dims.get("Sq", 0)) == grid(dims.get("Sk", 0))
-    return (*named, SQUARE) if square else named
-
-
 def _family(site: Site, launch: Launch) -> Family:
     """What calls have in common that are compared at all."""
-    kept = tuple(f for f in _features(site) if f not in FEATURES)
+    kept = tuple(f for f in features_of(site) if f not in FEATURES)
     types = tuple(sorted({SIBLING.get(t, t) for t in site.dtypes}))
     return (site.op, SIBLING.get(site.dtype, site.dtype), types, kept, launch)
 
 
-def _kind(site: Site) -> Kind:
-    """What two calls of one family may differ in, at a price in distance."""
-    more = frozenset(f for f in _features(site) if f in FEATURES)
-    shown = tuple(f for f in site.features if f not in _INVISIBLE)
-    return (site.dtype, more, (site.layout, site.contiguous, shown))
-
-
-def _apart(one: Kind, other: Kind) -> float:
-    total = sum(FEATURES[name] ** 2 for name in one[1] ^ other[1])
-    total += SIBLING_OCTAVES**2 if one[0] != other[0] else 0.0
-    total += LAYOUT_OCTAVES**2 if one[2] != other[2] and one[1] == other[1] else 0.0
-    return math.sqrt(total)
-
-
 def _bucket(site: Site) -> Site:
     dims = tuple((name, grid(size)) for name, size in sorted(site.dims))
-    shown = tuple(f for f in site.features if f not in _INVISIBLE)
+    shown = tuple(f for f in site.features if f not in INVISIBLE)
     return msgspec.structs.replace(site, dims=dims, features=shown)
 
 
@@ -318,21 +282,6 @@ def _roofs_us(work: Work, request: Request, hardware: Hardware) -> float:
     return max(work.flops / peak, work.bytes / hardware.bandwidth, 1e-9) * 1e6
 
 
-def _position(bucket: Iterable[tuple[str, int]]) -> dict[str, float]:
-    return {name: math.log2(max(size, 1)) for name, size in bucket}
-
-
-def _distance(here: Mapping[str, float], there: Mapping[str, float], apart: float) -> float:
-    """Octaves between two sizes, as the crow flies; `apart` is what the calls differ in otherwise."""
-    total = apart * apart
-    for name, size in here.items():
-        step = size - there.get(name, size)
-        if step:
-            step *= WEIGHTS.get(name, 1.0)
-            total += step * step
-    return math.sqrt(total)
-
-
 def _weight(row: Measurement) -> float:
     """How much a row counts beside others of its spot: half where it spreads by `STEADY`, then ever less."""
     spread = math.sqrt(row.variance) / row.median_us
@@ -350,10 +299,3 @@ def _middle(found: Sequence[tuple[float, float]]) -> float:
         if below > half:
             return value
     return ordered[-1][0]
-
-
-def _blend(found: Sequence[tuple[float, float]]) -> float:
-    """The average of offsets, the nearest by far the heaviest; the curve itself is one with offset zero."""
-    weights = [(distance + SOFT) ** -4 for distance, _ in found]
-    total = sum(weights) + (CURVE_OCTAVES + SOFT) ** -4
-    return sum(w * value for w, (_, value) in zip(weights, found, strict=True)) / total

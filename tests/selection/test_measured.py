@@ -89,8 +89,8 @@ def test_a_kernel_known_at_many_sizes_is_priced_by_its_curve_far_away() -> None:
     assert us < 10_000.0, "between the regimes"
 
 
-def test_a_causal_call_is_priced_by_others_only_alone() -> None:
-    """Calls without a mask stand in for causal ones until one of those is near."""
+def test_a_call_without_a_mask_counts_less_for_a_causal_one() -> None:
+    """Calls without a mask stand in for causal ones, and pull less than causal ones that stand as near."""
 
     def cost(*features: str, us: float, sq: int = 256) -> Measurement:
         dims = (("B", 1), ("D", 64), ("Hk", 8), ("Hq", 8), ("Sk", sq), ("Sq", sq))
@@ -112,8 +112,9 @@ def test_a_causal_call_is_priced_by_others_only_alone() -> None:
     assert source == MEASURED + " nearby" and 300.0 < us < 1200.0
     far = [cost("causal", us=100.0, sq=1024), cost("causal", us=110.0, sq=64)]
     alone, _ = price(*far)
-    both, _ = price(*far, cost(us=90_000.0, sq=256))
-    assert both < 2 * alone
+    plain, _ = price(*far, cost(us=90_000.0, sq=512))
+    causal, _ = price(*far, cost("causal", us=90_000.0, sq=512))
+    assert alone < plain < causal / 2
 
 
 def test_the_other_half_precision_stands_in() -> None:

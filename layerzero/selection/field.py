@@ -1,0 +1,53 @@
+"""A value between places where it was measured: near places count most, and places that stand together share.
+
+Kriging with an unknown level: values are alike by `alike(distance)`, and a little of each is noise. What a
+crowd of places says counts about as one place would, so a dense corner of a grid does not outvote the rest.
+Plain arithmetic, so that nothing depends on the caller's torch modes.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from operator import mul
+
+# The octaves over which likeness falls to a third, the share of noise, and how freely the level may lie.
+# Set by leaving out one measured bucket in turn; half or twice of each changes little.
+LENGTH = 6.0
+NOISE = 0.05
+LEVEL = 1.0
+
+Triangle = list[list[float]]
+
+
+def alike(distance: float) -> float:
+    """How much two values have in common that stand so far apart, in octaves."""
+    return LEVEL + math.exp(-distance / LENGTH)
+
+
+def factored(positions: Sequence[Sequence[float]]) -> Triangle:
+    """The places' likeness as a lower triangle whose product with its transpose it is (Cholesky)."""
+    rows: Triangle = []
+    for number, here in enumerate(positions):
+        row: list[float] = []
+        for other, there in zip(rows, positions, strict=False):
+            row.append((alike(math.dist(here, there)) - sum(map(mul, row, other))) / other[len(row)])
+        own = alike(0.0) + NOISE - sum(map(mul, row, row))
+        row.append(math.sqrt(own))
+        rows.append(row)
+        assert len(row) == number + 1
+    return rows
+
+
+def weighted(triangle: Triangle, values: Sequence[float]) -> list[float]:
+    """What each place adds: the value anywhere is the sum of these times `alike` of the distances to it."""
+    forward: list[float] = []
+    for row, value in zip(triangle, values, strict=True):
+        forward.append((value - sum(map(mul, row, forward))) / row[-1])
+    found = [0.0] * len(forward)
+    left = forward
+    for number in range(len(forward) - 1, -1, -1):
+        row = triangle[number]
+        found[number] = left[number] / row[number]
+        left = [value - found[number] * share for value, share in zip(left, row[:number], strict=False)]
+    return found
