@@ -7,9 +7,10 @@ the first collective of the step.
 
 from __future__ import annotations
 
+import ctypes
+import functools
 import struct
 from collections.abc import Sequence
-from functools import partial
 from typing import Any
 
 import msgspec
@@ -23,7 +24,7 @@ Request = int | str
 
 
 class Manifest(msgspec.Struct, frozen=True, array_like=True):
-    """One step: `requests` in the order of their rows, `name` what runs, `plan` and `decided` as digests.
+    """One step: `asked` are its requests, encoded, `name` what runs, `plan` and `decided` are digests.
 
     `epoch` and `number` say which step of which life of the gang; `decided` is the digest of what rank 0's
     selections were up to here; `values` are the step's arguments for ranks that have no coroutines of their
@@ -33,10 +34,21 @@ class Manifest(msgspec.Struct, frozen=True, array_like=True):
     epoch: int
     number: int
     name: str
-    requests: tuple[Request, ...]
+    asked: msgspec.Raw
     plan: str
     decided: str
     values: bytes = b""
+
+    @property
+    def requests(self) -> tuple[Request, ...]:
+        """The requests in the order of their rows; only who compares needs them one by one.
+
+        Raises: ConsistencyError: they are none.
+        """
+        try:
+            return _REQUESTS.decode(self.asked)
+        except msgspec.DecodeError as error:
+            raise ConsistencyError(f"the requests of a manifest need to decode, got {error}") from error
 
 
 class Position:
@@ -59,7 +71,8 @@ class Position:
             twice = sorted({str(r) for r in requests if list(requests).count(r) > 1})
             raise ValueError(f"requests needs each id once in a step, got {', '.join(twice)} again")
         self.number += 1
-        return Manifest(self.epoch, self.number, name, tuple(requests), self.plan, decided, values)
+        asked = msgspec.Raw(_ENCODER.encode(requests))
+        return Manifest(self.epoch, self.number, name, asked, self.plan, decided, values)
 
     def admit(self, manifest: Manifest, decided: str) -> None:
         """Take the next manifest on a follower that stands where it should.
@@ -98,6 +111,7 @@ class Position:
 
 _ENCODER = msgspec.msgpack.Encoder()
 _DECODER = msgspec.msgpack.Decoder(Manifest)
+_REQUESTS = msgspec.msgpack.Decoder(tuple[Request, ...])
 
 
 def encode(manifest: Manifest) -> bytes:
@@ -163,13 +177,15 @@ def _packed(what: str, value: Any) -> msgspec.msgpack.Ext:
             f"{what} needs tensors, numbers, texts and lists of those in every argument, got "
             f"{type(value).__name__}; give followers what they can build it from"
         )
-    # What changes nothing costs all the same, and every step pays.
-    held = value.detach() if value.requires_grad else value
-    held = (held if held.is_cpu else held.to("cpu")).contiguous()
+    # What changes nothing costs all the same, and every step pays: so does asking numpy for the bytes.
+    held = (value if value.is_cpu else value.to("cpu")).contiguous()
     head = _HEADS[held.ndim].pack(_code_of(held, what), held.ndim, *held.shape)
-    if held.dtype is torch.bfloat16 and held.numel():
-        held = held.view(torch.int16)  # which numpy knows
-    return msgspec.msgpack.Ext(_TENSOR, head + held.numpy().tobytes() if held.numel() else head)
+    return msgspec.msgpack.Ext(_TENSOR, head + ctypes.string_at(held.data_ptr(), held.nbytes))
+
+
+@functools.lru_cache(maxsize=256)
+def _packer(what: str) -> msgspec.msgpack.Encoder:
+    return msgspec.msgpack.Encoder(enc_hook=functools.partial(_packed, what))
 
 
 def pack(values: Sequence[Any], what: str) -> bytes:
@@ -178,7 +194,7 @@ def pack(values: Sequence[Any], what: str) -> bytes:
     Raises: TypeError: an argument is no tensor, number, text or list of those. ValueError: over 1 MiB.
     """
 
-    packed = msgspec.msgpack.encode(values, enc_hook=partial(_packed, what))
+    packed = _packer(what).encode(values)
     if len(packed) > MAX_VALUES:
         raise ValueError(
             f"{what} needs arguments of at most {MAX_VALUES} bytes in a manifest, got {len(packed)}; "
@@ -207,9 +223,10 @@ def _unpacked(code: int, data: memoryview) -> Tensor:
     dtype, axes = data[0], data[1]
     head = _HEADS[axes]
     found = torch.empty(head.unpack_from(data)[2:], dtype=_DTYPES[dtype])
-    if len(data) > head.size:
-        held = found.view(torch.int16) if found.dtype is torch.bfloat16 else found
-        held.numpy().reshape(-1).data.cast("B")[:] = data[head.size :]
+    held = bytes(data[head.size :])
+    if len(held) != found.nbytes:
+        raise ConsistencyError(f"a manifest's tensor needs {found.nbytes} bytes, got {len(held)}")
+    ctypes.memmove(found.data_ptr(), held, len(held))
     return found
 
 

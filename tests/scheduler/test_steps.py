@@ -398,6 +398,14 @@ def test_plain_arguments_survive_the_way(values: list[Any]) -> None:
     assert unpack(pack(values, "step")) == values
 
 
+def test_a_tensor_that_is_cut_short_is_refused() -> None:
+    """Its head promises more than came: nothing is copied from beyond the frame."""
+    packed = msgspec.msgpack.Decoder().decode(pack((torch.arange(8),), "step"))[0]
+    short = msgspec.msgpack.encode([msgspec.msgpack.Ext(packed.code, bytes(packed.data[:-8]))])
+    with pytest.raises(ConsistencyError, match="a manifest's tensor needs 64 bytes, got 56"):
+        unpack(short)
+
+
 @pytest.mark.parametrize("dtype", [torch.int64, torch.int32, torch.bool, torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("shape", [(), (0,), (3,), (2, 0), (2, 3)])
 def test_tensors_survive_the_way(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
