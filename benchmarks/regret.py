@@ -174,6 +174,7 @@ def measure_shapes(
     for group, call, tuned in wanted:
         if options.group and not any(group.startswith(name) for name in options.group):
             continue
+        operands: list[Args] = []
         for launch in launches:
             name = f"{launch} {call}"
             if name in record["shapes"]:
@@ -182,7 +183,8 @@ def measure_shapes(
                 record["unfinished"] = True
                 return
             try:
-                found = measure(device, call, launch, effort)
+                operands = operands or made(device, call)
+                found = measure(device, call, launch, effort, operands)
             except Exception as error:
                 found = {"error": f"{type(error).__name__}: {error}"[:400]}
             record["shapes"][name] = {"group": group, "tuned": tuned, "launch": launch, **found}
@@ -191,12 +193,18 @@ def measure_shapes(
     record["unfinished"] = False
 
 
-def measure(device: LocalDevice, call: Call, launch: Launch, effort: Effort) -> dict[str, Any]:
+def made(device: LocalDevice, call: Call) -> list[Args]:
+    """Operands of equal calls, as many as keep the last-level cache cold."""
+    wanted = copies_for(call.bytes(), device.device, 8 << 30)
+    return [call.make(device.device, n) for n in range(wanted)]
+
+
+def measure(
+    device: LocalDevice, call: Call, launch: Launch, effort: Effort, copies: list[Args]
+) -> dict[str, Any]:
     """Every kernel that takes the call, our call and the vendors', in the same rounds."""
     op = ops_table.get(call.op)
-    args = call.make(device.device)
-    wanted = copies_for(call.bytes(), device.device, 8 << 30)
-    copies = [args, *(call.make(device.device, n) for n in range(1, wanted))]
+    args = copies[0]
     table = device.table(op)
     request = table.describe(args, device.mode())
     selection: Selection = table.fresh(request)

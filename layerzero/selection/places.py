@@ -16,7 +16,7 @@ from layerzero.selection.key import grid
 SQUARE = "square"
 
 # So many places are weighed against each other; more are cut in two where they reach furthest.
-CROWD = 160
+CROWD = 96
 # How much an octave along an axis tells kernels apart. Group size repeats the heads, the value head size
 # nearly always the head size, a pool's pages its sequences. All were set by leaving out one bucket in turn.
 WEIGHTS = {"D": 1.5, "G": 0.5, "Dv": 0.25, "P": 0.5, "N pages": 0.05}

@@ -151,6 +151,23 @@ def _large_attention(dtype: str) -> Iterator[Call]:
         yield attention(1, 32, 8, sq, sq, 128, dtype, window=(left, 0))
     yield attention(1, 32, 8, 32768, 32768, 128, dtype)
     yield attention(1, 32, 8, 1, 131072, 128, dtype, causal=False)
+    yield from _other_heads(dtype)
+
+
+def _other_heads(dtype: str) -> Iterator[Call]:
+    # Two, four and eight query heads to one of keys, at the head sizes that have kernels of their own.
+    for hq, hk, d in ((8, 4, 256), (32, 8, 64), (64, 8, 128)):
+        for b, sq in ((1, 256), (1, 1024), (2, 4096), (8, 512)):
+            yield attention(b, hq, hk, sq, sq, d, dtype)
+        for b, sk in ((1, 1024), (1, 16384), (8, 2048), (64, 1024), (128, 4096)):
+            yield attention(b, hq, hk, 1, sk, d, dtype, causal=False)
+        yield attention(2, hq, hk, 64, 2048, d, dtype)
+    # Encoders of texts and of images.
+    for heads in (12, 16):
+        for b, sq in ((1, 512), (1, 2048), (1, 4096), (8, 256), (8, 1024), (32, 512), (64, 128)):
+            yield attention(b, heads, heads, sq, sq, 64, dtype, causal=False)
+    for sq in (2048, 8192):
+        yield attention(1, 8, 4, sq, sq, 256, dtype, window=(1023, 0))
 
 
 def _paged(dtype: str, small: bool) -> Iterator[Call]:
@@ -180,7 +197,7 @@ def _ragged(dtype: str, small: bool) -> Iterator[Call]:
 def _norms(op: str) -> Callable[[str, bool], Iterator[Call]]:
     def shapes(dtype: str, small: bool) -> Iterator[Call]:
         rows = (1, 16, 256, 2048) if small else (1, 16, 64, 256, 2048, 16384)
-        widths = (384, 1024, 4096) if small else (128, 1024, 2048, 4096, 8192)
+        widths = (384, 1024, 4096) if small else (128, 1024, 2048, 3072, 4096, 8192)
         for n in rows:
             for c in widths:
                 yield norm(op, n, c, dtype)
@@ -206,6 +223,10 @@ def _mlp(dtype: str, small: bool) -> Iterator[Call]:
         yield mlp(n, 384 if small else 4096, 1024 if small else 14336, dtype, "swiglu")
     for n in (16, 64, 256, 512, 1024, 2048, 4096, 8192) if small else ():
         yield mlp(n, 384, 1536, dtype, "gelu", bias=True)
+    # Small enough that launching them takes longer than the products.
+    for n in () if small else (1, 16, 256, 2048):
+        yield mlp(n, 2048, 8192, dtype, "swiglu")
+        yield mlp(n, 768, 3072, dtype, "gelu", bias=True)
 
 
 def _rope(dtype: str, small: bool) -> Iterator[Call]:
@@ -220,7 +241,7 @@ def _embedding(dtype: str, small: bool) -> Iterator[Call]:
 
 def _sample(dtype: str, small: bool) -> Iterator[Call]:
     for n in (1, 8, 32) if small else (1, 8, 64, 256):
-        for vocabulary in (8000,) if small else (32_000, 128_256):
+        for vocabulary in (8000,) if small else (32_000, 49_152, 128_256, 262_144):
             yield sample(n, vocabulary)
 
 

@@ -38,6 +38,7 @@ _ROW_US = 4000.0
 # A row launched by the host has to be long: its first call waits for the host and then for the device, and
 # only the calls behind it overlap the two.
 _LAUNCHED_ROW_US = 2000.0
+_LAUNCHED_CALLS = 3
 _MAX_CALLS = 200
 _WARM_ENOUGH_S = 0.01
 # A call this long finds the same caches whoever ran before it.
@@ -205,7 +206,7 @@ def _prepare(
     arm.took_us = min(measure(arm) for _ in range(2))
     row_us = effort.sample_us
     if measure is _events:
-        row_us = max(row_us, _LAUNCHED_ROW_US)
+        row_us = max(row_us, _LAUNCHED_ROW_US, min(_LAUNCHED_CALLS * arm.took_us, _UNHURRIED_US))
         arm.calls = _in_a_row(arm.took_us, row_us)
         arm.took_us = min(arm.took_us, measure(arm))
     arm.calls = _in_a_row(arm.took_us, row_us)

@@ -108,3 +108,9 @@ def test_enough_attention_shapes_most_of_them_held_out(platform: str) -> None:
     assert sum(not tuned for *_, tuned in found) > sum(tuned for *_, tuned in found) > 10
     groups = list(dict.fromkeys(group for group, *_ in found))
     assert [group for group, *_ in found[: len(groups)]] == groups
+
+
+@pytest.mark.parametrize(("platform", "tuned"), [("cuda", 30), ("cpu", 37)])
+def test_what_is_held_out_stays_held_out(platform: str, tuned: int) -> None:
+    """A standard shape that is added to tuning covers none of the shapes that choices are judged by."""
+    assert sum(is_tuned for *_, is_tuned in shapes(platform)) == tuned
