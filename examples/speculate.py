@@ -253,8 +253,8 @@ def on_ranks(options: argparse.Namespace) -> int:
 Way = Callable[[int], Coroutine[Any, Any, int]]
 
 
-async def compare(options: argparse.Namespace) -> dict[str, Any]:
-    """Every way in turn, round by round."""
+async def compare(options: argparse.Namespace, keep: Callable[[dict[str, Any]], None]) -> dict[str, Any]:
+    """Every way in turn, round by round; `keep` gets what is known after each."""
     like = torch.empty(0, device=options.device)
     config, get = Config.read(options.folder), weights_of(options.folder, like.device, like.dtype)
     tokenizer = load_tokenizer(options.folder)
@@ -291,29 +291,46 @@ async def compare(options: argparse.Namespace) -> dict[str, Any]:
         name = f"all layers, {1 - share:.0%} noise"
         ways[name] = with_draft(name, first_layers(config, get, config.layers, like), share)
     speeds: dict[str, list[float]] = {name: [] for name in ways}
+    said: dict[str, Any] = {}
     for round_ in range(options.rounds + 1):
         for name, way in ways.items():
             started = time.perf_counter()
             made = sum([await way(number) for number in range(len(prompts))])
             if round_:
                 speeds[name].append(made / (time.perf_counter() - started))
-    leaked = target.pages.count - target.pages.free
+        if round_:
+            said = _said(options, target.pages.count - target.pages.free, speeds, counted)
+            keep(said)
+    return said
+
+
+def _said(
+    options: argparse.Namespace,
+    leaked: int,
+    speeds: dict[str, list[float]],
+    counted: dict[str, lz.speculative.Speculation],
+) -> dict[str, Any]:
+    ways = {
+        name: {
+            "tokens_per_s": statistics.median(values),
+            "over_plain": statistics.median(a / b for a, b in zip(values, speeds["plain"], strict=True)),
+            "acceptance": counted[name].acceptance if name in counted else None,
+            "tokens_a_round": counted[name].accepted / counted[name].rounds + 1 if name in counted else None,
+        }
+        for name, values in speeds.items()
+    }
+    columns = ["draft", "drafts that stay", "tokens a forward of the target", "speed over plain decoding"]
+    found = [[n, w["acceptance"], w["tokens_a_round"], w["over_plain"]] for n, w in ways.items()]
     return {
+        "rounds": len(speeds["plain"]),
         "places": options.places,
         "target_ms": options.target_ms,
         "temperature": options.temperature,
         "pages_leaked": leaked,
-        "ways": {
-            name: {
-                "tokens_per_s": statistics.median(values),
-                "over_plain": statistics.median(a / b for a, b in zip(values, speeds["plain"], strict=True)),
-                "acceptance": counted[name].acceptance if name in counted else None,
-                "tokens_a_round": (
-                    (counted[name].accepted / counted[name].rounds + 1) if name in counted else None
-                ),
-            }
-            for name, values in speeds.items()
-        },
+        "ways": ways,
+        "torch": torch.__version__,
+        "threads": torch.get_num_threads(),
+        "tables": {"ways": {"columns": columns, "rows": [row for row in found if row[1] is not None]}},
     }
 
 
@@ -334,14 +351,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if "RANK" in os.environ:
         return on_ranks(options)
 
+    def keep(said: dict[str, Any]) -> None:
+        if options.json:
+            options.json.write_text(json.dumps(said, indent=1) + "\n")
+
     async def run() -> dict[str, Any]:
         async with lz.start(lz.Settings(device=options.device, inference=True, freeze_gc=True)):
-            return await compare(options)
+            return await compare(options, keep)
 
     said = asyncio.run(run())
-    columns = ["draft", "drafts that stay", "tokens a forward of the target", "speed over plain decoding"]
-    found = [[n, w["acceptance"], w["tokens_a_round"], w["over_plain"]] for n, w in said["ways"].items()]
-    rows = {"columns": columns, "rows": [row for row in found if row[1] is not None]}
     table = Table(title=f"{options.places} drafts a round, temperature {options.temperature:g}")
     for column in ("way", "tokens/s", "over plain", "drafts that stay", "tokens a round"):
         table.add_column(column)
@@ -350,9 +368,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         cells = ["-" if share is None else f"{share:.2f}" for share in shares]
         table.add_row(name, f"{way['tokens_per_s']:.0f}", f"{way['over_plain']:.2f}", *cells)
     Console().print(table)
-    if options.json:
-        said |= {"torch": torch.__version__, "threads": torch.get_num_threads(), "tables": {"ways": rows}}
-        options.json.write_text(json.dumps(said, indent=1) + "\n")
     return 0 if not said["pages_leaked"] else 1
 
 
