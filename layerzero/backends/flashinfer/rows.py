@@ -50,6 +50,25 @@ def _add_rms_norm() -> Callable[..., Any]:
     return add_rms_norm
 
 
+# What its templates read at once.
+_LOAD_BYTES = 16
+
+
+def _loadable(x: Tensor) -> Tensor:
+    """`x` (..., H, D), copied only where its heads lie apart or a row begins between two loads.
+
+    The keys of a projection that made queries, keys and values at once are read where they stand.
+    """
+    if x.data_ptr() % _LOAD_BYTES == 0:
+        if x.is_contiguous():
+            return x
+        if x.dim() == 3:
+            row, head, one = x.stride()
+            if one == 1 and head == x.shape[2] and row * x.element_size() % _LOAD_BYTES == 0:
+                return x
+    return x.clone(memory_format=torch.contiguous_format)
+
+
 _TABLE = "_layerzero_flashinfer_table"
 
 
@@ -76,10 +95,9 @@ def _rope() -> Callable[..., Any]:
     ) -> tuple[Tensor, Tensor]:
         """`apply_rope_with_cos_sin_cache`, out of place."""
         count, width = positions.numel(), q.shape[-1]
-        turned = kernel(
-            positions.reshape(-1), q.view(count, -1), k.view(count, -1), width, angles(cos, sin),
-            is_neox=not interleaved,
-        )  # fmt: skip
+        rows, keys = _loadable(q).view(count, -1), _loadable(k).view(count, -1)
+        places = positions.reshape(-1).contiguous()
+        turned = kernel(places, rows, keys, width, angles(cos, sin), is_neox=not interleaved)
         return turned[0].view(q.shape), turned[1].view(k.shape)
 
     return rope
@@ -112,7 +130,10 @@ def _append() -> Callable[..., Any]:
         """`append_paged_kv_cache` with the whole pool as one sequence, in which a slot is a position."""
         pages, size = k_pages.shape[0], k_pages.shape[1 if layout == "NHD" else 2]
         ids, bounds, last, first = _whole_pool(pages, size, k.shape[0], k.device)
-        kernel(k, v, first, slots.to(torch.int32), (k_pages, v_pages), ids, bounds, last, kv_layout=layout)
+        places = slots.to(torch.int32).contiguous()
+        kernel(
+            _loadable(k), _loadable(v), first, places, (k_pages, v_pages), ids, bounds, last, kv_layout=layout
+        )
         return slots
 
     return append_kv
@@ -157,7 +178,7 @@ def _kernel(
     op: str, what: str, load: Callable[[], Callable[..., Any]], efficiency: Efficiency,
     features: frozenset[str] = frozenset(), limits: tuple[Limit, ...] = (), dtypes: frozenset[str] = HALF,
     workspace_bytes: Callable[[Request], int] | None = None, sm_min: int = 80, source: str = SOURCE,
-    **more: Any,
+    contiguous: bool = True, **more: Any,
 ) -> Kernel:  # fmt: skip
     return Kernel(
         id=f"flashinfer.{op}.{what}",
@@ -171,7 +192,7 @@ def _kernel(
             dtypes=dtypes,
             features=features,
             limits=limits,
-            contiguous=True,
+            contiguous=contiguous,
             gradient=False,
             graph_safe=True,
             **more,
@@ -205,7 +226,7 @@ KERNELS: tuple[Kernel, ...] = (
     _kernel(
         "rope", "cos_sin_cache", _rope, _ROWS,
         frozenset({"interleaved", "partial_rotary"}),
-        (*_HEADS, MultipleOf("R", 16)),
+        (*_HEADS, MultipleOf("R", 16)), contiguous=False,
     ),
     _kernel(
         "mlp", "act_and_mul", _mlp, estimate(0.8, 0.7, 25.0, "by its two products"),
@@ -213,7 +234,7 @@ KERNELS: tuple[Kernel, ...] = (
     ),
     _kernel(
         "append_kv", "page", _append, _ROWS, limits=(SameAs("D", "Dv", Reason.HEAD_DIMS_DIFFER), *_HEADS),
-        layouts=frozenset({"NHD", "HND"}),
+        layouts=frozenset({"NHD", "HND"}), contiguous=False,
     ),
     # The product over bare codes overflows float16.
     _kernel(
