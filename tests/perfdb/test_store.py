@@ -6,6 +6,7 @@ import random
 import sqlite3
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import msgspec
@@ -271,3 +272,27 @@ def test_few_descriptors_and_many_threads(tmp_path: Path) -> None:
     asked, answered, after = map(int, done.stdout.split())
     assert asked == 600 and answered > 0 and after == 1, done.stderr[-2000:]
     assert not asides(path) and read_rows(path, HERE)
+
+
+@pytest.mark.asyncio
+async def test_a_reader_sees_whole_transactions_beside_a_writer(tmp_path: Path) -> None:
+    """CS-014: each write is 50 rows; a reader finds all or none of them, and a sound file."""
+    path = tmp_path / "perf.sqlite"
+    stop, seen = threading.Event(), list[int]()
+
+    def read() -> None:
+        while not stop.is_set():
+            seen.append(len(read_rows(path, HERE)))
+
+    async with PerfDB(path) as db:
+        await db.add(HERE, [row(f"k{n}.rms_norm") for n in range(50)])
+        readers = [threading.Thread(target=read) for _ in range(3)]
+        for reader in readers:
+            reader.start()
+        for turn in range(1, 31):
+            await db.add(HERE, [row(f"k{turn * 50 + n}.rms_norm") for n in range(50)])
+        stop.set()
+        for reader in readers:
+            reader.join()
+    assert len(set(seen)) > 1 and {count % 50 for count in seen} == {0}
+    assert len(read_rows(path, HERE)) == 31 * 50 and not asides(path)

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch.profiler import ProfilerActivity, profile
 
 import layerzero as lz
 import layerzero.sync
+from layerzero.ops.attention import MAX_SCORES
 
 WIDTH, PAGE = 64, 16
 
@@ -81,3 +83,35 @@ def test_long_contexts_agree_with_float64_on_sampled_rows(length: int) -> None:
     tables = table.expand(len(rows), -1).contiguous()
     paged = layerzero.sync.paged_attention(q[0, 0, rows][:, None], k_pages, v_pages, tables, rows + 1)
     torch.testing.assert_close(paged[:, 0].double(), truth, atol=2e-5, rtol=1e-4)
+
+
+LONG = 128 * 1024
+
+
+def largest_allocation(run: Callable[[], Tensor]) -> tuple[Tensor, int]:
+    """What `run` returns, and the bytes of the largest piece of memory that torch took for it."""
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as taken:
+        out = run()
+    return out, max((event.self_cpu_memory_usage for event in taken.events() or ()), default=0)
+
+
+def test_128k_keys_need_no_matrix_of_scores() -> None:
+    """NO-014: a decode and a chunk of 72 queries over 131,072 keys take a mask at most."""
+    q, k, v = heads(2, 72, 8), heads(2, LONG, 9), heads(2, LONG, 10)
+    rows = torch.tensor([0, 41, 71])
+    padded = torch.cat([torch.zeros(1, 1, LONG - 72, WIDTH), q[:, :1]], 2)
+    truth = sampled(padded, k, v, rows + LONG - 72)
+    for backend in (None, "reference"):
+        out, taken = largest_allocation(
+            lambda name=backend: layerzero.sync.attention(q, k, v, is_causal=True, backend=name)
+        )
+        torch.testing.assert_close(out[0, 0, rows].double(), truth, atol=2e-5, rtol=1e-4)
+        assert taken <= 4 * MAX_SCORES < 4 * 2 * 72 * LONG
+    step = q[:, :, -1:]
+    takers = lz.select("attention", step, k, v, is_causal=True).order
+    assert len(takers) >= 4
+    _, taken = largest_allocation(lambda: layerzero.sync.attention(step, k, v, is_causal=True))
+    assert taken < 4 * LONG * WIDTH  # less than the keys of one head
+    for name in takers:
+        out = layerzero.sync.attention(step, k, v, is_causal=True, backend=name)
+        torch.testing.assert_close(out[0, 0].double(), truth[2:], atol=2e-5, rtol=1e-4)
