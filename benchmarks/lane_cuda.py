@@ -183,7 +183,9 @@ class Place:
             self.record.write()
 
     def alone(self) -> None:
-        """One request at a time."""
+        """One request at a time, at the first depth."""
+        if self.options.depth != self.options.layers[0]:
+            return
         one = replace(self.crowd, requests=1, seconds=self.options.seconds / 2)
         spans: dict[str, list[crowd.Span]] = {}
         for _ in range(2):
@@ -198,8 +200,8 @@ class Place:
         self.record.write()
 
     def look(self) -> None:
-        """Where the time of each side goes, and which kernels ran."""
-        for side in self.sides:
+        """Where the time of each side goes, at the longest context; and which kernels ran."""
+        for side in self.sides if self.crowd.context == max(self.options.contexts) else ():
             seen = self.record.item(f"{self.name}, {side}, where", lambda side=side: self.where(side))
             if seen is not None:
                 self.into["where"][side] = seen
@@ -313,7 +315,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--contexts", type=numbers, default=[128, 2048])
     parser.add_argument("--requests", type=int, default=64)
     parser.add_argument("--rounds", type=int, default=3, help="of which the first one warms up")
-    parser.add_argument("--seconds", type=float, default=1.0, help="of each side in each round")
+    parser.add_argument("--seconds", type=float, default=0.8, help="of each side in each round")
     parser.add_argument("--budget-s", type=float, default=230.0, help="after which no item begins")
     parser.add_argument("--rehearse", action="store_true", help="a tiny model on the CPU")
     parser.add_argument("--out", type=Path, default=None, help="a folder, or a JSON file")
