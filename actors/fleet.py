@@ -174,8 +174,10 @@ class Fleet:
     async def ship(self, tensor: Tensor | RemoteTensor, *, to: On) -> RemoteTensor:
         """Move a tensor, or one that lives on another device, to a device; a compact copy.
 
-        Raises: DeviceLostError: the tensor was lost with its device.
+        Raises: DeviceLostError: the tensor was lost with its device. TypeError: it is none.
         """
+        if not isinstance(tensor, Tensor | RemoteTensor):
+            raise TypeError(f"tensor needs a torch.Tensor or a handle of one, got {type(tensor).__name__}")
         target = self.device(to)
         if isinstance(tensor, RemoteTensor) and tensor.device != target.name:
             return await target.put(tensor, self.device(tensor.device))  # type: ignore[call-arg]

@@ -150,6 +150,10 @@ class Host:
                 return self._failed(error)
             late = f"the call took longer than timeout_s={envelope.timeout_s} on {self.name!r}"
             return Outcome("failed", DeadlineExceededError(late))
+        except (SystemExit, KeyboardInterrupt) as error:
+            # Let through, they would end the event loop, and whoever waits here would wait for ever.
+            said = f"hosted code raised {type(error).__name__}: {error}; it cannot end its device's process"
+            return self._failed(RuntimeError(said).with_traceback(error.__traceback__))
         except Exception as error:
             return self._failed(error)
 
@@ -184,7 +188,7 @@ class Host:
         named = {name: self._own(value) for name, value in kwargs.items()}
         if inspect.iscoroutinefunction(fn) or inspect.iscoroutinefunction(type(fn).__call__):
             return await fn(*full, **named)
-        result = await anyio.to_thread.run_sync(lambda: fn(*full, **named), abandon_on_cancel=True)
+        result = await anyio.to_thread.run_sync(_called, fn, full, named, abandon_on_cancel=True)
         return await result if inspect.isawaitable(result) else result
 
     async def emit(
@@ -303,6 +307,13 @@ class Host:
         if late:
             await asyncio.wait(late, timeout=5.0)
         return not late
+
+
+def _called(fn: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    try:
+        return fn(*args, **kwargs)
+    except StopIteration as error:  # no future takes it, as no coroutine does
+        raise RuntimeError(f"{_named(fn)} raised StopIteration") from error
 
 
 def _named(fn: Any) -> str:

@@ -84,6 +84,14 @@ async def fail(kind: str) -> None:
     await lz.rms_norm(torch.ones(2, 8), torch.ones(9))
 
 
+async def quit(kind: str) -> None:
+    raise {"exit": SystemExit(3), "interrupt": KeyboardInterrupt()}[kind]
+
+
+def quit_on_a_thread(kind: str) -> None:
+    raise {"exit": SystemExit(3), "iteration": StopIteration(5)}[kind]
+
+
 async def linger(name: str, seconds: float = 30.0) -> str:
     EVENTS.append(f"{name} began")
     try:

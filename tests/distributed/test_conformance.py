@@ -94,6 +94,19 @@ async def test_errors_arrive_as_they_were_raised(fleet: Fleet) -> None:
         await fleet.run(hosted.fail, "op")
 
 
+async def test_code_that_would_end_its_process_fails_alone(fleet: Fleet) -> None:
+    """`sys.exit` and its like would end the device's event loop: the caller gets an error, the device serves."""
+    for fn, kind, said in (
+        (hosted.quit, "exit", "hosted code raised SystemExit: 3"),
+        (hosted.quit, "interrupt", "hosted code raised KeyboardInterrupt"),
+        (hosted.quit_on_a_thread, "exit", "hosted code raised SystemExit: 3"),
+        (hosted.quit_on_a_thread, "iteration", "quit_on_a_thread raised StopIteration"),
+    ):
+        with pytest.raises(RuntimeError, match=said):
+            await asyncio.wait_for(fleet.run(fn, kind), 20.0)
+    assert await fleet.run(hosted.add, 1) == 2
+
+
 async def test_ops_are_local_where_the_code_runs(fleet: Fleet) -> None:
     """`layerzero.*` in hosted code runs on the device, and gives what the reference gives."""
     right, kernel = await fleet.run(hosted.norm, 5)
@@ -396,6 +409,12 @@ async def test_health_and_facts_say_what_the_device_is(fleet: Fleet) -> None:
     assert facts.hardware.platform == "cpu"
     assert health.state is DeviceState.RUNNING
     assert fleet.nodes == {facts.node: [facts.name]}
+
+
+async def test_what_is_no_tensor_is_not_shipped(fleet: Fleet) -> None:
+    """The message names the argument."""
+    with pytest.raises(TypeError, match="tensor needs a torch.Tensor or a handle of one, got list"):
+        await fleet.ship([1, 2], to=only(fleet))  # type: ignore[arg-type]
 
 
 async def test_an_unknown_device_is_named(fleet: Fleet) -> None:
