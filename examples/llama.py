@@ -140,7 +140,7 @@ AWAITED = Ops(**{name: getattr(lz, name) for name in _NAMES})
 BLOCKING = Ops(**{name: _at_once(getattr(lz.sync, name)) for name in _NAMES})
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Draw:
     """How one sequence's next token is drawn; `offset` counts its draws, so that each has its own."""
 
@@ -152,26 +152,31 @@ class Draw:
 
 def _alike(values: list[N], device: torch.device) -> N | Tensor:
     """The number that all callers give, or one a row."""
-    if all(value == values[0] for value in values):
+    if values.count(values[0]) == len(values):
         return values[0]
     return sent(torch.tensor(values, dtype=torch.float64), device)
 
 
-def drawn(logits: Tensor, draws: Sequence[Draw]) -> list[Tensor]:
-    """A token (1,) for each row of `logits`, drawn as each caller wants it."""
+def tokens(logits: Tensor, draws: Sequence[Draw]) -> Tensor:
+    """The tokens (B,) for the rows of `logits`, each drawn as its caller wants it."""
     temperature = _alike([draw.temperature for draw in draws], logits.device)
     if not isinstance(temperature, Tensor) and temperature == 0:  # the likeliest: nothing is drawn
         likeliest: Tensor = lz.sync.sample(logits, temperature=0.0, seed=0)
-        return list(likeliest.split(1))
+        return likeliest
     seeds = sent(torch.tensor([(draw.seed, draw.offset) for draw in draws]), logits.device)
-    tokens: Tensor = lz.sync.sample(
+    sampled: Tensor = lz.sync.sample(
         logits,
         temperature=temperature,
         top_p=_alike([draw.top_p for draw in draws], logits.device),
         seed=seeds[:, 0],
         offset=seeds[:, 1],
     )
-    return list(tokens.split(1))
+    return sampled
+
+
+def drawn(logits: Tensor, draws: Sequence[Draw]) -> list[Tensor]:
+    """`tokens`, one (1,) for each row."""
+    return list(tokens(logits, draws).split(1))
 
 
 # -- the model ------------------------------------------------------------------------------------------
@@ -261,8 +266,8 @@ class Llama:
         self.norm_first = get("model.layers.0.input_layernorm.weight", (config.channels,))
         self.layers = [Layer(index, config, get, tables, pages) for index in range(config.layers)]
         self._joined_layers = [lz.batched(layer.rows) for layer in self.layers]
-        self._joined_enter = lz.batched(self.enter, pure=True)
-        self._joined_leave = lz.batched(self.leave, pure=True)
+        self._joined_first = lz.batched(self.first)
+        self._joined_last = lz.batched(self.last)
         self._joined_step = lz.batched(self.steps)
         self._joined_next = lz.batched(self.nexts)
         self._joined_every = lz.batched(self.everys)
@@ -279,16 +284,20 @@ class Llama:
         return await self.forward(AWAITED, self._awaited, ids, chunk.places)
 
     async def next(self, ids: Tensor, chunk: Chunk, draw: Draw) -> Tensor:
-        """The token (1,) that follows `ids` (n,) of one sequence; a step and its draw are one await."""
-        if self.per == "step":
+        """The token (1,) that follows `ids` (n,) of one sequence.
+
+        A step and its draw are one await; layer by layer the first one looks the tokens up and the last one
+        draws.
+        """
+        if self.per == "step" or (self.per == "layer" and len(self.layers) == 1):
             token: Tensor = await self._joined_next(ids, chunk, draw)
             return token
         if self.per == "layer":
-            normed, x = await self._joined_enter(ids)
-            for layer in self._joined_layers:
+            normed, x = await self._joined_first(ids, chunk)
+            for layer in self._joined_layers[1:-1]:
                 normed, x = await layer(normed, x, chunk)
-            left: Tensor = await self._joined_leave(normed, chunk, draw)
-            return left
+            last: Tensor = await self._joined_last(normed, x, chunk, draw)
+            return last
         logits = await self.step(ids, chunk)
         sampled: Tensor = await lz.sample(
             logits, temperature=draw.temperature, top_p=draw.top_p, seed=draw.seed, offset=draw.offset
@@ -320,23 +329,23 @@ class Llama:
         at = replace(places(chunks), last=slice(None))
         return finished(self.forward(BLOCKING, self._blocking, ids, at))
 
-    def steps(self, ids: Tensor, chunks: list[Chunk]) -> list[Tensor]:
-        """`step` for all callers at once: one (1, V) for each."""
-        logits = finished(self.forward(BLOCKING, self._blocking, ids, places(chunks)))
-        return list(logits.split(1))
+    def steps(self, ids: Tensor, chunks: list[Chunk]) -> Tensor:
+        """`step` for all callers at once: (B, V)."""
+        return finished(self.forward(BLOCKING, self._blocking, ids, places(chunks)))
 
-    def nexts(self, ids: Tensor, chunks: list[Chunk], draws: list[Draw]) -> list[Tensor]:
-        """`next` for all callers at once: one (1,) for each."""
-        return drawn(finished(self.forward(BLOCKING, self._blocking, ids, places(chunks))), draws)
+    def nexts(self, ids: Tensor, chunks: list[Chunk], draws: list[Draw]) -> Tensor:
+        """`next` for all callers at once: (B,)."""
+        return tokens(finished(self.forward(BLOCKING, self._blocking, ids, places(chunks))), draws)
 
-    def enter(self, ids: Tensor) -> tuple[Tensor, Tensor]:
-        """What the first layer takes of the tokens `ids` (T,): (normed, x), each (T, C)."""
+    def first(self, ids: Tensor, chunks: list[Chunk]) -> tuple[Tensor, Tensor]:
+        """The first layer of the tokens `ids` (T,) of all callers: (normed, x), each (T, C)."""
         x = lz.sync.embedding(ids, self.words)
-        return lz.sync.rms_norm(x, self.norm_first, eps=self.config.eps), x
+        return self.layers[0].rows(lz.sync.rms_norm(x, self.norm_first, eps=self.config.eps), x, chunks)
 
-    def leave(self, normed: Tensor, chunks: list[Chunk], draws: list[Draw]) -> list[Tensor]:
-        """The tokens (1,) that follow each caller's last row of what the last layer gave, `normed` (T, C)."""
-        return drawn(lz.sync.linear(normed[places(chunks).last], self.head), draws)
+    def last(self, normed: Tensor, x: Tensor, chunks: list[Chunk], draws: list[Draw]) -> Tensor:
+        """The last layer, and the token that follows each caller's last row: (B,)."""
+        normed, _ = self.layers[-1].rows(normed, x, chunks)
+        return tokens(lz.sync.linear(normed[places(chunks).last], self.head), draws)
 
 
 def load(

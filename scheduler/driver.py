@@ -325,17 +325,24 @@ class Front:
 
     def _landed(self, batch: Batch, outcomes: list[Any]) -> None:
         self._flying.remove(batch)
-        self._finish(batch, outcomes)
+        self._finish(batch, outcomes, landed=True)
 
-    def _finish(self, batch: Batch, outcomes: list[Any]) -> None:
+    def _finish(self, batch: Batch, outcomes: list[Any], *, landed: bool = False) -> None:
         now = self.loop.time()
         self.lane.done(batch, outcomes, now)
-        self._arm()
-        self._now = now  # what the resumed callers submit at once comes at one time
+        here = False
+        armed, self._armed = self._armed, True  # none of the resumed arms the turn: that is done below
+        self._now = now  # what they submit at once comes at one time
         try:
             self._wake(iter(batch.tickets))
+            here = landed and 0 < len(self._callers) <= self.lane.queued
         finally:
             self._now = 0.0
+            self._armed = armed
+            if not here:
+                self._arm()
+        if here:  # every caller has called: a turn would be waited for in vain
+            self._tick()
 
     def _wake(self, tickets: Iterator[Ticket]) -> None:
         """Resume the callers of `tickets`; what they submit next is queued when this returns."""

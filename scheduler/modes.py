@@ -115,12 +115,16 @@ class applied:
 
     def __init__(self, modes: Modes) -> None:
         self._modes = modes
-        self._stack: ExitStack | None = None
+        self._stack: Any = None
 
     def __enter__(self) -> None:
         modes = self._modes
         now = capture(None if modes.stream is None else modes.stream[1])
         if now is modes:
+            return
+        if _only_inference(modes, now):  # by far the most frequent: what a worker's thread lacks
+            self._stack = torch._C._InferenceMode(True)
+            self._stack.__enter__()
             return
         with ExitStack() as stack:
             _enter(stack, modes, now)
@@ -130,6 +134,18 @@ class applied:
         if self._stack is not None:
             self._stack.__exit__(*error)
             self._stack = None
+
+
+def _only_inference(modes: Modes, now: Modes) -> bool:
+    """Whether entering inference mode makes `modes` of `now`."""
+    return (
+        modes.inference
+        and not modes.grad
+        and not now.inference
+        and modes.deterministic == now.deterministic
+        and modes.autocast == now.autocast
+        and modes.stream == now.stream
+    )
 
 
 def _enter(stack: ExitStack, modes: Modes, now: Modes) -> None:

@@ -29,7 +29,7 @@ def _complete(model: Llama, asked: list[Asked]) -> list[Asked]:
         chunks = [s.extend(len(one["prompt"])) for s, one in zip(sequences, asked, strict=True)]
         while live:
             draws = [Draw(0.0, 1.0, 0, len(given[index])) for index in live]
-            drawn = torch.cat(model.nexts(ids, chunks, draws))
+            drawn = model.nexts(ids, chunks, draws)
             for index, token in zip(live, drawn.tolist(), strict=True):
                 given[index].append(token)
             kept = [

@@ -64,27 +64,41 @@ class Batched(Generic[P, R]):
 
     def adopt(self, module: Any) -> None:
         """Remember kinds of calls in the compiled twin, or with None go without."""
-        self._kinds = None if module is None else module.Kinds(self, ACTIVE, SCOPE)
+        self._kinds = None if module is None else module.Kinds(self, ACTIVE, SCOPE, LAST, restore)
 
     def forget(self) -> None:
         """Keep nothing alive that belonged to a runtime which is gone."""
         if self._kinds is not None:
             self._kinds.forget()
 
-    async def __call__(
+    def __call__(
         self,
         *args: Any,
         priority: int = 1,
-        timeout: float | None = None,  # noqa: ASYNC109  the lane cancels queued calls by it
+        timeout: float | None = None,
         batching: str | None = None,
-    ) -> Any:
-        """Run for this caller's rows, together with whoever calls at the same time.
+    ) -> Awaitable[Any]:
+        """Run for this caller's rows, together with whoever calls at the same time; a coroutine.
 
         Tensors carry rows along their first axis, the same number in each; every other argument reaches
         the function as a list with one entry a caller. `priority`, `timeout` and `batching` as
         for ops; a function over rows joins under "rows" and "all".
-        Raises: ValueError: tensors with different numbers of rows. What the function raises.
+        Raises, when it is awaited: ValueError: tensors with different numbers of rows. What the function
+            raises.
         """
+        if self._kinds is None or priority != 1 or timeout is not None or batching is not None:
+            return self._asked(args, priority, timeout, batching)
+        call: Awaitable[Any] = self._kinds.call(args)
+        return call
+
+    async def _asked(
+        self,
+        args: Args,
+        priority: int = 1,
+        timeout: float | None = None,  # noqa: ASYNC109  the lane cancels queued calls by it
+        batching: str | None = None,
+    ) -> Any:
+        """A call as Python makes it: alone, of a new kind, or with something that concerns its waiting."""
         kinds = self._kinds
         ticket = None if kinds is None or batching is not None else kinds.find(args, self.us_per_row)
         if ticket is None:
@@ -196,14 +210,18 @@ class Batched(Generic[P, R]):
         if isinstance(out, tuple):
             parts = [self._split(part, counts) for part in out]
             return list(zip(*parts, strict=True))
-        if isinstance(out, Tensor) and out.dim() > 0 and out.shape[0] == sum(counts):
-            pieces = NotImplemented if HOT.module is None else HOT.module.split(out, counts, False)
-            return list(out.split_with_sizes(counts)) if pieces is NotImplemented else pieces
+        if isinstance(out, Tensor) and out.dim() > 0:
+            rows = out.shape[0]
+            if rows != sum(counts) and rows == len(counts):
+                counts = [1] * rows
+            if rows == sum(counts):
+                pieces = NotImplemented if HOT.module is None else HOT.module.split(out, counts, False)
+                return list(out.split_with_sizes(counts)) if pieces is NotImplemented else pieces
         if isinstance(out, list) and len(out) == len(counts):
             return out
         got = f"shape {tuple(out.shape)}" if isinstance(out, Tensor) else f"{type(out).__name__}"
         raise ValueError(
-            f"{self.name} needs to return tensors of {sum(counts)} rows "
+            f"{self.name} needs to return tensors of {sum(counts)} rows or of {len(counts)}, one a caller, "
             f"or a list of {len(counts)} results, got {got}"
         )
 
@@ -247,10 +265,10 @@ def batched(
 
     `fn` gets the tensors of all callers with their rows behind each other (no copy where they already
     stand so), every other argument as a list with one entry a caller, and, where it takes a keyword
-    `counts`, the rows of each caller. It returns tensors with as many rows, or a list with one result a
-    caller, or a tuple of those. The same function, or the same method of the same object, is one lane
-    entry wherever it is wrapped. `pure=True` allows the lane to run a failed batch again in halves to find
-    the caller at fault; leave it False for a function that writes a KV cache.
+    `counts`, the rows of each caller. It returns tensors with as many rows, or with one row a caller, or a
+    list with one result a caller, or a tuple of those. The same function, or the same method of the same
+    object, is one lane entry wherever it is wrapped. `pure=True` allows the lane to run a failed batch again
+    in halves to find the caller at fault; leave it False for a function that writes a KV cache.
 
     Raises: TypeError: `fn` is no function, is a coroutine function, or is a lambda or a function made
         inside another without a `key` that names it: each wrapping would be a group of its own.

@@ -1,5 +1,5 @@
 // A part of hot.cpp: `Kinds`, which knows the calls of one batched function by their kind, and how the rows of a
-// batch of them are put together.
+// batch of them are put together and taken apart. What awaits such a call is `Call` (calls.h).
 
 #pragma once
 
@@ -11,12 +11,13 @@ struct Kind {
 struct Kinds {
   PyObject_HEAD
   PyObject *function, *active, *scope;
-  Ref* home;  // devices, device, fronts
+  PyObject *last, *restore;  // what notes a thread's last plan, and what puts modes back in force
+  Ref* home;                 // devices, device, fronts, and the loop that asked last
   std::unordered_map<std::string, Kind, Hash, std::equal_to<>>* known;
 };
 
 PyTypeObject* KindsType = nullptr;
-enum Home { DEVICES, DEVICE, FRONTS, HOMES };
+enum Home { DEVICES, DEVICE, FRONTS, HOMES, LOOP = HOMES };
 
 // The rows and bytes of one call's tensors, where they lie and the key of its kind, as `_seen` finds them; false
 // where Python has to look: subclasses, tensors without rows or with different numbers of them, tensors of several
@@ -30,7 +31,7 @@ bool see(PyObject* args, int modes, Key& key, long long& rows, long long& bytes,
     PyObject* value = PyTuple_GET_ITEM(args, i);
     c10::TensorImpl* impl = plain(value);
     if (impl == nullptr) {
-      if (THPVariable_Check(value) || !key.add(2) || !key.add(reinterpret_cast<uint64_t>(Py_TYPE(value)))) return false;
+      if (is_tensor(value) || !key.add(2) || !key.add(reinterpret_cast<uint64_t>(Py_TYPE(value)))) return false;
       continue;
     }
     const auto sizes = impl->sizes();
@@ -53,57 +54,71 @@ bool see(PyObject* args, int modes, Key& key, long long& rows, long long& bytes,
 void forget_kinds(Kinds* self) {
   // What they held dies after both are empty.
   std::unordered_map<std::string, Kind, Hash, std::equal_to<>> known;
-  Ref home[HOMES];
+  Ref home[HOMES + 1];
   std::swap(known, *self->known);
-  for (int i = 0; i < HOMES; ++i) std::swap(home[i], self->home[i]);
+  for (int i = 0; i <= LOOP; ++i) std::swap(home[i], self->home[i]);
+}
+
+// Where a call made here would wait: the front of the running loop, empty where nothing is known of it or a scope
+// or unusual modes are in force; those modes go into `modes`. An error is set or not.
+Ref front_here(Kinds* self, int& modes) {
+  if (self->known->empty()) return Ref();
+  modes = modes_here();
+  if (modes < 0) return Ref();
+  PyObject* scope = nullptr;
+  if (PyContextVar_Get(self->scope, nullptr, &scope)) return Ref();
+  Ref held(scope);
+  if (scope != nullptr && scope != Py_None) return Ref();
+  Ref devices(PyObject_GetAttr(self->active, known.devices));
+  if (!devices) return Ref();
+  if (devices.get() != self->home[DEVICES].get()) {
+    forget_kinds(self);
+    return Ref();
+  }
+  Ref loop = loop_here(self->home[LOOP]);
+  if (!loop) return Ref();
+  return Ref::to(PyDict_GetItemWithError(self->home[FRONTS].get(), loop.get()));
+}
+
+// The ticket of a call whose kind is known; empty for any other. An error is set or not.
+Ref ticket_of(Kinds* self, PyObject* args, int modes, Ref front, double us_per_row) {
+  Key key;
+  long long rows, bytes;
+  int place;
+  if (!see(args, modes, key, rows, bytes, place)) return Ref();
+  const auto found = self->known->find(key.view());
+  if (found == self->known->end()) return Ref();
+  Ref group = Ref::to(found->second.group.get()), around = Ref::to(found->second.modes.get());
+  Ref device = Ref::to(self->home[DEVICE].get());
+  Ticket* ticket = blank_ticket();
+  if (ticket == nullptr) return Ref();
+  ticket->op = Ref::to(self->function).release();
+  ticket->args = Ref::to(args).release();
+  ticket->group = group.release();
+  ticket->modes = around.release();
+  ticket->plan = device.release();
+  ticket->front = front.release();
+  ticket->expected_us = us_per_row * double(rows);
+  ticket->tokens = rows;
+  ticket->bytes = bytes;
+  ticket->surroundings = modes;
+  ticket->place = place;
+  PyObject_GC_Track(ticket);
+  return Ref(reinterpret_cast<PyObject*>(ticket));
 }
 
 // find(args, microseconds a row): the ticket of a call whose kind is known, its front in it; None for any other.
 PyObject* kinds_find(Kinds* self, PyObject* const* given, Py_ssize_t count) {
-  if (count != 2 || !PyTuple_CheckExact(given[0]) || self->known->empty()) return none();
-  const int modes = modes_here();
-  if (modes < 0) return none();
-  PyObject* scope = nullptr;
-  if (PyContextVar_Get(self->scope, nullptr, &scope)) return nullptr;
-  Ref held(scope);
-  if (scope != nullptr && scope != Py_None) return none();
-  Ref devices(PyObject_GetAttr(self->active, known.devices));
-  if (!devices) return nullptr;
-  if (devices.get() != self->home[DEVICES].get()) {
-    forget_kinds(self);
-    return none();
-  }
-  Ref loop(PyObject_CallNoArgs(known.running_loop));
-  if (!loop) return nullptr;
-  Ref front = Ref::to(PyDict_GetItemWithError(self->home[FRONTS].get(), loop.get()));
-  if (!front) return PyErr_Occurred() ? nullptr : none();
+  if (count != 2 || !PyTuple_CheckExact(given[0])) return none();
   return guarded([&]() -> PyObject* {
-    Key key;
-    long long rows, bytes;
-    int place;
-    if (!see(given[0], modes, key, rows, bytes, place)) return none();
-    const auto found = self->known->find(key.view());
-    if (found == self->known->end()) return none();
-    Ref group = Ref::to(found->second.group.get()), around = Ref::to(found->second.modes.get());
-    Ref device = Ref::to(self->home[DEVICE].get());
+    int modes = -1;
+    Ref front = front_here(self, modes);
+    if (!front) return PyErr_Occurred() ? nullptr : none();
     const double us_per_row = PyFloat_AsDouble(given[1]);
     if (PyErr_Occurred()) return nullptr;
-    Ticket* ticket = blank_ticket();
-    if (ticket == nullptr) return nullptr;
-    ticket->op = Ref::to(self->function).release();
-    ticket->args = Ref::to(given[0]).release();
-    ticket->group = group.release();
-    ticket->modes = around.release();
-    ticket->plan = device.release();
-    ticket->front = front.release();
-    ticket->loop = loop.release();
-    ticket->expected_us = us_per_row * double(rows);
-    ticket->tokens = rows;
-    ticket->bytes = bytes;
-    ticket->surroundings = modes;
-    ticket->place = place;
-    PyObject_GC_Track(ticket);
-    return reinterpret_cast<PyObject*>(ticket);
+    Ref ticket = ticket_of(self, given[0], modes, std::move(front), us_per_row);
+    if (!ticket) return PyErr_Occurred() ? nullptr : none();
+    return ticket.release();
   });
 }
 
@@ -144,14 +159,16 @@ PyObject* kinds_forget(Kinds* self, PyObject*) {
 }
 
 PyObject* kinds_new(PyTypeObject* type, PyObject* given, PyObject*) {
-  PyObject *function, *active, *scope;
-  if (!PyArg_ParseTuple(given, "OOO", &function, &active, &scope)) return nullptr;
+  PyObject *function, *active, *scope, *last, *restore;
+  if (!PyArg_ParseTuple(given, "OOOOO", &function, &active, &scope, &last, &restore)) return nullptr;
   auto* self = PyObject_GC_New(Kinds, type);
   if (self == nullptr) return nullptr;
   self->function = Ref::to(function).release();
   self->active = Ref::to(active).release();
   self->scope = Ref::to(scope).release();
-  self->home = new Ref[HOMES];
+  self->last = Ref::to(last).release();
+  self->restore = Ref::to(restore).release();
+  self->home = new Ref[HOMES + 1];
   self->known = new std::unordered_map<std::string, Kind, Hash, std::equal_to<>>();
   PyObject_GC_Track(self);
   return reinterpret_cast<PyObject*>(self);
@@ -162,8 +179,10 @@ int kinds_traverse(Kinds* self, visitproc visit, void* arg) {
   Py_VISIT(self->function);
   Py_VISIT(self->active);
   Py_VISIT(self->scope);
+  Py_VISIT(self->last);
+  Py_VISIT(self->restore);
   if (self->known == nullptr) return 0;
-  for (int i = 0; i < HOMES; ++i) Py_VISIT(self->home[i].get());
+  for (int i = 0; i <= LOOP; ++i) Py_VISIT(self->home[i].get());
   for (const auto& [key, kind] : *self->known) {
     Py_VISIT(kind.group.get());
     Py_VISIT(kind.modes.get());
@@ -186,11 +205,16 @@ void kinds_dealloc(Kinds* self) {
   Py_CLEAR(self->function);
   Py_CLEAR(self->active);
   Py_CLEAR(self->scope);
+  Py_CLEAR(self->last);
+  Py_CLEAR(self->restore);
   PyObject_GC_Del(self);
   Py_DECREF(type);
 }
 
+PyObject* kinds_call(Kinds* self, PyObject* args);
+
 PyMethodDef kinds_methods[] = {
+    {"call", reinterpret_cast<PyCFunction>(kinds_call), METH_O, "What awaits the function with these arguments."},
     {"find", reinterpret_cast<PyCFunction>(reinterpret_cast<void*>(kinds_find)), METH_FASTCALL,
      "The ticket of a call of a known kind, or None."},
     {"remember", reinterpret_cast<PyCFunction>(kinds_remember), METH_VARARGS, "Whether `find` will know such calls."},
@@ -210,7 +234,7 @@ PyType_Spec kinds_spec = {"layerzero.native.Kinds", sizeof(Kinds), 0, Py_TPFLAGS
 long long rows_of(PyObject* call) {
   for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(call); ++i) {
     PyObject* value = PyTuple_GET_ITEM(call, i);
-    if (!THPVariable_Check(value)) continue;
+    if (!is_tensor(value)) continue;
     c10::TensorImpl* impl = plain(value);
     return impl == nullptr || impl->dim() == 0 ? -1 : impl->size(0);
   }
@@ -239,7 +263,7 @@ PyObject* columns(PyObject*, PyObject* calls) {
   for (Py_ssize_t column = 0; column < width; ++column) {
     PyObject* first = PyTuple_GET_ITEM(head, column);
     PyObject* whole = nullptr;
-    if (!THPVariable_Check(first)) {
+    if (!is_tensor(first)) {
       whole = PyList_New(size);
       for (Py_ssize_t i = 0; whole != nullptr && i < size; ++i)
         PyList_SET_ITEM(whole, i, Ref::to(PyTuple_GET_ITEM(PyList_GET_ITEM(calls, i), column)).release());

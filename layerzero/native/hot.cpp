@@ -4,7 +4,8 @@
 // `Memo` remembers, for one op, what the Python path has found out about a call, under a key made of all that
 // can change the answer. `Ticket` is the future of one queued call. `rejoin`, `gather` and `split` put rows
 // together and take them apart; `begin`, `land` and `resume` take a whole batch of tickets through its states.
-// `Kinds` (functions.h) is the memo of a batched function, `queue` (queue.h) the way of a known call into its line.
+// `Kinds` (functions.h) is the memo of a batched function, `queue` (queue.h) the way of a known call into its line,
+// `Call` (calls.h) what awaits one.
 // A function that meets what it does not know returns None or NotImplemented, and Python does the work.
 
 #define PY_SSIZE_T_CLEAN
@@ -12,6 +13,7 @@
 #include <structmember.h>
 
 #include <ATen/Context.h>
+#include <ATen/EmptyTensor.h>
 #include <ATen/PythonTorchFunctionTLS.h>
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/cat.h>
@@ -89,10 +91,44 @@ PyObject* guarded(F&& body) {
 
 // Names and constants that are made once.
 struct Known {
-  PyObject *devices, *snapshot, *context, *wake, *call_soon, *on, *empty;
-  PyObject* running_loop;
+  PyObject *devices, *snapshot, *context, *wake, *call_soon, *on, *empty, *plan, *us_per_row;
+  PyObject *running_loop, *thread_id;
+  PyObject *task, *ended;  // asyncio's class, and a future with a result
 };
 Known known;
+
+// asyncio's class of tasks, and a future of no loop that has ended; false with an error set.
+bool know_tasks(PyObject* events) {
+  known.task = PyObject_GetAttrString(events, "Task");
+  Ref kind(PyObject_GetAttrString(events, "Future")), mocks(PyImport_ImportModule("types"));
+  if (known.task == nullptr || !kind || !mocks) return false;
+  Ref namespaces(PyObject_GetAttrString(mocks.get(), "SimpleNamespace"));
+  Ref nobody(PyDict_New()), none(PyTuple_New(0));
+  if (!namespaces || !nobody || !none) return false;
+  // All that a future asks its loop for here is whether to remember where it was made: bool() says no.
+  if (PyDict_SetItemString(nobody.get(), "get_debug", reinterpret_cast<PyObject*>(&PyBool_Type))) return false;
+  Ref loop(PyObject_Call(namespaces.get(), none.get(), nobody.get())), named(PyDict_New());
+  if (!loop || !named || PyDict_SetItemString(named.get(), "loop", loop.get())) return false;
+  known.ended = PyObject_Call(kind.get(), none.get(), named.get());
+  if (known.ended == nullptr) return false;
+  Ref set(PyObject_CallMethod(known.ended, "set_result", "O", Py_None));
+  return bool(set);
+}
+
+// The running event loop; `seen` is the last one, which says itself whether it still runs in this thread.
+// asyncio's own answer costs a system call.
+Ref loop_here(Ref& seen) {
+  if (seen) {
+    Ref thread(PyObject_GetAttr(seen.get(), known.thread_id));
+    if (thread && PyLong_CheckExact(thread.get()) &&
+        PyLong_AsUnsignedLong(thread.get()) == PyThread_get_thread_ident())
+      return Ref::to(seen.get());
+    PyErr_Clear();
+  }
+  Ref loop(PyObject_CallNoArgs(known.running_loop));
+  if (loop) seen = Ref::to(loop.get());
+  return loop;
+}
 
 // -- torch's modes ------------------------------------------------------------------------------------
 
@@ -401,6 +437,14 @@ PyObject* land(PyObject*, PyObject* const* args, Py_ssize_t count) {
   return Py_BuildValue("(nn)", values, left);
 }
 
+// Whether it is the wake-up of asyncio's own task. That asks what it waited for for a result, which it drops: the
+// coroutine below asks for itself. A future that has ended answers it at once.
+bool is_task(PyObject* wake) {
+  if (!PyCFunction_CheckExact(wake)) return false;
+  PyObject* task = PyCFunction_GET_SELF(wake);
+  return task != nullptr && reinterpret_cast<PyObject*>(Py_TYPE(task)) == known.task;
+}
+
 // resume(iterator of tickets): wake each in its context; an error leaves the iterator at the next one.
 PyObject* resume(PyObject*, PyObject* tickets) {
   while (Ref ticket = Ref(PyIter_Next(tickets))) {
@@ -419,7 +463,7 @@ PyObject* resume(PyObject*, PyObject* tickets) {
     }
     if (!wake || wake.get() == Py_None) continue;
     if (PyContext_Enter(context.get())) return nullptr;
-    Ref done(PyObject_CallOneArg(wake.get(), ticket.get()));
+    Ref done(PyObject_CallOneArg(wake.get(), is_task(wake.get()) ? known.ended : ticket.get()));
     if (!done) {
       PyObject *type, *value, *trace;
       PyErr_Fetch(&type, &value, &trace);
@@ -433,6 +477,15 @@ PyObject* resume(PyObject*, PyObject* tickets) {
 }
 
 // -- rows ---------------------------------------------------------------------------------------------
+
+// Elements up to which a copy is made without asking torch's dispatcher.
+constexpr int64_t SMALL = 4096;
+
+// THPVariable_Check without Python's isinstance, which costs as much as a whole look-up.
+bool is_tensor(PyObject* object) {
+  return THPVariable_CheckExact(object) ||
+         PyType_IsSubtype(Py_TYPE(object), reinterpret_cast<PyTypeObject*>(THPVariableClass));
+}
 
 // A tensor that is nothing but memory with sizes and strides; null for every other object.
 c10::TensorImpl* plain(PyObject* object) {
@@ -594,7 +647,11 @@ PyObject* own(PyObject*, PyObject* object) {
       impl->storage().nbytes() <= size_t(impl->numel()) * impl->itemsize())
     return not_ours();
   return guarded([&] {
-    return THPVariable_Wrap(THPVariable_Unpack(object).detach().clone(at::MemoryFormat::Contiguous));
+    if (!impl->is_contiguous() || impl->numel() > SMALL)
+      return THPVariable_Wrap(THPVariable_Unpack(object).detach().clone(at::MemoryFormat::Contiguous));
+    at::Tensor copy = at::detail::empty_cpu(impl->sizes(), impl->dtype().toScalarType());
+    std::memcpy(copy.mutable_data_ptr(), impl->data(), size_t(impl->numel()) * impl->itemsize());
+    return THPVariable_Wrap(std::move(copy));
   });
 }
 
@@ -989,6 +1046,7 @@ PyType_Spec memo_spec = {"layerzero.native.Memo", sizeof(Memo), 0, Py_TPFLAGS_DE
 
 #include "functions.h"
 #include "queue.h"
+#include "calls.h"
 
 // -- the module ---------------------------------------------------------------------------------------
 
@@ -1022,16 +1080,20 @@ PyMODINIT_FUNC PyInit_layerzero_hot() {
   known.on = PyUnicode_InternFromString("on");
   known.wake = PyUnicode_InternFromString("wake");
   known.call_soon = PyUnicode_InternFromString("call_soon");
+  known.plan = PyUnicode_InternFromString("plan");
+  known.us_per_row = PyUnicode_InternFromString("us_per_row");
   known.empty = PyTuple_New(0);
   Ref events(PyImport_ImportModule("asyncio"));
   if (!events) return nullptr;
   known.running_loop = PyObject_GetAttrString(events.get(), "get_running_loop");
+  known.thread_id = PyUnicode_InternFromString("_thread_id");
   TicketType = reinterpret_cast<PyTypeObject*>(PyType_FromSpec(&ticket_spec));
   MemoType = reinterpret_cast<PyTypeObject*>(PyType_FromSpec(&memo_spec));
   KindsType = reinterpret_cast<PyTypeObject*>(PyType_FromSpec(&kinds_spec));
+  CallType = reinterpret_cast<PyTypeObject*>(PyType_FromSpec(&call_spec));
   Ref module(PyModule_Create(&definition));
-  if (known.running_loop == nullptr || TicketType == nullptr || MemoType == nullptr ||
-      KindsType == nullptr || !module) return nullptr;
+  if (known.running_loop == nullptr || known.thread_id == nullptr || !know_tasks(events.get()) || TicketType == nullptr || MemoType == nullptr ||
+      KindsType == nullptr || CallType == nullptr || !module) return nullptr;
   Py_INCREF(TicketType);
   Py_INCREF(MemoType);
   Py_INCREF(KindsType);

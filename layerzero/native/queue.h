@@ -12,7 +12,7 @@ struct Place {
   }
 };
 
-struct FrontPlaces { Place armed, ahead, callers, lane, loop, now, stepping; } in_front;
+struct FrontPlaces { Place ahead, alone, ambient_grad, armed, callers, lane, loop, now, stepping; } in_front;
 struct LanePlaces { Place backlog, caps, draining, in_flight, queued, queued_bytes, seq, stats, sweep, turn_owed, urgent; } in_lane;
 struct GroupPlaces { Place busy, bytes, count, lines, slots, tokens; } in_group;
 struct RestPlaces {
@@ -38,7 +38,8 @@ PyObject* layout(PyObject*, PyObject* given) {
   PyObject *front, *lane, *group, *slot, *caller, *caps, *stats, *sweep;
   if (!PyArg_ParseTuple(given, "OOOOOOOO", &front, &lane, &group, &slot, &caller, &caps, &stats, &sweep)) return nullptr;
   const struct { PyObject* type; const char* name; Place& place; } wanted[] = {
-      {front, "_armed", in_front.armed}, {front, "_ahead", in_front.ahead}, {front, "_callers", in_front.callers},
+      {front, "_armed", in_front.armed}, {front, "_ahead", in_front.ahead}, {front, "alone", in_front.alone},
+      {front, "ambient_grad", in_front.ambient_grad}, {front, "_callers", in_front.callers},
       {front, "lane", in_front.lane}, {front, "loop", in_front.loop}, {front, "_now", in_front.now},
       {front, "stepping", in_front.stepping},
       {lane, "_backlog", in_lane.backlog}, {lane, "caps", in_lane.caps}, {lane, "draining", in_lane.draining},
@@ -128,41 +129,46 @@ bool enqueue(PyObject* lane, Ticket* ticket, PyObject* caller, PyObject* group, 
          add(in_lane.queued_bytes, lane, ticket->bytes);
 }
 
-// queue(front, ticket): whether it was queued as `Front.submit` would; False, and nothing done, for a call that
-// has a deadline, runs alone, finds no room, or whose caller, group or place is new.
-PyObject* queue(PyObject*, PyObject* const* args, Py_ssize_t count) {
-  if (count != 2 || !has(in_front.lane, args[0]) || !is_ticket(args[1])) Py_RETURN_FALSE;
-  PyObject* front = args[0];
-  auto* ticket = reinterpret_cast<Ticket*>(args[1]);
+// 1 where the ticket was queued as `Front.submit` would; 0, and nothing done, for a call that has a deadline, runs
+// alone, finds no room, or whose caller, group or place is new; -1 with an error set.
+int queued(PyObject* front, Ticket* ticket) {
+  if (!has(in_front.lane, front)) return 0;
   PyObject* lane = in_front.lane.of(front);
   if (ticket->state != NEW || (ticket->deadline != nullptr && ticket->deadline != Py_None) ||
       ticket->group == nullptr || ticket->group == Py_None || !has(in_lane.queued, lane) ||
       !has_room(lane, ticket->bytes))
-    Py_RETURN_FALSE;
+    return 0;
   Ref caller = caller_of(front);
-  if (PyErr_Occurred()) return nullptr;
-  if (!has(in_rest.caller_last, caller.get())) Py_RETURN_FALSE;
+  if (PyErr_Occurred()) return -1;
+  if (!has(in_rest.caller_last, caller.get())) return 0;
   PyObject* groups = in_rest.sweep_groups.of(in_lane.sweep.of(lane));
   Ref group = Ref::to(PyDict_GetItemWithError(groups, ticket->group));
-  if (PyErr_Occurred()) return nullptr;
-  if (!has(in_group.slots, group.get())) Py_RETURN_FALSE;
+  if (PyErr_Occurred()) return -1;
+  if (!has(in_group.slots, group.get())) return 0;
   Ref slot = Ref::to(PyDict_GetItemWithError(in_group.slots.of(group.get()), in_rest.caller_last.of(caller.get())));
-  if (PyErr_Occurred()) return nullptr;
-  if (!has(in_rest.slot_count, slot.get())) Py_RETURN_FALSE;
+  if (PyErr_Occurred()) return -1;
+  if (!has(in_rest.slot_count, slot.get())) return 0;
   double now = PyFloat_AsDouble(in_front.now.of(front));
   if (now == 0.0) {
     Ref time(PyObject_CallMethod(in_front.loop.of(front), "time", nullptr));
-    if (!time) return nullptr;
+    if (!time) return -1;
     now = PyFloat_AsDouble(time.get());
   }
-  if (PyErr_Occurred()) return nullptr;
+  if (PyErr_Occurred()) return -1;
   put_new(ticket->caller, caller.get());
   put_new(ticket->front, front);
   put_new(ticket->loop, in_front.loop.of(front));
-  if (!enqueue(lane, ticket, caller.get(), group.get(), slot.get(), now)) return nullptr;
+  if (!enqueue(lane, ticket, caller.get(), group.get(), slot.get(), now)) return -1;
   if (in_front.armed.of(front) == Py_False && number(in_lane.in_flight, lane) < number(in_front.ahead, front)) {
     Ref armed(PyObject_CallMethod(front, "_arm", nullptr));
-    if (!armed) return nullptr;
+    if (!armed) return -1;
   }
-  Py_RETURN_TRUE;
+  return 1;
+}
+
+// queue(front, ticket): whether it was queued.
+PyObject* queue(PyObject*, PyObject* const* args, Py_ssize_t count) {
+  if (count != 2 || !is_ticket(args[1])) Py_RETURN_FALSE;
+  const int how = queued(args[0], reinterpret_cast<Ticket*>(args[1]));
+  return how < 0 ? nullptr : PyBool_FromLong(how);
 }

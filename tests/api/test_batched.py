@@ -101,6 +101,22 @@ def total(x: torch.Tensor) -> torch.Tensor:
     return x.sum()
 
 
+def largest(x: torch.Tensor, counts: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.stack([part.amax() for part in x.split(counts)]), x * 2
+
+
+@pytest.mark.asyncio
+async def test_a_tensor_may_have_one_row_a_caller() -> None:
+    """Callers with several rows each get the one that is theirs, beside what has a row for each of theirs."""
+    async with runtime():
+        call = lz.batched(largest)
+        rows = [torch.full((count, 2), float(count)) for count in (1, 2, 3)]
+        found = await gather(*(call(x) for x in rows))
+    for x, (most, double) in zip(rows, found, strict=True):
+        assert most.tolist() == [float(len(x))]
+        assert torch.equal(double, x * 2)
+
+
 @pytest.mark.asyncio
 async def test_wrong_functions_and_results_are_named() -> None:
     """Lambdas, coroutine functions, lost rows and ragged arguments say what they need."""

@@ -197,3 +197,75 @@ def test_own_copies_a_piece_and_leaves_a_whole_alone() -> None:
     assert torch.equal(piece, whole[1:2]) and not piece.requires_grad
     assert piece.untyped_storage().nbytes() == 12
     assert HOT.module.own(whole) is NotImplemented and HOT.module.own("text") is NotImplemented
+
+
+@pytest.mark.asyncio
+async def test_a_known_call_is_a_coroutine_like_any_other() -> None:
+    """It runs as a task, raises what is thrown into it, ends by `close`, complains if nobody awaits it."""
+    model = Model()
+    with lz.start(lz.Settings(warm="off")):
+        call, x = lz.batched(model.double), torch.ones(1, WIDTH)
+        made: list[Any] = []
+        for _ in range(2):  # the second time its kind is known
+            made = [call(x, "a"), call(x, "b")]
+            assert all(asyncio.iscoroutine(one) for one in made)
+            found = await asyncio.gather(*(asyncio.create_task(one) for one in made))
+            assert [out.tolist() for out in found] == [[[2.0] * WIDTH]] * 2
+        with pytest.raises(RuntimeError, match="cannot reuse already awaited coroutine"):
+            await made[0]
+        thrown: Any = call(x, "a")
+        with pytest.raises(KeyError, match="mine"):
+            thrown.throw(KeyError("mine"))
+        with pytest.raises(OSError, match="full"):
+            call(x, "a").throw(OSError, "full")  # type: ignore[attr-defined]
+        closed: Any = call(x, "a")
+        closed.close()
+        with pytest.raises(RuntimeError, match="already awaited"):
+            closed.send(None)
+        with pytest.warns(RuntimeWarning, match="<batched Model.double> was never awaited"):
+            call(x, "a")
+
+
+@pytest.mark.asyncio
+async def test_a_known_call_notes_its_plan_and_finds_its_modes_again() -> None:
+    """Behind a call of a function no op's plan stands as the last one; grad mode is what it was before."""
+    model = Model()
+    with lz.start(lz.Settings(warm="off")):
+        call, x = lz.batched(model.double), torch.ones(1, WIDTH)
+
+        async def caller(grad: bool) -> Any:
+            seen: Any = None
+            for _ in range(3):
+                lz.sync.rms_norm(x, torch.ones(WIDTH))
+                with torch.set_grad_enabled(grad):
+                    await call(x, "a")
+                    seen = lz.last_selection(), torch.is_grad_enabled()
+            return seen
+
+        assert await asyncio.gather(*(caller(index % 2 == 0) for index in range(4))) == [
+            (None, True), (None, False), (None, True), (None, False),
+        ]  # fmt: skip
+
+
+@pytest.mark.asyncio
+async def test_known_calls_leave_nothing_alive() -> None:
+    """What a call was given dies with its result, also where it was cancelled while it waited."""
+    model = Model()
+    with lz.start(lz.Settings(warm="off")):
+        call = lz.batched(model.double)
+        for _ in range(2):
+            await asyncio.gather(*(call(torch.ones(1, WIDTH), "a") for _ in range(3)))
+        model.met.clear()
+        x = torch.ones(1, WIDTH)
+        given, task = weakref.ref(x), asyncio.ensure_future(call(x, "a"))
+        await asyncio.sleep(0)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        del x, task
+        for _ in range(200):  # a batch that ran already keeps its calls until it has ended
+            gc.collect()
+            if given() is None:
+                break
+            await asyncio.sleep(0.01)
+        assert given() is None

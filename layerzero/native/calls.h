@@ -1,0 +1,231 @@
+// A part of hot.cpp: `Call`, the coroutine of one call of a batched function.
+//
+// A call of a known kind goes into its line when it is first awaited and comes back with its value, and no frame of
+// Python's stands between its caller and the lane. Every other call is the coroutine that `Batched._asked` makes.
+
+#pragma once
+
+struct Call {
+  PyObject_HEAD
+  PyObject *kinds, *args;
+  PyObject *ticket, *inner;  // what it waits for: a ticket of its own, or Python's coroutine
+  PyObject* weak;
+  char begun;
+};
+
+PyTypeObject* CallType = nullptr;
+
+PyObject* kinds_call(Kinds* self, PyObject* args) {
+  if (!PyTuple_CheckExact(args)) {
+    PyErr_SetString(PyExc_TypeError, "args needs a tuple");
+    return nullptr;
+  }
+  auto* call = PyObject_GC_New(Call, CallType);
+  if (call == nullptr) return nullptr;
+  call->kinds = Ref::to(reinterpret_cast<PyObject*>(self)).release();
+  call->args = Ref::to(args).release();
+  call->ticket = call->inner = call->weak = nullptr;
+  call->begun = 0;
+  PyObject_GC_Track(call);
+  return reinterpret_cast<PyObject*>(call);
+}
+
+int call_traverse(Call* self, visitproc visit, void* arg) {
+  Py_VISIT(Py_TYPE(self));
+  Py_VISIT(self->kinds);
+  Py_VISIT(self->args);
+  Py_VISIT(self->ticket);
+  Py_VISIT(self->inner);
+  return 0;
+}
+
+int call_clear(Call* self) {
+  Py_CLEAR(self->kinds);
+  Py_CLEAR(self->args);
+  Py_CLEAR(self->ticket);
+  Py_CLEAR(self->inner);
+  return 0;
+}
+
+// A call that nobody awaited is a mistake, as with every coroutine.
+void call_finalize(Call* self) {
+  if (self->begun) return;
+  self->begun = 1;
+  PyObject *type, *value, *trace;
+  PyErr_Fetch(&type, &value, &trace);
+  auto* function = self->kinds == nullptr ? Py_None : reinterpret_cast<Kinds*>(self->kinds)->function;
+  if (PyErr_WarnFormat(PyExc_RuntimeWarning, 1, "the call of %R was never awaited", function))
+    PyErr_WriteUnraisable(reinterpret_cast<PyObject*>(self));
+  PyErr_Restore(type, value, trace);
+}
+
+void call_dealloc(Call* self) {
+  auto* object = reinterpret_cast<PyObject*>(self);
+  PyTypeObject* type = Py_TYPE(self);
+  if (!self->begun && PyObject_CallFinalizerFromDealloc(object)) return;
+  PyObject_GC_UnTrack(self);
+  if (self->weak != nullptr) PyObject_ClearWeakRefs(object);
+  call_clear(self);
+  PyObject_GC_Del(self);
+  Py_DECREF(type);
+}
+
+// The queued ticket of this call; empty where Python has to make the call. An error is set or not.
+Ref queued_ticket(Call* self) {
+  auto* kinds = reinterpret_cast<Kinds*>(self->kinds);
+  int modes = -1;
+  Ref front = front_here(kinds, modes);
+  if (!has(in_front.lane, front.get())) return Ref();
+  // A task that is alone may run it at once; another grad mode than the loop's leaves with its caller.
+  if (in_front.alone.of(front.get()) != Py_None) return Ref();
+  if (!(modes & INFERENCE) && bool(modes & GRAD) != (in_front.ambient_grad.of(front.get()) == Py_True)) return Ref();
+  Ref us_per_row(PyObject_GetAttr(kinds->function, known.us_per_row));
+  if (!us_per_row) return Ref();
+  const double us = PyFloat_AsDouble(us_per_row.get());
+  if (PyErr_Occurred()) return Ref();
+  PyObject* there = front.get();  // the ticket holds it
+  Ref ticket = ticket_of(kinds, self->args, modes, std::move(front), us);
+  if (!ticket || queued(there, reinterpret_cast<Ticket*>(ticket.get())) != 1) return Ref();
+  return ticket;
+}
+
+// Its value, once the ticket has ended; the thread's last plan is noted and its modes are as they were.
+PyObject* value_of(Call* self, Ticket* ticket) {
+  auto* kinds = reinterpret_cast<Kinds*>(self->kinds);
+  if (ticket->state != DONE) {
+    raise_error(ticket);
+    return nullptr;
+  }
+  PyObject* pair = ticket->value;
+  if (pair == nullptr || !PyTuple_CheckExact(pair) || PyTuple_GET_SIZE(pair) != 2) {
+    PyErr_SetString(PyExc_TypeError, "the outcome of a call needs to be a value and a plan");
+    return nullptr;
+  }
+  Ref value = Ref::to(PyTuple_GET_ITEM(pair, 0));
+  if (PyObject_SetAttr(kinds->last, known.plan, PyTuple_GET_ITEM(pair, 1))) return nullptr;
+  if (ticket->surroundings != modes_here() || !on_default_stream(ticket->place)) {
+    Ref restored(PyObject_CallOneArg(kinds->restore, PyTuple_GET_ITEM(ticket->modes, 0)));
+    if (!restored) return nullptr;
+  }
+  return value.release();
+}
+
+PySendResult call_begin(Call* self, PyObject** out) {
+  self->begun = 1;
+  self->ticket = queued_ticket(self).release();
+  if (self->ticket != nullptr) {
+    Py_CLEAR(self->args);  // they die with the batch
+    reinterpret_cast<Ticket*>(self->ticket)->blocking = 1;
+    *out = Ref::to(self->ticket).release();
+    return PYGEN_NEXT;
+  }
+  if (PyErr_Occurred()) return PYGEN_ERROR;
+  PyObject* function = reinterpret_cast<Kinds*>(self->kinds)->function;
+  self->inner = PyObject_CallMethod(function, "_asked", "(O)", self->args);
+  return self->inner == nullptr ? PYGEN_ERROR : PyIter_Send(self->inner, Py_None, out);
+}
+
+PySendResult call_send(Call* self, PyObject* given, PyObject** out) {
+  *out = nullptr;
+  PySendResult how = PYGEN_ERROR;
+  if (self->inner != nullptr) {
+    Ref inner = Ref::to(self->inner);
+    how = PyIter_Send(inner.get(), given, out);
+  } else if (self->ticket != nullptr) {
+    Ref ticket(std::exchange(self->ticket, nullptr));
+    *out = value_of(self, reinterpret_cast<Ticket*>(ticket.get()));
+    how = *out == nullptr ? PYGEN_ERROR : PYGEN_RETURN;
+  } else if (!self->begun) {
+    try {
+      how = call_begin(self, out);
+    } catch (const std::exception& error) {
+      PyErr_SetString(PyExc_RuntimeError, error.what());
+    }
+  } else {
+    PyErr_SetString(PyExc_RuntimeError, "cannot reuse already awaited coroutine");
+  }
+  if (how != PYGEN_NEXT) Py_CLEAR(self->inner);
+  return how;
+}
+
+PyObject* stopped(PySendResult how, PyObject* value) {
+  if (how != PYGEN_RETURN) return value;
+  Ref owned(value);
+  Ref stop(PyObject_CallOneArg(PyExc_StopIteration, value));
+  if (stop) PyErr_SetObject(PyExc_StopIteration, stop.get());
+  return nullptr;
+}
+
+PyObject* call_next(Call* self) {
+  PyObject* value;
+  const PySendResult how = call_send(self, Py_None, &value);
+  return stopped(how, value);
+}
+
+PyObject* call_send_method(Call* self, PyObject* given) {
+  PyObject* value;
+  const PySendResult how = call_send(self, given, &value);
+  return stopped(how, value);
+}
+
+PyObject* call_await(Call* self) { return Ref::to(reinterpret_cast<PyObject*>(self)).release(); }
+
+// throw(error), or throw(type, value, traceback): raised where it waits. A ticket of its own stays where it is, as
+// under a coroutine of Python's: who cancels has taken it back before.
+PyObject* call_throw(Call* self, PyObject* const* given, Py_ssize_t count) {
+  if (count < 1 || count > 3) {
+    PyErr_SetString(PyExc_TypeError, "throw needs an error, or its type, value and traceback");
+    return nullptr;
+  }
+  self->begun = 1;
+  if (self->inner != nullptr) {
+    Ref inner = Ref::to(self->inner);
+    Ref method(PyObject_GetAttrString(inner.get(), "throw"));
+    PyObject* value = method ? PyObject_Vectorcall(method.get(), given, count, nullptr) : nullptr;
+    if (value == nullptr) Py_CLEAR(self->inner);
+    return value;
+  }
+  Py_CLEAR(self->ticket);
+  PyObject* type = given[0];
+  if (PyExceptionInstance_Check(type)) {
+    PyErr_SetObject(reinterpret_cast<PyObject*>(Py_TYPE(type)), type);
+    return nullptr;
+  }
+  if (!PyExceptionClass_Check(type)) {
+    PyErr_Format(PyExc_TypeError, "throw needs an error, got %R", type);
+    return nullptr;
+  }
+  PyErr_SetObject(type, count > 1 && given[1] != Py_None ? given[1] : nullptr);
+  return nullptr;
+}
+
+PyObject* call_close(Call* self, PyObject*) {
+  self->begun = 1;
+  Ref inner(std::exchange(self->inner, nullptr));
+  Py_CLEAR(self->ticket);
+  return inner ? PyObject_CallMethod(inner.get(), "close", nullptr) : none();
+}
+
+PyMethodDef call_methods[] = {
+    {"send", reinterpret_cast<PyCFunction>(call_send_method), METH_O, "Go on with it."},
+    {"throw", reinterpret_cast<PyCFunction>(reinterpret_cast<void*>(call_throw)), METH_FASTCALL,
+     "Raise an error where it waits."},
+    {"close", reinterpret_cast<PyCFunction>(call_close), METH_NOARGS, "End it."},
+    {nullptr, nullptr, 0, nullptr}};
+PyMemberDef call_members[] = {{"__weaklistoffset__", T_PYSSIZET, offsetof(Call, weak), READONLY, nullptr},
+                              {nullptr, 0, 0, 0, nullptr}};
+PyType_Slot call_slots[] = {
+    {Py_tp_doc, const_cast<char*>("The coroutine of one call of a batched function.")},
+    {Py_tp_dealloc, reinterpret_cast<void*>(call_dealloc)},
+    {Py_tp_finalize, reinterpret_cast<void*>(call_finalize)},
+    {Py_tp_traverse, reinterpret_cast<void*>(call_traverse)},
+    {Py_tp_clear, reinterpret_cast<void*>(call_clear)},
+    {Py_tp_methods, call_methods},
+    {Py_tp_members, call_members},
+    {Py_tp_iter, reinterpret_cast<void*>(PyObject_SelfIter)},
+    {Py_tp_iternext, reinterpret_cast<void*>(call_next)},
+    {Py_am_await, reinterpret_cast<void*>(call_await)},
+    {Py_am_send, reinterpret_cast<void*>(call_send)},
+    {0, nullptr}};
+PyType_Spec call_spec = {"layerzero.native.Call", sizeof(Call), 0,
+                         Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC | Py_TPFLAGS_DISALLOW_INSTANTIATION, call_slots};
