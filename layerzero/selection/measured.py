@@ -114,7 +114,7 @@ class MeasuredCosts:
         self._spots: set[Hashable] = set()
         self.distrusted: Counter[str] = Counter()
         self.rows = 0
-        self._build([row for row in rows if spot_of(row.measurement) not in without], kernels)
+        self._build([row for row in rows if not without or spot_of(row.measurement) not in without], kernels)
         self._fit()
         if self.distrusted:
             why = "; ".join(f"{n} {why}" for why, n in self.distrusted.most_common())
@@ -180,6 +180,7 @@ class MeasuredCosts:
         return around
 
     def _build(self, rows: list[Row], kernels: Mapping[str, Kernel]) -> None:
+        sites: dict[Site, tuple[Request, Work, float, Site]] = {}
         buckets: dict[tuple[Site, Launch], Place] = {}
         gathered: dict[tuple[int, str], list[tuple[float, float]]] = {}
         # The machine's own before what was shipped, newest first: the limit keeps those.
@@ -189,22 +190,22 @@ class MeasuredCosts:
             if kernel is None or measured.site.op not in ops_table.FILES:
                 continue
             why = plausible(measured)
-            request = _of_site(measured.site, self._hardware)
-            work = ops_table.get(request.op).work(request)
-            ideal = _roofs_us(work, request, self._hardware)
+            known_site = sites.get(measured.site)
+            if known_site is None:
+                request = _of_site(measured.site, self._hardware)
+                known_site = sites[measured.site] = (request, *self._roofs(request), _bucket(measured.site))
+            request, work, ideal, bucket = known_site
             if not why and measured.median_us < ideal * IMPOSSIBLE:
                 why = "faster than the machine"
             if why:
                 self.distrusted[why] += 1
                 continue
-            family = _family(measured.site, measured.launch)
-            bucket = _bucket(measured.site)
             place = buckets.get((bucket, measured.launch))
             if place is None:
+                family = _family(measured.site, measured.launch)
                 if len(self._families.get(family, ())) >= MAX_PLACES:
                     continue
-                at = _of_site(bucket, self._hardware)
-                there = _roofs_us(ops_table.get(at.op).work(at), at, self._hardware)
+                _, there = self._roofs(_of_site(bucket, self._hardware))
                 place = buckets[(bucket, measured.launch)] = Place(bucket, measured.launch, there)
                 self._families.setdefault(family, []).append(place)
             known = place.sources.setdefault(kernel.id, row.source)
@@ -215,12 +216,16 @@ class MeasuredCosts:
                 missed = measured.median_us / roofline_us(kernel, work, request, self._hardware)
                 place.estimates.append(math.log(missed))
                 self._ops[request.op] += 1
-                self._spots.add(spot_of(measured))
+                self._spots.add((kernel.id, measured.launch, bucket))
                 self.rows += 1
         for place in buckets.values():
             for kernel_id in place.sources:
                 # The median over the last tunes: one disturbed tune does not move a choice.
                 place.times[kernel_id] = _middle(gathered[(id(place), kernel_id)][:5])
+
+    def _roofs(self, request: Request) -> tuple[Work, float]:
+        work = ops_table.get(request.op).work(request)
+        return work, _roofs_us(work, request, self._hardware)
 
     def _fit(self) -> None:
         """Give every kernel its curve in every family, and every place its distance from it."""
