@@ -17,7 +17,19 @@ from layerzero.actors.recovery import Recovery
 from layerzero.actors.registry import Registry
 from layerzero.actors.worker import Worker
 from layerzero.clock import Clock, MonotonicClock, Timer
-from layerzero.dispatch import GRAD, Plan, Rules, Snapshot, Table, Terms, capturing_mode, mode, positional
+from layerzero.dispatch import (
+    GRAD,
+    Plan,
+    Rules,
+    Snapshot,
+    Table,
+    Terms,
+    capturing_mode,
+    capturing_mode_without_grad,
+    mode,
+    mode_without_grad,
+    positional,
+)
 from layerzero.errors import KernelExecutionError, NoKernelFoundError, RuntimeClosedError
 from layerzero.hardware import Hardware, kind_of, probe
 from layerzero.health import Health, Store, Transition
@@ -114,8 +126,10 @@ class LocalDevice:
     def _settle(self) -> None:
         """What follows from the settings: how modes are read, what may run on the caller's thread."""
         cuda = self.device.type == "cuda"
-        bits = capturing_mode if cuda else mode
-        self.mode: Callable[[], int] = (lambda: bits() & ~GRAD) if self.settings.inference else bits
+        if self.settings.inference:
+            self.mode: Callable[[], int] = capturing_mode_without_grad if cuda else mode_without_grad
+        else:
+            self.mode = capturing_mode if cuda else mode
         # For who holds the captured modes already: their bits that count here, and what else adds one.
         self.counted = ~GRAD if self.settings.inference else -1
         self.capturing: Callable[[], bool] | None = torch.cuda.is_current_stream_capturing if cuda else None

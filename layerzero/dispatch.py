@@ -42,6 +42,11 @@ _MODES = 16
 _is_grad_enabled = torch.is_grad_enabled
 _is_deterministic = torch.are_deterministic_algorithms_enabled
 _is_autocast = torch._C._is_any_autocast_enabled
+# What `torch.cuda.is_current_stream_capturing` calls; a torch without CUDA has only that.
+_is_capturing = getattr(torch._C, "_cuda_isCurrentStreamCapturing", torch.cuda.is_current_stream_capturing)
+
+
+# Each device reads one of these four at every call, in one frame.
 
 
 def mode() -> int:
@@ -52,6 +57,12 @@ def mode() -> int:
     if _is_autocast():
         bits |= AUTOCAST
     return bits
+
+
+def mode_without_grad() -> int:
+    """`mode()` of a runtime that never differentiates."""
+    bits = DETERMINISTIC if _is_deterministic() else 0
+    return bits | AUTOCAST if _is_autocast() else bits
 
 
 class _Rehearsal(threading.local):
@@ -65,7 +76,16 @@ REHEARSAL = _Rehearsal()
 
 def capturing_mode() -> int:
     """`mode()` on CUDA, where the current stream may be capturing."""
-    return mode() | (CAPTURE if REHEARSAL.on or torch.cuda.is_current_stream_capturing() else 0)
+    bits = mode()
+    return bits | CAPTURE if REHEARSAL.on or _is_capturing() else bits
+
+
+def capturing_mode_without_grad() -> int:
+    """`capturing_mode()` of a runtime that never differentiates."""
+    bits = DETERMINISTIC if _is_deterministic() else 0
+    if _is_autocast():
+        bits |= AUTOCAST
+    return bits | CAPTURE if REHEARSAL.on or _is_capturing() else bits
 
 
 class LaneFacts:
