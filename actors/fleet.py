@@ -18,6 +18,7 @@ from layerzero.actors.local import LocalDevice
 from layerzero.actors.port import DeviceFacts, DeviceHealth, DevicePort, DeviceState
 from layerzero.actors.tensors import RemoteTensor
 from layerzero.errors import DeviceLostError, RuntimeClosedError
+from layerzero.ops.checks import need_number
 from layerzero.settings import Settings
 
 On = str | DevicePort | None
@@ -107,7 +108,12 @@ class Fleet:
         function on a thread. Without `on`, a call that has not started moves on when its device is lost.
 
         Raises: what `fn` raises. DeviceLostError, DeadlineExceededError, TypeError: see `DevicePort.run`.
+            TypeError, ValueError: `fn` is no function, `timeout_s` no number of seconds.
         """
+        if not callable(fn):
+            raise TypeError(f"fn needs a function, got {type(fn).__name__}")
+        if timeout_s is not None:
+            need_number("timeout_s", timeout_s, low=0.0)
         tried: set[str] = set()
         device = self.device(on)
         while True:

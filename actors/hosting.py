@@ -148,11 +148,11 @@ class Host:
         except TimeoutError as error:
             if envelope.timeout_s is None or isinstance(error, DeadlineExceededError):
                 return self._failed(error)
-            late = f"the call took longer than timeout_s={envelope.timeout_s} on {self.name!r}"
+            late = f"the call took longer than timeout_s={envelope.timeout_s:.3g} on {self.name!r}"
             return Outcome("failed", DeadlineExceededError(late))
         except (SystemExit, KeyboardInterrupt) as error:
             # Let through, they would end the event loop, and whoever waits here would wait for ever.
-            said = f"hosted code raised {type(error).__name__}: {error}; it cannot end its device's process"
+            said = f"hosted code raised {error!r}; it cannot end its device's process"
             return self._failed(RuntimeError(said).with_traceback(error.__traceback__))
         except Exception as error:
             return self._failed(error)

@@ -95,11 +95,11 @@ async def test_errors_arrive_as_they_were_raised(fleet: Fleet) -> None:
 
 
 async def test_code_that_would_end_its_process_fails_alone(fleet: Fleet) -> None:
-    """`sys.exit` and its like would end the device's event loop: the caller gets an error, the device serves."""
+    """`sys.exit` would end the device's event loop: the caller gets an error, the device serves."""
     for fn, kind, said in (
-        (hosted.quit, "exit", "hosted code raised SystemExit: 3"),
-        (hosted.quit, "interrupt", "hosted code raised KeyboardInterrupt"),
-        (hosted.quit_on_a_thread, "exit", "hosted code raised SystemExit: 3"),
+        (hosted.quit, "exit", r"hosted code raised SystemExit\(3\)"),
+        (hosted.quit, "interrupt", r"hosted code raised KeyboardInterrupt\(\)"),
+        (hosted.quit_on_a_thread, "exit", r"hosted code raised SystemExit\(3\)"),
         (hosted.quit_on_a_thread, "iteration", "quit_on_a_thread raised StopIteration"),
     ):
         with pytest.raises(RuntimeError, match=said):
@@ -411,9 +411,19 @@ async def test_health_and_facts_say_what_the_device_is(fleet: Fleet) -> None:
     assert fleet.nodes == {facts.node: [facts.name]}
 
 
+async def test_what_cannot_be_run_is_refused_by_name(fleet: Fleet) -> None:
+    """Before anything travels."""
+    with pytest.raises(TypeError, match="fn needs a function, got int"):
+        await fleet.run(5)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="timeout_s"):
+        await fleet.run(hosted.add, 1, timeout_s="soon")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="timeout_s"):
+        await fleet.run(hosted.add, 1, timeout_s=-1.0)
+
+
 async def test_what_is_no_tensor_is_not_shipped(fleet: Fleet) -> None:
     """The message names the argument."""
-    with pytest.raises(TypeError, match="tensor needs a torch.Tensor or a handle of one, got list"):
+    with pytest.raises(TypeError, match=r"tensor needs a torch\.Tensor or a handle of one, got list"):
         await fleet.ship([1, 2], to=only(fleet))  # type: ignore[arg-type]
 
 
