@@ -16,8 +16,10 @@ from torch import Tensor
 
 from generating import by_hand
 
-# In spreads of a row's logits; the best of many words stands some four of them above their mean.
-NEAR = 0.05
+# In spreads of a row's logits. The best of 128,256 words stands some four of them above the mean, and bfloat16
+# steps by a thirtieth of one there.
+NEAR = 0.25
+FEWEST = 0.5  # of the rows have the very token
 
 
 class Graph(Protocol):
@@ -44,9 +46,9 @@ def agreement(cache: by_hand.Paged, graph: Graph, context: int, requests: int) -
     short = best.values - logits.gather(1, tokens.long()[:, None])[:, 0]
     distance = float((short / logits.std(-1)).max())
     same = int((tokens == best.indices).sum())
-    if not distance <= NEAR:
+    if not distance <= NEAR or same < FEWEST * requests:
         raise ValueError(
-            f"a token needs to be within {NEAR} of the loop's best, got {distance:.3f}; "
-            f"{same} of {requests} alike"
+            f"tokens need to be within {NEAR} of the loop's best, and {FEWEST:.0%} of them alike, "
+            f"got {distance:.3f}, and {same} of {requests}"
         )
     return {"same": same, "of": requests, "largest_distance": round(distance, 4), "bound": NEAR}

@@ -29,27 +29,30 @@ class Frame:
         slots = own * size + torch.arange(rows, dtype=torch.int32) % size
         self._padding = torch.stack([torch.zeros_like(slots), slots, torch.ones_like(slots)])
         self._near = own[:, None].repeat(1, self.width)
+        self._host = self._near.clone()
         with torch.inference_mode(False):
             self._numbers = self._padding.to(device, copy=True)
             self._tables = self._near.to(device, copy=True)
         self._chunks: list[Chunk] = []
-        self._sequences: list[Sequence] = []
+        self._sequences: list[Sequence | None] = [None] * rows  # whose table stands in each row
 
     def load(self, chunks: list[Chunk]) -> None:
         """Let `chunks`, a token each, be what the rows are from now on."""
         if chunks == self._chunks:  # another layer of the same step
             return
         self._chunks, count = list(chunks), len(chunks)
-        sequences = [chunk.sequence for chunk in chunks]
-        if sequences != self._sequences:
-            padded = self._near.clone()
-            padded[:count] = torch.stack([sequence.table for sequence in sequences])[:, : self.width]
-            self._sequences, self._host = sequences, padded[:count]
-            self._tables.copy_(sent(padded, self.pages.device))
+        sequences = [*(chunk.sequence for chunk in chunks), *[None] * (self.rows - count)]
+        moved = [row for row, now in enumerate(sequences) if now is not self._sequences[row]]
+        if moved:
+            for row in moved:
+                now = sequences[row]
+                self._host[row] = self._near[row] if now is None else now.table[: self.width]
+            self._sequences = sequences
+            self._tables.copy_(sent(self._host, self.pages.device))
         size, numbers = self.pages.page_size, self._padding.clone()
         lengths = torch.tensor([chunk.end for chunk in chunks], dtype=torch.int32)
         positions = lengths - 1
-        page = self._host.gather(1, (positions // size).long()[:, None])[:, 0]
+        page = self._host[:count].gather(1, (positions // size).long()[:, None])[:, 0]
         numbers[:, :count] = torch.stack([positions, page * size + positions % size, lengths])
         self._numbers.copy_(sent(numbers, self.pages.device))
 
