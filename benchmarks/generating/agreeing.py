@@ -16,8 +16,8 @@ from torch import Tensor
 
 from generating import by_hand
 
-# In spreads of a row's logits. The best of 128,256 words stands some four of them above the mean, and bfloat16
-# steps by a thirtieth of one there.
+# In spreads of a row's logits. The best of 128,256 words stands some four of them above the mean, and
+# bfloat16 steps by a thirtieth of one there.
 NEAR = 0.25
 FEWEST = 0.5  # of the rows have the very token
 
