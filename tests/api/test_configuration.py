@@ -241,6 +241,7 @@ def test_batching_can_be_off_or_for_rows_only(
             assert asyncio.run(sizes(calls)) == expected
 
 
+@pytest.mark.timeout(420)  # it compiles every kernel there is
 def test_eager_warming_leaves_nothing_cold() -> None:
     """warm="eager": when the device is there, its kernels are loaded or blocked with a reason."""
     with lz.start(lz.Settings(warm="eager"), scoped=True) as runtime:
