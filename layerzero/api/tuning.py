@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import sqlite3
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -205,7 +206,11 @@ class _Job:
         return (id(self._device), calls, self._launches, self._effort, self._budget_s, self._repeat)
 
     def run(self) -> TuneReport:
-        """Measure, publish and write."""
+        """Measure, publish and write.
+
+        Raises: ConfigurationError: measurements are to be kept where nothing can be written.
+        """
+        _need_writable(self._device)
         started = time.monotonic()
         tuner = Tuner(self._device, self._launches, self._effort)
         rounds: list[list[Tuned]] = [[] for _ in range(self._repeat)]
@@ -360,6 +365,20 @@ def publish(device: LocalDevice, rows: Sequence[Measurement]) -> Path | None:
     kernels = {kernel.id: kernel for kernel in device.registry.all()}
     device.set_costs(measured_costs(device.settings, kernels, device.hardware, device.measured))
     return path if rows else None
+
+
+def _need_writable(device: LocalDevice) -> None:
+    """Open the file of measurements before the first of them is made, rather than lose them at the end."""
+    path = perfdb_path(device.settings)
+    if path is None:
+        return
+    try:
+        anyio.run(_write, path, Environment.of(device.hardware), ())
+    except (OSError, sqlite3.OperationalError) as error:
+        raise ConfigurationError(
+            f"perfdb needs a file that can be written, got {path}: {error}; perfdb=None keeps nothing",
+            field="perfdb",
+        ) from error
 
 
 async def _write(path: Path, environment: Environment, rows: Sequence[Measurement]) -> None:

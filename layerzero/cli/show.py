@@ -5,12 +5,17 @@ from __future__ import annotations
 import contextlib
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, TextIO
 
 import click
 import msgspec
 
 from layerzero.doctor import aligned
+
+
+def on_terminal(stream: TextIO | None) -> bool:
+    """Whether a person watches `stream`; a process without a console, or whose shell closed it, has None."""
+    return stream is not None and stream.isatty()
 
 
 def as_json(value: Any) -> None:
@@ -21,7 +26,7 @@ def as_json(value: Any) -> None:
 
 def table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]], *, mark: str = "") -> None:
     """Print one table; the row whose first cell is `mark` stands out on a terminal."""
-    if not sys.stdout.isatty():
+    if not on_terminal(sys.stdout):
         click.echo(title)
         click.echo(aligned([tuple(columns), *map(tuple, rows)] if rows else []))
         return
@@ -52,7 +57,7 @@ def line(text: str, *, bad: bool = False) -> None:
 @contextlib.contextmanager
 def progress(title: str, quiet: bool, named: Callable[[Any], str]) -> Iterator[Any]:
     """A callback `(done, total, item)` that draws a bar on a terminal; None elsewhere, or where `quiet`."""
-    if quiet or not sys.stderr.isatty():
+    if quiet or not on_terminal(sys.stderr):
         yield None
         return
     from rich.console import Console

@@ -13,6 +13,7 @@ import torch
 
 import layerzero as lz
 from layerzero.api.tuning import TuneReport, tune, tune_blocking
+from layerzero.errors import ConfigurationError
 from layerzero.kernel import Kernel
 from layerzero.ops import table as ops_table
 from layerzero.perfdb.store import read_rows
@@ -220,6 +221,21 @@ def test_what_cannot_be_tuned_is_told(installed: Runtime) -> None:
         tune_blocking([CALL], repeat=3)
     with pytest.raises(TypeError, match="tune\\(\\) has no argument 'speed'"):
         tune_blocking([CALL], speed=1)
+
+
+def test_a_file_that_cannot_be_written_is_told_before_measuring(tmp_path: Path) -> None:
+    """A file where a folder has to be: refused by the setting's name, and no kernel has run."""
+    (tmp_path / "file").touch()
+    opened = runtime(tmp_path / "file" / "perf.sqlite")
+    install(opened)
+    before = Ticks.ns
+    try:
+        with pytest.raises(ConfigurationError, match=r"perfdb needs .* got .*perf\.sqlite"):
+            tune_blocking([CALL])
+        assert Ticks.ns == before
+    finally:
+        uninstall(opened)
+        opened.close()
 
 
 def test_without_a_file_the_process_remembers() -> None:

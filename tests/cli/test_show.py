@@ -1,6 +1,8 @@
 """Tables for people and for pipes."""
 
 import io
+import subprocess
+import sys
 
 import pytest
 from rich.console import Console
@@ -15,6 +17,15 @@ def test_a_pipe_gets_aligned_text(capsys: pytest.CaptureFixture[str]) -> None:
     show.table("two kernels", ("kernel", "us", "verdict"), ROWS)
     expected = "two kernels\n  kernel  us   verdict\n  a.b     1.0  taken\n  c       -    no [bold]: x\n"
     assert capsys.readouterr().out == expected
+
+
+def test_a_closed_stdout_is_no_error() -> None:
+    """`lz kernels >&-` ends well: there is nobody to tell."""
+    child = subprocess.run(
+        ["sh", "-c", 'exec "$@" >&-', "sh", sys.executable, "-m", "layerzero", "kernels"],
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert (child.returncode, child.stderr) == (0, "")
 
 
 def test_no_rows_say_none(capsys: pytest.CaptureFixture[str]) -> None:
