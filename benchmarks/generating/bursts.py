@@ -6,7 +6,6 @@ Requests are small: a norm and a linear layer of one row, a few times over, each
 from __future__ import annotations
 
 import asyncio
-import math
 import random
 import statistics
 import time
@@ -131,7 +130,7 @@ async def _closed(small: Small, callers: int, seconds: float) -> float:
     return done / (time.perf_counter() - begin)
 
 
-def _floor(took_us: dict[int, float], rate: float) -> dict[str, float]:
+def _floor(took_us: dict[int, float], rate: float) -> dict[str, float | None]:
     """What a load of `rate` a second must come to, by what one more caller adds to a request's time.
 
     With `fixed + n * each` for a request among n, and `n = rate * time` of Little's law, the time is
@@ -143,7 +142,7 @@ def _floor(took_us: dict[int, float], rate: float) -> dict[str, float]:
         "us_fixed": round(line.intercept, 1),
         "us_each_caller_adds": round(line.slope, 2),
         "share_of_time_that_calls_add": round(busy, 3),
-        "least_over_fixed": round(1 / (1 - busy), 2) if busy < 1 else math.inf,
+        "least_over_fixed": round(1 / (1 - busy), 2) if busy < 1 else None,  # it could never keep up
     }
 
 

@@ -156,6 +156,7 @@ def looped(cache: by_hand.Paged | by_hand.Contiguous, crowd: Crowd) -> Span:
     begin = begun + 2 * crowd.ramp_s
     until = begin + crowd.seconds
     changed, measuring = False, False
+    ids = torch.empty(0, dtype=torch.long)
     while (now := time.perf_counter()) < until:
         if not measuring and now >= begin:
             begin, counted, steps, measuring = now, tokens, batches, True

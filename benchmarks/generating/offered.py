@@ -285,10 +285,10 @@ class Client:
 
 def compare(traffic: Traffic) -> dict[str, Any]:
     """Each peer beside LayerZero at shares of what the slower of the two can do, by the same arrivals."""
-    return {name: _beside(name, traffic) for name in PEERS}
+    return {name: beside(name, traffic) for name in PEERS}
 
 
-def _beside(name: str, traffic: Traffic) -> dict[str, Any]:
+def beside(name: str, traffic: Traffic) -> dict[str, Any]:
     """Both servers are up; they take turns, so that a disturbance meets neither alone."""
     if (why := missing(name)) is not None:
         return {"refused": why}
@@ -309,6 +309,8 @@ async def _turns(servers: dict[str, Served], traffic: Traffic) -> dict[str, Any]
             with client.served.alone([other for name, other in servers.items() if name != side]):
                 saturation[side] = (await client.saturated(min(2.0, traffic.seconds))).row()
         slower = min(row["requests_per_s"] for row in saturation.values())
+        if not slower:
+            raise RuntimeError(f"no request ended within {traffic.seconds:g} s: {saturation}")
         loads: dict[str, dict[str, Any]] = {}
         for number, share in enumerate(LOADS):
             seen: dict[str, Seen] = {}

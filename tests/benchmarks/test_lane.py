@@ -7,6 +7,7 @@ import importlib
 import json
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ pytest.importorskip("httpx", reason="the client of the server comparison needs h
 by_hand, crowd, models, offered = (
     importlib.import_module(f"generating.{name}") for name in ("by_hand", "crowd", "models", "offered")
 )
+lane = importlib.import_module("lane")
 
 CROWD = crowd.Crowd(requests=3, context=20, seconds=0.2)
 
@@ -64,6 +66,25 @@ def test_bursts_and_queues_have_verdicts(record: dict[str, Any]) -> None:
     assert set(rows) == {"burst", "load", "depths"}
     assert all(isinstance(row["met"], bool) for row in rows.values())
     assert all(burst["requests"] == 1000 and burst["mean_batch"] > 1 for burst in rows["burst"]["rounds"])
+
+
+def test_a_failed_item_costs_no_other_and_late_ones_are_named() -> None:
+    """The record is written after each item; an error is in it, and what there was no time for."""
+    written: list[tuple[int, int, int]] = []
+    section: Any = None
+
+    def save() -> None:
+        written.append((len(section.rows), len(section.failed), len(section.left_out)))
+
+    section = lane.Section(time.monotonic() + 60, save)
+    assert section.item("one", lambda: 3, "mid", "128") == 3
+    assert section.item("two", lambda: 1 // 0, "mid", "2048") is None
+    assert section.has("three", 1.0)
+    assert not section.has("four", 100.0)
+    assert section.rows == {"mid": {"128": 3}}
+    assert "ZeroDivisionError" in section.failed["two"]
+    assert section.left_out == ["four"]
+    assert written == [(1, 0, 0), (1, 1, 0), (1, 1, 1)]
 
 
 def prefilled(model: Any, length: int) -> Any:
