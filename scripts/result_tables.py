@@ -179,7 +179,7 @@ def on_gpu(record: dict[str, Any]) -> Table:
         for context, here in contexts.items():
             for side, row in here["sides"].items():
                 numbers = [
-                    row[key] for key in ("tokens_per_s", "of_by_hand", "over_one_by_one", "mean_batch")
+                    row.get(key) for key in ("tokens_per_s", "of_by_hand", "over_one_by_one", "mean_batch")
                 ]
                 beyond = row.get("us_an_await_beyond_by_hand")
                 rows.append([f"{layers}, {context}", side, *numbers, beyond])
