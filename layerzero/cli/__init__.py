@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import click
 
 from layerzero import __version__
@@ -14,7 +16,20 @@ from layerzero.cli.policies import policy
 from layerzero.cli.warming import ready, warmup
 
 
-@click.group(context_settings={"help_option_names": ["-h", "--help"]})
+class Commands(click.Group):
+    """The commands; a file that cannot be read or written is told by its name and reason, with status 1."""
+
+    def invoke(self, ctx: click.Context) -> Any:
+        """Run the command that was asked for."""
+        try:
+            return super().invoke(ctx)
+        except OSError as error:
+            if error.filename is None:
+                raise
+            raise click.ClickException(f"{error.filename}: {error.strerror}") from error
+
+
+@click.group(cls=Commands, context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(__version__, "-V", "--version", prog_name="lz", message="%(prog)s %(version)s")
 def main() -> None:
     """Choose, explain and check kernels from the command line.

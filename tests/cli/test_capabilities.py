@@ -30,3 +30,11 @@ def test_an_overlay_says_what_it_takes(lz: Lz, tmp_path: Path) -> None:
     path.write_text(text.replace("DTYPE", "int8"))
     result = lz("capabilities", "check", "--overlay", str(path))
     assert result.exit_code == 1 and ":3:" in result.output and "may only narrow" in result.output
+
+
+def test_a_place_that_cannot_be_written_is_told(lz: Lz, tmp_path: Path) -> None:
+    """A file where a folder has to be: one line with the path and the reason, and status 1."""
+    (tmp_path / "file").touch()
+    result = lz("capabilities", "export", str(tmp_path / "file" / "capabilities.json"))
+    assert result.exit_code == 1 and "Error: " in result.output
+    assert str(tmp_path / "file") in result.output and len(result.output.splitlines()) == 1
