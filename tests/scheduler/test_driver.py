@@ -61,6 +61,37 @@ async def test_concurrent_callers_share_one_launch(worker: Worker, us: float) ->
 
 
 @pytest.mark.asyncio
+async def test_a_batch_of_the_worker_is_followed_at_once_where_all_have_called(
+    worker: Worker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However many rounds the same callers make, the loop is asked for the same few turns."""
+    loop = asyncio.get_running_loop()
+    turns: list[str] = []
+    soon: Any = loop.call_soon
+
+    def call_soon(callback: Any, *args: Any, **named: Any) -> Any:
+        if getattr(callback, "__self__", None).__class__ is Front:
+            turns.append(callback.__name__)
+        return soon(callback, *args, **named)
+
+    monkeypatch.setattr(loop, "call_soon", call_soon)
+    asked = []
+    for rounds in (2, 6):
+        device = Device()
+        fronts = Fronts(device, worker)
+        turns.clear()
+
+        async def caller(fronts: Fronts = fronts, rounds: int = rounds) -> None:
+            for index in range(rounds):
+                await fronts.current().submit(ticket(1, us=DEAR, group=index))
+
+        await asyncio.gather(*(caller() for _ in range(4)))
+        assert device.runs == [4] * rounds
+        asked.append(len(turns))
+    assert asked[0] == asked[1] > 0
+
+
+@pytest.mark.asyncio
 async def test_only_a_task_that_is_alone_runs_inline(worker: Worker) -> None:
     """The first call gives a turn, later ones may run at once; a second task suspends that while it lives."""
     fronts = Fronts(Device(), worker, Settings(max_inline_us=100.0))
