@@ -6,6 +6,7 @@ import asyncio
 import ipaddress
 import os
 import secrets
+import socket
 import sys
 import uuid
 from collections.abc import Mapping
@@ -18,6 +19,7 @@ from layerzero.actors.ray_device import RayDevice
 from layerzero.errors import BackendNotAvailableError, ConfigurationError
 from layerzero.settings import Settings
 
+_KNOCK_S = 10.0
 _MODE, _TOKEN, _TOKEN_PATH = "RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"
 
 
@@ -156,6 +158,7 @@ def join(settings: Settings) -> Cluster:
         _own_token()  # Ray reads its mode when it is imported
     try:
         import ray
+        from ray.exceptions import RayError
     except ImportError as error:
         raise BackendNotAvailableError(
             "cluster needs ray: pip install 'layerzero-runtime[ray]'", backend="ray"
@@ -164,13 +167,14 @@ def join(settings: Settings) -> Cluster:
         return Cluster(settings, ours=False)
     local: dict[str, Any] = {"include_dashboard": False} if address == "local" else {}
     try:
+        _knock(address)
         ray.init(
             address=address,
             log_to_driver=False,
             configure_logging=False,
             **local,
         )
-    except (ConnectionError, RuntimeError, ValueError, OSError) as error:
+    except (ConnectionError, RuntimeError, ValueError, OSError, RayError) as error:
         raise ConfigurationError(
             f"cluster={address!r} cannot be joined: {error}; start one with `ray start --head` and see that "
             f"this process has its token ({_TOKEN} or {_TOKEN_PATH})",
@@ -182,6 +186,28 @@ def join(settings: Settings) -> Cluster:
         ray.shutdown()
         raise
     return Cluster(settings, ours=True)
+
+
+def _knock(address: str) -> None:
+    """See that somebody listens at host:port: Ray itself would wait for minutes.
+
+    Raises: OSError: nobody does.
+    """
+    from ray.util import get_node_ip_address
+
+    host, _, port = address.rpartition(":")
+    if not host or not port.isdigit() or "/" in address:
+        return  # auto, local, a client's URL
+    hosts = [host.strip("[]")]
+    if hosts[0] in ("localhost", "127.0.0.1", "::1"):
+        hosts.append(get_node_ip_address())  # where Ray looks instead
+    for number, each in enumerate(hosts, 1):
+        try:
+            socket.create_connection((each, int(port)), _KNOCK_S).close()
+            return
+        except OSError:
+            if number == len(hosts):
+                raise
 
 
 def _own_token() -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -44,3 +46,33 @@ def test_the_devices_of_a_cluster_are_compared(ray_head: str, tmp_path: Path) ->
     assert report["compared"]["calls"] == 2
     status, report = asked(MANIFEST + "versions: {torch: '0.0'}\n")
     assert (status, [finding["check"] for finding in report["findings"]]) == (1, ["versions"])
+
+
+@pytest.mark.ray
+@pytest.mark.parametrize(
+    ("listens", "said"), [(False, "refused"), (True, "no authentication token was found")]
+)
+def test_a_cluster_that_cannot_be_joined_is_said_at_once(
+    listens: bool, said: str, ray: Any, tmp_path: Path
+) -> None:
+    """Exit status 2: nobody listens, where Ray itself would knock for minutes, or there is no token."""
+    path = tmp_path / "deployment.yaml"
+    path.write_text(MANIFEST)
+    env = {name: value for name, value in os.environ.items() if not name.startswith("RAY_AUTH")}
+    env |= {"RAY_AUTH_MODE": "token", "HOME": str(tmp_path)}
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        if listens:
+            taken.listen()
+        address = f"127.0.0.1:{taken.getsockname()[1]}"
+        done = subprocess.run(
+            [sys.executable, "-m", "layerzero", "consistency", "--cluster", address, "--manifest", str(path)],
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=90,
+            check=False,
+            env=env,
+        )
+    assert done.returncode == 2, done.stdout + done.stderr
+    assert f"cluster='{address}' cannot be joined" in done.stderr and said in done.stderr
