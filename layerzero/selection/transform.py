@@ -205,11 +205,21 @@ def keep_aligned(op: Op, alignment: int, run: Callable[..., Any]) -> Callable[..
     if alignment <= 1:
         return run
 
+    operands = op.operands
+
     def aligned(*args: Any) -> Any:
-        for position in op.operands:
-            value = args[position]
-            if isinstance(value, Tensor) and address_of(value) % alignment:
-                return run(*[_realigned(a, alignment) if isinstance(a, Tensor) else a for a in args])
+        off = False
+        try:
+            for position in operands:
+                value = args[position]
+                if value is not None and value.data_ptr() % alignment:
+                    off = True
+                    break
+        except (AttributeError, RuntimeError):  # an operand that has no address
+            given = [args[position] for position in operands if isinstance(args[position], Tensor)]
+            off = any(address_of(tensor) % alignment for tensor in given)
+        if off:
+            return run(*[_realigned(a, alignment) if isinstance(a, Tensor) else a for a in args])
         return run(*args)
 
     return aligned

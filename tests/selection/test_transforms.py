@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -15,7 +16,7 @@ from layerzero.kernel import AtMost, Kernel, Limit, ProductAtMost, judge
 from layerzero.ops import table as ops_table
 from layerzero.reasons import Reason
 from layerzero.selection.render import render
-from layerzero.selection.transform import _copy_us, adapt
+from layerzero.selection.transform import _copy_us, adapt, keep_aligned
 from layerzero.settings import Settings
 from tests.kernels import device, kernel
 
@@ -134,6 +135,18 @@ def test_an_aligned_kernel_never_sees_a_misaligned_operand() -> None:
     for x in (aligned, misaligned):
         torch.testing.assert_close(own.launch(RMS, RMS.build(x)[1]), RMS.reference(x, None, 1e-6))
     assert seen == [0, 0]
+
+
+def test_an_operand_that_is_left_out_has_no_address() -> None:
+    """The others are looked at all the same, and copied where they begin between two boundaries."""
+    seen: list[Any] = []
+    pair = replace(RMS, operands=(1, 0))
+    call = keep_aligned(pair, 64, lambda x, weight, eps: seen.append((x.data_ptr() % 64, weight)))
+    base = torch.zeros(64)
+    start = (-base.data_ptr() // 4) % 16
+    call(base[start + 1 : start + 9], None, 1e-6)
+    call(base[start : start + 8], None, 1e-6)
+    assert seen == [(0, None), (0, None)]
 
 
 def _bounded(seen: list[int], limits: tuple[Limit, ...], **more: Any) -> Kernel:
