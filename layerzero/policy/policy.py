@@ -74,10 +74,6 @@ class Policy:
                 self._by_op[request.op] = rules
         return RequestPolicy(rules, request)
 
-    def lock_for(self, request: Request) -> Rule | None:
-        """The lock that governs `request`, or None."""
-        return self.facing(request).lock
-
     def conditions(self, op: str) -> tuple[Condition, ...]:
         """Every condition that can change a verdict for `op`, once each, in a stable order.
 

@@ -70,8 +70,8 @@ def test_lock_of_attention_causal_to_a_backend() -> None:
     value = policy(make_rule("lock", "flash_attn", op="attention.causal"))
     assert codes(value, FLASH) == [] and codes(value, TORCH) == [Reason.LOCKED_ELSEWHERE]
     plain = CAUSAL.replace(features=frozenset())
-    assert codes(value, TORCH, plain) == [] and value.lock_for(plain) is None
-    locked = value.lock_for(CAUSAL)
+    assert codes(value, TORCH, plain) == [] and value.facing(plain).lock is None
+    locked = value.facing(CAUSAL).lock
     assert locked is not None and locked.patterns == ("flash_attn",)
 
 
