@@ -11,6 +11,7 @@ import pytest
 import layerzero as lz
 from layerzero.actors.port import DeviceState
 from tests.distributed import hosted, shards
+from tests.distributed.conftest import BARE
 
 pytestmark = [pytest.mark.ray, pytest.mark.asyncio, pytest.mark.filterwarnings("ignore::ResourceWarning")]
 
@@ -21,9 +22,9 @@ def nodes(ray: Any) -> Iterator[Any]:
     from ray.cluster_utils import Cluster
 
     config = {"health_check_period_ms": 500, "health_check_failure_threshold": 6}
-    head = {"num_cpus": 2, "num_gpus": 1, "include_dashboard": False, "_system_config": config}
+    head = {"num_cpus": 2, "num_gpus": 1, "_system_config": config, **BARE}
     cluster = Cluster(initialize_head=True, head_node_args=head)
-    cluster.add_node(num_cpus=2, num_gpus=1)
+    cluster.add_node(num_cpus=2, num_gpus=1, **BARE)
     ray.init(address=cluster.address, log_to_driver=False, configure_logging=False)
     yield cluster
     ray.shutdown()
@@ -63,7 +64,7 @@ async def test_a_lost_node_costs_its_device_alone(nodes: Any) -> None:
         assert fleet.devices[lost].state is DeviceState.RESTARTING
         for seed, tokens in enumerate(await asyncio.gather(*tasks)):
             assert tokens == [t async for t in hosted.tokens(seed, 25)]
-        nodes.add_node(num_cpus=2, num_gpus=1)
+        nodes.add_node(num_cpus=2, num_gpus=1, **BARE)
         for _ in range(400):
             if fleet.devices[lost].state is DeviceState.RUNNING:
                 break
@@ -98,7 +99,7 @@ async def test_a_gang_that_loses_a_node_goes_on_under_a_new_epoch(nodes: Any) ->
         nodes.remove_node(nodes.list_all_nodes()[1], allow_graceful=False)
         with pytest.raises(lz.DeviceLostError):
             await cut
-        nodes.add_node(num_cpus=2, num_gpus=1)
+        nodes.add_node(num_cpus=2, num_gpus=1, **BARE)
         assert await asyncio.gather(*resumed) == [shards.text(seed, 40) for seed in range(4)]
         assert gang.epoch >= 2 and not pids & {each.facts.pid for each in gang.devices}
         assert len({each.facts.node for each in gang.devices}) == 2
