@@ -17,6 +17,7 @@ from typing import Any
 
 import msgspec
 
+from benchmarks.harness import write
 from benchmarks.regret_shapes import shapes
 from layerzero.backends import load_builtin
 from layerzero.errors import NoKernelFoundError
@@ -101,6 +102,7 @@ def main() -> None:
     parser.add_argument("--table", type=Path, required=True)
     parser.add_argument("--worst", type=int, default=0, help="show so many of the worst shapes")
     parser.add_argument("--without-own", action="store_true", help="as if the shape itself were not measured")
+    parser.add_argument("--out", type=Path, help="write the figures there")
     options = parser.parse_args()
     record = json.loads(options.record.read_text())
     hardware = hardware_of(record)
@@ -120,7 +122,13 @@ def main() -> None:
         # What this hardware cannot run, or nobody registers any more, is not available.
         best = min(case.times[c.kernel] for c in selection.trace if c.takes)
         judged.append((case.times[selection.kernel] / best, case, selection))
-    show(judged, options.worst)
+    figures = show(judged, options.worst)
+    if options.out is not None:
+        found = {
+            "record": options.record.name, "table": options.table.name, "measured": record["environment"],
+            "choice": figures,
+        }  # fmt: skip
+        write(options.out, found)
 
 
 def model_of(rows: Iterable[Measurement], kernels: Mapping[str, Kernel], hardware: Hardware) -> MeasuredCosts:
@@ -128,13 +136,15 @@ def model_of(rows: Iterable[Measurement], kernels: Mapping[str, Kernel], hardwar
     return MeasuredCosts([Row(row, SHIPPED) for row in rows], kernels, hardware)
 
 
-def show(judged: list[tuple[float, Case, Selection]], worst: int) -> None:
-    """Means by launch and part, then the worst shapes with what every kernel was priced at."""
+def show(judged: list[tuple[float, Case, Selection]], worst: int) -> dict[str, dict[str, float]]:
+    """Means by launch and part, printed and returned, then the worst shapes with every kernel's price."""
     parts: dict[str, list[float]] = defaultdict(list)
     for choice, case, _ in judged:
         parts[f"{case.launch}, {'tuned' if case.tuned else 'held out'}"].append(choice)
+    figures = {}
     for name, found in sorted(parts.items()):
         mean = math.exp(sum(map(math.log, found)) / len(found))
+        figures[name] = {"shapes": len(found), "geomean": round(mean, 4), "worst": round(max(found), 4)}
         print(f"{name}: {len(found)} shapes, choice {mean:.4f}, worst {max(found):.3f}")
     for choice, case, selection in sorted(judged, key=lambda each: -each[0])[:worst]:
         print(f"{choice:.3f} {'tuned' if case.tuned else 'held out'} {case.name}: {selection.why}")
@@ -144,6 +154,7 @@ def show(judged: list[tuple[float, Case, Selection]], worst: int) -> None:
                 mark = " <- chosen" if kernel == selection.kernel else ""
                 price = f"priced {accepted.total_us:10.1f} by {accepted.source}"
                 print(f"    {case.times[kernel]:10.1f} us, {price} {kernel}{mark}")
+    return figures
 
 
 if __name__ == "__main__":

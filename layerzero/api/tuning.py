@@ -27,7 +27,7 @@ from layerzero.ops import table as ops_table
 from layerzero.ops.op import Op
 from layerzero.ops.request import Request
 from layerzero.perfdb.record import Environment, Launch, Measurement, plausible
-from layerzero.perfdb.shipped import Provenance, Table, write_table
+from layerzero.perfdb.shipped import Provenance, Table, condensed, write_table
 from layerzero.perfdb.store import PerfDB, read_rows
 from layerzero.runtime import Runtime
 from layerzero.scheduler.single_flight import SingleFlight
@@ -333,9 +333,9 @@ def table_of(
 ) -> Table:
     """Write rows as a table that ships: with who made it, when, and with which libraries.
 
-    Rows that no choice would believe are left out.
+    Rows that no choice would believe are left out; of several tunes of a call there is one row.
     """
-    rows = [row for row in rows if not plausible(row)]
+    rows = condensed(row for row in rows if not plausible(row))
     provenance = Provenance(
         command=command,
         date=datetime.now(UTC).date().isoformat(),

@@ -8,7 +8,10 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import math
 import os
+import statistics
+from collections.abc import Iterable
 from pathlib import Path
 
 import msgspec
@@ -16,7 +19,7 @@ import msgspec
 from layerzero import log
 from layerzero.errors import CacheCorruptionError
 from layerzero.hardware import Hardware
-from layerzero.perfdb.record import Environment, Measurement
+from layerzero.perfdb.record import Environment, Measurement, Site
 
 FORMAT = 1
 TABLE_REFUSED = "shipped_table.refused"
@@ -55,6 +58,28 @@ class Table(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 def content_hash(rows: tuple[Measurement, ...]) -> str:
     """The hash that a table states of its rows."""
     return hashlib.sha256(msgspec.json.encode(rows)).hexdigest()
+
+
+def condensed(rows: Iterable[Measurement]) -> list[Measurement]:
+    """One row for each kernel on each call: of several tunes the median, of two their geometric mean.
+
+    Its variance holds what the tunes differ by, too; its date is the newest.
+    """
+    tunes: dict[tuple[Site, str, str, str], list[Measurement]] = {}
+    for row in rows:
+        tunes.setdefault((row.site, row.kernel, row.launch, row.cache), []).append(row)
+    return [own[0] if len(own) == 1 else _together(own) for own in tunes.values()]
+
+
+def _together(tunes: list[Measurement]) -> Measurement:
+    medians = [row.median_us for row in tunes]
+    return msgspec.structs.replace(
+        max(tunes, key=lambda row: row.at),
+        median_us=round(math.exp(statistics.median(map(math.log, medians))), 4),
+        p95_us=round(statistics.median(row.p95_us for row in tunes), 4),
+        variance=round(statistics.mean(row.variance for row in tunes) + statistics.pvariance(medians), 6),
+        samples=sum(row.samples for row in tunes),
+    )
 
 
 def write_table(path: str | os.PathLike[str], provenance: Provenance, rows: list[Measurement]) -> Table:

@@ -294,8 +294,11 @@ def _weight(row: Measurement) -> float:
 
 
 def _middle(found: Sequence[tuple[float, float]]) -> float:
-    """The median of (value, weight) pairs; between two values where both halves weigh the same."""
+    """The median of (value, weight) pairs; of two pairs the mean, since neither is the odd one out."""
     ordered = sorted(found)
+    if len(ordered) == 2:
+        total = sum(weight for _, weight in ordered)
+        return sum(value * weight for value, weight in ordered) / total
     half, below = sum(weight for _, weight in ordered) / 2, 0.0
     for position, (value, weight) in enumerate(ordered[:-1]):
         below += weight

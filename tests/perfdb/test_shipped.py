@@ -10,7 +10,7 @@ import pytest
 from layerzero.errors import CacheCorruptionError
 from layerzero.hardware import imagined_gpu, probe
 from layerzero.perfdb import Environment, plausible
-from layerzero.perfdb.shipped import Provenance, Table, fitting_tables, read_table, write_table
+from layerzero.perfdb.shipped import Provenance, Table, condensed, fitting_tables, read_table, write_table
 from layerzero.selection.expectations import TABLES
 from tests.perfdb.rows import HERE, row
 
@@ -24,6 +24,17 @@ def test_a_table_comes_back_as_it_was(tmp_path: Path) -> None:
     assert read_table(path) == table
     assert [r.kernel for r in table.rows] == ["a.rms_norm", "b.rms_norm"]
     assert sum('"kernel"' in line for line in path.read_text().splitlines()) == 2
+
+
+def test_tunes_of_one_call_become_one_row() -> None:
+    """Two tunes give their geometric mean and a spread that tells of both; launches and sizes stay apart."""
+    tunes = [row(us=80.0, at=1), row(us=125.0, at=2), row(us=7.0, launch="graph"), row("b.rms_norm", 9.0)]
+    [both, graph, other] = condensed(tunes)
+    assert (both.median_us, both.at, both.samples) == (100.0, 2, 22)
+    assert both.variance > 22.0**2 and plausible(both) == ""
+    assert (graph, other) == (tunes[2], tunes[3])
+    [three] = condensed(row(us=us) for us in (10.0, 400.0, 11.0))
+    assert three.median_us == pytest.approx(11.0)
 
 
 @pytest.mark.parametrize("damage", ["number", "field", "format", "cut"])

@@ -274,6 +274,15 @@ def test_the_measured_order_holds_in_its_bucket(rows: int, width: int, first: fl
     assert ratio == pytest.approx(first / second)
 
 
+def test_of_two_tunes_the_mean_counts() -> None:
+    """Neither of two tunes is the odd one out: the geometric mean counts, the steadier a little more."""
+    first, second = row("fast.rms_norm", 50.0, at=1), row("fast.rms_norm", 200.0, at=2)
+    even = [msgspec.structs.replace(each, variance=0.0) for each in (first, second)]
+    assert priced(costs(*even), FAST)[0] == pytest.approx(100.0)
+    wild = msgspec.structs.replace(second, variance=(0.1 * 200.0) ** 2)
+    assert 50.0 < priced(costs(even[0], wild), FAST)[0] < 100.0
+
+
 def test_an_unsteady_row_counts_less() -> None:
     """Of three tunes, two that spread widely do not outvote the steady one; steady ones have a median."""
     steady = row("fast.rms_norm", 10.0, variance=0.01, at=3)
