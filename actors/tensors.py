@@ -60,8 +60,12 @@ class RemoteTensor:
                 value._refuse()
         raise TypeError("a tensor of another process cannot be used here; use fleet.run or fleet.fetch")
 
-    def _refuse(self) -> NoReturn:
+    def _refuse(self, *_: Any) -> NoReturn:
         raise TypeError(self.elsewhere)
+
+    # Python looks for these on the class alone.
+    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = _refuse
+    __truediv__ = __rtruediv__ = __matmul__ = __rmatmul__ = __neg__ = __getitem__ = _refuse
 
 
 class TensorShelf:

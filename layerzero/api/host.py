@@ -21,7 +21,7 @@ async def to_host(tensor: Tensor) -> Tensor:
     Raises: TypeError: the argument is no tensor.
     """
     if not isinstance(tensor, Tensor):
-        raise TypeError(f"tensor needs a torch.Tensor, got {type(tensor).__name__}")
+        raise _no_tensor(tensor)
     if HOT.module is not None:
         owned: Tensor = HOT.module.own(tensor)
         if owned is not NotImplemented:
@@ -43,3 +43,9 @@ async def to_host(tensor: Tensor) -> Tensor:
         return await readback.read(plain, modes.stream)
     finally:
         come_back(modes, front)
+
+
+def _no_tensor(value: object) -> TypeError:
+    elsewhere = getattr(value, "elsewhere", None)  # a handle of another process's tensor
+    advice = f": {elsewhere}" if isinstance(elsewhere, str) else ""
+    return TypeError(f"tensor needs a torch.Tensor, got {type(value).__name__}{advice}")

@@ -239,11 +239,16 @@ async def test_a_handle_becomes_the_tensor_in_hosted_code(fleet: Fleet) -> None:
 async def test_ops_refuse_a_tensor_of_another_process(fleet: Fleet) -> None:
     """And the refusal says what to do."""
     handle: Any = await fleet.ship(torch.ones(4, 8), to=None)
-    for call in (lambda: lz.sync.rms_norm(handle), lambda: torch.add(handle, 1), lambda: handle.sum()):
+    calls = (
+        lambda: lz.sync.rms_norm(handle), lambda: torch.add(handle, 1), lambda: handle.sum(),
+        lambda: handle + 1, lambda: torch.ones(4, 4) @ handle, lambda: handle[0],
+    )  # fmt: skip
+    for call in calls:
         with pytest.raises(TypeError, match=r"fleet\.run\(fn, handle, on="):
             call()
-    with pytest.raises(TypeError, match=r"fleet\.fetch\(handle\)"):
-        await lz.rms_norm(torch.ones(4, 8), handle)
+    for awaited in (lz.rms_norm(torch.ones(4, 8), handle), lz.to_host(handle)):
+        with pytest.raises(TypeError, match=r"fleet\.fetch\(handle\)"):
+            await awaited
 
 
 async def test_a_collected_handle_frees_its_tensor(fleet: Fleet) -> None:
