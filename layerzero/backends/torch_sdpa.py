@@ -20,7 +20,17 @@ from layerzero.ops import masks
 from layerzero.ops.request import Request
 from layerzero.reasons import Reason
 
-aten = torch.ops.aten
+
+def _operator(name: str) -> Callable[..., Any]:
+    """An aten operator by the binding that torch generates for it: `torch.ops` takes longer."""
+    return getattr(torch, name, None) or getattr(torch.ops.aten, name)  # type: ignore[no-any-return]
+
+
+_math = _operator("_scaled_dot_product_attention_math")
+_flash_cpu = _operator("_scaled_dot_product_flash_attention_for_cpu")
+_flash = _operator("_scaled_dot_product_flash_attention")
+_efficient = _operator("_scaled_dot_product_efficient_attention")
+_cudnn = _operator("_scaled_dot_product_cudnn_attention")
 _sdpa = functional.scaled_dot_product_attention
 
 _FUSED = frozenset({"scale", "causal"})
@@ -37,9 +47,7 @@ def math(
     """Softmax of the whole score matrix, step by step; half precision keeps float32 in between."""
     bias, causal = masks.fold(q, k, attn_mask, is_causal, window, alibi_slopes)
     grouped = q.shape[1] != k.shape[1]
-    out: Tensor = aten._scaled_dot_product_attention_math(
-        q, k, v, bias, dropout_p, causal, None, scale=scale, enable_gqa=grouped
-    )[0]
+    out: Tensor = _math(q, k, v, bias, dropout_p, causal, None, scale=scale, enable_gqa=grouped)[0]
     return out
 
 
@@ -52,9 +60,7 @@ def flash_cpu(
     bias, causal = masks.fold(q, k, attn_mask, is_causal, window, alibi_slopes)
     if bias is not None and bias.dim() != 2:  # the operator takes two or four axes
         bias = bias.expand(q.shape[0], q.shape[1], q.shape[2], k.shape[2])
-    out, lse = aten._scaled_dot_product_flash_attention_for_cpu(
-        q, k, v, dropout_p, causal, attn_mask=bias, scale=scale
-    )
+    out, lse = _flash_cpu(q, k, v, dropout_p, causal, attn_mask=bias, scale=scale)
     if not return_lse:
         return out  # type: ignore[no-any-return]
     if bias is not None:
@@ -86,9 +92,7 @@ def flash(
     return_lse: bool, *_: Any,
 ) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
     """FlashAttention 2 as torch carries it: its causal flag is bottom-right by itself."""
-    out, lse, *_rest = aten._scaled_dot_product_flash_attention(
-        q, k, v, dropout_p, is_causal and q.shape[2] > 1, False, scale=scale
-    )
+    out, lse, *_rest = _flash(q, k, v, dropout_p, is_causal and q.shape[2] > 1, False, scale=scale)
     if not return_lse:
         return out  # type: ignore[no-any-return]
     return out, lse.masked_fill(lse == torch.inf, -torch.inf)  # it marks rows that see nothing with +inf
@@ -111,7 +115,7 @@ def efficient(
         out = functional.pad(out, (0, 0, hidden, 0))
         return out if lse is None else (out, functional.pad(lse, (hidden, 0), value=-torch.inf))
     bias, causal = masks.fold(q, k, attn_mask, is_causal, window, dtype=q.dtype)
-    out, lse, *_rest = aten._scaled_dot_product_efficient_attention(
+    out, lse, *_rest = _efficient(
         q, k, v, _padded(bias, q, k), return_lse or _wants_gradient(q, k, v), dropout_p, causal, scale=scale
     )
     if not return_lse:
@@ -131,7 +135,7 @@ def cudnn(
     bias, causal = masks.fold(q, k, attn_mask, is_causal, window, dtype=q.dtype)
     if bias is not None:
         bias = bias.expand(q.shape[0], q.shape[1], q.shape[2], k.shape[2])
-    out, lse, *_rest = aten._scaled_dot_product_cudnn_attention(
+    out, lse, *_rest = _cudnn(
         q, k, v, bias, return_lse or _wants_gradient(q, k, v), dropout_p, causal, False, scale=scale
     )
     if not return_lse:
