@@ -18,8 +18,8 @@ from layerzero.backends.flashinfer.library import module
 from layerzero.backends.flashinfer.planning import Pages, int32
 from layerzero.ops import mirrors
 
-# Reading this much less pays for a second launch and a merge, some 60 us of the host's: at 124 MiB it took twice
-# the time, at 1 GB it was ahead by a sixth (`benchmarks/results/prefix_h200.json`).
+# Reading this much less pays for a second launch and a merge, some 60 us of the host's: at 124 MiB it took
+# twice the time, at 1 GB it was ahead by a sixth (`benchmarks/results/prefix_h200.json`).
 WORTH_BYTES = 512 << 20
 Result = Tensor | tuple[Tensor, Tensor]
 _LN2 = 0.6931471805599453
