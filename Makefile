@@ -22,15 +22,12 @@ demo: $(VENV)/.installed-demo  ## set up and run the embedding service on real t
 	$(PY) -m layerzero.native
 	$(PY) examples/embedding_service.py $(DEMO_FLAGS)
 
-# Clusters and gangs run beside the rest, one by one: each of their tests is several processes that mostly wait.
-# What they say comes last.
+# Clusters and gangs come last and one by one: each of their tests is several processes already.
 test: $(VENV)/.installed-test  ## set up and run the test suite
-	@failed=0; said=$$(mktemp); export OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1}; set -x; \
-	$(PY) -m pytest tests/distributed >"$$said" 2>&1 & clusters=$$!; \
-	trap 'kill $$clusters; rm -f "$$said"; exit 1' INT TERM; \
+	@failed=0; export OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1}; set -x; \
 	$(PY) -m pytest $(PYTEST_FLAGS) --ignore=tests/distributed || failed=1; \
-	wait $$clusters || failed=1; \
-	cat "$$said"; rm -f "$$said"; exit $$failed
+	$(PY) -m pytest tests/distributed || failed=1; \
+	exit $$failed
 
 lint: ruff layers mypy pyright  ## ruff, mypy --strict, pyright, import order
 
