@@ -2,7 +2,8 @@
 
 Rank 0 keeps the sequences. What it announces of a step is the tokens and where they begin; the pages of a
 sequence go along once, and every rank keeps them, under the first of them, which no other sequence holds.
-Rank 0 alone draws, as a part of the step, and reads its tokens there: the next step sends them from the host.
+Rank 0 alone draws, as a part of the step, and reads its tokens behind it: the next step sends them from the
+host.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ class Led(Llama):
         number = next(self._numbers)
         self._draws[number] = draw
         try:
-            return await self._announced(number, ids, chunk)
+            return await lz.to_host(await self._announced(number, ids, chunk))
         finally:
             del self._draws[number]
 
@@ -79,14 +80,14 @@ class Led(Llama):
         return self._answers(logits, [self._draws.get(number) for number in numbers])
 
     def _answers(self, logits: Tensor, draws: Several[Draw | None]) -> list[Tensor]:
-        """On rank 0 a token on the host for who draws, and for anybody else the logits (1, V)."""
+        """On rank 0 a token for who draws, and for anybody else the logits (1, V)."""
         found = list(logits.split(1))
         own = [draw for draw in draws if draw is not None]
         if not own:
             return found
         rows = [row for row, draw in enumerate(draws) if draw is not None]
         with self._member.under("draw"):  # which no other rank chooses for
-            tokens = torch.cat(drawn(logits if len(rows) == len(found) else logits[rows], own)).cpu()
+            tokens = torch.cat(drawn(logits if len(rows) == len(found) else logits[rows], own))
         for row, token in zip(rows, tokens.split(1), strict=True):
             found[row] = token
         return found
