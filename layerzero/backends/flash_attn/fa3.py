@@ -9,19 +9,19 @@ from typing import Any
 
 from layerzero.backends.flash_attn.shared import (
     FEATURES,
-    HALF,
-    HEAD_SIZES,
+    THIRD,
     Dense,
     Paged,
     Ragged,
     Result,
     both,
     flags,
+    hopper,
     int32,
     kernel,
     takes,
 )
-from layerzero.kernel import Capability, Efficiency, Kernel
+from layerzero.kernel import Kernel
 from layerzero.ops.mirrors import longest
 
 
@@ -76,33 +76,21 @@ def _paged() -> Callable[..., Any]:
     return paged_attention
 
 
-def _capability(features: frozenset[str] = FEATURES, **more: Any) -> Capability:
-    return Capability(
-        source="hopper/flash_attn_interface.py as flash-attn 2.8.3.post2 ships it; not executed here",
-        platforms=frozenset({"cuda"}),
-        sm_min=90,
-        sm_max=90,
-        cuda_min="12.3",
-        dtypes=HALF,
-        features=features,
-        limits=HEAD_SIZES,
-        last_stride1=True,
-        gradient=False,
-        **more,
-    )
-
-
-_GUESS = Efficiency(0.6, 0.8, 20.0, "an estimate, from FlashInfer's FA3 template")
+_capability = functools.partial(
+    hopper,
+    "hopper/flash_attn_interface.py as flash-attn 2.8.3.post2 ships it; not executed here",
+    cuda_min="12.3",
+)
 _make = functools.partial(kernel, "flash_attn_3", rank=37, distribution="flash-attn-3>=3.0.0b1")
 
 KERNELS: tuple[Kernel, ...] = (
-    _make("attention", "dense", _attention, _capability(layouts=frozenset({"BSHD"})), _GUESS),
-    _make("ragged_attention", "varlen", _ragged, _capability(), _GUESS),
+    _make("attention", "dense", _attention, _capability(layouts=frozenset({"BSHD"})), THIRD),
+    _make("ragged_attention", "varlen", _ragged, _capability(), THIRD),
     _make(
         "paged_attention",
         "page_table",
         _paged,
-        _capability(FEATURES | {"prefill", "lse"}, layouts=frozenset({"NHD"})),
-        _GUESS,
+        _capability(features=FEATURES | {"prefill", "lse"}, layouts=frozenset({"NHD"})),
+        THIRD,
     ),
 )

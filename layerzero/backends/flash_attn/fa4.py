@@ -16,14 +16,13 @@ from typing import Any
 
 from layerzero.backends.flash_attn.shared import (
     FEATURES,
-    HALF,
-    HEAD_SIZES,
     Asked,
     Dense,
     Paged,
     Ragged,
     Result,
     Window,
+    hopper,
     int32,
     kernel,
     takes,
@@ -109,28 +108,14 @@ def _paged() -> Callable[..., Any]:
 
 
 _FEATURES = FEATURES | {"lse"}
-
-
-def _capability(
-    *, features: frozenset[str] = _FEATURES, limits: tuple[Any, ...] = (), **more: Any
-) -> Capability:
-    return Capability(
-        source="flash-attn-4 4.0.0b36, flash_attn/cute/interface.py; run against float64 on an H200",
-        platforms=frozenset({"cuda"}),
-        # Other families have forward kernels too, with other limits; these are Hopper's.
-        sm_min=90,
-        sm_max=90,
-        dtypes=HALF,
-        features=features,
-        limits=(AtLeast("D", 8), *HEAD_SIZES, *limits),
-        last_stride1=True,
-        alignment=16,
-        gradient=False,
-        graph_safe=True,
-        **more,
-    )
-
-
+_capability = functools.partial(
+    hopper,
+    "flash-attn-4 4.0.0b36, flash_attn/cute/interface.py; run against float64 on an H200",
+    features=_FEATURES,
+    alignment=16,
+    graph_safe=True,
+)
+_LEAST = AtLeast("D", 8)
 _MEASURED = "an estimate beside the eager and replayed prefills in benchmarks/results/regret_h200.json"
 _FAST = Efficiency(0.67, 0.8, 75.6, _MEASURED)
 
@@ -152,8 +137,10 @@ def _compiled_for(request: Request) -> str:
 
 
 KERNELS: tuple[Kernel, ...] = (
-    _make("attention", "dense", _attention, _capability(layouts=frozenset({"BSHD"})), _FAST),
-    _make("ragged_attention", "varlen", _ragged, _capability(), _FAST),
+    _make(
+        "attention", "dense", _attention, _capability(limits=(_LEAST,), layouts=frozenset({"BSHD"})), _FAST
+    ),
+    _make("ragged_attention", "varlen", _ragged, _capability(limits=(_LEAST,)), _FAST),
     _make(
         "paged_attention",
         "page_table",
@@ -163,7 +150,7 @@ KERNELS: tuple[Kernel, ...] = (
             layouts=frozenset({"NHD"}),
             # A page that holds whole tiles of keys is loaded with what stands behind the length, and a NaN
             # there reaches the output.
-            limits=(AtMost("P", 64), MultipleOf("D", 16, Reason.HEAD_DIM_ALIGNMENT)),
+            limits=(_LEAST, AtMost("P", 64), MultipleOf("D", 16, Reason.HEAD_DIM_ALIGNMENT)),
         ),
         _FAST,
     ),

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from layerzero.kernel import AtMost, Capability, Efficiency, Kernel, MultipleOf, SameAs
+from layerzero.kernel import AtMost, Capability, Efficiency, Kernel, Limit, MultipleOf, SameAs
 from layerzero.ops.mirrors import longest
 from layerzero.ops.request import Request
 from layerzero.reasons import Reason
@@ -25,6 +25,7 @@ HEAD_SIZES = (
 )
 Window = tuple[int, int] | None
 Result = Tensor | tuple[Tensor, Tensor]
+THIRD = Efficiency(0.6, 0.8, 20.0, "an estimate, from FlashInfer's FA3 template")
 
 
 class Dense(NamedTuple):
@@ -127,6 +128,24 @@ def workspace_bytes(request: Request) -> int:
     """
     rows = request.dim("T") or request.dim("B") * request.dim("Sq")
     return 4 * request.dim("Hq") * (rows + 127) + 150 * 2 * 64 * 257 * 4
+
+
+def hopper(
+    source: str, *, features: frozenset[str] = FEATURES, limits: tuple[Limit, ...] = (), **more: Any
+) -> Capability:
+    """What the generations for Hopper have in common; other families have kernels with other limits."""
+    return Capability(
+        source=source,
+        platforms=frozenset({"cuda"}),
+        sm_min=90,
+        sm_max=90,
+        dtypes=HALF,
+        features=features,
+        limits=(*HEAD_SIZES, *limits),
+        last_stride1=True,
+        gradient=False,
+        **more,
+    )
 
 
 def kernel(

@@ -18,19 +18,19 @@ from torch import Tensor
 
 from layerzero.backends.flash_attn.shared import (
     FEATURES,
-    HALF,
-    HEAD_SIZES,
+    THIRD,
     Asked,
     Dense,
     Paged,
     Ragged,
     Result,
     both,
+    hopper,
     int32,
     kernel,
     takes,
 )
-from layerzero.kernel import AtMost, Capability, Efficiency, Kernel
+from layerzero.kernel import AtMost, Kernel
 from layerzero.ops.mirrors import longest
 
 _EXTENSION = "_vllm_fa3_C"
@@ -166,40 +166,26 @@ def _paged() -> Callable[..., Any]:
     return paged_attention
 
 
-def _capability(
-    *, features: frozenset[str] = FEATURES | {"lse"}, limits: tuple[Any, ...] = (), **more: Any
-) -> Capability:
-    return Capability(
-        source="vllm 0.26.0, vllm_flash_attn/flash_attn_interface.py and the schema of its extension",
-        platforms=frozenset({"cuda"}),
-        sm_min=90,
-        sm_max=90,
-        cuda_min="12.3",
-        dtypes=HALF,
-        features=features,
-        limits=(*HEAD_SIZES, *limits),
-        last_stride1=True,
-        alignment=16,
-        gradient=False,
-        graph_safe=True,
-        **more,
-    )
-
-
-_GUESS = Efficiency(0.6, 0.8, 20.0, "an estimate, from FlashInfer's FA3 template")
+_FEATURES = FEATURES | {"lse"}
+_capability = functools.partial(
+    hopper,
+    "vllm 0.26.0, vllm_flash_attn/flash_attn_interface.py and its extension; run against float64 on an H200",
+    features=_FEATURES,
+    cuda_min="12.3",
+    alignment=16,
+    graph_safe=True,
+)
 _make = functools.partial(kernel, "vllm_flash_attn_3", rank=38, distribution="vllm>=0.20")
 
 KERNELS: tuple[Kernel, ...] = (
-    _make("attention", "varlen", _attention, _capability(layouts=frozenset({"BSHD"})), _GUESS),
-    _make("ragged_attention", "varlen", _ragged, _capability(), _GUESS),
+    _make("attention", "varlen", _attention, _capability(layouts=frozenset({"BSHD"})), THIRD),
+    _make("ragged_attention", "varlen", _ragged, _capability(), THIRD),
     _make(
         "paged_attention",
         "page_table",
         _paged,
         # Larger pages are loaded in whole tiles, with what stands behind the length.
-        _capability(
-            features=FEATURES | {"lse", "prefill"}, layouts=frozenset({"NHD"}), limits=(AtMost("P", 64),)
-        ),
-        _GUESS,
+        _capability(features=_FEATURES | {"prefill"}, layouts=frozenset({"NHD"}), limits=(AtMost("P", 64),)),
+        THIRD,
     ),
 )
