@@ -14,7 +14,7 @@ from typing import Any
 from weakref import WeakSet
 
 import torch
-from llama import BLOCKING, Draw, Llama, drawn, finished
+from llama import BLOCKING, Draw, Llama, finished, tokens
 from paging import Chunk, Places, Sequence, places_of, sent
 from torch import Tensor
 
@@ -87,7 +87,7 @@ class Led(Llama):
             return found
         rows = [row for row, draw in enumerate(draws) if draw is not None]
         with self._member.under("draw"):  # which no other rank chooses for
-            tokens = torch.cat(drawn(logits if len(rows) == len(found) else logits[rows], own))
-        for row, token in zip(rows, tokens.split(1), strict=True):
+            drawn = tokens(logits if len(rows) == len(found) else logits[rows], own)
+        for row, token in zip(rows, drawn.split(1), strict=True):
             found[row] = token
         return found

@@ -174,11 +174,6 @@ def tokens(logits: Tensor, draws: Sequence[Draw]) -> Tensor:
     return sampled
 
 
-def drawn(logits: Tensor, draws: Sequence[Draw]) -> list[Tensor]:
-    """`tokens`, one (1,) for each row."""
-    return list(tokens(logits, draws).split(1))
-
-
 # -- the model ------------------------------------------------------------------------------------------
 
 

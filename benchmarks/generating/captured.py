@@ -10,7 +10,7 @@ allows.
 from __future__ import annotations
 
 import torch
-from llama import BLOCKING, Draw, Layer, Llama, drawn, finished
+from llama import BLOCKING, Draw, Layer, Llama, finished, tokens
 from paging import Chunk, Pages, Places, Sequence, sent
 from torch import Tensor
 
@@ -66,14 +66,6 @@ class Frame:
         self.pages.allocator.give_back(self._spare.pages)
 
 
-def tokens(logits: Tensor, draws: list[Draw]) -> Tensor | list[Tensor]:
-    """What `llama.drawn` gives; in one piece where nothing is drawn."""
-    if all(draw.temperature == 0 for draw in draws):
-        likeliest: Tensor = lz.sync.sample(logits, temperature=0.0, seed=0)
-        return likeliest
-    return drawn(logits, draws)
-
-
 class Whole:
     """A model that answers `next` by one graph a step, for sequences of at most `limit` tokens."""
 
@@ -89,7 +81,7 @@ class Whole:
         token: Tensor = await self._joined(ids, chunk, draw)
         return token
 
-    def nexts(self, ids: Tensor, chunks: list[Chunk], draws: list[Draw]) -> Tensor | list[Tensor]:
+    def nexts(self, ids: Tensor, chunks: list[Chunk], draws: list[Draw]) -> Tensor:
         """`next` for all callers at once."""
         self.frame.load(chunks)
         return tokens(self._graph(ids), draws)
@@ -118,7 +110,7 @@ class Part:
         out: Tensor = self._graph(x)
         return out
 
-    def draw(self, x: Tensor, chunks: list[Chunk], draws: list[Draw]) -> Tensor | list[Tensor]:
+    def draw(self, x: Tensor, chunks: list[Chunk], draws: list[Draw]) -> Tensor:
         """`run` of the last layer, and a token (1,) for each caller."""
         return tokens(self.run(x, chunks), draws)
 
@@ -154,7 +146,7 @@ class Layered:
         token: Tensor = await self._last(x, chunk, draw)
         return token
 
-    def nexts(self, ids: Tensor, chunks: list[Chunk], draws: list[Draw]) -> Tensor | list[Tensor]:
+    def nexts(self, ids: Tensor, chunks: list[Chunk], draws: list[Draw]) -> Tensor:
         """`next` for all callers at once, without an await."""
         x = ids
         for part in self.parts[:-1]:
