@@ -14,11 +14,10 @@ from __future__ import annotations
 import argparse
 import functools
 import json
-import math
 import os
 import statistics
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -411,17 +410,15 @@ def _figures(rows: list[dict[str, Any]]) -> dict[str, Any]:
     for name in ALWAYS:
         gains = [row["faster_than"][name] for row in rows if name in row.get("faster_than", {})]
         if gains:
-            figures[f"over always {name}"] = round(_mean(gains), 3)
+            figures[f"over always {name}"] = round(statistics.geometric_mean(gains), 3)
     return figures
 
 
 def _spread(name: str, values: list[float]) -> dict[str, float]:
-    return {f"{name}_geomean": round(_mean(values), 4), f"{name}_worst": round(max(values), 4)}
-
-
-def _mean(values: Iterable[float]) -> float:
-    logs = [math.log(value) for value in values]
-    return math.exp(sum(logs) / len(logs))
+    return {
+        f"{name}_geomean": round(statistics.geometric_mean(values), 4),
+        f"{name}_worst": round(max(values), 4),
+    }
 
 
 def _decode(record: dict[str, Any]) -> list[dict[str, Any]]:

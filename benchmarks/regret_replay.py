@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
+import statistics
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -143,7 +143,7 @@ def show(judged: list[tuple[float, Case, Selection]], worst: int) -> dict[str, d
         parts[f"{case.launch}, {'tuned' if case.tuned else 'held out'}"].append(choice)
     figures = {}
     for name, found in sorted(parts.items()):
-        mean = math.exp(sum(map(math.log, found)) / len(found))
+        mean = statistics.geometric_mean(found)
         figures[name] = {"shapes": len(found), "geomean": round(mean, 4), "worst": round(max(found), 4)}
         print(f"{name}: {len(found)} shapes, choice {mean:.4f}, worst {max(found):.3f}")
     for choice, case, selection in sorted(judged, key=lambda each: -each[0])[:worst]:
