@@ -28,21 +28,28 @@ _DELAY_S = 1.0
 
 
 class Hot:
-    """A compiled module once it is there: `module`, else None; `state` and `detail` say why.
+    """What `name`.cpp compiles to, once it is there: `module`, else None; `state` and `detail` say why."""
 
-    `library` gives what compiles it.
-    """
+    __slots__ = ("_adopters", "_error", "_lock", "_name", "detail", "module", "state")
 
-    __slots__ = ("_adopters", "_error", "_library", "_lock", "detail", "module", "state")
-
-    def __init__(self, library: Callable[[], Any] | None = None) -> None:
-        self._library = library or (lambda: _own("hot"))
+    def __init__(self, name: str = "hot") -> None:
+        self._name = name
         self.module: Any = None
         self.state = UNUSED
         self.detail = ""
         self._adopters: list[Callable[[Any], None]] = []
         self._error: BackendNotAvailableError | None = None
         self._lock = threading.Lock()
+
+    def _library(self) -> Any:
+        # Imported here: it needs what only Unix has, and nobody else needs it at import.
+        from layerzero.native import compiling
+
+        return compiling.Library(
+            f"layerzero_{self._name}",
+            Path(__file__).with_name(f"{self._name}.cpp"),
+            ("-O2", "-std=c++20", "-fPIC", "-shared", "-fvisibility=hidden"),
+        )
 
     def on_ready(self, adopt: Callable[[Any], None]) -> None:
         """Call `adopt(module)` when the module is there, now if it is; with None when it is put aside."""
@@ -146,15 +153,4 @@ class Hot:
 _ENDING = threading.Event()
 HOT: Final = Hot()
 # What notes the kernels in flight (`actors/journal.py`): small, so that a device of a fleet waits for it.
-NOTING: Final = Hot(lambda: _own("noting"))
-
-
-def _own(name: str) -> Any:
-    # Imported here: it needs what only Unix has, and nobody else needs it at import.
-    from layerzero.native import compiling
-
-    return compiling.Library(
-        f"layerzero_{name}",
-        Path(__file__).with_name(f"{name}.cpp"),
-        ("-O2", "-std=c++20", "-fPIC", "-shared", "-fvisibility=hidden"),
-    )
+NOTING: Final = Hot("noting")

@@ -28,14 +28,13 @@ def alike(distance: float) -> float:
 def factored(positions: Sequence[Sequence[float]]) -> Triangle:
     """The places' likeness as a lower triangle whose product with its transpose it is (Cholesky)."""
     rows: Triangle = []
-    for number, here in enumerate(positions):
+    for here in positions:
         row: list[float] = []
         for other, there in zip(rows, positions, strict=False):
             row.append((alike(math.dist(here, there)) - sum(map(mul, row, other))) / other[len(row)])
         own = alike(0.0) + NOISE - sum(map(mul, row, row))
         row.append(math.sqrt(own))
         rows.append(row)
-        assert len(row) == number + 1
     return rows
 
 
