@@ -56,7 +56,7 @@ class _Local(threading.local):
 class Journal:
     """The journal of one life of a device; `watched` wraps a callable, `close` says that all is well.
 
-    `twin` is the compiled module that notes a call in a tenth of the time, `layerzero.native.NOTING`'s.
+    `twin` is the compiled module that notes a call in less time, `layerzero.native.NOTING`'s.
     """
 
     def __init__(self, folder: Path, name: str, generation: str, twin: Any = None) -> None:
