@@ -109,9 +109,13 @@ class NumericsGuard:
         sizes = " ".join(f"{name}={size}" for name, size in request.dims.items())
         asks = " ".join(sorted(request.features))
         why = f"wrong numbers: {found} ({request.dtype} {sizes}{' ' + asks if asks else ''})"
-        self._device.counters.add("numerics_failures", kernel=kernel)
-        log.error(KERNEL_WRONG, kernel=kernel, op=op.name, error=found.error, limit=found.limit, why=why)
-        self._device.health.quarantine(kernel, why)
+        # Kept out before anybody is told, so that who reads the counter may rely on it; told even when the
+        # quarantine cannot be written.
+        try:
+            self._device.health.quarantine(kernel, why)
+        finally:
+            self._device.counters.add("numerics_failures", kernel=kernel)
+            log.error(KERNEL_WRONG, kernel=kernel, op=op.name, error=found.error, limit=found.limit, why=why)
 
 
 def _bytes(args: Args) -> int:
