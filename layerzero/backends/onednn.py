@@ -37,11 +37,16 @@ def _operator() -> Callable[..., Tensor]:
     return default
 
 
+def _dense(bias: Tensor | None) -> Tensor | None:
+    """`bias` as it reads: the operator reads a view's memory as if it were dense."""
+    return None if bias is None else bias.contiguous()
+
+
 def _linear() -> Callable[..., Any]:
     fused = _operator()
 
     def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        return fused(x, weight, bias, "none", [], "")
+        return fused(x, weight, _dense(bias), "none", [], "")
 
     return linear
 
@@ -53,7 +58,8 @@ def _mlp() -> Callable[..., Any]:
         x: Tensor, w_up: Tensor, w_down: Tensor, b_up: Tensor | None, b_down: Tensor | None, activation: str
     ) -> Tensor:
         attribute, algorithm = _FUSED[activation]
-        return fused(fused(x, w_up, b_up, attribute, [], algorithm), w_down, b_down, "none", [], "")
+        hidden = fused(x, w_up, _dense(b_up), attribute, [], algorithm)
+        return fused(hidden, w_down, _dense(b_down), "none", [], "")
 
     return mlp
 
