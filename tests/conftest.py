@@ -1,4 +1,6 @@
-"""What every test shares: hypothesis profiles, torch's thread count, a detector of blocking calls."""
+"""What every test shares: hypothesis profiles, detectors of blocking calls and of circles among locks."""
+
+# ruff: noqa: E402  (locks are watched before the library is imported)
 
 import os
 import tempfile
@@ -10,6 +12,10 @@ import pytest
 import torch
 from blockbuster import blockbuster_ctx
 from hypothesis import HealthCheck, settings
+
+from tests import lock_order
+
+lock_order.watch()  # before the library makes its first lock
 
 from layerzero.errors import BackendNotAvailableError
 from layerzero.native import HOT
@@ -75,6 +81,14 @@ def full_float32() -> Iterator[None]:
     need_full_float32()
     yield
     need_full_float32()
+
+
+@pytest.fixture(autouse=True)
+def locks_have_an_order() -> Iterator[None]:
+    """Fail the test that takes two locks of the library in both orders, or closes a longer circle."""
+    yield
+    circle = lock_order.ORDER.circle()
+    assert not circle, lock_order.ORDER.told(circle)
 
 
 @pytest.fixture(autouse=True)
