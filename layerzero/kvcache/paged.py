@@ -58,7 +58,9 @@ class PagedCache:
     def _pool(self, pages: int, width: int) -> Tensor:
         heads, size = self.spec.heads, self.page_size
         shape = (pages, size, heads, width) if self.layout == "NHD" else (pages, heads, size, width)
-        return torch.zeros(shape, dtype=self.spec.dtype, device=self.spec.device)
+        # A tensor made in inference mode cannot be written outside of it, wherever its tokens come from.
+        with torch.inference_mode(False):
+            return torch.zeros(shape, dtype=self.spec.dtype, device=self.spec.device)
 
     @property
     def k_pages(self) -> Tensor:

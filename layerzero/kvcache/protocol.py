@@ -39,6 +39,8 @@ class Spec:
         checks.need_int("heads", self.heads, low=1)
         checks.need_int("width", self.width, low=1)
         checks.need_int("value_width", self.value_width, low=0)
+        if not isinstance(self.dtype, torch.dtype):
+            raise TypeError(f"dtype needs a torch.dtype, got {type(self.dtype).__name__}: {self.dtype!r}")
         if not self.value_width:
             object.__setattr__(self, "value_width", self.width)
 
@@ -50,7 +52,8 @@ class Spec:
     def check(self, keys: Tensor, values: Tensor) -> int:
         """The number of tokens in `keys` (S, heads, width) and `values` (S, heads, value_width).
 
-        Raises: ValueError, TypeError: shape, dtype or device differ; nothing is converted on the way.
+        Raises: ValueError, TypeError: shape, dtype or device differ, nothing is converted on the way; a
+            gradient is asked for.
         """
         for name, tensor, width in (("keys", keys, self.width), ("values", values, self.value_width)):
             checks.need_tensor(name, tensor, rank=3)
@@ -61,6 +64,10 @@ class Spec:
                 raise TypeError(f"{name} needs dtype {wanted} like the cache, got {got}; convert it first")
             if tensor.device != torch.device(self.device):
                 raise ValueError(f"{name} needs to be on {self.device}, got {tensor.device}")
+            if tensor.requires_grad and torch.is_grad_enabled():
+                raise ValueError(
+                    f"{name} needs not to require grad, or torch.no_grad(): a cache is written in place"
+                )
         if keys.shape[0] != values.shape[0]:
             raise ValueError(f"values needs {keys.shape[0]} tokens like keys, got {values.shape[0]}")
         return int(keys.shape[0])

@@ -182,3 +182,35 @@ def test_nothing_is_converted_on_the_way(make: Callable[[], Cache]) -> None:
     with pytest.raises(ValueError, match="values needs 1 tokens like keys, got 2"):
         cache.append(sequence, torch.zeros(1, 1, 2), torch.zeros(2, 1, 2))
     assert cache.length(sequence) == 0
+
+
+@every_cache
+def test_what_asks_for_a_gradient_is_refused(make: Callable[[], Cache]) -> None:
+    """A cache is written in place: it would keep the graph of every token that it has ever taken."""
+    cache = make()
+    sequence = cache.new()
+    keys, values = tokens(3)
+    with pytest.raises(ValueError, match=r"keys needs not to require grad, or torch\.no_grad\(\)"):
+        cache.append(sequence, keys.requires_grad_(), values)
+    assert cache.length(sequence) == 0
+    with torch.no_grad():
+        cache.append(sequence, keys, values)
+    assert cache.length(sequence) == 3
+    assert not cache.read(sequence)[0].requires_grad
+
+
+@pytest.mark.parametrize("inside", [True, False])
+def test_a_pool_is_written_in_every_mode(inside: bool) -> None:
+    """A cache that was made in inference mode takes tokens outside of it, and the other way round."""
+    with torch.inference_mode(inside):
+        cache = PagedCache(SPEC, pages=8, page_size=4)
+    with torch.inference_mode(not inside):
+        sequence = cache.new()
+        cache.append(sequence, *tokens(3))
+        torch.testing.assert_close(cache.read(sequence), tokens(3))
+
+
+def test_a_spec_needs_a_dtype() -> None:
+    """The name of a dtype is none."""
+    with pytest.raises(TypeError, match=r"dtype needs a torch\.dtype, got str"):
+        Spec(heads=1, width=2, dtype="float32")  # type: ignore[arg-type]
