@@ -55,6 +55,7 @@ class Spec:
         Raises: ValueError, TypeError: shape, dtype or device differ, nothing is converted on the way; a
             gradient is asked for.
         """
+        where = torch.device(self.device)
         for name, tensor, width in (("keys", keys, self.width), ("values", values, self.value_width)):
             checks.need_tensor(name, tensor, rank=3)
             if tensor.shape[1:] != (self.heads, width):
@@ -62,8 +63,9 @@ class Spec:
             if tensor.dtype != self.dtype:
                 wanted, got = checks.dtype_name(self.dtype), checks.dtype_name(tensor.dtype)
                 raise TypeError(f"{name} needs dtype {wanted} like the cache, got {got}; convert it first")
-            if tensor.device != torch.device(self.device):
-                raise ValueError(f"{name} needs to be on {self.device}, got {tensor.device}")
+            there = tensor.device
+            if there.type != where.type or where.index not in (None, there.index):
+                raise ValueError(f"{name} needs to be on {self.device}, got {there}")
             if tensor.requires_grad and torch.is_grad_enabled():
                 raise ValueError(
                     f"{name} needs not to require grad, or torch.no_grad(): a cache is written in place"

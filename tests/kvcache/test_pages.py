@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from torch._subclasses import FakeTensorMode
 
 from layerzero.kvcache import (
     ChunkedCache,
@@ -214,3 +215,12 @@ def test_a_spec_needs_a_dtype() -> None:
     """The name of a dtype is none."""
     with pytest.raises(TypeError, match=r"dtype needs a torch\.dtype, got str"):
         Spec(heads=1, width=2, dtype="float32")  # type: ignore[arg-type]
+
+
+def test_a_device_without_an_index_is_any_of_its_kind() -> None:
+    """A cache on "cuda" takes tokens of "cuda:0", which is what every tensor there says."""
+    with FakeTensorMode():
+        there = torch.empty(2, 1, 2, device="cuda:0")
+        assert Spec(heads=1, width=2, device="cuda").check(there, there) == 2
+        with pytest.raises(ValueError, match="keys needs to be on cuda:1, got cuda:0"):
+            Spec(heads=1, width=2, device="cuda:1").check(there, there)
