@@ -190,8 +190,16 @@ class Layer:
     reduce: Callable[[Tensor], Tensor] = staticmethod(_whole)
 
     def __init__(
-        self, index: int, config: Config, get: Get, rotary: tuple[Tensor, Tensor], pages: Pages
+        self,
+        index: int,
+        config: Config,
+        get: Get,
+        norm: Tensor,
+        rotary: tuple[Tensor, Tensor],
+        pages: Pages,
     ) -> None:
+        """`norm` (C,) is the weight of the norm that the layer's input comes through."""
+        self.norm = norm
         self.split = (config.heads, config.kv_heads, config.kv_heads)
         self.head_dim, self.eps = config.head_dim, config.eps
         self.cos, self.sin = rotary
@@ -238,8 +246,14 @@ class Layer:
         normed, x = await ops.add_rms_norm(out, x, self.norm_next, eps=self.eps)
         return normed, x
 
-    def rows(self, normed: Tensor, x: Tensor, chunks: list[Chunk]) -> tuple[Tensor, Tensor]:
-        """`forward` for the rows of all callers at once."""
+    def rows(self, x: Tensor, chunks: list[Chunk]) -> Tensor:
+        """The residual stream `x` (T, C) of all callers behind this layer."""
+        return self.both(x, chunks)[1]
+
+    def both(self, x: Tensor, chunks: list[Chunk]) -> tuple[Tensor, Tensor]:
+        """`forward` for the rows of all callers at once; they are normed here, so that one tensor goes from
+        layer to layer and not two."""
+        normed = lz.sync.rms_norm(x, self.norm, eps=self.eps)
         return finished(self.forward(BLOCKING, normed, x, places(chunks)))
 
 
@@ -259,7 +273,10 @@ class Llama:
         self.words = get("model.embed_tokens.weight", (config.vocab, config.channels))
         self.head = self.words if config.tied else get("lm_head.weight", (config.vocab, config.channels))
         self.norm_first = get("model.layers.0.input_layernorm.weight", (config.channels,))
-        self.layers = [Layer(index, config, get, tables, pages) for index in range(config.layers)]
+        self.layers: list[Layer] = []
+        for index in range(config.layers):
+            norm = self.layers[-1].norm_next if self.layers else self.norm_first
+            self.layers.append(Layer(index, config, get, norm, tables, pages))
         self._joined_layers = [lz.batched(layer.rows) for layer in self.layers]
         self._joined_first = lz.batched(self.first)
         self._joined_last = lz.batched(self.last)
@@ -275,7 +292,11 @@ class Llama:
             logits: Tensor = await self._joined_step(ids, chunk)
             return logits
         if self.per == "layer":
-            return await self.forward(AWAITED, self._joined_layers, ids, chunk)
+            x = await lz.embedding(ids, self.words)
+            for layer in self._joined_layers:
+                x = await layer(x, chunk)
+            normed = await lz.rms_norm(x[chunk.last], self.layers[-1].norm_next, eps=self.config.eps)
+            return await lz.linear(normed, self.head)
         return await self.forward(AWAITED, self._awaited, ids, chunk.places)
 
     async def next(self, ids: Tensor, chunk: Chunk, draw: Draw) -> Tensor:
@@ -288,10 +309,10 @@ class Llama:
             token: Tensor = await self._joined_next(ids, chunk, draw)
             return token
         if self.per == "layer":
-            normed, x = await self._joined_first(ids, chunk)
+            x = await self._joined_first(ids, chunk)
             for layer in self._joined_layers[1:-1]:
-                normed, x = await layer(normed, x, chunk)
-            last: Tensor = await self._joined_last(normed, x, chunk, draw)
+                x = await layer(x, chunk)
+            last: Tensor = await self._joined_last(x, chunk, draw)
             return last
         logits = await self.step(ids, chunk)
         sampled: Tensor = await lz.sample(
@@ -304,7 +325,7 @@ class Llama:
         ops: Ops,
         layers: Sequence[Callable[..., Awaitable[Any]]],
         ids: Tensor,
-        at: Places | Chunk,
+        at: Places,
     ) -> Tensor:
         """The logits (B, V) of each sequence's last row among `ids` (T,)."""
         x = await ops.embedding(ids, self.words)
@@ -332,14 +353,13 @@ class Llama:
         """`next` for all callers at once: (B,)."""
         return tokens(finished(self.forward(BLOCKING, self._blocking, ids, places(chunks))), draws)
 
-    def first(self, ids: Tensor, chunks: list[Chunk]) -> tuple[Tensor, Tensor]:
-        """The first layer of the tokens `ids` (T,) of all callers: (normed, x), each (T, C)."""
-        x = lz.sync.embedding(ids, self.words)
-        return self.layers[0].rows(lz.sync.rms_norm(x, self.norm_first, eps=self.config.eps), x, chunks)
+    def first(self, ids: Tensor, chunks: list[Chunk]) -> Tensor:
+        """The first layer of the tokens `ids` (T,) of all callers: (T, C)."""
+        return self.layers[0].rows(lz.sync.embedding(ids, self.words), chunks)
 
-    def last(self, normed: Tensor, x: Tensor, chunks: list[Chunk], draws: list[Draw]) -> Tensor:
+    def last(self, x: Tensor, chunks: list[Chunk], draws: list[Draw]) -> Tensor:
         """The last layer, and the token that follows each caller's last row: (B,)."""
-        normed, _ = self.layers[-1].rows(normed, x, chunks)
+        normed, _ = self.layers[-1].both(x, chunks)
         return tokens(lz.sync.linear(normed[places(chunks).last], self.head), draws)
 
 

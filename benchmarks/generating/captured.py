@@ -63,7 +63,7 @@ class Frame:
 
     def close(self) -> None:
         """Give the pages of the padding back."""
-        self.pages.allocator.give_back(self._spare.pages)
+        self._spare.close()
 
 
 class Whole:

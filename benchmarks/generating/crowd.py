@@ -176,12 +176,12 @@ def looped(cache: by_hand.Paged | by_hand.Contiguous, crowd: Crowd) -> Span:
             tokens += 1
             slot.token, slot.length, slot.left = drawn, slot.length + 1, slot.left - 1
             if not slot.left:
-                model.pages.allocator.give_back(slot.sequence.pages)
+                slot.sequence.close()
                 slots[index] = _entered(model, crowd, lengths())
                 changed = True
     end = time.perf_counter()
     for slot in slots:
-        model.pages.allocator.give_back(slot.sequence.pages)
+        slot.sequence.close()
     return Span(end - begin, tokens - counted, batches - steps, tokens - counted)
 
 

@@ -41,5 +41,5 @@ def _complete(model: Llama, asked: list[Asked]) -> list[Asked]:
             chunks = [sequences[index].extend(1) for index in live]
     finally:
         for sequence in sequences:
-            model.pages.allocator.give_back(sequence.pages)
+            sequence.close()
     return [{"tokens": len(tokens), "batch": len(asked)} for tokens in given]
