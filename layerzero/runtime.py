@@ -344,7 +344,10 @@ class Runtime:
 
         What asks for the current task (`asyncio.timeout`, task groups) does not work inside it.
         Raises: RuntimeClosedError: after close. RuntimeError: no event loop runs in this thread.
+            TypeError: `coro` is no coroutine.
         """
+        if not isinstance(coro, Coroutine):
+            raise TypeError(f"coro needs a coroutine, got {type(coro).__name__}: {coro!r}")
         try:
             return spawn(self.device(device).fronts.current(), coro)
         except BaseException:

@@ -56,7 +56,13 @@ class Fronts:
 
         Raises: RuntimeError: no loop runs in this thread; RuntimeClosedError: closed.
         """
-        loop = asyncio.get_running_loop()
+        try:
+            loop = asyncio.get_running_loop()
+        except RuntimeError:
+            raise RuntimeError(
+                "an awaited call needs a running asyncio event loop in this thread, got none (trio runs its "
+                "own kind); lz.sync has the same ops, blocking"
+            ) from None
         front = self.by_loop.get(loop)
         return front if front is not None else self._open(loop)
 
