@@ -166,12 +166,15 @@ def read_rows(path: str | os.PathLike[str], environment: Environment | None = No
     if not where.is_file():
         return []
     try:
-        with contextlib.closing(_connect(where, "ro")) as connection:
-            if _newer(connection, where):
-                return []
-            rows, damaged = _decode_all(connection.execute(*_query(environment)))
+        try:
+            rows, damaged = _read(where, environment, "ro")
+        except sqlite3.OperationalError as error:
+            if error.sqlite_errorcode != sqlite3.SQLITE_READONLY_ROLLBACK:
+                raise
+            # A writer was killed in its transaction: only a connection that may write takes that back.
+            rows, damaged = _read(where, environment, "rw")
     except sqlite3.OperationalError as error:
-        if "locked" in str(error) or "unable to open" in str(error):
+        if any(words in str(error) for words in ("locked", "unable to open", "readonly")):
             log.warning("perfdb.unreadable", path=str(where), error=str(error))
             return []
         rows, damaged = [], str(error)
@@ -181,6 +184,14 @@ def read_rows(path: str | os.PathLike[str], environment: Environment | None = No
         _set_aside(where, damaged)
         return read_rows(where, environment)
     return rows
+
+
+def _read(path: Path, environment: Environment | None, mode: str) -> tuple[list[Measurement], str]:
+    """The rows of an environment, and what is wrong with others; nothing where a later release wrote."""
+    with contextlib.closing(_connect(path, mode)) as connection:
+        if _newer(connection, path):
+            return [], ""
+        return _decode_all(connection.execute(*_query(environment)))
 
 
 _PRAGMAS = (
