@@ -11,6 +11,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from layerzero.backends import load_builtin
 from layerzero.dispatch import mode, positional
 from layerzero.errors import NoKernelFoundError
 from layerzero.hardware import probe
@@ -304,6 +305,25 @@ def test_measurements_grow_old(age_days: float, counts: bool, caplog: pytest.Log
     assert any("older than 7 days" in r.getMessage() for r in caplog.records) is not counts
     for_ever = settings.replace(perfdb_days=None)
     assert isinstance(measured_costs(for_ever, kernels, CPU, (old,), wall=lambda: now), MeasuredCosts)
+
+
+def test_a_shipped_table_is_made_a_model_once() -> None:
+    """Who opens a device again gets the model of before; fewer rows, kernels or faster roofs get another."""
+    kernels = {k.id: k for k in load_builtin()}
+    settings = Settings(perfdb=None)
+    first = measured_costs(settings, kernels, CPU)
+    if not isinstance(first, MeasuredCosts):
+        pytest.skip("no shipped table is of this machine's class")
+    assert measured_costs(settings, dict(kernels), CPU) is first
+    fewer = dict(list(kernels.items())[1:])
+    faster = msgspec.structs.replace(CPU, bandwidth=CPU.bandwidth * 2)
+    others = (
+        measured_costs(settings, kernels, CPU, without={"a spot"}),
+        measured_costs(settings, fewer, CPU),
+        measured_costs(settings, fewer, faster),
+        measured_costs(settings.replace(shipped_tables=False), kernels, CPU),
+    )
+    assert len({id(model) for model in (first, *others)}) == 5
 
 
 def test_a_forgotten_spot_is_estimated() -> None:
