@@ -18,6 +18,7 @@ from layerzero.actors.frames import Address
 from layerzero.actors.lives import Lifetimes
 from layerzero.errors import DeviceLostError
 from layerzero.settings import Settings
+from tests.children import Child
 from tests.clocks import FakeClock
 
 pytestmark = pytest.mark.asyncio
@@ -143,7 +144,7 @@ async def test_the_crash_loop_breaker() -> None:
 
 
 SERVED = """
-import asyncio, sys
+import asyncio, signal
 from layerzero.actors.channel import Listener
 
 async def slow(body, _):
@@ -158,7 +159,9 @@ async def main():
     listener = Listener(handlers, node="here", host="127.0.0.1", secret=b"s" * 32)
     address = await listener.open()
     print(address.path, address.port, flush=True)
-    await asyncio.get_running_loop().run_in_executor(None, sys.stdin.read)
+    ended = asyncio.Event()
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, ended.set)
+    await ended.wait()
     listener.close()
 
 asyncio.run(main())
@@ -166,27 +169,28 @@ asyncio.run(main())
 
 
 @asynccontextmanager
-async def served(unix: bool) -> AsyncIterator[tuple[Connection, asyncio.subprocess.Process]]:
+async def served(unix: bool, folder: Path) -> AsyncIterator[tuple[Connection, Child]]:
     """A connection to a listener in another process: only there can an answer come while the asker waits."""
-    pipe = asyncio.subprocess.PIPE
-    process = await asyncio.create_subprocess_exec(sys.executable, "-c", SERVED, stdin=pipe, stdout=pipe)
-    assert process.stdout is not None and process.stdin is not None
-    path, port = (await process.stdout.readline()).decode().split()
+    child = Child(SERVED, folder=folder)
+    while not (said := child.out.read_text()).endswith("\n"):
+        assert child.process.is_alive(), child.err.read_text()
+        await asyncio.sleep(0.005)
+    path, port = said.split()
     address = Address(path, "127.0.0.1", int(port), "here", SECRET)
     connection = await connect(address, client="test", node="here" if unix else "there")
     try:
-        yield connection, process
+        yield connection, child
     finally:
         connection.close()
-        process.stdin.close()
-        await process.wait()
+        child.process.terminate()
+        await asyncio.to_thread(child.ended)
         await connection.closed.wait()
 
 
 @pytest.mark.parametrize("unix", [True, False])
-async def test_a_chain_of_quick_answers_leaves_the_loop_its_turns(unix: bool) -> None:
+async def test_a_chain_of_quick_answers_leaves_the_loop_its_turns(unix: bool, tmp_path: Path) -> None:
     """Questions that are answered on the spot do not suspend their task; others run all the same."""
-    async with served(unix) as (connection, _):
+    async with served(unix, tmp_path) as (connection, _):
         turns = 0
 
         async def other() -> None:
@@ -215,9 +219,9 @@ async def test_a_chain_of_quick_answers_leaves_the_loop_its_turns(unix: bool) ->
         assert suspended < 200
 
 
-async def test_answers_that_take_long_are_waited_for_by_the_loop() -> None:
+async def test_answers_that_take_long_are_waited_for_by_the_loop(tmp_path: Path) -> None:
     """A kind that is now quick and now slow, slow ones beside quick ones: every answer is its question's."""
-    async with served(True) as (connection, _):
+    async with served(True, tmp_path) as (connection, _):
         for i in range(40):
             assert await connection.ask("pace", i) == i
         asked = [connection.ask(kind, i) for i in range(50) for kind in ("slow", "echo", "pace")]
@@ -230,9 +234,9 @@ async def test_answers_that_take_long_are_waited_for_by_the_loop() -> None:
         assert await connection.ask("echo", 2) == 2
 
 
-async def test_frames_of_many_pieces_arrive_whole() -> None:
+async def test_frames_of_many_pieces_arrive_whole(tmp_path: Path) -> None:
     """Megabytes in both directions, one after the other and at once."""
-    async with served(True) as (connection, _):
+    async with served(True, tmp_path) as (connection, _):
         bodies = [bytes([i]) * (3 << 20) for i in range(4)]
         for body in bodies:
             assert await connection.ask("echo", body) == body
@@ -241,21 +245,23 @@ async def test_frames_of_many_pieces_arrive_whole() -> None:
 
 async def test_a_killed_process_leaves_no_socket(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing in the folder of temporary files, and who dials its address is refused."""
-    monkeypatch.setenv("TMPDIR", str(tmp_path))
-    async with served(True) as (connection, process):
-        assert sys.platform != "linux" or list(tmp_path.iterdir()) == []  # noqa: ASYNC240
-        process.kill()
+    sockets = tmp_path / "sockets"
+    sockets.mkdir()
+    monkeypatch.setenv("TMPDIR", str(sockets))
+    async with served(True, tmp_path) as (connection, child):
+        assert sys.platform != "linux" or list(sockets.iterdir()) == []
+        child.process.kill()
         await connection.closed.wait()
         with pytest.raises(DeviceLostError):
             await connection.ask("echo", 1)
 
 
-async def test_a_process_that_dies_ends_its_channel() -> None:
+async def test_a_process_that_dies_ends_its_channel(tmp_path: Path) -> None:
     """Who asks on, quickly or not, gets DeviceLostError and no hang."""
-    async with served(True) as (connection, process):
+    async with served(True, tmp_path) as (connection, child):
         for i in range(50):
             await connection.ask("echo", i)
-        process.kill()
+        child.process.kill()
         with pytest.raises(DeviceLostError):
             for i in range(100_000):
                 await connection.ask("echo", i)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
+from pathlib import Path
+
+from tests import children
 
 
-def test_the_local_port_loads_no_ray() -> None:
+def test_the_local_port_loads_no_ray(tmp_path: Path) -> None:
     """A process that names no cluster never imports ray: fleet, streams, tensors and control included."""
     code = (
         "import asyncio, sys, torch, layerzero as lz\n"
@@ -20,7 +21,5 @@ def test_the_local_port_loads_no_ray() -> None:
         "asyncio.run(main())\n"
         "print([m for m in sys.modules if m == 'ray' or m.startswith('ray.')])\n"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True
-    )
+    done = children.run(code, folder=tmp_path)
     assert done.stdout.strip() == "[]", done.stderr

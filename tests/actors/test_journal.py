@@ -5,8 +5,6 @@ from __future__ import annotations
 import gc
 import os
 import signal
-import subprocess
-import sys
 import threading
 import weakref
 from pathlib import Path
@@ -18,6 +16,7 @@ from layerzero.actors.faults import lost_device
 from layerzero.actors.journal import DEATHS_TO_QUARANTINE, FORGIVEN_S, Deaths, Journal, bury, read
 from layerzero.errors import BackendNotAvailableError
 from layerzero.native import NOTING
+from tests import children
 
 KILLED = """
 import os, signal, sys
@@ -44,17 +43,15 @@ def twin(request: pytest.FixtureRequest) -> Any:
 
 def test_a_killed_process_leaves_its_kernel(tmp_path: Path, twin: Any) -> None:
     """The kernel in flight is blamed, the one that had ended is not; the next life finds a clean folder."""
-    done = subprocess.run(
-        [sys.executable, "-c", KILLED, str(tmp_path), "python" if twin is None else "compiled"],
-        timeout=120,
-        check=False,
-    )
-    assert done.returncode == -signal.SIGKILL
-    assert [flight.kernel for flight in read(tmp_path / "gpu-0.ab12.journal")] == ["slow.op"]
-    assert bury(tmp_path, "gpu-1") == []
-    assert bury(tmp_path, "gpu-0") == ["slow.op"]
-    assert bury(tmp_path, "gpu-0") == []
-    assert list(tmp_path.iterdir()) == []
+    journals = tmp_path / "journals"
+    journals.mkdir()
+    done = children.run(KILLED, str(journals), "python" if twin is None else "compiled", folder=tmp_path)
+    assert done.returncode == -signal.SIGKILL, done.stderr
+    assert [flight.kernel for flight in read(journals / "gpu-0.ab12.journal")] == ["slow.op"]
+    assert bury(journals, "gpu-1") == []
+    assert bury(journals, "gpu-0") == ["slow.op"]
+    assert bury(journals, "gpu-0") == []
+    assert list(journals.iterdir()) == []
 
 
 def test_flights_of_several_threads(tmp_path: Path, twin: Any) -> None:

@@ -5,8 +5,7 @@ from __future__ import annotations
 import dataclasses
 import importlib
 import importlib.metadata
-import subprocess
-import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,6 +15,7 @@ from layerzero.errors import BackendNotAvailableError, ConfigurationError
 from layerzero.kernel import Kernel
 from layerzero.ops import table
 from layerzero.reasons import Reason
+from tests import children
 
 KERNELS = backends.load_builtin()
 
@@ -58,7 +58,7 @@ def test_backends_for_gpus_alone_have_no_other_kernel() -> None:
         assert platforms == {frozenset({"cuda"})}, name
 
 
-def test_what_a_first_call_passed_over_is_explained_all_the_same() -> None:
+def test_what_a_first_call_passed_over_is_explained_all_the_same(tmp_path: Path) -> None:
     """After a plain call on a CPU, `explain` and `select` name every kernel with its reason."""
     code = (
         "import torch, layerzero as lz; q = torch.ones(1, 2, 4, 8); lz.sync.attention(q, q, q)\n"
@@ -66,12 +66,13 @@ def test_what_a_first_call_passed_over_is_explained_all_the_same() -> None:
         "    known = {k.id for k in lz.list_kernels('attention')}\n"
         "    print({c.kernel for c in asked.trace} == known, len(asked.trace))"
     )
-    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    run = children.run(code, folder=tmp_path)
+    assert run.returncode == 0, run.stderr
     lines = run.stdout.splitlines()
     assert len(set(lines)) == 1 and lines[0].startswith("True ")
 
 
-def test_a_call_imports_only_the_backends_of_its_op() -> None:
+def test_a_call_imports_only_the_backends_of_its_op(tmp_path: Path) -> None:
     """The first call of a process waits for no file that could not serve it."""
     code = (
         "import sys, torch, layerzero as lz; lz.sync.rms_norm(torch.ones(2, 8))\n"
@@ -79,18 +80,20 @@ def test_a_call_imports_only_the_backends_of_its_op() -> None:
         "print([name for name in files if f'layerzero.backends.{name}' in sys.modules])\n"
         "print('layerzero.ops.paged' in sys.modules, 'layerzero.doctor' in sys.modules)"
     )
-    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    run = children.run(code, folder=tmp_path)
+    assert run.returncode == 0, run.stderr
     assert run.stdout.split("\n")[:2] == ["['torch_native']", "False False"]
 
 
-def test_describing_kernels_imports_no_vendor() -> None:
+def test_describing_kernels_imports_no_vendor(tmp_path: Path) -> None:
     """Only `load` imports a vendor's library."""
     code = (
         "import sys; from layerzero.backends import load_builtin, availability\n"
         "[availability(k) for k in load_builtin()]\n"
         "print([m for m in ('zentorch', 'flashinfer', 'triton', 'ray') if m in sys.modules])"
     )
-    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    run = children.run(code, folder=tmp_path)
+    assert run.returncode == 0, run.stderr
     assert run.stdout.strip() == "[]"
 
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
-import subprocess
-import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -17,7 +16,7 @@ from layerzero.hardware import imagined_gpu, probe
 from layerzero.kernel import judge
 from layerzero.ops import table
 from layerzero.ops.request import Request
-from tests import interpreter
+from tests import children, interpreter
 from tests.backends import cases
 
 MISSING = importlib.util.find_spec("liger_kernel") is None
@@ -50,17 +49,11 @@ print(json.dumps(found))
 
 
 @needs_liger
-def test_the_loss_leaves_the_logits_alone() -> None:
+def test_the_loss_leaves_the_logits_alone(tmp_path: Path) -> None:
     """Liger's function puts the gradient where the logits were; ours gives the same loss and gradient."""
     if wrong := interpreter.why_not():
         pytest.skip(wrong)
-    run = subprocess.run(
-        [sys.executable, "-c", LOSS],
-        capture_output=True,
-        text=True,
-        check=False,
-        env=os.environ | {"TRITON_INTERPRET": "1"},
-    )
+    run = children.run(LOSS, folder=tmp_path, variables=os.environ | {"TRITON_INTERPRET": "1"})
     assert run.returncode == 0, run.stderr[-2000:]
     rows = json.loads(run.stdout.splitlines()[-1])
     assert [row[0] for row in rows] == ["none", "mean", "sum"]

@@ -5,8 +5,6 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -18,28 +16,31 @@ from layerzero.backends.triton_kernels.own import TritonLaunch, check_launch, tr
 from layerzero.hardware import imagined_gpu, probe
 from layerzero.kernel import Capability, judge
 from layerzero.ops.request import Request
-from tests import interpreter
+from tests import children, interpreter
 
 needs_triton = pytest.mark.skipif(
     importlib.util.find_spec("triton") is None, reason="triton is not installed"
 )
 
 
-def interpreted(code: str, folder: Path) -> Any:
-    """The JSON on the last line that a program prints under Triton's interpreter, which reads its source."""
-    if wrong := interpreter.why_not():
-        pytest.skip(wrong)
+def printed(code: str, folder: Path, **variables: str) -> Any:
+    """The JSON on the last line that a program prints; Triton reads its source, so it stands in a file."""
     program = folder / "program.py"
     program.write_text(code)
-    run = subprocess.run(
-        [sys.executable, "-W", "ignore", str(program)],
-        capture_output=True,
-        text=True,
-        check=False,
-        env=os.environ | {"TRITON_INTERPRET": "1"},
+    run = children.run(
+        f"import runpy; runpy.run_path({str(program)!r}, run_name='__main__')",
+        folder=folder,
+        variables=os.environ | variables,
     )
     assert run.returncode == 0, run.stderr[-3000:]
     return json.loads(run.stdout.splitlines()[-1])
+
+
+def interpreted(code: str, folder: Path) -> Any:
+    """What a program prints under Triton's interpreter."""
+    if wrong := interpreter.why_not():
+        pytest.skip(wrong)
+    return printed(code, folder, TRITON_INTERPRET="1")
 
 
 DRAWN = """
@@ -219,14 +220,7 @@ print(json.dumps(found))
 @needs_triton
 def test_a_function_compiles_for_hardware_that_is_not_here(tmp_path: Path) -> None:
     """Machine code for 8.0 and 9.0 without a GPU; what does not compile says JIT_FAILED and why."""
-    (tmp_path / "ahead.py").write_text(AHEAD)
-    run = subprocess.run(
-        [sys.executable, "-W", "ignore", str(tmp_path / "ahead.py")],
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    ampere, hopper, reason, message = json.loads(run.stdout.splitlines()[-1])
+    ampere, hopper, reason, message = printed(AHEAD, tmp_path)
     assert ampere > 1000 and hopper > 1000
     assert reason == "JIT_FAILED" and "copy does not compile for sm 90" in message
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +15,7 @@ from layerzero.cli.deployment import Answer, Examined, Manifest, check, compare,
 from layerzero.cli.pytest_consistency import CHECKS
 from layerzero.errors import ConfigurationError
 from layerzero.settings import Settings
+from tests import children
 from tests.cli.command import Lz
 
 MANIFEST = """
@@ -135,12 +134,10 @@ def test_the_command(lz: Lz, manifest: Path) -> None:
     assert lz("consistency", "--manifest", str(manifest)).exit_code == 2
 
 
-def test_the_plugin_makes_a_test_of_each_check(manifest: Path) -> None:
+def test_the_plugin_makes_a_test_of_each_check(manifest: Path, tmp_path: Path) -> None:
     """`pytest -p layerzero.cli.pytest_consistency` runs one test a check."""
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "layerzero.cli.pytest_consistency"]
-    done = subprocess.run(
-        [*command, "-p", "no:cacheprovider", "--lz-manifest", str(manifest), "-c", "/dev/null", "--rootdir",
-         str(manifest.parent), str(manifest.parent)],
-        capture_output=True, text=True, timeout=120, check=False, stdin=subprocess.DEVNULL,
-    )  # fmt: skip
+    here = str(manifest.parent)
+    words = ["-q", "-p", "layerzero.cli.pytest_consistency", "-p", "no:cacheprovider"]
+    words += ["--lz-manifest", str(manifest), "-c", "/dev/null", "--rootdir", here, here]
+    done = children.run(f"import pytest; raise SystemExit(pytest.main({words}))", folder=tmp_path)
     assert f"{len(CHECKS)} passed" in done.stdout, done.stdout + done.stderr

@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from tests import children
+
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = ROOT / "examples" / "embedding_service.py"
 
@@ -86,9 +88,10 @@ def test_the_quick_demo_is_right_and_says_so(tmp_path: Path) -> None:
     ("arguments", "named"),
     [(["--rounds", "0"], "--rounds"), (["--load", "0"], "--load"), (["--device", "tpu"], "--device")],
 )
-def test_arguments_out_of_range_are_refused(arguments: list[str], named: str) -> None:
+def test_arguments_out_of_range_are_refused(arguments: list[str], named: str, tmp_path: Path) -> None:
     """The command exits 2, names the argument, and prints no traceback."""
-    done = run(*arguments)
+    program = f"import runpy; runpy.run_path({str(SCRIPT)!r}, run_name='__main__')"
+    done = children.run(program, *arguments, folder=tmp_path)
     assert done.returncode == 2
     assert named in done.stderr
     assert "Traceback" not in done.stderr

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from tests import children
 from tests.references.definitions import DefinitionError, parse
 from tests.references.measures import check_close, errors
 from tests.references.ours import CALLS, MEDIUM, SMALL, axes_of, inputs_of, why_not
@@ -150,12 +149,10 @@ def test_without_the_variable_everything_is_skipped_not_passed(tmp_path: Path) -
     (folder / "norm_h8.json").write_text(wrong)
 
     def ran(definitions: str) -> str:
-        environment = {**os.environ, "LZ_DEFINITIONS": definitions}
-        command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"]
-        return subprocess.run(
-            [*command, "tests/references/test_definitions.py", "-k", "agree"],
-            cwd=ROOT, env=environment, capture_output=True, text=True, check=False,
-        ).stdout  # fmt: skip
+        words = ["-q", "-p", "no:cacheprovider", "tests/references/test_definitions.py", "-k", "agree"]
+        program = f"import os, pytest; os.chdir({str(ROOT)!r}); raise SystemExit(pytest.main({words}))"
+        variables = os.environ | {"LZ_DEFINITIONS": definitions}
+        return children.run(program, folder=tmp_path, variables=variables).stdout
 
     without = ran("")
     assert "2 skipped" in without and "names no folder of definitions" in without and "passed" not in without
