@@ -2,6 +2,7 @@
 
 # ruff: noqa: E402  (locks are watched before the library is imported)
 
+import gc
 import os
 import tempfile
 from collections.abc import Iterator
@@ -59,6 +60,12 @@ CACHE = tempfile.TemporaryDirectory(prefix="layerzero-tests-")
 with suppress(BackendNotAvailableError):  # nowhere to keep what is compiled: the twin said so above
     (Path(CACHE.name) / "layerzero" / "native").symlink_to(cache_folder())
 os.environ["XDG_CACHE_HOME"] = CACHE.name
+
+
+def pytest_collection_finish() -> None:
+    """Put the libraries and the tests themselves out of the collector's way: many tests ask it to run."""
+    gc.collect()
+    gc.freeze()
 
 
 # A first use opens its device, imports its op and reads how much memory is free, on the thread that asks;

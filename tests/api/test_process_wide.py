@@ -194,6 +194,16 @@ def test_importing_and_configuring_need_no_loop() -> None:
     assert lz.get_config().device == "auto"
 
 
+@pytest.fixture
+def nothing_frozen() -> Iterator[None]:
+    """The collector as a process finds it, without what the suite keeps out of its way."""
+    gc.unfreeze()
+    yield
+    gc.collect()
+    gc.freeze()
+
+
+@pytest.mark.usefixtures("nothing_frozen")
 def test_freeze_gc_holds_while_the_runtime_is_open() -> None:
     """What is alive when a server starts is out of the collector's way until it stops; not by default."""
     assert gc.get_freeze_count() == 0
@@ -207,6 +217,7 @@ def test_freeze_gc_holds_while_the_runtime_is_open() -> None:
     assert gc.get_freeze_count() == 0
 
 
+@pytest.mark.usefixtures("nothing_frozen")
 def test_what_somebody_else_froze_stays_frozen() -> None:
     """A process that froze its objects before keeps them so."""
     gc.freeze()

@@ -23,6 +23,8 @@ from tests.backends import cases
 
 CLAIMING = [k for k in cases.RUNNABLE if k.capability.batch_invariant]
 ROWS = 37
+# The rows that are also computed alone; the others are compared between batches.
+ALONE = (0, 1, 7, 15, 16, 17, 31, 36)
 # The operands of each op that have one entry a row: of a batch, a sequence, a token or a head.
 ALONG = {
     "add_layer_norm": (0, 1), "add_rms_norm": (0, 1), "add_rms_norm_quantize": (0, 1), "alibi": (0,),
@@ -141,13 +143,17 @@ def differing(
         return ""
     each = per_row(op, args, ROWS)
     with torch.no_grad():
-        alone = [pieces(op, run, taken(op, args, [row], each), 1, each)[0] for row in range(ROWS)]
+        wanted = pieces(op, run, taken(op, args, range(ROWS), each), ROWS, each)
+        for row in ALONE:
+            (alone,) = pieces(op, run, taken(op, args, [row], each), 1, each)
+            if not all(map(torch.equal, alone, wanted[row])):
+                return f"{kernel.id} {dtype} {dims} {ask}: row {row} alone and among {ROWS}"
         backwards = list(range(ROWS))[::-1]
         shuffled = torch.randperm(ROWS, generator=torch.Generator().manual_seed(3)).tolist()
-        for order in (list(range(ROWS)), backwards, shuffled, shuffled[:2], shuffled[:7], shuffled[:16]):
+        for order in (backwards, shuffled, shuffled[:2], shuffled[:7], shuffled[:16]):
             together = pieces(op, run, taken(op, args, order, each), len(order), each)
             for place, row in enumerate(order):
-                if not all(map(torch.equal, together[place], alone[row])):
+                if not all(map(torch.equal, together[place], wanted[row])):
                     return f"{kernel.id} {dtype} {dims} {ask}: row {row} at place {place} of {len(order)}"
     return ""
 

@@ -11,33 +11,40 @@ from typing import Any
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
+ENDS = ("done", "failed", "cancelled", "expired", "rejected")
 
 
 @pytest.fixture(scope="module")
 def soak(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """What a soak of twenty seconds found; its exit status speaks of times too, which no test does."""
+    """What a short soak found; its exit status speaks of times too, which no test does.
+
+    The rarest end takes a second on a quiet machine; a busy one that has not seen it gets more time.
+    """
     out = tmp_path_factory.mktemp("soak") / "soak.json"
-    command = [sys.executable, str(ROOT / "benchmarks" / "soak.py"), "--seconds", "20", "--out", str(out)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=170)
-    assert out.exists(), done.stderr[-2000:]
-    found: dict[str, Any] = json.loads(out.read_text())["soak"]
+    found: dict[str, Any] = {}
+    for seconds in (5, 20):
+        command = [sys.executable, str(ROOT / "benchmarks" / "soak.py"), "--seconds", str(seconds)]
+        done = subprocess.run(
+            [*command, "--out", str(out)], capture_output=True, text=True, check=False, timeout=170
+        )
+        assert out.exists(), done.stderr[-2000:]
+        found = json.loads(out.read_text())["soak"]
+        if all(found["ended"].get(name) for name in ENDS):
+            break
     return found
 
 
 def test_every_call_ends_once(soak: dict[str, Any]) -> None:
     """What callers saw and what the lane counted are both whole."""
     lane, ended = soak["lane"], soak["ended"]
-    names = ("done", "failed", "cancelled", "expired", "rejected")
-    assert lane["submitted"] == sum(lane[name] for name in names)
+    assert lane["submitted"] == sum(lane[name] for name in ENDS)
     assert soak["asked"] == sum(ended.values())
     assert ended["rejected"] == lane["rejected"]
 
 
 def test_every_kind_of_end_happened(soak: dict[str, Any]) -> None:
     """Otherwise the counts would prove nothing: calls were cancelled, expired, refused, poisoned, and met."""
-    assert all(
-        soak["ended"].get(name, 0) > 0 for name in ("done", "failed", "cancelled", "expired", "rejected")
-    )
+    assert all(soak["ended"].get(name, 0) > 0 for name in ENDS)
     assert soak["mean_batch"] > 2
 
 
