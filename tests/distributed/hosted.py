@@ -16,6 +16,7 @@ import torch
 
 import layerzero as lz
 from layerzero.actors.hosting import here
+from layerzero.actors.tensors import RemoteTensor
 from layerzero.kernel import Capability, Efficiency, Kernel
 from layerzero.ops import table as ops_table
 from layerzero.runtime import current
@@ -138,8 +139,14 @@ async def storage(tensor: torch.Tensor) -> int:
     return tensor.untyped_storage().nbytes()
 
 
-async def kept() -> int:
-    return len(here().shelf)
+async def kept(handle_key: str) -> bool:
+    """Whether this device still keeps the tensor of a handle."""
+    host = here()
+    try:
+        host.shelf.get(RemoteTensor(handle_key, host.name, host.generation, (), ""))
+    except LookupError:
+        return False
+    return True
 
 
 async def count(n: int, so_far: list[int] | None = None) -> AsyncIterator[int]:

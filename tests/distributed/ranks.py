@@ -1,4 +1,4 @@
-"""What the ranks of the gang tests run under torchrun; the argument names scenarios, one after another.
+"""What the ranks of the gang tests run; the argument names scenarios, one after another.
 
 Each rank prints one JSON line for each, `{"rank": r, "scenario": name, ...}`. A column-parallel product of a
 small matrix, summed by gloo's all-reduce, stands for a tensor-parallel model: rows that meet strangers give

@@ -23,6 +23,7 @@ from layerzero.actors.inprocess import LocalPort
 from layerzero.actors.port import DevicePort, DeviceState
 from layerzero.actors.tensors import RemoteTensor
 from tests.distributed import hosted
+from tests.distributed.waiting import until
 
 PORTS = os.environ.get("LZ_TEST_PORTS", "local,ray").split(",")
 
@@ -54,15 +55,6 @@ def only(fleet: Fleet) -> DevicePort:
     """The one device of a fleet."""
     (device,) = fleet.devices.values()
     return device
-
-
-async def until(condition: Any) -> None:
-    """Wait until an awaitable condition holds."""
-    for _ in range(400):
-        if await condition():
-            return
-        await asyncio.sleep(0.02)
-    raise AssertionError("the condition did not come true")
 
 
 async def began(fleet: Fleet, name: str) -> None:
@@ -103,7 +95,7 @@ async def test_code_that_would_end_its_process_fails_alone(fleet: Fleet) -> None
         (hosted.quit_on_a_thread, "iteration", "quit_on_a_thread raised StopIteration"),
     ):
         with pytest.raises(RuntimeError, match=said):
-            await asyncio.wait_for(fleet.run(fn, kind), 20.0)
+            await asyncio.wait_for(fleet.run(fn, kind), 60.0)
     assert await fleet.run(hosted.add, 1) == 2
 
 
@@ -254,64 +246,28 @@ async def test_ops_refuse_a_tensor_of_another_process(fleet: Fleet) -> None:
 async def test_a_collected_handle_frees_its_tensor(fleet: Fleet) -> None:
     """The device keeps nothing for a handle that nobody holds."""
 
-    async def kept() -> int:
-        gc.collect()
-        return int(await fleet.run(hosted.kept))
-
-    before = await kept()
     handle = await fleet.ship(torch.ones(4), to=None)
-    assert await kept() == before + 1
+    key = handle.key
+    assert await fleet.run(hosted.kept, key)
     del handle
 
     async def freed() -> bool:
-        return await kept() == before
+        gc.collect()
+        return not await fleet.run(hosted.kept, key)
 
     await until(freed)
 
 
-async def test_a_restart_begins_a_new_life(fleet: Fleet) -> None:
-    """Another generation, preparations run again, tensors of the old one are lost with an error."""
+async def test_a_rolling_restart_under_load_fails_nobody(fleet: Fleet) -> None:
+    """Calls, streams and control messages that come meanwhile wait for the next life; each call runs once.
+
+    What runs ends first. Preparations run again; tensors of the old life are lost with an error.
+    """
     device = only(fleet)
     before = device.facts.generation
     handle = await fleet.ship(torch.ones(4), to=None)
-    waiting = asyncio.ensure_future(fleet.run(hosted.linger, "through", 0.2))
-    await asyncio.sleep(0.05)
-    await device.restart()
-    assert await waiting == "through"
-    assert device.facts.generation != before
-    assert (await device.health()).restarts >= 1
-    assert await device.control("test.echo", 1) == 1
-    with pytest.raises(lz.DeviceLostError, match="earlier life"):
-        await fleet.fetch(handle)
-
-
-async def test_draining_ends_what_runs_and_refuses_what_comes(fleet: Fleet) -> None:
-    """The call that runs ends; the next is refused as retryable."""
-    running = asyncio.ensure_future(fleet.run(hosted.linger, "last", 1.0))
-    await began(fleet, "last")
-    draining = asyncio.ensure_future(fleet.drain(10.0))
-    await asyncio.sleep(0.1)
-    with pytest.raises(lz.DeviceLostError) as refused:
-        await fleet.run(hosted.add, 1, on=only(fleet))
-    assert refused.value.retryable
-    assert await draining is True
-    assert await running == "last"
-    assert (await fleet.health())[0].state is DeviceState.DRAINING
-
-
-async def test_a_drain_that_takes_too_long_cuts_off(fleet: Fleet) -> None:
-    """False, and the caller learns that its call had started."""
-    running = asyncio.ensure_future(fleet.run(hosted.linger, "endless"))
-    await began(fleet, "endless")
-    assert await fleet.drain(0.1) is False
-    with pytest.raises(lz.DeviceLostError) as lost:
-        await running
-    assert not lost.value.retryable
-
-
-async def test_a_rolling_restart_under_load_fails_nobody(fleet: Fleet) -> None:
-    """Calls, streams and control messages that come meanwhile wait for the next life; each call runs once."""
-    before = only(fleet).facts.generation
+    through = asyncio.ensure_future(fleet.run(hosted.linger, "through", 0.3))
+    await began(fleet, "through")
     stop = asyncio.Event()
     answered: list[int] = []
 
@@ -330,19 +286,31 @@ async def test_a_rolling_restart_under_load_fails_nobody(fleet: Fleet) -> None:
 
     work = [asyncio.ensure_future(caller(base)) for base in range(8)]
     work.append(asyncio.ensure_future(streamer()))
-    await asyncio.sleep(0.1)
+
+    async def more() -> bool:
+        return len(answered) > told
+
+    told = 0
+    await until(more)
     await fleet.rolling_restart()
     told = len(answered)
-    await asyncio.sleep(0.1)
+    await until(more)
     stop.set()
     await asyncio.gather(*work)
-    assert only(fleet).facts.generation != before
+    assert await through == "through"
+    assert device.facts.generation != before
+    assert (await device.health()).restarts >= 1
+    assert await device.control("test.echo", 1) == 1
+    with pytest.raises(lz.DeviceLostError, match="earlier life"):
+        await fleet.fetch(handle)
     assert 0 < told < len(answered)
     assert len(set(answered)) == len(answered)
 
 
 async def test_a_drain_under_load_answers_every_call_or_refuses_it(fleet: Fleet, tmp_path: Path) -> None:
     """What was accepted ends with its result, what was not had no effect: executions equal answers."""
+    last = asyncio.ensure_future(fleet.run(hosted.linger, "last", 1.0))
+    await began(fleet, "last")
     refused = 0
     answered: list[int] = []
     path = str(tmp_path / "executed")
@@ -365,13 +333,28 @@ async def test_a_drain_under_load_answers_every_call_or_refuses_it(fleet: Fleet,
     await until(under_way)
     assert await fleet.drain(20.0) is True
     await asyncio.gather(*callers)
+    assert await last == "last"
+    assert (await fleet.health())[0].state is DeviceState.DRAINING
     assert refused == 16
     assert sorted(map(int, Path(path).read_text().split())) == sorted(answered)  # noqa: ASYNC240
 
 
-async def test_a_forked_child_is_told_so_or_begins_anew(fleet: Fleet) -> None:
-    """After initialisation, with threads: no hang; ops work there; the parent goes on as if nothing was."""
+def keep_in_a_ring(ray: Any) -> None:
+    """Leave handles of Ray's to the collector."""
+    (name,) = ray.util.list_named_actors()
+    ring: list[Any] = [ray.get_actor(name), ray.put(1)]
+    ring.append(ring)
+
+
+async def test_a_forked_child_is_told_so_or_begins_anew(fleet: Fleet, request: pytest.FixtureRequest) -> None:
+    """After initialisation, with threads: no hang; ops work there; the parent goes on as if nothing was.
+
+    Collecting the parent's handles there calls nobody.
+    """
+    local = isinstance(only(fleet), LocalPort)
     assert await fleet.run(hosted.add, 1) == 2
+    if not local:
+        keep_in_a_ring(request.getfixturevalue("ray_cluster"))
     reader, writer = os.pipe()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of a fork with threads, which this test is about
@@ -383,6 +366,8 @@ async def test_a_forked_child_is_told_so_or_begins_anew(fleet: Fleet) -> None:
             try:
                 verdict = b"anew" if asyncio.run(fleet.run(hosted.add, 1)) == 2 and fine else b"wrong"
             except lz.RuntimeClosedError as error:
+                gc.collect()
+                fine &= not request.getfixturevalue("ray_cluster").is_initialized()
                 verdict = b"told" if fine and "forked" in str(error) else b"wrong"
         finally:
             os.write(writer, verdict)
@@ -391,17 +376,8 @@ async def test_a_forked_child_is_told_so_or_begins_anew(fleet: Fleet) -> None:
     said = await asyncio.to_thread(os.read, reader, 16)
     os.close(reader)
     os.waitpid(child, 0)  # noqa: ASYNC222  it has written its last
-    assert said == (b"anew" if isinstance(only(fleet), LocalPort) else b"told")
+    assert said == (b"anew" if local else b"told")
     assert await fleet.run(hosted.add, 1) == 2
-
-
-@pytest.mark.skipif("ray" not in PORTS, reason="the device of this process has its place")
-async def test_pending_placement_is_an_error_that_says_what_is_there(ray_cluster: Any) -> None:
-    """Never a silent wait: the message names what was asked, what there is, and the setting."""
-    settings = lz.Settings(cluster="auto", cluster_devices=9, device="cpu", placement_timeout_s=1.0)
-    with pytest.raises(lz.ConfigurationError, match=r"9 x 1 GPU.*2 GPU.*cluster_devices"):
-        async with lz.start(settings, scoped=True):
-            pass
 
 
 async def test_health_and_facts_say_what_the_device_is(fleet: Fleet) -> None:
@@ -437,3 +413,14 @@ async def test_an_unknown_device_is_named(fleet: Fleet) -> None:
     (name,) = fleet.devices
     with pytest.raises(ValueError, match=f"on needs one of '{name}', got 'nowhere'"):
         await fleet.run(hosted.add, 1, on="nowhere")
+
+
+# Last, for no test after it needs another life of the device.
+async def test_a_drain_that_takes_too_long_cuts_off(fleet: Fleet) -> None:
+    """False, and the caller learns that its call had started."""
+    running = asyncio.ensure_future(fleet.run(hosted.linger, "endless"))
+    await began(fleet, "endless")
+    assert await fleet.drain(0.1) is False
+    with pytest.raises(lz.DeviceLostError) as lost:
+        await running
+    assert not lost.value.retryable

@@ -5,16 +5,31 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+import pytest_asyncio
 
 import layerzero as lz
 from tests.distributed import shards
 
-pytestmark = [pytest.mark.ray, pytest.mark.asyncio, pytest.mark.filterwarnings("ignore::ResourceWarning")]
-SETTINGS = lz.Settings(cluster="auto", device="cpu", inference=True, perfdb=None, max_restarts=3)
+pytestmark = [
+    pytest.mark.ray,
+    pytest.mark.asyncio(loop_scope="module"),
+    pytest.mark.filterwarnings("ignore::ResourceWarning"),
+]
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def runtime(ray_cluster: Any) -> AsyncIterator[lz.Runtime]:
+    """Two devices, on which one gang after another lives."""
+    settings = lz.Settings(
+        cluster="auto", device="cpu", inference=True, perfdb=None, hang_s=4.0, max_restarts=100
+    )
+    async with lz.start(settings) as runtime:
+        yield runtime
 
 
 async def texts(gang: Any, count: int, n: int, pause: float, first: asyncio.Event) -> list[list[int]]:
@@ -30,12 +45,19 @@ async def texts(gang: Any, count: int, n: int, pause: float, first: asyncio.Even
     return list(await asyncio.gather(*map(one, range(count))))
 
 
-async def test_a_gang_lives_on_the_fleets_devices_and_its_killed_ranks_come_back(ray_cluster: Any) -> None:
+async def whole(gang: Any, seed: int, n: int) -> list[int]:
+    """A text that may not resume."""
+    return [token async for token in gang.stream(shards.tokens, seed, n)]
+
+
+async def test_a_gang_lives_on_the_fleets_devices_and_its_killed_ranks_come_back(
+    runtime: lz.Runtime,
+) -> None:
     """Tokens are those of one process, after the kill of either rank too, and no client sees a failure.
 
     A stream that may not resume is told, and the gang serves the next one.
     """
-    async with lz.start(SETTINGS) as runtime, runtime.gang(2, build=shards.shard, timeout_s=30.0) as gang:
+    async with runtime.gang(2, build=shards.shard, timeout_s=30.0) as gang:
         wanted = [shards.text(seed, 12) for seed in range(6)]
         assert await texts(gang, 6, 12, 0.0, asyncio.Event()) == wanted
         facts = await gang.run(shards.facts)
@@ -47,64 +69,59 @@ async def test_a_gang_lives_on_the_fleets_devices_and_its_killed_ranks_come_back
         for victim, epoch in ((1, 2), (0, 3)):
             device = gang.devices[victim]
             pids = [await each.run(shards.pid) for each in gang.devices]
-            first = asyncio.Event()
+            first, begun, got = asyncio.Event(), asyncio.Event(), list[int]()
+
+            async def cut(begun: asyncio.Event = begun, got: list[int] = got) -> None:
+                async for token in gang.stream(shards.tokens, 1, 10_000, 0.01):
+                    got.append(token)
+                    begun.set()
+
             running_texts = asyncio.ensure_future(texts(gang, 6, 40, 0.02, first))
+            cut_short = asyncio.ensure_future(cut())
             await first.wait()
-            await asyncio.sleep(0.2)
+            await begun.wait()
             os.kill(device.facts.pid, signal.SIGKILL)
+            with pytest.raises(lz.DeviceLostError) as lost:
+                await cut_short
+            assert lost.value.retryable is False and got == shards.text(1, len(got))
             assert await running_texts == wanted
             assert gang.epoch == epoch
             assert not set(pids) & {each.facts.pid for each in gang.devices}, "the gang restarts whole"
-        got: list[int] = []
-        with pytest.raises(lz.DeviceLostError) as lost:
-            async for token in gang.stream(shards.tokens, 1, 400, 0.01):
-                if not got:
-                    os.kill(gang.devices[1].facts.pid, signal.SIGKILL)
-                got.append(token)
-        assert lost.value.retryable is False and got == shards.text(1, 400)[: len(got)]
-        assert [t async for t in gang.stream(shards.tokens, 2, 5)] == shards.text(2, 5)
+        assert await whole(gang, 2, 5) == shards.text(2, 5)
 
 
-async def whole(gang: Any, seed: int, n: int) -> list[int]:
-    """A text that may not resume."""
-    return [token async for token in gang.stream(shards.tokens, seed, n)]
+async def test_a_rank_that_cannot_build_ends_the_start_with_its_error(runtime: lz.Runtime) -> None:
+    """The builder's own error, not what the other rank saw of it; the fleet's devices stay."""
+    with pytest.raises(ValueError, match="no weights on this rank"):
+        async with runtime.gang(2, build=shards.broken, timeout_s=20.0):
+            raise AssertionError("it must not begin")
+    for wrong in (0, 3):
+        with pytest.raises(
+            lz.ConfigurationError, match=f"ranks needs 1 to 2 devices of the fleet, got {wrong}"
+        ):
+            runtime.gang(wrong, build=shards.shard)
+    async with runtime.gang(["gpu-1"], build=shards.shard) as alone:
+        assert [t async for t in alone.stream(shards.tokens, 3, 5)] == shards.text(3, 5)
 
 
-async def test_a_rank_that_hangs_fails_the_gang_whole(ray_cluster: Any, tmp_path: Path) -> None:
+async def test_a_rank_that_hangs_fails_the_gang_whole(runtime: lz.Runtime, tmp_path: Path) -> None:
     """The watchdog ends the rank, all begin again; every caller is answered, who may resume does."""
     flag = tmp_path / "hang"
-    settings = lz.Settings(cluster="auto", device="cpu", inference=True, perfdb=None, hang_s=2.0)
-    async with asyncio.timeout(100), lz.start(settings) as runtime:
-        await runtime.fleet.prepare(shards.plant, str(flag))
-        async with runtime.gang(2, build=shards.shard, timeout_s=60.0) as gang:
-            pids = {each.facts.pid for each in gang.devices}
-            first = asyncio.Event()
-            resumed = asyncio.ensure_future(texts(gang, 4, 40, 0.02, first))
-            cut = [asyncio.ensure_future(whole(gang, seed, 10_000)) for seed in range(3)]
-            await first.wait()
-            flag.touch()
-            lost = await asyncio.gather(*cut, return_exceptions=True)
-            assert [type(error) for error in lost] == [lz.DeviceLostError] * 3, lost
-            assert [getattr(error, "retryable", None) for error in lost] == [False] * 3
-            assert await resumed == [shards.text(seed, 40) for seed in range(4)]
-            assert gang.epoch == 2 and not flag.exists()
-            assert not pids & {each.facts.pid for each in gang.devices}, "the gang restarts whole"
-            assert await whole(gang, 5, 4) == shards.text(5, 4)
-
-
-async def test_a_rank_that_cannot_build_ends_the_start_with_its_error(ray_cluster: Any) -> None:
-    """The builder's own error, not what the other rank saw of it; the fleet's devices stay."""
-    async with lz.start(SETTINGS) as runtime:
-        with pytest.raises(ValueError, match="no weights on this rank"):
-            async with runtime.gang(2, build=shards.broken, timeout_s=20.0):
-                raise AssertionError("it must not begin")
-        for wrong in (0, 3):
-            with pytest.raises(
-                lz.ConfigurationError, match=f"ranks needs 1 to 2 devices of the fleet, got {wrong}"
-            ):
-                runtime.gang(wrong, build=shards.shard)
-        async with runtime.gang(["gpu-1"], build=shards.shard) as alone:
-            assert [t async for t in alone.stream(shards.tokens, 3, 5)] == shards.text(3, 5)
+    await runtime.fleet.prepare(shards.plant, str(flag))
+    async with runtime.gang(2, build=shards.shard, timeout_s=60.0) as gang:
+        pids = {each.facts.pid for each in gang.devices}
+        first = asyncio.Event()
+        resumed = asyncio.ensure_future(texts(gang, 4, 40, 0.02, first))
+        cut = [asyncio.ensure_future(whole(gang, seed, 10_000)) for seed in range(3)]
+        await first.wait()
+        flag.touch()
+        lost = await asyncio.gather(*cut, return_exceptions=True)
+        assert [type(error) for error in lost] == [lz.DeviceLostError] * 3, lost
+        assert [getattr(error, "retryable", None) for error in lost] == [False] * 3
+        assert await resumed == [shards.text(seed, 40) for seed in range(4)]
+        assert gang.epoch == 2 and not flag.exists()
+        assert not pids & {each.facts.pid for each in gang.devices}, "the gang restarts whole"
+        assert await whole(gang, 5, 4) == shards.text(5, 4)
 
 
 async def test_without_a_cluster_there_is_no_fleet_for_a_gang() -> None:

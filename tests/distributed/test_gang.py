@@ -1,4 +1,4 @@
-"""Gangs of real processes under torchrun, with gloo's collectives in their steps."""
+"""Gangs of real processes with gloo's collectives in their steps; one of them under torchrun."""
 
 from __future__ import annotations
 
@@ -7,14 +7,17 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.distributed import forked
+
 SCRIPT = Path(__file__).with_name("ranks.py")
 TIMEOUT_S = 120
-
 
 # What may run one after another in the same processes, because nothing of it breaks a group.
 PLAIN = ("together", "compared", "invariant", "trees", "alone")
@@ -24,26 +27,37 @@ ALIKE = ("training", "together")
 def run(
     name: str,
     ranks: int = 2,
-    environment: dict[int, dict[str, str]] | None = None,
+    only: Mapping[str, str] | None = None,
     among: tuple[str, ...] = (),
 ) -> list[dict[str, Any]]:
-    """What each rank of a scenario printed; `environment` holds what only one rank has in its own.
+    """What each rank of a scenario printed; `only` holds what rank 1 alone has in its environment.
 
     The scenarios `among` which it is run in one start of the ranks, for all tests that ask for one of them.
     """
-    own = json.dumps({str(rank): values for rank, values in (environment or {}).items()})
-    found = [each for each in started(among or (name,), ranks, own) if each["scenario"] == name]
+    names = among or (name,)
+    printed = launched(names) if names == PLAIN else started(names, ranks, tuple((only or {}).items()))
+    found = [said for said in map(json.loads, printed) if said["scenario"] == name]
     assert len(found) in (1, ranks), found
-    return sorted(found, key=lambda each: int(each["rank"]))
+    return sorted(found, key=lambda said: int(said["rank"]))
 
 
 @functools.cache
-def started(names: tuple[str, ...], ranks: int, own: str) -> list[dict[str, Any]]:
-    """What the ranks of one torchrun printed, scenario after scenario."""
+def started(names: tuple[str, ...], ranks: int, only: tuple[tuple[str, str], ...]) -> list[str]:
+    """What the ranks printed, scenario after scenario."""
+    with tempfile.TemporaryDirectory() as folder:
+        arguments = [str(SCRIPT), ",".join(names)]
+        ended = forked.run_ranks(ranks, arguments, Path(folder), TIMEOUT_S, {1: dict(only)})
+    lines = [line for each in ended for line in each.stdout.splitlines()]
+    assert lines, ended
+    return lines
+
+
+@functools.cache
+def launched(names: tuple[str, ...]) -> list[str]:
+    """What two ranks printed that torchrun started."""
     command = [
-        sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(ranks), "--master-port", "0",
-        "--rdzv-backend", "c10d", "--rdzv-endpoint", "127.0.0.1:0", "--no-python", sys.executable, "-c",
-        LAUNCH, str(SCRIPT), ",".join(names), own,
+        sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", "0",
+        "--rdzv-backend", "c10d", "--rdzv-endpoint", "127.0.0.1:0", str(SCRIPT), ",".join(names),
     ]  # fmt: skip
     done = subprocess.run(
         command,
@@ -51,20 +65,16 @@ def started(names: tuple[str, ...], ranks: int, own: str) -> list[dict[str, Any]
         text=True,
         timeout=TIMEOUT_S,
         check=False,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"},
+        env={
+            **os.environ,
+            "OMP_NUM_THREADS": "1",
+            "GLOO_SOCKET_IFNAME": "lo",
+            "PYTHONPATH": os.pathsep.join([str(forked.ROOT), os.environ.get("PYTHONPATH", "")]),
+        },
     )
-    said = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
-    assert said, done.stderr[-3000:]
-    return said
-
-
-# What a rank alone has in its environment is set before anything of the library is imported.
-LAUNCH = """
-import json, os, runpy, sys
-os.environ.update(json.loads(sys.argv[3]).get(os.environ["RANK"], {}))
-sys.argv = sys.argv[1:3]
-runpy.run_path(sys.argv[0], run_name="__main__")
-"""
+    lines = [line for line in done.stdout.splitlines() if line.startswith("{")]
+    assert lines, done.stderr[-3000:]
+    return lines
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
@@ -107,30 +117,30 @@ def test_ranks_that_batch_alike_compare_equal() -> None:
 
 def test_ranks_with_another_policy_differ() -> None:
     """One rank's environment denies a kernel: training refuses on both, inference takes what is common."""
-    only = {1: {"LAYERZERO_DENY": "torch.linear.native"}}
-    refused = run("training", environment=only, among=ALIKE)
+    only = {"LAYERZERO_DENY": "torch.linear.native"}
+    refused = run("training", only=only, among=ALIKE)
     assert [each["error"] for each in refused] == ["ConsistencyError"] * 2
     assert refused[0]["message"] == refused[1]["message"]
     assert "policy" in refused[0]["message"]
-    served = run("together", environment=only, among=ALIKE)
+    served = run("together", only=only, among=ALIKE)
     assert served[0]["worst"] < 1e-4
     assert served[0]["plan"] == served[1]["plan"]
 
 
 def test_ranks_with_another_version_differ() -> None:
     """One rank has another release: training refuses on both by name, inference serves what is common."""
-    only = {1: {"PLANTED_VERSION": "0.0.1"}}
-    refused = run("training", environment=only, among=ALIKE)
+    only = {"PLANTED_VERSION": "0.0.1"}
+    refused = run("training", only=only, among=ALIKE)
     assert [each["error"] for each in refused] == ["ConsistencyError"] * 2, refused
     assert refused[0]["message"] == refused[1]["message"]
     assert "rank 1 needs what rank 0 has, got other layerzero 0.0.1 for" in refused[0]["message"]
-    served = run("together", environment=only, among=ALIKE)
+    served = run("together", only=only, among=ALIKE)
     assert served[0]["worst"] < 1e-4 and served[0]["plan"] == served[1]["plan"]
 
 
 def test_ranks_of_other_hardware_choose_in_groups() -> None:
     """Another count of threads is another roof: each group prices for itself, and the sums are right."""
-    said = run("together", environment={1: {"PLANTED_THREADS": "2"}})
+    said = run("together", only={"PLANTED_THREADS": "2"})
     assert [each.get("error") for each in said] == [None, None], said
     assert said[0]["worst"] < 1e-4 and said[0]["ran"] == said[1]["ran"]
     assert {len(each["groups"]) for each in said} == {2}

@@ -3,17 +3,24 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
+import json
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
+import pytest_asyncio
 
 import layerzero as lz
 from layerzero.actors.port import DeviceState
-from tests.distributed import hosted, shards
+from tests.distributed import forked, hosted, shards
 from tests.distributed.conftest import BARE
+from tests.distributed.waiting import until
 
-pytestmark = [pytest.mark.ray, pytest.mark.asyncio, pytest.mark.filterwarnings("ignore::ResourceWarning")]
+pytestmark = [pytest.mark.ray, pytest.mark.filterwarnings("ignore::ResourceWarning")]
+on_one_loop = pytest.mark.asyncio(loop_scope="module")
+EXAMPLE = forked.ROOT / "examples" / "tp_generate.py"
 
 
 @pytest.fixture(scope="module")
@@ -31,57 +38,72 @@ def nodes(ray: Any) -> Iterator[Any]:
     cluster.shutdown()
 
 
-async def test_a_lost_node_costs_its_device_alone(nodes: Any) -> None:
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def runtime(nodes: Any) -> AsyncIterator[lz.Runtime]:
+    """A device on each node."""
+    async with lz.start(lz.Settings(cluster="auto", device="cpu", inference=True, perfdb=None)) as runtime:
+        yield runtime
+
+
+# First: it needs both places for devices of its own.
+def test_ranks_of_the_tensor_parallel_example_are_actors_on_two_nodes(nodes: Any, tmp_path: Path) -> None:
+    """The same tokens from shards on two nodes, with coroutines, streams and manifests between them."""
+    pytest.importorskip("safetensors", reason="the example needs safetensors")
+    pytest.importorskip("tokenizers", reason="the example needs tokenizers")
+    out = tmp_path / "tp.json"
+    command = [str(EXAMPLE), "--cluster", nodes.address, "--tokens", "8", "--json", str(out)]
+    done = forked.run(command, tmp_path, 170)
+    assert done.status == 0, done
+    said = json.loads(out.read_text())
+    assert (said["ranks"], said["nodes"], said["epoch"]) == (2, 2, 1)
+    assert said["texts_as_one_device"] == said["requests"] == 8
+
+
+@on_one_loop
+async def test_a_lost_node_costs_its_device_alone(nodes: Any, runtime: lz.Runtime) -> None:
     """Streams move on, the other device serves, calls to the lost one fail in time, a new node revives it."""
-    settings = lz.Settings(cluster="auto", device="cpu", placement_timeout_s=15.0)
-    async with lz.start(settings) as runtime:
-        fleet = runtime.fleet
-        assert len(fleet.nodes) == 2
-        second = nodes.list_all_nodes()[1]
-        (lost,) = fleet.nodes[second.node_id]
-        (kept,) = set(fleet.devices) - {lost}
-        first = asyncio.Event()
+    fleet = runtime.fleet
+    assert len(fleet.nodes) == 2
+    second = nodes.list_all_nodes()[1]
+    (name,) = fleet.nodes[second.node_id]
+    (kept,) = set(fleet.devices) - {name}
+    lost = fleet.devices[name]
+    first = asyncio.Event()
 
-        async def generation(seed: int) -> list[int]:
-            got = []
-            async for token in fleet.stream(hosted.tokens, seed, 25, 0.02, resume=True):
-                got.append(token)
-                first.set()
-            return got
+    async def generation(seed: int) -> list[int]:
+        got = []
+        async for token in fleet.stream(hosted.tokens, seed, 25, 0.02, resume=True):
+            got.append(token)
+            first.set()
+        return got
 
-        tasks = [asyncio.ensure_future(generation(seed)) for seed in range(6)]
-        await first.wait()
-        nodes.remove_node(second, allow_graceful=False)
-        assert await fleet.run(hosted.add, 1, on=kept) == 2
-        assert await fleet.run(hosted.add, 1) == 2
-        for _ in range(400):  # the worker ends when it has noticed that its raylet did
-            if fleet.devices[lost].state is not DeviceState.RUNNING:
-                break
-            await asyncio.sleep(0.02)
-        with pytest.raises(lz.DeviceLostError) as refused:
-            await fleet.run(hosted.add, 1, on=lost)
-        assert refused.value.retryable
-        assert fleet.devices[lost].state is DeviceState.RESTARTING
-        for seed, tokens in enumerate(await asyncio.gather(*tasks)):
-            assert tokens == [t async for t in hosted.tokens(seed, 25)]
-        nodes.add_node(num_cpus=2, num_gpus=1, **BARE)
-        for _ in range(400):
-            if fleet.devices[lost].state is DeviceState.RUNNING:
-                break
-            await asyncio.sleep(0.1)
-        assert await fleet.run(hosted.add, 1, on=lost) == 2
+    tasks = [asyncio.ensure_future(generation(seed)) for seed in range(6)]
+    await first.wait()
+    nodes.remove_node(second, allow_graceful=False)
+    assert await fleet.run(hosted.add, 1, on=kept) == 2
+    assert await fleet.run(hosted.add, 1) == 2
+    # The worker ends when it has noticed that its raylet did.
+    await until(lambda: lost.state is not DeviceState.RUNNING)
+    # From here on; no first life would be there so soon.
+    settings = lost._spec.settings.replace(placement_timeout_s=2.0)  # type: ignore[attr-defined]
+    lost._spec = msgspec.structs.replace(lost._spec, settings=settings)  # type: ignore[attr-defined]
+    with pytest.raises(lz.DeviceLostError) as refused:
+        await fleet.run(hosted.add, 1, on=name)
+    assert refused.value.retryable
+    assert lost.state is DeviceState.RESTARTING
+    for seed, tokens in enumerate(await asyncio.gather(*tasks)):
+        assert tokens == [t async for t in hosted.tokens(seed, 25)]
+    nodes.add_node(num_cpus=2, num_gpus=1, **BARE)
+    await until(lambda: lost.state is DeviceState.RUNNING)
+    assert await fleet.run(hosted.add, 1, on=name) == 2
+    settings = settings.replace(placement_timeout_s=60.0)
+    lost._spec = msgspec.structs.replace(lost._spec, settings=settings)  # type: ignore[attr-defined]
 
 
-async def test_a_gang_that_loses_a_node_goes_on_under_a_new_epoch(nodes: Any) -> None:
+@on_one_loop
+async def test_a_gang_that_loses_a_node_goes_on_under_a_new_epoch(nodes: Any, runtime: lz.Runtime) -> None:
     """A rank on each of two nodes; one node goes, another comes: texts that may resume are whole."""
-    settings = lz.Settings(
-        cluster="auto", device="cpu", inference=True, perfdb=None, placement_timeout_s=60.0
-    )
-    async with (
-        asyncio.timeout(150),
-        lz.start(settings) as runtime,
-        runtime.gang(2, build=shards.shard, timeout_s=30.0) as gang,
-    ):
+    async with runtime.gang(2, build=shards.shard, timeout_s=30.0) as gang:
         assert len({each.facts.node for each in gang.devices}) == 2
         pids = {each.facts.pid for each in gang.devices}
         first = asyncio.Event()
