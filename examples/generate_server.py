@@ -346,7 +346,8 @@ async def exposition(request: Request) -> Response:
 async def http_failure(request: Request, error: Exception) -> JSONResponse:
     """An unknown path or method, in the words of the API."""
     assert isinstance(error, HTTPException)
-    return failure(error.status_code, f"{error.detail}: {request.method} {request.url.path}")
+    said = dict(error.headers or {})  # the methods that a path allows
+    return failure(error.status_code, f"{error.detail}: {request.method} {request.url.path}", headers=said)
 
 
 async def server_failure(request: Request, error: Exception) -> JSONResponse:
