@@ -150,8 +150,11 @@ class Runtime:
             )
         attach(opened)
         if self.settings.warm == "eager":
-            registry.all()
-            opened.warm(sorted(registry.unready() - registry.blocked().keys()))
+            # What is for another platform would import its libraries and never run.
+            here = {
+                kernel.id for kernel in registry.all() if hardware.platform in kernel.capability.platforms
+            }
+            opened.warm(sorted(registry.unready() & here - registry.blocked().keys()))
         return opened
 
     def _overlay(self) -> Overlay | None:
