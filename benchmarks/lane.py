@@ -30,6 +30,7 @@ sys.path.insert(0, str(ROOT / "examples"))  # the model and its server are examp
 
 import torch  # noqa: E402
 from generating import bursts, by_hand, crowd, models, offered, transformers_side  # noqa: E402
+from generating.where import Where  # noqa: E402
 from harness import environment, show, write  # noqa: E402
 
 import layerzero as lz  # noqa: E402
@@ -124,6 +125,18 @@ def _at(options: argparse.Namespace, section: Section, name: str, context: int) 
             title = f"{name}, {context}, {count}"
             if section.has(title, seconds):
                 section.item(title, lambda n=count: sides(n), name, "contexts", str(context), str(count))
+        for per in AWAITED:
+            title = f"{name}, {context}, per {per}, where"
+            if section.has(title, options.seconds + 2 * RAMP_S + 0.3):
+                run = partial(_where, runtime, model, replace(largest, seed=1), per)
+                section.item(title, run, name, "where", str(context), f"per {per}")
+
+
+def _where(runtime: lz.Runtime, model: Any, here: crowd.Crowd, per: Any) -> dict[str, float]:
+    """What the loop's thread does while the crowd is under way; where batches run on the worker, it waits."""
+    with Where() as seen:
+        asyncio.run(crowd.awaited(runtime, model, here, per))
+    return seen.shares()
 
 
 def _tuned(

@@ -2,8 +2,9 @@
 
 A sequence takes all the pages it may ever need when it opens and gives them back when it closes, so that
 no request runs out of memory half way; a pool that cannot hold it says so at once. The allocator is the
-library's. Its `PagedCache` takes pages one by one as a sequence grows, and makes tables anew for each step;
-here a sequence's table is a row of the pool's, made once, and a step picks its callers' rows in one go.
+library's. Its `PagedCache` can reserve pages so too, but keeps them as lists and makes a crowd's table of
+them anew for each step; here a sequence's table is a row of the pool's, made once, and a step picks its
+callers' rows in one go.
 """
 
 from __future__ import annotations

@@ -59,7 +59,7 @@ class BatchExecutor:
         try:
             with applied(surrounding):
                 if not isinstance(op, Op):
-                    return [(value, None) for value in op.run(calls)]
+                    return _paired(op.run(calls), None)
                 launch = _Launch(self._device, op, snapshot)
                 if op.batching is None or len(calls) == 1:
                     values = [launch(args) for args in calls]
@@ -72,10 +72,7 @@ class BatchExecutor:
         if not op.pure:
             return [_outcome(value, launched) for value in values]
         if len(launched) == 1:
-            plan = launched[0][1]
-            hot = HOT.module
-            pairs = hot.paired(values, plan) if hot is not None else NotImplemented
-            return pairs if pairs is not NotImplemented else [(value, plan) for value in values]
+            return _paired(values, launched[0][1])
         return [(value, _maker(value, launched)) for value in values]
 
 
@@ -136,6 +133,13 @@ class _Launch:
         except NoKernelFoundError:
             return float("inf")
         return plan.expected_us
+
+
+def _paired(values: list[Any], plan: Plan | None) -> list[Any]:
+    """An outcome for each value."""
+    hot = HOT.module
+    pairs = hot.paired(values, plan) if hot is not None else NotImplemented
+    return [(value, plan) for value in values] if pairs is NotImplemented else pairs
 
 
 def _together(batching: Batching, calls: Sequence[Args], launch: _Launch) -> list[Any]:

@@ -9,32 +9,84 @@ import asyncio
 import random
 import statistics
 import time
-from typing import Any
+from collections.abc import Awaitable, Callable
+from typing import Any, Protocol
 
 import torch
 from harness import percentile
 from torch import Tensor
+from torch.nn.functional import linear, rms_norm
 
 import layerzero as lz
+from generating.where import Where
 
 WIDTH, STEPS = 256, 4
 DEPTHS = (10, 100, 1000)
 CROWDS = (8, 16, 32, 64, 128)
 
 
-class Small:
-    """A request of a few small ops."""
+class Requests(Protocol):
+    """Who answers requests."""
+
+    def request(self) -> Awaitable[Tensor]: ...
+
+
+class Weights:
+    """What every request's ops work with."""
 
     def __init__(self) -> None:
         torch.manual_seed(0)
         self.norm = torch.ones(WIDTH)
         self.weight = torch.randn(WIDTH, WIDTH) / WIDTH**0.5
 
+
+class Small(Weights):
+    """A request of a few small ops."""
+
     async def request(self) -> Tensor:
         """Written for one caller."""
         x = torch.ones(1, WIDTH)
         for _ in range(STEPS):
             x = await lz.linear(await lz.rms_norm(x, self.norm), self.weight)
+        return x
+
+
+class Line:
+    """The least that batches one op by hand: futures in a list, run together at the end of a loop turn."""
+
+    def __init__(self, fn: Callable[[Tensor], Tensor]) -> None:
+        self.fn = fn
+        self.waiting: list[tuple[Tensor, asyncio.Future[Tensor]]] = []
+
+    def __call__(self, row: Tensor) -> asyncio.Future[Tensor]:
+        loop = asyncio.get_running_loop()
+        if not self.waiting:
+            loop.call_soon(self._run)
+        future: asyncio.Future[Tensor] = loop.create_future()
+        self.waiting.append((row, future))
+        return future
+
+    def _run(self) -> None:
+        waiting, self.waiting = self.waiting, []
+        with torch.inference_mode():
+            rows = self.fn(torch.cat([row for row, _ in waiting]))
+            for (_, future), row in zip(waiting, rows.split(1), strict=True):
+                future.set_result(row)
+
+
+class ByHand(Weights):
+    """The same request over two such lines, on the loop's thread: no checks, no limits, nothing to cancel."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.normed = Line(lambda rows: rms_norm(rows, (WIDTH,), self.norm))
+        self.mixed = Line(lambda rows: linear(rows, self.weight))
+
+    async def request(self) -> Tensor:
+        """Written for one caller."""
+        x = torch.ones(1, WIDTH)
+        for _ in range(STEPS):
+            x = await self.mixed(await self.normed(x))
         return x
 
 
@@ -45,6 +97,7 @@ def measure(seconds: float, rounds: int) -> dict[str, Any]:
         small = Small()
         bursts = [asyncio.run(_burst(runtime, small, seed)) for seed in range(rounds + 1)][1:]
         load = asyncio.run(_load(runtime, small, seconds))
+        load["by_hand"] = asyncio.run(_load(runtime, ByHand(), seconds))
     with lz.start(settings.replace(max_items=64)) as runtime:
         depths = asyncio.run(_depths(runtime, small, rounds))
     drained = statistics.median([burst["drained_s"] for burst in bursts])
@@ -60,7 +113,7 @@ def _batches(runtime: lz.Runtime) -> tuple[int, int]:
     return sum(sizes.values()), sum(size * count for size, count in sizes.items())
 
 
-async def _arriving(runtime: lz.Runtime, small: Small, gaps: list[float]) -> dict[str, Any]:
+async def _arriving(runtime: lz.Runtime, small: Requests, gaps: list[float]) -> dict[str, Any]:
     """Requests that are due after these gaps; latencies count from when each was due."""
     late: list[float] = []
     most = 0
@@ -98,8 +151,9 @@ async def _burst(runtime: lz.Runtime, small: Small, seed: int) -> dict[str, Any]
     return await _arriving(runtime, small, [draw.expovariate(1e4) for _ in range(1000)])
 
 
-async def _load(runtime: lz.Runtime, small: Small, seconds: float) -> dict[str, Any]:
-    """Poisson loads of 10, 50 and 90 % of what 64 callers reach who ask again at once."""
+async def _load(runtime: lz.Runtime, small: Requests, seconds: float) -> dict[str, Any]:
+    """Poisson loads of 10, 50 and 90 % of what 64 callers reach who ask again at once, and where their time
+    goes."""
     saturation = await _closed(small, 64, seconds)
     took_us = {callers: callers / await _closed(small, callers, seconds / 4) * 1e6 for callers in CROWDS}
     found: dict[str, Any] = {
@@ -111,19 +165,25 @@ async def _load(runtime: lz.Runtime, small: Small, seconds: float) -> dict[str, 
         draw, rate = random.Random(1), share * saturation
         gaps = [draw.expovariate(rate) for _ in range(int(rate * seconds))]
         found[f"{share:.0%}"] = await _arriving(runtime, small, gaps)
+    with Where() as where:
+        await _closed(small, 64, seconds)
+    found["where"] = where.shares()
     found["p50_of_90_over_10"] = round(found["90%"]["p50_ms"] / found["10%"]["p50_ms"], 2)
     found["met"] = found["p50_of_90_over_10"] < 2
     return found
 
 
-async def _closed(small: Small, callers: int, seconds: float) -> float:
+async def _closed(small: Requests, callers: int, seconds: float) -> float:
     """Requests a second of so many callers who ask again at once, a task each as under the open load."""
     done, begin = 0, time.perf_counter()
+
+    async def one() -> None:
+        await small.request()
 
     async def client() -> None:
         nonlocal done
         while time.perf_counter() < begin + seconds:
-            await asyncio.ensure_future(small.request())
+            await asyncio.ensure_future(one())
             done += 1
 
     await asyncio.gather(*(client() for _ in range(callers)))

@@ -57,6 +57,9 @@ def test_every_side_has_numbers(record: dict[str, Any]) -> None:
         assert set(sides) == {"per op", "per layer", "per step", "by hand, paged", "by hand, contiguous"}
         assert all(side["tokens_per_s"] > 0 for side in sides.values())
     assert rows["4"]["per step"]["mean_batch"] > 2
+    shares = record["generation"]["rows"]["tiny"]["where"]["16"]
+    assert set(shares) == {"per op", "per layer", "per step"}
+    assert all(sum(parts.values()) == pytest.approx(1, abs=0.01) for parts in shares.values())
     assert record["generation"]["environment"]["torch"] == torch.__version__
 
 
@@ -65,6 +68,9 @@ def test_bursts_and_queues_have_verdicts(record: dict[str, Any]) -> None:
     rows = record["queues"]["rows"]
     assert set(rows) == {"burst", "load", "depths"}
     assert all(isinstance(row["met"], bool) for row in rows.values())
+    for load in (rows["load"], rows["load"]["by_hand"]):
+        assert load["met"] == (load["p50_of_90_over_10"] < 2)
+        assert sum(load["where"].values()) == pytest.approx(1, abs=0.01)
     assert all(burst["requests"] == 1000 and burst["mean_batch"] > 1 for burst in rows["burst"]["rounds"])
 
 
