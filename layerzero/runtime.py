@@ -151,10 +151,10 @@ class Runtime:
         attach(opened)
         if self.settings.warm == "eager":
             # What is for another platform would import its libraries and never run.
-            here = {
+            fitting = {
                 kernel.id for kernel in registry.all() if hardware.platform in kernel.capability.platforms
             }
-            opened.warm(sorted(registry.unready() & here - registry.blocked().keys()))
+            opened.warm(sorted(registry.unready() & fitting - registry.blocked().keys()))
         return opened
 
     def _overlay(self) -> Overlay | None:
