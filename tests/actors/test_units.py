@@ -85,7 +85,8 @@ def test_a_unit_that_does_not_compile_blocks_its_kernel_once() -> None:
     compiler.release.set()
     own = made(compiler)
     chosen(own)
-    until(lambda: "units.rms_norm" in own.registry.blocked())
+    until(lambda: chosen(own).candidate("units.rms_norm").rejected)  # blocked first, then planned anew
+    assert "units.rms_norm" in own.registry.blocked()
     record = chosen(own)
     (reason,) = record.candidate("units.rms_norm").rejected
     assert reason.reason is Reason.KERNEL_LOAD_FAILED
