@@ -5,9 +5,8 @@ from __future__ import annotations
 import io
 import json
 import logging
-import subprocess
-import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import structlog
@@ -15,6 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from layerzero import log
+from tests import children
 from tests.profiles import many_examples
 
 TOKEN = "hf_" + "AbCdEfGh12345678"
@@ -28,7 +28,7 @@ def structlog_as_before() -> Iterator[None]:
     structlog.reset_defaults()
 
 
-def test_importing_configures_and_loads_nothing() -> None:
+def test_importing_configures_and_loads_nothing(tmp_path: Path) -> None:
     """A fresh import adds no handler, and neither it nor a first event loads structlog."""
     code = (
         "import logging, sys; before = list(logging.root.handlers);"
@@ -36,7 +36,7 @@ def test_importing_configures_and_loads_nothing() -> None:
         "assert 'structlog' not in sys.modules and 'rich' not in sys.modules, 'loaded';"
         "assert logging.root.handlers == before and not logging.getLogger('layerzero').handlers"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    done = children.run(code, folder=tmp_path)
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
 
 

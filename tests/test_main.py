@@ -6,6 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+from tests import children
+
 ROOT = Path(__file__).resolve().parents[1]
 
 
@@ -23,8 +25,9 @@ def test_a_question_from_the_shell_is_answered_on_stdout() -> None:
     assert json.loads(result.stdout)["op"] == "rms_norm"
 
 
-def test_a_mistake_goes_to_stderr_with_status_2() -> None:
+def test_a_mistake_goes_to_stderr_with_status_2(tmp_path: Path) -> None:
     """A pipe never reads an error message as an answer."""
-    result = run("which", "atention")
+    program = "import runpy; runpy.run_module('layerzero', run_name='__main__', alter_sys=True)"
+    result = children.run(program, "which", "atention", folder=tmp_path)
     assert (result.returncode, result.stdout) == (2, "")
     assert "did you mean attention" in result.stderr and "Traceback" not in result.stderr

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from layerzero.requirements import TORCH_MIN
+from tests import children
 
 ROOT = Path(__file__).resolve().parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
@@ -43,6 +44,11 @@ def run(code: str, *, cwd: Path = ROOT) -> subprocess.CompletedProcess[str]:
         timeout=120,
         check=False,
     )
+
+
+def forked(code: str, folder: Path) -> subprocess.CompletedProcess[str]:
+    """Run `code` in a process that has imported torch, and nothing of ours."""
+    return children.run(code, folder=folder, variables=os.environ | {"CUDA_VISIBLE_DEVICES": ""})
 
 
 def packages_on_disk() -> set[str]:
@@ -93,9 +99,9 @@ def test_bare_import_refuses(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["actors", "scheduler"])
-def test_guarded_folders_import_under_their_full_name(name: str) -> None:
+def test_guarded_folders_import_under_their_full_name(name: str, tmp_path: Path) -> None:
     """The guard stops the wrong name only."""
-    result = run(f"import layerzero.{name} as m; print(m.__name__)")
+    result = forked(f"import layerzero.{name} as m; print(m.__name__)", tmp_path)
     assert result.stdout.strip() == f"layerzero.{name}", result.stderr
 
 
@@ -119,13 +125,14 @@ def test_build_needs_no_torch() -> None:
     assert PROJECT["build-system"]["requires"] == ["setuptools>=77"]
 
 
-def test_import_loads_nothing_foreign() -> None:
+def test_import_loads_nothing_foreign(tmp_path: Path) -> None:
     """`import layerzero` loads no vendor, no Ray, no terminal library, and no numpy that torch did not."""
-    result = run(
+    result = forked(
         "import json, sys, torch\n"
         "before = set(sys.modules)\n"
         "import layerzero\n"
-        "print(json.dumps(sorted({name.partition('.')[0] for name in set(sys.modules) - before})))"
+        "print(json.dumps(sorted({name.partition('.')[0] for name in set(sys.modules) - before})))",
+        tmp_path,
     )
     assert result.returncode == 0, result.stderr
     loaded = json.loads(result.stdout)
@@ -150,19 +157,20 @@ print(json.dumps(sorted({name.partition(".")[0] for name in sys.modules})))
 """
 
 
-def test_no_module_loads_a_vendor_by_being_imported() -> None:
+def test_no_module_loads_a_vendor_by_being_imported(tmp_path: Path) -> None:
     """A backend's file can be read where its vendor is missing or slow: the import waits for a first use."""
-    result = run(EVERY_MODULE)
+    result = forked(EVERY_MODULE, tmp_path)
     assert result.returncode == 0, result.stderr
     assert [name for name in json.loads(result.stdout) if name in FOREIGN] == []
 
 
-def test_import_starts_no_thread_and_touches_no_device() -> None:
+def test_import_starts_no_thread_and_touches_no_device(tmp_path: Path) -> None:
     """Importing is a declaration: threads and CUDA contexts begin with the first use."""
-    result = run(
+    result = forked(
         "import threading, torch\n"
         "import layerzero\n"
-        "print(threading.active_count(), torch.cuda.is_initialized())"
+        "print(threading.active_count(), torch.cuda.is_initialized())",
+        tmp_path,
     )
     assert result.stdout.split() == ["1", "False"], result.stderr
 

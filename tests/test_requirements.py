@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
+from pathlib import Path
 
 import pytest
 
 from layerzero.requirements import need_torch
+from tests import children
 
 OLD = """
 import torch
@@ -16,9 +16,9 @@ import layerzero
 """
 
 
-def test_an_old_torch_is_an_import_error() -> None:
+def test_an_old_torch_is_an_import_error(tmp_path: Path) -> None:
     """`import layerzero` ends with one sentence: needed, found, the command (FS-033)."""
-    child = subprocess.run([sys.executable, "-c", OLD], capture_output=True, text=True, check=False)
+    child = children.run(OLD, folder=tmp_path)
     assert child.returncode == 1
     assert child.stderr.splitlines()[-1] == (
         "ImportError: layerzero needs torch>=2.11, got 2.10.1+cu128: pip install --upgrade 'torch>=2.11'"

@@ -15,6 +15,7 @@ import torch
 import layerzero as lz
 from layerzero.errors import ConfigurationError
 from layerzero.tokenization.tokenizer import Tokenizer, identify
+from tests import children
 
 tokenizers = pytest.importorskip("tokenizers", reason="tokenizers is not installed")
 
@@ -240,7 +241,7 @@ def test_a_source_that_is_no_tokenizer_is_named(tmp_path: Path) -> None:
         Tokenizer(3)
 
 
-def test_without_the_library_the_extra_is_named() -> None:
+def test_without_the_library_the_extra_is_named(tmp_path: Path) -> None:
     """The message says what to install."""
     code = (
         "import sys; sys.modules['tokenizers'] = None\n"
@@ -248,5 +249,5 @@ def test_without_the_library_the_extra_is_named() -> None:
         "try: Tokenizer('x.json')\n"
         "except Exception as error: print(type(error).__name__, error)"
     )
-    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    run = children.run(code, folder=tmp_path)
     assert run.stdout.startswith("BackendNotAvailableError") and "layerzero-runtime[tokenizers]" in run.stdout
