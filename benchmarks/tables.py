@@ -227,11 +227,12 @@ _STEPS = (
 def first_calls(plan: Plan) -> dict[str, Any]:
     """Row d: in fresh processes after `import torch`: the import, the first call, the next ones.
 
-    The bytecode is in place, as an installed package has it: one process more runs first and is not counted.
+    The bytecode is in place, as an installed package has it: before several runs one is not counted.
     `warm_torch` has called torch's own attention before, so that what is left is ours alone.
     """
     result: dict[str, Any] = {}
-    _fresh(False)
+    if plan.processes > 1:
+        _fresh(False)
     for name, direct in (("", False), ("warm_torch_", True)):
         runs = [_fresh(direct) for _ in range(plan.processes)]
         columns = list(zip(*runs, strict=True))
@@ -290,7 +291,7 @@ def swaps(plan: Plan, keys: int = 1000, readers: int = 8, hertz: float = 100.0) 
     they wait is what a selection and a swap cost. `frozen` are those under `Settings(freeze_gc=True)`:
     without it a full collection falls into some selection and takes 70 ms and more over torch's own objects.
     """
-    span = max(plan.seconds, 0.5)
+    span = plan.seconds
     rules = {
         "quiet": (0.0, None),
         "other op": (hertz, ("rms_norm", "torch.rms_norm.native")),
