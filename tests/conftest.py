@@ -68,6 +68,11 @@ def pytest_collection_finish() -> None:
     gc.freeze()
 
 
+def pytest_sessionfinish() -> None:
+    """Let the interpreter's end collect everything, as libraries expect that count what they leave."""
+    gc.unfreeze()
+
+
 # A first use opens its device, imports its op and reads how much memory is free, on the thread that asks;
 # closing joins threads. Such calls are short or at the ends; `tests/scheduler`, which does neither, sees all.
 AT_FIRST_USE = (
