@@ -58,6 +58,10 @@ class Batched(Generic[P, R]):
         self.name = name
         self.pure = pure
         self.us_per_row = float("inf")
+        # Whether results want a gradient that no argument shows: of weights. Each run says so again.
+        self._weights_want = isinstance(owner, torch.nn.Module) and any(
+            parameter.requires_grad for parameter in owner.parameters()
+        )
         self._groups: dict[Hashable, Group] = {}
         self._kinds: Any = None
         self.adopt(HOT.module)
@@ -147,7 +151,11 @@ class Batched(Generic[P, R]):
         if bars_queueing() is not None:
             return self._alone(device, args)
         modes = device.capture()
-        apart = (batching or device.settings.batching) == "off" or _needs_grad(args)
+        apart = (
+            (batching or device.settings.batching) == "off"
+            or _needs_grad(args)
+            or (modes.grad and self._weights_want)  # the first to go backward would free the others' graph
+        )
         group = None if apart else self._group((modes.anywhere, where, kinds))
         ticket = TICKETS.kind(self, args, group, expected_us, rows, size, priority, None, (modes, None))
         if group is not None and batching is None:
@@ -200,7 +208,15 @@ class Batched(Generic[P, R]):
         started = time.perf_counter()
         out = function(*columns, counts=counts) if self._wants_counts else function(*columns)
         self._learn((time.perf_counter() - started) * 1e6 / max(1, sum(counts)))
+        if torch.is_grad_enabled() and not any(_needs_grad(args) for args in calls):
+            self._see_gradient(_wants_gradient(out))
         return self._split(out, counts)
+
+    def _see_gradient(self, wanted: bool) -> None:
+        """Note what a run under a gradient gave; kinds that were known before would still join."""
+        if wanted and not self._weights_want:
+            self.forget()
+        self._weights_want = wanted
 
     def _learn(self, us_per_row: float) -> None:
         known = self.us_per_row
@@ -266,9 +282,10 @@ def batched(
     `fn` gets the tensors of all callers with their rows behind each other (no copy where they already
     stand so), every other argument as a list with one entry a caller, and, where it takes a keyword
     `counts`, the rows of each caller. It returns tensors with as many rows, or with one row a caller, or a
-    list with one result a caller, or a tuple of those. The same function, or the same method of the same
-    object, is one lane entry wherever it is wrapped. `pure=True` allows the lane to run a failed batch again
-    in halves to find the caller at fault; leave it False for a function that writes a KV cache.
+    list with one result a caller, or a tuple of those. Where results want a gradient, of an argument or of
+    weights that `fn` holds, calls run alone, as those of ops do. The same function, or the same method of
+    the same object, is one lane entry wherever it is wrapped. `pure=True` allows the lane to run a failed
+    batch again in halves to find the caller at fault; leave it False for a function that writes a KV cache.
 
     Raises: TypeError: `fn` is no function, is a coroutine function, or is a lambda or a function made
         inside another without a `key` that names it: each wrapping would be a group of its own.
@@ -338,6 +355,12 @@ def _rows(args: Args) -> int:
 
 def _column(values: tuple[Any, ...]) -> Any:
     return join_rows(values) if isinstance(values[0], Tensor) else list(values)
+
+
+def _wants_gradient(out: Any) -> bool:
+    if isinstance(out, tuple):
+        return any(_wants_gradient(part) for part in out)
+    return isinstance(out, Tensor) and out.requires_grad
 
 
 def _needs_grad(args: Args) -> bool:
