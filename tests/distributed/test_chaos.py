@@ -9,7 +9,7 @@ import pytest
 
 from tests.distributed import forked
 
-CONFORMANCE = "tests/distributed/test_conformance.py"
+CONFORMANCE = str(Path(__file__).with_name("test_conformance.py"))
 # A quarter of all calls of actors are lost on the way there, a quarter of the answers on the way back.
 CHAOS = {
     "CoreWorkerService.grpc_client.PushTask": {
@@ -31,6 +31,6 @@ def test_conformance_while_messages_are_lost(ray_head: str, tmp_path: Path) -> N
     command = ["-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", CONFORMANCE]
     given = {"LZ_TEST_PORTS": "ray", "LZ_TEST_HEAD": ray_head, "RAY_testing_rpc_failure": json.dumps(CHAOS)}
     ended = forked.run(command, tmp_path, 400, given)
-    assert ended.status == 0, ended.stdout[-6000:] + ended.stderr[-2000:]
+    assert ended.returncode == 0, ended.stdout[-6000:] + ended.stderr[-2000:]
     assert " passed" in ended.stdout
     assert "skipped" not in ended.stdout

@@ -23,7 +23,7 @@ from layerzero.actors.inprocess import LocalPort
 from layerzero.actors.port import DevicePort, DeviceState
 from layerzero.actors.tensors import RemoteTensor
 from tests.distributed import hosted
-from tests.distributed.waiting import until
+from tests.distributed.waiting import LIMIT_S, until
 
 PORTS = os.environ.get("LZ_TEST_PORTS", "local,ray").split(",")
 
@@ -37,7 +37,8 @@ async def fleet(request: pytest.FixtureRequest) -> AsyncIterator[Fleet]:
     if request.param == "ray":
         request.getfixturevalue("ray_cluster")
         cluster = "auto"
-    settings = lz.Settings(cluster=cluster, cluster_devices=1 if cluster else None, device="cpu")
+    one = 1 if cluster else None
+    settings = lz.Settings(cluster=cluster, cluster_devices=one, device="cpu", placement_timeout_s=LIMIT_S)
     async with lz.start(settings) as runtime:
         await runtime.fleet.prepare(hosted.handlers)
         yield runtime.fleet

@@ -35,7 +35,7 @@ def test_the_devices_of_a_cluster_are_compared(ray_head: str, tmp_path: Path) ->
     assert report["compared"]["calls"] == 2
     findings = report["findings"]
     assert [finding["check"] for finding in findings] == ["versions"], json.dumps(findings, indent=1)
-    assert (done.status, report["ok"]) == (1, False)
+    assert (done.returncode, report["ok"]) == (1, False)
 
 
 @pytest.mark.ray
@@ -57,5 +57,5 @@ def test_a_cluster_that_cannot_be_joined_is_said_at_once(
         address = f"127.0.0.1:{taken.getsockname()[1]}"
         command = ["-m", "layerzero", "consistency", "--cluster", address, "--manifest", str(path)]
         done = forked.run(command, tmp_path, 90, given)
-    assert done.status == 2, done
+    assert done.returncode == 2, done
     assert f"cluster='{address}' cannot be joined" in done.stderr and said in done.stderr

@@ -14,15 +14,23 @@ import layerzero as lz
 from layerzero.actors.fleet import Fleet
 from layerzero.actors.port import DeviceState
 from tests.distributed import hosted
-from tests.distributed.waiting import until
+from tests.distributed.waiting import LIMIT_S, until
 
 pytestmark = [pytest.mark.ray, pytest.mark.asyncio, pytest.mark.filterwarnings("ignore::ResourceWarning")]
 
 
 @asynccontextmanager
 async def opened(**settings: Any) -> AsyncIterator[Fleet]:
-    async with lz.start(lz.Settings(cluster="auto", cluster_devices=1, device="cpu", **settings)) as runtime:
+    one = lz.Settings(
+        cluster="auto", cluster_devices=1, device="cpu", placement_timeout_s=LIMIT_S, **settings
+    )
+    async with lz.start(one) as runtime:
         yield runtime.fleet
+
+
+async def decided(fleet: Fleet) -> set[str]:
+    """What the device has decided; for which kernel, the prices of each life say."""
+    return {line.rpartition(" ")[0] for line in await fleet.run(hosted.decided)}
 
 
 async def test_two_deaths_quarantine_the_kernel_in_flight(ray_cluster: Any, tmp_path: Path) -> None:
@@ -33,15 +41,16 @@ async def test_two_deaths_quarantine_the_kernel_in_flight(ray_cluster: Any, tmp_
     async with opened(state_dir=str(tmp_path), max_restarts=2) as fleet:
         device = fleet.devices["gpu-0"]
         assert (await fleet.run(hosted.norm, 3))[0]
-        decided = set(await fleet.run(hosted.decided))
-        await until(lambda: len(device._spec.decided) >= len(decided))  # type: ignore[attr-defined]
+        before = await decided(fleet)
+        assert before
+        await until(lambda: len(device._spec.decided) >= len(before))  # type: ignore[attr-defined]
         await fleet.prepare(hosted.plant, "die")
         right, kernel = await fleet.run(hosted.norm, 4, idempotent=True)
         assert right
         assert not kernel.startswith("planted")
         assert (await fleet.health())[0].restarts == 2
         assert await fleet.run(hosted.quarantined) == ["planted.rms_norm.die"]
-        assert decided <= set(await fleet.run(hosted.decided))
+        assert before <= await decided(fleet)
         with pytest.raises(lz.DeviceLostError):
             await fleet.run(hosted.exit_now, on="gpu-0")
         await until(lambda: device.state is DeviceState.DEAD)

@@ -19,7 +19,7 @@ import layerzero as lz
 from layerzero.actors.fleet import Fleet
 from layerzero.elsewhere import elsewhere
 from tests.distributed import drafts, hosted
-from tests.distributed.waiting import until
+from tests.distributed.waiting import LIMIT_S, until
 
 pytestmark = [
     pytest.mark.ray,
@@ -31,7 +31,8 @@ pytestmark = [
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def fleet(ray_cluster: Any) -> AsyncIterator[Fleet]:
     """Devices that may die as often as the tests want."""
-    async with lz.start(lz.Settings(cluster="auto", device="cpu", max_restarts=100)) as runtime:
+    settings = lz.Settings(cluster="auto", device="cpu", max_restarts=100, placement_timeout_s=LIMIT_S)
+    async with lz.start(settings) as runtime:
         yield runtime.fleet
 
 

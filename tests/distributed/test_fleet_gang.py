@@ -14,6 +14,7 @@ import pytest_asyncio
 
 import layerzero as lz
 from tests.distributed import shards
+from tests.distributed.waiting import LIMIT_S
 
 pytestmark = [
     pytest.mark.ray,
@@ -26,8 +27,9 @@ pytestmark = [
 async def runtime(ray_cluster: Any) -> AsyncIterator[lz.Runtime]:
     """Two devices, on which one gang after another lives."""
     settings = lz.Settings(
-        cluster="auto", device="cpu", inference=True, perfdb=None, hang_s=4.0, max_restarts=100
-    )
+        cluster="auto", device="cpu", inference=True, perfdb=None, hang_s=4.0, max_restarts=100,
+        placement_timeout_s=LIMIT_S,
+    )  # fmt: skip
     async with lz.start(settings) as runtime:
         yield runtime
 

@@ -16,7 +16,7 @@ import layerzero as lz
 from layerzero.actors.port import DeviceState
 from tests.distributed import forked, hosted, shards
 from tests.distributed.conftest import BARE
-from tests.distributed.waiting import until
+from tests.distributed.waiting import LIMIT_S, until
 
 pytestmark = [pytest.mark.ray, pytest.mark.filterwarnings("ignore::ResourceWarning")]
 on_one_loop = pytest.mark.asyncio(loop_scope="module")
@@ -41,7 +41,10 @@ def nodes(ray: Any) -> Iterator[Any]:
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def runtime(nodes: Any) -> AsyncIterator[lz.Runtime]:
     """A device on each node."""
-    async with lz.start(lz.Settings(cluster="auto", device="cpu", inference=True, perfdb=None)) as runtime:
+    settings = lz.Settings(
+        cluster="auto", device="cpu", inference=True, perfdb=None, placement_timeout_s=LIMIT_S
+    )
+    async with lz.start(settings) as runtime:
         yield runtime
 
 
@@ -53,7 +56,7 @@ def test_ranks_of_the_tensor_parallel_example_are_actors_on_two_nodes(nodes: Any
     out = tmp_path / "tp.json"
     command = [str(EXAMPLE), "--cluster", nodes.address, "--tokens", "8", "--json", str(out)]
     done = forked.run(command, tmp_path, 170)
-    assert done.status == 0, done
+    assert done.returncode == 0, done
     said = json.loads(out.read_text())
     assert (said["ranks"], said["nodes"], said["epoch"]) == (2, 2, 1)
     assert said["texts_as_one_device"] == said["requests"] == 8
@@ -96,7 +99,7 @@ async def test_a_lost_node_costs_its_device_alone(nodes: Any, runtime: lz.Runtim
     nodes.add_node(num_cpus=2, num_gpus=1, **BARE)
     await until(lambda: lost.state is DeviceState.RUNNING)
     assert await fleet.run(hosted.add, 1, on=name) == 2
-    settings = settings.replace(placement_timeout_s=60.0)
+    settings = settings.replace(placement_timeout_s=LIMIT_S)
     lost._spec = msgspec.structs.replace(lost._spec, settings=settings)  # type: ignore[attr-defined]
 
 

@@ -19,7 +19,7 @@ def test_two_ranks_accept_what_one_process_accepts(tmp_path: Path) -> None:
     """Four sampled texts, drafted on rank 0: each rank knows the text, one process's; no page leaks."""
     out = tmp_path / "speculation.json"
     ended = forked.run_ranks(2, [str(EXAMPLE), "--tokens", "24", "--json", str(out)], tmp_path, 120)
-    assert [each.status for each in ended] == [0, 0], ended
+    assert [each.returncode for each in ended] == [0, 0], ended
     first, second = json.loads(out.read_text())
     assert first["plan"] == second["plan"]
     assert first["tokens"] == first["alone"] and len(first["tokens"]) == 4

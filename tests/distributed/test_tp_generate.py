@@ -35,7 +35,7 @@ def test_sharded_texts_are_those_of_one_process(ranks: int, how: list[str], tmp_
     out = tmp_path / "tp.json"
     arguments = [str(EXAMPLE), "--tokens", "8", "--json", str(out), *how]
     ended = forked.run_ranks(ranks, arguments, tmp_path, 170)
-    assert [each.status for each in ended] == [0] * ranks, ended
+    assert [each.returncode for each in ended] == [0] * ranks, ended
     right(out, ranks)
 
 
@@ -91,4 +91,4 @@ def test_a_stage_of_a_pipeline_chooses_as_one_process_does(tmp_path: Path) -> No
     script.write_text(code)
     alone = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}
     first = forked.run([str(script)], tmp_path, 60, alone)
-    assert first.status == 0 and first.stdout == run.stdout and "attention" in run.stdout, first
+    assert first.returncode == 0 and first.stdout == run.stdout and "attention" in run.stdout, first

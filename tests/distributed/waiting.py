@@ -7,7 +7,7 @@ import inspect
 from collections.abc import Callable
 from typing import Any
 
-LIMIT_S = 90.0
+LIMIT_S = 120.0
 
 
 async def until(condition: Callable[[], Any]) -> None:
