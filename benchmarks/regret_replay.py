@@ -3,6 +3,7 @@
 Run `python -m benchmarks.regret_replay RECORD --table TABLE`: no kernel runs, so a table and a way of pricing
 can be judged on a machine without the hardware. `--worst 10` shows the worst shapes with every kernel's
 price, where the price comes from, and its time; `--without-own` leaves out what was measured at the shape.
+`--leave-one-out` adds the table's own calls, each chosen as if its bucket had not been measured.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import argparse
 import json
 import statistics
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,14 +26,16 @@ from layerzero.hardware import Hardware, imagined_gpu, probe
 from layerzero.kernel import Kernel
 from layerzero.ops import table as ops_table
 from layerzero.ops.request import Request, Work
-from layerzero.perfdb.record import Measurement, Site
-from layerzero.perfdb.shipped import read_table
+from layerzero.perfdb.record import Launch, Measurement, Site, plausible
+from layerzero.perfdb.shipped import Table, read_table
 from layerzero.policy import Policy
 from layerzero.selection.decide import CostModel, Knobs, Standing, decide
 from layerzero.selection.key import KeyMaker
-from layerzero.selection.measured import SHIPPED, MeasuredCosts, Row
+from layerzero.selection.measured import SHIPPED, MeasuredCosts, Row, bucket_of, request_of
 from layerzero.selection.record import Selection
 from layerzero.tuning.calls import Call
+
+LEFT_OUT = "left out"
 
 
 class Case(msgspec.Struct, frozen=True):
@@ -49,6 +52,9 @@ class Case(msgspec.Struct, frozen=True):
     def site(self) -> Site:
         """Where a measurement of this very call would stand."""
         return Site.of(self.request)
+
+
+Judged = tuple[float, Case, Selection]  # the chosen kernel's time over the best one's, and how it came about
 
 
 def cases(record: Mapping[str, Any], calls: Iterable[Call], hardware: Hardware) -> list[Case]:
@@ -89,10 +95,12 @@ def choose(case: Case, kernels: Mapping[str, Kernel], hardware: Hardware, cost: 
     )  # fmt: skip
 
 
-def hardware_of(record: Mapping[str, Any]) -> Hardware:
-    """The roofs of the machine that a record is of: this one's CPU, or a GPU of compute capability 9.0."""
-    launched = {row["launch"] for row in record["shapes"].values()}
-    return imagined_gpu(90) if "graph" in launched else probe("cpu")
+def hardware_of(table: Table) -> Hardware:
+    """The machine that a table is of, as far as prices know it: its roofs and its multiprocessors."""
+    there = table.provenance.environment
+    if there.sm is None:
+        return probe("cpu")
+    return msgspec.structs.replace(imagined_gpu(there.sm), threads=there.threads)
 
 
 def main() -> None:
@@ -103,13 +111,14 @@ def main() -> None:
     parser.add_argument("--worst", type=int, default=0, help="show so many of the worst shapes")
     parser.add_argument("--without-own", action="store_true", help="as if the shape itself were not measured")
     parser.add_argument("--out", type=Path, help="write the figures there")
+    parser.add_argument("--leave-one-out", action="store_true", help="judge the table's own calls, too")
     options = parser.parse_args()
     record = json.loads(options.record.read_text())
-    hardware = hardware_of(record)
+    table = read_table(options.table)
+    hardware, rows = hardware_of(table), table.rows
     kernels = {kernel.id: kernel for kernel in load_builtin()}
-    rows = read_table(options.table).rows
     listed = [call for _, call, _ in shapes(hardware.platform)]
-    judged = []
+    judged: list[Judged] = left_out(rows, kernels, hardware) if options.leave_one_out else []
     model = model_of(rows, kernels, hardware)
     for case in cases(record, listed, hardware):
         if options.without_own:
@@ -125,6 +134,7 @@ def main() -> None:
     figures = show(judged, options.worst)
     if options.out is not None:
         found = {
+            "what": "choices of the model as it is now over times that a run recorded; no kernel ran for this",
             "record": options.record.name, "table": options.table.name, "measured": record["environment"],
             "choice": figures,
         }  # fmt: skip
@@ -136,18 +146,60 @@ def model_of(rows: Iterable[Measurement], kernels: Mapping[str, Kernel], hardwar
     return MeasuredCosts([Row(row, SHIPPED) for row in rows], kernels, hardware)
 
 
-def show(judged: list[tuple[float, Case, Selection]], worst: int) -> dict[str, dict[str, float]]:
+def left_out(rows: Sequence[Measurement], kernels: Mapping[str, Kernel], hardware: Hardware) -> list[Judged]:
+    """The choice for every call of a table as if its bucket had not been measured, over the best there.
+
+    A kernel's time is its measurement, and beside it what transforms are priced at, which tables leave out.
+    """
+    measured: dict[tuple[Site, Launch], dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
+    ops: dict[str, list[Measurement]] = defaultdict(list)
+    for row in rows:
+        ops[row.site.op].append(row)
+        if row.kernel in kernels and not plausible(row):
+            measured[row.site, row.launch][row.kernel].append(row.median_us)
+    found: list[Judged] = []
+    apart, model = None, model_of((), kernels, hardware)
+    for site, launch in sorted(measured, key=lambda known: str((bucket_of(known[0]), known))):
+        request = request_of(site, hardware)
+        if launch == "graph":
+            request = request.replace(modes=frozenset({"capture"}))
+        times = {k: statistics.geometric_mean(us) for k, us in measured[site, launch].items()}
+        name = f"{launch} {site.op} {dict(site.dims)} {site.features}"
+        case = Case(name, LEFT_OUT, launch, False, request, times)
+        if len(times) < 2:
+            continue
+        bucket = bucket_of(site)
+        if bucket != apart:
+            others = [row for row in ops[site.op] if bucket_of(row.site) != bucket]
+            apart, model = bucket, model_of(others, kernels, hardware)
+        selection = choose(case, kernels, hardware, model)
+        whole = {
+            c.kernel: case.times[c.kernel] + c.accepted.transform_us
+            for c in selection.trace
+            if c.takes and c.accepted is not None
+        }
+        found.append((whole[selection.kernel] / min(whole.values()), case, selection))
+    return found
+
+
+def part_of(case: Case) -> str:
+    """What a case is reported under: how it was launched, and whether its shape was tuned."""
+    kind = LEFT_OUT if case.group == LEFT_OUT else "tuned" if case.tuned else "held out"
+    return f"{case.launch}, {kind}"
+
+
+def show(judged: list[Judged], worst: int) -> dict[str, dict[str, float]]:
     """Means by launch and part, printed and returned, then the worst shapes with every kernel's price."""
     parts: dict[str, list[float]] = defaultdict(list)
     for choice, case, _ in judged:
-        parts[f"{case.launch}, {'tuned' if case.tuned else 'held out'}"].append(choice)
+        parts[part_of(case)].append(choice)
     figures = {}
     for name, found in sorted(parts.items()):
         mean = statistics.geometric_mean(found)
         figures[name] = {"shapes": len(found), "geomean": round(mean, 4), "worst": round(max(found), 4)}
         print(f"{name}: {len(found)} shapes, choice {mean:.4f}, worst {max(found):.3f}")
     for choice, case, selection in sorted(judged, key=lambda each: -each[0])[:worst]:
-        print(f"{choice:.3f} {'tuned' if case.tuned else 'held out'} {case.name}: {selection.why}")
+        print(f"{choice:.3f} {part_of(case)} {case.name}: {selection.why}")
         for kernel in sorted(case.times, key=case.times.__getitem__):
             accepted = next((c.accepted for c in selection.trace if c.kernel == kernel), None)
             if accepted is not None:

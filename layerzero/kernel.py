@@ -249,6 +249,21 @@ class Efficiency:
     source: str
 
 
+@dataclass(frozen=True, slots=True)
+class Tiling:
+    """How a kernel cuts attention into blocks of query rows, each of which one multiprocessor takes.
+
+    `rows` are (head size, rows of a block) from the smallest: the first that is large enough holds. `packed`
+    blocks hold rows of all query heads that share a head of keys. A kernel that `splits` cuts keys, too,
+    where blocks are fewer than multiprocessors. `source` says where it is written.
+    """
+
+    rows: tuple[tuple[int, int], ...]
+    packed: bool
+    splits: bool
+    source: str
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Kernel:
     """One implementation of one op from one backend.
@@ -258,7 +273,8 @@ class Kernel:
     waits for it. `distributions` are the installed distributions it needs, as requirement strings; where
     the first of a pair in `beside` is installed, it needs the second, too.
     `rank` orders kernels inside the tie band: lower wins. `default` marks the library default of the op.
-    `workspace_bytes(request)` is what it allocates beyond its outputs.
+    `workspace_bytes(request)` is what it allocates beyond its outputs; `copied_bytes(request)` the part of it
+    that operands are copied into. `tiling` says how it cuts a call, where the last wave of blocks tells.
     `descriptor` marks data alone: nothing here can run it, on any machine.
     `unit(request)` names what is compiled together for a request, where loading alone compiles nothing, and
     `build(request)` compiles it; until then the kernel is not ready for requests of that unit.
@@ -276,6 +292,8 @@ class Kernel:
     distributions: tuple[str, ...] = ()
     beside: tuple[tuple[str, str], ...] = ()
     workspace_bytes: Callable[[Request], int] | None = field(default=None)
+    copied_bytes: Callable[[Request], int] | None = field(default=None)
+    tiling: Tiling | None = None
     unit: Callable[[Request], str] | None = field(default=None)
     build: Callable[[Request], None] | None = field(default=None)
     descriptor: bool = False

@@ -25,10 +25,13 @@ def alike(distance: float) -> float:
     return LEVEL + math.exp(-distance / LENGTH)
 
 
-def factored(positions: Sequence[Sequence[float]]) -> Triangle:
-    """The places' likeness as a lower triangle whose product with its transpose it is (Cholesky)."""
-    rows: Triangle = []
-    for here in positions:
+def factored(positions: Sequence[Sequence[float]], begun: Sequence[list[float]] = ()) -> Triangle:
+    """The places' likeness as a lower triangle whose product with its transpose it is (Cholesky).
+
+    A row depends on the places before it alone: `begun` are the rows of the first positions, where known.
+    """
+    rows: Triangle = list(begun)
+    for here in positions[len(rows) :]:
         row: list[float] = []
         for other, there in zip(rows, positions, strict=False):
             row.append((alike(math.dist(here, there)) - sum(map(mul, row, other))) / other[len(row)])

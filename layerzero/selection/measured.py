@@ -30,6 +30,7 @@ from layerzero.selection.cost import MEASURED, ROOFLINE, SHIPPED, roofline_us
 from layerzero.selection.curve import Curve, fitted
 from layerzero.selection.field import alike
 from layerzero.selection.key import grid
+from layerzero.selection.load import load_us
 from layerzero.selection.places import (
     FEATURES,
     INVISIBLE,
@@ -42,7 +43,7 @@ from layerzero.selection.places import (
     position_of,
 )
 
-__all__ = ["FAR", "MEASURED", "NEAR", "SHIPPED", "MeasuredCosts", "Row", "spot_of"]
+__all__ = ["FAR", "MEASURED", "NEAR", "SHIPPED", "MeasuredCosts", "Row", "bucket_of", "request_of", "spot_of"]
 
 NEAR = " nearby"
 FAR = ", its curve"
@@ -77,10 +78,11 @@ class Row(msgspec.Struct, frozen=True):
 class _Around:
     """The places around one call: `near` those within the radius, nearest first."""
 
-    __slots__ = ("_distances", "_likeness", "near", "request")
+    __slots__ = ("_distances", "_likeness", "family", "near", "request")
 
-    def __init__(self, request: Request, here: Position, crowds: list[Crowd]) -> None:
+    def __init__(self, request: Request, family: Family, here: Position, crowds: list[Crowd]) -> None:
         self.request = request
+        self.family = family
         self._distances = {crowd: crowd.distances(here) for crowd in crowds}
         self._likeness: dict[Crowd, list[float]] = {}
         found = [pair for c, far in self._distances.items() for pair in zip(far, c.places, strict=True)]
@@ -126,30 +128,28 @@ class MeasuredCosts:
 
     def __call__(self, kernel: Kernel, work: Work, request: Request, hardware: Hardware) -> tuple[float, str]:
         """Microseconds of `kernel` for a request on the grid, and where they come from."""
-        site = Site.of(request)
         launches: tuple[Launch, ...] = (
             ("graph", "eager") if "capture" in request.modes else ("eager", "graph")
         )
         for launch in launches:
-            around = self._near(request, site, launch)
+            around = self._near(request, launch)
             distance, own = next(((d, p) for d, p in around.near if kernel.id in p.times), (math.inf, None))
             if own is not None and distance == 0.0:
                 return math.exp(own.times[kernel.id]), own.sources[kernel.id]
-            curve = self._curves.get((_family(site, launch), kernel.id))
+            curve = self._curves.get((around.family, kernel.id))
             if curve is not None and (own is not None or curve.places >= ENOUGH):
-                us = curve.us(_roofs_us(work, request, hardware))
+                us = curve.us(load_us(kernel, request, hardware, _roofs_us(work, request, hardware)))
                 if own is None:
                     return us, curve.source + FAR
                 return us * math.exp(around.shift(own.crowd, kernel.id)), curve.source + NEAR
         estimate = roofline_us(kernel, work, request, hardware)
         for launch in launches:
-            missed = [
-                statistics.median(p.estimates) for _, p in self._near(request, site, launch).near[:NEAREST]
-            ]
+            around = self._near(request, launch)
+            missed = [statistics.median(p.estimates) for _, p in around.near[:NEAREST]]
             if missed:
                 estimate *= ESTIMATE_MARGIN * math.exp(statistics.median(missed))
                 # Nobody was seen below the least floor: estimates leave the host's share out.
-                return max(estimate, self._floors[_family(site, launch)]), ROOFLINE
+                return max(estimate, self._floors[around.family]), ROOFLINE
         return estimate, ROOFLINE
 
     def spot(self, kernel: str, request: Request) -> Hashable:
@@ -164,18 +164,20 @@ class MeasuredCosts:
         for family, places in self._families.items():
             if family[0] == op:
                 for place in places:
-                    request = _of_site(place.site, self._hardware)
+                    request = request_of(place.site, self._hardware)
                     if place.launch == "graph":
                         request = request.replace(modes=frozenset({"capture"}))
                     found.append((request, {k: math.exp(us) for k, us in place.times.items()}))
         return found
 
-    def _near(self, request: Request, site: Site, launch: Launch) -> _Around:
+    def _near(self, request: Request, launch: Launch) -> _Around:
         """What was measured around a call; kept until another call asks."""
         last = self._last.get(launch)
         if last is not None and last.request == request:
             return last
-        around = _Around(request, position_of(site), self._crowds.get(_family(site, launch), []))
+        site = Site.of(request)
+        family = _family(site, launch)
+        around = _Around(request, family, position_of(site), self._crowds.get(family, []))
         self._last[launch] = around
         return around
 
@@ -192,8 +194,8 @@ class MeasuredCosts:
             why = plausible(measured)
             known_site = sites.get(measured.site)
             if known_site is None:
-                request = _of_site(measured.site, self._hardware)
-                known_site = sites[measured.site] = (request, *self._roofs(request), _bucket(measured.site))
+                request = request_of(measured.site, self._hardware)
+                known_site = sites[measured.site] = (request, *self._roofs(request), bucket_of(measured.site))
             request, work, ideal, bucket = known_site
             if not why and measured.median_us < ideal * IMPOSSIBLE:
                 why = "faster than the machine"
@@ -205,9 +207,12 @@ class MeasuredCosts:
                 family = _family(measured.site, measured.launch)
                 if len(self._families.get(family, ())) >= MAX_PLACES:
                     continue
-                _, there = self._roofs(_of_site(bucket, self._hardware))
+                _, there = self._roofs(request_of(bucket, self._hardware))
                 place = buckets[(bucket, measured.launch)] = Place(bucket, measured.launch, there)
                 self._families.setdefault(family, []).append(place)
+            if kernel.id not in place.loads:
+                at = request_of(bucket, self._hardware)
+                place.loads[kernel.id] = load_us(kernel, at, self._hardware, place.ideal)
             known = place.sources.setdefault(kernel.id, row.source)
             if known == row.source:  # what the machine measured itself replaces what was shipped
                 moved = (_HOST_US + place.ideal) / (_HOST_US + ideal)
@@ -233,14 +238,15 @@ class MeasuredCosts:
             points: dict[str, list[tuple[float, float]]] = {}
             for place in places:
                 for kernel_id, us in place.times.items():
-                    points.setdefault(kernel_id, []).append((place.ideal, math.exp(us)))
+                    points.setdefault(kernel_id, []).append((place.loads[kernel_id], math.exp(us)))
             for kernel_id, own in points.items():
                 sources = {p.sources[kernel_id] for p in places if kernel_id in p.sources}
                 source = MEASURED if sources == {MEASURED} else SHIPPED
                 curve = self._curves[(family, kernel_id)] = fitted(own, source)
                 for place in places:
                     if kernel_id in place.times:
-                        place.offsets[kernel_id] = place.times[kernel_id] - math.log(curve.us(place.ideal))
+                        expected = curve.us(place.loads[kernel_id])
+                        place.offsets[kernel_id] = place.times[kernel_id] - math.log(expected)
             self._floors[family] = min(self._curves[(family, k)].floor_us for k in points)
             self._crowds[family] = crowds(places)
 
@@ -251,7 +257,7 @@ def spot_of(row: Measurement) -> Hashable:
 
 
 def _spot(kernel: str, site: Site, launch: str) -> Hashable:
-    return (kernel, launch, _bucket(site))
+    return (kernel, launch, bucket_of(site))
 
 
 def _family(site: Site, launch: Launch) -> Family:
@@ -261,13 +267,15 @@ def _family(site: Site, launch: Launch) -> Family:
     return (site.op, SIBLING.get(site.dtype, site.dtype), types, kept, launch)
 
 
-def _bucket(site: Site) -> Site:
+def bucket_of(site: Site) -> Site:
+    """The site on the key's grid, without what does not change how long a kernel takes."""
     dims = tuple((name, grid(size)) for name, size in sorted(site.dims))
     shown = tuple(f for f in site.features if f not in INVISIBLE)
     return msgspec.structs.replace(site, dims=dims, features=shown)
 
 
-def _of_site(site: Site, hardware: Hardware) -> Request:
+def request_of(site: Site, hardware: Hardware) -> Request:
+    """The call that was timed, as a request on `hardware`."""
     return Request(
         op=site.op,
         platform=hardware.platform,

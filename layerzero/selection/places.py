@@ -6,6 +6,7 @@ Places that are compared make a crowd; what one of them says about a call is wei
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Mapping
 
 from layerzero.perfdb import Site
@@ -16,14 +17,21 @@ from layerzero.selection.key import grid
 SQUARE = "square"
 
 # So many places are weighed against each other; more are cut in two where they reach furthest.
-CROWD = 96
-# How much an octave along an axis tells kernels apart. Group size repeats the heads, the value head size
-# nearly always the head size, a pool's pages its sequences. All were set by leaving out one bucket in turn.
-WEIGHTS = {"D": 1.5, "G": 0.5, "Dv": 0.25, "P": 0.5, "N pages": 0.05}
-# Axes that say more than the size itself: pages of a sequence count as its tokens.
-AXES = {"paged_attention": {"M": ("M", ("M", "P")), "N": ("N pages", ("N",))}}
+CROWD = 192
+# How much an octave along an axis tells kernels apart. The value head size nearly always repeats the head
+# size, a pool's pages its sequences. All were set by leaving out one bucket in turn.
+WEIGHTS = {"D": 1.6, "G": 0.5, "Dv": 0.25, "P": 0.5, "N pages": 0.05, "B / Hq": 0.3}
+# Axes that say more than a size itself, by the exponents of their sizes, and the sizes that they stand for:
+# pages of a sequence count as its tokens; attention spreads over sequences and heads alike, and the heads of
+# keys follow from heads and group.
+Axes = Mapping[str, Mapping[str, int]]
+AXES: Mapping[str, tuple[frozenset[str], Axes]] = {
+    "paged_attention": (frozenset("MN"), {"M": {"M": 1, "P": 1}, "N pages": {"N": 1}}),
+    "attention": (frozenset({"B", "Hq", "Hk"}), {"B Hq": {"B": 1, "Hq": 1}, "B / Hq": {"B": 1, "Hq": -1}}),
+}
+_PLAIN: tuple[frozenset[str], Axes] = (frozenset(), {})
 # How far calls stand apart that differ in a feature; calls that differ in any other are not compared.
-FEATURES = {"causal": 2.0, SQUARE: 2.0, "bias": 0.5}
+FEATURES = {"causal": 2.0, SQUARE: 1.0, "bias": 0.5}
 # The half precision types are compared with each other; the other one counts as this far away.
 SIBLING = {"float16": "bfloat16"}
 SIBLING_OCTAVES = 0.5
@@ -39,7 +47,8 @@ Position = Mapping[str, float]
 class Place:
     """One measured bucket: its call, its position in octaves, the roofs' time, and each kernel's time there.
 
-    `times` are logs of microseconds at the grid point, `offsets` how far those lie off the kernel's curve.
+    `times` are logs of microseconds at the grid point, `loads` each kernel's microseconds at full speed
+    (`selection.load`), `offsets` how far its times lie off its curve over loads.
     """
 
     __slots__ = (
@@ -47,6 +56,7 @@ class Place:
         "estimates",
         "ideal",
         "launch",
+        "loads",
         "offsets",
         "position",
         "site",
@@ -60,6 +70,7 @@ class Place:
         self.ideal = ideal
         self.position = position_of(site)
         self.times: dict[str, float] = {}
+        self.loads: dict[str, float] = {}
         self.offsets: dict[str, float] = {}
         self.sources: dict[str, str] = {}
         self.estimates: list[float] = []  # by how much estimates miss here, as logs
@@ -73,6 +84,9 @@ class Crowd:
         self.places = places
         self._axes = sorted({name for place in places for name in place.position})
         self._at = [[place.position.get(axis, 0.0) for axis in self._axes] for place in places]
+        # Places of the kernels that are measured most first: the triangles of two kernels then begin alike.
+        spread = [name for name, _ in Counter(k for p in places for k in p.offsets).most_common()]
+        self._order = sorted(range(len(places)), key=lambda n: [k not in places[n].offsets for k in spread])
         self._triangles: dict[tuple[int, ...], Triangle] = {}
         self._weights: dict[str, list[float]] = {}
 
@@ -88,16 +102,25 @@ class Crowd:
         """What each place adds to a kernel's offset; nothing where it was not measured. Computed once."""
         found = self._weights.get(kernel)
         if found is None:
-            own = tuple(n for n, place in enumerate(self.places) if kernel in place.offsets)
+            own = tuple(n for n in self._order if kernel in self.places[n].offsets)
             triangle = self._triangles.get(own)
             if triangle is None:
-                triangle = self._triangles[own] = factored([self._at[n] for n in own])
+                triangle = self._triangles[own] = factored([self._at[n] for n in own], self._begun(own))
             found = [0.0] * len(self.places)
             weights = weighted(triangle, [self.places[n].offsets[kernel] for n in own])
             for n, weight in zip(own, weights, strict=True):
                 found[n] = weight
             self._weights[kernel] = found
         return found
+
+    def _begun(self, own: tuple[int, ...]) -> Triangle:
+        """The rows that another kernel's triangle has in common with that of the places `own`."""
+        longest: Triangle = []
+        for places, triangle in list(self._triangles.items()):
+            same = next((n for n, (a, b) in enumerate(zip(places, own, strict=False)) if a != b), None)
+            shared = triangle[: min(len(places), len(own)) if same is None else same]
+            longest = max(longest, shared, key=len)
+        return longest
 
 
 def features_of(site: Site) -> tuple[str, ...]:
@@ -111,12 +134,12 @@ def features_of(site: Site) -> tuple[str, ...]:
 
 def position_of(site: Site) -> dict[str, float]:
     """Where a call stands: octaves along the axes of its sizes, and what else tells it from its family."""
-    sizes = {name: grid(size) for name, size in site.dims}
-    own = AXES.get(site.op, {})
-    found = {}
-    for name in sizes:
-        axis, factors = own.get(name, (name, (name,)))
-        found[axis] = WEIGHTS.get(axis, 1.0) * sum(math.log2(max(sizes.get(f, 1), 1)) for f in factors)
+    octaves = {name: math.log2(max(grid(size), 1)) for name, size in site.dims}
+    replaced, axes = AXES.get(site.op, _PLAIN)
+    found = {name: WEIGHTS.get(name, 1.0) * far for name, far in octaves.items() if name not in replaced}
+    for axis, exponents in axes.items():
+        along = sum(exponent * octaves.get(name, 0.0) for name, exponent in exponents.items())
+        found[axis] = WEIGHTS.get(axis, 1.0) * along
     if site.dtype in SIBLING:
         found["dtype"] = SIBLING_OCTAVES
     named = features_of(site)

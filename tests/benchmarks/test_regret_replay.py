@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
+import msgspec
 import pytest
 
-from benchmarks.regret_replay import cases, choose, model_of
+from benchmarks.regret_replay import cases, choose, left_out, model_of, part_of
 from layerzero.backends import load_builtin
 from layerzero.errors import NoKernelFoundError
 from layerzero.hardware import imagined_gpu
@@ -59,3 +60,16 @@ def test_rows_without_a_choice_are_left_out() -> None:
     [case] = cases(record(eager={"a": 5.0, "b": 6.0}), [CALL], H200)
     with pytest.raises(NoKernelFoundError):
         choose(case, KERNELS, H200, model_of([], KERNELS, H200))
+
+
+def test_a_call_left_out_is_chosen_for_from_the_others() -> None:
+    """Each of two calls is judged by its own times and chosen for by the other's, transforms counted."""
+    near = [
+        msgspec.structs.replace(row, site=norm("rms_norm", rows, 4096).site(H200))
+        for rows, times in ((64, (9.0, 20.0)), (256, (30.0, 10.0)))
+        for row in (measured(OURS, times[0], "graph"), measured(THEIRS, times[1], "graph"))
+    ]
+    found = {case.request.dim("N"): (regret, selection.kernel) for regret, case, selection in left_out(
+        near, KERNELS, H200)}  # fmt: skip
+    assert found == {64: (pytest.approx(20 / 9), THEIRS), 256: (pytest.approx(3.0), OURS)}
+    assert {part_of(case) for _, case, _ in left_out(near, KERNELS, H200)} == {"graph, left out"}

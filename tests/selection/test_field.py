@@ -30,6 +30,13 @@ def test_the_weights_solve_their_equations(measured: list[tuple[list[float], flo
         assert value(positions, values, at) + NOISE * weight == pytest.approx(own, abs=1e-6)
 
 
+@given(st.lists(POINT, min_size=2, max_size=12), st.integers(0, 12))
+def test_a_triangle_that_was_begun_ends_alike(positions: list[list[float]], begun: int) -> None:
+    """Rows that are known already are not computed again, and change nothing."""
+    whole = factored(positions)
+    assert factored(positions, factored(positions[:begun])) == whole
+
+
 def test_a_crowd_does_not_outvote_the_rest() -> None:
     """Between one place and ten that stand together on the other side, the value is near the middle."""
     crowd = [[4.0, 0.01 * n] for n in range(10)]
@@ -53,6 +60,29 @@ def test_pages_stand_where_their_tokens_do() -> None:
     [crowd] = crowds([paged(64, 16), paged(32, 32), paged(128, 16)])
     own, other, longer = crowd.distances(paged(64, 16).position)
     assert own == 0.0 < other < longer == pytest.approx(1.0, abs=0.01)
+
+
+def dense(b: int, hq: int, hk: int) -> Place:
+    dims = (("B", b), ("D", 128), ("G", hq // hk), ("Hk", hk), ("Hq", hq), ("Sk", 4096), ("Sq", 1))
+    return Place(Site(op="attention", dtype="bfloat16", dims=dims), "eager", 1.0)
+
+
+def test_sequences_and_heads_fill_a_machine_alike() -> None:
+    """Twice the sequences of half the heads stand nearer than twice the sequences."""
+    [crowd] = crowds([dense(8, 32, 8), dense(16, 16, 4), dense(16, 32, 8)])
+    own, alike, more = crowd.distances(dense(8, 32, 8).position)
+    assert own == 0.0 < alike < more
+
+
+def test_kernels_with_places_in_common_get_their_own_weights() -> None:
+    """What a kernel's triangle takes over from another's gives the weights that it would have alone."""
+    sizes = [(b, hq) for b in (1, 4, 16, 64) for hq in (8, 16, 32)]
+    places = [dense(b, hq, 8) for b, hq in sizes]
+    for n, place in enumerate(places):
+        place.times = place.offsets = {"a": 0.1 * n} | ({"b": math.sin(n)} if n % 3 else {})
+    [crowd], [alone] = crowds(places), crowds(places)
+    crowd.weights("a")
+    assert crowd.weights("b") == alone.weights("b")
 
 
 def test_an_axis_that_nobody_has_counts() -> None:

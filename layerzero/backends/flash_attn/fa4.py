@@ -27,7 +27,7 @@ from layerzero.backends.flash_attn.shared import (
     kernel,
     takes,
 )
-from layerzero.kernel import AtLeast, AtMost, Capability, Efficiency, Kernel, MultipleOf
+from layerzero.kernel import AtLeast, AtMost, Capability, Efficiency, Kernel, MultipleOf, Tiling
 from layerzero.ops.mirrors import longest
 from layerzero.ops.rehearsal import rehearse
 from layerzero.ops.request import Request
@@ -118,6 +118,12 @@ _capability = functools.partial(
 _LEAST = AtLeast("D", 8)
 _MEASURED = "an estimate beside the eager and replayed prefills in benchmarks/results/regret_h200.json"
 _FAST = Efficiency(0.67, 0.8, 75.6, _MEASURED)
+_TILES = Tiling(
+    rows=((96, 192), (256, 128)),
+    packed=True,
+    splits=False,
+    source="flash-attn-4 4.0.0b36, flash_attn/cute/interface.py: _tile_size_fwd_sm90, pack_gqa's default",
+)
 
 
 def _make(
@@ -137,8 +143,15 @@ def _compiled_for(request: Request) -> str:
 
 
 KERNELS: tuple[Kernel, ...] = (
-    _make(
-        "attention", "dense", _attention, _capability(limits=(_LEAST,), layouts=frozenset({"BSHD"})), _FAST
+    replace(
+        _make(
+            "attention",
+            "dense",
+            _attention,
+            _capability(limits=(_LEAST,), layouts=frozenset({"BSHD"})),
+            _FAST,
+        ),
+        tiling=_TILES,
     ),
     _make("ragged_attention", "varlen", _ragged, _capability(limits=(_LEAST,)), _FAST),
     _make(

@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import importlib.util
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -29,9 +30,11 @@ from layerzero.backends.flash_attn.shared import (
     int32,
     kernel,
     takes,
+    workspace_bytes,
 )
-from layerzero.kernel import AtMost, Kernel
+from layerzero.kernel import AtMost, Kernel, Tiling
 from layerzero.ops.mirrors import longest
+from layerzero.ops.request import Request
 
 _EXTENSION = "_vllm_fa3_C"
 # What none of our calls sets; other arguments that a call leaves out are optional.
@@ -177,8 +180,32 @@ _capability = functools.partial(
 )
 _make = functools.partial(kernel, "vllm_flash_attn_3", rank=38, distribution="vllm>=0.20")
 
+_TILES = Tiling(
+    rows=((96, 192), (256, 128)),
+    packed=True,
+    splits=True,
+    source="vllm-project/flash-attention, hopper/tile_size.h and heuristics.h (should_pack_gqa)",
+)
+
+
+def _joined(request: Request) -> int:
+    """Bytes that joining the rows of a batch copies: rows of one head stand together in the layout BHSD."""
+    batch = request.dim("B")
+    if batch == 1 or request.layout != "BHSD":
+        return 0
+    width, value_width = request.dim("D"), request.dim("Dv") or request.dim("D")
+    queries = request.dim("Hq") * request.dim("Sq") * width if request.dim("Sq") > 1 else 0
+    keys = request.dim("Hk") * request.dim("Sk") * (width + value_width)
+    return 2 * batch * (queries + keys)
+
+
 KERNELS: tuple[Kernel, ...] = (
-    _make("attention", "varlen", _attention, _capability(layouts=frozenset({"BSHD"})), THIRD),
+    replace(
+        _make("attention", "varlen", _attention, _capability(layouts=frozenset({"BSHD"})), THIRD),
+        copied_bytes=_joined,
+        tiling=_TILES,
+        workspace_bytes=lambda request: workspace_bytes(request) + _joined(request),
+    ),
     _make("ragged_attention", "varlen", _ragged, _capability(), THIRD),
     _make(
         "paged_attention",

@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from layerzero.backends.flashinfer.library import DISTRIBUTIONS, HALF, SOURCE, estimate, module, planned_bytes
-from layerzero.kernel import Capability, Efficiency, Kernel, OneOf, SameAs
+from layerzero.kernel import Capability, Efficiency, Kernel, OneOf, SameAs, Tiling
 from layerzero.ops import mirrors
 from layerzero.ops.rehearsal import rehearse
 from layerzero.ops.request import Request
@@ -217,6 +218,12 @@ def _module(request: Request) -> str:
 _SM = {"fa2": (80, 121), "fa3": (90, 90)}  # the FA3 template is written for wgmma
 _PREFILL = "beside a causal prefill in benchmarks/results/regret_h200.json"
 _OF_ROOF = {"fa2": 0.39, "fa3": 0.69}
+_TILES = Tiling(
+    rows=((64, 192), (256, 128)),
+    packed=False,
+    splits=False,
+    source="FlashInfer 0.7.2, attention/hopper/prefill_sm90.cuh: getCTATileSize",
+)
 
 
 def _kernels() -> tuple[Kernel, ...]:
@@ -248,7 +255,8 @@ def _kernels() -> tuple[Kernel, ...]:
             what.format("Paged"), sm_min=low, sm_max=high, features=_FEATURES | {"prefill"},
             limits=_WIDTHS, layouts=frozenset({"NHD", "HND"}), contiguous=True,
         )  # fmt: skip
-        found.append(_kernel("attention", variant, _dense, dense, prefill, rank))
+        tiling = _TILES if variant == "fa3" else None
+        found.append(replace(_kernel("attention", variant, _dense, dense, prefill, rank), tiling=tiling))
         found.append(_kernel("ragged_attention", variant, _ragged, ragged, planned, rank))
         found.append(_kernel("paged_attention", variant, _paged, paged, decode, rank))
     return tuple(found)

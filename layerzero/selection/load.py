@@ -1,0 +1,49 @@
+"""What a call loads a machine with under one kernel: the roofs' time, blocks of rows, copies of its own.
+
+A kernel's curve is fitted over this time instead of the roofs' alone, so that what its source says is not
+left to interpolation: how rows are cut into blocks, that the last wave of blocks takes as long as a full
+one, that operands are copied where a batch is joined.
+"""
+
+from __future__ import annotations
+
+import math
+
+from layerzero.hardware import Hardware
+from layerzero.kernel import Kernel, Tiling
+from layerzero.ops.request import Request
+
+
+def load_us(kernel: Kernel, request: Request, hardware: Hardware, roofs_us: float) -> float:
+    """Microseconds at full speed of what `kernel` makes of a call for which the roofs need `roofs_us`."""
+    found = roofs_us
+    if kernel.tiling is not None:
+        found = max(found, blocks_us(kernel.tiling, request, hardware))
+    if kernel.copied_bytes is not None:
+        # Read once and written once.
+        found += 2e6 * kernel.copied_bytes(request) / hardware.bandwidth
+    return found
+
+
+def blocks_us(tiling: Tiling, request: Request, hardware: Hardware) -> float:
+    """Microseconds until the last block of attention is done, each at one multiprocessor's share of the peak.
+
+    A block takes its time whole, however few of its rows are asked for, and blocks of equal length run in
+    waves. Under a causal mask they differ and the longest start first, so that many of them end together.
+    0 where that is not known: a window, a head size beyond the tiling, a device whose multiprocessors nobody
+    counted.
+    """
+    dims, tile = request.dims, next((r for size, r in tiling.rows if request.dims["D"] <= size), 0)
+    if not tile or hardware.threads <= 1 or "window" in request.features:
+        return 0.0
+    heads, rows = (dims["Hk"], dims["Sq"] * dims["G"]) if tiling.packed else (dims["Hq"], dims["Sq"])
+    blocks = dims["B"] * heads * math.ceil(rows / tile)
+    peak = hardware.peak_flops.get(request.dtype) or min(hardware.peak_flops.values(), default=1e9)
+    longest = 2.0 * tile * dims["Sk"] * (dims["D"] + dims["Dv"]) * hardware.threads / peak * 1e6
+    masked = "causal" in request.features and dims["Sq"] > 1
+    # The keys that the mean row sees; the last row sees them all.
+    share = 1.0 - dims["Sq"] / (2.0 * max(dims["Sk"], dims["Sq"])) if masked else 1.0
+    waves = blocks * share / hardware.threads
+    if waves < 1.0:
+        return longest * (waves if tiling.splits else 1.0)
+    return longest * (waves if masked else math.ceil(waves))
