@@ -34,6 +34,7 @@ from generating.where import Where  # noqa: E402
 from harness import environment, show, write  # noqa: E402
 
 import layerzero as lz  # noqa: E402
+from layerzero.native import HOT  # noqa: E402
 
 RESULTS = ROOT / "benchmarks" / "results" / "lane.json"
 AWAITED = ("op", "layer", "step")
@@ -125,7 +126,7 @@ def _at(options: argparse.Namespace, section: Section, name: str, context: int) 
             title = f"{name}, {context}, {count}"
             if section.has(title, seconds):
                 section.item(title, lambda n=count: sides(n), name, "contexts", str(context), str(count))
-        for per in AWAITED:
+        for per in AWAITED if name == options.models[0] else ():
             title = f"{name}, {context}, per {per}, where"
             if section.has(title, options.seconds + 2 * RAMP_S + 0.3):
                 run = partial(_where, runtime, model, replace(largest, seed=1), per)
@@ -286,6 +287,7 @@ def main(arguments: list[str] | None = None) -> int:
     record.pop("tables", None)  # of the old numbers; `python -m scripts.result_tables` writes them anew
     where = environment(("layerzero-runtime", "torch", "zentorch", "transformers", "ray", "litserve"))
     failed = False
+    HOT.now()  # or the first section would be Python's alone, beside a compiler
     for name in options.sections:
         ends = 1.0 if len(options.sections) < len(SECTIONS) else ENDS[name]
         part = Section(begun + ends * options.budget_s, lambda: None)
@@ -293,6 +295,7 @@ def main(arguments: list[str] | None = None) -> int:
             "environment": where,
             "quick": options.quick,
             "tuned_s": options.tune_s,
+            "awaited_path": HOT.describe(),
             "rows": part.rows,
             "failed": part.failed,
             "left_out": part.left_out,

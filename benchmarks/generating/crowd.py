@@ -81,11 +81,29 @@ class Crowd:
 
 
 class Meter:
-    """Counts tokens while it is open; a request asks `over` before each token."""
+    """When each token came; a request asks `over` before the next one."""
 
     def __init__(self) -> None:
-        self.tokens = 0
+        self.times: list[float] = []
         self.over = False
+
+
+def whole_steps(times: list[float], requests: int) -> tuple[float, int] | None:
+    """Seconds from the first step's tokens to the last one's, and the tokens that came in them.
+
+    Tokens of so many requests come a crowd at a time: a window that cuts a step counts all of it or nothing,
+    which is a sixth of what six steps bring. A step begins behind the longest pause among a crowd's tokens.
+    None where `times` hold less than a step.
+    """
+
+    def begins(part: list[float]) -> int:
+        return max(range(1, len(part)), key=lambda index: part[index] - part[index - 1])
+
+    if len(times) < requests + 2:
+        return None
+    first = begins(times[: requests + 1])
+    last = len(times) - requests - 1 + begins(times[-requests - 1 :])
+    return (times[last] - times[first], last - first) if last > first else None
 
 
 async def request(model: Llama, context: int, tokens: int, seed: int, meter: Meter) -> None:
@@ -96,7 +114,7 @@ async def request(model: Llama, context: int, tokens: int, seed: int, meter: Met
         for drawn in range(tokens):
             token = await model.next(token, sequence.extend(1), Draw(0.0, 1.0, seed, drawn))
             await lz.to_host(token)
-            meter.tokens += 1
+            meter.times.append(time.perf_counter())
             if meter.over:
                 return
 
@@ -116,9 +134,12 @@ async def awaited(runtime: lz.Runtime, model: Llama, crowd: Crowd, per: Per, *, 
 
     clients = [asyncio.ensure_future(client(i, at)) for i, at in enumerate(crowd.starts())]
     await asyncio.sleep(2 * crowd.ramp_s)
-    before, counted, begin = _batches(runtime), meter.tokens, time.perf_counter()
+    before, begin = _batches(runtime), time.perf_counter()
+    meter.times.clear()
     await asyncio.sleep(crowd.seconds)
-    seconds, tokens, after = time.perf_counter() - begin, meter.tokens - counted, _batches(runtime)
+    counted = time.perf_counter() - begin, len(meter.times)
+    seconds, tokens = whole_steps(meter.times, crowd.requests) or counted
+    after = _batches(runtime)
     meter.over = True
     await asyncio.gather(*clients)
     return Span(seconds, tokens, after[0] - before[0], after[1] - before[1])

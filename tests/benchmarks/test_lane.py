@@ -61,6 +61,7 @@ def test_every_side_has_numbers(record: dict[str, Any]) -> None:
     assert set(shares) == {"per op", "per layer", "per step"}
     assert all(sum(parts.values()) == pytest.approx(1, abs=0.01) for parts in shares.values())
     assert record["generation"]["environment"]["torch"] == torch.__version__
+    assert record["generation"]["awaited_path"].startswith(("compiled", "Python alone"))
 
 
 def test_bursts_and_queues_have_verdicts(record: dict[str, Any]) -> None:
@@ -148,3 +149,19 @@ def test_a_missing_peer_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     found = offered.compare(offered.Traffic(seconds=0.1))
     assert found["LitServe"] == {"refused": "no_such_server is not installed"}
     assert found["Ray Serve"] == {"refused": "no_such_package.serve is not installed"}
+
+
+@pytest.mark.parametrize("phase", [0.0, 0.3, 0.7, 0.99])
+def test_a_window_that_cuts_steps_counts_whole_ones(phase: float) -> None:
+    """Four tokens every second, close together: four a second wherever the window begins."""
+    every = [step + token * 0.001 for step in range(9) for token in range(4)]
+    window = [at for at in every if phase <= at < phase + 5.5]
+    seconds, tokens = crowd.whole_steps(window, 4)
+    assert tokens == 4 * round(seconds)
+    assert tokens / seconds == pytest.approx(4.0)
+    assert crowd.whole_steps(window[:4], 4) is None
+
+
+def test_one_request_is_counted_from_token_to_token() -> None:
+    """A request alone has a token a step."""
+    assert crowd.whole_steps([0.5, 1.5, 2.5, 3.5], 1) == (2.0, 2)
