@@ -62,6 +62,11 @@ with suppress(BackendNotAvailableError):  # nowhere to keep what is compiled: th
 os.environ["XDG_CACHE_HOME"] = CACHE.name
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Begin with what takes longest, so that no worker ends alone with it."""
+    items.sort(key=lambda item: item.get_closest_marker("slow") is None)
+
+
 def pytest_collection_finish() -> None:
     """Put the libraries and the tests themselves out of the collector's way: many tests ask it to run."""
     gc.collect()

@@ -17,7 +17,7 @@ from tests import interpreter
 
 CONTRACT = "tests/backends/test_contract.py"
 # One process for all of them, on a machine that may be busy.
-pytestmark = pytest.mark.timeout(900)
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 INTERPRETED = {
     "liger_kernel": ("liger.rope.triton", "liger.linear_cross_entropy.chunked"),
     "triton": ("triton.add_rms_norm_quantize.row", "triton.add_rms_norm_quantize.group"),

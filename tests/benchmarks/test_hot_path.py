@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+pytestmark = pytest.mark.slow
 ROOT = Path(__file__).resolve().parents[2]
 PEERS = {"transformers", "kernels", "diffusers", "flashinfer-bench", "kernel-set"}
 

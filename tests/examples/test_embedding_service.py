@@ -36,6 +36,7 @@ def run(*arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
     )
 
 
+@pytest.mark.slow
 def test_the_quick_demo_is_right_and_says_so(tmp_path: Path) -> None:
     """Exit code 0, every table on the terminal, every stated field in the file."""
     file = tmp_path / "numbers.json"
