@@ -374,7 +374,7 @@ def _need_writable(device: LocalDevice) -> None:
         return
     try:
         anyio.run(_write, path, Environment.of(device.hardware), ())
-    except (OSError, sqlite3.OperationalError) as error:
+    except (OSError, sqlite3.DatabaseError) as error:
         raise ConfigurationError(
             f"perfdb needs a file that can be written, got {path}: {error}; perfdb=None keeps nothing",
             field="perfdb",

@@ -27,6 +27,7 @@ MAX_ROWS = 1_000_000
 SET_ASIDE = "perfdb.set_aside"
 REBUILT = "perfdb.rebuilt"
 NEWER = "perfdb.newer_found"
+FOREIGN = "perfdb.foreign_found"
 PRUNED = "perfdb.pruned"
 
 _DDL = (
@@ -40,6 +41,7 @@ _DDL = (
     " power INTEGER, free INTEGER, checksum BLOB NOT NULL)",
     "CREATE INDEX measurement_of ON measurement (environment, site, kernel)",
 )
+_TABLES = frozenset({"environment", "site", "kernel", "measurement"})
 _SELECT = (
     "SELECT m.id, e.digest, e.body, s.digest, s.body, k.name, k.version, m.policy, m.median, m.p95,"
     " m.variance, m.samples, m.at, m.temperature, m.power, m.free, m.checksum"
@@ -159,8 +161,8 @@ class PerfDB:
 def read_rows(path: str | os.PathLike[str], environment: Environment | None = None) -> list[Measurement]:
     """The rows of an environment, read at once: what a device publishes when it is opened.
 
-    A file that is missing or of a newer format gives nothing; a damaged one is set aside and rebuilt from the
-    rows that still hold.
+    A file that is missing, of a newer format or another program's gives nothing; a damaged one is set aside
+    and rebuilt from the rows that still hold.
     """
     where = Path(path)
     if not where.is_file():
@@ -187,9 +189,9 @@ def read_rows(path: str | os.PathLike[str], environment: Environment | None = No
 
 
 def _read(path: Path, environment: Environment | None, mode: str) -> tuple[list[Measurement], str]:
-    """The rows of an environment, and what is wrong with others; nothing where a later release wrote."""
+    """The rows of an environment, and what is wrong with others; nothing where somebody else wrote."""
     with contextlib.closing(_connect(path, mode)) as connection:
-        if _newer(connection, path):
+        if _elses(connection, path):
             return [], ""
         return _decode_all(connection.execute(*_query(environment)))
 
@@ -214,44 +216,49 @@ def _connect(path: Path, mode: str) -> sqlite3.Connection:
     return connection
 
 
-def _newer(connection: sqlite3.Connection, path: Path) -> bool:
-    """Whether a later release wrote the file, which is then left alone."""
+def _elses(connection: sqlite3.Connection, path: Path) -> str:
+    """Who else wrote the file, which is then left alone: another program or a later release; else ""."""
+    tables = {row[0] for row in connection.execute("SELECT name FROM sqlite_master WHERE type = 'table'")}
+    if tables and not tables & _TABLES:
+        log.warning(FOREIGN, path=str(path), tables=sorted(tables)[:4])
+        return "another program"
     version = connection.execute("PRAGMA user_version").fetchone()[0]
     if version > SCHEMA:
         log.warning(NEWER, path=str(path), schema=version, needs=SCHEMA)
-    return bool(version > SCHEMA)
+        return "a later release"
+    return ""
 
 
 def _prepare(path: Path) -> None:
     """Make the file, or check it and set a damaged one aside.
 
-    Raises: sqlite3.DatabaseError: a later release wrote it; it is left as it is.
+    Raises: sqlite3.DatabaseError: a later release or another program wrote it; it is left as it is.
     """
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     if path.exists() and path.stat().st_size:
-        damaged, newer = _damage(path)
-        if newer:
-            raise sqlite3.DatabaseError(f"{path} was written by a later release: use another file")
+        damaged, writer = _damage(path)
+        if writer:
+            raise sqlite3.DatabaseError(f"{path} was written by {writer}: use another file")
         if damaged:
             _set_aside(path, damaged)
         return
     _create(path)
 
 
-def _damage(path: Path) -> tuple[str, bool]:
-    """What is wrong with a file, in words, and whether a later release wrote it."""
+def _damage(path: Path) -> tuple[str, str]:
+    """What is wrong with a file, in words, and who else wrote it."""
     try:
         with contextlib.closing(_connect(path, "rw")) as connection:
             found = connection.execute("PRAGMA quick_check(1)").fetchone()[0]
             if found != "ok":
-                return str(found), False
-            if _newer(connection, path):
-                return "", True
+                return str(found), ""
+            if writer := _elses(connection, path):
+                return "", writer
             wanted = "SELECT sql FROM sqlite_master WHERE sql NOT NULL"
             named = {row[0] for row in connection.execute(wanted)}
-            return ("" if named == set(_DDL) else "its tables are not ours"), False
+            return ("" if named == set(_DDL) else "its tables are not ours"), ""
     except sqlite3.DatabaseError as error:
-        return f"{type(error).__name__}: {error}", False
+        return f"{type(error).__name__}: {error}", ""
 
 
 def _create(path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import sqlite3
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -236,6 +237,24 @@ def test_a_file_that_cannot_be_written_is_told_before_measuring(tmp_path: Path) 
     finally:
         uninstall(opened)
         opened.close()
+
+
+def test_another_programs_file_is_told_before_measuring(tmp_path: Path) -> None:
+    """A sound database that is not ours: refused by the setting's name, and left as it is."""
+    path = tmp_path / "perf.sqlite"
+    with sqlite3.connect(path) as connection:
+        connection.execute("CREATE TABLE customers (name TEXT)")
+    connection.close()
+    before = path.read_bytes()
+    opened = runtime(path)
+    install(opened)
+    try:
+        with pytest.raises(ConfigurationError, match="perfdb needs .* written by another program"):
+            tune_blocking([CALL])
+    finally:
+        uninstall(opened)
+        opened.close()
+    assert path.read_bytes() == before
 
 
 def test_without_a_file_the_process_remembers() -> None:

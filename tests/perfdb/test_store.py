@@ -121,6 +121,23 @@ async def test_a_damaged_file_is_set_aside_and_another_begun(
     assert any("perfdb.set_aside" in record.getMessage() for record in caplog.records)
 
 
+@pytest.mark.asyncio
+async def test_another_programs_database_is_left_alone(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A sound file without a table of ours was named by mistake: nothing is read, moved or written."""
+    path = tmp_path / "app.sqlite"
+    with sqlite3.connect(path) as connection:
+        connection.execute("CREATE TABLE customers (name TEXT)")
+    connection.close()
+    before = path.read_bytes()
+    assert read_rows(path, HERE) == []
+    assert any("perfdb.foreign_found" in record.getMessage() for record in caplog.records)
+    with pytest.raises(sqlite3.DatabaseError, match="another program: use another file"):
+        await write(path, [row()])
+    assert path.read_bytes() == before and asides(path) == []
+
+
 def test_a_changed_number_is_never_believed(tmp_path: Path) -> None:
     """A row whose time was edited fails its checksum: the others are saved, the file is set aside."""
     import anyio
