@@ -249,7 +249,7 @@ def test_another_programs_file_is_told_before_measuring(tmp_path: Path) -> None:
     opened = runtime(path)
     install(opened)
     try:
-        with pytest.raises(ConfigurationError, match="perfdb needs .* written by another program"):
+        with pytest.raises(ConfigurationError, match=r"perfdb needs .* written by another program"):
             tune_blocking([CALL])
     finally:
         uninstall(opened)
