@@ -211,6 +211,12 @@ def regret(record: dict[str, Any]) -> Table:
     return {"columns": [*columns, *(f"speed-up {policy}" for policy in policies)], "rows": rows}
 
 
+def replayed(record: dict[str, Any]) -> Table:
+    """Return how far choices over recorded times are from the best kernel, by launch and part."""
+    rows = [[name, row["shapes"], row["geomean"], row["worst"]] for name, row in record["choice"].items()]
+    return {"columns": ["launched, shapes", "shapes", "choice", "worst"], "rows": rows}
+
+
 def _said(record: dict[str, Any], part: str, what: str) -> list[tuple[int, dict[str, Any]]]:
     """Return the rows of one part that have a number, each with the ranks it ran with."""
     return [
@@ -274,6 +280,7 @@ FILES: dict[str, dict[str, Callable[[dict[str, Any]], Table]]] = {
     "regret_cpu_avx2.json": {"regret": regret, "place": place},
     "regret_cpu_avx512.json": {"regret": regret, "place": place},
     "regret_h200.json": {"regret": regret, "place": place},
+    "regret_h200_replayed.json": {"choice": replayed},
     "lane_h200.json": {"sides": on_gpu, "targets": targets_on_gpu, "place": place},
     "gang_h200.json": {"ganged": ganged, "staged": staged, "guessed": guessed, "place": place},
     "embedding_demo.json": {"service": service, "targets": targets, "kernels": kernels, "place": place},
