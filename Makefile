@@ -70,11 +70,21 @@ $(PY):
 	$(PYTHON) -m venv $(VENV) || { rm -rf $(VENV); exit 1; }
 
 # One stamp an extra, and one for each that it holds: the second run installs nothing until the two files that decide
-# the versions change.  pip would compile on one core.  Compiling skips the packages' own tests, and may fail: some
-# hold templates and other versions' Python; what is missing is compiled when it is imported.
+# the versions change.  pip takes torch, because its flags and its settings say which build; uv then takes the rest,
+# with far less work than pip, and keeps the torch that is there.  uv reads none of pip's settings: pip takes all where
+# they name another index, or where uv cannot be had.  pip would compile on one core, and all of it.  Compiling skips
+# the bulk that nothing here imports, and may fail: some packages hold templates and other versions' Python; what is
+# missing is compiled when it is imported.
 HELD_BY_test := demo
 HELD_BY_dev := demo test
+BULK := site-packages/(.*/tests/|mypy|nodejs|pip/|pygments/lexers/|ray/(data|llm|rllib|serve|train|tune)/$\
+    |sympy/physics/|transformers/models/(?!auto|bert|llama))
+PIP := $(PY) -m pip --disable-pip-version-check
 $(VENV)/.installed-%: $(SPEC) | $(PY)
-	$(PY) -m pip install --quiet --disable-pip-version-check --no-compile $(PIP_FLAGS) -c constraints.txt -e ".[$*]"
-	@$(PY) -m compileall -qq -j 0 -x 'site-packages/.*/tests/' $(VENV)/lib >/dev/null 2>&1 || :
+	@echo "$(VENV): installing .[$*] and what it needs"
+	@{ ! { echo $(PIP_FLAGS); $(PIP) config list; } | grep -qE '(\.|--)(index-url|no-index)' \
+	    && $(PIP) install --quiet --no-compile $(PIP_FLAGS) -c constraints.txt torch uv \
+	    && $(VENV)/bin/uv pip install --quiet --python $(PY) -c constraints.txt -e ".[$*]"; } \
+	    || $(PIP) install --quiet --no-compile $(PIP_FLAGS) -c constraints.txt -e ".[$*]"
+	@$(PY) -m compileall -qq -j 0 -x '$(BULK)' $(VENV)/lib >/dev/null 2>&1 || :
 	@touch $@ $(HELD_BY_$*:%=$(VENV)/.installed-%)

@@ -1,7 +1,9 @@
 """Build LayerZero and install it in every way a user may: wheel, sdist, editable, straight from the git tree.
 
-Each install goes into an environment of its own that shares only torch and torch's dependencies with this
-one, so the base dependencies are really resolved and nothing of the checkout is visible by accident.
+Each install goes into an environment of its own, so nothing of the checkout is visible by accident. The wheel
+and the git tree find only torch and torch's dependencies there: the other base dependencies come from the
+registry, and so does what builds the git tree. The sdist and the editable install find all base dependencies
+and setuptools there, and pip may ask no registry: what this environment holds has to do.
 """
 
 import shutil
@@ -11,7 +13,8 @@ import tarfile
 import tempfile
 import time
 import zipfile
-from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 
@@ -23,7 +26,7 @@ SKIPPED = shutil.ignore_patterns(
 )
 
 PROBE = """
-import importlib, importlib.metadata, sys
+import importlib, importlib.metadata, runpy, sys
 import layerzero, layerzero.actors, layerzero.scheduler
 for name in ("actors", "scheduler", "tests", "scripts"):
     try:
@@ -35,6 +38,8 @@ foreign = [n for n in ("ray", "rich", "zentorch", "transformers", "flashinfer") 
 if foreign:
     sys.exit(f"import layerzero loaded {foreign}")
 print(importlib.metadata.version("layerzero-runtime"), layerzero.__file__, layerzero.actors.__file__)
+sys.argv = [sys.argv[1], "--help"]
+runpy.run_path(sys.argv[0], run_name="__main__")
 """
 
 
@@ -60,22 +65,35 @@ def say(command: list[str], cwd: Path) -> str:
     return done.stdout
 
 
-def torch_and_below(name: str = "torch", seen: set[str] | None = None) -> set[str]:
-    """Return the distributions that torch needs here, itself included."""
+@dataclass(frozen=True, slots=True)
+class Install:
+    """A way to install: what pip gets, and whether pip has to do with what this environment holds."""
+
+    kind: str
+    arguments: tuple[str, ...]
+    offline: bool
+
+
+def below(*names: str, seen: set[str] | None = None) -> set[str]:
+    """Return the distributions that these need here, themselves included."""
     seen = set() if seen is None else seen
-    if name.lower() in seen:
-        return seen
-    seen.add(name.lower())
-    for line in metadata.requires(name) or ():
-        requirement = Requirement(line)
-        if requirement.marker is None or requirement.marker.evaluate({"extra": ""}):
-            torch_and_below(requirement.name, seen)
+    for name in names:
+        if name.lower() not in seen:
+            seen.add(name.lower())
+            below(*wanted_by(name), seen=seen)
     return seen
 
 
-def link_torch(folder: Path) -> None:
-    """Fill `folder` with links to torch and what it needs, their metadata included."""
-    for name in torch_and_below():
+def wanted_by(name: str) -> list[str]:
+    """Return what a distribution needs here without any extra."""
+    requirements = [Requirement(line) for line in metadata.requires(name) or ()]
+    return [r.name for r in requirements if r.marker is None or r.marker.evaluate({"extra": ""})]
+
+
+def linked(folder: Path, names: set[str]) -> Path:
+    """Make `folder` out of links to these distributions, their metadata included."""
+    folder.mkdir()
+    for name in names:
         distribution = metadata.distribution(name)
         for top in {
             file.parts[0] for file in distribution.files or () if file.parts[0] not in ("..", "__pycache__")
@@ -83,13 +101,14 @@ def link_torch(folder: Path) -> None:
             target, link = Path(str(distribution.locate_file(top))), folder / top
             if target.exists() and not link.exists():
                 link.symlink_to(target)
+    return folder
 
 
 def environment(folder: Path, shared: Path) -> Path:
     """Make an empty environment that sees `shared`, and return its interpreter."""
     say([sys.executable, "-m", "venv", "--without-pip", str(folder)], folder.parent)
     (site,) = folder.glob("lib/python*/site-packages")
-    (site / "shared_torch.pth").write_text(f"{shared}\n")
+    (site / "shared.pth").write_text(f"{shared}\n")
     return folder / "bin" / "python"
 
 
@@ -108,7 +127,7 @@ def modules(root: Path) -> set[str]:
 
 def build(tree: Path, out: Path) -> tuple[Path, Path]:
     """Build the sdist, and the wheel from it; check what both hold; return (wheel, sdist)."""
-    say([sys.executable, "-m", "build", "--outdir", str(out), str(tree)], tree)
+    say([sys.executable, "-m", "build", "--no-isolation", "--outdir", str(out), str(tree)], tree)
     (wheel,), (sdist,) = out.glob("*.whl"), out.glob("*.tar.gz")
     held = {n for n in zipfile.ZipFile(wheel).namelist() if not n.endswith("/")}
     tops = {name.partition("/")[0] for name in held if ".dist-info/" not in name}
@@ -131,48 +150,58 @@ def build(tree: Path, out: Path) -> tuple[Path, Path]:
     return wheel, sdist
 
 
-def sources(tree: Path, wheel: Path, sdist: Path) -> Iterator[tuple[str, list[str]]]:
-    """Yield each way to install with the arguments that pip gets."""
-    yield "wheel", [str(wheel)]
-    yield "sdist", [str(sdist)]
-    yield "editable", ["--editable", str(tree)]
-    yield "git tree", [f"git+file://{ROOT}"]
-
-
 def types_reach_users(python: Path, work: Path) -> None:
     """Check that a type checker sees the installed types: a planted misuse is the only error."""
     (user := work / "user.py").write_text(MISUSE)
-    command = [sys.executable, "-m", "mypy", "--strict", "--python-executable", str(python), str(user)]
+    # torch's own types say nothing about ours, and reading them is most of the work.
+    (settings := work / "mypy.ini").write_text("[mypy]\n[mypy-torch.*]\nfollow_imports = skip\n")
+    command = [sys.executable, "-m", "mypy", "--strict", "--config-file", str(settings)]
+    command += ["--python-executable", str(python), str(user)]
     done = subprocess.run(command, cwd=work, stdin=subprocess.DEVNULL, capture_output=True, text=True)
     if "Incompatible types in assignment" not in done.stdout or "Found 1 error in 1 file" not in done.stdout:
         sys.exit(f"mypy does not see the installed package's types:\n{done.stdout}{done.stderr}")
 
 
+def install(way: Install, work: Path, tree: Path, shared: Path) -> str:
+    """Install one way into an environment of its own, check what it holds, and return a line that says so."""
+    begin = time.perf_counter()
+    python = environment(work / f"env-{way.kind.replace(' ', '-')}", shared)
+    pip = [sys.executable, "-m", "pip", "--python", str(python), "--disable-pip-version-check"]
+    limits = ["--no-index", "--no-build-isolation"] if way.offline else []
+    constraints = ["-c", str(ROOT / "constraints.txt")]
+    say([*pip, "install", "--quiet", "--no-compile", *limits, *constraints, *way.arguments], work)
+    say([*pip, "check"], work)
+    command = python.parent / "lz"
+    version, *found = say([str(python), "-c", PROBE, str(command)], work).splitlines()[0].split()
+    home = tree if way.kind == "editable" else python.parent.parent
+    if not all(Path(f).is_relative_to(home) for f in found):
+        sys.exit(f"{way.kind}: imported {found} from outside {home}")
+    if way.kind == "wheel":
+        say([str(command), "--help"], work)
+        types_reach_users(python, work)
+    return f"{way.kind:<9} layerzero-runtime {version}  {time.perf_counter() - begin:.1f} s"
+
+
 def main() -> int:
-    """Install in every way and print what each install imports."""
+    """Install in every way, two at a time, and print what each install imports."""
     with tempfile.TemporaryDirectory() as name:
         work = Path(name)
         tree = work / "checkout"
         shutil.copytree(ROOT, tree, symlinks=True, ignore=SKIPPED)
-        (shared := work / "shared").mkdir()
-        link_torch(shared)
+        torch = linked(work / "torch", below("torch"))
+        everything = linked(work / "everything", below(*wanted_by("layerzero-runtime"), "setuptools"))
         begin = time.perf_counter()
         wheel, sdist = build(tree, work / "dist")
         print(f"built {wheel.name} and {sdist.name} in {time.perf_counter() - begin:.1f} s")
-        for kind, arguments in sources(tree, wheel, sdist):
-            begin = time.perf_counter()
-            python = environment(work / f"env-{kind.replace(' ', '-')}", shared)
-            pip = [sys.executable, "-m", "pip", "--python", str(python), "--disable-pip-version-check"]
-            say([*pip, "install", "--quiet", "-c", str(ROOT / "constraints.txt"), *arguments], work)
-            say([*pip, "check"], work)
-            found = say([str(python), "-c", PROBE], work).split()
-            home = tree if kind == "editable" else python.parent.parent
-            if not all(Path(f).is_relative_to(home) for f in found[1:]):
-                sys.exit(f"{kind}: imported {found[1:]} from outside {home}")
-            say([str(python.parent / "lz"), "--help"], work)
-            if kind == "wheel":
-                types_reach_users(python, work)
-            print(f"{kind:<9} layerzero-runtime {found[0]}  {time.perf_counter() - begin:.1f} s")
+        ways = (  # the longest first
+            Install("git tree", (f"git+file://{ROOT}",), offline=False),
+            Install("wheel", (str(wheel),), offline=False),
+            Install("sdist", (str(sdist),), offline=True),
+            Install("editable", ("--editable", str(tree)), offline=True),
+        )
+        with ThreadPoolExecutor(2) as pool:
+            for line in pool.map(lambda w: install(w, work, tree, everything if w.offline else torch), ways):
+                print(line)
     return 0
 
 

@@ -4,6 +4,8 @@ Each block is a program of its own: it starts in a fresh interpreter, in an empt
 that opens with ```python run needs=MODULE runs where that is installed, and is said to be skipped elsewhere.
 One that says `head` behind that finds a cluster that `ray start --head` began on the loopback interface,
 behind a token, which ends with the block, however that ends.
+
+Two blocks run at a time. One that needs a module may be several processes, or a cluster: it runs alone.
 """
 
 import argparse
@@ -18,7 +20,9 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext, suppress
+from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -26,6 +30,14 @@ BLOCK = re.compile(r"^```python run(?: needs=(\w+))?( head)?[^\n]*\n(.*?)^```", 
 TIMEOUT_S = 180
 HEAD_S = 60
 DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """One block that has run: whether it failed, and the lines that say so."""
+
+    failed: bool
+    text: str
 
 
 def blocks(path: Path) -> list[tuple[int, str, str, bool]]:
@@ -104,24 +116,40 @@ def _run(code: str, folder: str, more: Mapping[str, str]) -> subprocess.Complete
     )
 
 
+def verdict(path: Path, line: int, code: str, head: bool) -> Verdict:
+    """Run one block; what it printed is told only where it failed."""
+    begin = time.perf_counter()
+    done = run(code, head)
+    word = "ok" if done.returncode == 0 else f"exit {done.returncode}"
+    text = f"{path.name}:{line}  {word}  {time.perf_counter() - begin:.1f} s"
+    return Verdict(done.returncode != 0, f"{text}\n{done.stdout}" if done.returncode else text)
+
+
+def verdicts(files: list[Path]) -> Iterator[Verdict]:
+    """Yield the verdict of each block that can run here, and say which cannot."""
+    together: list[tuple[Path, int, str, bool]] = []
+    alone: list[tuple[Path, int, str, bool]] = []
+    for path in files:
+        for line, code, needs, head in blocks(path):
+            if needs and importlib.util.find_spec(needs) is None:
+                print(f"{path.name}:{line}  skipped: {needs} is not installed")
+            else:
+                (alone if needs or head else together).append((path, line, code, head))
+    with ThreadPoolExecutor(2) as pool:
+        yield from pool.map(lambda block: verdict(*block), together)
+    for block in alone:
+        yield verdict(*block)
+
+
 def main() -> int:
     """Run all blocks, print one line each, and return how many failed (or 1 if there was none)."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("files", nargs="*", type=Path, default=DOCUMENTS)
     ran = failed = 0
-    for path in parser.parse_args().files:
-        for line, code, needs, head in blocks(path):
-            if needs and importlib.util.find_spec(needs) is None:
-                print(f"{path.name}:{line}  skipped: {needs} is not installed")
-                continue
-            begin = time.perf_counter()
-            done = run(code, head)
-            ran += 1
-            failed += done.returncode != 0
-            verdict = "ok" if done.returncode == 0 else f"exit {done.returncode}"
-            print(f"{path.name}:{line}  {verdict}  {time.perf_counter() - begin:.1f} s")
-            if done.returncode:
-                print(done.stdout)
+    for each in verdicts(parser.parse_args().files):
+        ran += 1
+        failed += each.failed
+        print(each.text)
     print(f"{ran} examples run, {failed} failed")
     return failed if ran else 1
 

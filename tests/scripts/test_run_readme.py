@@ -51,6 +51,37 @@ def test_a_block_may_ask_for_a_head(tmp_path: Path) -> None:
     assert run_readme.blocks(path) == [(2, "print(1)\n", "ray", True), (5, "print(2)\n", "", False)]
 
 
+def test_two_blocks_run_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each waits for the other to begin, which one after the other never ends well."""
+    meet = """
+import pathlib, time
+here = pathlib.Path({folder!r})
+(here / {mine!r}).touch()
+until = time.monotonic() + 60
+while not (here / {other!r}).exists():
+    assert time.monotonic() < until, "the other never began"
+    time.sleep(0.01)
+"""
+    blocks = [meet.format(folder=str(tmp_path), mine=m, other=o) for m, o in (("a", "b"), ("b", "a"))]
+    (path := tmp_path / "doc.md").write_text("".join(f"```python run{b}```\n" for b in blocks))
+    assert verdict(path, monkeypatch) == 0
+
+
+def test_a_block_that_needs_a_module_runs_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A cluster starves beside another, and ends with its own."""
+    lone = f"""
+import pathlib, time
+held = pathlib.Path({str(tmp_path / "held")!r})
+held.touch(exist_ok=False)
+time.sleep(0.3)
+held.unlink()
+"""
+    (path := tmp_path / "doc.md").write_text(
+        f"```python run needs=json{lone}```\n```python run{lone}```\n```python run needs=json{lone}```\n"
+    )
+    assert verdict(path, monkeypatch) == 0
+
+
 @pytest.mark.ray
 def test_the_head_ends_with_its_block_however_that_ends() -> None:
     """A block that fails beside a cluster: its status is told, and nothing listens any more."""
