@@ -35,12 +35,13 @@ STATES: Final = (
 class Failed:
     """The outcome of a call that raised; any other object is the call's value."""
 
-    __slots__ = ("error", "traceback")
+    __slots__ = ("context", "error", "traceback")
 
     def __init__(self, error: BaseException) -> None:
         self.error = error
         # Several callers may raise one error; each begins from where it came from, not from the last caller.
         self.traceback = error.__traceback__
+        self.context = error.__context__
 
 
 class Caller:
@@ -134,6 +135,7 @@ class Ticket:
         if self.state <= RUNNING:
             return RuntimeError(f"this call is still {STATES[self.state]}")
         failed: Failed = self.value
+        failed.error.__context__ = failed.context  # not what the last caller was handling
         return failed.error.with_traceback(failed.traceback)
 
     def done(self) -> bool:
