@@ -82,7 +82,7 @@ BULK := site-packages/(.*/tests/|mypy|nodejs|pip/|pygments/lexers/|ray/(data|llm
 PIP := $(PY) -m pip --disable-pip-version-check
 $(VENV)/.installed-%: $(SPEC) | $(PY)
 	@echo "$(VENV): installing .[$*] and what it needs"
-	@{ ! { echo $(PIP_FLAGS); $(PIP) config list; } | grep -qE '(\.|--)(index-url|no-index)' \
+	@{ ! { echo $(PIP_FLAGS); $(PIP) config list; } | grep -E '(\.|--)(index-url|no-index)' >/dev/null \
 	    && $(PIP) install --quiet --no-compile $(PIP_FLAGS) -c constraints.txt torch uv \
 	    && $(VENV)/bin/uv pip install --quiet --python $(PY) -c constraints.txt -e ".[$*]"; } \
 	    || $(PIP) install --quiet --no-compile $(PIP_FLAGS) -c constraints.txt -e ".[$*]"
