@@ -14,7 +14,7 @@ import pytest_asyncio
 
 import layerzero as lz
 from tests.distributed import shards
-from tests.distributed.waiting import LIMIT_S
+from tests.distributed.waiting import LIMIT_S, until
 
 pytestmark = [
     pytest.mark.ray,
@@ -47,9 +47,14 @@ async def texts(gang: Any, count: int, n: int, pause: float, first: asyncio.Even
     return list(await asyncio.gather(*map(one, range(count))))
 
 
-async def whole(gang: Any, seed: int, n: int) -> list[int]:
-    """A text that may not resume."""
-    return [token async for token in gang.stream(shards.tokens, seed, n)]
+async def whole(gang: Any, seed: int, n: int, begun: set[int] | None = None) -> list[int]:
+    """A text that may not resume; its seed is in `begun` from the first token on."""
+    got = []
+    async for token in gang.stream(shards.tokens, seed, n):
+        got.append(token)
+        if begun is not None:
+            begun.add(seed)
+    return got
 
 
 async def test_a_gang_lives_on_the_fleets_devices_and_its_killed_ranks_come_back(
@@ -114,8 +119,10 @@ async def test_a_rank_that_hangs_fails_the_gang_whole(runtime: lz.Runtime, tmp_p
         pids = {each.facts.pid for each in gang.devices}
         first = asyncio.Event()
         resumed = asyncio.ensure_future(texts(gang, 4, 40, 0.02, first))
-        cut = [asyncio.ensure_future(whole(gang, seed, 10_000)) for seed in range(3)]
+        begun: set[int] = set()
+        cut = [asyncio.ensure_future(whole(gang, seed, 10_000, begun)) for seed in range(3)]
         await first.wait()
+        await until(lambda: len(begun) == 3)  # before its first token a text would wait for the next epoch
         flag.touch()
         lost = await asyncio.gather(*cut, return_exceptions=True)
         assert [type(error) for error in lost] == [lz.DeviceLostError] * 3, lost
