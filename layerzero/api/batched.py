@@ -17,6 +17,7 @@ from typing import Any, Generic, ParamSpec, TypeVar
 import torch
 from torch import Tensor
 
+from layerzero import log
 from layerzero.actors.local import LocalDevice
 from layerzero.api.awaiting import Group, away, hurry
 from layerzero.api.calls import LAST, runtime_here
@@ -37,6 +38,7 @@ R = TypeVar("R")
 Args = tuple[Any, ...]
 _NEWEST = 0.25
 _MAX_KINDS = 1024
+RUNS_ALONE = "batched.runs_alone"
 
 
 class Batched(Generic[P, R]):
@@ -62,6 +64,7 @@ class Batched(Generic[P, R]):
         self._weights_want = isinstance(owner, torch.nn.Module) and any(
             parameter.requires_grad for parameter in owner.parameters()
         )
+        self._said_alone = False
         self._groups: dict[Hashable, Group] = {}
         self._kinds: Any = None
         self.adopt(HOT.module)
@@ -151,11 +154,12 @@ class Batched(Generic[P, R]):
         if bars_queueing() is not None:
             return self._alone(device, args)
         modes = device.capture()
-        apart = (
-            (batching or device.settings.batching) == "off"
-            or _needs_grad(args)
-            or (modes.grad and self._weights_want)  # the first to go backward would free the others' graph
-        )
+        for_weights = (
+            modes.grad and self._weights_want
+        )  # the first to go backward would free the others' graph
+        if for_weights:
+            self._say_alone()
+        apart = for_weights or (batching or device.settings.batching) == "off" or _needs_grad(args)
         group = None if apart else self._group((modes.anywhere, where, kinds))
         ticket = TICKETS.kind(self, args, group, expected_us, rows, size, priority, None, (modes, None))
         if group is not None and batching is None:
@@ -217,6 +221,15 @@ class Batched(Generic[P, R]):
         if wanted and not self._weights_want:
             self.forget()
         self._weights_want = wanted
+
+    def _say_alone(self) -> None:
+        """Log once that nothing is shared: a server that forgot `no_grad` would only be slow."""
+        if not self._said_alone:
+            self._said_alone = True
+            why = (
+                "results want a gradient; under torch.no_grad(), or with frozen weights, calls share runs"
+            )
+            log.warning(RUNS_ALONE, function=self.name, why=why)
 
     def _learn(self, us_per_row: float) -> None:
         known = self.us_per_row

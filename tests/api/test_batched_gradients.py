@@ -67,3 +67,15 @@ async def test_frozen_weights_are_shared_again_and_thawed_ones_not() -> None:
     for out in await crowd(step):
         out.sum().backward()
     assert step.runs == [1] * 4
+
+
+@pytest.mark.asyncio
+async def test_that_nothing_is_shared_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
+    """Not under `no_grad`, where runs are shared; and not at every call."""
+    step = Step()
+    await without(step)
+    assert not caplog.records
+    await crowd(step)
+    await crowd(step)
+    said = [record.getMessage() for record in caplog.records if "batched.runs_alone" in record.getMessage()]
+    assert len(said) == 1 and "Step.forward" in said[0] and "no_grad" in said[0]
