@@ -134,7 +134,8 @@ def main() -> None:
     figures = show(judged, options.worst)
     if options.out is not None:
         found = {
-            "what": "choices of the model as it is now over times that a run recorded; no kernel ran for this",
+            "what": "choices of the model as it is now over times that a run recorded;"
+            " no kernel ran for this",
             "record": options.record.name, "table": options.table.name, "measured": record["environment"],
             "choice": figures,
         }  # fmt: skip

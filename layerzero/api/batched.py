@@ -226,9 +226,7 @@ class Batched(Generic[P, R]):
         """Log once that nothing is shared: a server that forgot `no_grad` would only be slow."""
         if not self._said_alone:
             self._said_alone = True
-            why = (
-                "results want a gradient; under torch.no_grad(), or with frozen weights, calls share runs"
-            )
+            why = "results want a gradient; under torch.no_grad(), or with frozen weights, calls share runs"
             log.warning(RUNS_ALONE, function=self.name, why=why)
 
     def _learn(self, us_per_row: float) -> None:
