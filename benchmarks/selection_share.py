@@ -46,7 +46,7 @@ def chooses(frame: FrameType | None) -> bool:
     """Whether a sample with this stack is one of choosing."""
     while frame is not None:
         if frame.f_code.co_filename.startswith(CHOOSING):
-            return frame.f_code.co_name != "compared"  # the table's, around a kernel that runs
+            return frame.f_code.co_qualname != "_Compared.__call__"  # the table's, around a kernel that runs
         frame = frame.f_back
     return False
 

@@ -128,16 +128,8 @@ class Plan:
 
         The comparison takes itself out of the plan, so that a hit after it pays nothing.
         """
-        call, op = self.call, self.op
-        dtypes = "autocast" not in request.modes
-
-        def compared(*args: Any) -> Any:
-            result = call(*args)
-            check_outputs(op, args, result, dtypes=dtypes)
-            plan.call = call
-            return result
-
-        plan = Plan(op, compared, self.selection, request)
+        plan = Plan(self.op, self.call, self.selection, request)
+        plan.call = _Compared(plan)
         return plan
 
     def record(self) -> Selection:
@@ -145,6 +137,23 @@ class Plan:
         if self.selection.request is self.request:
             return self.selection
         return msgspec.structs.replace(self.selection, request=self.request)
+
+
+class _Compared:
+    """The call of a plan that has not run: each run's outputs are compared until a run's were right."""
+
+    __slots__ = ("_call", "_plan")
+
+    def __init__(self, plan: Plan) -> None:
+        self._plan = plan
+        self._call = plan.call
+
+    def __call__(self, *args: Any) -> Any:
+        plan = self._plan
+        result = self._call(*args)
+        check_outputs(plan.op, args, result, dtypes="autocast" not in plan.request.modes)
+        plan.call = self._call
+        return result
 
 
 class _Flight:

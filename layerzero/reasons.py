@@ -175,7 +175,7 @@ class Reason(StrEnum):
     PLAN_BUCKET_MISS = "PLAN_BUCKET_MISS", Category.PLAN, "no solved bucket covers the request"
 
 
-class Rejected(msgspec.Struct, frozen=True, tag=True):
+class Rejected(msgspec.Struct, frozen=True, tag=True, gc=False):
     """One reason against one kernel: `field` of the request, what it `needs`, what it `got`.
 
     `counterfactual` names the one value with which this reason would vanish, where there is one.

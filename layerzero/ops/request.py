@@ -11,7 +11,7 @@ import msgspec
 # matrix, V vocabulary, G query heads per key head, P page size.
 
 
-class Request(msgspec.Struct, frozen=True, kw_only=True):
+class Request(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """One call reduced to what can decide between kernels.
 
     `dims` are sizes by axis name; `features` are what the call needs beyond the plain op (`"causal"`,

@@ -25,7 +25,7 @@ MAX_SPREAD = 0.75
 MAX_US = 6e8
 
 
-class Site(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+class Site(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, gc=False):
     """The call that was timed: what a request holds, sizes exact, without what depends on the process."""
 
     op: str
@@ -54,7 +54,7 @@ class Site(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
         return hashlib.blake2b(msgspec.json.encode(self), digest_size=16).digest()
 
 
-class Measurement(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+class Measurement(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, gc=False):
     """One kernel's time on one site, in microseconds a call.
 
     `version` names the kernel's libraries; `launch` says whether the host is in the number ("eager") or a

@@ -1,6 +1,7 @@
 """The record of one choice: every kernel's verdict, what it would cost, and why one was taken.
 
-`explain`, `which`, logs, metrics and reports all read this record, so that they cannot disagree.
+`explain`, `which`, logs, metrics and reports all read this record, so that they cannot disagree. Nothing in
+it points back, so the collector leaves it alone: it would walk all verdicts in the middle of some call.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from layerzero.ops.request import Request
 from layerzero.reasons import Rejected, as_plain
 
 
-class Transform(msgspec.Struct, frozen=True, tag=True):
+class Transform(msgspec.Struct, frozen=True, tag=True, gc=False):
     """One change of the operands before a kernel runs: `kind`, from what to what, priced in microseconds.
 
     A "split" runs the kernel once for each part of at most `size` along one axis.
@@ -29,7 +30,7 @@ class Transform(msgspec.Struct, frozen=True, tag=True):
         return f"{self.kind} {self.before} -> {self.after}"
 
 
-class Accepted(msgspec.Struct, frozen=True, tag=True):
+class Accepted(msgspec.Struct, frozen=True, tag=True, gc=False):
     """A kernel that can serve the request, and what it is expected to cost, in microseconds.
 
     `kernel_us` is the kernel alone, `transform_us` the changes it needs, `total_us` the sum after the
@@ -53,7 +54,7 @@ class Accepted(msgspec.Struct, frozen=True, tag=True):
         return self.workspace_bytes + self.temporary_bytes
 
 
-class Candidate(msgspec.Struct, frozen=True):
+class Candidate(msgspec.Struct, frozen=True, gc=False):
     """One kernel's verdict: accepted with its cost, or rejected with every reason."""
 
     kernel: str
@@ -67,7 +68,7 @@ class Candidate(msgspec.Struct, frozen=True):
         return self.accepted is not None and not self.rejected
 
 
-class Selection(msgspec.Struct, frozen=True, kw_only=True):
+class Selection(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """The choice for one request: the kernel, its transforms, expected microseconds, and the whole trace.
 
     `why` is one sentence; `when_warm` names the kernel that takes over once it is loaded; `order` lists
