@@ -40,8 +40,9 @@ class ChunkedCache:
         source = self._sequences.get(sequence)
         chunks = list(source.chunks)
         if source.length % self._chunk:
-            keys, values = chunks[-1]
-            chunks[-1] = keys.clone(), values.clone()
+            last, chunks[-1] = chunks[-1], self._empty()
+            for place, held in zip(chunks[-1], last, strict=True):
+                place.copy_(held)
         self.epoch += 1
         return self._sequences.add(_Chunks(source.length, chunks))
 
@@ -64,8 +65,8 @@ class ChunkedCache:
 
     def _empty(self) -> Chunk:
         spec = self.spec
-        keys = torch.empty((self._chunk, spec.heads, spec.width), dtype=spec.dtype, device=spec.device)
-        return keys, keys.new_empty((self._chunk, spec.heads, spec.value_width))
+        keys = spec.zeros(self._chunk, spec.heads, spec.width)
+        return keys, spec.zeros(self._chunk, spec.heads, spec.value_width)
 
     def free(self, sequence: int) -> None:
         """Forget the sequence; chunks that forks share stay."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 from layerzero.kvcache.protocol import Sequences, Spec
@@ -29,10 +28,16 @@ class ContiguousCache:
         self._capacity = checks.need_int("capacity", capacity, low=1)
         self._sequences: Sequences[_Block] = Sequences()
 
-    def _block(self, capacity: int) -> _Block:
+    def _block(self, capacity: int, like: _Block | None = None) -> _Block:
+        """An empty block, or one that holds what `like` holds."""
         spec = self.spec
-        keys = torch.empty((capacity, spec.heads, spec.width), dtype=spec.dtype, device=spec.device)
-        return _Block(keys, keys.new_empty((capacity, spec.heads, spec.value_width)))
+        keys = spec.zeros(capacity, spec.heads, spec.width)
+        made = _Block(keys, spec.zeros(capacity, spec.heads, spec.value_width))
+        if like is not None:
+            made.length = like.length
+            made.keys[: like.length].copy_(like.keys[: like.length])
+            made.values[: like.length].copy_(like.values[: like.length])
+        return made
 
     def new(self) -> int:
         """A sequence without tokens."""
@@ -43,7 +48,7 @@ class ContiguousCache:
         """A copy of the sequence."""
         source = self._sequences.get(sequence)
         self.epoch += 1
-        return self._sequences.add(_Block(source.keys.clone(), source.values.clone(), source.length))
+        return self._sequences.add(self._block(source.keys.shape[0], source))
 
     def append(self, sequence: int, keys: Tensor, values: Tensor) -> None:
         """Write tokens behind the sequence's; a full block moves to one twice its size."""
@@ -53,9 +58,7 @@ class ContiguousCache:
             return
         end = block.length + count
         if end > block.keys.shape[0]:
-            wider = self._block(max(end, 2 * block.keys.shape[0]))
-            wider.keys[: block.length].copy_(block.keys[: block.length])
-            wider.values[: block.length].copy_(block.values[: block.length])
+            wider = self._block(max(end, 2 * block.keys.shape[0]), block)
             block.keys, block.values = wider.keys, wider.values
         block.keys[block.length : end].copy_(keys)
         block.values[block.length : end].copy_(values)

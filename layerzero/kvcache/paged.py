@@ -58,9 +58,7 @@ class PagedCache:
     def _pool(self, pages: int, width: int) -> Tensor:
         heads, size = self.spec.heads, self.page_size
         shape = (pages, size, heads, width) if self.layout == "NHD" else (pages, heads, size, width)
-        # A tensor made in inference mode cannot be written outside of it, wherever its tokens come from.
-        with torch.inference_mode(False):
-            return torch.zeros(shape, dtype=self.spec.dtype, device=self.spec.device)
+        return self.spec.zeros(*shape)
 
     @property
     def k_pages(self) -> Tensor:

@@ -44,6 +44,11 @@ class Spec:
         if not self.value_width:
             object.__setattr__(self, "value_width", self.width)
 
+    def zeros(self, *shape: int) -> Tensor:
+        """Memory of a cache for every mode to write: what is made in inference mode is not written outside."""
+        with torch.inference_mode(False):
+            return torch.zeros(shape, dtype=self.dtype, device=self.device)
+
     @property
     def token_bytes(self) -> int:
         """Bytes of one token's key and value."""

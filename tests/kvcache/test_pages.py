@@ -201,14 +201,27 @@ def test_what_asks_for_a_gradient_is_refused(make: Callable[[], Cache]) -> None:
 
 
 @pytest.mark.parametrize("inside", [True, False])
-def test_a_pool_is_written_in_every_mode(inside: bool) -> None:
-    """A cache that was made in inference mode takes tokens outside of it, and the other way round."""
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: PagedCache(SPEC, pages=8, page_size=4),
+        lambda: ContiguousCache(SPEC, capacity=2),
+        lambda: ChunkedCache(SPEC, chunk=2),
+    ],
+    ids=["paged", "contiguous", "chunked"],
+)
+def test_a_cache_is_written_in_every_mode(make: Callable[[], Cache], inside: bool) -> None:
+    """What was made, grown or forked in inference mode is written outside of it, and the other way round."""
     with torch.inference_mode(inside):
-        cache = PagedCache(SPEC, pages=8, page_size=4)
+        cache = make()
+        first = cache.new()
+        cache.append(first, *tokens(3))
+        second = cache.fork(first)
     with torch.inference_mode(not inside):
-        sequence = cache.new()
-        cache.append(sequence, *tokens(3))
-        torch.testing.assert_close(cache.read(sequence), tokens(3))
+        for sequence in (first, second):
+            cache.append(sequence, *tokens(1))
+            assert cache.length(sequence) == 4
+            torch.testing.assert_close([part[:3] for part in cache.read(sequence)], list(tokens(3)))
 
 
 def test_a_spec_needs_a_dtype() -> None:
