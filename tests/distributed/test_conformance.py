@@ -23,7 +23,7 @@ from layerzero.actors.inprocess import LocalPort
 from layerzero.actors.port import DevicePort, DeviceState
 from layerzero.actors.tensors import RemoteTensor
 from tests.distributed import hosted
-from tests.distributed.waiting import LIMIT_S, until
+from tests.waiting import LIMIT_S, until
 
 PORTS = os.environ.get("LZ_TEST_PORTS", "local,ray").split(",")
 

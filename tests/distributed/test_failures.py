@@ -14,7 +14,7 @@ import layerzero as lz
 from layerzero.actors.fleet import Fleet
 from layerzero.actors.port import DeviceState
 from tests.distributed import hosted
-from tests.distributed.waiting import LIMIT_S, until
+from tests.waiting import LIMIT_S, until
 
 pytestmark = [pytest.mark.ray, pytest.mark.asyncio, pytest.mark.filterwarnings("ignore::ResourceWarning")]
 

@@ -19,7 +19,7 @@ import layerzero as lz
 from layerzero.actors.fleet import Fleet
 from layerzero.elsewhere import elsewhere
 from tests.distributed import drafts, hosted
-from tests.distributed.waiting import LIMIT_S, until
+from tests.waiting import LIMIT_S, until
 
 pytestmark = [
     pytest.mark.ray,

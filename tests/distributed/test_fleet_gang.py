@@ -14,7 +14,7 @@ import pytest_asyncio
 
 import layerzero as lz
 from tests.distributed import shards
-from tests.distributed.waiting import LIMIT_S, until
+from tests.waiting import LIMIT_S, until
 
 pytestmark = [
     pytest.mark.ray,

@@ -16,7 +16,7 @@ import layerzero as lz
 from layerzero.actors.port import DeviceState
 from tests.distributed import forked, hosted, shards
 from tests.distributed.conftest import BARE
-from tests.distributed.waiting import LIMIT_S, until
+from tests.waiting import LIMIT_S, until
 
 pytestmark = [pytest.mark.ray, pytest.mark.filterwarnings("ignore::ResourceWarning")]
 on_one_loop = pytest.mark.asyncio(loop_scope="module")

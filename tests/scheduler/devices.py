@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import threading
-import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -46,14 +45,6 @@ class Device:
             failed = Failed(ValueError("a poisoned call"))
             return [failed] * len(calls)
         return [args[0] * 2 for args in calls]
-
-
-async def until(true: Callable[[], object]) -> None:
-    """Give the loop turns until another thread has made `true()` so."""
-    limit = time.monotonic() + 30
-    while not true():
-        assert time.monotonic() < limit
-        await asyncio.sleep(0.001)
 
 
 class Later(Device):

@@ -19,8 +19,9 @@ from layerzero.scheduler.fronts import Fronts
 from layerzero.scheduler.ticket import TICKETS, Ticket
 from layerzero.settings import Settings
 from tests.native.twins import both_paths as both_paths
-from tests.scheduler.devices import Device, Double, until
+from tests.scheduler.devices import Device, Double
 from tests.scheduler.test_driver import settled
+from tests.waiting import until
 
 OP = Double()
 CALLERS = 6

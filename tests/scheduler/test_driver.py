@@ -21,7 +21,8 @@ from layerzero.scheduler.ticket import TICKETS, Ticket
 from layerzero.settings import Settings
 from tests.clocks import run_virtually
 from tests.native.twins import both_paths as both_paths
-from tests.scheduler.devices import Device, Double, until
+from tests.scheduler.devices import Device, Double
+from tests.waiting import until
 
 OP = Double()
 CHEAP, DEAR = 1.0, 1e6

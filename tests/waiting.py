@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 LIMIT_S = 120.0
+EVERY_S = 0.005
 
 
 async def until(condition: Callable[[], Any]) -> None:
@@ -18,5 +19,5 @@ async def until(condition: Callable[[], Any]) -> None:
         holds = condition()
         if await holds if inspect.isawaitable(holds) else holds:
             return
-        await asyncio.sleep(0.02)
+        await asyncio.sleep(EVERY_S)
     raise AssertionError(f"the condition did not come true within {LIMIT_S} s")
