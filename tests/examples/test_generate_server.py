@@ -11,7 +11,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -176,10 +176,9 @@ async def test_sixteen_streams_meet_and_keep_their_texts(server: Running) -> Non
     await check_texts_in_company(server, 16, 16)
 
 
-async def _hang_up(server: Running, count: int, seed: int) -> None:
-    """`count` requests of which most are left by their clients at a random moment; nothing stays behind."""
+async def _hang_up(server: Running, count: int, seed: int) -> list[int]:
+    """The answers to `count` requests, 0 where the client left at a random moment, as most do."""
     chance = random.Random(seed)
-    before = server.lanes()
 
     async def one(client: httpx.AsyncClient, number: int) -> int:
         request = asked(seed=number, max_tokens=chance.choice((1, 5, 40)), stream=number % 3 > 0)
@@ -200,28 +199,25 @@ async def _hang_up(server: Running, count: int, seed: int) -> None:
             return response.status_code
 
     async with httpx.AsyncClient(base_url=server.url) as client:
-        given = await asyncio.gather(*(one(client, number) for number in range(count)))
-    assert set(given) <= {0, 200}
-    assert given.count(0) > count / 4
-    assert server.settled() == NOTHING
-    stats = server.lanes()
-    assert stats.cancelled > before.cancelled
-    assert stats.failed == before.failed
-    assert stats.submitted == stats.done + stats.failed + stats.cancelled + stats.expired + stats.rejected
+        return await asyncio.gather(*(one(client, number) for number in range(count)))
 
 
 @pytest.mark.asyncio
-async def test_clients_that_hang_up_leave_nothing_behind(server: Running) -> None:
-    """Pages, callers, calls and tasks are gone with the request, streamed or not."""
-    await _hang_up(server, 24, seed=1)
-
-
-@pytest.mark.slow
-@pytest.mark.asyncio
-async def test_sixty_four_that_hang_up_again_and_again_leave_nothing_behind(server: Running) -> None:
-    """The same five times over with sixty-four at once."""
-    for seed in range(5):
-        await _hang_up(server, 64, seed)
+@pytest.mark.parametrize(("count", "seeds"), [(24, [1]), pytest.param(64, range(5), marks=pytest.mark.slow)])
+async def test_clients_that_hang_up_leave_nothing_behind(
+    server: Running, count: int, seeds: Sequence[int]
+) -> None:
+    """Pages, callers, calls and tasks are gone with the request, streamed or not; also again and again."""
+    for seed in seeds:
+        before = server.lanes()
+        given = await _hang_up(server, count, seed)
+        assert set(given) <= {0, 200}
+        assert given.count(0) > count / 4
+        assert server.settled() == NOTHING
+        stats = server.lanes()
+        assert stats.cancelled > before.cancelled
+        assert stats.failed == before.failed
+        assert stats.submitted == stats.done + stats.failed + stats.cancelled + stats.expired + stats.rejected
 
 
 def test_metrics_tell_what_the_lane_did(server: Running, client: openai.OpenAI) -> None:
