@@ -129,7 +129,7 @@ class Plan:
         The comparison takes itself out of the plan, so that a hit after it pays nothing.
         """
         plan = Plan(self.op, self.call, self.selection, request)
-        plan.call = _Compared(plan)
+        plan.call = Compared(plan)
         return plan
 
     def record(self) -> Selection:
@@ -139,7 +139,7 @@ class Plan:
         return msgspec.structs.replace(self.selection, request=self.request)
 
 
-class _Compared:
+class Compared:
     """The call of a plan that has not run: each run's outputs are compared until a run's were right."""
 
     __slots__ = ("_call", "_plan")

@@ -154,9 +154,8 @@ class Batched(Generic[P, R]):
         if bars_queueing() is not None:
             return self._alone(device, args)
         modes = device.capture()
-        for_weights = (
-            modes.grad and self._weights_want
-        )  # the first to go backward would free the others' graph
+        # Of callers that shared a run the first to go backward would free the others' graph.
+        for_weights = modes.grad and self._weights_want
         if for_weights:
             self._say_alone()
         apart = for_weights or (batching or device.settings.batching) == "off" or _needs_grad(args)
