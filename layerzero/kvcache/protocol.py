@@ -45,7 +45,7 @@ class Spec:
             object.__setattr__(self, "value_width", self.width)
 
     def zeros(self, *shape: int) -> Tensor:
-        """Memory of a cache for every mode to write: what is made in inference mode is not written outside."""
+        """Memory for every mode to write: what is made in inference mode is not written outside of it."""
         with torch.inference_mode(False):
             return torch.zeros(shape, dtype=self.dtype, device=self.device)
 
