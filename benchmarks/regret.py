@@ -3,7 +3,8 @@
 Run `python -m benchmarks.regret --out benchmarks/results/regret_cpu_avx2.json`. Two figures are kept apart:
 *choice*, the chosen kernel's time over the fastest available one's, and *end to end*, `lz.sync.<op>` over the
 fastest vendor call. Launched eagerly the host is in the time; replayed as a graph (CUDA) it is not. All arms
-of one shape take turns in the same rounds. Shapes that `lz.tune` measures are "tuned", the others "held out".
+of one shape take turns in the same rounds. Shapes that `lz.tune` measures are "tuned", the other listed ones
+"held out", and those that a seed drew and nobody looked at "blind".
 
 The file is written after every shape, and a run that finds it goes on where it ended (`--budget-s` ends one).
 `--tune` measures the standard shapes first and `--table PATH` writes what it measured as a table to ship.
@@ -28,7 +29,7 @@ from torch.nn import functional
 import layerzero as lz
 from benchmarks.harness import environment, show, write
 from benchmarks.regret_build import CACHES, build, in_order
-from benchmarks.regret_shapes import shapes
+from benchmarks.regret_shapes import PARTS, shapes
 from layerzero.actors.local import LocalDevice
 from layerzero.api.tuning import table_of, tune_blocking
 from layerzero.kernel import Kernel
@@ -43,7 +44,7 @@ from layerzero.tuning.shapes import standard
 from layerzero.tuning.timing import QUICK, Effort, Timing, copies_for, time_kernels
 from layerzero.tuning.tuner import changes
 
-VERSION = 1
+VERSION = 2
 OURS = "lz"
 RAW = "vendor:"
 LIBRARIES = ("torch", "flashinfer-python", "flash-attn-4", "vllm", "liger-kernel", "triton", "zentorch")
@@ -175,10 +176,10 @@ def measure_shapes(
     launches: tuple[Launch, ...] = ("eager", "graph") if device.device.type == "cuda" else ("eager",)
     wanted = shapes(device.device.type, options.quick)
     if "built" in record:  # what would have to compile comes last
-        ordered = in_order(device, [call for _, call, _ in wanted], record["built"]["units"])
+        ordered = in_order(device, [shape.call for shape in wanted], record["built"]["units"])
         places = {str(call): place for place, call in enumerate(ordered)}
-        wanted.sort(key=lambda each: places[str(each[1])])
-    for group, call, tuned in wanted:
+        wanted.sort(key=lambda shape: places[str(shape.call)])
+    for group, call, part in wanted:
         if options.group and not any(group.startswith(name) for name in options.group):
             continue
         operands: list[Args] = []
@@ -194,7 +195,7 @@ def measure_shapes(
                 found = measure(device, call, launch, effort, operands)
             except Exception as error:
                 found = {"error": f"{type(error).__name__}: {error}"[:400]}
-            record["shapes"][name] = {"group": group, "tuned": tuned, "launch": launch, **found}
+            record["shapes"][name] = {"group": group, "part": part, "launch": launch, **found}
             write(options.out, record)
             print(f"{name}: {found.get('choice') or found.get('error')}", flush=True)
     record["unfinished"] = False
@@ -356,12 +357,12 @@ def copy_bandwidth(device: torch.device) -> dict[str, float]:
 
 
 def summarise(record: dict[str, Any]) -> None:
-    """Geometric means and worst cases by launch and by tuned or held out, for groups and together."""
+    """Geometric means and worst cases by launch and part, for groups and together."""
     rows: list[dict[str, Any]] = [row for row in record["shapes"].values() if "choice" in row]
     summary: dict[str, Any] = {}
     for launch in ("eager", "graph"):
-        for part, tuned in (("held out", False), ("tuned", True)):
-            own = [row for row in rows if row["launch"] == launch and row["tuned"] is tuned]
+        for part in PARTS:
+            own = [row for row in rows if row["launch"] == launch and row["part"] == part]
             for group in sorted({_family(row["group"]) for row in own}):
                 summary[f"{launch}, {part}, {group}"] = _figures(
                     [r for r in own if _family(r["group"]) == group]

@@ -128,7 +128,7 @@ def main() -> None:
     with lz.start(lz.Settings(device=options.device, warm="eager", perfdb=None)) as runtime, torch.no_grad():
         device = runtime.device()
         kind = device.device.type
-        calls = [*(call for _, call, _ in shapes(kind, options.quick)), *standard(None, kind, options.quick)]
+        calls = [*(shape.call for shape in shapes(kind, options.quick)), *standard(None, kind, options.quick)]
         found = jobs(device, calls)
         # The slowest compiler first, so that none of its modules waits for the end.
         units = sorted(

@@ -44,7 +44,7 @@ class Case(msgspec.Struct, frozen=True):
     name: str
     group: str
     launch: str
-    tuned: bool
+    part: str
     request: Request
     times: dict[str, float]
 
@@ -52,6 +52,11 @@ class Case(msgspec.Struct, frozen=True):
     def site(self) -> Site:
         """Where a measurement of this very call would stand."""
         return Site.of(self.request)
+
+
+def _part(row: Mapping[str, Any]) -> str:
+    """The part of a row; records of the first version know tuned and held out alone."""
+    return str(row["part"]) if "part" in row else "tuned" if row["tuned"] else "held out"
 
 
 Judged = tuple[float, Case, Selection]  # the chosen kernel's time over the best one's, and how it came about
@@ -71,7 +76,7 @@ def cases(record: Mapping[str, Any], calls: Iterable[Call], hardware: Hardware) 
         barred = row.get("faster_but_not_admitted", {})
         times = {k: us for k, us in row["kernels_us"].items() if k not in barred}
         if len(times) > 1:
-            found.append(Case(name, row["group"], row["launch"], row["tuned"], request, times))
+            found.append(Case(name, row["group"], row["launch"], _part(row), request, times))
     return found
 
 
@@ -117,7 +122,7 @@ def main() -> None:
     table = read_table(options.table)
     hardware, rows = hardware_of(table), table.rows
     kernels = {kernel.id: kernel for kernel in load_builtin()}
-    listed = [call for _, call, _ in shapes(hardware.platform)]
+    listed = [shape.call for shape in shapes(hardware.platform)]
     judged: list[Judged] = left_out(rows, kernels, hardware) if options.leave_one_out else []
     model = model_of(rows, kernels, hardware)
     for case in cases(record, listed, hardware):
@@ -166,7 +171,7 @@ def left_out(rows: Sequence[Measurement], kernels: Mapping[str, Kernel], hardwar
             request = request.replace(modes=frozenset({"capture"}))
         times = {k: statistics.geometric_mean(us) for k, us in measured[site, launch].items()}
         name = f"{launch} {site.op} {dict(site.dims)} {site.features}"
-        case = Case(name, LEFT_OUT, launch, False, request, times)
+        case = Case(name, site.op, launch, LEFT_OUT, request, times)
         if len(times) < 2:
             continue
         bucket = bucket_of(site)
@@ -184,9 +189,8 @@ def left_out(rows: Sequence[Measurement], kernels: Mapping[str, Kernel], hardwar
 
 
 def part_of(case: Case) -> str:
-    """What a case is reported under: how it was launched, and whether its shape was tuned."""
-    kind = LEFT_OUT if case.group == LEFT_OUT else "tuned" if case.tuned else "held out"
-    return f"{case.launch}, {kind}"
+    """What a case is reported under: how it was launched, and what its shape proves."""
+    return f"{case.launch}, {case.part}"
 
 
 def show(judged: list[Judged], worst: int) -> dict[str, dict[str, float]]:

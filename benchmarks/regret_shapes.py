@@ -1,32 +1,51 @@
-"""The shapes that regret is measured on: those of serving, on a GPU or on a CPU, tuned and held out."""
+"""The shapes that regret is measured on: those of serving, held out, blind and tuned."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from itertools import zip_longest
+from typing import Literal, NamedTuple, get_args
 
+from benchmarks.regret_blind import blind
 from layerzero.tuning.calls import Call
 from layerzero.tuning.shapes import attention, linear, mlp, norm, paged, ragged, rope, sample, standard
 
 Named = tuple[str, Call]  # the group a shape is reported under, and the call
+Part = Literal["held out", "blind", "tuned"]
+PARTS: tuple[Part, ...] = get_args(Part)  # in the order in which they are measured
 
 
-def shapes(platform: str, quick: bool = False) -> list[tuple[str, Call, bool]]:
-    """(group, call, tuned) with the groups in turns, so that a run that ends early has seen all of them.
+class Shape(NamedTuple):
+    """A call, the group it is reported under, and what it proves: listed or drawn, tuned or not."""
 
-    A shape is tuned where it is one of the standard shapes that `lz.tune` measures; the others are held out.
+    group: str
+    call: Call
+    part: Part
+
+
+def shapes(platform: str, quick: bool = False) -> list[Shape]:
+    """The listed shapes that are held out, then those drawn, then the tuned ones.
+
+    Groups stand in turns, so that a run that ends early has seen all of them. A listed shape is tuned where
+    it is one of the standard shapes that `lz.tune` measures; the others are held out.
     """
     covered = set(map(str, standard(None, platform)))
     groups: dict[str, list[Call]] = {}
     for name, call in _gpu() if platform == "cuda" else _cpu():
         groups.setdefault(name, []).append(call)
-    if quick:
-        groups = {name: calls[:2] for name, calls in groups.items()}
-    found = []
-    for turn in range(max(map(len, groups.values()))):
-        for name, calls in groups.items():
-            if turn < len(calls):
-                found.append((name, calls[turn], str(calls[turn]) in covered))
-    return found
+    parts: dict[Part, dict[str, list[Shape]]] = {part: {} for part in PARTS}
+    for name, calls in groups.items():
+        for call in calls[: 2 if quick else None]:
+            part: Part = "tuned" if str(call) in covered else "held out"
+            parts[part].setdefault(name, []).append(Shape(name, call, part))
+    known = covered | {str(call) for calls in groups.values() for call in calls}
+    drawn = [Shape(name, call, "blind") for name, call in blind(platform) if str(call) not in known]
+    parts["blind"] = {"in turns already": drawn[: 2 if quick else None]}
+    return [shape for own in parts.values() for shape in _in_turns(own.values())]
+
+
+def _in_turns(groups: Iterable[list[Shape]]) -> list[Shape]:
+    return [shape for turn in zip_longest(*groups) for shape in turn if shape is not None]
 
 
 def _gpu() -> Iterator[Named]:

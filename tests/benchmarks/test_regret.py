@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 import math
+from collections import Counter
+from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +13,12 @@ import pytest
 
 import layerzero as lz
 from benchmarks.regret import measure_shapes, opened, summarise
+from benchmarks.regret_blind import RANGES, blind
 from benchmarks.regret_build import in_order, jobs
-from benchmarks.regret_shapes import shapes
+from benchmarks.regret_shapes import PARTS, shapes
+from layerzero.hardware import imagined_gpu
+from layerzero.ops import table as ops_table
+from layerzero.tuning.shapes import standard
 
 
 def options(out: Path) -> argparse.Namespace:
@@ -43,7 +49,7 @@ def test_what_would_have_to_compile_is_measured_last() -> None:
     settings = lz.Settings(device="cpu", warm="eager", perfdb=None, shipped_tables=False)
     with lz.start(settings, scoped=True) as runtime:
         device = runtime.device()
-        calls = [call for _, call, _ in shapes("cpu") if call.op in ("attention", "rope")]
+        calls = [shape.call for shape in shapes("cpu") if shape.call.op in ("attention", "rope")]
         todo = jobs(device, calls)
         assert todo, "torch's flex attention compiles by shape"
         waiting = {str(call) for work in todo.values() for _, call in work}
@@ -55,15 +61,16 @@ def test_what_would_have_to_compile_is_measured_last() -> None:
 
 
 def test_figures_are_geometric_means_and_worst_cases() -> None:
-    """Held-out and tuned rows, launches and groups are never mixed."""
+    """Held-out, blind and tuned rows, launches and groups are never mixed."""
 
     def row(choice: float, **more: Any) -> dict[str, Any]:
-        return {"group": "norms x", "tuned": False, "launch": "eager", "choice": choice} | more
+        return {"group": "norms x", "part": "held out", "launch": "eager", "choice": choice} | more
 
     record: dict[str, Any] = {
         "shapes": {
-            "a": row(1.0, end_to_end=1.1), "b": row(4.0, end_to_end=1.1), "c": row(9.0, tuned=True),
-            "d": row(7.0, launch="graph"), "e": {**row(1.0), "error": "no"} | {"choice": 1.0},
+            "a": row(1.0, end_to_end=1.1), "b": row(4.0, end_to_end=1.1), "c": row(9.0, part="tuned"),
+            "d": row(7.0, launch="graph"), "f": row(2.5, part="blind"),
+            "e": {**row(1.0), "error": "no"} | {"choice": 1.0},
         }
     }  # fmt: skip
     del record["shapes"]["e"]["choice"]
@@ -72,6 +79,7 @@ def test_figures_are_geometric_means_and_worst_cases() -> None:
     assert (held["shapes"], held["choice_geomean"], held["choice_worst"]) == (2, 2.0, 4.0)
     assert held["end_to_end_geomean"] == pytest.approx(1.1)
     assert record["summary"]["eager, tuned, norms"]["choice_worst"] == 9.0
+    assert record["summary"]["eager, blind, all"]["choice_worst"] == 2.5
     assert record["summary"]["graph, held out, all"]["shapes"] == 1
     assert list(record["errors"]) == ["e"]
 
@@ -81,7 +89,7 @@ def test_products_are_told_in_flops_and_overheads_by_launch() -> None:
 
     def row(launch: str, over: float, **more: Any) -> dict[str, Any]:
         return {
-            "group": "linear", "tuned": False, "launch": launch, "choice": 1.0, "lz_us": 100.0,
+            "group": "linear", "part": "held out", "launch": launch, "choice": 1.0, "lz_us": 100.0,
             "overhead_us": over, "end_to_end": 1.25, **more,
         }  # fmt: skip
 
@@ -101,16 +109,40 @@ def test_products_are_told_in_flops_and_overheads_by_launch() -> None:
 
 @pytest.mark.parametrize("platform", ["cpu", "cuda"])
 def test_enough_attention_shapes_most_of_them_held_out(platform: str) -> None:
-    """At least 60 attention shapes; more held out than tuned; every kind stands in the first rounds."""
+    """At least 60 listed attention shapes, more held out than tuned; every kind in the first rounds."""
     found = shapes(platform)
-    attention = [call for _, call, _ in found if "attention" in call.op]
-    assert len({str(call) for call in attention}) >= 60
-    assert sum(not tuned for *_, tuned in found) > sum(tuned for *_, tuned in found) > 10
-    groups = list(dict.fromkeys(group for group, *_ in found))
-    assert [group for group, *_ in found[: len(groups)]] == groups
+    attention = {str(call) for _, call, part in found if "attention" in call.op and part != "blind"}
+    assert len(attention) >= 60
+    count = Counter(part for *_, part in found)
+    assert count["held out"] > count["tuned"] > 10 and count["blind"] == 40
+    held = [group for group, _, part in found if part == "held out"]
+    groups = list(dict.fromkeys(held))
+    assert held[: len(groups)] == groups
+
+
+@pytest.mark.parametrize("platform", ["cpu", "cuda"])
+def test_held_out_shapes_come_first_then_the_blind_ones(platform: str) -> None:
+    """A run that ends early leaves out tuned shapes before those that nobody tuned."""
+    parts = [part for *_, part in shapes(platform)]
+    assert list(dict.fromkeys(parts)) == list(PARTS) and parts == sorted(parts, key=PARTS.index)
+
+
+@pytest.mark.parametrize(("platform", "drawn"), [
+    ("cuda", "f362036da3a059d4"), ("cpu", "1edf28d31c206618"),
+])  # fmt: skip
+def test_blind_shapes_stay_as_they_were_drawn(platform: str, drawn: str) -> None:
+    """Who changes seed or ranges has to change this digest: after a run they would be blind no longer."""
+    found = blind(platform)
+    assert blake2b(repr([(g, str(c)) for g, c in found]).encode(), digest_size=8).hexdigest() == drawn
+    known = {str(call) for call in standard(None, platform)}
+    assert not known & {str(call) for _, call in found}, "none is tuned"
+    for _, call in found:
+        request = call.request(imagined_gpu(90))
+        assert call.bytes() <= 2 * RANGES[platform].max_bytes
+        assert ops_table.get(call.op).work(request).flops <= 1.1 * RANGES[platform].max_flops
 
 
 @pytest.mark.parametrize(("platform", "tuned"), [("cuda", 30), ("cpu", 37)])
 def test_what_is_held_out_stays_held_out(platform: str, tuned: int) -> None:
     """A standard shape that is added to tuning covers none of the shapes that choices are judged by."""
-    assert sum(is_tuned for *_, is_tuned in shapes(platform)) == tuned
+    assert sum(part == "tuned" for *_, part in shapes(platform)) == tuned
