@@ -169,6 +169,7 @@ class Host:
         lost = DeviceLostError(
             f"device {self.name!r} reported {fault!r}; its process must end", retryable=False
         )
+        lost.__cause__ = error
         return Outcome("lost", lost, text)
 
     def cancel(self, client: str, number: int) -> None:

@@ -23,3 +23,21 @@ def test_the_local_port_loads_no_ray(tmp_path: Path) -> None:
     )
     done = children.run(code, folder=tmp_path)
     assert done.stdout.strip() == "[]", done.stderr
+
+
+def test_a_lost_device_names_what_happened_to_it(tmp_path: Path) -> None:
+    """The error of a call that met a sticky fault has the fault as its cause; no call is taken afterwards."""
+    code = (
+        "import asyncio, layerzero as lz\n"
+        "def f(): raise RuntimeError('CUDA error: device-side assert triggered')\n"
+        "async def main():\n"
+        "    async with lz.start() as rt:\n"
+        "        for _ in range(2):\n"
+        "            try: await rt.fleet.run(f)\n"
+        "            except lz.DeviceLostError as e: print(repr(e.__cause__), '|', e)\n"
+        "asyncio.run(main())\n"
+    )
+    done = children.run(code, folder=tmp_path)
+    first, second = done.stdout.strip().splitlines()
+    assert first.startswith("RuntimeError('CUDA error: device-side assert triggered')"), done.stderr
+    assert second.startswith("None") and "is dead" in second
