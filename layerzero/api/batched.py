@@ -10,8 +10,9 @@ from __future__ import annotations
 import inspect
 import time
 import weakref
-from collections.abc import Awaitable, Callable, Hashable, Sequence
-from types import MethodType
+from collections.abc import Awaitable, Callable, Hashable, Iterator, MutableMapping, Sequence
+from functools import partial
+from types import CellType, FunctionType, MethodType
 from typing import Any, Generic, ParamSpec, TypeVar
 
 import torch
@@ -49,21 +50,16 @@ class Batched(Generic[P, R]):
     """
 
     def __init__(self, fn: Callable[P, R], *, pure: bool, name: str, device: torch.device | None) -> None:
-        owner = getattr(fn, "__self__", None)
+        owner = fn.__self__ if isinstance(fn, MethodType) else None
         self._owner = weakref.ref(owner) if owner is not None else None
         self._function: Callable[..., Any] = _unbound(fn)
-        parameters = inspect.signature(fn).parameters.values()
-        self._wants_counts = any(
-            p.name == "counts" or p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters
-        )
+        self._wants_counts = _takes_counts(fn)
         self._device = device
         self.name = name
         self.pure = pure
         self.us_per_row = float("inf")
         # Whether results want a gradient that no argument shows: of weights. Each run says so again.
-        self._weights_want = isinstance(owner, torch.nn.Module) and any(
-            parameter.requires_grad for parameter in owner.parameters()
-        )
+        self._weights_want = any(map(_trains, _held(fn)))
         self._said_alone = False
         self._groups: dict[Hashable, Group] = {}
         self._kinds: Any = None
@@ -196,7 +192,7 @@ class Batched(Generic[P, R]):
             if len(self._groups) >= _MAX_KINDS:
                 self._groups.clear()  # who waits under the old objects runs apart, nothing worse
                 self.forget()
-            found = self._groups[key] = Group((self, key))
+            found = self._groups[key] = Group((self.name, key))  # a lane keeps it: nothing of the function
         return found
 
     def run(self, calls: Sequence[Args]) -> list[Any]:
@@ -233,7 +229,7 @@ class Batched(Generic[P, R]):
         self.us_per_row = us_per_row if known == float("inf") else known + _NEWEST * (us_per_row - known)
 
     def _split(self, out: Any, counts: list[int]) -> list[Any]:
-        if isinstance(out, tuple):
+        if isinstance(out, tuple) and out:
             parts = [self._split(part, counts) for part in out]
             return list(zip(*parts, strict=True))
         if isinstance(out, Tensor) and out.dim() > 0:
@@ -259,11 +255,59 @@ def _unbound(fn: Any) -> Any:
     return fn.__func__ if isinstance(fn, MethodType) else fn
 
 
+def _takes_counts(fn: Any) -> bool:
+    """Whether `fn` names a keyword `counts`; functions of C may have no signature to read."""
+    try:
+        parameters = inspect.signature(fn.forward if isinstance(fn, torch.nn.Module) else fn).parameters
+    except ValueError:
+        return False
+    counts = parameters.get("counts")
+    return counts is not None and counts.kind in (counts.POSITIONAL_OR_KEYWORD, counts.KEYWORD_ONLY)
+
+
+_EMPTY = CellType()
+
+
+def _held(fn: Any) -> Iterator[Any]:
+    """What `fn` computes with beside its arguments, as far as one can see from outside."""
+    yield fn
+    owner = getattr(fn, "__self__", None)
+    yield owner
+    yield from getattr(owner, "__dict__", {}).values()
+    if isinstance(fn, partial):
+        yield from (*fn.args, *fn.keywords.values(), *_held(fn.func))
+    plain = inspect.unwrap(_unbound(fn))
+    if isinstance(plain, FunctionType):
+        cells = plain.__closure__ or ()
+        yield from (cell.cell_contents for cell in cells if cell != _EMPTY)
+        yield from (plain.__globals__.get(name) for name in plain.__code__.co_names)
+
+
+def _trains(value: Any) -> bool:
+    if isinstance(value, torch.nn.Module):
+        return any(parameter.requires_grad for parameter in value.parameters())
+    return isinstance(value, Tensor) and value.requires_grad
+
+
+# A function made inside another, and an object that is called, live as long as somebody keeps their wrapping;
+# it holds them, so that this table must not hold it.
 _FUNCTIONS: weakref.WeakKeyDictionary[Any, dict[Hashable, Batched[..., Any]]] = weakref.WeakKeyDictionary()
+_PASSING: weakref.WeakKeyDictionary[Any, weakref.WeakValueDictionary[Hashable, Batched[..., Any]]]
+_PASSING = weakref.WeakKeyDictionary()
+
+
+def _entries(fn: Any, name: str) -> MutableMapping[Hashable, Batched[..., Any]]:
+    """Where the wrappings of `fn` stand."""
+    if isinstance(fn, MethodType):
+        return _FUNCTIONS.setdefault(fn.__self__, {})
+    if isinstance(fn, FunctionType) and "<l" not in name:
+        return _FUNCTIONS.setdefault(fn, {})
+    return _PASSING.setdefault(fn, weakref.WeakValueDictionary())
 
 
 def _every() -> list[Batched[..., Any]]:
-    return [function for entries in list(_FUNCTIONS.values()) for function in list(entries.values())]
+    tables = [*list(_FUNCTIONS.values()), *list(_PASSING.values())]
+    return [function for entries in tables for function in list(entries.values())]
 
 
 def _adopt(module: Any) -> None:
@@ -294,27 +338,29 @@ def batched(
     `counts`, the rows of each caller. It returns tensors with as many rows, or with one row a caller, or a
     list with one result a caller, or a tuple of those. Where results want a gradient, of an argument or of
     weights that `fn` holds, calls run alone, as those of ops do. The same function, or the same method of
-    the same object, is one lane entry wherever it is wrapped. `pure=True` allows the lane to run a failed
-    batch again in halves to find the caller at fault; leave it False for a function that writes a KV cache.
+    the same object, is one lane entry wherever it is wrapped. A lambda, a function made inside another and
+    an object that is called are remembered as long as their wrapping is kept: wrap them once. `pure=True`
+    allows the lane to run a failed batch again in halves to find the caller at fault; leave it False for a
+    function that writes a KV cache.
 
     Raises: TypeError: `fn` is no function, is a coroutine function, or is a lambda or a function made
-        inside another without a `key` that names it: each wrapping would be a group of its own.
+        inside another without a `key`, which says that it is not made anew for each call: every one of
+        them is a group of its own.
     """
     if not callable(fn):
         raise TypeError(f"fn needs a function, got {type(fn).__name__}")
-    if inspect.iscoroutinefunction(fn):
-        raise TypeError(
-            f"fn needs a plain function, since a lane runs it, got the coroutine function {fn.__name__}"
-        )
     if isinstance(fn, Batched):
         return fn
+    if inspect.iscoroutinefunction(fn) or inspect.iscoroutinefunction(getattr(fn, "__call__", None)):  # noqa: B004
+        called = getattr(fn, "__name__", type(fn).__name__)
+        raise TypeError(
+            f"fn needs a plain function, since a lane runs it, got the coroutine function {called}"
+        )
     plain = _unbound(fn)
     name = getattr(plain, "__qualname__", type(fn).__name__)
     if key is None and "<l" in name:  # <lambda>, <locals>
         raise TypeError(f"fn needs a name that outlives one call, or key=..., got {name}")
-    owner = getattr(fn, "__self__", plain)
-    entries = _FUNCTIONS.setdefault(owner, {})
-    entry = (key or name, pure)
+    entry, entries = (key or name, pure), _entries(fn, name)
     found = entries.get(entry)
     if found is None:
         where = torch.device(device) if device is not None else None
