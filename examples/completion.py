@@ -12,9 +12,19 @@ from generation import Sampling
 class BadRequest(Exception):
     """The request cannot be served as it is; `param` names the field."""
 
+    status = 400
+    code: str | None = None
+
     def __init__(self, message: str, param: str | None = None) -> None:
         super().__init__(message)
         self.param = param
+
+
+class UnknownModel(BadRequest):
+    """Another model is asked for than the one that is served."""
+
+    status = 404
+    code = "model_not_found"
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +40,7 @@ class Asked:
 
 # Fields that are understood only where they ask for nothing: field -> values that ask for nothing.
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "n": (1,), "best_of": (1,), "echo": (False,), "logprobs": (), "suffix": (),
+    "n": (1,), "best_of": (1,), "echo": (False,), "logprobs": (), "suffix": ("",),
     "presence_penalty": (0,), "frequency_penalty": (0,), "logit_bias": ({},),
 }  # fmt: skip
 _KNOWN = {
@@ -43,11 +53,14 @@ def read(body: bytes, served: str) -> Asked:
     """The request in `body`, for the model that is `served`.
 
     Raises: BadRequest: the body is no JSON object, or a field cannot be honoured; the message names it.
+        UnknownModel: `model` names another one.
     """
     given = _object(body)
     model = given.get("model")
+    if not isinstance(model, str):
+        raise BadRequest(f"model needs a string, {served!r}, got {_brief(model)}", "model")
     if model != served:
-        raise BadRequest(f"model needs {served!r}, got {model!r}", "model")
+        raise UnknownModel(f"model needs {served!r}, got {_brief(model)}", "model")
     text, ids = _prompt(given.get("prompt"))
     stream = _bool(given, "stream")
     return Asked(text, ids, _sampling(given), stream, _include_usage(given.get("stream_options"), stream))
@@ -75,10 +88,23 @@ def _object(body: bytes) -> dict[str, Any]:
         raise BadRequest(f"the body needs to be a JSON object, got {type(given).__name__}")
     for name, value in given.items():
         if name not in _KNOWN:
-            raise BadRequest(f"unknown field {name!r}", name.encode("utf-8", "backslashreplace").decode())
-        if name in _NEUTRAL and value is not None and value not in _NEUTRAL[name]:
-            raise BadRequest(f"{name} is not supported, got {value!r}", name)
+            raise BadRequest(
+                f"unknown field {_brief(name)}", name.encode("utf-8", "backslashreplace").decode()
+            )
+        if name in _NEUTRAL and value is not None and not _asks_nothing(value, _NEUTRAL[name]):
+            raise BadRequest(f"{name} is not supported, got {_brief(value)}", name)
     return given
+
+
+def _asks_nothing(value: Any, neutral: tuple[Any, ...]) -> bool:
+    """Whether `value` is one of `neutral`; True is no 1, and False no 0."""
+    return any(value == known and isinstance(value, bool) == isinstance(known, bool) for known in neutral)
+
+
+def _brief(value: Any) -> str:
+    """What was given, as it goes into a message."""
+    said = repr(value)
+    return said if len(said) <= 100 else f"{said[:100]}..."
 
 
 def _prompt(prompt: Any) -> tuple[str, list[int] | None]:
@@ -113,7 +139,7 @@ def _sampling(given: dict[str, Any]) -> Sampling:
         if value is None:
             continue
         if isinstance(value, bool) or not isinstance(value, kinds):
-            raise BadRequest(f"{name} needs a number, got {value!r}", name)
+            raise BadRequest(f"{name} needs a number, got {_brief(value)}", name)
         try:
             values[name] = value if kinds is int else float(value)
         except OverflowError as error:
@@ -122,7 +148,7 @@ def _sampling(given: dict[str, Any]) -> Sampling:
     if stop is not None:
         stops = [stop] if isinstance(stop, str) else stop
         if not isinstance(stops, list) or not all(isinstance(word, str) for word in stops):
-            raise BadRequest(f"stop needs a string or a list of strings, got {stop!r}", "stop")
+            raise BadRequest(f"stop needs a string or a list of strings, got {_brief(stop)}", "stop")
         values["stop"] = tuple(_whole(word, "stop") for word in stops)
     try:
         return Sampling(**values)
@@ -133,5 +159,5 @@ def _sampling(given: dict[str, Any]) -> Sampling:
 def _bool(given: dict[str, Any], name: str) -> bool:
     value = given.get(name)
     if value is not None and not isinstance(value, bool):
-        raise BadRequest(f"{name} needs true or false, got {value!r}", name)
+        raise BadRequest(f"{name} needs true or false, got {_brief(value)}", name)
     return bool(value)

@@ -25,7 +25,7 @@ from typing import Any
 import anyio
 import torch
 import uvicorn
-from completion import Asked, BadRequest, read
+from completion import Asked, BadRequest, UnknownModel, read
 from generation import Words, generate, load_tokenizer
 from llama import FOLDER, Llama, Per, load
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, Counter, Gauge, generate_latest
@@ -222,7 +222,7 @@ class Completion:
             again = {"Retry-After": str(full.retry_after)}
             await failure(429, str(full), kind="rate_limit_error", headers=again)(scope, receive, send)
         except BadRequest as bad:
-            await failure(400, str(bad), param=bad.param)(scope, receive, send)
+            await refusal(bad)(scope, receive, send)
 
     async def whole(self, scope: Scope, receive: Receive, send: Send) -> None:
         """The whole text in one answer."""
@@ -272,9 +272,11 @@ def choice(text: str, reason: str | None) -> dict[str, Any]:
     return {"index": 0, "text": text, "logprobs": None, "finish_reason": reason}
 
 
-def error_body(message: str, kind: str = "invalid_request_error", param: str | None = None) -> dict[str, Any]:
+def error_body(
+    message: str, kind: str = "invalid_request_error", param: str | None = None, code: str | None = None
+) -> dict[str, Any]:
     """An error in the words of the API."""
-    return {"error": {"message": message, "type": kind, "param": param, "code": None}}
+    return {"error": {"message": message, "type": kind, "param": param, "code": code}}
 
 
 def failure(
@@ -283,10 +285,16 @@ def failure(
     *,
     kind: str = "invalid_request_error",
     param: str | None = None,
+    code: str | None = None,
     headers: dict[str, str] | None = None,
 ) -> JSONResponse:
     """An error as a response."""
-    return JSONResponse(error_body(message, kind, param), status_code=status, headers=headers)
+    return JSONResponse(error_body(message, kind, param, code), status_code=status, headers=headers)
+
+
+def refusal(bad: BadRequest) -> JSONResponse:
+    """What is wrong with a request, as a response."""
+    return failure(bad.status, str(bad), param=bad.param, code=bad.code)
 
 
 # -- the application ------------------------------------------------------------------------------------
@@ -305,7 +313,7 @@ async def completions(request: Request) -> Any:
     try:
         asked = read(body, service.name)
     except BadRequest as bad:
-        return failure(400, str(bad), param=bad.param)
+        return refusal(bad)
     return Completion(service, asked)
 
 
@@ -324,9 +332,20 @@ async def _body(request: Request, most: int) -> bytes | None:
 
 async def models(request: Request) -> JSONResponse:
     """GET /v1/models."""
+    return JSONResponse({"object": "list", "data": [_served(request.app.state.service)]})
+
+
+async def model(request: Request) -> JSONResponse:
+    """GET /v1/models/NAME."""
     service: Service = request.app.state.service
-    model = {"id": service.name, "object": "model", "created": service.started, "owned_by": "layerzero"}
-    return JSONResponse({"object": "list", "data": [model]})
+    name = request.path_params["name"]
+    if name != service.name:
+        return refusal(UnknownModel(f"model needs {service.name!r}, got {name!r}", "model"))
+    return JSONResponse(_served(service))
+
+
+def _served(service: Service) -> dict[str, Any]:
+    return {"id": service.name, "object": "model", "created": service.started, "owned_by": "layerzero"}
 
 
 async def health(request: Request) -> JSONResponse:
@@ -371,6 +390,7 @@ def application(options: Options) -> Starlette:
     routes = [
         Route("/v1/completions", completions, methods=["POST"]),
         Route("/v1/models", models),
+        Route("/v1/models/{name:path}", model),
         Route("/health", health),
         Route("/metrics", exposition),
     ]

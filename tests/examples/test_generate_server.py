@@ -96,7 +96,8 @@ def test_stop_strings_end_the_text_before_them(client: openai.OpenAI) -> None:
 @pytest.mark.parametrize(
     ("changes", "param"),
     [
-        ({"model": "gpt-9"}, "model"),
+        ({"model": None}, "model"),
+        ({"model": 9}, "model"),
         ({"prompt": ["a", "b"]}, "prompt"),
         ({"prompt": [5000]}, "prompt"),
         ({"prompt": []}, "prompt"),
@@ -105,6 +106,8 @@ def test_stop_strings_end_the_text_before_them(client: openai.OpenAI) -> None:
         ({"temperature": 3}, "temperature"),
         ({"top_p": 0}, "top_p"),
         ({"n": 2}, "n"),
+        ({"n": True}, "n"),
+        ({"frequency_penalty": False}, "frequency_penalty"),
         ({"stop": ["a", "b", "c", "d", "e"]}, "stop"),
         ({"seed": "one"}, "seed"),
         ({"seed": 1 << 64}, "seed"),
@@ -120,6 +123,28 @@ def test_what_cannot_be_honoured_is_named(server: Running, changes: dict[str, An
     assert given.json()["error"]["param"] == param
     assert param in given.json()["error"]["message"]
     assert server.settled() == NOTHING
+
+
+def test_another_model_is_404(server: Running, client: openai.OpenAI) -> None:
+    """With the code that OpenAI gives, for a completion and for the model itself; the served one is known."""
+    for ask in (
+        lambda: client.completions.create(**asked(model="gpt-9")),
+        lambda: client.models.retrieve("gpt-9"),
+        lambda: client.models.retrieve("a/b"),
+    ):
+        with pytest.raises(openai.NotFoundError) as refused:
+            ask()
+        assert (refused.value.code, refused.value.param) == ("model_not_found", "model")
+    assert client.models.retrieve("generate") == next(iter(client.models.list()))
+
+
+def test_a_refusal_is_shorter_than_what_it_refuses(server: Running) -> None:
+    """A value of any length is told by its beginning."""
+    long = "x" * 500_000
+    for changes in ({"logit_bias": {long: 1}}, {"seed": long}, {"model": long}, {"stop": {long: 1}}):
+        given = httpx.post(f"{server.url}/v1/completions", json=asked(**changes))
+        assert given.status_code in (400, 404)
+        assert len(given.content) < 400
 
 
 def test_other_nonsense_is_refused(server: Running, client: openai.OpenAI) -> None:
