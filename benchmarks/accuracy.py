@@ -5,19 +5,23 @@
 The calls are those of the contract tests (`tests/backends/cases.py`): every feature, pair of features, size
 that a kernel claims. Errors are relative to the truth's root mean square; `torch` is plain torch in the
 operands' own dtype, every step rounded, on the same call. `--only` keeps to the ids that begin so.
+On a GPU a kernel with float32 products has a second row, `"products": "tf32"`, with their factors rounded to
+TF32; its bound is `tolerances.TF32` alone.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from benchmarks.harness import environment
+from benchmarks.harness import environment, write
 from layerzero import tolerances
 from layerzero.kernel import Kernel, judge
 from layerzero.ops import table
@@ -35,7 +39,22 @@ DISTRIBUTIONS = (
 )
 
 
-def measure(kernel: Kernel, run: Any, dtype: torch.dtype) -> dict[str, Any] | None:
+# Ops whose float32 products torch may round to TF32, and the backends that leave their products to torch.
+PRODUCTS = frozenset({"attention", "linear", "linear_cross_entropy", "mlp", "moe"})
+TORCHS = frozenset({"reference", "torch"})
+
+
+@contextmanager
+def products_in_tf32() -> Iterator[None]:
+    """Let torch round the factors of float32 products to TF32."""
+    torch.backends.cuda.matmul.allow_tf32 = True
+    try:
+        yield
+    finally:
+        torch.backends.cuda.matmul.allow_tf32 = False
+
+
+def measure(kernel: Kernel, run: Any, dtype: torch.dtype, *, tf32: bool = False) -> dict[str, Any] | None:
     """The kernel's worst error over its calls, the same call's plain torch, and every disagreement."""
     op = table.get(kernel.op)
     worst: dict[str, Any] = {"calls": 0, "error": 0.0, "torch": 0.0, "call": "", "disagreements": []}
@@ -51,9 +70,12 @@ def measure(kernel: Kernel, run: Any, dtype: torch.dtype) -> dict[str, Any] | No
             if not out.is_floating_point() or out.itemsize == 1:  # tokens and codes are equal or wrong
                 continue
             here, base = out.cpu(), bases[index].to(out.dtype)
-            found = tolerances.disagreements(here, truths[index], base, softcap="softcap" in case.asks)
-            worst["disagreements"] += [f"{case} output {index}: {text}" for text in found]
             error, own = (relative(t, truths[index]) for t in (here, base))
+            if tf32:
+                found = [f"error {error:.3g} above {tolerances.TF32}"] if error > tolerances.TF32 else []
+            else:
+                found = tolerances.disagreements(here, truths[index], base, softcap="softcap" in case.asks)
+            worst["disagreements"] += [f"{case} output {index}: {text}" for text in found]
             if error >= worst["error"]:
                 worst |= {"error": error, "torch": own, "call": f"{case} output {index}"}
     return worst if worst["calls"] else None
@@ -69,41 +91,61 @@ def relative(out: torch.Tensor, truth: torch.Tensor) -> float:
     return float((out.double()[finite] - exact).square().mean().sqrt().item() / size)
 
 
+def rows_of(kernel: Kernel) -> Iterator[dict[str, Any]]:
+    """A row for each dtype of a kernel, and one more with TF32 where that makes a difference."""
+    row: dict[str, Any] = {"kernel": kernel.id, "op": kernel.op}
+    try:
+        run = kernel.load()
+    except Exception as error:
+        yield row | {"failed": _short(error)}
+        return
+    for dtype in cases.dtypes(kernel):
+        named = row | {"dtype": str(dtype).removeprefix("torch.")}
+        yield named | _timed(partial(measure, kernel, run, dtype))
+        on_card = cases.DEVICE == "cuda" and dtype == torch.float32
+        if on_card and kernel.op in PRODUCTS and kernel.backend in TORCHS:
+            with products_in_tf32():
+                yield named | {"products": "tf32"} | _timed(partial(measure, kernel, run, dtype, tf32=True))
+
+
+def _timed(measured: Callable[[], dict[str, Any] | None]) -> dict[str, Any]:
+    started = time.perf_counter()
+    try:
+        found = measured() or {"calls": 0}
+    except Exception as error:
+        found = {"failed": _short(error)}
+    return found | {"seconds": round(time.perf_counter() - started, 1)}
+
+
+def _short(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}"[:300]
+
+
+def table_of(kernels: Iterable[Kernel], out: Path) -> None:
+    """Measure kernels and write the table, anew after each row."""
+    rows: list[dict[str, Any]] = []
+    document: dict[str, Any] = {"environment": environment(DISTRIBUTIONS), "kernels": rows}
+    write(out, document)
+    for kernel in kernels:
+        for row in rows_of(kernel):
+            rows.append(row)
+            write(out, document)
+            worst = f"{row.get('error', 0):.2e} / {row.get('torch', 0):.2e}"
+            name = f"{row.get('dtype', '')} {row.get('products', '')}"
+            print(
+                f"{kernel.id:45} {name:14} {row.get('calls', 0):4} calls  {worst}  {row.get('failed', '')}",
+                flush=True,
+            )
+
+
 def main() -> None:
-    """Measure every kernel that runs here and write the table."""
+    """Measure every kernel that runs here."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--only", nargs="*", help="starts of kernel ids, all by default")
     options = parser.parse_args()
-    rows: list[dict[str, Any]] = []
-    document: dict[str, Any] = {"environment": environment(DISTRIBUTIONS), "kernels": rows}
-    for kernel in cases.KERNELS:
-        missing = cases.why_not_here(kernel)
-        if missing or not kernel.id.startswith(tuple(options.only or ("",))):
-            continue
-        try:
-            run = kernel.load()
-        except Exception as error:
-            rows.append(
-                {"kernel": kernel.id, "op": kernel.op, "failed": f"{type(error).__name__}: {error}"[:300]}
-            )
-            continue
-        for dtype in cases.dtypes(kernel):
-            started = time.perf_counter()
-            name = str(dtype).removeprefix("torch.")
-            row: dict[str, Any] = {"kernel": kernel.id, "op": kernel.op, "dtype": name}
-            try:
-                row |= measure(kernel, run, dtype) or {"calls": 0}
-            except Exception as error:
-                row["failed"] = f"{type(error).__name__}: {error}"[:300]
-            row["seconds"] = round(time.perf_counter() - started, 1)
-            rows.append(row)
-            options.out.write_text(json.dumps(document, indent=1))
-            worst = f"{row.get('error', 0):.2e} / {row.get('torch', 0):.2e}"
-            print(
-                f"{kernel.id:45} {name:9} {row.get('calls', 0):4} calls  {worst}  {row.get('failed', '')}",
-                flush=True,
-            )
+    starts = tuple(options.only or ("",))
+    table_of((k for k in cases.RUNNABLE if k.id.startswith(starts)), options.out)
 
 
 if __name__ == "__main__":

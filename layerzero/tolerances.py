@@ -16,8 +16,8 @@ SOFTCAP_FACTOR = 3.0
 # output's root mean square; half precision results by their own rounding alone.
 ULPS = {torch.float32: 64.0, torch.float64: 64.0, torch.float16: 1.0, torch.bfloat16: 1.0}
 TILE_ROWS = 128
-# The relative L2 error of a float32 result whose products have factors rounded to TF32, ten bits. Such results
-# are compared by this alone, where a caller has allowed them.
+# The relative L2 error of float32 results whose products have factors rounded to TF32, ten bits of mantissa.
+# They are compared by this alone, where a caller has allowed them.
 TF32 = 1e-2
 # The parity ladder's largest absolute differences in float32: of one op and its gradients, of a layer and of
 # each of its stages, of a whole model's outputs.

@@ -2,11 +2,12 @@
 
     python -m scripts.card_tests OUT [--budget-s 230] [--only NAME ...]
 
-First `tests/cuda` alone but for what compiles many kernels, then the contract and the vendors' tests, a
-process for each backend (and dtype, where a library compiles by it), at once: a kernel that brings its
-process down takes no other with it. OUT gets `cuda_tests.json` and `ran_cuda.json`, in the shapes of
-`benchmarks/results`, and `groups.json` with every test; all are written anew every few seconds. Without a
-card the same commands run and skip.
+First what fills the card's memory, alone; then the rest of `tests/cuda`, beside what compiles for minutes;
+then the contract and the vendors' tests, a process for each backend (and dtype, where a library compiles by
+it), at once: a kernel that brings its process down takes no other with it. Each process measures its kernels'
+errors when its tests are through. OUT gets `cuda_tests.json`, `ran_cuda.json` and `accuracy.json`, in the
+shapes of `benchmarks/results`, and `groups.json` with every test; all are written anew every few seconds.
+Without a card the same commands run and skip.
 """
 
 from __future__ import annotations
@@ -31,14 +32,18 @@ from scripts.support_matrix import PROOFS, described
 OF_A_KERNEL = (
     "tests/backends/test_contract.py", "tests/backends/test_vendors.py", "tests/backends/test_workspace.py",
 )  # fmt: skip
-ALONE, COMPILING = "cuda", "test_triton_kernels"
+CUDA, COMPILING, MEMORY = "cuda", "test_triton_kernels", "test_memory"
+# When a group starts: alone, beside what compiles longest, with all the rest; and for how long at most.
+FIRST, EARLY, LATER = 0, 1, 2
+LONGEST_S = {FIRST: 45.0, EARLY: 60.0}
 
 
 @dataclass(frozen=True)
 class Group:
     """Tests of one process: its paths, a selection of names, a dtype where it keeps to one.
 
-    `without` is a package that its process does not find, for a library that does not load beside another.
+    `without` is a package that its process does not find, for a library that does not load beside another;
+    `compiles` says that the next groups do not wait for it.
     """
 
     name: str
@@ -46,27 +51,40 @@ class Group:
     select: str = ""
     dtype: str = ""
     without: str = ""
+    when: int = LATER
+    compiles: bool = False
 
     def command(self, target: Path) -> list[str]:
         """How it is run."""
         chosen = ["-k", self.select] if self.select else []
         options = ["-q", "-p", "no:cacheprovider", "-p", "no:randomly", "-W", "ignore", "--timeout", "170"]
-        return [sys.executable, "-m", "scripts.record_tests", str(target), *options, *chosen, *self.paths]
+        accuracy = str(target.with_suffix(".accuracy"))
+        return [
+            sys.executable, "-m", "scripts.card_group", str(target), accuracy, *options, *chosen, *self.paths,
+        ]  # fmt: skip
 
 
 def groups() -> tuple[Group, ...]:
-    """All, the slowest first but for the one that runs alone."""
+    """All, in the order in which they start."""
     compiled = (
         "flashinfer. and fa3 and not mla", "flashinfer. and fa2 and not mla", "flashinfer. and mla",
         "flash_attn_4.attention", "flash_attn_4.ragged", "flash_attn_4.paged",
     )  # fmt: skip
-    found = [Group(ALONE, ("tests/cuda",), f"not {COMPILING}")]
+    found = [
+        Group(f"{CUDA}_memory", (f"tests/cuda/{MEMORY}.py",), when=FIRST),
+        Group(CUDA, ("tests/cuda",), f"not {COMPILING} and not {MEMORY}", when=EARLY),
+    ]
+    for part in ("tokens and dtype0", "tokens and dtype1", "codes"):
+        name = f"{CUDA}_compiling_{part.replace(' and ', '_')}"
+        found.append(Group(name, (f"tests/cuda/{COMPILING}.py",), part, when=EARLY, compiles=True))
     for select in compiled:
         for dtype in ("bfloat16", "float16"):
             name = re.sub(r"\W+", "_", select.replace(" and not mla", "").replace(" and ", ""))
             # What is written by hand is in bfloat16.
             paths = OF_A_KERNEL if dtype == "bfloat16" else OF_A_KERNEL[:1]
-            found.append(Group(f"{name}_{dtype}", paths, select, dtype))
+            early = "flash_attn_4" in name
+            when = EARLY if early else LATER
+            found.append(Group(f"{name}_{dtype}", paths, select, dtype, when=when, compiles=early))
     # The dots keep to ids: tests' names speak of references, variants of Triton.
     for select in (
         "flash_attn_2.",
@@ -75,13 +93,14 @@ def groups() -> tuple[Group, ...]:
         "liger.",
         "triton.",
         "reference.",
-        "torch.",
+        "torch.attention.",
+        "torch. and not torch.attention.",
     ):
         without = "flash_attn" if select == "xformers." else ""  # it does not import beside FlashAttention-4
-        found.append(Group(select.strip("."), OF_A_KERNEL, select, without=without))
+        name = {"torch.attention.": "torch_attention", "torch. and not torch.attention.": "torch"}
+        found.append(Group(name.get(select, select.strip(".")), OF_A_KERNEL, select, without=without))
     found.append(Group("flashinfer_rows", OF_A_KERNEL, "flashinfer. and not fa2 and not fa3"))
     found.append(Group("by_hand", OF_A_KERNEL[1:], "not flashinfer. and not flash_attn_ and not xformers."))
-    found.append(Group("cuda_compiling", (f"tests/cuda/{COMPILING}.py",)))
     found.append(
         Group(
             "own",
@@ -104,6 +123,19 @@ class Running:
     log: Path
     process: subprocess.Popen[bytes]
     started: float = field(default_factory=time.monotonic)
+
+    @property
+    def ended(self) -> bool:
+        """Whether its process has."""
+        return self.process.poll() is not None
+
+    def accuracy(self) -> dict[str, Any]:
+        """The table that it has written, empty so far as there is none."""
+        try:
+            found: dict[str, Any] = json.loads(self.target.with_suffix(".accuracy").read_text())
+        except (OSError, ValueError):
+            return {"kernels": []}
+        return found
 
     def record(self) -> dict[str, Any]:
         """What it has written, and how its process stands."""
@@ -139,7 +171,7 @@ def start(group: Group, folder: Path) -> Running:
     target, log = folder / f"{group.name}.json", folder / f"{group.name}.log"
     own = dict(os.environ)
     device = own.pop("LAYERZERO_TEST_DEVICE", "cuda")
-    if not group.name.startswith(ALONE):  # settings that are read there know no such variable
+    if not group.name.startswith(CUDA):  # settings that are read there know no such variable
         own["LAYERZERO_TEST_DEVICE"] = device
     if group.dtype:
         own["LAYERZERO_TEST_DTYPES"] = group.dtype
@@ -167,26 +199,34 @@ def outcomes(records: Iterable[dict[str, Any]]) -> dict[str, str]:
 
 
 def save(out: Path, started: list[Running]) -> None:
-    """Write all three files."""
+    """Write all files."""
     records = {one.group.name: one.record() for one in started}
     write(out / "groups.json", records)
-    cuda = [record for name, record in records.items() if name.startswith(ALONE)]
+    cuda = [record for name, record in records.items() if name.startswith(CUDA)]
     if cuda:
         tests = [entry for record in cuda for entry in record["tests"]]
         counts = dict(Counter(entry["outcome"] for entry in tests))
         running = next((r["running"] for r in cuda if r.get("running")), None)
         write(out / "cuda_tests.json", cuda[0] | {"running": running, "counts": counts, "tests": tests})
-    kernels = outcomes(r for name, r in records.items() if not name.startswith(ALONE))
+    kernels = outcomes(r for name, r in records.items() if not name.startswith(CUDA))
     write(out / "ran_cuda.json", described("cuda") | {"kernels": kernels})
+    tables = [found for one in started if (found := one.accuracy())["kernels"]]
+    rows = sorted((row for each in tables for row in each["kernels"]), key=_of_row)
+    if rows:
+        write(out / "accuracy.json", {"environment": tables[0]["environment"], "kernels": rows})
 
 
-def wait(running: list[Running], out: Path, until: float) -> None:
-    """Until all have ended or the time is up; those that have not are killed."""
-    while any(one.process.poll() is None for one in running) and time.monotonic() < until:
+def _of_row(row: dict[str, Any]) -> tuple[str, ...]:
+    return (row["op"], row["kernel"], row.get("dtype", ""), row.get("products", ""))
+
+
+def wait(running: list[Running], awaited: list[Running], out: Path, until: float) -> None:
+    """Until the awaited ones have ended or the time is up; those of them that have not are killed."""
+    while not all(one.ended for one in awaited) and time.monotonic() < until:
         time.sleep(1.0)
         save(out, running)
-    for one in running:
-        if one.process.poll() is None:
+    for one in awaited:
+        if not one.ended:
             one.process.kill()
             one.process.wait()
     save(out, running)
@@ -203,10 +243,17 @@ def main() -> int:
     until = time.monotonic() + options.budget_s
     chosen = [g for g in groups() if not options.only or g.name in options.only]
     with tempfile.TemporaryDirectory() as held:
-        running = [start(g, Path(held)) for g in chosen if g.name == ALONE]
-        wait(running, options.out, min(until, time.monotonic() + 60.0))
-        running += [start(g, Path(held)) for g in chosen if g.name != ALONE]
-        wait(running, options.out, until)
+        running: list[Running] = []
+        for when in (FIRST, EARLY, LATER):
+            now = [start(g, Path(held)) for g in chosen if g.when == when]
+            running += now
+            awaited = running if when == LATER else [one for one in now if not one.group.compiles]
+            wait(
+                running,
+                awaited,
+                options.out,
+                min(until, time.monotonic() + LONGEST_S.get(when, options.budget_s)),
+            )
         for one in running:
             record = one.record()
             print(f"{one.group.name:45} exit {record['exit']!s:4} {record['counts']}", flush=True)

@@ -68,15 +68,20 @@ def _why(report: Any) -> str:
     return str(said[2] if isinstance(said, tuple) else said)[-1500:]
 
 
-def main() -> int:
-    """Run pytest over the given paths and options."""
-    target, *options = sys.argv[1:]
-    recorder = Recorder(Path(target), options)
+def record(target: Path, options: list[str]) -> tuple[int, dict[str, dict[str, Any]]]:
+    """Run pytest with `options`, writing to `target`; its exit status, and the entries by test."""
+    recorder = Recorder(target, options)
     recorder.write()
     status = int(pytest.main(options, plugins=[recorder]))
     recorder.write()
     print(f"{target}: {dict(Counter(entry['outcome'] for entry in recorder.found.values()))}")
-    return status
+    return status, recorder.found
+
+
+def main() -> int:
+    """Run pytest over the given paths and options."""
+    target, *options = sys.argv[1:]
+    return record(Path(target), options)[0]
 
 
 if __name__ == "__main__":

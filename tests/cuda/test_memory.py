@@ -132,9 +132,9 @@ import sys, time
 from pathlib import Path
 import torch
 asked, done = map(Path, sys.argv[1:])
-held, last = [], ""
+held, last, until = [], "", time.monotonic() + 90.0  # whoever asks may have been killed
 torch.zeros(1, device="cuda")
-while True:
+while time.monotonic() < until:
     text = asked.read_text() if asked.exists() else ""
     if text == "end":
         break
