@@ -248,12 +248,8 @@ def main() -> int:
             now = [start(g, Path(held)) for g in chosen if g.when == when]
             running += now
             awaited = running if when == LATER else [one for one in now if not one.group.compiles]
-            wait(
-                running,
-                awaited,
-                options.out,
-                min(until, time.monotonic() + LONGEST_S.get(when, options.budget_s)),
-            )
+            longest = float(LONGEST_S.get(when, options.budget_s))
+            wait(running, awaited, options.out, min(until, time.monotonic() + longest))
         for one in running:
             record = one.record()
             print(f"{one.group.name:45} exit {record['exit']!s:4} {record['counts']}", flush=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -69,6 +70,23 @@ def test_a_process_that_dies_says_where(tmp_path: Path) -> None:
     assert record["running"] == "test_it.py::test_dies"
     assert record["counts"] == {"passed": 1, "failed": 1}
     assert "assert 1 == 2" in record["tests"][1]["why"]
+
+
+def test_errors_are_measured_where_the_contract_ran(tmp_path: Path) -> None:
+    """One process runs a kernel's tests and writes its errors; kernels that no test chose are not measured."""
+    target, accuracy = tmp_path / "tests.json", tmp_path / "accuracy.json"
+    options = ["-q", "-p", "no:cacheprovider", "-k", "reference.rope", card_tests.OF_A_KERNEL[0]]
+    command = [sys.executable, "-m", "scripts.card_group", str(target), str(accuracy), *options]
+    own = {**os.environ, "LAYERZERO_TEST_DEVICE": "cpu", "LAYERZERO_TEST_DTYPES": "bfloat16,float32"}
+    done = subprocess.run(command, cwd=ROOT, check=False, capture_output=True, text=True, env=own)
+    assert done.returncode == 0, done.stdout[-2000:]
+    assert "failed" not in json.loads(target.read_text())["counts"]
+    rows = json.loads(accuracy.read_text())["kernels"]
+    assert [(row["kernel"], row["dtype"]) for row in rows] == [
+        ("reference.rope", "bfloat16"),
+        ("reference.rope", "float32"),
+    ]
+    assert all(row["calls"] > 2 and not row["disagreements"] for row in rows)
 
 
 def test_a_library_can_be_kept_out_of_a_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
