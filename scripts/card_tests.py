@@ -35,7 +35,7 @@ OF_A_KERNEL = (
 CUDA, COMPILING, MEMORY = "cuda", "test_triton_kernels", "test_memory"
 # When a group starts: alone, beside what compiles longest, with all the rest; and for how long at most.
 FIRST, EARLY, LATER = 0, 1, 2
-LONGEST_S = {FIRST: 45.0, EARLY: 60.0}
+LONGEST_S = {FIRST: 45.0, EARLY: 60.0, LATER: float("inf")}
 
 
 @dataclass(frozen=True)
@@ -86,19 +86,18 @@ def groups() -> tuple[Group, ...]:
             when = EARLY if early else LATER
             found.append(Group(f"{name}_{dtype}", paths, select, dtype, when=when, compiles=early))
     # The dots keep to ids: tests' names speak of references, variants of Triton.
-    for select in (
-        "flash_attn_2.",
-        "flash_attn_3.",
-        "xformers.",
-        "liger.",
-        "triton.",
-        "reference.",
-        "torch.attention.",
-        "torch. and not torch.attention.",
-    ):
-        without = "flash_attn" if select == "xformers." else ""  # it does not import beside FlashAttention-4
-        name = {"torch.attention.": "torch_attention", "torch. and not torch.attention.": "torch"}
-        found.append(Group(name.get(select, select.strip(".")), OF_A_KERNEL, select, without=without))
+    for name, select in {
+        "flash_attn_2": "flash_attn_2.",
+        "flash_attn_3": "flash_attn_3.",
+        "xformers": "xformers.",
+        "liger": "liger.",
+        "triton": "triton.",
+        "reference": "reference.",
+        "torch_attention": "torch.attention.",
+        "torch": "torch. and not torch.attention.",
+    }.items():
+        without = "flash_attn" if name == "xformers" else ""  # it does not import beside FlashAttention-4
+        found.append(Group(name, OF_A_KERNEL, select, without=without))
     found.append(Group("flashinfer_rows", OF_A_KERNEL, "flashinfer. and not fa2 and not fa3"))
     found.append(Group("by_hand", OF_A_KERNEL[1:], "not flashinfer. and not flash_attn_ and not xformers."))
     found.append(
@@ -248,8 +247,7 @@ def main() -> int:
             now = [start(g, Path(held)) for g in chosen if g.when == when]
             running += now
             awaited = running if when == LATER else [one for one in now if not one.group.compiles]
-            longest = float(LONGEST_S.get(when, options.budget_s))
-            wait(running, awaited, options.out, min(until, time.monotonic() + longest))
+            wait(running, awaited, options.out, min(until, time.monotonic() + LONGEST_S[when]))
         for one in running:
             record = one.record()
             print(f"{one.group.name:45} exit {record['exit']!s:4} {record['counts']}", flush=True)

@@ -73,7 +73,7 @@ def test_a_process_that_dies_says_where(tmp_path: Path) -> None:
 
 
 def test_errors_are_measured_where_the_contract_ran(tmp_path: Path) -> None:
-    """One process runs a kernel's tests and writes its errors; kernels that no test chose are not measured."""
+    """One process runs a kernel's tests and writes its errors; other kernels are not measured."""
     target, accuracy = tmp_path / "tests.json", tmp_path / "accuracy.json"
     options = ["-q", "-p", "no:cacheprovider", "-k", "reference.rope", card_tests.OF_A_KERNEL[0]]
     command = [sys.executable, "-m", "scripts.card_group", str(target), str(accuracy), *options]
