@@ -44,6 +44,7 @@ BUILTIN: Mapping[str, tuple[str, ...]] = MappingProxyType(
             "rope",
         ),
         "layerzero.backends.native": ("append_kv", "mla_attention", "paged_attention", "ragged_attention"),
+        "layerzero.backends.native.packed": ("linear", "mlp"),
         "layerzero.backends.native.products": ("linear", "mlp"),
         "layerzero.backends.native.rows": ("add_rms_norm", "rms_norm", "rope"),
         "layerzero.backends.onednn": ("linear", "mlp"),

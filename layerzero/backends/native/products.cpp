@@ -1,11 +1,12 @@
 // Products of rows with a weight matrix on the CPU, alone and as the two halves of a feed-forward block.
 //
-// The weight is laid out in panels anew at every call: that costs a hundredth of a large product, and nothing
-// is remembered of a weight that may change. Rows are cut into blocks and a free thread takes the next block,
-// so a thread that loses its core for a while leaves its share to the others. A feed-forward block keeps the
-// hidden rows of its block in the thread's cache. An output element is one chain of multiply-adds over
-// ascending k whatever stands beside it, so its bits are the same in every batch and for any number of
-// threads.
+// The weight is laid out in panels. `linear` and `mlp` do so anew at every call, which costs a hundredth of a
+// large product and remembers nothing of a weight that may change; `linear_kept` and `mlp_kept` take panels
+// that the caller kept, and compare an element of every row with the weight before they trust them. Rows are
+// cut into blocks and a free thread takes the next block, so a thread that loses its core for a while leaves
+// its share to the others. A feed-forward block keeps the hidden rows of its block in the thread's cache. An
+// output element is one chain of multiply-adds over ascending k whatever stands beside it, so its bits are the
+// same in every batch and for any number of threads.
 
 #include <ATen/Parallel.h>
 #include <ATen/core/Tensor.h>
@@ -15,6 +16,7 @@
 #include <algorithm>
 #include <array>
 #include <atomic>
+#include <bit>
 #include <cstdint>
 #include <optional>
 #include <utility>
@@ -127,38 +129,58 @@ void spread(int64_t items, const Work& work) {
   });
 }
 
-void lay_out(float* panel, const float* weight, int64_t inner, int64_t columns) {
+// A weight (columns, inner) in panels of WIDTH columns: all columns of one k, then those of the next.
+struct Panels {
+  Panels(const float* data, const at::Tensor& weight, const std::optional<at::Tensor>& bias)
+      : data(data), columns(weight.size(0)), inner(weight.size(1)), count(ceil_div(columns, WIDTH)),
+        bias(bias ? bias->const_data_ptr<float>() : nullptr) {}
+  const float* at(int64_t panel, int64_t k) const { return data + (panel * inner + k) * WIDTH; }
+
+  const float* const data;
+  const int64_t columns, inner, count;
+  const float* const bias;  // or null
+};
+
+int64_t size_of(const at::Tensor& weight) { return ceil_div(weight.size(0), WIDTH) * WIDTH * weight.size(1); }
+
+void lay_out_panel(float* panel, const float* weight, int64_t inner, int64_t columns, int64_t down, int64_t along) {
   if (columns < WIDTH) std::fill_n(panel, inner * WIDTH, 0.0f);
   constexpr int64_t STEP = 16;  // a cache line of each row at a time
   for (int64_t k = 0; k < inner; k += STEP) {
     const int64_t end = std::min(inner, k + STEP);
     for (int64_t j = 0; j < columns; ++j)
-      for (int64_t i = k; i < end; ++i) panel[i * WIDTH + j] = weight[j * inner + i];
+      for (int64_t i = k; i < end; ++i) panel[i * WIDTH + j] = weight[j * down + i * along];
   }
 }
 
-// A weight (columns, inner) in panels of WIDTH columns: all columns of one k, then those of the next.
-class Panels {
- public:
-  Panels(Use use, const at::Tensor& weight, const std::optional<at::Tensor>& bias)
-      : columns(weight.size(0)), inner(weight.size(1)), count(ceil_div(columns, WIDTH)),
-        bias(bias ? bias->const_data_ptr<float>() : nullptr), room_(use, count * inner * WIDTH) {
-    const float* from = weight.const_data_ptr<float>();
-    spread(ceil_div(count, FEW), [&](int64_t item, int64_t) {
-      for (int64_t p = item * FEW; p < std::min(count, (item + 1) * FEW); ++p)
-        lay_out(room_.data() + p * inner * WIDTH, from + p * WIDTH * inner, inner,
-                std::min<int64_t>(WIDTH, columns - p * WIDTH));
-    });
+// Writes the weight, whatever its strides, in panels to `to`, and returns `to`.
+const float* lay_out(float* to, const at::Tensor& weight) {
+  constexpr int64_t FEW = 4;  // panels at a time
+  const int64_t columns = weight.size(0), inner = weight.size(1), count = ceil_div(columns, WIDTH);
+  const int64_t down = weight.stride(0), along = weight.stride(1);
+  const float* from = weight.const_data_ptr<float>();
+  spread(ceil_div(count, FEW), [&](int64_t item, int64_t) {
+    for (int64_t p = item * FEW; p < std::min(count, (item + 1) * FEW); ++p)
+      lay_out_panel(to + p * inner * WIDTH, from + p * WIDTH * down, inner,
+                    std::min<int64_t>(WIDTH, columns - p * WIDTH), down, along);
+  });
+  return to;
+}
+
+// Whether one element of every row, each at another column, is still what it was when the panels were made.
+bool unchanged(const float* panels, const at::Tensor& weight) {
+  const int64_t columns = weight.size(0), inner = weight.size(1);
+  const int64_t down = weight.stride(0), along = weight.stride(1);
+  const float* from = weight.const_data_ptr<float>();
+  constexpr int64_t STRIDE = 37;  // no multiple of a cache line: neighbours of a column are looked at too
+  uint32_t differ = 0;
+  for (int64_t row = 0, k = 0; row < columns; ++row) {
+    const float kept = panels[(row / WIDTH * inner + k) * WIDTH + row % WIDTH];
+    differ |= std::bit_cast<uint32_t>(kept) ^ std::bit_cast<uint32_t>(from[row * down + k * along]);
+    if ((k += STRIDE) >= inner) k %= inner;
   }
-  const float* at(int64_t panel, int64_t k) const { return room_.data() + (panel * inner + k) * WIDTH; }
-
-  const int64_t columns, inner, count;
-  const float* const bias;  // or null
-
- private:
-  static constexpr int64_t FEW = 4;  // panels laid out at a time
-  Room room_;
-};
+  return differ == 0;
+}
 
 // One part of a panel times HEIGHT rows or fewer. `columns` are those of the panel that are real.
 template <int H>
@@ -216,8 +238,10 @@ void fewer(int64_t rows, Rows x, const float* panel, int64_t inner, Result out, 
 // Some rows times the panels [begin, end), with the bias and then the activation.
 void product(const Panels& weight, int64_t begin, int64_t end, int64_t rows, Rows x, Result out,
              int64_t activation) {
-  for (int64_t from = 0; from < weight.inner; from += DEPTH) {
-    const int64_t length = std::min(DEPTH, weight.inner - from);
+  // Beside a row or two the panels are what is read, and read best from end to end.
+  const int64_t depth = rows > 2 ? DEPTH : weight.inner;
+  for (int64_t from = 0; from < weight.inner; from += depth) {
+    const int64_t length = std::min(depth, weight.inner - from);
     const bool ends = from + length == weight.inner;
     for (int64_t p = begin; p < end; ++p) {
       const int64_t column = p * WIDTH, columns = std::min<int64_t>(WIDTH, weight.columns - column);
@@ -256,20 +280,20 @@ void product_everywhere(const Panels& weight, int64_t rows, Rows x, Result out, 
   });
 }
 
-// out (N, C) = x (N, K) weight^T + bias; all float32 and contiguous.
-void linear(const at::Tensor& out, const at::Tensor& x, const at::Tensor& weight,
-            const std::optional<at::Tensor>& bias) {
-  const pybind11::gil_scoped_release released;
-  const Panels w(UP, weight, bias);
-  product_everywhere(w, x.size(0), {x.const_data_ptr<float>(), w.inner}, {out.data_ptr<float>(), w.columns});
+// Rows of x (..., K).
+int64_t rows_of(const at::Tensor& x) {
+  int64_t rows = 1;
+  for (int64_t axis = 0; axis + 1 < x.dim(); ++axis) rows *= x.size(axis);
+  return rows;
 }
 
-// out (N, C) = down(activation(up(x))); all float32 and contiguous.
-void mlp(const at::Tensor& out, const at::Tensor& x, const at::Tensor& w_up, const at::Tensor& w_down,
-         const std::optional<at::Tensor>& b_up, const std::optional<at::Tensor>& b_down, int64_t activation) {
-  const pybind11::gil_scoped_release released;
-  const Panels up(UP, w_up, b_up), down(DOWN, w_down, b_down);
-  const int64_t rows = x.size(0), threads = at::get_num_threads();
+void multiply(const at::Tensor& out, const at::Tensor& x, const Panels& w) {
+  product_everywhere(w, rows_of(x), {x.const_data_ptr<float>(), w.inner}, {out.data_ptr<float>(), w.columns});
+}
+
+void feed_forward(const at::Tensor& out, const at::Tensor& x, const Panels& up, const Panels& down,
+                  int64_t activation) {
+  const int64_t rows = rows_of(x), threads = at::get_num_threads();
   const int64_t width = up.count * WIDTH;  // of a hidden row in memory; what is behind its end means nothing
   const float* from = x.const_data_ptr<float>();
   float* to = out.data_ptr<float>();
@@ -291,9 +315,81 @@ void mlp(const at::Tensor& out, const at::Tensor& x, const at::Tensor& w_up, con
   });
 }
 
+// out (N, C) = x (N, K) weight^T + bias; all float32 and contiguous.
+void linear(const at::Tensor& out, const at::Tensor& x, const at::Tensor& weight,
+            const std::optional<at::Tensor>& bias) {
+  const pybind11::gil_scoped_release released;
+  const Room room(UP, size_of(weight));
+  multiply(out, x, {lay_out(room.data(), weight), weight, bias});
+}
+
+// out (N, C) = down(activation(up(x))); all float32 and contiguous.
+void mlp(const at::Tensor& out, const at::Tensor& x, const at::Tensor& w_up, const at::Tensor& w_down,
+         const std::optional<at::Tensor>& b_up, const std::optional<at::Tensor>& b_down, int64_t activation) {
+  const pybind11::gil_scoped_release released;
+  const Room first(UP, size_of(w_up)), second(DOWN, size_of(w_down));
+  feed_forward(out, x, {lay_out(first.data(), w_up), w_up, b_up}, {lay_out(second.data(), w_down), w_down, b_down},
+               activation);
+}
+
+// A weight of any strides in panels, to be kept.
+at::Tensor pack(const at::Tensor& weight) {
+  const pybind11::gil_scoped_release released;
+  at::Tensor panels = at::empty({size_of(weight)}, at::kFloat);
+  lay_out(panels.data_ptr<float>(), weight);
+  return panels;
+}
+
+// As it reads: dense, and negated where only a flag says so.
+at::Tensor dense(const at::Tensor& tensor) { return tensor.resolve_neg().contiguous(); }
+std::optional<at::Tensor> dense(const std::optional<at::Tensor>& tensor) {
+  return tensor ? std::optional(dense(*tensor)) : std::nullopt;
+}
+
+// Whether there is something to multiply, and the panels are those of the weight as it is now.
+bool usable(const at::Tensor& x, const at::Tensor& weight, const at::Tensor& panels) {
+  return x.numel() > 0 && weight.numel() > 0 && !weight.is_neg() &&
+      unchanged(panels.const_data_ptr<float>(), weight);
+}
+
+at::Tensor result_of(const at::Tensor& x, int64_t columns) {
+  c10::DimVector shape(x.sizes());
+  shape.back() = columns;
+  return at::empty(shape, x.options());
+}
+
+// (..., C) = x (..., K) weight^T + bias with kept panels, operands of any strides; nothing where these are no
+// longer the weight's, or there is nothing to multiply.
+std::optional<at::Tensor> linear_kept(const at::Tensor& x, const at::Tensor& weight, const at::Tensor& panels,
+                                      const std::optional<at::Tensor>& bias) {
+  const pybind11::gil_scoped_release released;
+  if (!usable(x, weight, panels)) return std::nullopt;
+  const at::Tensor rows = dense(x), out = result_of(x, weight.size(0));
+  const auto added = dense(bias);
+  multiply(out, rows, {panels.const_data_ptr<float>(), weight, added});
+  return out;
+}
+
+// The same for both halves of a feed-forward block.
+std::optional<at::Tensor> mlp_kept(const at::Tensor& x, const at::Tensor& w_up, const at::Tensor& w_down,
+                                   const at::Tensor& p_up, const at::Tensor& p_down,
+                                   const std::optional<at::Tensor>& b_up, const std::optional<at::Tensor>& b_down,
+                                   int64_t activation) {
+  const pybind11::gil_scoped_release released;
+  if (!usable(x, w_up, p_up) || !usable(x, w_down, p_down)) return std::nullopt;
+  const at::Tensor rows = dense(x), out = result_of(x, w_down.size(0));
+  const auto first = dense(b_up), second = dense(b_down);
+  feed_forward(out, rows, {p_up.const_data_ptr<float>(), w_up, first},
+               {p_down.const_data_ptr<float>(), w_down, second}, activation);
+  return out;
+}
+
 }  // namespace
 
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("linear", &linear);
   m.def("mlp", &mlp);
+  m.def("pack", &pack);
+  m.def("linear_kept", &linear_kept);
+  m.def("mlp_kept", &mlp_kept);
 }

@@ -63,21 +63,21 @@ def _mlp() -> Callable[..., Any]:
     return mlp
 
 
-def _whole(columns: int) -> int:
+def in_panels(columns: int) -> int:
     """Columns in whole panels, which are 32 wide at most."""
     return -(-columns // 32) * 32
 
 
 def _linear_room(request: Request) -> int:
     """The weight in panels."""
-    return 4 * _whole(request.dim("C")) * request.dim("K")
+    return 4 * in_panels(request.dim("C")) * request.dim("K")
 
 
 def _mlp_room(request: Request) -> int:
     """Both weights in panels, and the hidden rows that are in work."""
     hidden, width = request.dim("F"), request.dim("C")
     rows = min(request.dim("N"), BLOCK * torch.get_num_threads())
-    return 4 * (_whole(hidden) * (width + rows) + _whole(width) * hidden)
+    return 4 * (in_panels(hidden) * (width + rows) + in_panels(width) * hidden)
 
 
 def _capability(features: frozenset[str]) -> Capability:

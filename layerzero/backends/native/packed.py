@@ -1,0 +1,198 @@
+"""Products with weights that stay the same: each is laid out in panels once, and the panels are kept.
+
+The arithmetic is that of `products.cpp`. A matrix library packs a weight anew in every call; beside a few
+rows that is a large part of the work.
+"""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from layerzero.backends.native.products import ACTIVATIONS, in_panels, library
+from layerzero.hardware import free_memory
+from layerzero.kernel import Capability, Efficiency, Kernel
+from layerzero.ops.mlp import GATES, PLAIN, activate
+from layerzero.ops.request import Request
+
+# Of the memory that is free when the first weight comes.
+SHARE = 0.25
+# Weights that are remembered, kept or not; each takes a few hundred bytes beside its panels.
+MANY = 4096
+
+Place = tuple[int, torch.Size, tuple[int, ...]]
+
+
+@dataclass(frozen=True, slots=True)
+class _Held:
+    """A weight that was seen: its storage while that lives, its version then, its panels or None."""
+
+    storage: weakref.ref[Any]
+    version: int
+    panels: Tensor | None
+
+
+class Kept:
+    """Panels of weights, `limit` bytes of them at most.
+
+    A weight is known by its address, shape and strides. Its panels are freed with its storage and made anew
+    when torch has counted a change of it. Changes that torch does not count, through `.data` or numpy, are
+    seen where they change one of the elements that the kernel compares, one a row. Not kept: weights made
+    in inference mode, whose changes torch never counts, and what comes when the limit is reached; such a
+    weight stays so until it changes, so that equal calls take equal ways.
+    """
+
+    def __init__(self, lay_out: Callable[[Tensor], Tensor], limit: int) -> None:
+        self._lay_out = lay_out
+        self._limit = limit
+        self._held: dict[Place, _Held] = {}
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all panels."""
+        return sum(held.panels.nbytes for held in list(self._held.values()) if held.panels is not None)
+
+    def of(self, weight: Tensor) -> Tensor | None:
+        """The panels of `weight`, made now where it is new or was changed; None where it is not kept."""
+        if weight.is_inference():
+            return None
+        held = self._held.get((weight.data_ptr(), weight.shape, weight.stride()))
+        if held is None or held.version != weight._version or held.storage() is not weight.untyped_storage():
+            return self.anew(weight)
+        return held.panels
+
+    def anew(self, weight: Tensor) -> Tensor | None:
+        """Panels of `weight` as it is now, in place of those there are; None where it is not kept."""
+        # No lock: a storage may die, and call `_gone`, at any allocation here.
+        place = (weight.data_ptr(), weight.shape, weight.stride())
+        self._held.pop(place, None)
+        for oldest in list(self._held)[: max(0, len(self._held) - MANY + 1)]:
+            self._held.pop(oldest, None)
+        version, gone = weight._version, functools.partial(self._gone, place)
+        fits = self.nbytes + 4 * weight.numel() <= self._limit
+        panels = self._lay_out(weight) if fits else None
+        self._held[place] = _Held(weakref.ref(weight.untyped_storage(), gone), version, panels)
+        return panels
+
+    def _gone(self, place: Place, storage: weakref.ref[Any]) -> None:
+        held = self._held.get(place)
+        if held is not None and held.storage is storage:
+            self._held.pop(place, None)
+
+
+def _allowed() -> int:
+    """Bytes that this process may still take: what is free, and what its control group leaves."""
+    free, group = free_memory(torch.device("cpu")), Path("/sys/fs/cgroup")
+    try:
+        most, now = ((group / f"memory.{name}").read_text().strip() for name in ("max", "current"))
+    except OSError:  # no control group, or an older kind
+        return free
+    return free if most == "max" else min(free, max(0, int(most) - int(now)))
+
+
+@functools.cache
+def kept() -> Kept:
+    """The panels of this process."""
+    return Kept(library().pack, int(SHARE * _allowed()))
+
+
+def _linear() -> Callable[..., Any]:
+    native, panels = library().linear_kept, kept()
+
+    def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        # The kernel refuses what was changed behind torch's back: it is laid out anew, once.
+        for look in (panels.of, panels.anew):
+            found = look(weight)
+            if found is None:
+                break
+            out: Tensor | None = native(x, weight, found, bias)
+            if out is not None:
+                return out
+        return functional.linear(x, weight, bias)
+
+    return linear
+
+
+def _mlp() -> Callable[..., Any]:
+    native, panels, linear = library().mlp_kept, kept(), _linear()
+
+    def mlp(
+        x: Tensor, w_up: Tensor, w_down: Tensor, b_up: Tensor | None, b_down: Tensor | None, activation: str
+    ) -> Tensor:
+        if activation in ACTIVATIONS:
+            which = ACTIVATIONS.index(activation)
+            for look in (panels.of, panels.anew):
+                up, down = look(w_up), look(w_down)
+                if up is None or down is None:
+                    break
+                out: Tensor | None = native(x, w_up, w_down, up, down, b_up, b_down, which)
+                if out is not None:
+                    return out
+        whole: Tensor = linear(activate(linear(x, w_up, b_up), activation), w_down, b_down)
+        return whole
+
+    return mlp
+
+
+def _linear_room(request: Request) -> int:
+    """The weight in panels, and dense rows where those given are not."""
+    rows = 0 if request.contiguous else request.dim("N")
+    return 4 * request.dim("K") * (in_panels(request.dim("C")) + rows)
+
+
+def _mlp_room(request: Request) -> int:
+    """Both weights in panels, the hidden rows, with their gates where they have some, and dense rows."""
+    hidden, width, rows = request.dim("F"), request.dim("C"), request.dim("N")
+    gates = 2 if any(f"act_{name}" in request.features for name in GATES) else 0
+    up = in_panels(hidden) * (2 if gates else 1)
+    copied = 0 if request.contiguous else rows * width
+    return 4 * (up * width + in_panels(width) * hidden + (1 + gates) * rows * in_panels(hidden) + copied)
+
+
+def _capability(features: frozenset[str]) -> Capability:
+    return Capability(
+        source="by construction; run against float64 on an AMD EPYC with AVX2",
+        platforms=frozenset({"cpu"}),
+        cpu_vendors=frozenset({"amd"}),
+        isa=frozenset({"avx2", "fma"}),
+        dtypes=frozenset({"float32"}),
+        features=features | {"bias"},
+        gradient=False,
+        autocast=False,
+    )
+
+
+_SOURCE = "an estimate: before torch's from two rows on, beside it for one, on an AMD EPYC with AVX2"
+
+KERNELS: tuple[Kernel, ...] = (
+    Kernel(
+        id="native.linear.packed",
+        op="linear",
+        backend="native",
+        capability=_capability(frozenset()),
+        load=_linear,
+        efficiency=Efficiency(0.85, 0.6, 4.0, _SOURCE),
+        rank=20,
+        cold=True,
+        workspace_bytes=_linear_room,
+    ),
+    Kernel(
+        id="native.mlp.packed",
+        op="mlp",
+        backend="native",
+        capability=_capability(frozenset(f"act_{name}" for name in (*GATES, *PLAIN))),
+        load=_mlp,
+        efficiency=Efficiency(0.85, 0.6, 8.0, _SOURCE),
+        rank=20,
+        cold=True,
+        workspace_bytes=_mlp_room,
+    ),
+)

@@ -1,0 +1,227 @@
+"""Products with kept panels: right in every layout, and never those of a weight that is another by now."""
+
+from __future__ import annotations
+
+import gc
+import os
+import shutil
+import sys
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+from torch import Tensor
+
+from layerzero import tolerances
+from layerzero.backends.native import packed, products
+from layerzero.kernel import Kernel, judge
+from layerzero.ops import table
+from layerzero.ops.op import Args
+from tests.backends import cases
+
+LINEAR, MLP = packed.KERNELS
+MISSING = cases.why_not_here(LINEAR)
+pytestmark = [
+    pytest.mark.skipif(sys.platform != "linux", reason="the kernels are compiled on Linux only"),
+    pytest.mark.skipif(shutil.which(os.environ.get("CXX", "g++")) is None, reason="no C++ compiler"),
+    pytest.mark.skipif(bool(MISSING), reason=MISSING or "runs here"),
+]
+
+
+def right(kernel: Kernel, *args: object) -> Tensor:
+    """The kernel's result, which is within tolerance of the reference in float64 as the weight is now."""
+    op = table.get(kernel.op)
+    assert judge(kernel, op.check(args), cases.HERE) == []
+    out: Tensor = kernel.load()(*args)
+    truth = op.reference(*cases.widened(args))
+    assert tolerances.disagreements(out, truth, op.reference(*args)) == []
+    return out
+
+
+def kept_of(limit: int = 1 << 30) -> packed.Kept:
+    return packed.Kept(products.library().pack, limit)
+
+
+SIZES = [(1, 1, 1), (1, 16, 384), (5, 15, 383), (7, 33, 64), (95, 48, 800), (193, 31, 769)]
+
+
+@pytest.mark.parametrize("size", SIZES, ids=str)
+@pytest.mark.parametrize("activation", ["gelu", "silu", "swiglu"])
+def test_products_are_right_from_the_first_call_on(size: tuple[int, int, int], activation: str) -> None:
+    """The call that lays the weight out and those that find it give the same bits, within tolerance."""
+    torch.manual_seed(0)
+    rows, columns, inner = size
+    x, weight = torch.randn(rows, inner), torch.randn(columns, inner) * inner**-0.5
+    bias = torch.randn(columns)
+    assert torch.equal(right(LINEAR, x, weight, bias), right(LINEAR, x, weight, bias))
+    up = torch.randn(2 * columns if activation == "swiglu" else columns, inner) * inner**-0.5
+    down = torch.randn(inner, columns) * columns**-0.5
+    call = (x, up, down, torch.randn(up.shape[0]), None, activation)
+    assert torch.equal(right(MLP, *call), right(MLP, *call))
+
+
+def strided(weight: Tensor) -> Tensor:
+    """The same numbers with a neighbour behind each of them."""
+    wide = torch.randn(*weight.shape, 2)
+    wide[..., 0] = weight
+    return wide[..., 0]
+
+
+def transposed(weight: Tensor) -> Tensor:
+    return weight.t().contiguous().t()
+
+
+def offset(weight: Tensor) -> Tensor:
+    """The middle of a larger matrix."""
+    big = torch.randn(weight.shape[0] + 5, weight.shape[1] + 3)
+    big[3:-2, 1:-2] = weight
+    return big[3:-2, 1:-2]
+
+
+def negated(weight: Tensor) -> Tensor:
+    """A view that only a flag negates."""
+    return torch.ops.aten._neg_view(-weight)
+
+
+@pytest.mark.parametrize("seen", [strided, transposed, offset, negated])
+def test_operands_are_read_as_they_read(seen: Callable[[Tensor], Tensor]) -> None:
+    """Views, offsets and strides of every operand give what dense operands give."""
+    torch.manual_seed(1)
+    x, weight = torch.randn(9, 70), torch.randn(40, 70)
+    wanted = torch.nn.functional.linear(x, weight)
+    for args in ((seen(x), weight), (x, seen(weight)), (seen(x), seen(weight))):
+        for _ in range(2):
+            out = LINEAR.load()(*args, None)
+            torch.testing.assert_close(out, wanted, rtol=1e-4, atol=1e-4)
+
+
+def test_views_of_one_matrix_are_weights_of_their_own() -> None:
+    """Slices that begin at one address, or share it with the whole, are told apart."""
+    torch.manual_seed(2)
+    whole, x = torch.randn(96, 64), torch.randn(3, 64)
+    for _ in range(2):
+        for weight in (whole, whole[:48], whole[48:], whole.view(192, 32), whole[::2]):
+            right(LINEAR, x[:, : weight.shape[1]], weight, None)
+
+
+def test_a_product_follows_its_weight() -> None:
+    """Weights edited in place, behind torch's back, replaced, or made anew at the same address."""
+    torch.manual_seed(3)
+    edits: list[Callable[[Tensor], object]] = [
+        lambda weight: weight.add_(1),
+        lambda weight: weight[7:9].zero_(),
+        lambda weight: weight[:, 5].fill_(3),
+        lambda weight: weight[2, 9].add_(1),
+        lambda weight: weight.data.mul_(-2),
+        lambda weight: weight.data[3].zero_(),
+        lambda weight: weight.numpy().fill(0.5),
+        lambda weight: setattr(weight, "data", torch.randn(48, 64)),
+        lambda weight: torch.optim.SGD([weight], lr=1.0).step(),
+    ]
+    for _ in range(3):
+        x, weight = torch.randn(32, 64), torch.randn(48, 64)
+        weight.grad = torch.randn(48, 64)
+        for edit in edits:
+            right(LINEAR, x, weight, None)
+            edit(weight)
+            right(LINEAR, x, weight, None)
+            right(MLP, x, weight, torch.randn(64, 48), None, None, "gelu")
+        del x, weight
+
+
+def test_both_weights_of_a_feed_forward_block_are_followed() -> None:
+    """An edit of either one that torch does not count is seen, for plain and for gated activations."""
+    torch.manual_seed(4)
+    for activation, wide in (("gelu", 80), ("swiglu", 160)):
+        x, up, down = torch.randn(5, 64), torch.randn(wide, 64) / 8, torch.randn(64, 80) / 9
+        for weight in (up, down):
+            right(MLP, x, up, down, None, None, activation)
+            weight.data.mul_(-1)
+            right(MLP, x, up, down, None, None, activation)
+
+
+def test_panels_are_freed_with_their_weight() -> None:
+    """A view keeps them as it keeps the storage; when that dies, they die without a further call."""
+    kept, weight = kept_of(), torch.randn(64, 64)
+    view = weight.detach()[:]
+    assert kept.of(weight) is kept.of(view)
+    assert kept.nbytes == 64 * 64 * 4
+    del weight
+    gc.collect()
+    assert kept.nbytes == 64 * 64 * 4
+    del view
+    gc.collect()
+    assert kept.nbytes == 0
+
+
+def test_what_does_not_fit_is_left_to_torch() -> None:
+    """Beyond the limit nothing is kept, and a weight takes the same way at every call until it changes."""
+    kept = kept_of(limit=3 * 64 * 64 * 4)
+    weights = [torch.randn(64, 64) for _ in range(4)]
+    assert [kept.of(weight) is not None for weight in weights] == [True, True, True, False]
+    del weights[0]
+    gc.collect()
+    assert kept.of(weights[-1]) is None
+    weights[-1].add_(1)
+    assert kept.of(weights[-1]) is not None
+    assert kept.nbytes == 3 * 64 * 64 * 4
+
+
+def test_remembered_weights_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The oldest is forgotten, and laid out again where it is asked for."""
+    monkeypatch.setattr(packed, "MANY", 4)
+    kept, big = kept_of(), torch.randn(640, 16)
+    for at in range(0, 640, 16):
+        assert kept.of(big[at : at + 16]) is not None
+    assert kept.nbytes == 4 * 16 * 16 * 4
+
+
+def test_weights_of_inference_mode_are_not_kept() -> None:
+    """torch does not count their changes; the results are right all the same."""
+    with torch.inference_mode():
+        x, weight = torch.randn(3, 32), torch.randn(16, 32)
+        assert kept_of().of(weight) is None
+        for _ in range(2):
+            right(LINEAR, x, weight, None)
+            weight[0, 0] += 1
+
+
+def test_a_weight_from_before_inference_mode_is_kept_in_it() -> None:
+    """Modules are made outside and run inside."""
+    weight, kept = torch.nn.Parameter(torch.randn(16, 32)), kept_of()
+    with torch.inference_mode():
+        assert kept.of(weight) is kept.of(weight) is not None
+
+
+@pytest.mark.parametrize("empty", [(0, 8, 4), (3, 8, 0), (3, 0, 4)])
+def test_nothing_to_multiply_is_torchs_answer(empty: tuple[int, int, int]) -> None:
+    """No rows, no columns, no inner length."""
+    rows, columns, inner = empty
+    x, weight, bias = torch.randn(rows, inner), torch.randn(columns, inner), torch.randn(columns)
+    assert torch.equal(LINEAR.load()(x, weight, bias), torch.nn.functional.linear(x, weight, bias))
+
+
+def test_threads_share_panels() -> None:
+    """Calls of several threads, with weights that are freed beside them, give each its own result."""
+    torch.manual_seed(5)
+    run = LINEAR.load()
+
+    def one(seed: int) -> bool:
+        x, weight = torch.randn(4, 40) + seed, torch.randn(24, 40) - seed
+        close = [torch.allclose(run(x, weight, None), x @ weight.t(), rtol=1e-4, atol=1e-2) for _ in range(3)]
+        return all(close)
+
+    with ThreadPoolExecutor(4) as pool:
+        assert all(pool.map(one, range(200)))
+
+
+def test_what_a_call_takes_is_stated() -> None:
+    """The panels count as if the call made them; hidden rows and dense copies come on top."""
+    op, gated = table.get("linear"), (torch.randn(10, 32), torch.randn(128, 32), torch.randn(32, 64))
+    args: Args = (torch.randn(10, 64), torch.randn(40, 64), None)
+    assert LINEAR.workspace_bytes is not None and MLP.workspace_bytes is not None
+    assert LINEAR.workspace_bytes(op.check(args)) == 64 * 64 * 4
+    assert LINEAR.workspace_bytes(op.check((strided(args[0]), *args[1:]))) == (64 + 10) * 64 * 4
+    request = table.get("mlp").check((*gated, None, None, "swiglu"))
+    assert MLP.workspace_bytes(request) == (3 * 64 * 32 + 3 * 10 * 64) * 4
