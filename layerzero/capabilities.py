@@ -19,6 +19,7 @@ import msgspec
 import torch
 
 from layerzero.errors import CacheCorruptionError, ConfigurationError
+from layerzero.files import replace_own
 from layerzero.kernel import (
     ACTIVATIONS,
     ALL_PLATFORMS,
@@ -83,13 +84,13 @@ def content_hash(entries: Mapping[str, Entry]) -> str:
 
 
 def write(path: str | os.PathLike[str], document: Capabilities) -> None:
-    """Write a document, whole or not at all, so that a diff reads well."""
-    where = Path(path)
-    where.parent.mkdir(parents=True, exist_ok=True)
+    """Write a document, whole or not at all, so that a diff reads well.
+
+    Raises: FileExistsError: `path` is another kind of file.
+    """
     plain = msgspec.to_builtins(document, order="sorted")
-    draft = where.with_suffix(".tmp")
-    draft.write_bytes(msgspec.json.format(msgspec.json.encode(plain, order="sorted"), indent=1) + b"\n")
-    draft.replace(where)
+    data = msgspec.json.format(msgspec.json.encode(plain, order="sorted"), indent=1) + b"\n"
+    replace_own(Path(path), data, "kernels")
 
 
 def read(path: str | os.PathLike[str]) -> Capabilities:

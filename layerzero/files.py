@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import tempfile
 from contextlib import suppress
 from pathlib import Path
+
+# What stands before the rows of any file of ours.
+_HEAD = 1 << 18
 
 
 def write_whole(path: Path, data: bytes) -> None:
@@ -26,6 +30,39 @@ def write_whole(path: Path, data: bytes) -> None:
             os.unlink(name)
         raise
     _sync_folder(path.parent)
+
+
+def replace_own(path: Path, data: bytes, field: str) -> None:
+    """Put `data` in place of `path`, for everybody to read; its folder is made where it is missing.
+
+    Raises: FileExistsError: another kind of file stands there. OSError: it cannot be written; what was
+        there stays.
+    """
+    need_own(path, field)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    draft = path.with_name(f".{path.name}.{os.getpid()}.new")
+    try:
+        with draft.open("xb") as file:
+            file.write(data)
+        draft.replace(path)
+    except BaseException:
+        draft.unlink(missing_ok=True)
+        raise
+
+
+def need_own(path: Path, field: str) -> None:
+    """Refuse a `path` where anything else stands than JSON with `field`, which a new one may replace.
+
+    Raises: FileExistsError.
+    """
+    if not path.exists():
+        return
+    if path.is_file():
+        with path.open("rb") as file:
+            head = file.read(_HEAD)
+        if not head or (head.lstrip().startswith(b"{") and f'"{field}"'.encode() in head):
+            return
+    raise FileExistsError(errno.EEXIST, f"not replaced: it is no file with {field!r}", str(path))
 
 
 def read_bounded(path: Path, limit: int) -> bytes:

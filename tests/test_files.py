@@ -54,3 +54,32 @@ def test_damaged_files_keep_apart(tmp_path: Path) -> None:
     assert [path.name for path in found] == ["a.damaged-1", "a.damaged-2"]
     assert [path.read_bytes() for path in found] == [b"x", b"y"]
     assert not files.set_aside(tmp_path / "a").exists()
+
+
+@pytest.mark.parametrize("there", [b"root:x:0:0\n", b'{"other": []}', b"[1]"])
+def test_another_kind_of_file_is_not_replaced(tmp_path: Path, there: bytes) -> None:
+    """What somebody named by mistake stays as it was; nor is a neighbour with a draft's name touched."""
+    path = tmp_path / "a.json"
+    path.write_bytes(there)
+    with pytest.raises(FileExistsError, match="no file with 'rows'"):
+        files.replace_own(path, b'{"rows": []}', "rows")
+    with pytest.raises(FileExistsError):
+        files.replace_own(tmp_path, b'{"rows": []}', "rows")
+    assert path.read_bytes() == there
+    assert os.listdir(tmp_path) == ["a.json"]
+
+
+def test_a_file_of_ours_is_replaced(tmp_path: Path) -> None:
+    """So is an empty one; a failed write leaves what was there."""
+    path, neighbour = tmp_path / "new" / "a.json", tmp_path / "new" / "a.tmp"
+    neighbour.parent.mkdir()
+    for there in (b"", b'{"rows": [1]}'):
+        neighbour.write_bytes(b"mine")
+        path.write_bytes(there)
+        files.replace_own(path, b'{"rows": [2]}', "rows")
+        assert path.read_bytes() == b'{"rows": [2]}'
+    with pytest.raises(TypeError):
+        files.replace_own(path, "no bytes", "rows")  # type: ignore[arg-type]
+    assert path.read_bytes() == b'{"rows": [2]}'
+    assert sorted(os.listdir(path.parent)) == ["a.json", "a.tmp"]
+    assert neighbour.read_bytes() == b"mine"

@@ -23,6 +23,7 @@ from layerzero import log
 from layerzero.actors.local import LocalDevice
 from layerzero.api.calls import runtime_here
 from layerzero.errors import ConfigurationError, NoKernelFoundError
+from layerzero.files import need_own
 from layerzero.ops import table as ops_table
 from layerzero.ops.op import Op
 from layerzero.ops.request import Request
@@ -251,7 +252,9 @@ def solve(
     measured here or in a shipped table; tune first for others. Every bucket is warmed: a better kernel is
     loaded and compiled before the decision is written, so that none stands in for one that was only cold.
     Raises: ConfigurationError: nothing was measured for this device. NoKernelFoundError: an op is unknown.
+        FileExistsError: `path` is another kind of file.
     """
+    need_own(Path(path), "buckets")
     runtime = runtime_here()
     opened = runtime.device(device)
     opened.expected()

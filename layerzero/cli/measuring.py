@@ -15,6 +15,7 @@ from layerzero.api.tuning import solve as solve_buckets
 from layerzero.cli import show, spec
 from layerzero.cli.options import json_option, op_named, runtime_of
 from layerzero.errors import LayerZeroError
+from layerzero.files import need_own
 from layerzero.perfdb.record import Environment
 from layerzero.perfdb.store import read_rows
 from layerzero.selection.expectations import perfdb_path
@@ -42,6 +43,8 @@ def tune(
     """Measure kernels on this machine, so that choices here rest on measurements from now on."""
     for name in ops:
         op_named(name)
+    if table is not None:
+        need_own(Path(table), "rows")
     with runtime_of(device, None, False) as runtime, show.progress("tuning", json_, _named) as told:
         try:
             report = tune_blocking(

@@ -18,6 +18,7 @@ import msgspec
 
 from layerzero import log
 from layerzero.errors import CacheCorruptionError
+from layerzero.files import replace_own
 from layerzero.hardware import Hardware
 from layerzero.perfdb.record import Environment, Measurement, Site
 
@@ -83,16 +84,16 @@ def _together(tunes: list[Measurement]) -> Measurement:
 
 
 def write_table(path: str | os.PathLike[str], provenance: Provenance, rows: list[Measurement]) -> Table:
-    """Write rows as a table, whole or not at all; the rows are sorted so that a diff reads well."""
+    """Write rows as a table, whole or not at all; the rows are sorted so that a diff reads well.
+
+    Raises: FileExistsError: `path` is another kind of file.
+    """
     ordered = tuple(sorted(rows, key=lambda r: (r.site.op, r.site.dims, r.site.features, r.kernel, r.launch)))
     table = Table(provenance=provenance, content=content_hash(ordered), rows=ordered)
-    where = Path(path)
-    where.parent.mkdir(parents=True, exist_ok=True)
     head = msgspec.json.format(msgspec.json.encode(msgspec.structs.replace(table, rows=())), indent=1)
     lines = b",\n".join(b"  " + msgspec.json.encode(row) for row in ordered)
-    draft = where.with_suffix(".tmp")
-    draft.write_bytes(head.replace(b'"rows": []', b'"rows": [\n' + lines + b"\n ]") + b"\n")
-    draft.replace(where)
+    data = head.replace(b'"rows": []', b'"rows": [\n' + lines + b"\n ]") + b"\n"
+    replace_own(Path(path), data, "rows")
     return table
 
 

@@ -17,6 +17,7 @@ import msgspec
 
 from layerzero import log
 from layerzero.errors import CacheCorruptionError, ConfigurationError
+from layerzero.files import replace_own
 from layerzero.hardware import Hardware
 from layerzero.kernel import Kernel
 from layerzero.ops.request import Request
@@ -87,14 +88,14 @@ class DispatchTable(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     buckets: tuple[Bucket, ...]
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write it, whole or not at all; one bucket a line."""
-        where = Path(path)
-        where.parent.mkdir(parents=True, exist_ok=True)
+        """Write it, whole or not at all; one bucket a line.
+
+        Raises: FileExistsError: `path` is another kind of file.
+        """
         head = msgspec.json.format(msgspec.json.encode(msgspec.structs.replace(self, buckets=())), indent=1)
         lines = b",\n".join(b"  " + msgspec.json.encode(bucket) for bucket in self.buckets)
-        draft = where.with_suffix(".tmp")
-        draft.write_bytes(head.replace(b'"buckets": []', b'"buckets": [\n' + lines + b"\n ]") + b"\n")
-        draft.replace(where)
+        data = head.replace(b'"buckets": []', b'"buckets": [\n' + lines + b"\n ]") + b"\n"
+        replace_own(Path(path), data, "buckets")
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> DispatchTable:

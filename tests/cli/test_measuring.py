@@ -83,3 +83,17 @@ def test_bench_names_a_winner(own_file: Path) -> None:
 def test_wrong_words_are_explained(words: tuple[str, ...], said: str) -> None:
     """Status 2, and a sentence that names what is wrong."""
     assert said in lz(*words, code=2).output
+
+
+def test_a_file_of_another_kind_is_told_before_anything_is_measured(tmp_path: Path) -> None:
+    """`lz solve`, `lz tune --table` and `lz capabilities export` replace nothing but files of their own."""
+    path = tmp_path / "mine.txt"
+    path.write_text("a poem")
+    for words in (
+        ("solve", path),
+        ("tune", "--trace", trace(tmp_path, 4), "--quick", "--table", path),
+        ("capabilities", "export", path),
+    ):
+        assert "not replaced: it is no file with" in lz(*words, code=1).output
+    assert path.read_text() == "a poem"
+    assert json.loads(lz("perfdb", "--json").output)["ops"] == {}
