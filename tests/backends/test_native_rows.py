@@ -47,15 +47,30 @@ def rotation(tokens: int, *, heads: int = 4, width: int = 32, index: torch.dtype
     return q, k, torch.randint(0, 50, (tokens,), dtype=index), angles.cos(), angles.sin(), False, None
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("weighted", [True, False])
 @pytest.mark.parametrize(("count", "width"), SIZES)
-def test_norms_are_right(count: int, width: int, weighted: bool) -> None:
+def test_norms_are_right(count: int, width: int, weighted: bool, dtype: torch.dtype) -> None:
     """With and without a weight, the sum that is normed is the one returned."""
-    x, residual = torch.randn(count, width), torch.randn(count, width) * 3
-    weight = torch.randn(width) if weighted else None
+    x, residual = torch.randn(count, width).to(dtype), (torch.randn(count, width) * 3).to(dtype)
+    weight = torch.randn(width).to(dtype) if weighted else None
     assert_right(NORM, (x, weight, 1e-5))
     _, total = assert_right(ADDED, (x, residual, weight, 1e-5))
     assert torch.equal(total, x + residual)
+
+
+def test_bfloat16_is_read_and_rounded_as_torch_does() -> None:
+    """Every pattern of bits, ties, infinities and what is no number among them."""
+    torch.manual_seed(0)
+    x = (
+        torch.arange(-(1 << 15), 1 << 15, dtype=torch.int32)
+        .to(torch.int16)
+        .view(torch.bfloat16)
+        .view(256, 256)
+    )
+    for residual in (torch.zeros_like(x), x.roll(1), x.flatten()[torch.randperm(1 << 16)].view(256, 256)):
+        _, total = ADDED.load()(x, residual, None, 1e-5)
+        torch.testing.assert_close(total, x + residual, rtol=0, atol=0, equal_nan=True)
 
 
 @pytest.mark.parametrize("index", [torch.int32, torch.int64])
@@ -75,9 +90,10 @@ def test_rotations_of_other_forms_are_right() -> None:
     assert_right(ROPE, (q, k, torch.arange(12), cos.double(), sin.double(), *rest))
 
 
-def test_a_row_is_the_same_in_every_batch() -> None:
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_row_is_the_same_in_every_batch(dtype: torch.dtype) -> None:
     """Bitwise, whatever stands beside it."""
-    x, residual, weight = torch.randn(70, 300), torch.randn(70, 300), torch.randn(300)
+    x, residual, weight = (torch.randn(*shape).to(dtype) for shape in ((70, 300), (70, 300), (300,)))
     norm, added, turn = NORM.load(), ADDED.load(), ROPE.load()
     whole, summed, args = norm(x, weight, 1e-6), added(x, residual, weight, 1e-6)[0], rotation(70)
     turned = turn(*args)[0]
@@ -98,7 +114,7 @@ def test_a_position_without_a_row_is_named(position: int) -> None:
 
 
 def test_what_they_do_not_take_is_refused() -> None:
-    """Half precision, interleaved pairs, rows with gaps."""
+    """float16, interleaved pairs, rows with gaps."""
     x = torch.randn(4, 16)
     norm, rope = table.get("rms_norm"), table.get("rope")
 
@@ -107,6 +123,6 @@ def test_what_they_do_not_take_is_refused() -> None:
         return {rejected.reason for rejected in judge(kernel, op.check(args), cases.HERE)}
 
     q, k, positions, cos, sin, _, scale = rotation(4)
-    assert Reason.DTYPE_UNSUPPORTED in reasons(NORM, (x.bfloat16(), None, 1e-6))
+    assert Reason.DTYPE_UNSUPPORTED in reasons(NORM, (x.half(), None, 1e-6))
     assert reasons(NORM, (torch.randn(4, 32)[:, ::2], None, 1e-6))
     assert reasons(ROPE, (q, k, positions, cos, sin, True, scale))

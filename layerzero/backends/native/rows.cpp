@@ -1,4 +1,5 @@
-// Norms and rotations of rows in float32: one pass over each row, one call for what torch does in several.
+// Norms and rotations of rows: one pass over each row, one call for what torch does in several. Norms also take
+// bfloat16, which is widened row by row; rotations are in float32.
 //
 // A row's sums are taken in one order whatever stands beside it, so a row gives the same bits in every batch.
 
@@ -7,9 +8,12 @@
 #include <torch/csrc/utils/pybind.h>
 
 #include <algorithm>
+#include <bit>
 #include <cmath>
 #include <cstdint>
 #include <optional>
+#include <type_traits>
+#include <vector>
 
 namespace {
 
@@ -38,27 +42,65 @@ void norm_row(const float* x, const float* weight, float* out, int64_t width, fl
     for (int64_t j = 0; j < width; ++j) out[j] = x[j] * scale * weight[j];
 }
 
+// Numbers in memory as float32, written as they are or rounded to the nearest, ties to even.
+struct Single {
+  using Stored = float;
+  static float wide(float x) { return x; }
+  static float narrow(float x) { return x; }
+};
+struct Brain {
+  using Stored = uint16_t;
+  static float wide(uint16_t x) { return std::bit_cast<float>(uint32_t(x) << 16); }
+  static uint16_t narrow(float x) {
+    const uint32_t bits = std::bit_cast<uint32_t>(x);
+    const uint32_t rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
+    return uint16_t(x == x ? rounded : 0x7fc0u);
+  }
+};
+
+template <typename Form>
+void norm_rows(const at::Tensor& out, const at::Tensor& x, const std::optional<at::Tensor>& residual,
+               const std::optional<at::Tensor>& total, const float* by, float eps) {
+  using Stored = typename Form::Stored;
+  const auto data = [](const at::Tensor& t) { return static_cast<Stored*>(t.mutable_data_ptr()); };
+  const int64_t width = x.size(-1), rows = x.numel() / width;
+  const auto* from = static_cast<const Stored*>(x.const_data_ptr());
+  const auto* beside = residual ? static_cast<const Stored*>(residual->const_data_ptr()) : nullptr;
+  Stored *to = data(out), *sum = total ? data(*total) : nullptr;
+  constexpr bool DIRECT = std::is_same_v<Stored, float>;
+  each_row(rows, width, [&](int64_t i) {
+    const Stored* row = from + i * width;
+    if (beside != nullptr) {
+      const Stored* other = beside + i * width;
+      Stored* added = sum + i * width;
+      for (int64_t j = 0; j < width; ++j) added[j] = Form::narrow(Form::wide(row[j]) + Form::wide(other[j]));
+      row = added;
+    }
+    if constexpr (DIRECT) {
+      norm_row(row, by, to + i * width, width, eps);
+    } else {
+      thread_local std::vector<float> room;
+      if (int64_t(room.size()) < width) room.resize(width);
+      float* widened = room.data();
+      for (int64_t j = 0; j < width; ++j) widened[j] = Form::wide(row[j]);
+      norm_row(widened, by, widened, width, eps);
+      Stored* narrowed = to + i * width;
+      for (int64_t j = 0; j < width; ++j) narrowed[j] = Form::narrow(widened[j]);
+    }
+  });
+}
+
 // out = norm(x) or, with a residual, total = x + residual and out = norm(total); all of one dense shape.
 void norm(
     const at::Tensor& out, const at::Tensor& x, const std::optional<at::Tensor>& residual,
     const std::optional<at::Tensor>& total, const std::optional<at::Tensor>& weight, double eps) {
-  const int64_t width = x.size(-1), rows = x.numel() / width;
-  const float* from = x.const_data_ptr<float>();
-  const float* beside = residual ? residual->const_data_ptr<float>() : nullptr;
-  const float* by = weight ? weight->const_data_ptr<float>() : nullptr;
-  float* to = out.mutable_data_ptr<float>();
-  float* sum = total ? total->mutable_data_ptr<float>() : nullptr;
+  const std::optional<at::Tensor> by = weight ? std::optional(weight->to(at::kFloat)) : std::nullopt;
+  const float* factors = by ? by->const_data_ptr<float>() : nullptr;
   pybind11::gil_scoped_release release;
-  each_row(rows, width, [&](int64_t i) {
-    const float* row = from + i * width;
-    if (beside != nullptr) {
-      const float* other = beside + i * width;
-      float* added = sum + i * width;
-      for (int64_t j = 0; j < width; ++j) added[j] = row[j] + other[j];
-      row = added;
-    }
-    norm_row(row, by, to + i * width, width, float(eps));
-  });
+  if (x.scalar_type() == at::kBFloat16)
+    norm_rows<Brain>(out, x, residual, total, factors, float(eps));
+  else
+    norm_rows<Single>(out, x, residual, total, factors, float(eps));
 }
 
 struct Heads {  // (T, H, D), the last axis dense

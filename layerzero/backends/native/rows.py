@@ -1,4 +1,4 @@
-"""Norms and rotations of rows on a CPU in float32: C++ compiled on the user's machine.
+"""Norms and rotations of rows on a CPU: C++ compiled on the user's machine.
 
 torch takes several passes and launches for each; a step of decoding has few rows, where those are most of
 the time. `rows.cpp` is the code.
@@ -72,11 +72,11 @@ def _rope() -> Callable[..., Any]:
     return rope
 
 
-def _capability(features: frozenset[str], **more: Any) -> Capability:
+def _capability(dtypes: frozenset[str], features: frozenset[str], **more: Any) -> Capability:
     return Capability(
         source="by construction; run against float64 and bitwise in batches on an AMD EPYC with AVX2",
         platforms=frozenset({"cpu"}),
-        dtypes=frozenset({"float32"}),
+        dtypes=dtypes,
         features=features,
         gradient=False,
         autocast=False,
@@ -85,6 +85,7 @@ def _capability(features: frozenset[str], **more: Any) -> Capability:
     )
 
 
+_NORMED, _TURNED = frozenset({"float32", "bfloat16"}), frozenset({"float32"})
 _SOURCE = "an estimate, a few microseconds a call where torch's parts take several times that, on an AMD EPYC"
 
 
@@ -96,7 +97,7 @@ def _kernel(op: str, load: Callable[[], Callable[..., Any]], capability: Capabil
 
 
 KERNELS: tuple[Kernel, ...] = (
-    _kernel("rms_norm", _rms_norm, _capability(frozenset({"no_weight"}), contiguous=True)),
-    _kernel("add_rms_norm", _add_rms_norm, _capability(frozenset({"no_weight"}), contiguous=True)),
-    _kernel("rope", _rope, _capability(frozenset({"partial_rotary"}), last_stride1=True)),
+    _kernel("rms_norm", _rms_norm, _capability(_NORMED, frozenset({"no_weight"}), contiguous=True)),
+    _kernel("add_rms_norm", _add_rms_norm, _capability(_NORMED, frozenset({"no_weight"}), contiguous=True)),
+    _kernel("rope", _rope, _capability(_TURNED, frozenset({"partial_rotary"}), last_stride1=True)),
 )
