@@ -51,12 +51,25 @@ def ray_head(ray: Any) -> Iterator[str]:
     if head := os.environ.get("LZ_TEST_HEAD"):
         yield head
         return
-    from ray.cluster_utils import Cluster
-
-    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 2, "num_gpus": 2, **BARE})
+    cluster = _begun({"num_cpus": 2, "num_gpus": 2, **BARE})
     assert cluster.address is not None
     yield cluster.address
     cluster.shutdown()
+
+
+def _begun(node: dict[str, Any]) -> Any:
+    """A cluster of one node, begun up to thrice: Ray gives one up that needs above 30 s to start."""
+    from ray.cluster_utils import Cluster
+
+    cluster = Cluster()
+    for last in (False, False, True):
+        try:
+            cluster.add_node(**node)
+            break
+        except Exception as error:
+            if last or "timed out during startup" not in str(error):
+                raise
+    return cluster
 
 
 @pytest.fixture(scope="module")
