@@ -32,7 +32,7 @@ from scripts.support_matrix import PROOFS, described
 OF_A_KERNEL = (
     "tests/backends/test_contract.py", "tests/backends/test_vendors.py", "tests/backends/test_workspace.py",
 )  # fmt: skip
-CUDA, COMPILING, MEMORY = "cuda", "test_triton_kernels", "test_memory"
+CUDA, COMPILING, FILTERS, MEMORY = "cuda", "test_triton_kernels", "test_filters", "test_memory"
 # When a group starts: alone, beside what compiles longest, with all the rest; and for how long at most.
 FIRST, EARLY, LATER = 0, 1, 2
 LONGEST_S = {FIRST: 45.0, EARLY: 60.0, LATER: float("inf")}
@@ -72,11 +72,14 @@ def groups() -> tuple[Group, ...]:
     )  # fmt: skip
     found = [
         Group(f"{CUDA}_memory", (f"tests/cuda/{MEMORY}.py",), when=FIRST),
-        Group(CUDA, ("tests/cuda",), f"not {COMPILING} and not {MEMORY}", when=EARLY),
+        Group(CUDA, ("tests/cuda",), f"not {COMPILING} and not {FILTERS} and not {MEMORY}", when=EARLY),
     ]
     for part in ("tokens and dtype0", "tokens and dtype1", "codes"):
         name = f"{CUDA}_compiling_{part.replace(' and ', '_')}"
         found.append(Group(name, (f"tests/cuda/{COMPILING}.py",), part, when=EARLY, compiles=True))
+    for dtype in ("float32", "bfloat16"):
+        name = f"{CUDA}_{FILTERS}_{dtype}"
+        found.append(Group(name, (f"tests/cuda/{FILTERS}.py",), dtype, when=EARLY, compiles=True))
     for select in compiled:
         for dtype in ("bfloat16", "float16"):
             name = re.sub(r"\W+", "_", select.replace(" and not mla", "").replace(" and ", ""))

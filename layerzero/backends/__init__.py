@@ -34,6 +34,7 @@ BUILTIN: Mapping[str, tuple[str, ...]] = MappingProxyType(
             "rms_norm",
             "rope",
         ),
+        "layerzero.backends.flashinfer.sampling": ("sample", "sample_topk", "sample_topp"),
         "layerzero.backends.liger": (
             "add_rms_norm",
             "cross_entropy",
@@ -94,6 +95,7 @@ CUDA_ALONE = frozenset(
         "layerzero.backends.flashinfer.attention",
         "layerzero.backends.flashinfer.latent",
         "layerzero.backends.flashinfer.rows",
+        "layerzero.backends.flashinfer.sampling",
         "layerzero.backends.xformers",
     }
 )

@@ -67,6 +67,38 @@ def test_rows_are_drawn_as_the_reference_draws_them(tmp_path: Path) -> None:
         assert ours == right
 
 
+PROPOSED = """
+import json, torch
+from layerzero.backends.triton_kernels.drawing import sample_proposed
+from layerzero.ops.sampling import sample_reference
+logits = torch.randn(4, 11, generator=torch.Generator().manual_seed(0)) * 2
+logits[1, 3:7] = 1.5
+logits[2, ::2] = -0.0
+logits[2, 1::2] = 0.0
+logits[3, 5:] = -torch.inf
+def keeping(count):
+    edge = logits.sort(-1, descending=True).values[:, count - 1 : count]
+    return torch.where(logits >= edge, logits, -torch.inf)
+found = []
+for count, share in ((4, 1.0), (0, 0.6), (5, 0.7)):
+    for told in (1, 2, 4, 8, 11):  # how many a filter says are kept, right or wrong
+        mask = None if count == 0 else keeping(told)
+        kept = None if share == 1.0 else keeping(told).softmax(-1)
+        call = (logits, 0.8, count, share, torch.arange(4), 3)
+        found.append([sample_proposed(*call, mask, kept).tolist(), sample_reference(*call).tolist()])
+print(json.dumps(found))
+"""
+
+
+@needs_triton
+def test_what_a_filter_proposes_is_proved(tmp_path: Path) -> None:
+    """Whatever another filter says is kept, the token is the reference's: ties, zeros and hidden tokens too."""
+    found = interpreted(PROPOSED, tmp_path)
+    assert len(found) == 15
+    for ours, right in found:
+        assert ours == right
+
+
 VERIFIED = """
 import json, torch
 from layerzero.backends.triton_kernels.verifying import verify_chain

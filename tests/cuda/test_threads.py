@@ -61,6 +61,13 @@ def paged(generator: torch.Generator) -> Callable[[], Tensor]:
     return lambda: lz.sync.paged_attention(q, keys, values, tables, lengths, backend="flashinfer")
 
 
+def drawn(generator: torch.Generator) -> Callable[[], Tensor]:
+    """Sampling whose filter meets over several blocks of a row, in a state of its stream."""
+    pytest.importorskip("flashinfer", reason="FlashInfer is not installed")
+    logits = rand(generator, 8, 128_256)
+    return lambda: lz.sync.sample(logits, top_k=50, seed=7, backend="flashinfer")
+
+
 def at_once(work: Callable[[int], Any]) -> list[Any]:
     """`work` of every thread's number, begun together; what each gave, in order."""
     gate = threading.Barrier(THREADS)
@@ -74,7 +81,7 @@ def at_once(work: Callable[[int], Any]) -> list[Any]:
         return list(pool.map(begin, range(THREADS)))
 
 
-@pytest.mark.parametrize("made", [norm, fused, dense, paged], ids=lambda made: made.__name__)
+@pytest.mark.parametrize("made", [norm, fused, dense, paged, drawn], ids=lambda made: made.__name__)
 def test_every_thread_gets_what_it_would_get_alone(
     made: Callable[[torch.Generator], Callable[[], Tensor]],
 ) -> None:

@@ -3,13 +3,14 @@
 The reference orders a row by logit and index and sums integer weights. Here a row's logits become 32-bit
 keys of the same order, and the place where top-k or top-p cuts is found two bits of the key at a time, by
 counting or weighing what lies above. Integers make the sums independent of their order, so that the token is
-the one that `layerzero.ops.drawing` draws.
+the one that `layerzero.ops.drawing` draws. Where a library's filter proposes the place of a cut, two passes
+over the row prove it; a cut that does not hold is found as without a proposal.
 """
 
 # Triton's functions are no Python to a type checker: constants and pointers in, nothing declared.
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
 # pyright: reportGeneralTypeIssues=false, reportCallIssue=false
-# pyright: reportOperatorIssue=false, reportArgumentType=false
+# pyright: reportOperatorIssue=false, reportArgumentType=false, reportAttributeAccessIssue=false
 
 from __future__ import annotations
 
@@ -127,6 +128,29 @@ def _cut_by_mass(row_ptr, vocab, largest, heat, unit, reach, floor, at_floor, BL
 
 
 @triton.jit
+def _lowest(row_ptr, other_ptr, vocab, none: tl.constexpr, BLOCK: tl.constexpr):
+    """The smallest key of a row among the tokens that another row has above `none`."""
+    least = tl.full((BLOCK,), 4294967295, tl.int64)
+    for start in range(0, vocab, BLOCK):
+        at, values = _load(row_ptr, start, vocab, BLOCK)
+        others = tl.load(other_ptr + at, mask=at < vocab, other=none).to(tl.float32)
+        least = tl.minimum(least, tl.where((at < vocab) & (others > none), _keys(values), 4294967295))
+    return tl.min(least, 0)
+
+
+@triton.jit
+def _beside(row_ptr, vocab, edge, BLOCK: tl.constexpr):
+    """How many keys lie above `edge`, and how many equal it."""
+    beyond, equal = tl.zeros((BLOCK,), tl.int32), tl.zeros((BLOCK,), tl.int32)
+    for start in range(0, vocab, BLOCK):
+        at, values = _load(row_ptr, start, vocab, BLOCK)
+        keys = tl.where(at < vocab, _keys(values), -1)
+        beyond += (keys > edge).to(tl.int32)
+        equal += (keys == edge).to(tl.int32)
+    return tl.sum(beyond, 0).to(tl.int64), tl.sum(equal, 0).to(tl.int64)
+
+
+@triton.jit
 def _walk(row_ptr, vocab, largest, heat, unit, floor, left, point, BLOCK: tl.constexpr):
     """The first token whose upper end lies above `point`; of the keys equal to `floor`, `left` count."""
     token = tl.full((), 0, tl.int64) + vocab
@@ -154,10 +178,11 @@ def _walk(row_ptr, vocab, largest, heat, unit, floor, left, point, BLOCK: tl.con
     do_not_specialize=["heat_bits", "count", "share_bits", "seed", "offset"],
 )
 def _draw(
-    logits_ptr, out_ptr, stride, vocab, unit,
+    logits_ptr, masked_ptr, kept_ptr, out_ptr, stride, vocab, unit,
     heat_ptr, heat_bits, count_ptr, count, share_ptr, share_bits, seed_ptr, seed, offset_ptr, offset,
     HEATS: tl.constexpr, COUNTS: tl.constexpr, SHARES: tl.constexpr, SEEDS: tl.constexpr,
-    OFFSETS: tl.constexpr, BY_COUNT: tl.constexpr, BY_SHARE: tl.constexpr, BLOCK: tl.constexpr,
+    OFFSETS: tl.constexpr, BY_COUNT: tl.constexpr, BY_SHARE: tl.constexpr, MASKED: tl.constexpr,
+    KEPT: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     row_ptr = logits_ptr + row * stride
@@ -184,7 +209,14 @@ def _draw(
     if BY_COUNT:
         wanted = tl.load(count_ptr + row).to(tl.int64) if COUNTS else none + count
         if (wanted > 0) & (wanted < vocab):
-            floor, left = _cut_by_count(row_ptr, vocab, wanted, BLOCK)
+            proved = tl.full((), 0, tl.int32)
+            if MASKED:
+                floor = _lowest(row_ptr, masked_ptr + row * vocab, vocab, float("-inf"), BLOCK)
+                above, same = _beside(row_ptr, vocab, floor, BLOCK)
+                left = wanted - above
+                proved = tl.where((left > 0) & (left <= same), 1, 0)
+            if proved == 0:
+                floor, left = _cut_by_count(row_ptr, vocab, wanted, BLOCK)
     beyond, each, _ = _mass(row_ptr, vocab, largest, safe, unit, floor, BLOCK)
     total = beyond + left * each
     if BY_SHARE:
@@ -192,9 +224,18 @@ def _draw(
         share = tl.load(share_ptr + row).to(tl.float64) if SHARES else same_share
         reach = share * total.to(tl.float64)
         top = tl.max(_keys(largest + tl.zeros((1,), tl.float32)), 0)
-        edge = _cut_by_mass(row_ptr, vocab, largest, safe, unit, reach, floor, left * each, BLOCK)
-        edge = tl.minimum(edge, top)
-        beyond, each, equal = _mass(row_ptr, vocab, largest, safe, unit, edge, BLOCK)
+        edge, at_floor = floor, left * each
+        found, equal = tl.full((), 0, tl.int32), tl.full((), 0, tl.int64)
+        if KEPT:
+            edge = tl.minimum(_lowest(row_ptr, kept_ptr + row * vocab, vocab, 0.0, BLOCK), top)
+            beyond, each, equal = _mass(row_ptr, vocab, largest, safe, unit, edge, BLOCK)
+            here = beyond + each * tl.where(edge == floor, left, equal)
+            enough = (here.to(tl.float64) >= reach) & (beyond.to(tl.float64) < reach)
+            found = tl.where(enough & (edge >= floor), 1, 0)
+        if found == 0:
+            edge = _cut_by_mass(row_ptr, vocab, largest, safe, unit, reach, floor, at_floor, BLOCK)
+            edge = tl.minimum(edge, top)
+            beyond, each, equal = _mass(row_ptr, vocab, largest, safe, unit, edge, BLOCK)
         whole = reach.to(tl.int64)
         whole += (whole.to(tl.float64) < reach).to(tl.int64)
         need = (whole - beyond + each - 1) // tl.maximum(each, 1)
@@ -225,6 +266,17 @@ def sample(
     logits: Tensor, temperature: Number, top_k: Count, top_p: Number, seed: Count, offset: Count
 ) -> Tensor:
     """Filter and draw each row in one launch."""
+    return sample_proposed(logits, temperature, top_k, top_p, seed, offset, None, None)
+
+
+def sample_proposed(
+    logits: Tensor, temperature: Number, top_k: Count, top_p: Number, seed: Count, offset: Count,
+    masked: Tensor | None, kept: Tensor | None,
+) -> Tensor:  # fmt: skip
+    """`sample`, told what others keep: logits with -inf for the rest, and shares with 0 for the rest (B, V).
+
+    Both are dense, and either may be wrong: what they say is proved before it is used.
+    """
     rows, vocab = logits.shape
     out = torch.empty(rows, dtype=torch.int64, device=logits.device)
     block = min(triton.next_power_of_2(vocab), 2048)
@@ -236,14 +288,16 @@ def sample(
         return 0 if isinstance(value, Tensor) else signed(value)
 
     _draw[(rows,)](
-        logits, out, logits.stride(0), vocab, float(1 << (52 - (vocab - 1).bit_length())),
+        logits, out if masked is None else masked, out if kept is None else kept, out,
+        logits.stride(0), vocab, float(1 << (52 - (vocab - 1).bit_length())),
         pointer(temperature), 0 if isinstance(temperature, Tensor) else _bits(temperature),
         pointer(top_k), number(top_k),
         pointer(top_p), 0 if isinstance(top_p, Tensor) else _bits(top_p),
         pointer(seed), number(seed), pointer(offset), number(offset),
         HEATS=isinstance(temperature, Tensor), COUNTS=isinstance(top_k, Tensor),
         SHARES=isinstance(top_p, Tensor), SEEDS=isinstance(seed, Tensor), OFFSETS=isinstance(offset, Tensor),
-        BY_COUNT=not always(top_k, 0), BY_SHARE=not always(top_p, 1), BLOCK=block, num_warps=8,
+        BY_COUNT=not always(top_k, 0), BY_SHARE=not always(top_p, 1), MASKED=masked is not None,
+        KEPT=kept is not None, BLOCK=block, num_warps=8,
     )  # fmt: skip
     return out
 

@@ -1,0 +1,143 @@
+"""Sampling: FlashInfer's filters say where top-k and top-p cut, our Triton kernel proves it and draws.
+
+Its own samplers draw from a generator of their own and cannot give a row the token that its seed gives
+elsewhere. Its filters draw nothing, but keep all of several equal logits and weigh in float32, where the ops
+keep the first of equals and weigh in integers: a cut that it proposes is proved by two passes over the row,
+and found by sixteen where it does not hold.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from layerzero.backends.flashinfer.library import DISTRIBUTIONS, estimate, module
+from layerzero.kernel import Capability, Kernel
+from layerzero.ops.drawing import Count, Number, always
+from layerzero.ops.request import Request
+
+# What a launch over several blocks a row meets in; its kernel leaves it as it found it, zero.
+_STATE_BYTES = 1 << 20
+_STATES: dict[tuple[int, int], Tensor] = {}
+_LOCK = threading.Lock()
+
+
+def _state(device: torch.device) -> Tensor:
+    """The state of a stream: FlashInfer's own is one a device, in which two streams would meet."""
+    if torch.cuda.is_current_stream_capturing():
+        return torch.zeros(_STATE_BYTES, dtype=torch.uint8, device=device)
+    name = (device.index or 0, torch.cuda.current_stream(device).cuda_stream)
+    found = _STATES.get(name)
+    if found is None:
+        with _LOCK, torch.inference_mode(False):
+            found = _STATES.setdefault(name, torch.zeros(_STATE_BYTES, dtype=torch.uint8, device=device))
+    return found
+
+
+def masked(library: Any, logits: Tensor, top_k: Count) -> Tensor | None:
+    """Logits with -inf for what lies below each row's `top_k`-th; None where nothing is to be cut."""
+    vocab = logits.shape[1]
+    if isinstance(top_k, Tensor):
+        counts = torch.where(top_k == 0, vocab, top_k.clamp(max=vocab)).int()
+        return library.top_k_mask_logits(logits, counts, 0, _state(logits.device))  # type: ignore[no-any-return]
+    if not 0 < top_k < vocab:
+        return None
+    return library.top_k_mask_logits(logits, None, top_k, _state(logits.device))  # type: ignore[no-any-return]
+
+
+def shares(logits: Tensor, temperature: Number) -> Tensor:
+    """What each token weighs in float32, as FlashInfer filters it; a temperature of 0 counts as 1."""
+    if isinstance(temperature, Tensor):
+        heat = torch.where(temperature > 0, temperature, 1.0).float().unsqueeze(-1)
+        return torch.softmax(logits.float() / heat, -1)
+    if temperature in (0, 1):
+        return torch.softmax(logits, -1, dtype=torch.float32)
+    return torch.softmax(logits.float() / temperature, -1)
+
+
+def _sample() -> Callable[..., Any]:
+    from layerzero.backends.triton_kernels.drawing import sample_proposed
+
+    sampling = module("flashinfer.sampling")
+    library = sampling.get_sampling_module()
+
+    def sample(
+        logits: Tensor, temperature: Number, top_k: Count, top_p: Number, seed: Count, offset: Count
+    ) -> Tensor:
+        """`top_k_mask_logits` and `top_p_renorm_probs` propose, `sample_proposed` draws."""
+        dense = logits.contiguous()
+        mask = None if always(top_k, 0) else masked(library, dense, top_k)
+        kept = None
+        if not always(top_p, 1):
+            weights = shares(dense if mask is None else mask, temperature)
+            share = top_p.float() if isinstance(top_p, Tensor) else float(top_p)
+            kept = sampling.top_p_renorm_probs(weights, share)
+        return sample_proposed(dense, temperature, top_k, top_p, seed, offset, mask, kept)
+
+    return sample
+
+
+def _sample_topk() -> Callable[..., Any]:
+    sample = _sample()
+
+    def sample_topk(logits: Tensor, k: Count, temperature: Number, seed: Count, offset: Count) -> Any:
+        """`sample` without top-p."""
+        return sample(logits, temperature, k, 1.0, seed, offset)
+
+    return sample_topk
+
+
+def _sample_topp() -> Callable[..., Any]:
+    sample = _sample()
+
+    def sample_topp(logits: Tensor, p: Number, temperature: Number, seed: Count, offset: Count) -> Any:
+        """`sample` without top-k."""
+        return sample(logits, temperature, 0, p, seed, offset)
+
+    return sample_topp
+
+
+def _filter_bytes(request: Request) -> int:
+    """The masked logits, three rows of float32, FlashInfer's histograms; a stream's state."""
+    n, v = request.dim("N"), request.dim("V")
+    rows = n * v * (4 + 3 * 4)
+    return rows + n * (2 * 8192 + 512 + 8 * (v // 32 + 512)) + _STATE_BYTES + (2 << 20)
+
+
+def _kernel(op: str, load: Callable[[], Callable[..., Any]], features: frozenset[str]) -> Kernel:
+    return Kernel(
+        id=f"flashinfer.{op}.filtered",
+        op=op,
+        backend="flashinfer",
+        capability=Capability(
+            source="flashinfer-python 0.7.2.post1, top_k_mask_logits and top_p_renorm_probs",
+            platforms=frozenset({"cuda"}),
+            sm_min=80,
+            sm_max=121,
+            dtypes=frozenset({"float32", "float16", "bfloat16"}),
+            features=features,
+            last_stride1=True,
+            gradient=False,
+            batch_invariant=True,
+        ),
+        load=load,
+        # Dear until it is measured: the kernels that were measured are taken before it.
+        efficiency=estimate(0.5, 1.0, 700.0, "two filters and ten passes over a row"),
+        rank=36,
+        cold=True,
+        distributions=(*DISTRIBUTIONS, "triton>=3.6"),
+        workspace_bytes=_filter_bytes,
+    )
+
+
+_SEEDS = frozenset({"seed_per_row"})
+
+KERNELS: tuple[Kernel, ...] = (
+    _kernel("sample", _sample, _SEEDS | {"top_k", "top_p", "top_k_and_top_p"}),
+    _kernel("sample_topk", _sample_topk, _SEEDS),
+    _kernel("sample_topp", _sample_topp, _SEEDS),
+)
