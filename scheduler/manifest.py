@@ -141,7 +141,7 @@ _HEADS = [struct.Struct(f"<BB{axes}q") for axes in range(16)]
 MAX_VALUES = 1 << 20
 
 
-_PLAIN = frozenset({bool, int, float, str, bytes})
+_PLAIN = frozenset({bool, int, float, str, bytes, type(None)})
 
 
 def need_sendable(values: Sequence[Any], what: str) -> None:
@@ -151,10 +151,13 @@ def need_sendable(values: Sequence[Any], what: str) -> None:
     """
     rest = []
     for value in values:
-        if isinstance(value, Tensor):
-            _code_of(value, what)
-        elif value is not None and value.__class__ not in _PLAIN and (value or value.__class__ is not list):
+        kind = value.__class__
+        if kind in _PLAIN or (kind is list and not value):
+            continue
+        if kind is not Tensor and not isinstance(value, Tensor):
             rest.append(value)
+        elif value.dtype not in _CODES or value.dim() >= len(_HEADS):
+            _code_of(value, what)
     if rest:
         pack(rest, what)
 
@@ -216,31 +219,28 @@ def laid(tensor: Tensor) -> Tensor:
     return tensor if plain else tensor.clone(memory_format=torch.contiguous_format)
 
 
-def _unpacked(code: int, data: memoryview) -> Tensor:
-    """The tensor that `_packed` packed, from an address that divides by 64."""
+def _unpacked(device: torch.device, code: int, data: memoryview) -> Tensor:
+    """The tensor that `_packed` packed, on `device`, from an address that divides by 64."""
     if code != _TENSOR:
         raise ConsistencyError(f"a manifest's value needs a known kind, got {code}")
     dtype, axes = data[0], data[1]
     head = _HEADS[axes]
-    found = torch.empty(head.unpack_from(data)[2:], dtype=_DTYPES[dtype])
+    # A GPU fetches it in its turn; out of ordinary memory it would wait for all that was launched before.
+    pinned = device.type == "cuda"
+    found = torch.empty(head.unpack_from(data)[2:], dtype=_DTYPES[dtype], pin_memory=pinned)
     held = bytes(data[head.size :])
     if len(held) != found.nbytes:
         raise ConsistencyError(f"a manifest's tensor needs {found.nbytes} bytes, got {len(held)}")
     ctypes.memmove(found.data_ptr(), held, len(held))
-    return found
+    return found if device.type == "cpu" else found.to(device, non_blocking=pinned)
 
 
-_UNPACKING = msgspec.msgpack.Decoder(ext_hook=_unpacked)
+@functools.lru_cache(maxsize=64)
+def _unpacker(device: torch.device | str) -> msgspec.msgpack.Decoder[Any]:
+    return msgspec.msgpack.Decoder(ext_hook=functools.partial(_unpacked, torch.device(device)))
 
 
 def unpack(packed: bytes, device: torch.device | str = "cpu") -> list[Any]:
     """The arguments of a step, tensors on `device`."""
-    found: list[Any] = _UNPACKING.decode(packed)
-    where = torch.device(device)
-    return found if where.type == "cpu" else [_moved(value, where) for value in found]
-
-
-def _moved(value: Any, device: torch.device) -> Any:
-    if isinstance(value, Tensor):
-        return value.to(device)
-    return [_moved(each, device) for each in value] if isinstance(value, list) else value
+    found: list[Any] = _unpacker(device).decode(packed)
+    return found
