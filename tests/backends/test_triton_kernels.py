@@ -92,7 +92,7 @@ print(json.dumps(found))
 
 @needs_triton
 def test_what_a_filter_proposes_is_proved(tmp_path: Path) -> None:
-    """Whatever another filter says is kept, the token is the reference's: ties, zeros and hidden tokens too."""
+    """Whatever another filter says is kept, the token is the reference's, ties and zeros included."""
     found = interpreted(PROPOSED, tmp_path)
     assert len(found) == 15
     for ours, right in found:
