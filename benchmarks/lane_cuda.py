@@ -120,13 +120,13 @@ def attention(runtime: lz.Runtime, model: Any, here: crowd.Crowd) -> tuple[str, 
         return bound.binding.plan.kernel, bound
 
     kernel, bound = chosen()
-    device = runtime.device(model.pages.device)
+    device = runtime.device(model.cache.device)
     better = bound.binding.plan.selection.when_warm
     while better is not None:  # loaded now, not in the background of a round
         device.warm((better,))
         kernel, bound = chosen()
         better = bound.binding.plan.selection.when_warm
-    if model.pages.device.type == "cuda" and kernel.startswith("reference."):
+    if model.cache.device.type == "cuda" and kernel.startswith("reference."):
         runtime.add_kernel(GATHERED)
         kernel, bound = chosen()
     return kernel, bound
@@ -205,7 +205,7 @@ class Place:
             seen = self.record.item(f"{self.name}, {side}, where", lambda side=side: self.where(side))
             if seen is not None:
                 self.into["where"][side] = seen
-        self.into["kernels"] = device_side.kernels_of(self.runtime, self.model.pages.device)
+        self.into["kernels"] = device_side.kernels_of(self.runtime, self.model.cache.device)
         for graph in self.graphs.values():
             graph.close()
         self.record.write()

@@ -4,13 +4,16 @@
 
 It prints, for each shape, page size, layout and dtype, the best of several interleaved rounds in microseconds
 and two ratios: how many times the native kernel is as fast as contiguous SDPA (1.0 is equal), and as gather +
-SDPA. Shapes with as many key heads as query heads stand beside those that share them. The record, by default
-`benchmarks/results/paged_cpu.json`, is written after every row; rows that there was no time for are named.
+SDPA. Shapes with as many key heads as query heads stand beside those that share them. Before that it measures
+what `PagedCache` costs a decoding step of 64 sequences: growing by a token each, and saying where their rows
+stand. The record, by default `benchmarks/results/paged_cpu.json`, is written after every row; rows that there
+was no time for are named.
 """
 
 from __future__ import annotations
 
 import argparse
+import statistics
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -21,6 +24,7 @@ from torch.nn import functional
 
 from benchmarks.harness import environment, write
 from layerzero.backends.native import KERNELS
+from layerzero.kvcache import PagedCache, PagedSequence, Spec
 from layerzero.ops.paged import PAGED_ATTENTION
 
 RESULTS = Path(__file__).parent / "results" / "paged_cpu.json"
@@ -79,6 +83,56 @@ def measure(
     }  # fmt: skip
 
 
+def steps(callers: int = 64, context: int = 128, tokens: int = 48, page_size: int = 16) -> dict[str, Any]:
+    """Microseconds of a step, median and best: each row grows its own way, tables are made where they change.
+
+    "objects": a call of each sequence, one for all rows. "numbers": one call for both. "changing": as
+    objects, and a sequence of the crowd ends and another begins in every step. "reserved" sequences have
+    their pages from the start, "page by page" they take them as they grow.
+    """
+    pages = (callers + 1) * -(-(context + tokens) // page_size)
+    cache = PagedCache(Spec(heads=1, width=8), pages=pages, page_size=page_size)
+
+    def opened(reserved: bool) -> PagedSequence:
+        sequence = cache.sequence(context + tokens if reserved else context)
+        sequence.extend(context - page_size + 1 + cache.epoch % page_size)
+        return sequence
+
+    def timed(step: Callable[[list[PagedSequence]], object], reserved: bool) -> dict[str, float]:
+        taken: list[float] = []
+        for turn in range(20):
+            crowd = [opened(reserved) for _ in range(callers)]
+            for _ in range(tokens):
+                started = time.perf_counter()
+                step(crowd)
+                taken.append(time.perf_counter() - started)
+            for sequence in crowd:
+                sequence.close()
+            if not turn:
+                taken.clear()
+        return {"median_us": round(statistics.median(taken) * 1e6, 1), "best_us": round(min(taken) * 1e6, 1)}
+
+    def objects(crowd: list[PagedSequence]) -> object:
+        return cache.rows([sequence.extend() for sequence in crowd])
+
+    def numbers(crowd: list[PagedSequence]) -> object:
+        return cache.step([sequence.number for sequence in crowd], [1] * callers)
+
+    def changing(crowd: list[PagedSequence]) -> object:
+        crowd.pop(0).close()
+        crowd.append(opened(True))
+        return objects(crowd)
+
+    ways = {"objects": objects, "numbers": numbers}
+    found: dict[str, Any] = {"callers": callers, "context": context, "page_size": page_size}
+    for name, way in ways.items():
+        found[f"{name}, reserved"] = timed(way, True)
+        found[f"{name}, page by page"] = timed(way, False)
+    found["changing, reserved"] = timed(changing, True)
+    found["pages_leaked"] = pages - cache.allocator.free_pages
+    return found
+
+
 def main() -> None:
     """Measure every row, print it as it comes and write it."""
     parser = argparse.ArgumentParser(
@@ -99,7 +153,9 @@ def main() -> None:
     ]
     rows: list[dict[str, Any]] = []
     left_out: list[str] = []
-    record = {"environment": environment(), "rows": rows, "left_out": left_out}
+    record = {"environment": environment(), "steps": steps(), "rows": rows, "left_out": left_out}
+    for name, found in record["steps"].items():
+        print(f"a step of 64, {name}: {found}")
     until = time.perf_counter() + options.budget_s
     print("B, Hq, Hk, D, context   page layout dtype     native us  x SDPA  x gather + SDPA")
     with torch.inference_mode():

@@ -94,7 +94,7 @@ class Service:
         self.tokens = Counter("generated_tokens", "tokens drawn", registry=self.registry)
         gauges: dict[str, tuple[str, Callable[[], float]]] = {
             "requests_in_flight": ("requests being answered", lambda: self.active),
-            "kv_pages_free": ("pages that no request holds", lambda: self.model.pages.free),
+            "kv_pages_free": ("pages that no request holds", lambda: self.model.cache.allocator.free_pages),
         }
         for name, (what, value) in gauges.items():
             Gauge(name, what, registry=self.registry).set_function(value)
@@ -150,8 +150,8 @@ class Service:
         return (await anyio.to_thread.run_sync(self.tokenizer.encode, text)).ids
 
     def _check(self, ids: list[int], asked: Asked) -> None:
-        pages = self.model.pages
-        most = min(pages.positions, pages.count * pages.page_size)
+        cache = self.model.cache
+        most = min(self.model.config.positions, cache.allocator.total * cache.page_size)
         if not ids:
             raise BadRequest("prompt needs at least one token", "prompt")
         if len(ids) + asked.sampling.max_tokens > most:
@@ -351,8 +351,10 @@ def _served(service: Service) -> dict[str, Any]:
 async def health(request: Request) -> JSONResponse:
     """GET /health: 200 with what is going on."""
     service: Service = request.app.state.service
-    pages = service.model.pages
-    state = {"status": "ok", "requests": service.active, "pages": pages.count, "pages_free": pages.free}
+    pages = service.model.cache.allocator
+    state = {
+        "status": "ok", "requests": service.active, "pages": pages.total, "pages_free": pages.free_pages
+    }  # fmt: skip
     return JSONResponse(state)
 
 

@@ -52,8 +52,8 @@ async def generate(model: Llama, prompt: Sequence[int], sampling: Sampling) -> A
     """
     if not prompt:
         raise ValueError("prompt needs at least one token, got none")
-    device = model.pages.device
-    with model.pages.sequence(len(prompt) + sampling.max_tokens) as sequence:
+    device = model.cache.device
+    with model.sequence(len(prompt) + sampling.max_tokens) as sequence:
         *early, ids = torch.tensor(prompt, device=device).split(PREFILL)
         for piece in early:
             await model.step(piece, sequence.extend(len(piece)))

@@ -2,7 +2,7 @@
 
 `Layer.forward` and `Llama.forward` are ordinary coroutines over `ops`, and `ops` says who meets whom:
 awaited ops coalesce one by one across all requests; a layer or a step given to `lz.batched` coalesces as a
-whole and runs the same coroutine over blocking ops inside. Keys and values lie in the pages of `paging`.
+whole and runs the same coroutine over blocking ops inside. Keys and values lie in a `PagedCache`.
 
 Axes: T rows (tokens of one request, or of all requests that met), H query heads, Hk key heads, D head size,
 C channels, F inner channels.
@@ -18,11 +18,12 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 import torch
-from paging import Chunk, Pages, Places, places, sent
 from safetensors import safe_open
 from torch import Tensor
 
 import layerzero as lz
+from layerzero.kvcache import PagedCache, PagedSequence, Rows, Span, Spec
+from layerzero.ops.mirrors import on_device
 
 FOLDER = Path(__file__).parent / "data" / "generate"
 T = TypeVar("T")
@@ -154,7 +155,7 @@ def _alike(values: list[N], device: torch.device) -> N | Tensor:
     """The number that all callers give, or one a row."""
     if values.count(values[0]) == len(values):
         return values[0]
-    return sent(torch.tensor(values, dtype=torch.float64), device)
+    return on_device(torch.tensor(values, dtype=torch.float64), device)
 
 
 def tokens(logits: Tensor, draws: Sequence[Draw]) -> Tensor:
@@ -163,7 +164,7 @@ def tokens(logits: Tensor, draws: Sequence[Draw]) -> Tensor:
     if not isinstance(temperature, Tensor) and temperature == 0:  # the likeliest: nothing is drawn
         likeliest: Tensor = lz.sync.sample(logits, temperature=0.0, seed=0)
         return likeliest
-    seeds = sent(torch.tensor([(draw.seed, draw.offset) for draw in draws]), logits.device)
+    seeds = on_device(torch.tensor([(draw.seed, draw.offset) for draw in draws]), logits.device)
     sampled: Tensor = lz.sync.sample(
         logits,
         temperature=temperature,
@@ -196,14 +197,15 @@ class Layer:
         get: Get,
         norm: Tensor,
         rotary: tuple[Tensor, Tensor],
-        pages: Pages,
+        cache: PagedCache,
     ) -> None:
         """`norm` (C,) is the weight of the norm that the layer's input comes through."""
         self.norm = norm
         self.split = (config.heads, config.kv_heads, config.kv_heads)
         self.head_dim, self.eps = config.head_dim, config.eps
         self.cos, self.sin = rotary
-        self.k_pages, self.v_pages = pages.layer(index)
+        self.cache = cache
+        self.k_pages, self.v_pages = cache.pools[index]
         name, wide = f"model.layers.{index}", config.channels
 
         def stacked(of: str, parts: Mapping[str, int], biased: bool) -> tuple[Tensor, Tensor | None]:
@@ -230,7 +232,7 @@ class Layer:
         following = "model.norm" if last else f"model.layers.{index + 1}.input_layernorm"
         self.norm_next = get(f"{following}.weight", (wide,))
 
-    async def forward(self, ops: Ops, normed: Tensor, x: Tensor, at: Places) -> tuple[Tensor, Tensor]:
+    async def forward(self, ops: Ops, normed: Tensor, x: Tensor, at: Rows) -> tuple[Tensor, Tensor]:
         """(normed, x), each (T, C): the residual stream `x`, and it normed for whoever comes next."""
         qkv = await ops.linear(normed, self.w_qkv, self.b_qkv)
         q, k, v = qkv.unflatten(-1, (-1, self.head_dim)).split(self.split, dim=1)
@@ -246,29 +248,29 @@ class Layer:
         normed, x = await ops.add_rms_norm(out, x, self.norm_next, eps=self.eps)
         return normed, x
 
-    def rows(self, x: Tensor, chunks: list[Chunk]) -> Tensor:
+    def rows(self, x: Tensor, spans: list[Span]) -> Tensor:
         """The residual stream `x` (T, C) of all callers behind this layer."""
-        return self.both(x, chunks)[1]
+        return self.both(x, spans)[1]
 
-    def both(self, x: Tensor, chunks: list[Chunk]) -> tuple[Tensor, Tensor]:
+    def both(self, x: Tensor, spans: list[Span]) -> tuple[Tensor, Tensor]:
         """`forward` for the rows of all callers at once; they are normed here, so that one tensor goes from
         layer to layer and not two."""
         normed = lz.sync.rms_norm(x, self.norm, eps=self.eps)
-        return finished(self.forward(BLOCKING, normed, x, places(chunks)))
+        return finished(self.forward(BLOCKING, normed, x, self.cache.rows(spans)))
 
 
 class Llama:
-    """A Llama over one pool of pages; `per` is what one await covers: an op, a layer or a whole step."""
+    """A Llama over one paged cache; `per` is what one await covers: an op, a layer or a whole step."""
 
-    def __init__(self, config: Config, get: Get, pages: Pages, per: Per = "step") -> None:
+    def __init__(self, config: Config, get: Get, cache: PagedCache, per: Per = "step") -> None:
         """`get(name, shape)` gives the weight that Hugging Face's Llama has under `name`."""
-        self.config, self.pages, self.per = config, pages, per
+        self.config, self.cache, self.per = config, cache, per
         tables = lz.rope_tables(
             config.head_dim,
             config.positions,
             base=config.rope_base,
             scaling=config.scaling,
-            device=pages.device,
+            device=cache.device,
         )
         self.words = get("model.embed_tokens.weight", (config.vocab, config.channels))
         self.head = self.words if config.tied else get("lm_head.weight", (config.vocab, config.channels))
@@ -276,7 +278,7 @@ class Llama:
         self.layers: list[Layer] = []
         for index in range(config.layers):
             norm = self.layers[-1].norm_next if self.layers else self.norm_first
-            self.layers.append(Layer(index, config, get, norm, tables, pages))
+            self.layers.append(Layer(index, config, get, norm, tables, cache))
         self._joined_layers = [lz.batched(layer.rows) for layer in self.layers]
         self._joined_first = lz.batched(self.first)
         self._joined_last = lz.batched(self.last)
@@ -286,35 +288,45 @@ class Llama:
         self._awaited = [partial(layer.forward, AWAITED) for layer in self.layers]
         self._blocking = [partial(layer.forward, BLOCKING) for layer in self.layers]
 
-    async def step(self, ids: Tensor, chunk: Chunk) -> Tensor:
-        """The logits (1, V) after the tokens `ids` (n,) of one sequence, which `chunk` gives places to."""
+    def sequence(self, tokens: int) -> PagedSequence:
+        """Open a sequence with pages for so many tokens; a context manager that gives them back.
+
+        Raises: ValueError: the model, or the pool, could never hold it. PagesExhaustedError: it cannot now.
+        """
+        most = self.config.positions
+        if tokens > most:
+            raise ValueError(f"tokens needs at most {most}, the model's positions, got {tokens}")
+        return self.cache.sequence(tokens)
+
+    async def step(self, ids: Tensor, span: Span) -> Tensor:
+        """The logits (1, V) after the tokens `ids` (n,) of one sequence, which `span` gives places to."""
         if self.per == "step":
-            logits: Tensor = await self._joined_step(ids, chunk)
+            logits: Tensor = await self._joined_step(ids, span)
             return logits
         if self.per == "layer":
             x = await lz.embedding(ids, self.words)
             for layer in self._joined_layers:
-                x = await layer(x, chunk)
-            normed = await lz.rms_norm(x[chunk.last], self.layers[-1].norm_next, eps=self.config.eps)
+                x = await layer(x, span)
+            normed = await lz.rms_norm(x[-1:], self.layers[-1].norm_next, eps=self.config.eps)
             return await lz.linear(normed, self.head)
-        return await self.forward(AWAITED, self._awaited, ids, chunk.places)
+        return await self.forward(AWAITED, self._awaited, ids, self.cache.rows([span]))
 
-    async def next(self, ids: Tensor, chunk: Chunk, draw: Draw) -> Tensor:
+    async def next(self, ids: Tensor, span: Span, draw: Draw) -> Tensor:
         """The token (1,) that follows `ids` (n,) of one sequence.
 
         A step and its draw are one await; layer by layer the first one looks the tokens up and the last one
         draws.
         """
         if self.per == "step" or (self.per == "layer" and len(self.layers) == 1):
-            token: Tensor = await self._joined_next(ids, chunk, draw)
+            token: Tensor = await self._joined_next(ids, span, draw)
             return token
         if self.per == "layer":
-            x = await self._joined_first(ids, chunk)
+            x = await self._joined_first(ids, span)
             for layer in self._joined_layers[1:-1]:
-                x = await layer(x, chunk)
-            last: Tensor = await self._joined_last(x, chunk, draw)
+                x = await layer(x, span)
+            last: Tensor = await self._joined_last(x, span, draw)
             return last
-        logits = await self.step(ids, chunk)
+        logits = await self.step(ids, span)
         sampled: Tensor = await lz.sample(
             logits, temperature=draw.temperature, top_p=draw.top_p, seed=draw.seed, offset=draw.offset
         )
@@ -325,7 +337,7 @@ class Llama:
         ops: Ops,
         layers: Sequence[Callable[..., Awaitable[Any]]],
         ids: Tensor,
-        at: Places,
+        at: Rows,
     ) -> Tensor:
         """The logits (B, V) of each sequence's last row among `ids` (T,)."""
         x = await ops.embedding(ids, self.words)
@@ -335,32 +347,32 @@ class Llama:
         logits: Tensor = await ops.linear(normed[at.last], self.head)
         return logits
 
-    async def every(self, ids: Tensor, chunk: Chunk) -> Tensor:
+    async def every(self, ids: Tensor, span: Span) -> Tensor:
         """The logits (n, V) after each of the tokens `ids` (n,), as a verified draft needs them."""
-        logits: Tensor = await self._joined_every(ids, chunk)
+        logits: Tensor = await self._joined_every(ids, span)
         return logits
 
-    def everys(self, ids: Tensor, chunks: list[Chunk]) -> Tensor:
+    def everys(self, ids: Tensor, spans: list[Span]) -> Tensor:
         """`every` for all callers at once: (T, V)."""
-        at = replace(places(chunks), last=slice(None))
+        at = replace(self.cache.rows(spans), last=slice(None))
         return finished(self.forward(BLOCKING, self._blocking, ids, at))
 
-    def steps(self, ids: Tensor, chunks: list[Chunk]) -> Tensor:
+    def steps(self, ids: Tensor, spans: list[Span]) -> Tensor:
         """`step` for all callers at once: (B, V)."""
-        return finished(self.forward(BLOCKING, self._blocking, ids, places(chunks)))
+        return finished(self.forward(BLOCKING, self._blocking, ids, self.cache.rows(spans)))
 
-    def nexts(self, ids: Tensor, chunks: list[Chunk], draws: list[Draw]) -> Tensor:
+    def nexts(self, ids: Tensor, spans: list[Span], draws: list[Draw]) -> Tensor:
         """`next` for all callers at once: (B,)."""
-        return tokens(finished(self.forward(BLOCKING, self._blocking, ids, places(chunks))), draws)
+        return tokens(finished(self.forward(BLOCKING, self._blocking, ids, self.cache.rows(spans))), draws)
 
-    def first(self, ids: Tensor, chunks: list[Chunk]) -> Tensor:
+    def first(self, ids: Tensor, spans: list[Span]) -> Tensor:
         """The first layer of the tokens `ids` (T,) of all callers: (T, C)."""
-        return self.layers[0].rows(lz.sync.embedding(ids, self.words), chunks)
+        return self.layers[0].rows(lz.sync.embedding(ids, self.words), spans)
 
-    def last(self, x: Tensor, chunks: list[Chunk], draws: list[Draw]) -> Tensor:
+    def last(self, x: Tensor, spans: list[Span], draws: list[Draw]) -> Tensor:
         """The last layer, and the token that follows each caller's last row: (B,)."""
-        normed, _ = self.layers[-1].both(x, chunks)
-        return tokens(lz.sync.linear(normed[places(chunks).last], self.head), draws)
+        normed, _ = self.layers[-1].both(x, spans)
+        return tokens(lz.sync.linear(normed[self.cache.rows(spans).last], self.head), draws)
 
 
 def load(
@@ -424,15 +436,9 @@ def random(
     return Llama(config, get, pool(config, device, dtype, pages, page_size), per)
 
 
-def pool(config: Config, device: torch.device | str, dtype: torch.dtype, pages: int, page_size: int) -> Pages:
+def pool(
+    config: Config, device: torch.device | str, dtype: torch.dtype, pages: int, page_size: int
+) -> PagedCache:
     """The pages that a model of `config` keeps its keys and values in."""
-    return Pages(
-        layers=config.layers,
-        heads=config.kv_heads,
-        head_dim=config.head_dim,
-        pages=pages,
-        page_size=page_size,
-        positions=config.positions,
-        dtype=dtype,
-        device=device,
-    )
+    spec = Spec(config.kv_heads, config.head_dim, dtype=dtype, device=device)
+    return PagedCache(spec, pages=pages, page_size=page_size, layers=config.layers)

@@ -39,6 +39,7 @@ from tp_generate import shard_of, sharded
 
 import layerzero as lz
 from layerzero.coordinated import Coordinated
+from layerzero.kvcache import PagedSequence
 
 PROMPTS = (
     "In the beginning God created the heaven and the earth.",
@@ -54,7 +55,7 @@ class Decoding:
     def __init__(self, model: Llama, limit: int, wait_s: float = 0.0) -> None:
         self.model = model
         self._wait_s = wait_s
-        self._sequence = model.pages.sequence(limit)
+        self._sequence = model.sequence(limit)
 
     @property
     def length(self) -> int:
@@ -65,7 +66,7 @@ class Decoding:
         """The logits (T, V) after each of `tokens` (T,), which join the sequence."""
         if self._wait_s:
             await asyncio.sleep(self._wait_s)
-        own = tokens.to(self.model.pages.device)
+        own = tokens.to(self.model.cache.device)
         return await self.model.every(own, self._sequence.extend(len(own)))
 
     def rollback(self, length: int) -> None:
@@ -131,6 +132,11 @@ def drafted(
     )
 
 
+def lost(model: Llama) -> int:
+    """Pages that no sequence gave back."""
+    return model.cache.allocator.total - model.cache.allocator.free_pages
+
+
 def first_layers(config: Config, get: Get, layers: int, like: Tensor) -> Llama:
     """The model that ends after some of its layers, in a pool of its own."""
     own = replace(config, layers=layers)
@@ -145,15 +151,15 @@ class Share:
 
     def __init__(self, member: Any, config: Config, get: Get, like: Tensor) -> None:
         own = shard_of(config, member.ranks)
-        pages = pool(own, like.device, like.dtype, 256, 16)
-        self.model = Llama(own, sharded(get, member.rank, member.ranks), pages)
+        cache = pool(own, like.device, like.dtype, 256, 16)
+        self.model = Llama(own, sharded(get, member.rank, member.ranks), cache)
         for layer in self.model.layers:
             layer.reduce = self._summed
         self.texts: dict[int, list[int]] = {}
         self.target = Coordinated(
             member,
-            open=pages.sequence,
-            close=lambda sequence: sequence.__exit__(None, None, None),
+            open=cache.sequence,
+            close=PagedSequence.close,
             forward=self._forward,
             spread=lambda rows: dist.broadcast(rows, 0),
             vocab=config.vocab,
@@ -166,13 +172,13 @@ class Share:
         return partial
 
     def _forward(self, sequences: Sequence[Any], ids: Tensor, counts: Sequence[int]) -> Tensor:
-        chunks = [sequence.extend(count) for sequence, count in zip(sequences, counts, strict=True)]
-        return self.model.everys(ids, chunks)
+        spans = [sequence.extend(count) for sequence, count in zip(sequences, counts, strict=True)]
+        return self.model.everys(ids, spans)
 
     @property
     def leaked(self) -> int:
         """Pages that no sequence gave back."""
-        return self.model.pages.count - self.model.pages.free
+        return lost(self.model)
 
 
 async def over_ranks(options: argparse.Namespace) -> dict[str, Any]:
@@ -214,7 +220,7 @@ async def over_ranks(options: argparse.Namespace) -> dict[str, Any]:
             for number, prompt in enumerate(prompts):
                 tokens, _ = await speculated(draft, target, prompt, sampling(number), options.places)
                 alone.append(tokens)
-    leaked = share.leaked + draft.pages.count - draft.pages.free
+    leaked = share.leaked + lost(draft)
     return {
         "rank": member.rank,
         "ranks": member.ranks,
@@ -299,7 +305,7 @@ async def compare(options: argparse.Namespace, keep: Callable[[dict[str, Any]], 
             if round_:
                 speeds[name].append(made / (time.perf_counter() - started))
         if round_:
-            said = _said(options, target.pages.count - target.pages.free, speeds, counted)
+            said = _said(options, lost(target), speeds, counted)
             keep(said)
     return said
 

@@ -14,10 +14,10 @@ import torch
 import torch.distributed as dist
 from led import Led
 from llama import BLOCKING, Config, Get, finished, pool
-from paging import Places
 from torch import Tensor
 
 import layerzero as lz
+from layerzero.kvcache import Rows
 
 PAGES = 1024
 
@@ -64,7 +64,7 @@ class Stage(Led):
         self.rank, self.final = member.rank, member.ranks - 1
         self.lead(member, "stage", alike=False)
 
-    def logits(self, ids: Tensor, at: Places) -> Tensor:
+    def logits(self, ids: Tensor, at: Rows) -> Tensor:
         """What every rank runs; rank 0 gets the logits (B, V) of each sequence's last row."""
         like, config, rows = self.norm_first, self.config, len(ids)
         if self.rank:

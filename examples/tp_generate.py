@@ -35,11 +35,11 @@ import torch.distributed as dist
 from generation import Sampling, generate, load_tokenizer
 from led import Led
 from llama import BLOCKING, FOLDER, Config, Draw, Get, Llama, finished, pool, weights_of
-from paging import Places, places
 from stages import Stage
 from torch import Tensor
 
 import layerzero as lz
+from layerzero.kvcache import Rows
 
 # Which axis of a weight is shared out: rows of what makes heads and columns, columns of what takes them.
 ROWS = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")
@@ -113,8 +113,8 @@ class Shard(Led):
         self._graph: Any = None
         if captured:
             self.wide = WIDE
-            spare = self.pages.sequence(1).pages[0]  # where rows of padding stand
-            fill = {"slots": spare * self.pages.page_size, "tables": spare, "lengths": 1}
+            spare = self.cache.sequence(1).pages[0]  # where rows of padding stand
+            fill = {"slots": spare * self.cache.page_size, "tables": spare, "lengths": 1}
             self._graph = lz.compile(self._decoded, buckets=captured, fill=fill)
         self.lead(member, "share")
 
@@ -122,7 +122,7 @@ class Shard(Led):
         dist.all_reduce(partial)
         return partial
 
-    def logits(self, ids: Tensor, at: Places) -> Tensor:
+    def logits(self, ids: Tensor, at: Rows) -> Tensor:
         """What every rank runs: the logits (B, V) of each sequence's last row."""
         graph = self._graph
         if graph is None or at.offsets is not None or len(ids) > graph.buckets[-1]:
@@ -133,7 +133,7 @@ class Shard(Led):
     def _decoded(
         self, ids: Tensor, positions: Tensor, slots: Tensor, tables: Tensor, lengths: Tensor
     ) -> Tensor:
-        return super().logits(ids, Places(positions, slots, tables, lengths, None, slice(None)))
+        return super().logits(ids, Rows(positions, slots, tables, lengths, None, slice(None)))
 
 
 async def texts(model: Llama, prompts: Sequence[list[int]], tokens: int) -> list[list[int]]:
@@ -148,21 +148,21 @@ async def texts(model: Llama, prompts: Sequence[list[int]], tokens: int) -> list
 
 def by_hand(model: Shard, prompts: Sequence[list[int]], tokens: int) -> list[list[int]]:
     """The same on every rank, all prompts in step: rank 0 draws, torch.distributed tells the others."""
-    device = model.pages.device
+    device = model.cache.device
     with ExitStack() as stack, torch.inference_mode():
-        opened = [stack.enter_context(model.pages.sequence(len(prompt) + tokens)) for prompt in prompts]
-        chunks = [own.extend(len(prompt)) for own, prompt in zip(opened, prompts, strict=True)]
+        opened = [stack.enter_context(model.sequence(len(prompt) + tokens)) for prompt in prompts]
+        spans = [own.extend(len(prompt)) for own, prompt in zip(opened, prompts, strict=True)]
         ids = torch.tensor([token for prompt in prompts for token in prompt], device=device)
         found: list[list[int]] = [[] for _ in prompts]
         for drawn in range(tokens):
-            at = places(chunks)
+            at = model.cache.rows(spans)
             logits = finished(model.forward(BLOCKING, model._blocking, ids, at))
             seeds = torch.arange(len(prompts), device=device)
             ids = lz.sync.sample(logits, seed=seeds, offset=torch.full_like(seeds, drawn))
             dist.broadcast(ids, 0)
             for own, token in zip(found, ids.tolist(), strict=True):
                 own.append(token)
-            chunks = [own.extend(1) for own in opened] if drawn < tokens - 1 else []
+            spans = [own.extend() for own in opened] if drawn < tokens - 1 else []
     return found
 
 
@@ -262,8 +262,8 @@ async def continued(
 ) -> AsyncIterator[int]:
     """The tokens behind `prompt` and `so_far`, drawn by seed and place: a text can go on anywhere."""
     known = list(so_far or ())
-    with model.pages.sequence(len(prompt) + tokens) as sequence:
-        ids = torch.tensor([*prompt, *known], device=model.pages.device)
+    with model.sequence(len(prompt) + tokens) as sequence:
+        ids = torch.tensor([*prompt, *known], device=model.cache.device)
         while len(known) < tokens and not (known and known[-1] in model.config.end):
             ids = await model.next(ids, sequence.extend(len(ids)), Draw(1.0, 1.0, seed, len(known)))
             known.append(int(await lz.to_host(ids)))

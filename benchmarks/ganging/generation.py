@@ -18,13 +18,12 @@ import torch
 from generating import by_hand
 from generating.captured import Whole
 from llama import BLOCKING, Draw, Llama, finished, pool
-from paging import places_of
 from stages import Stage
 from torch import Tensor
 from tp_generate import Shard, shard_of
 
 import layerzero as lz
-from benchmarks.ganging.rank import Rank, plant_attention, summed
+from benchmarks.ganging.rank import Rank, compiled, plant_attention, summed
 from benchmarks.ganging.replaying import replayed
 
 Point = tuple[int, int]  # requests, context
@@ -60,13 +59,15 @@ def warmed(me: Rank, runtime: lz.Runtime, heads: int, rows: tuple[int, ...] = (1
     own = replace(shard_of(me.config, heads), layers=1)
     model = Llama(own, me.weights(), _pool(me, own, pages_of(me)))
     for (n, context), each in itertools.product(points(me), rows):
-        width = -(-(context + each) // 16)
-        tables = torch.arange(n * width, dtype=torch.int32).view(n, width)
         for _ in range(2):
-            at = places_of(model.pages, [context] * n, tables, [each] * n)
+            numbers = [model.cache.new() for _ in range(n)]
+            model.cache.extend(numbers, [context] * n)
+            at = model.cache.step(numbers, [each] * n)
             ids = torch.zeros(n * each, dtype=torch.int64, device=me.device)
             logits = finished(model.forward(BLOCKING, model._blocking, ids, at))
             lz.sync.sample(logits[:n], temperature=0.0, seed=1)
+            for number in numbers:
+                model.cache.free(number)
     chosen: Any = by_hand.chosen_attention(model, *points(me)[-1])
     return str(chosen.binding.plan.kernel)
 
@@ -80,9 +81,9 @@ async def crowd(model: Llama, n: int, context: int, tokens: int) -> list[list[in
 
     async def one(number: int) -> list[int]:
         found: list[int] = []
-        with model.pages.sequence(context + tokens) as sequence:
-            sequence.length = context
-            ids = torch.tensor([number % model.config.vocab], device=model.pages.device)
+        with model.sequence(context + tokens) as sequence:
+            sequence.extend(context)
+            ids = torch.tensor([number % model.config.vocab], device=model.cache.device)
             for drawn in range(tokens):
                 ids = await model.next(ids, sequence.extend(1), Draw(0.0, 1.0, number, drawn))
                 found.append(int(await lz.to_host(ids)))
@@ -95,7 +96,7 @@ def loop(me: Rank, cache: Any, n: int, context: int, tokens: int) -> float:
     """Seconds of the same in plain torch: one batch, every token read before the next."""
     model = cache.model
     with ExitStack() as stack, torch.inference_mode():
-        sequences = [stack.enter_context(model.pages.sequence(context + tokens)) for _ in range(n)]
+        sequences = [stack.enter_context(model.sequence(context + tokens)) for _ in range(n)]
         cache.join(sequences, [context] * n)
         ids = torch.arange(n, device=me.device) % model.config.vocab
         me.done()
@@ -198,7 +199,7 @@ async def generate(me: Rank) -> None:
             me.row(
                 what="setting", ranks=member.ranks, layers=me.config.layers, channels=me.config.channels,
                 tokens=sides.count, dtype=str(me.like.dtype), attention=kernel, attention_alone=whole,
-                plan=member.plan,
+                plan=member.plan, awaited_path=await compiled(),
             )  # fmt: skip
             sides.lone()
             with me.trying(what="logits"):
@@ -279,8 +280,8 @@ async def compared(me: Rank, shard: Any, alone: Llama) -> dict[str, Any]:
     n, context = points(me)[0]
 
     async def logits(model: Any) -> Tensor:
-        with model.pages.sequence(context + 1) as sequence:
-            sequence.length = context
+        with model.sequence(context + 1) as sequence:
+            sequence.extend(context)
             ids = torch.tensor([7], device=me.device)
             found: Tensor = await model.step(ids, sequence.extend(1))
             return found.float()
@@ -304,7 +305,11 @@ async def stages(me: Rank) -> None:
             if member.rank:
                 await member.follow()
                 return
-            me.row(what="setting", stages=member.ranks, layers=me.config.layers, attention=kernel)
+            path = await compiled()
+            me.row(
+                what="setting", stages=member.ranks, layers=me.config.layers, attention=kernel,
+                awaited_path=path,
+            )  # fmt: skip
             alone = Llama(me.config, me.weights(), _pool(me, me.config, pages_of(me)))
             with me.trying(what="stage logits"):
                 me.row(what="stage logits", **await compared(me, stage, alone))

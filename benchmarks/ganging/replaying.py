@@ -22,23 +22,23 @@ class Replayed(by_hand.Paged):
         bound: Any = cache.attention
         plan, tail = bound.binding.plan, bound.binding.tail  # which no capture binds anew
         super().__init__(cache.model, lambda *tensors: plan.call(*tensors, *tail))
-        device = self.pages.device
+        device = self.cache.device
         self.rows = torch.arange(n, device=device)
         self.ids, self.positions = self.rows.clone(), self.rows.clone()
         self.lengths = torch.zeros(n, dtype=torch.int32, device=device)
-        self.near = torch.zeros(n, -(-limit // self.pages.page_size), dtype=torch.int32, device=device)
+        self.near = torch.zeros(n, -(-limit // self.cache.page_size), dtype=torch.int32, device=device)
         self._graph: Any = None
 
     def start(self, sequences: list[Any], context: int) -> None:
         """Let the crowd stand behind `context` tokens."""
-        self.near.copy_(torch.stack([each.table for each in sequences])[:, : self.near.shape[1]])
+        self.near.copy_(torch.tensor([each.pages for each in sequences]))
         self.positions.fill_(context - 1)
         self.lengths.fill_(context)
         self.ids.copy_(self.rows % self.model.config.vocab)
 
     def begin(self) -> None:
         """Give each sequence's next token its place."""
-        size = self.pages.page_size
+        size = self.cache.page_size
         self.positions += 1
         self.lengths += 1
         self.slots = self.near[self.rows, self.positions // size].long() * size + self.positions % size
@@ -48,7 +48,7 @@ class Replayed(by_hand.Paged):
 
     def capture(self) -> None:
         """Make the graph, if there is a GPU; the crowd has to start again behind this."""
-        if self.pages.device.type != "cuda":
+        if self.cache.device.type != "cuda":
             return
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
@@ -73,7 +73,7 @@ def replayed(me: Rank, cache: by_hand.Paged, n: int, context: int, tokens: int) 
     with ExitStack() as stack, torch.inference_mode():
         # Room for the steps of the capture too.
         limit = context + tokens + 8
-        sequences = [stack.enter_context(cache.pages.sequence(limit)) for _ in range(n)]
+        sequences = [stack.enter_context(cache.model.sequence(limit)) for _ in range(n)]
         loop = Replayed(cache, n, limit)
         loop.start(sequences, context)
         loop.capture()

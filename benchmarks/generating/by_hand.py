@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 from llama import Layer, Llama
-from paging import sent
 from torch import Tensor
 from torch.nn.functional import linear, rms_norm, scaled_dot_product_attention, silu
 
@@ -35,21 +34,22 @@ class Paged:
     """
 
     def __init__(self, model: Llama, attention: Attention | None = None) -> None:
-        self.model, self.pages = model, model.pages
+        self.model, self.cache = model, model.cache
         self.attention = attention or chosen_attention(model)
 
     def join(self, sequences: Sequence[Any], lengths: Sequence[int]) -> None:
         """Make `sequences`, each with so many tokens, the batch that steps from now on."""
-        device = self.pages.device
-        self.tables = torch.stack([sequence.table for sequence in sequences])
+        device = self.cache.device
+        widest = max(len(sequence.pages) for sequence in sequences)
+        self.tables = sequences[0].tables.pick([sequence.row for sequence in sequences], widest)
         self.counts = torch.tensor(lengths, dtype=torch.int32)
-        self.positions = sent(self.counts.long(), device) - 1
+        self.positions = on_device(self.counts.long(), device) - 1
         self.rows = torch.arange(len(sequences), device=device)
         self.width = 0
 
     def begin(self) -> None:
         """Give each sequence's next token its place."""
-        size, device = self.pages.page_size, self.pages.device
+        size, device = self.cache.page_size, self.cache.device
         self.counts = self.counts + 1
         width = -(-int(self.counts.max()) // size)
         if width != self.width:
@@ -134,9 +134,9 @@ def step(cache: Paged | Contiguous, ids: Tensor) -> Tensor:
 def chosen_attention(model: Llama, sequences: int = 64, context: int = 2048) -> Attention:
     """The paged attention kernel that LayerZero takes for so many sequences, as a bare callable."""
     layer, config = model.layers[0], model.config
-    like, device = layer.k_pages, model.pages.device
+    like, device = layer.k_pages, model.cache.device
     q = torch.zeros(sequences, config.heads, config.head_dim, dtype=like.dtype, device=device)
-    tables = torch.zeros(sequences, -(-context // model.pages.page_size), dtype=torch.int32)
+    tables = torch.zeros(sequences, -(-context // model.cache.page_size), dtype=torch.int32)
     lengths = torch.full((sequences,), context, dtype=torch.int32)
     bound: Attention = lz.bind(
         "paged_attention", q, like, layer.v_pages, on_device(tables, device), on_device(lengths, device),

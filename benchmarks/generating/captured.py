@@ -9,57 +9,58 @@ allows.
 
 from __future__ import annotations
 
+from array import array
+
 import torch
 from llama import BLOCKING, Draw, Layer, Llama, finished, tokens
-from paging import Chunk, Pages, Places, Sequence, sent
 from torch import Tensor
 
 import layerzero as lz
+from layerzero.kvcache import PagedCache, PagedSequence, Rows, Span
+from layerzero.ops.mirrors import on_device
 
 
 class Frame:
     """Places of at most `rows` rows in memory that stays where it is: one token of a sequence each."""
 
-    def __init__(self, pages: Pages, limit: int, rows: int) -> None:
-        size, device = pages.page_size, pages.device
-        self.pages, self.rows, self.width = pages, rows, -(-limit // size)
-        self._spare = pages.sequence(rows)
+    def __init__(self, cache: PagedCache, limit: int, rows: int) -> None:
+        size, device = cache.page_size, cache.device
+        self.cache, self.rows, self.width = cache, rows, -(-limit // size)
+        self._spare = cache.sequence(rows)
         # What stands in the rows of padding: the first token of a sequence, each at a place of its own.
         own = torch.tensor(self._spare.pages, dtype=torch.int32).repeat_interleave(size)[:rows]
         slots = own * size + torch.arange(rows, dtype=torch.int32) % size
         self._padding = torch.stack([torch.zeros_like(slots), slots, torch.ones_like(slots)])
         self._near = own[:, None].repeat(1, self.width)
-        self._host = self._near.clone()
         with torch.inference_mode(False):
             self._numbers = self._padding.to(device, copy=True)
             self._tables = self._near.to(device, copy=True)
-        self._chunks: list[Chunk] = []
-        self._sequences: list[Sequence | None] = [None] * rows  # whose table stands in each row
+        self._spans: list[Span] = []
+        self._sequences: list[PagedSequence] = []  # whose tables stand in the first rows
 
-    def load(self, chunks: list[Chunk]) -> None:
-        """Let `chunks`, a token each, be what the rows are from now on."""
-        if chunks == self._chunks:  # another layer of the same step
+    def load(self, spans: list[Span]) -> None:
+        """Let `spans`, a token each, be what the rows are from now on."""
+        if spans == self._spans:  # another layer of the same step
             return
-        self._chunks, count = list(chunks), len(chunks)
-        sequences = [*(chunk.sequence for chunk in chunks), *[None] * (self.rows - count)]
-        moved = [row for row, now in enumerate(sequences) if now is not self._sequences[row]]
-        if moved:
-            for row in moved:
-                now = sequences[row]
-                self._host[row] = self._near[row] if now is None else now.table[: self.width]
+        self._spans, count = list(spans), len(spans)
+        sequences = [span.sequence for span in spans]
+        if sequences != self._sequences:
             self._sequences = sequences
-            self._tables.copy_(sent(self._host, self.pages.device))
-        size, numbers = self.pages.page_size, self._padding.clone()
-        lengths = torch.tensor([chunk.end for chunk in chunks], dtype=torch.int32)
-        positions = lengths - 1
-        page = self._host[:count].gather(1, (positions // size).long()[:, None])[:, 0]
-        numbers[:, :count] = torch.stack([positions, page * size + positions % size, lengths])
-        self._numbers.copy_(sent(numbers, self.pages.device))
+            near = sequences[0].tables.pick([sequence.row for sequence in sequences], self.width)
+            host = self._near.clone()
+            host[:count, : near.shape[1]] = near
+            self._tables.copy_(on_device(host, self.cache.device))
+        size, starts = self.cache.page_size, [span.start for span in spans]
+        slots = [s.pages[n // size] * size + n % size for s, n in zip(sequences, starts, strict=True)]
+        own = array("i", [*starts, *slots, *(start + 1 for start in starts)])
+        numbers = self._padding.clone()
+        numbers[:, :count] = torch.frombuffer(own, dtype=torch.int32).view(3, count)
+        self._numbers.copy_(on_device(numbers, self.cache.device))
 
-    def places(self, rows: int) -> Places:
+    def places(self, rows: int) -> Rows:
         """Where the first `rows` rows stand, whatever is loaded."""
         positions, slots, lengths = self._numbers[:, :rows]
-        return Places(positions, slots, self._tables[:rows], lengths, None, slice(None))
+        return Rows(positions, slots, self._tables[:rows], lengths, None, slice(None))
 
     def close(self) -> None:
         """Give the pages of the padding back."""
@@ -70,20 +71,21 @@ class Whole:
     """A model that answers `next` by one graph a step, for sequences of at most `limit` tokens."""
 
     def __init__(self, model: Llama, limit: int, rows: int) -> None:
-        self.model, self.config, self.pages = model, model.config, model.pages
-        self.frame = Frame(model.pages, limit, rows)
+        self.model, self.config, self.cache = model, model.config, model.cache
+        self.sequence = model.sequence
+        self.frame = Frame(model.cache, limit, rows)
         # One bucket for the crowd, one for who is alone: each capture costs seconds.
         self._graph = lz.compile(self._step, buckets=sorted({1, rows}))
         self._joined = lz.batched(self.nexts)
 
-    async def next(self, ids: Tensor, chunk: Chunk, draw: Draw) -> Tensor:
+    async def next(self, ids: Tensor, span: Span, draw: Draw) -> Tensor:
         """The token (1,) that follows `ids` (1,) of one sequence."""
-        token: Tensor = await self._joined(ids, chunk, draw)
+        token: Tensor = await self._joined(ids, span, draw)
         return token
 
-    def nexts(self, ids: Tensor, chunks: list[Chunk], draws: list[Draw]) -> Tensor:
+    def nexts(self, ids: Tensor, spans: list[Span], draws: list[Draw]) -> Tensor:
         """`next` for all callers at once."""
-        self.frame.load(chunks)
+        self.frame.load(spans)
         return tokens(self._graph(ids), draws)
 
     def close(self) -> None:
@@ -104,15 +106,15 @@ class Part:
         self.norm = model.norm_first if index == 0 else model.layers[index - 1].norm_next
         self._graph = lz.compile(self._step, buckets=(frame.rows,))
 
-    def run(self, x: Tensor, chunks: list[Chunk]) -> Tensor:
+    def run(self, x: Tensor, spans: list[Span]) -> Tensor:
         """The layer for the rows of all callers at once."""
-        self.frame.load(chunks)
+        self.frame.load(spans)
         out: Tensor = self._graph(x)
         return out
 
-    def draw(self, x: Tensor, chunks: list[Chunk], draws: list[Draw]) -> Tensor:
+    def draw(self, x: Tensor, spans: list[Span], draws: list[Draw]) -> Tensor:
         """`run` of the last layer, and a token (1,) for each caller."""
-        return tokens(self.run(x, chunks), draws)
+        return tokens(self.run(x, spans), draws)
 
     def _step(self, x: Tensor) -> Tensor:
         model, eps = self.model, self.model.config.eps
@@ -132,26 +134,27 @@ class Layered:
     """A model that answers `next` by a graph a layer, each one await."""
 
     def __init__(self, model: Llama, limit: int, rows: int) -> None:
-        self.model, self.config, self.pages = model, model.config, model.pages
-        self.frame = Frame(model.pages, limit, rows)
+        self.model, self.config, self.cache = model, model.config, model.cache
+        self.sequence = model.sequence
+        self.frame = Frame(model.cache, limit, rows)
         self.parts = [Part(model, index, self.frame) for index in range(len(model.layers))]
         self._joined = [lz.batched(part.run) for part in self.parts[:-1]]
         self._last = lz.batched(self.parts[-1].draw)
 
-    async def next(self, ids: Tensor, chunk: Chunk, draw: Draw) -> Tensor:
+    async def next(self, ids: Tensor, span: Span, draw: Draw) -> Tensor:
         """The token (1,) that follows `ids` (1,) of one sequence."""
         x = ids
         for layer in self._joined:
-            x = await layer(x, chunk)
-        token: Tensor = await self._last(x, chunk, draw)
+            x = await layer(x, span)
+        token: Tensor = await self._last(x, span, draw)
         return token
 
-    def nexts(self, ids: Tensor, chunks: list[Chunk], draws: list[Draw]) -> Tensor:
+    def nexts(self, ids: Tensor, spans: list[Span], draws: list[Draw]) -> Tensor:
         """`next` for all callers at once, without an await."""
         x = ids
         for part in self.parts[:-1]:
-            x = part.run(x, chunks)
-        return self.parts[-1].draw(x, chunks, draws)
+            x = part.run(x, spans)
+        return self.parts[-1].draw(x, spans, draws)
 
     def close(self) -> None:
         """Give the pages of the padding back."""

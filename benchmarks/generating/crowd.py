@@ -108,9 +108,9 @@ def whole_steps(times: list[float], requests: int) -> tuple[float, int] | None:
 
 async def request(model: Llama, context: int, tokens: int, seed: int, meter: Meter) -> None:
     """One request behind `context` tokens, written as if it were alone."""
-    with model.pages.sequence(context + tokens) as sequence:
-        sequence.length = context
-        token = torch.tensor([seed % model.config.vocab], device=model.pages.device)
+    with model.sequence(context + tokens) as sequence:
+        sequence.extend(context)
+        token = torch.tensor([seed % model.config.vocab], device=model.cache.device)
         for drawn in range(tokens):
             token = await model.next(token, sequence.extend(1), Draw(0.0, 1.0, seed, drawn))
             await lz.to_host(token)
@@ -189,7 +189,7 @@ def looped(cache: by_hand.Paged | by_hand.Contiguous, crowd: Crowd) -> Span:
             continue
         if changed:
             cache.join([slot.sequence for slot in slots], [slot.length for slot in slots])
-            ids = torch.tensor([slot.token for slot in slots], device=model.pages.device)
+            ids = torch.tensor([slot.token for slot in slots], device=model.cache.device)
             changed = False
         ids = by_hand.step(cache, ids).argmax(-1)
         batches += 1
@@ -207,4 +207,4 @@ def looped(cache: by_hand.Paged | by_hand.Contiguous, crowd: Crowd) -> Span:
 
 
 def _entered(model: Llama, crowd: Crowd, tokens: int) -> Slot:
-    return Slot(model.pages.sequence(crowd.context + tokens), crowd.context, tokens, 0)
+    return Slot(model.sequence(crowd.context + tokens), crowd.context, tokens, 0)

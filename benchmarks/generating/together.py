@@ -22,14 +22,14 @@ def complete(model: Llama, asked: list[Asked]) -> list[Asked]:
 
 def _complete(model: Llama, asked: list[Asked]) -> list[Asked]:
     given: list[list[int]] = [[] for _ in asked]
-    sequences = [model.pages.sequence(len(one["prompt"]) + one["max_tokens"]) for one in asked]
+    sequences = [model.sequence(len(one["prompt"]) + one["max_tokens"]) for one in asked]
     try:
         live = list(range(len(asked)))
         ids = torch.tensor([token for one in asked for token in one["prompt"]])
-        chunks = [s.extend(len(one["prompt"])) for s, one in zip(sequences, asked, strict=True)]
+        spans = [s.extend(len(one["prompt"])) for s, one in zip(sequences, asked, strict=True)]
         while live:
             draws = [Draw(0.0, 1.0, 0, len(given[index])) for index in live]
-            drawn = model.nexts(ids, chunks, draws)
+            drawn = model.nexts(ids, spans, draws)
             for index, token in zip(live, drawn.tolist(), strict=True):
                 given[index].append(token)
             kept = [
@@ -38,7 +38,7 @@ def _complete(model: Llama, asked: list[Asked]) -> list[Asked]:
                 if len(given[index]) < asked[index]["max_tokens"] and given[index][-1] not in model.config.end
             ]
             ids, live = drawn[kept], [live[place] for place in kept]
-            chunks = [sequences[index].extend(1) for index in live]
+            spans = [sequences[index].extend() for index in live]
     finally:
         for sequence in sequences:
             sequence.close()

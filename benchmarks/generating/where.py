@@ -28,7 +28,7 @@ PARTS = (
     ("scheduler/modes.py", "torch's modes"),
     ("scheduler/readback.py", "results read back"),
     ("scheduler/", "the lane"),
-    ("examples/paging.py", "pages and places"),
+    ("layerzero/kvcache/", "pages and places"),
     ("examples/", "the model's own Python"),
     ("generating/captured.py", "pages and places"),
     ("generating/by_hand.py", "the loop by hand"),

@@ -18,3 +18,6 @@ from layerzero.kvcache.protocol import Cache as Cache
 from layerzero.kvcache.protocol import FreedSequenceError as FreedSequenceError
 from layerzero.kvcache.protocol import Spec as Spec
 from layerzero.kvcache.protocol import UnknownSequenceError as UnknownSequenceError
+from layerzero.kvcache.rows import Rows as Rows
+from layerzero.kvcache.sequence import PagedSequence as PagedSequence
+from layerzero.kvcache.sequence import Span as Span

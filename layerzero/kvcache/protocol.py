@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Generic, Protocol, TypeVar
+from typing import Generic, NoReturn, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -131,6 +132,11 @@ class Sequences(Generic[T]):
         self._live: dict[int, T] = {}
         self._next = 0
 
+    @property
+    def next(self) -> int:
+        """The number that `add` gives next."""
+        return self._next
+
     def add(self, state: T) -> int:
         """A new number for `state`."""
         number = self._next
@@ -146,7 +152,15 @@ class Sequences(Generic[T]):
         found = self._live.get(sequence)
         if found is None:
             self._refuse(sequence)
-        return self._live[sequence]
+        return found
+
+    def many(self, sequences: Iterable[int]) -> list[T]:
+        """The states of live sequences; the same errors as `get`."""
+        live = self._live
+        found = [live.get(sequence) for sequence in sequences]
+        if None in found:
+            return [self.get(sequence) for sequence in sequences]
+        return found  # type: ignore[return-value]
 
     def pop(self, sequence: int) -> T:
         """Forget a live sequence; the same errors as `get`."""
@@ -162,7 +176,7 @@ class Sequences(Generic[T]):
         """Every live number."""
         return list(self._live)
 
-    def _refuse(self, sequence: int) -> None:
+    def _refuse(self, sequence: int) -> NoReturn:
         if isinstance(sequence, int) and 0 <= sequence < self._next:
             raise FreedSequenceError(
                 f"sequence {sequence} needs to be live, got one that was freed", sequence=sequence

@@ -96,8 +96,8 @@ def test_a_failed_item_costs_no_other_and_late_ones_are_named() -> None:
 
 def prefilled(model: Any, length: int) -> Any:
     """A sequence whose first `length` tokens are what the pool holds."""
-    sequence = model.pages.sequence(length + 8)
-    sequence.length = length
+    sequence = model.sequence(length + 8)
+    sequence.extend(length)
     return sequence
 
 
@@ -138,7 +138,7 @@ def test_a_crowd_leaves_nothing_behind(per: Any) -> None:
         span = asyncio.run(crowd.awaited(runtime, model, CROWD, per))
         stats = runtime.device("cpu").fronts.stats()
         assert span.tokens > 0
-        assert model.pages.free == CROWD.pages(16)
+        assert model.cache.allocator.free_pages == CROWD.pages(16)
         assert stats.submitted == stats.ended
 
 

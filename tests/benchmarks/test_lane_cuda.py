@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
+
+from layerzero.kvcache import PagedCache, Spec
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = ROOT / "benchmarks" / "lane_cuda.py"
@@ -71,13 +72,11 @@ def test_an_item_that_fails_is_an_error_of_the_record(tmp_path: Path) -> None:
 
 def test_padding_keeps_places_of_its_own() -> None:
     """Rows that no sequence has stand where nobody writes, also after a larger crowd stood there."""
-    captured, paging = importlib.import_module("generating.captured"), importlib.import_module("paging")
-    pages = paging.Pages(
-        layers=1, heads=1, head_dim=8, pages=12, page_size=4, positions=32, dtype=torch.float32, device="cpu"
-    )
-    frame = captured.Frame(pages, 8, 4)
+    captured = importlib.import_module("generating.captured")
+    cache = PagedCache(Spec(heads=1, width=8), pages=12, page_size=4)
+    frame = captured.Frame(cache, 8, 4)
     spare = frame.places(4).slots.tolist()
-    sequences = [pages.sequence(8) for _ in range(4)]
+    sequences = [cache.sequence(8) for _ in range(4)]
     for count in (4, 1, 3):
         frame.load([sequence.extend(1) for sequence in sequences[:count]])
         at = frame.places(4)
@@ -85,4 +84,4 @@ def test_padding_keeps_places_of_its_own() -> None:
         own = [s.pages[(s.length - 1) // 4] * 4 + (s.length - 1) % 4 for s in sequences[:count]]
         assert slots == [*own, *spare[count:]]
         assert at.lengths.tolist() == [*(s.length for s in sequences[:count]), *[1] * (4 - count)]
-        assert at.tables[:count].tolist() == [s.table[:2].tolist() for s in sequences[:count]]
+        assert at.tables[:count].tolist() == [s.pages[:2] for s in sequences[:count]]

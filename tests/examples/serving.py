@@ -43,10 +43,10 @@ class Running:
 
     def left(self) -> dict[str, int]:
         """What no request should leave: pages, requests, calls in the lane, callers the lane still knows."""
-        pages = self.service.model.pages
+        pages = self.service.model.cache.allocator
         stats = self.lanes()
         return {
-            "pages": pages.count - pages.free,
+            "pages": pages.total - pages.free_pages,
             "requests": self.service.active,
             "calls": stats.submitted - stats.ended,
             "callers": self.inside(lambda: self.device().fronts.current().callers),

@@ -93,8 +93,8 @@ async def test_a_request_that_is_left_gives_its_pages_back() -> None:
         assert await whole() == tokens
         async with aclosing(generation.generate(model, prompt, sampling)) as begun:
             assert await anext(begun) == tokens[0]
-            assert model.pages.free < 16
-        assert model.pages.free == 16
+            assert model.cache.allocator.free_pages < 16
+        assert model.cache.allocator.free_pages == 16
         for turns in range(12):
             task = asyncio.ensure_future(whole())
             for _ in range(turns):
@@ -102,7 +102,7 @@ async def test_a_request_that_is_left_gives_its_pages_back() -> None:
             task.cancel()
             with pytest.raises(asyncio.CancelledError):
                 await task
-            assert model.pages.free == 16
+            assert model.cache.allocator.free_pages == 16
         assert await whole() == tokens
         stats = runtime.device("cpu").fronts.stats()
         assert stats.submitted == stats.ended + runtime.device("cpu").fronts.current().lane.live

@@ -46,7 +46,7 @@ def judged(model: Any, ids: list[int]) -> Tensor:
 async def taught(model: Any, ids: list[int], prompt: int, piece: int = 256) -> Tensor:
     """Logits after the prompt and after each later token, (S - prompt + 1, V); the prompt goes in pieces."""
     rows: list[Tensor] = []
-    with model.pages.sequence(len(ids)) as sequence:
+    with model.sequence(len(ids)) as sequence:
         for start in range(0, prompt, piece):
             part = torch.tensor(ids[start : min(start + piece, prompt)])
             rows = [await model.step(part, sequence.extend(len(part)))]
@@ -75,7 +75,7 @@ async def test_logits_equal_transformers(runtime: lz.Runtime, reference: Any, pe
     together = await asyncio.gather(*(taught(model, ids, prompt, piece) for prompt, piece in alone))
     for (prompt, _), got in zip(alone, together, strict=True):
         torch.testing.assert_close(got, wanted[prompt - 1 :], atol=CLOSE, rtol=0)
-    assert model.pages.free == 64
+    assert model.cache.allocator.free_pages == 64
 
 
 @pytest.mark.asyncio
@@ -171,17 +171,18 @@ async def test_pages_are_bounded_and_come_back(runtime: lz.Runtime) -> None:
     """A pool that cannot hold a sequence says whether it ever could; leaving the block frees the pages."""
     from layerzero.kvcache import PagesExhaustedError
 
-    pages = llama.load(pages=8).pages
-    with pytest.raises(ValueError, match="limit needs 1 to 128"):
-        pages.sequence(129)
-    with pages.sequence(100) as sequence:
-        assert pages.free == 1
+    model = llama.load(pages=8)
+    pages = model.cache.allocator
+    with pytest.raises(ValueError, match="tokens needs 1 to 128"):
+        model.sequence(129)
+    with pytest.raises(ValueError, match=f"tokens needs at most {model.config.positions}"):
+        model.sequence(model.config.positions + 1)
+    with model.sequence(100) as sequence:
+        assert pages.free_pages == 1
         with pytest.raises(PagesExhaustedError):
-            pages.sequence(17)
+            model.sequence(17)
         sequence.extend(100)
-        with pytest.raises(ValueError, match="count needs 1 to 0"):
-            sequence.extend(1)
-    assert pages.free == 8
+    assert pages.free_pages == 8
 
 
 def test_the_shipped_files_are_small() -> None:

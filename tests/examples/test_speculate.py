@@ -41,7 +41,7 @@ def test_the_likeliest_text_is_the_targets_whatever_drafts(layers: int) -> None:
     assert tokens == plain
     assert (acceptance == 1.0) == (layers == 4)
     for model in (draft, target):
-        assert model.pages.free == model.pages.count
+        assert model.cache.allocator.free_pages == model.cache.allocator.total
 
 
 def test_a_generation_that_is_left_gives_its_pages_back() -> None:
@@ -59,7 +59,7 @@ def test_a_generation_that_is_left_gives_its_pages_back() -> None:
 
     asyncio.run(main())
     for model in (draft, target):
-        assert model.pages.free == model.pages.count
+        assert model.cache.allocator.free_pages == model.cache.allocator.total
 
 
 def test_many_speculate_at_once() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -9,7 +11,16 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from torch import Tensor
 from torch.testing import assert_close
 
-from layerzero.kvcache import Cache, ChunkedCache, ContiguousCache, PagedCache, PagesExhaustedError, Spec
+from layerzero.kvcache import (
+    Cache,
+    ChunkedCache,
+    ContiguousCache,
+    PagedCache,
+    PagedSequence,
+    PagesExhaustedError,
+    Span,
+    Spec,
+)
 from layerzero.ops.append import APPEND_KV
 from layerzero.ops.paged import PAGED_ATTENTION, attend
 
@@ -29,7 +40,7 @@ class Lives(RuleBasedStateMachine):
             ChunkedCache(SPEC, chunk=3),
         ]
         self.truth: dict[tuple[int, ...], tuple[Tensor, Tensor]] = {}
-        self.epochs = [0, 0, 0]
+        self.opened: dict[int, PagedSequence] = {}
 
     def draw(self, index: int) -> tuple[int, ...]:
         return sorted(self.truth)[index % len(self.truth)]
@@ -83,6 +94,95 @@ class Lives(RuleBasedStateMachine):
             known = self.truth[numbers]
             self.truth[numbers] = torch.cat([known[0], keys]), torch.cat([known[1], values])
 
+    @precondition(lambda self: len(self.truth) < 9)
+    @rule(tokens=st.integers(1, 20))
+    def open(self, tokens: int) -> None:
+        """A sequence as an object, its pages taken."""
+        try:
+            sequence = self.paged.sequence(tokens)
+        except PagesExhaustedError:
+            return
+        numbers = (sequence.number, *(cache.new() for cache in self.caches[1:]))
+        self.opened[sequence.number] = sequence
+        self.truth[numbers] = (torch.zeros(0, 2, 4), torch.zeros(0, 2, 6))
+
+    @precondition(lambda self: self.opened)
+    @rule(count=st.integers(1, 5), alone=st.booleans())
+    def grow_a_crowd(self, count: int, alone: bool) -> None:
+        """Every object grows by itself; where the rows stand is asked for all of them at once."""
+        crowd = [numbers for numbers in sorted(self.truth) if numbers[0] in self.opened]
+        spans: list[Span] = []
+        for numbers in crowd:
+            before = self.paged.epoch
+            try:
+                spans.append(self.opened[numbers[0]].extend(1 if alone else count))
+            except PagesExhaustedError:
+                assert self.paged.epoch == before
+                break
+        if spans:
+            self.write(crowd[: len(spans)], spans)
+
+    @precondition(lambda self: self.truth)
+    @rule(indices=st.sets(st.integers(0, 9), min_size=1, max_size=4), count=st.integers(1, 6))
+    def step(self, indices: set[int], count: int) -> None:
+        """Sequences by their numbers, all of them or none, in one call."""
+        crowd = sorted({self.draw(index) for index in indices})
+        lengths = [self.paged.length(numbers[0]) for numbers in crowd]
+        before = self.paged.epoch
+        try:
+            at = self.paged.step([numbers[0] for numbers in crowd], [count] * len(crowd))
+        except PagesExhaustedError:
+            assert self.paged.epoch == before
+            assert lengths == [self.paged.length(numbers[0]) for numbers in crowd]
+            return
+        assert at.lengths.tolist() == [length + count for length in lengths]
+        k, v = self.tokens(count * len(crowd))
+        APPEND_KV.reference(k, v, *self.paged.pools[0], at.slots, "HND")
+        self.note(crowd, k.split(count), v.split(count))
+
+    def write(self, crowd: list[tuple[int, ...]], spans: list[Span]) -> None:
+        """Tokens for every span, through the places that `rows` gives; attention through its tables."""
+        at, counts = self.paged.rows(spans), [span.count for span in spans]
+        k, v = self.tokens(sum(counts))
+        APPEND_KV.reference(k, v, *self.paged.pools[0], at.slots, "HND")
+        self.note(crowd, k.split(counts), v.split(counts))
+        q = torch.randn(sum(counts), 4, 4, generator=self.random)
+        pools = self.paged.pools[0]
+        _, args = PAGED_ATTENTION.build(q, *pools, at.tables, at.lengths, cu_seqlens=at.offsets, layout="HND")
+        over_pages = PAGED_ATTENTION.reference(*args)
+        for numbers, rows, got in zip(crowd, q.split(counts), over_pages.split(counts), strict=True):
+            dense, _ = attend(rows, *self.caches[1].read(numbers[1]), True, None, None, None)
+            assert_close(dense, got)
+
+    def tokens(self, count: int) -> tuple[Tensor, Tensor]:
+        keys = torch.randn(count, 2, 4, generator=self.random)
+        return keys, torch.randn(count, 2, 6, generator=self.random)
+
+    def note(self, crowd: list[tuple[int, ...]], keys: Sequence[Tensor], values: Sequence[Tensor]) -> None:
+        """Give the other caches and the truth what the pages hold already."""
+        for numbers, k, v in zip(crowd, keys, values, strict=True):
+            for cache, number in zip(self.caches[1:], numbers[1:], strict=True):
+                cache.append(number, k, v)
+            known = self.truth[numbers]
+            self.truth[numbers] = torch.cat([known[0], k]), torch.cat([known[1], v])
+
+    @precondition(lambda self: self.truth)
+    @rule(index=st.integers(0, 99), part=st.floats(0, 1))
+    def rollback(self, index: int, part: float) -> None:
+        """Going back forgets tokens, whoever shares their pages; the other caches begin anew."""
+        numbers = self.draw(index)
+        keys, values = self.truth.pop(numbers)
+        kept = round(part * len(keys))
+        before = self.paged.epoch
+        self.paged.rollback(numbers[0], kept)
+        assert self.paged.epoch > before
+        again = [numbers[0]]
+        for cache, number in zip(self.caches[1:], numbers[1:], strict=True):
+            cache.free(number)
+            again.append(cache.new())
+            cache.append(again[-1], keys[:kept], values[:kept])
+        self.truth[tuple(again)] = keys[:kept], values[:kept]
+
     @precondition(lambda self: self.truth)
     @rule(index=st.integers(0, 99), more=st.integers(0, 9))
     def reserve(self, index: int, more: int) -> None:
@@ -115,6 +215,7 @@ class Lives(RuleBasedStateMachine):
         numbers = self.draw(index)
         for cache, number in zip(self.caches, numbers, strict=True):
             cache.free(number)
+        self.opened.pop(numbers[0], None)
         del self.truth[numbers]
 
     @precondition(lambda self: self.truth)
