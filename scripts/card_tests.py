@@ -32,7 +32,7 @@ from scripts.support_matrix import PROOFS, described
 OF_A_KERNEL = (
     "tests/backends/test_contract.py", "tests/backends/test_vendors.py", "tests/backends/test_workspace.py",
 )  # fmt: skip
-CUDA, COMPILING, FILTERS, MEMORY = "cuda", "test_triton_kernels", "test_filters", "test_memory"
+CUDA, COMPILING, FILTERS, MEMORY = "cuda", "test_triton_kernels", "test_filters", "test_room"
 # When a group starts: alone, beside what compiles longest, with all the rest; and for how long at most.
 FIRST, EARLY, LATER = 0, 1, 2
 LONGEST_S = {FIRST: 45.0, EARLY: 60.0, LATER: float("inf")}
