@@ -130,6 +130,7 @@ def _attention(dtype: str, small: bool) -> Iterator[Call]:
                 yield attention(b, hq, hk, 1, sk, d, dtype, causal=False)
         for b, sk in ((1, 1024), (8, 128), (8, 1024), (32, 512)):
             yield attention(b, 12, 12, 1, sk, 32, dtype, causal=False)
+            yield attention(b, 8, 1, 1, sk, 128, dtype, causal=False)
         for hq, hk, sq, left in ((8, 2, 1024, 127), (12, 12, 256, 63)):
             yield attention(1, hq, hk, sq, sq, 64, dtype, window=(left, 0))
         return

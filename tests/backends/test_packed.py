@@ -81,7 +81,8 @@ def offset(weight: Tensor) -> Tensor:
 
 def negated(weight: Tensor) -> Tensor:
     """A view that only a flag negates."""
-    return torch.ops.aten._neg_view(-weight)
+    view: Tensor = torch.ops.aten._neg_view(-weight)
+    return view
 
 
 @pytest.mark.parametrize("seen", [strided, transposed, offset, negated])
