@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import asyncio
 import json
 import os
 import statistics
@@ -22,6 +23,7 @@ from torch import Tensor
 from tp_generate import LLAMA_3_8B, config_and_weights
 
 import layerzero as lz
+from layerzero.native import COMPILING, HOT
 
 TINY = Config(
     vocab=256, channels=64, inner=96, layers=4, heads=8, kv_heads=4, head_dim=16, eps=1e-5, rope_base=1e4,
@@ -106,6 +108,14 @@ class Rank:
             self.done()
             taken.append(time.perf_counter() - begin)
         return statistics.median(taken[3:])
+
+
+async def compiled() -> str:
+    """Wait for the awaited path's compiled twin, which a new machine has to make; what runs it then."""
+    HOT.start()
+    while HOT.state == COMPILING:  # noqa: ASYNC110  a thread compiles, and tells nobody
+        await asyncio.sleep(0.1)
+    return HOT.describe()
 
 
 def summed(partial: Tensor) -> Tensor:
