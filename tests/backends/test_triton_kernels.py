@@ -56,7 +56,10 @@ calls = [
     (0.7, 4, 1.0, rows, 1),
     (torch.tensor([0.0, 0.5, 2.0]), torch.tensor([0, 5, 3]), torch.tensor([1.0, 0.6, 0.0]), rows, rows),
 ]
-print(json.dumps([[sample(logits, *c).tolist(), sample_reference(logits, *c).tolist()] for c in calls]))
+found = [[sample(logits, *c).tolist(), sample_reference(logits, *c).tolist()] for c in calls]
+near = (logits[:, :5] / 1000 - 0.25).half()  # keys of fewer bits: neighbours in float16, below zero
+found += [[sample(near, *c).tolist(), sample_reference(near, *c).tolist()] for c in calls]
+print(json.dumps(found))
 """
 
 

@@ -1,10 +1,10 @@
 """Drawing tokens in Triton: one program a row, no sort, the same tokens as the reference.
 
-The reference orders a row by logit and index and sums integer weights. Here a row's logits become 32-bit
-keys of the same order, and the place where top-k or top-p cuts is found two bits of the key at a time, by
-counting or weighing what lies above. Integers make the sums independent of their order, so that the token is
-the one that `layerzero.ops.drawing` draws. Where a library's filter proposes the place of a cut, two passes
-over the row prove it; a cut that does not hold is found as without a proposal.
+The reference orders a row by logit and index and sums integer weights. Here a row's logits become keys of
+the same order, of as many bits as their dtype needs, and the place where top-k or top-p cuts is found two
+bits at a time, by counting or weighing what lies above. Integers make the sums independent of their
+order, so that the token is the one that `layerzero.ops.drawing` draws. Where a library's filter proposes the
+place of a cut, two passes over the row prove it; a cut that does not hold is found as without a proposal.
 """
 
 # Triton's functions are no Python to a type checker: constants and pointers in, nothing declared.
@@ -27,6 +27,8 @@ from layerzero.ops.drawing import Count, Number, always, signed
 GOLDEN = tl.constexpr(-0x61C8864680B583EB)
 FIRST = tl.constexpr(-0x40A7B892E31B1A47)
 SECOND = tl.constexpr(-0x6B2FB644ECCEEE15)
+# The leading bits of a float32 that tell the values of a dtype apart; an even number, being found by pairs.
+_BITS = {torch.float32: 32, torch.float16: 20, torch.bfloat16: 16}
 
 
 @triton.jit
@@ -42,10 +44,10 @@ def _mix(bits):
 
 
 @triton.jit
-def _keys(values):
-    """Whole numbers in the order of the values, from 0 to 2**32 - 1; both zeros are one."""
+def _keys(values, BITS: tl.constexpr):
+    """Whole numbers in the order of the values, from 0 to 2**BITS - 1; both zeros are one."""
     bits = tl.where(values == 0.0, 0.0, values).to(tl.int32, bitcast=True)
-    return (bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.int64) + 2147483648
+    return ((bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.int64) + 2147483648) >> (32 - BITS)
 
 
 @triton.jit
@@ -64,16 +66,16 @@ def _load(row_ptr, start, vocab, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def _cut_by_count(row_ptr, vocab, count, BLOCK: tl.constexpr):
+def _cut_by_count(row_ptr, vocab, count, BITS: tl.constexpr, BLOCK: tl.constexpr):
     """The `count`-th largest key, and how many of the keys equal to it belong to the `count` largest."""
     edge = tl.full((), 0, tl.int64)
-    for step in range(16):
-        one = tl.full((), 1, tl.int64) << (30 - 2 * step)
+    for step in range(BITS // 2):
+        one = tl.full((), 1, tl.int64) << (BITS - 2 - 2 * step)
         above1, above2 = tl.zeros((BLOCK,), tl.int32), tl.zeros((BLOCK,), tl.int32)
         above3 = tl.zeros((BLOCK,), tl.int32)
         for start in range(0, vocab, BLOCK):
             at, values = _load(row_ptr, start, vocab, BLOCK)
-            keys = tl.where(at < vocab, _keys(values), -1)
+            keys = tl.where(at < vocab, _keys(values, BITS), -1)
             above1 += (keys >= edge + one).to(tl.int32)
             above2 += (keys >= edge + 2 * one).to(tl.int32)
             above3 += (keys >= edge + 3 * one).to(tl.int32)
@@ -82,18 +84,18 @@ def _cut_by_count(row_ptr, vocab, count, BLOCK: tl.constexpr):
     beyond = tl.zeros((BLOCK,), tl.int32)
     for start in range(0, vocab, BLOCK):
         at, values = _load(row_ptr, start, vocab, BLOCK)
-        beyond += tl.where(at < vocab, _keys(values) > edge, False).to(tl.int32)
+        beyond += tl.where(at < vocab, _keys(values, BITS) > edge, False).to(tl.int32)
     return edge, count - tl.sum(beyond, 0)
 
 
 @triton.jit
-def _mass(row_ptr, vocab, largest, heat, unit, edge, BLOCK: tl.constexpr):
+def _mass(row_ptr, vocab, largest, heat, unit, edge, BITS: tl.constexpr, BLOCK: tl.constexpr):
     """The weight of all keys above `edge`, the weight of one key that equals it, and how many do."""
     beyond, each = tl.zeros((BLOCK,), tl.int64), tl.zeros((BLOCK,), tl.int64)
     equal = tl.zeros((BLOCK,), tl.int32)
     for start in range(0, vocab, BLOCK):
         at, values = _load(row_ptr, start, vocab, BLOCK)
-        keys = tl.where(at < vocab, _keys(values), -1)
+        keys = tl.where(at < vocab, _keys(values, BITS), -1)
         weights = _weights(values, largest, heat, unit)
         beyond += tl.where(keys > edge, weights, 0)
         each = tl.maximum(each, tl.where(keys == edge, weights, 0))
@@ -102,19 +104,21 @@ def _mass(row_ptr, vocab, largest, heat, unit, edge, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def _cut_by_mass(row_ptr, vocab, largest, heat, unit, reach, floor, at_floor, BLOCK: tl.constexpr):
+def _cut_by_mass(
+    row_ptr, vocab, largest, heat, unit, reach, floor, at_floor, BITS: tl.constexpr, BLOCK: tl.constexpr
+):
     """The largest key such that what is not below it weighs at least `reach`.
 
     What top-k left counts: keys above `floor`, and `at_floor` for those equal to it.
     """
     edge = tl.full((), 0, tl.int64)
-    for step in range(16):
-        one = tl.full((), 1, tl.int64) << (30 - 2 * step)
+    for step in range(BITS // 2):
+        one = tl.full((), 1, tl.int64) << (BITS - 2 - 2 * step)
         mass1, mass2 = tl.zeros((BLOCK,), tl.int64), tl.zeros((BLOCK,), tl.int64)
         mass3 = tl.zeros((BLOCK,), tl.int64)
         for start in range(0, vocab, BLOCK):
             at, values = _load(row_ptr, start, vocab, BLOCK)
-            keys = tl.where(at < vocab, _keys(values), -1)
+            keys = tl.where(at < vocab, _keys(values, BITS), -1)
             weights = tl.where(keys > floor, _weights(values, largest, heat, unit), 0)
             mass1 += tl.where(keys >= edge + one, weights, 0)
             mass2 += tl.where(keys >= edge + 2 * one, weights, 0)
@@ -128,37 +132,37 @@ def _cut_by_mass(row_ptr, vocab, largest, heat, unit, reach, floor, at_floor, BL
 
 
 @triton.jit
-def _lowest(row_ptr, other_ptr, vocab, none: tl.constexpr, BLOCK: tl.constexpr):
+def _lowest(row_ptr, other_ptr, vocab, none: tl.constexpr, BITS: tl.constexpr, BLOCK: tl.constexpr):
     """The smallest key of a row among the tokens that another row has above `none`."""
     least = tl.full((BLOCK,), 4294967295, tl.int64)
     for start in range(0, vocab, BLOCK):
         at, values = _load(row_ptr, start, vocab, BLOCK)
         others = tl.load(other_ptr + at, mask=at < vocab, other=none).to(tl.float32)
-        least = tl.minimum(least, tl.where((at < vocab) & (others > none), _keys(values), 4294967295))
+        least = tl.minimum(least, tl.where((at < vocab) & (others > none), _keys(values, BITS), 4294967295))
     return tl.min(least, 0)
 
 
 @triton.jit
-def _beside(row_ptr, vocab, edge, BLOCK: tl.constexpr):
+def _beside(row_ptr, vocab, edge, BITS: tl.constexpr, BLOCK: tl.constexpr):
     """How many keys lie above `edge`, and how many equal it."""
     beyond, equal = tl.zeros((BLOCK,), tl.int32), tl.zeros((BLOCK,), tl.int32)
     for start in range(0, vocab, BLOCK):
         at, values = _load(row_ptr, start, vocab, BLOCK)
-        keys = tl.where(at < vocab, _keys(values), -1)
+        keys = tl.where(at < vocab, _keys(values, BITS), -1)
         beyond += (keys > edge).to(tl.int32)
         equal += (keys == edge).to(tl.int32)
     return tl.sum(beyond, 0).to(tl.int64), tl.sum(equal, 0).to(tl.int64)
 
 
 @triton.jit
-def _walk(row_ptr, vocab, largest, heat, unit, floor, left, point, BLOCK: tl.constexpr):
+def _walk(row_ptr, vocab, largest, heat, unit, floor, left, point, BITS: tl.constexpr, BLOCK: tl.constexpr):
     """The first token whose upper end lies above `point`; of the keys equal to `floor`, `left` count."""
     token = tl.full((), 0, tl.int64) + vocab
     ends, ties = tl.full((), 0, tl.int64), tl.full((), 0, tl.int64)
     for start in range(0, vocab, BLOCK):
         if token == vocab:
             at, values = _load(row_ptr, start, vocab, BLOCK)
-            keys = tl.where(at < vocab, _keys(values), -1)
+            keys = tl.where(at < vocab, _keys(values, BITS), -1)
             same = ((keys == floor) & (at < vocab)).to(tl.int32)
             many = tl.sum(same, 0).to(tl.int64)
             kept = (keys > floor) | (same > 0)
@@ -182,7 +186,7 @@ def _draw(
     heat_ptr, heat_bits, count_ptr, count, share_ptr, share_bits, seed_ptr, seed, offset_ptr, offset,
     HEATS: tl.constexpr, COUNTS: tl.constexpr, SHARES: tl.constexpr, SEEDS: tl.constexpr,
     OFFSETS: tl.constexpr, BY_COUNT: tl.constexpr, BY_SHARE: tl.constexpr, MASKED: tl.constexpr,
-    KEPT: tl.constexpr, BLOCK: tl.constexpr,
+    KEPT: tl.constexpr, BITS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     row_ptr = logits_ptr + row * stride
@@ -211,31 +215,31 @@ def _draw(
         if (wanted > 0) & (wanted < vocab):
             proved = tl.full((), 0, tl.int32)
             if MASKED:
-                floor = _lowest(row_ptr, masked_ptr + row * vocab, vocab, float("-inf"), BLOCK)
-                above, same = _beside(row_ptr, vocab, floor, BLOCK)
+                floor = _lowest(row_ptr, masked_ptr + row * vocab, vocab, float("-inf"), BITS, BLOCK)
+                above, same = _beside(row_ptr, vocab, floor, BITS, BLOCK)
                 left = wanted - above
                 proved = tl.where((left > 0) & (left <= same), 1, 0)
             if proved == 0:
-                floor, left = _cut_by_count(row_ptr, vocab, wanted, BLOCK)
-    beyond, each, _ = _mass(row_ptr, vocab, largest, safe, unit, floor, BLOCK)
+                floor, left = _cut_by_count(row_ptr, vocab, wanted, BITS, BLOCK)
+    beyond, each, _ = _mass(row_ptr, vocab, largest, safe, unit, floor, BITS, BLOCK)
     total = beyond + left * each
     if BY_SHARE:
         same_share = (none + share_bits).to(tl.float64, bitcast=True)
         share = tl.load(share_ptr + row).to(tl.float64) if SHARES else same_share
         reach = share * total.to(tl.float64)
-        top = tl.max(_keys(largest + tl.zeros((1,), tl.float32)), 0)
+        top = tl.max(_keys(largest + tl.zeros((1,), tl.float32), BITS), 0)
         edge, at_floor = floor, left * each
         found, equal = tl.full((), 0, tl.int32), tl.full((), 0, tl.int64)
         if KEPT:
-            edge = tl.minimum(_lowest(row_ptr, kept_ptr + row * vocab, vocab, 0.0, BLOCK), top)
-            beyond, each, equal = _mass(row_ptr, vocab, largest, safe, unit, edge, BLOCK)
+            edge = tl.minimum(_lowest(row_ptr, kept_ptr + row * vocab, vocab, 0.0, BITS, BLOCK), top)
+            beyond, each, equal = _mass(row_ptr, vocab, largest, safe, unit, edge, BITS, BLOCK)
             here = beyond + each * tl.where(edge == floor, left, equal)
             enough = (here.to(tl.float64) >= reach) & (beyond.to(tl.float64) < reach)
             found = tl.where(enough & (edge >= floor), 1, 0)
         if found == 0:
-            edge = _cut_by_mass(row_ptr, vocab, largest, safe, unit, reach, floor, at_floor, BLOCK)
+            edge = _cut_by_mass(row_ptr, vocab, largest, safe, unit, reach, floor, at_floor, BITS, BLOCK)
             edge = tl.minimum(edge, top)
-            beyond, each, equal = _mass(row_ptr, vocab, largest, safe, unit, edge, BLOCK)
+            beyond, each, equal = _mass(row_ptr, vocab, largest, safe, unit, edge, BITS, BLOCK)
         whole = reach.to(tl.int64)
         whole += (whole.to(tl.float64) < reach).to(tl.int64)
         need = (whole - beyond + each - 1) // tl.maximum(each, 1)
@@ -253,7 +257,7 @@ def _draw(
 
     token = hottest
     if not coldest:
-        token = _walk(row_ptr, vocab, largest, safe, unit, floor, left, point, BLOCK)
+        token = _walk(row_ptr, vocab, largest, safe, unit, floor, left, point, BITS, BLOCK)
     tl.store(out_ptr + row, tl.where(usable & (token < vocab), token, -1))
 
 
@@ -297,7 +301,7 @@ def sample_proposed(
         HEATS=isinstance(temperature, Tensor), COUNTS=isinstance(top_k, Tensor),
         SHARES=isinstance(top_p, Tensor), SEEDS=isinstance(seed, Tensor), OFFSETS=isinstance(offset, Tensor),
         BY_COUNT=not always(top_k, 0), BY_SHARE=not always(top_p, 1), MASKED=masked is not None,
-        KEPT=kept is not None, BLOCK=block, num_warps=8,
+        KEPT=kept is not None, BITS=_BITS[logits.dtype], BLOCK=block, num_warps=8,
     )  # fmt: skip
     return out
 
