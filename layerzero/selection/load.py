@@ -18,24 +18,24 @@ def load_us(kernel: Kernel, request: Request, hardware: Hardware, roofs_us: floa
     """Microseconds at full speed of what `kernel` makes of a call for which the roofs need `roofs_us`."""
     found = roofs_us
     if kernel.tiling is not None:
-        found = max(found, blocks_us(kernel.tiling, request, hardware))
+        found = blocks_us(kernel.tiling, request, hardware, roofs_us)
     if kernel.copied_bytes is not None:
         # Read once and written once.
         found += 2e6 * kernel.copied_bytes(request) / hardware.bandwidth
     return found
 
 
-def blocks_us(tiling: Tiling, request: Request, hardware: Hardware) -> float:
+def blocks_us(tiling: Tiling, request: Request, hardware: Hardware, roofs_us: float = 0.0) -> float:
     """Microseconds until the last block of attention is done, each at one multiprocessor's share of the peak.
 
     A block takes its time whole, however few of its rows are asked for, and blocks of equal length run in
-    waves. Under a causal mask they differ and the longest start first, so that many of them end together.
-    0 where that is not known: a window, a head size beyond the tiling, a device whose multiprocessors nobody
-    counted.
+    waves: a full one needs its share of `roofs_us`, the last one no less than a block alone. Under a causal
+    mask blocks differ and the longest start first, so that many of them end together. Only `roofs_us` where
+    waves are not known: a window, a head size beyond the tiling, multiprocessors that nobody counted.
     """
     dims, tile = request.dims, next((r for size, r in tiling.rows if request.dims["D"] <= size), 0)
     if not tile or hardware.threads <= 1 or "window" in request.features:
-        return 0.0
+        return roofs_us
     heads, rows = (dims["Hk"], dims["Sq"] * dims["G"]) if tiling.packed else (dims["Hq"], dims["Sq"])
     blocks = dims["B"] * heads * math.ceil(rows / tile)
     peak = hardware.peak_flops.get(request.dtype) or min(hardware.peak_flops.values(), default=1e9)
@@ -45,5 +45,9 @@ def blocks_us(tiling: Tiling, request: Request, hardware: Hardware) -> float:
     share = 1.0 - dims["Sq"] / (2.0 * max(dims["Sk"], dims["Sq"])) if masked else 1.0
     waves = blocks * share / hardware.threads
     if waves < 1.0:
-        return longest * (waves if tiling.splits else 1.0)
-    return longest * (waves if masked else math.ceil(waves))
+        return max(roofs_us, longest * (waves if tiling.splits else 1.0))
+    if masked:
+        return max(roofs_us, longest * waves)
+    full, last = divmod(blocks, hardware.threads)
+    found = full * max(longest, roofs_us * hardware.threads / blocks)
+    return found + (max(longest, roofs_us * last / blocks) if last else 0.0)

@@ -159,7 +159,7 @@ def _large_attention(dtype: str) -> Iterator[Call]:
 
 def _other_heads(dtype: str) -> Iterator[Call]:
     # Two, four and eight query heads to one of keys, at the head sizes that have kernels of their own.
-    for hq, hk, d in ((8, 4, 256), (32, 8, 64), (64, 8, 128)):
+    for hq, hk, d in ((8, 4, 256), (16, 8, 256), (32, 8, 64), (64, 8, 128)):
         for b, sq in ((1, 256), (1, 1024), (2, 4096), (8, 512)):
             yield attention(b, hq, hk, sq, sq, d, dtype)
         for b, sk in ((1, 1024), (1, 16384), (8, 2048), (64, 1024), (128, 4096)):

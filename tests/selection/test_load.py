@@ -74,6 +74,22 @@ def test_splitting_keys_fills_the_machine() -> None:
     assert blocks_us(splits, call, H200) == pytest.approx(whole * 8 / 132)
 
 
+@pytest.mark.parametrize(("heads", "share"), [(132, 132 / 132), (264, 2.0), (396, 3.0)])
+def test_full_waves_take_what_the_roofs_need(heads: int, share: float) -> None:
+    """Where moving takes longer than computing, whole waves are no slower than the roofs."""
+    roofs = 10.0 * share * one_block_us(128, 1024, 64)
+    assert blocks_us(PLAIN, request(1, heads, heads, 1, 1024), H200, roofs) == pytest.approx(roofs)
+
+
+def test_a_last_wave_of_few_blocks_costs_a_block_where_memory_is_the_roof() -> None:
+    """Sixty blocks after a full wave move less than half of it, and take as long as one block alone."""
+    block = one_block_us(128, 1024, 64)
+    roofs = 1.6 * block * 192 / 132
+    found = blocks_us(PLAIN, request(1, 192, 192, 1, 1024), H200, roofs)
+    assert found == pytest.approx(1.6 * block + block)
+    assert found > 1.1 * roofs
+
+
 def test_under_a_causal_mask_blocks_end_together() -> None:
     """Half of the work of a square, never less than its longest block."""
     many, few = request(4, 132, 132, 1024, 1024, causal=True), request(1, 2, 2, 1024, 1024, causal=True)
