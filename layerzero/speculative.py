@@ -65,6 +65,19 @@ class Drafter(Held, Protocol):
     async def draft(self, fresh: Tensor, places: int, drawing: Drawing) -> tuple[Tensor, Tensor]: ...
 
 
+def need_logits(name: str, logits: Any, rows: int) -> Tensor:
+    """What the `forward` of a decoder gave, once it is seen to be logits of at least `rows` tokens."""
+    if not isinstance(logits, Tensor) or not logits.is_floating_point():
+        got = logits.dtype if isinstance(logits, Tensor) else type(logits).__name__
+        raise TypeError(f"{name} needs a forward that gives floating point logits, got {got}")
+    if logits.dim() != 2 or logits.shape[0] < rows:
+        raise ValueError(
+            f"{name} needs a forward that gives logits (T, V) of at least {rows} tokens, "
+            f"got shape {tuple(logits.shape)}"
+        )
+    return logits
+
+
 async def drafted_by(decoder: Decoder, fresh: Tensor, places: int, drawing: Drawing) -> tuple[Tensor, Tensor]:
     """`places` tokens (K,) behind `fresh`, one by one, and the distributions (K, V) that they came from."""
     filters: dict[str, Any] = {
@@ -72,7 +85,7 @@ async def drafted_by(decoder: Decoder, fresh: Tensor, places: int, drawing: Draw
     }  # fmt: skip
     tokens, probs = [], []
     for place in range(places):
-        logits = (await decoder.forward(fresh))[-1:]
+        logits = need_logits("draft", await decoder.forward(fresh), 1)[-1:]
         fresh = await _sample(logits, seed=drawing.seed, offset=drawing.offset + place, **filters)
         tokens.append(fresh)
         probs.append(shares(logits, **filters))
@@ -153,12 +166,16 @@ class Generation:
         self._places, self._left, self._end = places, max_tokens, frozenset(end)
         self._filter: dict[str, Any] = {"temperature": temperature, "top_k": top_k, "top_p": top_p}
         self._seed, self._overlap = seed, overlap
+        self._busy = False
         self._known: Tensor | None = None  # the target's distribution of the next token, where it is known
         self._kept = False  # the same where the target keeps it
         self._ahead: _Drafts | None = None  # what was drafted beyond the tokens that are certain
 
     async def __aiter__(self) -> AsyncIterator[int]:
         while self._left > 0:
+            if self._busy:
+                raise RuntimeError("a generation needs one consumer: another one waits for its next tokens")
+            self._busy = True
             try:
                 new = await self._round()
             except BaseException as error:
@@ -166,6 +183,8 @@ class Generation:
                 if isinstance(error, BaseExceptionGroup) and len(error.exceptions) == 1:
                     raise error.exceptions[0] from None  # a model's own error, not the task group around it
                 raise
+            finally:
+                self._busy = False
             for token in new:
                 self._left -= 1
                 yield token
@@ -198,6 +217,11 @@ class Generation:
             if self._overlap and self._left > places:
                 group.start_soon(draft_on)
             stays, found, last = await self._verified(drafts)
+            if min(found[: stays + 1]) < 0:
+                raise ValueError(
+                    f"target needs logits with a finite largest value in each row, got others behind "
+                    f"{text + stays} tokens"
+                )
         self.stats.rounds += 1
         self.stats.drafted += len(drafts.tokens)
         self.stats.accepted += stays
@@ -247,7 +271,8 @@ class Generation:
         """The target's distributions (K + 1, V) at each drafted place and after the last."""
         fresh = torch.tensor(self._text[target.length :], dtype=torch.int64)
         run = torch.cat([fresh.to(drafts.tokens.device), drafts.tokens])
-        logits = await target.forward(run)
+        rows = len(drafts.tokens) + (self._known is None)
+        logits = need_logits("target", await target.forward(run), rows)
         if logits.shape[-1] != drafts.probs.shape[-1]:
             raise ValueError(
                 f"draft needs the target's vocabulary of {logits.shape[-1]} tokens, got "
@@ -287,6 +312,7 @@ def generate(
     `overlap` drafts on while the target verifies. It stops after `max_tokens`, or behind a token of `end`.
     Raises: ValueError, TypeError: an argument does not fit, by name. What the models raise.
     """
+    prompt = _ids("prompt", prompt)
     if not prompt:
         raise ValueError("prompt needs at least one token, got none")
     checks.need_int("places", places, low=1)
@@ -294,8 +320,14 @@ def generate(
     checks.need_number("temperature", temperature, low=0.0)
     checks.need_int("top_k", top_k, low=0)
     checks.need_number("top_p", top_p, low=0.0, high=1.0)
+    if seed is not None:
+        checks.need_whole("seed", seed)
     if not (hasattr(draft, "forward") or isinstance(draft, Drafter)):
         raise TypeError(f"draft needs `forward`, which gives logits, got {type(draft).__name__} without it")
+    if not (hasattr(target, "forward") or isinstance(target, Verifier)):
+        raise TypeError(f"target needs `forward`, which gives logits, got {type(target).__name__} without it")
+    if draft is target:
+        raise ValueError("draft needs to be a sequence of its own, got the target's")
     for name, decoder in (("draft", draft), ("target", target)):
         if not 0 <= decoder.length < len(prompt):
             raise ValueError(
@@ -312,8 +344,14 @@ def generate(
         top_p=top_p,
         seed=seed if seed is not None else _new_seed(),
         overlap=overlap,
-        end=end,
+        end=_ids("end", end),
     )
+
+
+def _ids(name: str, given: Collection[int]) -> list[int]:
+    if not isinstance(given, Collection) or isinstance(given, str | Tensor):
+        raise TypeError(f"{name} needs token ids as ints, got {type(given).__name__}")
+    return [checks.need_int(name, token, low=0) for token in given]
 
 
 def _new_seed() -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 from collections import Counter
+from collections.abc import Callable
 from typing import Any
 
 import anyio
@@ -270,3 +271,92 @@ def test_the_prompt_and_the_caches_have_to_fit() -> None:
     full.tokens = [0, 1]
     with pytest.raises(ValueError, match="target needs less than the prompt's 2 tokens, got 2"):
         speculative.generate(Chain(2), full, [0, 1])
+
+
+class Wrong(Chain):
+    """A model whose forward gives what `spoil` makes of its logits."""
+
+    def __init__(self, spoil: Callable[[Tensor], Any]) -> None:
+        super().__init__(1)
+        self.spoil = spoil
+
+    async def forward(self, tokens: Tensor) -> Tensor:
+        spoiled: Tensor = self.spoil(await super().forward(tokens))
+        return spoiled
+
+
+@pytest.mark.parametrize("worst", [float("nan"), float("inf"), float("-inf")])
+@pytest.mark.parametrize("places", [1, 4])
+def test_logits_that_give_no_token_are_an_error(worst: float, places: int) -> None:
+    """Of the draft or of the target: nobody is given -1 as a token."""
+    spoiled = Wrong(lambda logits: torch.full_like(logits, worst))
+    with pytest.raises(ValueError, match="target needs logits with a finite largest value"):
+        run(Chain(2), spoiled, places=places)
+    spoiled = Wrong(lambda logits: torch.full_like(logits, worst))
+    with pytest.raises(ValueError, match="logits needs a finite largest value in each row"):
+        run(spoiled, Chain(2), places=places)
+
+
+@pytest.mark.parametrize(
+    ("spoil", "error", "said"),
+    [
+        (lambda logits: None, TypeError, "got NoneType"),
+        (lambda logits: logits.long(), TypeError, "got torch.int64"),
+        (lambda logits: logits[None], ValueError, r"logits \(T, V\) of at least"),
+        (lambda logits: logits[:0], ValueError, "got shape"),
+    ],
+)
+def test_a_forward_that_gives_no_logits_is_named(
+    spoil: Callable[[Tensor], Any], error: type[Exception], said: str
+) -> None:
+    """By whose it is and what it gave."""
+    with pytest.raises(error, match=f"draft needs a forward that gives .*{said}"):
+        run(Wrong(spoil), Chain(2))
+    with pytest.raises(error, match=f"target needs a forward that gives .*{said}"):
+        run(Chain(2), Wrong(spoil))
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "said"),
+    [
+        ({"prompt": torch.tensor([0, 1])}, TypeError, "prompt needs token ids as ints, got Tensor"),
+        ({"prompt": "ab"}, TypeError, "prompt needs token ids as ints, got str"),
+        ({"prompt": [0, 1.0]}, TypeError, "prompt needs an int"),
+        ({"prompt": [0, -1]}, ValueError, "prompt needs an int >= 0"),
+        ({"end": 3}, TypeError, "end needs token ids as ints, got int"),
+        ({"seed": "one"}, TypeError, "seed needs an int"),
+        ({"target": 3}, TypeError, "target needs `forward`"),
+    ],
+)
+def test_arguments_are_refused_by_name_before_anything_runs(
+    changes: dict[str, Any], error: type[Exception], said: str
+) -> None:
+    """When the generation is asked for, not when its first token is."""
+    given: dict[str, Any] = {"draft": Chain(1), "target": Chain(2), "prompt": [0, 1]}
+    with pytest.raises(error, match=said):
+        speculative.generate(**given | changes)
+
+
+def test_one_sequence_is_not_draft_and_target_at_once() -> None:
+    """Both would write one cache."""
+    model = Chain(1)
+    with pytest.raises(ValueError, match="draft needs to be a sequence of its own"):
+        speculative.generate(model, model, [0, 1])
+
+
+def test_two_consumers_of_one_generation_are_refused() -> None:
+    """The second one is; the first gets its text."""
+
+    async def main() -> tuple[Any, Any, list[int]]:
+        generation = speculative.generate(Chain(2), Chain(1), [0, 1], max_tokens=9, seed=4)
+
+        async def consumed() -> list[int]:
+            return [token async for token in generation]
+
+        both = await asyncio.gather(consumed(), consumed(), return_exceptions=True)
+        alone = speculative.generate(Chain(2), Chain(1), [0, 1], max_tokens=9, seed=4)
+        return *both, [token async for token in alone]
+
+    first, second, alone = asyncio.run(main())
+    assert first == alone
+    assert isinstance(second, RuntimeError) and "one consumer" in str(second)

@@ -46,8 +46,9 @@ def sample(
     Args: logits (B, V), any float dtype, -inf masks; every other argument is a number or a (B,) tensor.
         temperature 0 takes the largest logit; top_k 0 keeps all; top_p keeps the fewest tokens whose share
         of what top-k left reaches top_p. Among equal logits the lowest index comes first. The same (seed,
-        offset) draws the same; one seed for B rows gives each row its own stream, the first row's being the
-        seed itself; None takes a seed from torch's default generator when the call is made.
+        offset) draws the same, of an int the low 64 bits count; one seed for B rows gives each row its own
+        stream, the first row's being the seed itself; None takes a seed from torch's default generator when
+        the call is made.
     Returns: (B,) int64; -1 for a row of NaN or of nothing but -inf where the device's data is not read.
     Raises: ValueError, TypeError: an argument does not fit, by name; on the CPU also such a row, by index.
     Source: splitmix64: Steele, Lea and Flood, OOPSLA 2014.
@@ -123,16 +124,17 @@ def _need_share(name: str, value: Any, high: float, logits: Tensor) -> None:
 
 
 def need_count(name: str, value: Any, span: tuple[int, int] | None, logits: Tensor) -> None:
-    """`value` is an int in `span` or an index tensor (B,)."""
+    """`value` is an int in `span`, or any without one, or an index tensor (B,)."""
     if isinstance(value, Tensor):
         checks.need_index(name, value, rank=1)
         if value.shape[0] != logits.shape[0]:
             got = value.shape[0]
             raise ValueError(f"{name} needs {logits.shape[0]} elements like logits' rows, got {got}")
         checks.need_same_device("logits", logits, **{name: value})
+    elif span is None:
+        checks.need_whole(name, value)
     else:
-        low, high = span or (None, None)
-        checks.need_int(name, value, low=low, high=high)
+        checks.need_int(name, value, low=span[0], high=span[1])
 
 
 def _request(
@@ -231,8 +233,15 @@ def sample_reference(
 ) -> Tensor:
     """Filter, then draw; where every row is to be the likeliest there is nothing to weigh."""
     if always(temperature, 0):
-        return likeliest(logits)
-    return draw(token_weights(logits, temperature, top_k, top_p), seed, offset)
+        return _drawn(likeliest(logits))
+    return _drawn(draw(token_weights(logits, temperature, top_k, top_p), seed, offset))
+
+
+def _drawn(tokens: Tensor) -> Tensor:
+    """The tokens, where each row has one or the device's data is not read; the guard names the row."""
+    if tokens.device.type == "cpu" and tokens.numel() and int(tokens.amin()) < 0:
+        raise ValueError("logits needs a finite largest value in each row")
+    return tokens
 
 
 def sample_topk_reference(

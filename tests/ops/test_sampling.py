@@ -1,5 +1,6 @@
 """sample, sample_topk, sample_topp: distributions, masks, reproducibility in any batch, bad input."""
 
+import asyncio
 import math
 from typing import Any
 
@@ -9,6 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
+import layerzero as lz
+from layerzero.ops.drawing import draw, likeliest, token_weights
 from layerzero.ops.op import Args, Op
 from layerzero.ops.sampling import SAMPLE, SAMPLE_TOPK, SAMPLE_TOPP
 from tests.ops.calls import call, together
@@ -99,10 +102,11 @@ def test_a_temperature_of_zero_is_one_rule_as_a_number_and_as_a_tensor(dtype: to
     ]
     rows = torch.cat([torch.tensor(odd), torch.randint(0, 3, (200, 4)).float()]).to(dtype)
     zeros = torch.zeros(len(rows), dtype=torch.float64)
-    args = (rows, 0.0, 0, 1.0, 3, 0)
-    plain = SAMPLE.reference(*args)
-    assert plain.tolist() == SAMPLE.reference(rows, zeros, *args[2:]).tolist()
+    plain = likeliest(rows)
+    assert plain.tolist() == draw(token_weights(rows, zeros, 0, 1.0), 3, 0).tolist()
     assert plain[:5].tolist() == [1, -1, -1, -1, 0]
+    good = rows[plain >= 0]
+    assert SAMPLE.reference(good, 0.0, 0, 1.0, 3, 0).tolist() == plain[plain >= 0].tolist()
 
 
 def test_a_tiny_temperature_is_greedy_without_nan() -> None:
@@ -272,3 +276,29 @@ def test_bad_input_is_named(
     """Every misfit is a ValueError or TypeError that says which argument, what it needs and what it got."""
     with pytest.raises(error, match=message):
         call(op, *operands, **options)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_row_without_a_token_is_an_error_however_it_is_called(temperature: float) -> None:
+    """Blocking, bound, awaited alone and awaited in company: never -1 on the CPU."""
+    said = "logits needs a finite largest value in each row, got nan in row 1"
+    bound = lz.bind("sample", L, temperature=temperature, seed=1)
+    for sample in (lz.sync.sample, bound):
+        given = {} if sample is bound else {"temperature": temperature, "seed": 1}
+        with pytest.raises(ValueError, match=said):
+            sample(torch.cat([BAD_ROW, BAD_ROW], 1), **given)
+
+    async def alone() -> None:
+        for _ in range(6):  # the first ones queue, the later ones run at once
+            with pytest.raises(ValueError, match=said):
+                await lz.sample(BAD_ROW, temperature=temperature, seed=1)
+
+    asyncio.run(alone())
+
+
+def test_of_a_seed_the_low_64_bits_count() -> None:
+    """Whether or not such a call was made before."""
+    logits = torch.zeros(5, 11)
+    for seed, same in ((1 << 64, 0), (-1 << 70, 0), ((1 << 63) + 2, 2 - (1 << 63))):
+        assert torch.equal(lz.sync.sample(logits, seed=seed), lz.sync.sample(logits, seed=same))
+        assert SAMPLE.check(SAMPLE.build(logits, seed=seed, offset=seed)[1]).op == "sample"
