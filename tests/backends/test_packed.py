@@ -142,6 +142,24 @@ def test_both_weights_of_a_feed_forward_block_are_followed() -> None:
             right(MLP, x, up, down, None, None, activation)
 
 
+def test_a_weight_is_laid_out_once_for_a_hundred_calls() -> None:
+    """And once more after each change."""
+    lay_out, made = products.library().pack, list[Tensor]()
+
+    def counted(weight: Tensor) -> Tensor:
+        made.append(weight)
+        panels: Tensor = lay_out(weight)
+        return panels
+
+    kept, weight = packed.Kept(counted, 1 << 30), torch.randn(64, 64)
+    first = kept.of(weight)
+    assert all(kept.of(weight[:]) is first for _ in range(100))
+    assert len(made) == 1
+    weight.mul_(2)
+    assert kept.of(weight) is kept.of(weight)
+    assert len(made) == 2
+
+
 def test_panels_are_freed_with_their_weight() -> None:
     """A view keeps them as it keeps the storage; when that dies, they die without a further call."""
     kept, weight = kept_of(), torch.randn(64, 64)
