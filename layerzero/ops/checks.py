@@ -125,7 +125,8 @@ def need_whole(name: str, value: Any) -> int:
     """`value` as an integer of any size."""
     if isinstance(value, bool) or not isinstance(value, int):
         raise TypeError(f"{name} needs an int, got {type(value).__name__}: {_short(value)}")
-    return value
+    whole: int = value
+    return whole
 
 
 def _need_64_bits(name: str, value: float) -> None:
