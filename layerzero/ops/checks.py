@@ -113,20 +113,19 @@ def need_number(
 
 def need_int(name: str, value: Any, *, low: int | None = None, high: int | None = None) -> int:
     """`value` as an integer within [low, high]."""
-    need_whole(name, value)
-    if (low is not None and value < low) or (high is not None and value > high):
+    whole = need_whole(name, value)
+    if (low is not None and whole < low) or (high is not None and whole > high):
         span = f">= {low}" if high is None else f"in [{low}, {high}]"
-        raise ValueError(f"{name} needs an int {span}, got {value}")
-    _need_64_bits(name, value)
-    return value
+        raise ValueError(f"{name} needs an int {span}, got {whole}")
+    _need_64_bits(name, whole)
+    return whole
 
 
 def need_whole(name: str, value: Any) -> int:
     """`value` as an integer of any size."""
     if isinstance(value, bool) or not isinstance(value, int):
         raise TypeError(f"{name} needs an int, got {type(value).__name__}: {_short(value)}")
-    whole: int = value
-    return whole
+    return value
 
 
 def _need_64_bits(name: str, value: float) -> None:
