@@ -5,7 +5,10 @@ Whoever waits too long writes an abort to the same place. The store keeps the fi
 that learns an outcome learns the same one, whoever crashed, lagged or refused in between. No rank decides
 alone, and no collective is used, so that a rank that hangs breaks nothing for the others.
 
-Each side is a generator: it yields a `Put`, `Take`, `Gather` or `Swap`, is sent the answer, and returns an
+Who refuses writes that abort too, before it votes, so that rank 0 waits for votes and reads none. Each way to
+the store and back costs all of them its time.
+
+Each side is a generator: it yields a `Put`, `Take`, `Meet` or `Swap`, is sent the answer, and returns an
 `Outcome`. `carry_out` drives one against a store; the model check in the tests drives all of them through
 every order.
 """
@@ -21,15 +24,16 @@ from typing import Any, Protocol
 class AgreementStore(Protocol):
     """Keys and values that all ranks share.
 
-    `take` waits for a key and gives None where it did not appear in time, `gather` does so for several;
-    `swap` writes where nothing stands and returns what stands there afterwards, as one indivisible step.
+    `take` waits for a key and gives None where it did not appear in time; `meet` waits for several and says
+    of each whether it is there; `swap` writes where nothing stands and returns what stands there afterwards,
+    as one indivisible step.
     """
 
     def put(self, key: str, value: bytes) -> None: ...
 
     def take(self, key: str, timeout_s: float) -> bytes | None: ...
 
-    def gather(self, keys: Sequence[str], timeout_s: float) -> tuple[bytes | None, ...]: ...
+    def meet(self, keys: Sequence[str], timeout_s: float) -> tuple[bool, ...]: ...
 
     def swap(self, key: str, value: bytes) -> bytes: ...
 
@@ -50,8 +54,8 @@ class Take:
 
 
 @dataclass(frozen=True, slots=True)
-class Gather:
-    """Wait for all of `keys`; the answer has None for each that is missing when the time is up."""
+class Meet:
+    """Wait for all of `keys`; the answer has False for each that is missing when the time is up."""
 
     keys: tuple[str, ...]
 
@@ -64,8 +68,8 @@ class Swap:
     value: bytes
 
 
-Step = Put | Take | Gather | Swap
-Reply = bytes | None | tuple[bytes | None, ...]
+Step = Put | Take | Meet | Swap
+Reply = bytes | None | tuple[bool, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +81,7 @@ class Outcome:
 
 
 Side = Generator[Step, Any, Outcome]
-_COMMIT, _ABORT, _YES, _NO = b"commit:", b"abort:", b"yes:", b"no:"
+_COMMIT, _ABORT = b"commit:", b"abort:"
 
 
 def digest_of(plan: bytes) -> str:
@@ -87,13 +91,11 @@ def digest_of(plan: bytes) -> str:
 
 def propose(where: str, plan: bytes, followers: Sequence[int]) -> Side:
     """Rank 0's side: put `plan` up under `where`, collect the votes of `followers`, decide."""
-    yes = _YES + digest_of(plan).encode()
     yield Put(f"{where}/plan", plan)
-    votes = yield Gather(tuple(f"{where}/vote/{rank}" for rank in followers))
-    refusals = [
-        f"rank {rank} {_refusal(vote)}" for rank, vote in zip(followers, votes, strict=True) if vote != yes
-    ]
-    word = _ABORT + "; ".join(refusals).encode() if refusals else _COMMIT + digest_of(plan).encode()
+    votes = yield Meet(tuple(f"{where}/vote/{rank}" for rank in followers))
+    late = [rank for rank, there in zip(followers, votes, strict=True) if not there]
+    absent = [f"rank {rank} did not vote in time" for rank in late]
+    word = _ABORT + "; ".join(absent).encode() if absent else _COMMIT + digest_of(plan).encode()
     return _outcome((yield Swap(f"{where}/outcome", word)), plan)
 
 
@@ -104,11 +106,14 @@ def answer(where: str, rank: int, validate: Callable[[bytes], str | None]) -> Si
         word = _ABORT + f"rank {rank} saw no plan in time".encode()
         return _outcome((yield Swap(f"{where}/outcome", word)), None)
     objection = validate(plan)
-    vote = _YES + digest_of(plan).encode() if objection is None else _NO + objection.encode()
-    yield Put(f"{where}/vote/{rank}", vote)
-    word = yield Take(f"{where}/outcome")
-    if word is None:
-        word = yield Swap(f"{where}/outcome", _ABORT + f"rank {rank} saw no decision in time".encode())
+    if objection is None:
+        yield Put(f"{where}/vote/{rank}", b"yes")
+        word = yield Take(f"{where}/outcome")
+        if word is None:
+            word = yield Swap(f"{where}/outcome", _ABORT + f"rank {rank} saw no decision in time".encode())
+    else:
+        word = yield Swap(f"{where}/outcome", _ABORT + f"rank {rank} refuses: {objection}".encode())
+        yield Put(f"{where}/vote/{rank}", b"no")
     return _outcome(word, plan)
 
 
@@ -156,14 +161,6 @@ class Succession:
         self._held = {other: kept for other, kept in self._held.items() if kept[0] > self.version}
 
 
-def _refusal(vote: bytes | None) -> str:
-    if vote is None:
-        return "did not vote in time"
-    if vote.startswith(_NO):
-        return f"refuses: {vote[len(_NO) :].decode()}"
-    return "voted for another plan"
-
-
 def _outcome(word: bytes | None, plan: bytes | None) -> Outcome:
     assert word is not None
     if word.startswith(_ABORT):
@@ -185,8 +182,8 @@ def carry_out(side: Side, store: AgreementStore, timeout_s: float) -> Outcome:
                 store.put(step.key, step.value)
             elif isinstance(step, Take):
                 reply = store.take(step.key, timeout_s)
-            elif isinstance(step, Gather):
-                reply = store.gather(step.keys, timeout_s) if step.keys else ()
+            elif isinstance(step, Meet):
+                reply = store.meet(step.keys, timeout_s) if step.keys else ()
             else:
                 reply = store.swap(step.key, step.value)
     except StopIteration as end:

@@ -22,7 +22,7 @@ from layerzero import log
 from layerzero.actors.agreement import AgreementStore, Succession, answer, carry_out, digest_of, propose
 from layerzero.actors.broadcast import Follower, Leader
 from layerzero.actors.local import LocalDevice
-from layerzero.actors.profiles import Agreed, Mode, Profile, able, common_plan, profile_of
+from layerzero.actors.profiles import Agreed, Mode, Profile, common_plan, lacking, profile_of
 from layerzero.dispatch import Snapshot
 from layerzero.errors import ConfigurationError, ConsistencyError, DeviceLostError, PolicyValidationError
 
@@ -203,8 +203,7 @@ class Gang:
         wanted = plan.kernels.get(self._group)
         if wanted is None:
             return f"it has nothing for {self._group}"
-        here = {kernel.id for kernel in able(self.device)}
-        missing = [kernel for kernel in wanted if kernel not in here]
+        missing = lacking(self.device, wanted)
         if missing:
             return f"cannot run {', '.join(missing[:5])}"
         return None

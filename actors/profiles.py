@@ -10,7 +10,7 @@ import dataclasses
 import functools
 import hashlib
 import importlib.metadata
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Literal
 
 import msgspec
@@ -231,6 +231,18 @@ def able(device: LocalDevice) -> list[Kernel]:
     kernels = [k for k in device.kernels() if platform in k.capability.platforms]
     absent = {*device.registry.blocked(), *device.health.blocked(), *device.registry.unready()}
     return [kernel for kernel in kernels if kernel.id not in absent]
+
+
+def lacking(device: LocalDevice, kernels: Iterable[str]) -> list[str]:
+    """Those of `kernels`, by id, that a device could not run this moment."""
+    registry, platform = device.registry, device.hardware.platform
+    absent = {*registry.blocked(), *device.health.blocked(), *registry.unready()}
+    missing = []
+    for name in kernels:
+        kernel = None if name in absent else registry.get(name)
+        if kernel is None or platform not in kernel.capability.platforms:
+            missing.append(name)
+    return missing
 
 
 @functools.lru_cache(maxsize=4096)

@@ -76,10 +76,13 @@ class RayStore:
 
     def take(self, key: str, timeout_s: float) -> bytes | None:
         """What stands under `key`, waiting for it; None after `timeout_s` seconds."""
-        return self.gather((key,), timeout_s)[0]
+        return self._gathered((key,), timeout_s)[0]
 
-    def gather(self, keys: Sequence[str], timeout_s: float) -> tuple[bytes | None, ...]:
-        """What stands under `keys` once all are there, or after `timeout_s` seconds."""
+    def meet(self, keys: Sequence[str], timeout_s: float) -> tuple[bool, ...]:
+        """Whether something stands under each of `keys`, once all are there or after `timeout_s` seconds."""
+        return tuple(value is not None for value in self._gathered(keys, timeout_s))
+
+    def _gathered(self, keys: Sequence[str], timeout_s: float) -> tuple[bytes | None, ...]:
         found: tuple[bytes | None, ...] = self._ask("gather", timeout_s, tuple(keys), timeout_s)
         return found
 

@@ -38,11 +38,11 @@ class LocalStore:
             self._changed.wait_for(lambda: key in self._values, timeout_s)
             return self._values.get(key)
 
-    def gather(self, keys: Sequence[str], timeout_s: float) -> tuple[bytes | None, ...]:
-        """What stands under `keys` once all are there, or after `timeout_s` seconds."""
+    def meet(self, keys: Sequence[str], timeout_s: float) -> tuple[bool, ...]:
+        """Whether something stands under each of `keys`, once all are there or after `timeout_s` seconds."""
         with self._changed:
             self._changed.wait_for(lambda: all(key in self._values for key in keys), timeout_s)
-            return tuple(map(self._values.get, keys))
+            return tuple(key in self._values for key in keys)
 
     def swap(self, key: str, value: bytes) -> bytes:
         """Write `value` unless something stands under `key`; what stands there now."""
@@ -75,15 +75,19 @@ class TorchStore:
         """
         return self._waiting(timeout_s, lambda: self._store.get(key))
 
-    def gather(self, keys: Sequence[str], timeout_s: float) -> tuple[bytes | None, ...]:
-        """What stands under `keys` once all are there, or after `timeout_s` seconds.
+    def meet(self, keys: Sequence[str], timeout_s: float) -> tuple[bool, ...]:
+        """Whether something stands under each of `keys`, once all are there or after `timeout_s` seconds.
 
         Raises: DistNetworkError: the store is gone.
         """
-        found = self._waiting(timeout_s, lambda: self._store.multi_get(list(keys)))
-        if found is not None:
-            return tuple(found)
-        return tuple(self.take(key, 0.0) if self._store.check([key]) else None for key in keys)
+
+        def waited() -> bool:
+            self._store.wait(list(keys))
+            return True
+
+        if self._waiting(timeout_s, waited):
+            return (True,) * len(keys)
+        return tuple(bool(self._store.check([key])) for key in keys)
 
     def _waiting(self, timeout_s: float, ask: Callable[[], T]) -> T | None:
         """The answer of a question that waits in the store; None where the time is up."""

@@ -12,7 +12,7 @@ from torch.distributed import HashStore, TCPStore  # type: ignore[attr-defined] 
 
 from layerzero.actors import agreement
 from layerzero.actors.agreement import (
-    Gather,
+    Meet,
     Outcome,
     Put,
     Side,
@@ -103,8 +103,8 @@ def replies(step: Step, store: dict[str, bytes]) -> Replies:
     if isinstance(step, Swap):
         kept = store.get(step.key, step.value)
         return [(kept, {**store, step.key: kept})]
-    if isinstance(step, Gather):
-        return [(tuple(map(store.get, step.keys)), store)]
+    if isinstance(step, Meet):
+        return [(tuple(key in store for key in step.keys), store)]
     return [(None, store)] + ([(store[step.key], store)] if step.key in store else [])
 
 
