@@ -77,9 +77,9 @@ def groups() -> tuple[Group, ...]:
     for part in ("tokens and dtype0", "tokens and dtype1", "codes"):
         name = f"{CUDA}_compiling_{part.replace(' and ', '_')}"
         found.append(Group(name, (f"tests/cuda/{COMPILING}.py",), part, when=EARLY, compiles=True))
-    for dtype in ("float32", "bfloat16"):
-        name = f"{CUDA}_{FILTERS}_{dtype}"
-        found.append(Group(name, (f"tests/cuda/{FILTERS}.py",), dtype, when=EARLY, compiles=True))
+    for part in ("float32", "bfloat16", "graph"):
+        name = f"{CUDA}_{FILTERS}_{part}"
+        found.append(Group(name, (f"tests/cuda/{FILTERS}.py",), part, when=EARLY, compiles=True))
     for select in compiled:
         for dtype in ("bfloat16", "float16"):
             name = re.sub(r"\W+", "_", select.replace(" and not mla", "").replace(" and ", ""))

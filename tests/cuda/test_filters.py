@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+import layerzero as lz
 from tests.cuda.test_triton_kernels import ROWS, logits_of
 
 pytestmark = [
@@ -36,3 +37,17 @@ def test_the_tokens_of_the_reference(vocab: int, dtype: torch.dtype) -> None:
         for again in range(4):
             call = (logits_of(vocab, dtype, 4 * at + again), heat, count, share, seeds, again)
             assert torch.equal(sample(*call), sample_reference(*call)), (setting, again)
+
+
+def test_a_graph_may_hold_them() -> None:
+    """A capture with every filter is replayed with other logits, and nothing is allocated outside of it."""
+    pytest.importorskip("flashinfer", reason="FlashInfer is not installed")
+    logits = torch.randn(4, 128_256, device="cuda").bfloat16()
+    seeds = torch.arange(4, device="cuda")
+    with lz.start(lz.Settings(device="cuda", warm="off", perfdb=None), scoped=True):
+        asked: tuple[dict[str, Any], ...] = ({"top_k": 50}, {"top_p": 0.9}, {"top_k": 50, "top_p": 0.9})
+        for filters in asked:
+            (proof,) = lz.validate_graph_capture(
+                "sample", logits, seed=seeds, kernel="flashinfer.sample.filtered", **filters
+            )
+            assert proof.safe, str(proof)

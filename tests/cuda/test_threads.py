@@ -111,17 +111,23 @@ def test_awaits_of_every_threads_loop_are_all_answered(runtime: lz.Runtime) -> N
     weight = torch.eye(256, device="cuda")
     before = runtime.device("cuda").fronts.stats()
 
-    async def caller(value: float) -> bool:
-        out = await lz.linear(torch.full((1, 256), value, device="cuda"), weight)
-        return bool((out == value).all())
+    async def caller(stream: Any, value: float) -> bool:
+        with torch.cuda.stream(stream):
+            out = await lz.linear(torch.full((1, 256), value, device="cuda"), weight)
+            return bool((out == value).all())
 
-    async def crowd(number: int) -> list[bool]:
+    async def crowd(number: int, stream: Any) -> list[bool]:
         found: list[bool] = []
         for _ in range(ROUNDS):
-            found += await asyncio.gather(*(caller(float(number * 4 + each)) for each in range(4)))
+            found += await asyncio.gather(*(caller(stream, float(number * 4 + each)) for each in range(4)))
         return found
 
-    found = at_once(lambda number: asyncio.run(crowd(number)))
+    def work(number: int) -> list[bool]:
+        stream: Any = torch.cuda.current_stream()
+        with torch.cuda.stream(torch.cuda.default_stream()):  # a loop's own stream; its callers enter theirs
+            return asyncio.run(crowd(number, stream))
+
+    found = at_once(work)
     assert found == [[True] * (4 * ROUNDS)] * THREADS
     after = runtime.device("cuda").fronts.stats()
     assert after.submitted == after.ended
