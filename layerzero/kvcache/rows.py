@@ -118,6 +118,6 @@ class RowMaker:
         if any(sequence.tables is not self._tables for sequence in sequences):
             raise ValueError("spans needs those of this cache's sequences, got another cache's")
         picked = self._tables.pick([sequence.row for sequence in sequences], width)
-        made = on_device(picked, self._device)
+        made = picked if self._device.type == "cpu" else on_device(picked, self._device)
         self._near = (sequences, here, made)
         return made

@@ -120,26 +120,26 @@ class PagedSequence:
 
 
 class Tables:
-    """The page tables of all sequences, a row each: `rows` (R, W), int32, on the host.
+    """The page tables of all sequences, a row each of (R, W) int32 on the host.
 
     A row belongs to a sequence until the object dies. `version` rises with every entry that changes.
     """
 
-    __slots__ = ("_free", "_numbers", "rows", "version")
+    __slots__ = ("_free", "_laid", "version")
 
     def __init__(self) -> None:
-        self._numbers, self.rows = _laid_out(64, 16)
+        self._laid = _laid_out(64, 16)  # replaced as one: another thread may pick meanwhile
         self._free = list(range(63, -1, -1))
         self.version = 0
 
     def take(self) -> int:
         """A row of zeros."""
-        count, width = self.rows.shape
+        count, width = self._laid[1].shape
         if not self._free:
             self._grow(2 * count, width)
             self._free = list(range(2 * count - 1, count - 1, -1))
         row = self._free.pop()
-        self._numbers[row * width : (row + 1) * width] = array("i", bytes(4 * width))
+        self._laid[0][row * width : (row + 1) * width] = array("i", bytes(4 * width))
         self.version += 1
         return row
 
@@ -149,30 +149,39 @@ class Tables:
 
     def write(self, row: int, pages: list[int], before: list[int]) -> None:
         """Let the row hold `pages`, where it held `before`."""
-        if (width := self.rows.shape[1]) < len(pages):
+        count, width = self._laid[1].shape
+        if width < len(pages):
             width = max(2 * width, len(pages))
-            self._grow(len(self.rows), width)
+            self._grow(count, width)
         at = len(before) if pages[: len(before)] == before else 0
         new = pages[at:] + [0] * (len(before) - len(pages))
         begin = row * width + at
-        self._numbers[begin : begin + len(new)] = array("i", new)
+        self._laid[0][begin : begin + len(new)] = array("i", new)
         self.version += 1
 
     def pick(self, owners: list[int], width: int) -> Tensor:
-        """A copy of the first `width` entries of some rows, (B, width)."""
-        near = self.rows[:, :width]
+        """A copy of the first entries of some rows, (B, width) or as wide as all rows are."""
+        numbers, rows = self._laid
+        whole = rows.shape[1]
+        width = min(width, whole)
+        if len(owners) == 1 and width:
+            begin = owners[0] * whole
+            own = numbers[begin : begin + width]
+            return torch.frombuffer(own, dtype=torch.int32).view(1, width)
         if not owners:
-            return near[:0]
-        return near.index_select(0, torch.frombuffer(array("q", owners), dtype=torch.int64))
+            return rows[:0, :width]
+        where = torch.frombuffer(array("q", owners), dtype=torch.int64)
+        return rows.narrow(1, 0, width).index_select(0, where)
 
     def _grow(self, count: int, width: int) -> None:
         numbers, rows = _laid_out(count, width)
-        rows[: self.rows.shape[0], : self.rows.shape[1]] = self.rows
-        self._numbers, self.rows = numbers, rows  # filled, since another thread may pick
+        known = self._laid[1]
+        rows[: known.shape[0], : known.shape[1]] = known
+        self._laid = numbers, rows
 
 
 def _laid_out(count: int, width: int) -> tuple[array[int], Tensor]:
-    """Zeros (count, width), and the array that they lie in: Python writes numbers into it at once."""
+    """An array of zeros, which Python writes at once, and its memory as a tensor (count, width)."""
     numbers = array("i", bytes(4 * count * width))
     with torch.inference_mode(False):
         return numbers, torch.frombuffer(numbers, dtype=torch.int32).view(count, width)
