@@ -5,9 +5,10 @@
 For 2, 4 and 8 ranks, each a process on this machine, over a TCPStore: the time from rank 0's proposal to the
 outcome (every rank has voted), and what manifests of 64 requests cost. That is said in two ways. `step`: rank
 0's time for a step of fixed work with a manifest, less its time for the same work without one, neighbour by
-neighbour; the followers wait meanwhile, so that waking them counts. The pieces: rank 0 packs the arguments,
-writes the frame and sends it, a follower receives, admits and unpacks it; frames lie ready when they are
-received. Times are those of the calling thread, beside them the time of the processor that it had.
+neighbour; the followers wait meanwhile, so that waking them counts. `woken` is the same with two bytes in
+place of a manifest: what no manifest could save. The pieces: rank 0 packs the arguments, writes the frame and
+sends it, a follower receives, admits and unpacks it; frames lie ready when they are received. Times are
+those of the calling thread, beside them the time of the processor that it had.
 gloo's own broadcast of a small object stands beside all this.
 Between plans nothing is written to the store: its keys are counted before and after the steps.
 """
@@ -18,7 +19,7 @@ import argparse
 import multiprocessing
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -76,28 +77,33 @@ def agreements(gang: Gang, agreed: Agreed, plans: int, gate: Gate) -> list[float
 def manifests(walk: Steps, count: int, gate: Gate) -> Nanoseconds:
     """What manifests cost this rank, `count` of each kind: nanoseconds by name."""
     if isinstance(walk.gang.line, Leader):
+        line, ids = walk.gang.line, torch.arange(len(REQUESTS))
         found = _apart(walk, count, gate)
         gate()
-        return found | _beside_work(walk, count, gate)
-    assert isinstance(walk.gang.line, Follower)
+        steps, spent = _beside_work(lambda: walk.take("step", REQUESTS, (ids,)), count, gate)
+        gate()
+        woken, _ = _beside_work(lambda: line.send(b"up"), count, gate)
+        return found | {"step": steps, "step, of the processor": spent, "woken": woken}
+    line = walk.gang.line
+    assert isinstance(line, Follower)
     found = _received(walk, count, gate)
-    gate()
-    for number in range(count + WARM):
-        walk.next()
-        if number % BURST == BURST - 1:
-            gate()
+    for take in (walk.next, line.receive):
+        gate()
+        for number in range(count + WARM):
+            take()
+            if number % BURST == BURST - 1:
+                gate()
     return found
 
 
-def _beside_work(walk: Steps, count: int, gate: Gate) -> Nanoseconds:
-    """Steps of the same work, every second one with a manifest before it; the difference of neighbours."""
-    ids = torch.arange(len(REQUESTS))
+def _beside_work(say: Callable[[], object], count: int, gate: Gate) -> tuple[list[float], list[float]]:
+    """Nanoseconds that `say` adds to a step of fixed work, by its neighbour without; and the processor's."""
     steps, spent = [], []
     for number in range(count + WARM):
         began = time.perf_counter_ns(), time.thread_time_ns()
         _work()
         middle = time.perf_counter_ns(), time.thread_time_ns()
-        walk.take("step", REQUESTS, (ids,))
+        say()
         _work()
         ended = time.perf_counter_ns(), time.thread_time_ns()
         wall, cpu = ((c - b) - (b - a) for a, b, c in zip(began, middle, ended, strict=True))
@@ -105,7 +111,7 @@ def _beside_work(walk: Steps, count: int, gate: Gate) -> Nanoseconds:
         spent.append(float(cpu))
         if number % BURST == BURST - 1:
             gate()
-    return {"step": steps[WARM:], "step, of the processor": spent[WARM:]}
+    return steps[WARM:], spent[WARM:]
 
 
 def _work() -> int:
@@ -221,11 +227,11 @@ def measure(ranks: int, plans: int, steps: int) -> dict[str, Any]:
 
 def table(rows: dict[str, Any]) -> dict[str, Any]:
     """What documents show of the record: medians, and p99 of what is agreed."""
-    columns = ["ranks", "a plan agreed: p50", "p99", "a step's manifest", "packed", "written", "sent"]
-    columns += ["received", "admitted", "unpacked", "gloo's broadcast"]
+    columns = ["ranks", "a plan agreed: p50", "p99", "a step's manifest", "of it to wake the followers"]
+    columns += ["packed", "written", "sent", "received", "admitted", "unpacked", "gloo's broadcast"]
     lines = []
     for ranks, row in rows.items():
-        pieces = [row["manifest"][name]["median_us"] for name in ("step", *columns[4:10])]
+        pieces = [row["manifest"][name]["median_us"] for name in ("step", "woken", *columns[5:11])]
         plan = row["agreement"]
         lines.append([ranks, plan["median_us"], plan["p99_us"], *pieces, row["gloo_broadcast"]["median_us"]])
     return {"columns": columns, "rows": lines}
