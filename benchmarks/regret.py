@@ -22,7 +22,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import torch
 from torch.nn import functional
 
@@ -30,19 +29,16 @@ import layerzero as lz
 from benchmarks.harness import environment, show, write
 from benchmarks.regret_build import CACHES, build, in_order
 from benchmarks.regret_shapes import PARTS, shapes
+from benchmarks.regret_tune import tune
 from layerzero.actors.local import LocalDevice
-from layerzero.api.tuning import table_of, tune_blocking
 from layerzero.kernel import Kernel
 from layerzero.ops import table as ops_table
 from layerzero.ops.op import Args, Op
-from layerzero.perfdb.record import Environment, Launch, Site
-from layerzero.perfdb.store import read_rows
+from layerzero.perfdb.record import Environment, Launch
 from layerzero.selection.memory import needs
 from layerzero.selection.record import Selection
 from layerzero.tuning.calls import Call
-from layerzero.tuning.shapes import standard
 from layerzero.tuning.timing import QUICK, Effort, Timing, copies_for, time_kernels
-from layerzero.tuning.tuner import changes
 
 VERSION = 2
 OURS = "lz"
@@ -76,7 +72,7 @@ def main() -> None:
         if built is not None:
             record["built"] = built
         if options.tune:
-            _tune(record, device, options, deadline)
+            tune(record, device, options, deadline)
         if not options.tune_only:
             measure_shapes(record, device, options, deadline)
         record["bandwidth"] = record.get("bandwidth") or copy_bandwidth(device.device)
@@ -123,47 +119,6 @@ def opened(path: Path, device: LocalDevice) -> dict[str, Any]:
         "kernels": kernels,
         "shapes": {},
     }
-
-
-# -- tuning ---------------------------------------------------------------------------------------------
-
-
-def _tune(record: dict[str, Any], device: LocalDevice, options: argparse.Namespace, deadline: float) -> None:
-    known = _measured_sites(options.perfdb, device)
-    calls = [
-        c for c in standard(None, device.device.type, options.quick) if c.site(device.hardware) not in known
-    ]
-    if "built" in record:
-        calls = in_order(device, calls, record["built"]["units"])
-    budget = min(options.tune_budget_s, deadline - time.monotonic())
-    report = tune_blocking(calls, budget_s=budget, quick=options.quick, repeat=options.repeat)
-    compared, found, rows = report.compared, report.changes, report.rows
-    if options.again_s:
-        # The order is shuffled: those that there is time for are a fair sample.
-        budget = min(options.again_s, deadline - time.monotonic())
-        second = tune_blocking(calls[: report.calls], budget_s=budget, quick=options.quick)
-        compared, found = changes(report.tuned, second.tuned)
-        rows += second.rows
-    record["tuning"] = {
-        "calls": report.calls, "skipped": report.skipped, "seconds": round(report.seconds, 1),
-        "rows": len(rows), "compared": compared, "flipped": len(found),
-        "flipped_outside_band": sum(change.outside for change in found), "failures": report.failures,
-        "changes": [msgspec.to_builtins(change) for change in found],
-    }  # fmt: skip
-    print(json.dumps(record["tuning"], indent=1), flush=True)
-    write(options.out, record)
-    if options.table is not None:
-        if options.perfdb is not None:
-            rows = tuple(read_rows(options.perfdb, Environment.of(device.hardware)))
-        note = f"{len({row.site for row in rows})} sites, {report.skipped} calls left out for time"
-        table_of(rows, device, options.table, command="python -m benchmarks.regret --tune --table", note=note)
-
-
-def _measured_sites(perfdb: str | None, device: LocalDevice) -> set[Site]:
-    """What an earlier run of this benchmark has tuned already."""
-    if perfdb is None:
-        return set()
-    return {row.site for row in read_rows(perfdb, Environment.of(device.hardware))}
 
 
 # -- measuring ------------------------------------------------------------------------------------------

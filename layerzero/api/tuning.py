@@ -40,11 +40,14 @@ from layerzero.tuning.calls import Call, Workload, workload_of
 from layerzero.tuning.compare import HeadToHead, head_to_head
 from layerzero.tuning.recorder import Recorder
 from layerzero.tuning.shapes import standard
+from layerzero.tuning.steady import Change, changes
 from layerzero.tuning.timing import QUICK, Effort
-from layerzero.tuning.tuner import Change, Tuned, Tuner, changes
+from layerzero.tuning.tuner import Tuned, Tuner
 
 TUNED = "tuning.finished"
 _KEEP_EVERY_S = 10.0
+# A second round comes after the first of so many calls: a machine that is slow for a moment is slow in one.
+_APART = 40
 BUCKET_REFUSED = "solve.bucket_refused"
 
 Progress = Callable[[int, int, Tuned | None], None]
@@ -54,7 +57,8 @@ class TuneReport(msgspec.Struct, frozen=True, kw_only=True):
     """What tuning came to: one record a call and launch kind, and how steady the winners were.
 
     `compared` and `changes` speak of two tunes with `repeat=2`: calls, and those whose winners differ;
-    `flipped` counts them, `flipped_outside` those outside the tie band. `skipped` calls had no time left.
+    `flipped` counts them, `flipped_outside` those outside the tie band, for which a third tune was made
+    (`thirds` calls; the median counts). `skipped` calls had no time left.
     `path` is the file of rows.
     """
 
@@ -65,6 +69,7 @@ class TuneReport(msgspec.Struct, frozen=True, kw_only=True):
     skipped: int = 0
     compared: int = 0
     changes: tuple[Change, ...] = ()
+    thirds: int = 0
     path: str | None = None
 
     @property
@@ -105,9 +110,10 @@ async def tune(
     `workload` is a list of calls, what `record()` gave or its file, or None for the standard shapes of `ops`
     (of every op by default). Numbers are checked before anything is timed. On CUDA, times are taken launched
     eagerly and replayed as a graph. `budget_s` ends it early; `missing` leaves out calls whose measurements
-    this machine's file holds, so that the next run goes on where one ended. `repeat=2` measures twice and
-    reports how many winners changed. `progress(done, total, tuned)` is called from the measuring thread.
-    Callers who ask for the same at once share one measuring.
+    this machine's file holds, so that the next run goes on where one ended. `repeat=2` measures twice, some
+    time apart, and reports how many winners changed; where that was no noise, a third time.
+    `progress(done, total, tuned)` is called from the measuring thread. Callers who ask for the same at once
+    share one measuring.
 
     Raises: ConfigurationError: the workload cannot be read. NoKernelFoundError: an op does not exist.
     """
@@ -200,6 +206,10 @@ class _Job:
         if missing:
             known = {row.site for row in kept_rows(self._device)}
             self._calls = tuple(c for c in self._calls if c.site(self._device.hardware) not in known)
+        self._tuner = Tuner(self._device, self._launches, self._effort)
+        self._pending: list[Measurement] = []
+        self._path: Path | None = None
+        self._kept, self._count = time.monotonic(), 0
 
     def key(self) -> Any:
         """Equal for jobs that measure the same on the same device."""
@@ -213,34 +223,72 @@ class _Job:
         """
         _need_writable(self._device)
         started = time.monotonic()
-        tuner = Tuner(self._device, self._launches, self._effort)
         rounds: list[list[Tuned]] = [[] for _ in range(self._repeat)]
-        skipped, done, total = 0, 0, len(self._calls) * self._repeat
-        pending: list[Measurement] = []
-        path, kept = None, started
-        for position, call in enumerate(self._calls):
-            if self._budget_s is not None and time.monotonic() - started > self._budget_s:
-                skipped = len(self._calls) - position
+        thirds: list[Tuned] = []
+        done = 0
+        for begin in range(0, len(self._calls), _APART):
+            block = self._calls[begin : begin + _APART]
+            taken = self._block(block, rounds, thirds, started)
+            done += taken
+            if taken < len(block):
                 break
-            for own in rounds:
-                found = tuner.measure(call)
-                pending += [row for tuned in found for row in tuned.rows]
-                own += found
-                done += 1
-                if self._progress is not None:
-                    self._progress(done, total, own[-1])
-            if time.monotonic() - kept > _KEEP_EVERY_S:  # what ends this process loses little
-                path, pending, kept = publish(self._device, pending) or path, [], time.monotonic()
-        path = publish(self._device, pending) or path
-        tuned = tuple(t for own in rounds for t in own)
+        self._keep(now=True)
+        skipped = len(self._calls) - done
+        tuned = tuple(t for own in (*rounds, thirds) for t in own)
         compared, changed = changes(*rounds) if self._repeat == 2 else (0, ())
         report = TuneReport(
-            device=str(self._device.device), calls=len(self._calls) - skipped,
-            seconds=time.monotonic() - started, tuned=tuned, skipped=skipped, compared=compared,
-            changes=changed, path=str(path) if path else None,
+            device=str(self._device.device), calls=done, seconds=time.monotonic() - started, tuned=tuned,
+            skipped=skipped, compared=compared, changes=changed, thirds=len({t.call for t in thirds}),
+            path=str(self._path) if self._path else None,
         )  # fmt: skip
         log.info(TUNED, device=report.device, calls=report.calls, rows=len(report.rows), skipped=skipped)
         return report
+
+    def _block(
+        self, block: Sequence[Call], rounds: list[list[Tuned]], thirds: list[Tuned], started: float
+    ) -> int:
+        """Measure each of a few calls once, then each again: the rounds of a call lie apart.
+
+        Returns how many calls there was time for.
+        """
+        begun, taken = time.monotonic(), 0
+        latest: list[list[Tuned]] = [[] for _ in rounds]
+        for call in block:
+            now = time.monotonic()
+            # The other rounds will take as long as the first has taken.
+            if self._budget_s is not None:
+                ahead = (now - begun) * (len(rounds) - 1)
+                if now + ahead - started > self._budget_s:
+                    break
+            latest[0] += self._measured(call)
+            taken += 1
+        for own in latest[1:]:
+            for call in block[:taken]:
+                own += self._measured(call)
+        for own, found in zip(rounds, latest, strict=True):
+            own += found
+        if len(latest) == 2:
+            unsteady = {change.call for change in changes(*latest)[1] if change.outside}
+            for call in block[:taken]:
+                if str(call) in unsteady:
+                    thirds += self._measured(call)
+        return taken
+
+    def _measured(self, call: Call) -> list[Tuned]:
+        found = self._tuner.measure(call)
+        self._pending += [row for tuned in found for row in tuned.rows]
+        self._count += 1
+        if self._progress is not None:
+            total = len(self._calls) * self._repeat
+            self._progress(min(self._count, total), total, found[-1])
+        self._keep()
+        return found
+
+    def _keep(self, now: bool = False) -> None:
+        """Publish what was measured, every few seconds: what ends this process loses little."""
+        if now or time.monotonic() - self._kept > _KEEP_EVERY_S:
+            self._path = publish(self._device, self._pending) or self._path
+            self._pending, self._kept = [], time.monotonic()
 
 
 def solve(

@@ -8,7 +8,7 @@ captured is told with its reason, and the others go on.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 import msgspec
@@ -60,7 +60,8 @@ class Tuned(msgspec.Struct, frozen=True, kw_only=True):
     """What one call came to: times by kernel in microseconds (transforms included), who won, who failed why.
 
     `best` is the fastest; `winner` the one that band and default guard give; `tied` all that another tune may
-    find inside the band: their lower quartile lies within it, counted from the fastest's upper one.
+    find inside the `band` (the wider of tie band and default guard): their lower quartile lies within it,
+    counted from the fastest's upper one.
     """
 
     call: str
@@ -71,6 +72,7 @@ class Tuned(msgspec.Struct, frozen=True, kw_only=True):
     times_us: dict[str, float] = {}
     timings: dict[str, Timing] = {}
     tied: tuple[str, ...] = ()
+    band: float = 0.05
     failed: dict[str, str] = {}
     rows: tuple[Measurement, ...] = ()
 
@@ -169,13 +171,13 @@ class Tuner:
         settings = self._device.settings
         winner, tied = won(times, kernels, Knobs(False, settings.tie_band, settings.default_gain))
         best = min(times, key=times.__getitem__) if times else ""
+        band = max(settings.tie_band, settings.default_gain)
         if best:
-            upper = timings[best].quantile_us(0.75) * (1 + max(settings.tie_band, settings.default_gain))
-            tied = tuple(sorted({*tied, *(k for k, t in timings.items() if t.quantile_us(0.25) <= upper)}))
+            tied = tuple(sorted({*tied, *tied_with(best, timings, band)}))
         log.debug(MEASURED, op=op.name, winner=winner, us=times.get(winner))
         return Tuned(
             call=str(call), op=op.name, launch=launch, winner=winner, best=best, times_us=times,
-            timings=timings, tied=tied, rows=rows,
+            timings=timings, tied=tied, band=band, rows=rows,
         )  # fmt: skip
 
 
@@ -196,29 +198,10 @@ def won(times: dict[str, float], kernels: dict[str, Kernel], knobs: Knobs) -> tu
     return chosen.kernel, tuple(sorted(k for k, us in times.items() if us <= floor))
 
 
-class Change(msgspec.Struct, frozen=True):
-    """Two winners of one call; `outside` where one of them was clearly beaten in the other's tune."""
-
-    call: str
-    launch: Launch
-    first: str
-    second: str
-    outside: bool
-
-
-def changes(first: Iterable[Tuned], second: Iterable[Tuned]) -> tuple[int, tuple[Change, ...]]:
-    """Of two tunes of one machine: how many calls were compared, and those whose winners differ."""
-    theirs = {(t.call, t.launch): t for t in second}
-    compared, found = 0, []
-    for tuned in first:
-        other = theirs.get((tuned.call, tuned.launch))
-        if other is None or not tuned.winner or not other.winner:
-            continue
-        compared += 1
-        if tuned.winner != other.winner:
-            outside = tuned.winner not in other.tied or other.winner not in tuned.tied
-            found.append(Change(tuned.call, tuned.launch, tuned.winner, other.winner, outside))
-    return compared, tuple(found)
+def tied_with(best: str, timings: Mapping[str, Timing], band: float) -> tuple[str, ...]:
+    """The kernels whose lower quartile lies within the band, counted from the fastest's upper one."""
+    upper = timings[best].quantile_us(0.75) * (1 + band)
+    return tuple(sorted(kernel for kernel, own in timings.items() if own.quantile_us(0.25) <= upper))
 
 
 def _row(

@@ -23,7 +23,8 @@ from layerzero.selection.decide import Knobs, roofline
 from layerzero.selection.measured import MeasuredCosts
 from layerzero.tuning.calls import Call
 from layerzero.tuning.shapes import norm
-from layerzero.tuning.tuner import Change, Tuned, changes, won
+from layerzero.tuning.steady import Change, changes
+from layerzero.tuning.tuner import Tuned, won
 from tests.kernels import kernel
 
 CALL = norm("rms_norm", 16, 64, "float32")
@@ -211,6 +212,31 @@ def test_repeated_tuning_reports_its_flip_rate(installed: Runtime) -> None:
     """Measured twice, the clear winner wins twice."""
     report = tune_blocking([CALL], repeat=2)
     assert (report.compared, report.flipped, report.flipped_outside) == (1, 0, 0)
+
+
+def test_rounds_of_a_call_lie_apart_and_a_third_one_settles() -> None:
+    """All calls are measured before any is measured again; of three tunes that disagree the median counts."""
+    ran: list[int] = []
+
+    def fickle(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+        if not ran or ran[-1] != x.shape[0]:
+            ran.append(x.shape[0])
+        slow = ran.count(32) == 2 and x.shape[0] == 32
+        return taking(900.0 if slow else 100.0)(x, weight, eps)
+
+    calls = [norm("rms_norm", rows, 64, "float32") for rows in (16, 32, 64)]
+    opened = runtime(None, [kernel("fickle.rms_norm", fickle), kernel("steady.rms_norm", taking(300.0))])
+    install(opened)
+    try:
+        report = tune_blocking(calls, repeat=2)
+        assert ran == [16, 32, 64, 16, 32, 64, 32]
+        assert (report.flipped, report.flipped_outside, report.thirds) == (1, 1, 1)
+        assert (report.calls, len(report.tuned)) == (3, 7)
+        chosen = lz.select("rms_norm", torch.randn(32, 64), WEIGHT)
+        assert chosen.kernel == "fickle.rms_norm"
+    finally:
+        uninstall(opened)
+        opened.close()
 
 
 def test_what_cannot_be_tuned_is_told(installed: Runtime) -> None:

@@ -9,6 +9,7 @@ from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 import layerzero as lz
@@ -16,8 +17,11 @@ from benchmarks.regret import measure_shapes, opened, summarise
 from benchmarks.regret_blind import RANGES, blind
 from benchmarks.regret_build import in_order, jobs
 from benchmarks.regret_shapes import PARTS, shapes
+from benchmarks.regret_tune import to_keep, to_tune
 from layerzero.hardware import imagined_gpu
 from layerzero.ops import table as ops_table
+from layerzero.perfdb.record import Environment, Measurement
+from layerzero.perfdb.shipped import Provenance, Table
 from layerzero.tuning.shapes import standard
 
 
@@ -58,6 +62,26 @@ def test_what_would_have_to_compile_is_measured_last() -> None:
     first = min(ordered.index(name) for name in waiting)
     assert sorted(ordered) == sorted(map(str, calls)) and set(ordered[first:]) == waiting
     assert everything == [str(call) for call in calls]
+
+
+def test_what_the_shipped_table_lacks_is_tuned_first_and_the_rest_is_kept() -> None:
+    """Calls without a measurement go before those with one; a table keeps the sites that time left out."""
+    settings = lz.Settings(device="cpu", warm="off", perfdb=None, shipped_tables=False)
+    with lz.start(settings, scoped=True) as runtime:
+        device = runtime.device()
+        plain = to_tune(device, set(), [], quick=True)
+        here = Environment.of(device.hardware)
+        sites = [call.site(device.hardware) for call in plain]
+        own = [
+            Measurement(site=site, kernel="torch.x", median_us=9.0, p95_us=9.0, variance=0.0, samples=9)
+            for site in sites
+        ]
+        provenance = Provenance(command="c", date="d", version="v", environment=here)
+        table = Table(provenance=provenance, content="", rows=tuple(own[:5]))
+        ordered = to_tune(device, set(sites[5:6]), [table], quick=True)
+    assert ordered == [*plain[6:], *plain[:5]]
+    assert to_keep(own[:2], [table], here) == own[2:5]
+    assert to_keep(own[:2], [table], msgspec.structs.replace(here, driver="another")) == []
 
 
 def test_figures_are_geometric_means_and_worst_cases() -> None:

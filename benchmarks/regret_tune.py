@@ -1,0 +1,90 @@
+"""The tuning of a run of regret: what no table knows first, and a table that keeps what time left out."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+
+from benchmarks.harness import write
+from benchmarks.regret_build import in_order
+from layerzero.actors.local import LocalDevice
+from layerzero.api.tuning import TuneReport, table_of, tune_blocking
+from layerzero.perfdb.record import Environment, Measurement, Site
+from layerzero.perfdb.shipped import Table, fitting_tables
+from layerzero.perfdb.store import read_rows
+from layerzero.selection.expectations import TABLES
+from layerzero.tuning.calls import Call
+from layerzero.tuning.shapes import standard
+from layerzero.tuning.steady import changes
+
+
+def tune(record: dict[str, Any], device: LocalDevice, options: argparse.Namespace, deadline: float) -> None:
+    """Tune the standard shapes while there is time; note how steady winners were, write the table."""
+    shipped = [] if options.no_shipped else fitting_tables(device.hardware, TABLES)[:1]
+    calls = to_tune(device, _measured_sites(options.perfdb, device), shipped, options.quick)
+    if "built" in record:
+        calls = in_order(device, calls, record["built"]["units"])
+    budget = min(options.tune_budget_s, deadline - time.monotonic())
+    report = tune_blocking(calls, budget_s=budget, quick=options.quick, repeat=options.repeat)
+    compared, found, rows = report.compared, report.changes, report.rows
+    if options.again_s:
+        # The order is shuffled: those that there is time for are a fair sample.
+        budget = min(options.again_s, deadline - time.monotonic())
+        second = tune_blocking(calls[: report.calls], budget_s=budget, quick=options.quick)
+        compared, found = changes(report.tuned, second.tuned)
+        rows += second.rows
+    record["tuning"] = {
+        "calls": report.calls, "skipped": report.skipped, "seconds": round(report.seconds, 1),
+        "rows": len(rows), "compared": compared, "flipped": len(found),
+        "flipped_outside_band": sum(change.outside for change in found), "third_tunes": report.thirds,
+        "failures": report.failures, "changes": [msgspec.to_builtins(change) for change in found],
+    }  # fmt: skip
+    print(json.dumps(record["tuning"], indent=1), flush=True)
+    write(options.out, record)
+    if options.table is not None:
+        if options.perfdb is not None:
+            rows = tuple(read_rows(options.perfdb, Environment.of(device.hardware)))
+        _write_table(rows, shipped, device, options, report)
+
+
+def to_tune(device: LocalDevice, known: set[Site], shipped: Sequence[Table], quick: bool) -> list[Call]:
+    """The standard calls that are not `known`, those that no shipped table holds first.
+
+    Where time ends, what was left out has an older measurement at least.
+    """
+    there = {row.site for table in shipped for row in table.rows}
+    sited = [(call, call.site(device.hardware)) for call in standard(None, device.device.type, quick)]
+    left = [(call, site) for call, site in sited if site not in known]
+    return [call for call, site in sorted(left, key=lambda pair: pair[1] in there)]
+
+
+def _write_table(
+    rows: Sequence[Measurement], shipped: Sequence[Table], device: LocalDevice, options: argparse.Namespace,
+    report: TuneReport,
+) -> None:  # fmt: skip
+    kept = to_keep(rows, shipped, Environment.of(device.hardware))
+    sites, older = len({row.site for row in rows}), len({row.site for row in kept})
+    note = f"{sites} sites, {report.skipped} calls left out for time"
+    if kept:
+        note += f"; {older} sites of an earlier run in this environment"
+    command = "python -m benchmarks.regret --tune --table"
+    table_of([*rows, *kept], device, options.table, command=command, note=note)
+
+
+def to_keep(rows: Sequence[Measurement], shipped: Sequence[Table], here: Environment) -> list[Measurement]:
+    """The rows of shipped tables of this very environment whose calls were not measured again."""
+    fresh = {row.site for row in rows}
+    same = [table for table in shipped if table.provenance.environment == here]
+    return [row for table in same for row in table.rows if row.site not in fresh]
+
+
+def _measured_sites(perfdb: str | None, device: LocalDevice) -> set[Site]:
+    """What an earlier run of this benchmark has tuned already."""
+    if perfdb is None:
+        return set()
+    return {row.site for row in read_rows(perfdb, Environment.of(device.hardware))}
