@@ -46,6 +46,7 @@ from layerzero.telemetry import Counters
 if TYPE_CHECKING:  # what only some deployments use is imported where they ask for it
     from layerzero.actors.guard import NumericsGuard
     from layerzero.actors.journal import Journal
+    from layerzero.actors.spans import Spans
     from layerzero.actors.watching import Watcher
     from layerzero.graphs.proof import Proofs
     from layerzero.perfdb import Measurement
@@ -98,7 +99,8 @@ class LocalDevice:
         self._expected = threading.Event()
         self._expected.set()
         self._watchers: tuple[Watcher, ...] = ()
-        self._samplers: tuple[NumericsGuard | DriftWatch, ...] = ()
+        self._samplers: tuple[NumericsGuard | DriftWatch | Spans, ...] = ()
+        self.spans: Spans | None = None
         self._solved = self.solved_under(settings)
         self._sized: dict[str, bool] = {}
         self.room = Room(self.device, self.hardware, self.clock.now)
@@ -174,7 +176,8 @@ class LocalDevice:
         for sampler in before:
             sampler.close()
         self._samplers = ()
-        if self.settings.check_rate or self.settings.drift_rate:
+        settings = self.settings
+        if settings.check_rate or settings.drift_rate or settings.spans or self.spans is not None:
             from layerzero.actors.samplers import sampling
 
             self._samplers = sampling(self)

@@ -119,6 +119,8 @@ class Recovery:
 
     def _note(self, plan: Plan, used: str, error: Exception) -> Plan:
         """The plan as it really ran, for `last_selection`."""
+        if self._device.spans is not None:
+            self._device.spans.fell_back(plan, used, error)
         record = msgspec.structs.replace(
             plan.selection,
             kernel=used,

@@ -1,4 +1,4 @@
-"""The watchers that a device's settings ask for: sampled calls checked against the reference, or timed."""
+"""The watchers that a device's settings ask for: sampled calls checked or timed, and spans."""
 
 from __future__ import annotations
 
@@ -7,13 +7,17 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from layerzero.actors.guard import NumericsGuard
     from layerzero.actors.local import LocalDevice
+    from layerzero.actors.spans import Spans
     from layerzero.tuning.drift import DriftWatch
 
 
-def sampling(device: LocalDevice) -> tuple[NumericsGuard | DriftWatch, ...]:
-    """One watcher for each kind of sampling that is switched on; what is off is not even imported."""
+def sampling(device: LocalDevice) -> tuple[NumericsGuard | DriftWatch | Spans, ...]:
+    """One watcher for each kind that is switched on; what is off is not even imported.
+
+    Raises: ConfigurationError: spans are asked for without opentelemetry.
+    """
     settings = device.settings
-    found: list[NumericsGuard | DriftWatch] = []
+    found: list[NumericsGuard | DriftWatch | Spans] = []
     if settings.check_rate > 0:
         from layerzero.actors.guard import NumericsGuard
 
@@ -22,4 +26,10 @@ def sampling(device: LocalDevice) -> tuple[NumericsGuard | DriftWatch, ...]:
         from layerzero.tuning.drift import DriftWatch
 
         found.append(DriftWatch(device, settings.drift_rate))
+    device.spans = None
+    if settings.spans:
+        from layerzero.actors.spans import Spans
+
+        device.spans = Spans()
+        found.append(device.spans)
     return tuple(found)

@@ -52,6 +52,18 @@ class BatchExecutor:
         self, op: Op | Function, calls: Sequence[Args], modes: tuple[Modes, Snapshot | None]
     ) -> list[Any]:
         """One outcome a call: (value, its plan), or Failed; a failed batch fails every call alike."""
+        spans = self._device.spans
+        if spans is not None:
+            with spans.batch(op.name, calls) as failed:
+                outcomes = self._outcomes(op, calls, modes)
+                if outcomes and isinstance(outcomes[0], Failed):
+                    failed(outcomes[0].error)
+                return outcomes
+        return self._outcomes(op, calls, modes)
+
+    def _outcomes(
+        self, op: Op | Function, calls: Sequence[Args], modes: tuple[Modes, Snapshot | None]
+    ) -> list[Any]:
         surrounding, snapshot = modes
         if self._device.settings.inference:
             # The caller's own modes stay on its ticket: they are what is compared when it resumes.

@@ -89,6 +89,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         hang_s: seconds after which a kernel that runs on a device of a cluster counts as hung.
         max_restarts: deaths of a cluster's device within five minutes after which it stays down.
         placement_timeout_s: seconds to wait for a place in the cluster, and for a device that restarts.
+    What it tells:
+        spans: tell OpenTelemetry's tracer of ops, batches, choices and fallbacks; needs opentelemetry-api.
     version: format of the file these settings came from.
 
     Raises: ConfigurationError: a value is outside its range; the message names the field.
@@ -138,6 +140,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     hang_s: float = 30.0
     max_restarts: int = 5
     placement_timeout_s: float = 60.0
+    spans: bool = False
 
     def __post_init__(self) -> None:
         _check(self)

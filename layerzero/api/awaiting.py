@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 from torch import Tensor
@@ -21,6 +21,9 @@ from layerzero.scheduler.modes import Modes, bars_queueing, restore
 from layerzero.scheduler.streams import come_back, leave
 from layerzero.scheduler.ticket import TICKETS, Ticket
 from layerzero.settings import BATCHING
+
+if TYPE_CHECKING:
+    from layerzero.actors.spans import Spans
 
 
 def awaited(op: Op) -> Callable[..., Any]:
@@ -109,9 +112,10 @@ def _unknown(op: Op, known: Known) -> Callable[..., Any]:
             result, last.plan = device.launch_planned(op, full, snapshot)
             return result
         ticket = _ticket(op, device, plan, full, modes, snapshot, priority, batching)
+        if device.spans is not None:  # every call is told of: none is remembered as known
+            return await _told(device.spans, op.name, ticket, timeout, front)
         known.remember(args, kwargs, full, device, plan, ticket, usual=backend is None and batching is None)
-        if timeout is not None:
-            ticket.deadline = front.loop.time() + need_number("timeout", timeout, low=0.0)
+        _due(ticket, timeout, front)
         front.submit(ticket)
         if modes.stream != front.ambient_stream or (
             modes.grad is not front.ambient_grad and not modes.inference
@@ -123,6 +127,28 @@ def _unknown(op: Op, known: Known) -> Callable[..., Any]:
         return result
 
     return call
+
+
+def _due(ticket: Ticket, timeout: float | None, front: Front) -> None:
+    if timeout is not None:
+        ticket.deadline = front.loop.time() + need_number("timeout", timeout, low=0.0)
+
+
+async def _told(spans: Spans, name: str, ticket: Ticket, due_s: float | None, front: Front) -> Any:
+    """Submit and await a ticket in a span of its caller's."""
+    _due(ticket, due_s, front)
+    modes: Modes = ticket.modes[0]
+    with spans.waiting(name, ticket.args) as answered:
+        front.submit(ticket)
+        if modes.stream != front.ambient_stream or (
+            modes.grad is not front.ambient_grad and not modes.inference
+        ):
+            result = await away(ticket, modes, front)
+        else:
+            result, LAST.plan = await ticket
+            restore(modes)
+        answered(LAST.plan)
+    return result
 
 
 def _at_once(plan: Plan, args: Args, snapshot: Snapshot | None) -> Any:

@@ -27,10 +27,10 @@ from layerzero.native import HOT
 from layerzero.ops.batching import join_rows
 from layerzero.ops.checks import need_choice, need_number
 from layerzero.runtime import ACTIVE
-from layerzero.scheduler.driver import QUEUE
-from layerzero.scheduler.modes import bars_queueing, restore
+from layerzero.scheduler.driver import QUEUE, Front
+from layerzero.scheduler.modes import Modes, bars_queueing, restore
 from layerzero.scheduler.streams import come_back, leave
-from layerzero.scheduler.ticket import TICKETS
+from layerzero.scheduler.ticket import TICKETS, Ticket
 from layerzero.selection.transform import without_graph
 from layerzero.settings import BATCHING
 
@@ -157,10 +157,16 @@ class Batched(Generic[P, R]):
         apart = for_weights or (batching or device.settings.batching) == "off" or _needs_grad(args)
         group = None if apart else self._group((modes.anywhere, where, kinds))
         ticket = TICKETS.kind(self, args, group, expected_us, rows, size, priority, None, (modes, None))
-        if group is not None and batching is None:
+        if group is not None and batching is None and device.spans is None:
             self._remember(args, device, group, ticket.modes)
         if timeout is not None:
             ticket.deadline = front.loop.time() + need_number("timeout", timeout, low=0.0)
+        if device.spans is None:
+            return await self._queued(ticket, modes, front)
+        with device.spans.waiting(self.name, args):
+            return await self._queued(ticket, modes, front)
+
+    async def _queued(self, ticket: Ticket, modes: Modes, front: Front) -> Any:
         front.submit(ticket)
         other_grad = modes.grad is not front.ambient_grad and not modes.inference
         leaves = other_grad or modes.stream != front.ambient_stream
@@ -177,6 +183,9 @@ class Batched(Generic[P, R]):
     def _alone(self, device: LocalDevice, args: Args) -> Any:
         """Run one call on this thread."""
         run = without_graph(self.run) if device.settings.inference else self.run
+        if device.spans is not None:
+            with device.spans.batch(self.name, [args], inside=True):
+                return run([args])[0]
         return run([args])[0]
 
     def _remember(self, args: Args, device: LocalDevice, group: Group, modes: Any) -> None:
