@@ -12,6 +12,7 @@ from llama import FOLDER, Draw, Llama
 from tokenizers import Tokenizer
 
 import layerzero as lz
+from layerzero.ops.mirrors import on_device
 
 # Rows of a prompt that one step takes: longer prompts go in pieces, so that nobody's next token waits long.
 PREFILL = 256
@@ -54,7 +55,7 @@ async def generate(model: Llama, prompt: Sequence[int], sampling: Sampling) -> A
         raise ValueError("prompt needs at least one token, got none")
     device = model.cache.device
     with model.sequence(len(prompt) + sampling.max_tokens) as sequence:
-        *early, ids = torch.tensor(prompt, device=device).split(PREFILL)
+        *early, ids = on_device(torch.tensor(prompt), device).split(PREFILL)
         for piece in early:
             await model.step(piece, sequence.extend(len(piece)))
         for drawn in range(sampling.max_tokens):

@@ -17,7 +17,6 @@ from torch import Tensor
 
 import layerzero as lz
 from layerzero.kvcache import PagedCache, PagedSequence, Rows, Span
-from layerzero.ops.mirrors import on_device
 
 
 class Frame:
@@ -32,9 +31,14 @@ class Frame:
         slots = own * size + torch.arange(rows, dtype=torch.int32) % size
         self._padding = torch.stack([torch.zeros_like(slots), slots, torch.ones_like(slots)])
         self._near = own[:, None].repeat(1, self.width)
+        # Numbers and tables lie behind each other, so that one transfer brings both; each on sixteen bytes.
+        self._begin = 3 * rows + -3 * rows % 4
+        first = torch.zeros(self._begin + self._near.numel(), dtype=torch.int32)
+        first[: 3 * rows], first[self._begin :] = self._padding.flatten(), self._near.flatten()
         with torch.inference_mode(False):
-            self._numbers = self._padding.to(device, copy=True)
-            self._tables = self._near.to(device, copy=True)
+            self._held = first.to(device, copy=True)
+        self._numbers = self._held[: 3 * rows].view(3, rows)
+        self._tables = self._held[self._begin :].view(rows, self.width)
         self._spans: list[Span] = []
         self._sequences: list[PagedSequence] = []  # whose tables stand in the first rows
 
@@ -42,20 +46,25 @@ class Frame:
         """Let `spans`, a token each, be what the rows are from now on."""
         if spans == self._spans:  # another layer of the same step
             return
-        self._spans, count = list(spans), len(spans)
-        sequences = [span.sequence for span in spans]
-        if sequences != self._sequences:
-            self._sequences = sequences
-            near = sequences[0].tables.pick([sequence.row for sequence in sequences], self.width)
-            host = self._near.clone()
-            host[:count, : near.shape[1]] = near
-            self._tables.copy_(on_device(host, self.cache.device))
-        size, starts = self.cache.page_size, [span.start for span in spans]
+        self._spans, count, rows = list(spans), len(spans), self.rows
+        sequences, starts = [span.sequence for span in spans], [span.start for span in spans]
+        size = self.cache.page_size
         slots = [s.pages[n // size] * size + n % size for s, n in zip(sequences, starts, strict=True)]
         own = array("i", [*starts, *slots, *(start + 1 for start in starts)])
-        numbers = self._padding.clone()
+        changed = sequences != self._sequences
+        reach = self._held.numel() if changed else 3 * rows
+        # A GPU fetches it out of pinned memory in its turn, straight into what the graphs read.
+        host = torch.empty(reach, dtype=torch.int32, pin_memory=self._held.is_cuda)
+        numbers = host[: 3 * rows].view(3, rows)
+        numbers.copy_(self._padding)
         numbers[:, :count] = torch.frombuffer(own, dtype=torch.int32).view(3, count)
-        self._numbers.copy_(on_device(numbers, self.cache.device))
+        if changed:
+            self._sequences = sequences
+            tables = host[self._begin :].view(rows, self.width)
+            tables.copy_(self._near)
+            near = sequences[0].tables.pick([sequence.row for sequence in sequences], self.width)
+            tables[:count, : near.shape[1]] = near
+        self._held[:reach].copy_(host, non_blocking=True)
 
     def places(self, rows: int) -> Rows:
         """Where the first `rows` rows stand, whatever is loaded."""

@@ -19,6 +19,7 @@ from llama import Draw, Llama, Per
 
 import layerzero as lz
 from generating import by_hand
+from layerzero.ops.mirrors import on_device
 
 FEWEST, MOST = 16, 48  # tokens of a request, uniformly drawn
 Lengths = Callable[[], int]
@@ -110,7 +111,7 @@ async def request(model: Llama, context: int, tokens: int, seed: int, meter: Met
     """One request behind `context` tokens, written as if it were alone."""
     with model.sequence(context + tokens) as sequence:
         sequence.extend(context)
-        token = torch.tensor([seed % model.config.vocab], device=model.cache.device)
+        token = on_device(torch.tensor([seed % model.config.vocab]), model.cache.device)
         for drawn in range(tokens):
             token = await model.next(token, sequence.extend(1), Draw(0.0, 1.0, seed, drawn))
             await lz.to_host(token)
