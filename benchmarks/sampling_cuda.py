@@ -28,6 +28,7 @@ from layerzero.ops.op import Args
 
 DISTRIBUTIONS = ("torch", "triton", "flashinfer-python")
 FILTERS: dict[str, dict[str, Any]] = {
+    "none": {},
     "k 50": {"top_k": 50},
     "p 0.9": {"top_p": 0.9},
     "k 50 p 0.9": {"top_k": 50, "top_p": 0.9},

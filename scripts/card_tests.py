@@ -103,6 +103,10 @@ def groups() -> tuple[Group, ...]:
         found.append(Group(name, OF_A_KERNEL, select, without=without))
     found.append(Group("flashinfer_rows", OF_A_KERNEL, "flashinfer. and not fa2 and not fa3"))
     found.append(Group("by_hand", OF_A_KERNEL[1:], "not flashinfer. and not flash_attn_ and not xformers."))
+    for part in ("triton.", "reference.", "not triton. and not reference."):
+        name = "invariance_" + ("rest" if part.startswith("not") else part.strip("."))
+        select = f"test_a_row_has_its_own_bits and {part}"
+        found.append(Group(name, ("tests/backends/test_batch_invariance.py",), select))
     found.append(
         Group(
             "own",
