@@ -43,6 +43,7 @@ def kept_of(limit: int = 1 << 30) -> packed.Kept:
     return packed.Kept(products.library().pack, limit)
 
 
+HALF = (torch.bfloat16, torch.float16)
 SIZES = [(1, 1, 1), (1, 16, 384), (5, 15, 383), (7, 33, 64), (95, 48, 800), (193, 31, 769)]
 
 
@@ -59,6 +60,39 @@ def test_products_are_right_from_the_first_call_on(size: tuple[int, int, int], a
     down = torch.randn(inner, columns) * columns**-0.5
     call = (x, up, down, torch.randn(up.shape[0]), None, activation)
     assert torch.equal(right(MLP, *call), right(MLP, *call))
+
+
+@pytest.mark.parametrize("dtype", HALF)
+@pytest.mark.parametrize("size", SIZES, ids=str)
+def test_half_precision_is_widened_once_and_rounded_once(
+    size: tuple[int, int, int], dtype: torch.dtype
+) -> None:
+    """The result is that of float32, rounded; the weight is not cast again at the next call."""
+    torch.manual_seed(6)
+    rows, columns, inner = size
+    x, weight = torch.randn(rows, inner).to(dtype), (torch.randn(columns, inner) * inner**-0.5).to(dtype)
+    bias = torch.randn(columns).to(dtype)
+    wide = LINEAR.load()(x.float(), weight.float(), bias.float())
+    assert torch.equal(right(LINEAR, x, weight, bias), wide.to(dtype))
+    kept = kept_of()
+    assert kept.of(weight) is kept.of(weight) is not None
+    down = (torch.randn(inner, columns) * columns**-0.5).to(dtype)
+    for activation in ("gelu", "silu"):
+        right(MLP, x, weight, down, bias, None, activation)
+
+
+@pytest.mark.parametrize("dtype", HALF)
+def test_half_precision_is_followed_and_told_apart(dtype: torch.dtype) -> None:
+    """Edits behind torch's back, and other dtypes over the same bits."""
+    torch.manual_seed(7)
+    x, weight = torch.randn(5, 64).to(dtype), torch.randn(48, 64).to(dtype)
+    right(LINEAR, x, weight, None)
+    weight.data.mul_(-1)
+    right(LINEAR, x, weight, None)
+    other = next(each for each in HALF if each is not dtype)
+    bits = torch.randn(48, 64).to(dtype).clamp(0.5, 1.5)
+    right(LINEAR, x, bits, None)
+    right(LINEAR, (x * 1e-3).to(other), bits.view(other), None)
 
 
 def strided(weight: Tensor) -> Tensor:
@@ -242,5 +276,7 @@ def test_what_a_call_takes_is_stated() -> None:
     assert LINEAR.workspace_bytes is not None and MLP.workspace_bytes is not None
     assert LINEAR.workspace_bytes(op.check(args)) == 64 * 64 * 4
     assert LINEAR.workspace_bytes(op.check((strided(args[0]), *args[1:]))) == (64 + 10) * 64 * 4
+    half = tuple(tensor.bfloat16() for tensor in args[:2])
+    assert LINEAR.workspace_bytes(op.check((*half, None))) == (64 * 64 + 10 * (64 + 40)) * 4
     request = table.get("mlp").check((*gated, None, None, "swiglu"))
     assert MLP.workspace_bytes(request) == (3 * 64 * 32 + 3 * 10 * 64) * 4

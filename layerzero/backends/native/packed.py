@@ -1,7 +1,7 @@
 """Products with weights that stay the same: each is laid out in panels once, and the panels are kept.
 
-The arithmetic is that of `products.cpp`. A matrix library packs a weight anew in every call; beside a few
-rows that is a large part of the work.
+The arithmetic is that of `products.cpp`, in float32 for half precision too, whose results are rounded once. A
+matrix library packs a weight anew in every call; beside a few rows that is a large part of the work.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ SHARE = 0.25
 # Weights that are remembered, kept or not; each takes a few hundred bytes beside its panels.
 MANY = 4096
 
-Place = tuple[int, torch.Size, tuple[int, ...]]
+Place = tuple[int, torch.dtype, torch.Size, tuple[int, ...]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,9 +43,9 @@ class _Held:
 class Kept:
     """Panels of weights, `limit` bytes of them at most.
 
-    A weight is known by its address, shape and strides. Its panels are freed with its storage and made anew
-    when torch has counted a change of it. Changes that torch does not count, through `.data` or numpy, are
-    seen where they change one of the elements that the kernel compares, one a row. Not kept: weights made
+    A weight is known by its address, dtype, shape and strides. Its panels are freed with its storage and made
+    anew when torch has counted a change of it. Changes that torch does not count, through `.data` or numpy,
+    are seen where they change one of the elements that the kernel compares, one a row. Not kept: weights made
     in inference mode, whose changes torch never counts, and what comes when the limit is reached; such a
     weight stays so until it changes, so that equal calls take equal ways.
     """
@@ -64,7 +64,7 @@ class Kept:
         """The panels of `weight`, made now where it is new or was changed; None where it is not kept."""
         if weight.is_inference():
             return None
-        held = self._held.get((weight.data_ptr(), weight.shape, weight.stride()))
+        held = self._held.get((weight.data_ptr(), weight.dtype, weight.shape, weight.stride()))
         if held is None or held.version != weight._version or held.storage() is not weight.untyped_storage():
             return self.anew(weight)
         return held.panels
@@ -72,7 +72,7 @@ class Kept:
     def anew(self, weight: Tensor) -> Tensor | None:
         """Panels of `weight` as it is now, in place of those there are; None where it is not kept."""
         # No lock: a storage may die, and call `_gone`, at any allocation here.
-        place = (weight.data_ptr(), weight.shape, weight.stride())
+        place = (weight.data_ptr(), weight.dtype, weight.shape, weight.stride())
         self._held.pop(place, None)
         for oldest in list(self._held)[: max(0, len(self._held) - MANY + 1)]:
             self._held.pop(oldest, None)
@@ -143,18 +143,25 @@ def _mlp() -> Callable[..., Any]:
 
 
 def _linear_room(request: Request) -> int:
-    """The weight in panels, and dense rows where those given are not."""
-    rows = 0 if request.contiguous else request.dim("N")
-    return 4 * request.dim("K") * (in_panels(request.dim("C")) + rows)
+    """The weight in panels, and rows in float32 where those given or asked for are not."""
+    inner, width = request.dim("K"), request.dim("C")
+    return 4 * inner * in_panels(width) + _copies(request, inner, width)
 
 
 def _mlp_room(request: Request) -> int:
-    """Both weights in panels, the hidden rows, with their gates where they have some, and dense rows."""
+    """Both weights in panels, the hidden rows, with their gates where they have some, and rows in float32."""
     hidden, width, rows = request.dim("F"), request.dim("C"), request.dim("N")
     gates = 2 if any(f"act_{name}" in request.features for name in GATES) else 0
     up = in_panels(hidden) * (2 if gates else 1)
-    copied = 0 if request.contiguous else rows * width
-    return 4 * (up * width + in_panels(width) * hidden + (1 + gates) * rows * in_panels(hidden) + copied)
+    between = (1 + gates) * rows * in_panels(hidden)
+    return 4 * (up * width + in_panels(width) * hidden + between) + _copies(request, width, width)
+
+
+def _copies(request: Request, given: int, asked: int) -> int:
+    """Bytes of operands and results that are not dense float32."""
+    if request.dtype != "float32":
+        return 4 * request.dim("N") * (given + asked)
+    return 0 if request.contiguous else 4 * request.dim("N") * given
 
 
 def _capability(features: frozenset[str]) -> Capability:
@@ -163,7 +170,7 @@ def _capability(features: frozenset[str]) -> Capability:
         platforms=frozenset({"cpu"}),
         cpu_vendors=frozenset({"amd"}),
         isa=frozenset({"avx2", "fma"}),
-        dtypes=frozenset({"float32"}),
+        dtypes=frozenset({"float32", "bfloat16", "float16"}),
         features=features | {"bias"},
         gradient=False,
         autocast=False,

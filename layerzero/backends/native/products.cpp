@@ -167,19 +167,32 @@ const float* lay_out(float* to, const at::Tensor& weight) {
   return to;
 }
 
-// Whether one element of every row, each at another column, is still what it was when the panels were made.
-bool unchanged(const float* panels, const at::Tensor& weight) {
+template <typename Stored>
+bool rows_unchanged(const float* panels, const at::Tensor& weight) {
   const int64_t columns = weight.size(0), inner = weight.size(1);
   const int64_t down = weight.stride(0), along = weight.stride(1);
-  const float* from = weight.const_data_ptr<float>();
+  const auto* from = static_cast<const Stored*>(weight.const_data_ptr());
   constexpr int64_t STRIDE = 37;  // no multiple of a cache line: neighbours of a column are looked at too
   uint32_t differ = 0;
   for (int64_t row = 0, k = 0; row < columns; ++row) {
     const float kept = panels[(row / WIDTH * inner + k) * WIDTH + row % WIDTH];
-    differ |= std::bit_cast<uint32_t>(kept) ^ std::bit_cast<uint32_t>(from[row * down + k * along]);
+    const auto now = static_cast<float>(from[row * down + k * along]);
+    differ |= std::bit_cast<uint32_t>(kept) ^ std::bit_cast<uint32_t>(now);
     if ((k += STRIDE) >= inner) k %= inner;
   }
   return differ == 0;
+}
+
+// Whether one element of every row, each at another column, is still what it was when the panels were made.
+bool unchanged(const float* panels, const at::Tensor& weight) {
+  switch (weight.scalar_type()) {
+    case at::kBFloat16:
+      return rows_unchanged<at::BFloat16>(panels, weight);
+    case at::kHalf:
+      return rows_unchanged<at::Half>(panels, weight);
+    default:
+      return rows_unchanged<float>(panels, weight);
+  }
 }
 
 // One part of a panel times HEIGHT rows or fewer. `columns` are those of the panel that are real.
@@ -332,16 +345,16 @@ void mlp(const at::Tensor& out, const at::Tensor& x, const at::Tensor& w_up, con
                activation);
 }
 
-// A weight of any strides in panels, to be kept.
+// A weight of any strides and floating point dtype in panels of float32, to be kept.
 at::Tensor pack(const at::Tensor& weight) {
   const pybind11::gil_scoped_release released;
   at::Tensor panels = at::empty({size_of(weight)}, at::kFloat);
-  lay_out(panels.data_ptr<float>(), weight);
+  lay_out(panels.data_ptr<float>(), weight.to(at::kFloat));
   return panels;
 }
 
-// As it reads: dense, and negated where only a flag says so.
-at::Tensor dense(const at::Tensor& tensor) { return tensor.resolve_neg().contiguous(); }
+// As it reads: dense, in float32, and negated where only a flag says so.
+at::Tensor dense(const at::Tensor& tensor) { return tensor.to(at::kFloat).resolve_neg().contiguous(); }
 std::optional<at::Tensor> dense(const std::optional<at::Tensor>& tensor) {
   return tensor ? std::optional(dense(*tensor)) : std::nullopt;
 }
@@ -355,11 +368,11 @@ bool usable(const at::Tensor& x, const at::Tensor& weight, const at::Tensor& pan
 at::Tensor result_of(const at::Tensor& x, int64_t columns) {
   c10::DimVector shape(x.sizes());
   shape.back() = columns;
-  return at::empty(shape, x.options());
+  return at::empty(shape, at::kFloat);
 }
 
-// (..., C) = x (..., K) weight^T + bias with kept panels, operands of any strides; nothing where these are no
-// longer the weight's, or there is nothing to multiply.
+// (..., C) = x (..., K) weight^T + bias with kept panels, operands of any strides and one dtype, which is rounded to
+// once, at the end; nothing where these are no longer the weight's, or there is nothing to multiply.
 std::optional<at::Tensor> linear_kept(const at::Tensor& x, const at::Tensor& weight, const at::Tensor& panels,
                                       const std::optional<at::Tensor>& bias) {
   const pybind11::gil_scoped_release released;
@@ -367,7 +380,7 @@ std::optional<at::Tensor> linear_kept(const at::Tensor& x, const at::Tensor& wei
   const at::Tensor rows = dense(x), out = result_of(x, weight.size(0));
   const auto added = dense(bias);
   multiply(out, rows, {panels.const_data_ptr<float>(), weight, added});
-  return out;
+  return out.to(x.scalar_type());
 }
 
 // The same for both halves of a feed-forward block.
@@ -381,7 +394,7 @@ std::optional<at::Tensor> mlp_kept(const at::Tensor& x, const at::Tensor& w_up, 
   const auto first = dense(b_up), second = dense(b_down);
   feed_forward(out, rows, {p_up.const_data_ptr<float>(), w_up, first},
                {p_down.const_data_ptr<float>(), w_down, second}, activation);
-  return out;
+  return out.to(x.scalar_type());
 }
 
 }  // namespace
