@@ -94,6 +94,9 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--tune-budget-s", type=float, default=240.0)
     parser.add_argument("--repeat", type=int, choices=(1, 2), default=1, help="2: tune twice, report flips")
     parser.add_argument("--again-s", type=float, default=0.0, help="tune for so long again, report flips")
+    parser.add_argument(
+        "--first", action="append", help="tune the calls of this op before others; repeatable"
+    )
     parser.add_argument("--table", type=Path, help="write what was tuned as a table to ship")
     parser.add_argument("--perfdb", default=None, help="keep what was tuned in this file, and read it")
     parser.add_argument("--no-shipped", action="store_true", help="leave the shipped tables out")

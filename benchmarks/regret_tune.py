@@ -26,7 +26,8 @@ from layerzero.tuning.steady import changes
 def tune(record: dict[str, Any], device: LocalDevice, options: argparse.Namespace, deadline: float) -> None:
     """Tune the standard shapes while there is time; note how steady winners were, write the table."""
     shipped = [] if options.no_shipped else fitting_tables(device.hardware, TABLES)[:1]
-    calls = to_tune(device, _measured_sites(options.perfdb, device), shipped, options.quick)
+    known = _measured_sites(options.perfdb, device)
+    calls = to_tune(device, known, shipped, options.quick, options.first or ())
     if "built" in record:
         calls = in_order(device, calls, record["built"]["units"])
     budget = min(options.tune_budget_s, deadline - time.monotonic())
@@ -52,15 +53,18 @@ def tune(record: dict[str, Any], device: LocalDevice, options: argparse.Namespac
         _write_table(rows, shipped, device, options, report)
 
 
-def to_tune(device: LocalDevice, known: set[Site], shipped: Sequence[Table], quick: bool) -> list[Call]:
-    """The standard calls that are not `known`, those that no shipped table holds first.
+def to_tune(
+    device: LocalDevice, known: set[Site], shipped: Sequence[Table], quick: bool, first: Sequence[str] = ()
+) -> list[Call]:
+    """The standard calls that are not `known`: those that no shipped table holds, then those of ops `first`.
 
     Where time ends, what was left out has an older measurement at least.
     """
     there = {row.site for table in shipped for row in table.rows}
     sited = [(call, call.site(device.hardware)) for call in standard(None, device.device.type, quick)]
     left = [(call, site) for call, site in sited if site not in known]
-    return [call for call, site in sorted(left, key=lambda pair: pair[1] in there)]
+    left.sort(key=lambda pair: (pair[1] in there, pair[0].op not in first))
+    return [call for call, _ in left]
 
 
 def _write_table(

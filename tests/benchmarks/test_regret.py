@@ -79,7 +79,11 @@ def test_what_the_shipped_table_lacks_is_tuned_first_and_the_rest_is_kept() -> N
         provenance = Provenance(command="c", date="d", version="v", environment=here)
         table = Table(provenance=provenance, content="", rows=tuple(own[:5]))
         ordered = to_tune(device, set(sites[5:6]), [table], quick=True)
+        late = plain[4]
+        named = to_tune(device, set(), [table], quick=True, first=[late.op])
     assert ordered == [*plain[6:], *plain[:5]]
+    known = [call for call in named if call in plain[:5]]
+    assert known[0] == late and named[-5:] == known and named[0] not in plain[:5]
     assert to_keep(own[:2], [table], here) == own[2:5]
     assert to_keep(own[:2], [table], msgspec.structs.replace(here, driver="another")) == []
 
