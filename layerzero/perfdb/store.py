@@ -176,7 +176,7 @@ def read_rows(path: str | os.PathLike[str], environment: Environment | None = No
             # A writer was killed in its transaction: only a connection that may write takes that back.
             rows, damaged = _read(where, environment, "rw")
     except sqlite3.OperationalError as error:
-        if any(words in str(error) for words in ("locked", "unable to open", "readonly")):
+        if not _tells_damage(error):
             log.warning("perfdb.unreadable", path=str(where), error=str(error))
             return []
         rows, damaged = [], str(error)
@@ -232,7 +232,8 @@ def _elses(connection: sqlite3.Connection, path: Path) -> str:
 def _prepare(path: Path) -> None:
     """Make the file, or check it and set a damaged one aside.
 
-    Raises: sqlite3.DatabaseError: a later release or another program wrote it; it is left as it is.
+    Raises: sqlite3.DatabaseError: a later release or another program wrote it, somebody holds it, or it
+        cannot be opened; it is left as it is.
     """
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     if path.exists() and path.stat().st_size:
@@ -258,7 +259,15 @@ def _damage(path: Path) -> tuple[str, str]:
             named = {row[0] for row in connection.execute(wanted)}
             return ("" if named == set(_DDL) else "its tables are not ours"), ""
     except sqlite3.DatabaseError as error:
+        if not _tells_damage(error):
+            raise
         return f"{type(error).__name__}: {error}", ""
+
+
+def _tells_damage(error: sqlite3.DatabaseError) -> bool:
+    """Whether the file is at fault, not who holds it, the disk, or what else stands at its place."""
+    code = getattr(error, "sqlite_errorcode", sqlite3.SQLITE_ERROR) & 0xFF  # without what extends it
+    return code in (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB, sqlite3.SQLITE_ERROR)
 
 
 def _create(path: Path) -> None:

@@ -13,7 +13,7 @@ import anyio
 import msgspec
 import pytest
 
-from layerzero.perfdb import Environment, Measurement
+from layerzero.perfdb import Environment, Measurement, store
 from layerzero.perfdb.store import PerfDB, read_rows, wal_is_safe
 from tests import children
 from tests.perfdb.rows import HERE, row, site
@@ -330,3 +330,41 @@ async def test_a_reader_sees_whole_transactions_beside_a_writer(tmp_path: Path) 
             reader.join()
     assert len(set(seen)) > 1 and {count % 50 for count in seen} == {0}
     assert len(read_rows(path, HERE)) == 31 * 50 and not asides(path)
+
+
+def names(folder: Path) -> list[str]:
+    return [found.name for found in folder.iterdir()]
+
+
+@pytest.mark.asyncio
+async def test_a_file_that_somebody_holds_is_not_damaged(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A tuning that comes upon a lock says so; the file stays where it is, with its rows."""
+    monkeypatch.setattr(store, "_PRAGMAS", ("PRAGMA busy_timeout = 1",))
+    path = tmp_path / "p.sqlite"
+    async with PerfDB(path) as db:
+        await db.add(HERE, [row()])
+    holder = sqlite3.connect(path)
+    holder.execute("BEGIN EXCLUSIVE")
+    with pytest.raises(sqlite3.OperationalError, match="locked"):
+        async with PerfDB(path):
+            pass
+    assert read_rows(path) == []
+    holder.rollback()
+    holder.close()
+    assert names(tmp_path) == ["p.sqlite"]
+    assert len(read_rows(path)) == 1
+
+
+@pytest.mark.asyncio
+async def test_a_folder_at_the_place_of_the_file_stays_there(tmp_path: Path) -> None:
+    """It was named by mistake: it is told, not renamed."""
+    path = tmp_path / "p.sqlite"
+    path.mkdir()
+    (path / "mine").touch()
+    with pytest.raises(sqlite3.OperationalError, match="unable to open"):
+        async with PerfDB(path):
+            pass
+    assert (path / "mine").exists()
+    assert names(tmp_path) == ["p.sqlite"]
