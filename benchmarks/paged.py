@@ -155,7 +155,7 @@ def main() -> None:
     left_out: list[str] = []
     record = {"environment": environment(), "steps": steps(), "rows": rows, "left_out": left_out}
     for name, found in record["steps"].items():
-        print(f"a step of 64, {name}: {found}")
+        print(f"step, {name}: {found}")
     until = time.perf_counter() + options.budget_s
     print("B, Hq, Hk, D, context   page layout dtype     native us  x SDPA  x gather + SDPA")
     with torch.inference_mode():

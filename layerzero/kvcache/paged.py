@@ -195,13 +195,9 @@ class PagedCache:
         short = [at for at, (state, end) in enumerate(zip(states, ends, strict=True)) if end > state.room]
         if short:
             self._make_room([(states[at], counts[at]) for at in short], states)
-        spans = []
-        for state, count, end in zip(states, counts, ends, strict=True):
-            spans.append(Span(state, end - count, count))
-            state.settle(end, state.pages, state.room)
         if any(counts):
             self.allocator.epoch += 1
-        return spans
+        return [state.grow(count) for state, count in zip(states, counts, strict=True)]
 
     def append(self, sequence: int, keys: Tensor, values: Tensor) -> None:
         """Write tokens behind the sequence's, into pages that are its own; all of them or none.

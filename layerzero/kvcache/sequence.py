@@ -85,6 +85,12 @@ class PagedSequence:
         self._allocator.epoch += 1
         return Span(self, start, count)
 
+    def grow(self, count: int) -> Span:
+        """`extend` by tokens whose room has been seen to; for the cache to call."""
+        start = self._length
+        self._length = start + count
+        return Span(self, start, count)
+
     def settle(self, length: int, pages: list[int], room: int) -> None:
         """Have so many tokens, `pages`, and a place for each token up to `room`; for the cache to call."""
         if pages != self.pages:
