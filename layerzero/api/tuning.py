@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import sqlite3
 import threading
@@ -249,28 +250,28 @@ class _Job:
     ) -> int:
         """Measure each of a few calls once, then each again: the rounds of a call lie apart.
 
-        Returns how many calls there was time for.
+        Returns how many calls there was time for, once at least.
         """
+        ends = started + self._budget_s if self._budget_s is not None else math.inf
         begun, taken = time.monotonic(), 0
         latest: list[list[Tuned]] = [[] for _ in rounds]
         for call in block:
             now = time.monotonic()
             # The other rounds will take as long as the first has taken.
-            if self._budget_s is not None:
-                ahead = (now - begun) * (len(rounds) - 1)
-                if now + ahead - started > self._budget_s:
-                    break
+            if now + (now - begun) * (len(rounds) - 1) > ends:
+                break
             latest[0] += self._measured(call)
             taken += 1
         for own in latest[1:]:
             for call in block[:taken]:
-                own += self._measured(call)
+                if time.monotonic() < ends:
+                    own += self._measured(call)
         for own, found in zip(rounds, latest, strict=True):
             own += found
         if len(latest) == 2:
             unsteady = {change.call for change in changes(*latest)[1] if change.outside}
             for call in block[:taken]:
-                if str(call) in unsteady:
+                if str(call) in unsteady and time.monotonic() < ends:
                     thirds += self._measured(call)
         return taken
 

@@ -7,6 +7,7 @@ import sqlite3
 import threading
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -237,6 +238,30 @@ def test_rounds_of_a_call_lie_apart_and_a_third_one_settles() -> None:
     finally:
         uninstall(opened)
         opened.close()
+
+
+def test_a_slow_call_leaves_no_time_for_second_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A call that compiles for longer than there is time is measured once; nothing is measured again."""
+    ticks = SimpleNamespace(monotonic=lambda: Ticks.ns / 1e9)
+    monkeypatch.setattr("layerzero.api.tuning.time", ticks)
+    ran: list[int] = []
+
+    def compiles(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+        if x.shape[0] not in ran:
+            ran.append(x.shape[0])
+            Ticks.ns += 10**10 if x.shape[0] == 32 else 0
+        return taking(100.0)(x, weight, eps)
+
+    opened = runtime(None, [kernel("compiles.rms_norm", compiles), kernel("steady.rms_norm", taking(300.0))])
+    install(opened)
+    try:
+        calls = [norm("rms_norm", rows, 64, "float32") for rows in (16, 32, 64)]
+        report = tune_blocking(calls, repeat=2, budget_s=5.0)
+    finally:
+        uninstall(opened)
+        opened.close()
+    assert ran == [16, 32] and (report.calls, report.skipped, report.compared) == (2, 1, 0)
+    assert 10.0 < report.seconds < 11.0
 
 
 def test_what_cannot_be_tuned_is_told(installed: Runtime) -> None:
