@@ -153,7 +153,12 @@ def main() -> None:
     ]
     rows: list[dict[str, Any]] = []
     left_out: list[str] = []
-    record = {"environment": environment(), "steps": steps(), "rows": rows, "left_out": left_out}
+    record: dict[str, Any] = {
+        "environment": environment(),
+        "steps": steps(),
+        "rows": rows,
+        "left_out": left_out,
+    }
     for name, found in record["steps"].items():
         print(f"step, {name}: {found}")
     until = time.perf_counter() + options.budget_s
