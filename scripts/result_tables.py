@@ -266,13 +266,15 @@ def guessed(record: dict[str, Any]) -> Table:
         [
             row["acceptance"]["speculated"],
             row["tokens_per_s"]["plain"],
-            *(row["over_plain"][way] for way in ways),
+            *(row["over_plain"].get(way) for way in ways),  # no second GPU, no draft on it
         ]
         for _, row in _said(record, "speculate", "speculation")
     ]
     columns = ["drafts that stay", "plain tokens/s", "one GPU", "draft on another GPU", "target over a gang"]
     return {"columns": columns, "rows": sorted(rows, reverse=True)}
 
+
+GANG = {"ganged": ganged, "staged": staged, "guessed": guessed, "place": place}
 
 FILES: dict[str, dict[str, Callable[[dict[str, Any]], Table]]] = {
     "hot_path.json": {"calls": calls, "peers": peers, "place": place},
@@ -282,7 +284,8 @@ FILES: dict[str, dict[str, Callable[[dict[str, Any]], Table]]] = {
     "regret_h200.json": {"regret": regret, "place": place},
     "regret_h200_replayed.json": {"choice": replayed},
     "lane_h200.json": {"sides": on_gpu, "targets": targets_on_gpu, "place": place},
-    "gang_h200.json": {"ganged": ganged, "staged": staged, "guessed": guessed, "place": place},
+    "gang_h200.json": GANG,
+    "gang_h200_pair.json": GANG,
     "embedding_demo.json": {"service": service, "targets": targets, "kernels": kernels, "place": place},
 }
 
