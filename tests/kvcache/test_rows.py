@@ -18,6 +18,7 @@ from layerzero.kvcache import (
     Span,
     Spec,
 )
+from layerzero.ops import mirrors
 
 SPEC = Spec(heads=1, width=4)
 
@@ -255,3 +256,18 @@ def test_a_hook_that_frees_one_of_a_crowd_is_named() -> None:
     with pytest.raises(FreedSequenceError, match=f"sequence {second} needs to be live"):
         pool.step([first, second], [1, 1])
     assert pool.length(first) == 4 and pool.allocator.free_pages == 2
+
+
+@pytest.mark.parametrize("count", [1, 4])
+def test_a_device_gets_one_transfer_and_the_host_keeps_what_kernels_plan_by(count: int) -> None:
+    """Positions, slots and lengths are pieces of one tensor, each on sixteen bytes; lengths have a mirror."""
+    pool = PagedCache(Spec(heads=1, width=4, device="meta"), pages=64, page_size=4)
+    spans = [pool.sequence(20).extend(count) for _ in range(3)]
+    at = pool.rows(spans)
+    assert at.positions.shape == at.slots.shape == (3 * count,) and at.slots.dtype == torch.int64
+    assert at.positions._base is at.slots._base is not None
+    assert [piece.storage_offset() * piece.itemsize % 16 for piece in (at.positions, at.slots)] == [0, 0]
+    assert at.lengths.storage_offset() * 4 % 16 == 0 and at.lengths.dtype == torch.int32
+    assert {tensor.device.type for tensor in (at.positions, at.slots, at.lengths, at.tables)} == {"meta"}
+    assert mirrors.host(at.lengths).tolist() == [count] * 3
+    assert mirrors.host(at.tables).tolist() == [span.sequence.pages[:1] for span in spans]
