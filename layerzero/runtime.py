@@ -33,7 +33,7 @@ from layerzero.ops import table as ops_table
 from layerzero.policy import EMPTY, Policy, check_names, environment_policy, load_policy, merge
 from layerzero.scheduler.spawn import Spawned, spawn
 from layerzero.selection.expectations import has_measurements, measured_costs
-from layerzero.settings import SETTING_OVERRIDDEN, Settings
+from layerzero.settings import AT_OPENING, SETTING_OVERRIDDEN, Settings
 from layerzero.telemetry import Counters
 
 if TYPE_CHECKING:
@@ -112,6 +112,13 @@ class Runtime:
         if name == "auto":
             name = f"cuda:{torch.cuda.current_device()}" if torch.cuda.is_available() else "cpu"
         return _canonical(torch.device(name))
+
+    def _need_device(self) -> None:
+        """Raises: ConfigurationError: the device of the settings does not exist here."""
+        try:
+            probe(self.default_device())
+        except (ValueError, RuntimeError) as error:
+            raise ConfigurationError(str(error), field="device") from error
 
     def _open(self, device: torch.device) -> LocalDevice:
         narrow = self._narrow
@@ -307,15 +314,15 @@ class Runtime:
     def reconfigure(self, settings: Settings) -> None:
         """Put other settings in force; every device drops what depended on the old ones."""
         with self._lock:
-            if settings.capabilities != self.settings.capabilities:
-                raise ConfigurationError(
-                    "capabilities is read when a runtime opens: open another", field="capabilities"
-                )
+            for name in AT_OPENING:
+                if getattr(settings, name) != getattr(self.settings, name):
+                    raise ConfigurationError(f"{name} is read when a runtime opens: open another", field=name)
             # Before anything changes: a strict runtime refuses a table that does not hold.
             solved = [device.solved_under(settings) for device in self.devices.values()]
             if settings.device != self.settings.device or settings.policy != self.settings.policy:
                 before, self.settings = self.settings, settings
                 try:
+                    self._need_device()
                     self._outside = self._outside_policy()
                 except BaseException:
                     self.settings = before

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import os
+import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import UnionType
@@ -31,6 +32,9 @@ SETTINGS_SKIPPED = "settings.skipped"
 
 
 BATCHING = ("all", "rows", "off")
+# What only opening a runtime reads.
+AT_OPENING = ("capabilities", "cluster", "cluster_devices", "freeze_gc")
+_DEVICE = re.compile(r"auto|cpu|cuda(:\d{1,2})?")
 
 
 class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -245,6 +249,9 @@ def _check_words(settings: Settings) -> None:
         value = getattr(settings, name)
         if (value is None and name == "device") or value == "" or not isinstance(value, str | None):
             raise ConfigurationError(f"{name} needs a non-empty string, got {shown(value)}", field=name)
+    if not _DEVICE.fullmatch(settings.device):
+        needs = '"auto", "cpu", "cuda" or "cuda:<index>"'
+        raise ConfigurationError(f"device needs {needs}, got {shown(settings.device)}", field="device")
 
 
 def _build(values: Mapping[str, Any]) -> Settings:

@@ -141,6 +141,8 @@ def dry_run(
         )
     from layerzero.backends.descriptors import described, imagined  # who asks about here never needs them
 
+    if not isinstance(hardware, str | Hardware):
+        raise TypeError(f"hardware needs a Hardware or the name of one, got {type(hardware).__name__}")
     there = imagined(hardware) if isinstance(hardware, str) else hardware
     elsewhere = request.replace(platform=there.platform, device=there.device)
     kernels = (*device.registry.for_op(op), *described(op))

@@ -96,6 +96,8 @@ def start(settings: Settings | None = None, *, scoped: bool = False) -> Started:
     Raises: ConfigurationError: a runtime is open already, a setting does not fit, or the cluster cannot be
         joined. DeviceLostError: a device of the cluster did not start.
     """
+    if settings is not None and not isinstance(settings, Settings):
+        raise TypeError(f"settings needs layerzero.Settings, got {type(settings).__name__}")
     return Started(settings, scoped)
 
 

@@ -82,7 +82,9 @@ class Step:
         fill: Mapping[str, float] | None = None,
         generation: Callable[[torch.device], int] = lambda _: 0,
     ) -> None:
-        """Raises: ValueError: no bucket, one below 1, or `fill` names no argument of `fn`."""
+        """Raises: ValueError: no bucket, one below 1, or `fill` names no argument. TypeError: no function."""
+        if not callable(fn):
+            raise TypeError(f"fn needs a function, got {type(fn).__name__}")
         if not buckets or min(buckets) < 1:
             raise ValueError(f"buckets needs numbers of rows of at least 1, got {tuple(buckets)}")
         self._fn = fn

@@ -50,6 +50,8 @@ def get(name: str) -> Op:
     found = OPS.get(name)
     if found is not None:
         return found
+    if not isinstance(name, str):
+        raise TypeError(f"op needs an op's name, got {type(name).__name__}")
     file = FILES.get(name)
     if file is not None:
         importlib.import_module(f"layerzero.ops.{file}")

@@ -8,7 +8,7 @@ Every row has its own seed, and its draws do not depend on which rows stand besi
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -95,6 +95,8 @@ def tree_mask(parents: Sequence[int], device: torch.device | str = "cpu") -> Ten
 
     Raises: ValueError: `parents` is no tree.
     """
+    if not isinstance(parents, Iterable):
+        raise TypeError(f"parents needs a sequence of ints, got {type(parents).__name__}")
     parents = tuple(parents)
     _need_tree(parents)
     mask = torch.eye(len(parents), dtype=torch.bool)

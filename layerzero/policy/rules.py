@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from enum import IntEnum
 from fnmatch import translate
 from functools import lru_cache
@@ -116,6 +116,10 @@ def make_rule(
 
     Raises: PolicyValidationError: a pattern, op, condition or number is not what the field takes.
     """
+    if not isinstance(patterns, Iterable):
+        raise PolicyValidationError(f"{action} needs a glob or several, got {shown(patterns)}")
+    if not isinstance(when, Iterable):
+        raise PolicyValidationError(f"when needs a condition or several, got {shown(when)}")
     globs = (patterns,) if isinstance(patterns, str) else tuple(patterns)
     if not globs:
         raise PolicyValidationError(f"{action} needs at least one pattern")

@@ -89,6 +89,8 @@ def manifest_of(what: Manifest | Workload | str | Path | Iterable[Call]) -> Mani
         return Manifest.of(what)
     if isinstance(what, str | Path):
         return Manifest.load(what)
+    if not isinstance(what, Iterable):
+        raise TypeError(f"manifest needs a Manifest, a workload, a path or calls, got {type(what).__name__}")
     calls = tuple(what)
     for given in calls:
         if not isinstance(given, Call):

@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from collections.abc import Awaitable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -258,3 +259,43 @@ def test_a_cluster_is_refused_by_name() -> None:
         lz.start(lz.Settings(cluster="auto"), scoped=True),
     ):
         pass
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"cluster": "auto"}, "cluster is read when a runtime opens"),
+        ({"cluster_devices": 2}, "cluster_devices is read when a runtime opens"),
+        ({"freeze_gc": True}, "freeze_gc is read when a runtime opens"),
+        ({"device": "cuda:99"}, "cuda:99"),
+        ({"device": "cuda:999"}, "device needs"),
+        ({"device": "gpu"}, 'device needs "auto", "cpu", "cuda" or "cuda:<index>", got'),
+        ({"device": "cuda:-1"}, "device needs"),
+    ],
+)
+def test_a_change_that_could_not_take_hold_is_refused(changes: dict[str, Any], said: str) -> None:
+    """And changes nothing."""
+    with lz.start(lz.Settings(), scoped=True) as runtime:
+        before = runtime.settings
+        with pytest.raises(lz.ConfigurationError, match=said):
+            lz.configure(**changes)
+        assert runtime.settings is before
+
+
+def test_what_is_no_argument_at_all_is_refused_by_name() -> None:
+    """Instead of an error out of the inside that names nothing."""
+    x = torch.ones(2, 4)
+    anything: Any = 3
+    cases: list[tuple[Callable[[], object], type[Exception], str]] = [
+        (lambda: lz.start(anything), TypeError, "settings needs layerzero.Settings, got int"),
+        (lambda: lz.which(anything, x), TypeError, "op needs an op's name, got int"),
+        (lambda: lz.dry_run("rms_norm", x, hardware=anything), TypeError, "hardware needs a Hardware"),
+        (lambda: lz.compile(anything), TypeError, "fn needs a function, got int"),
+        (lambda: lz.tree_mask(anything), TypeError, "parents needs a sequence of ints, got int"),
+        (lambda: lz.warmup_blocking(anything), TypeError, "manifest needs a Manifest"),
+        (lambda: lz.lock("rms_norm", anything), lz.PolicyValidationError, "lock needs a glob"),
+        (lambda: lz.lock("rms_norm", "torch", when=anything), lz.PolicyValidationError, "when needs a"),
+    ]
+    for call, error, said in cases:
+        with pytest.raises(error, match=said):
+            call()
