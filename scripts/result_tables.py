@@ -274,7 +274,12 @@ def guessed(record: dict[str, Any]) -> Table:
     return {"columns": columns, "rows": sorted(rows, reverse=True)}
 
 
-GANG = {"ganged": ganged, "staged": staged, "guessed": guessed, "place": place}
+GANG: dict[str, Callable[[dict[str, Any]], Table]] = {
+    "ganged": ganged,
+    "staged": staged,
+    "guessed": guessed,
+    "place": place,
+}
 
 FILES: dict[str, dict[str, Callable[[dict[str, Any]], Table]]] = {
     "hot_path.json": {"calls": calls, "peers": peers, "place": place},
