@@ -28,7 +28,7 @@ from torch.nn import functional
 import layerzero as lz
 from benchmarks.harness import environment, show, write
 from benchmarks.regret_build import CACHES, build, in_order
-from benchmarks.regret_shapes import PARTS, shapes
+from benchmarks.regret_shapes import PARTS, asked, shapes
 from benchmarks.regret_tune import tune
 from layerzero.actors.local import LocalDevice
 from layerzero.kernel import Kernel
@@ -65,7 +65,11 @@ def main() -> None:
     os.environ.update(CACHES)
     built = None
     if options.build_s:
-        built = build(options.device, options.workers, options.build_s, options.quick)
+        only = (
+            *(("--missing",) if options.missing else ()),
+            *(("--parts", *options.parts) if options.parts else ()),
+        )
+        built = build(options.device, options.workers, options.build_s, options.quick, only)
     with lz.start(settings) as runtime, torch.no_grad():
         device = runtime.device()
         record = opened(options.out, device)
@@ -97,10 +101,16 @@ def _options() -> argparse.Namespace:
     parser.add_argument(
         "--first", action="append", help="tune the calls of this op before others; repeatable"
     )
+    parser.add_argument(
+        "--missing", action="store_true", help="tune only calls that the shipped table lacks a kernel of"
+    )
     parser.add_argument("--table", type=Path, help="write what was tuned as a table to ship")
     parser.add_argument("--perfdb", default=None, help="keep what was tuned in this file, and read it")
     parser.add_argument("--no-shipped", action="store_true", help="leave the shipped tables out")
     parser.add_argument("--group", action="append", help="only groups that start with this; repeatable")
+    parser.add_argument(
+        "--parts", nargs="+", help="only these parts of the shapes, or groups of one: blind 'held out, norms'"
+    )
     parser.add_argument("--threads", type=int, default=0)
     parser.add_argument("--quick", action="store_true", help="few shapes, few samples: see that it runs")
     return parser.parse_args()
@@ -132,7 +142,7 @@ def measure_shapes(
 ) -> None:
     effort = QUICK if options.quick else Effort(samples=21, budget_s=0.2)
     launches: tuple[Launch, ...] = ("eager", "graph") if device.device.type == "cuda" else ("eager",)
-    wanted = shapes(device.device.type, options.quick)
+    wanted = asked(shapes(device.device.type, options.quick), options.parts)
     if "built" in record:  # what would have to compile comes last
         ordered = in_order(device, [shape.call for shape in wanted], record["built"]["units"])
         places = {str(call): place for place, call in enumerate(ordered)}

@@ -1,11 +1,13 @@
-"""Attention calls that no search has seen: drawn by a fixed seed from the ranges of serving.
+"""Calls that no search has seen: drawn by a fixed seed from the ranges of serving.
 
 They stand beside the listed shapes of `benchmarks/regret_shapes.py`. Choices are judged by them and nothing
-is fitted to them: neither the seed nor the ranges change with what a run shows.
+is fitted to them: neither the seed nor the ranges change with what a run shows. A set whose result was read
+and answered by a change is blind no longer: its seed moves to `SEEN`, and another set is drawn.
 """
 
 from __future__ import annotations
 
+import functools
 import math
 import random
 from collections.abc import Callable
@@ -13,10 +15,15 @@ from collections.abc import Callable
 import msgspec
 
 from layerzero.tuning.calls import Call
-from layerzero.tuning.shapes import attention, paged, ragged
+from layerzero.tuning.shapes import attention, norm, paged, ragged, sample
 
-SEED = 20_261_122
+# The seeds of sets whose results were read, and of the one that nobody has looked at.
+SEEN = (20_261_122,)
+SEED = 20_261_123
 COUNT = 40
+# Sampling and norms, so many of each.
+OTHERS = 4
+NORMS = ("rms_norm", "add_rms_norm", "layer_norm")
 # In turns, so that the first of them are a fair sample.
 KINDS = (
     "decode",
@@ -37,7 +44,8 @@ Range = tuple[int, int]
 class Ranges(msgspec.Struct, frozen=True):
     """Where sizes are drawn from, evenly in octaves; a call beyond the limits is drawn again.
 
-    `rows` are queries of a prefill, `batch` and `context` sequences and tokens of a decode.
+    `rows` are queries of a prefill, `batch` and `context` sequences and tokens of a decode, `sampled` and
+    `normed` rows of sampling and norms; a `width` is a multiple of 64.
     """
 
     dtypes: tuple[str, ...]
@@ -51,6 +59,10 @@ class Ranges(msgspec.Struct, frozen=True):
     max_heads: int
     max_bytes: int
     max_flops: float
+    sampled: Range
+    vocabulary: Range
+    normed: Range
+    width: Range
 
 
 RANGES = {
@@ -59,18 +71,30 @@ RANGES = {
         dtypes=("bfloat16",) * 7 + ("float16",), heads_of_keys=(1, 2, 4, 8, 12, 16, 32),
         group=(1, 1, 2, 4, 5, 7, 8), head_dim=(64, 96, 128, 128, 256), rows=(128, 32_768), prefills=(1, 16),
         batch=(1, 256), context=(512, 131_072), max_heads=64, max_bytes=4 << 30, max_flops=2e13,
+        sampled=(1, 256), vocabulary=(32_000, 262_144), normed=(1, 16_384), width=(128, 8192),
     ),
     "cpu": Ranges(
         dtypes=("float32", "bfloat16"), heads_of_keys=(1, 2, 4, 8, 12), group=(1, 1, 2, 4, 8),
         head_dim=(32, 64, 64, 128), rows=(16, 1024), prefills=(1, 8), batch=(1, 32), context=(64, 2048),
         max_heads=16, max_bytes=64 << 20, max_flops=4e9,
+        sampled=(1, 32), vocabulary=(4000, 64_000), normed=(1, 2048), width=(128, 4096),
     ),
 }  # fmt: skip
 
 
 def blind(platform: str) -> list[tuple[str, Call]]:
-    """Forty calls by group, the same ones every time."""
-    draw, ranges = random.Random(SEED), RANGES[platform]
+    """Forty attention calls and eight others by group, the same ones every time."""
+    return [*drawn(platform, SEED), *_others(platform, SEED)]
+
+
+def seen(platform: str) -> list[tuple[str, Call]]:
+    """The calls of the sets that were blind once."""
+    return [named for seed in SEEN for named in drawn(platform, seed)]
+
+
+def drawn(platform: str, seed: int) -> list[tuple[str, Call]]:
+    """The attention calls of one seed."""
+    draw, ranges = random.Random(seed), RANGES[platform]
     # Every head size has its share, whatever is drawn again.
     sizes = draw.sample(ranges.head_dim, COUNT, counts=[COUNT // len(ranges.head_dim)] * len(ranges.head_dim))
     found: dict[str, tuple[str, Call]] = {}
@@ -83,12 +107,27 @@ def blind(platform: str) -> list[tuple[str, Call]]:
     return list(found.values())
 
 
+def _others(platform: str, seed: int) -> list[tuple[str, Call]]:
+    draw, ranges = random.Random(f"{seed} others"), RANGES[platform]
+    found: dict[str, tuple[str, Call]] = {}
+    while len(found) < 2 * OTHERS:
+        if len(found) % 2:
+            op, rows, width = draw.choice(NORMS), _size(draw, *ranges.normed), _size(draw, *ranges.width)
+            call, name = norm(op, rows, width // 64 * 64, draw.choice(ranges.dtypes)), "norms"
+        else:
+            call, name = sample(_size(draw, *ranges.sampled), _size(draw, *ranges.vocabulary)), "sampling"
+        found.setdefault(str(call), (name if platform == "cuda" else f"{name} {_dtype(call)}", call))
+    return list(found.values())
+
+
+def _size(draw: random.Random, low: int, high: int) -> int:
+    return round(math.exp(draw.uniform(math.log(low), math.log(high))))
+
+
 def _drawn(draw: random.Random, kind: str, d: int, ranges: Ranges) -> Call | None:
     """One call of a kind; None where it would be too large."""
 
-    def size(low: int, high: int) -> int:
-        return round(math.exp(draw.uniform(math.log(low), math.log(high))))
-
+    size = functools.partial(_size, draw)
     hk, group = draw.choice(ranges.heads_of_keys), draw.choice(ranges.group)
     dtype = draw.choice(ranges.dtypes)
     b, sq, sk = 1, 1, size(*ranges.context)

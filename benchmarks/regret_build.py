@@ -22,10 +22,13 @@ from typing import Any
 import torch
 
 import layerzero as lz
-from benchmarks.regret_shapes import shapes
+from benchmarks.regret_shapes import asked, shapes
 from layerzero.actors.local import LocalDevice
+from layerzero.api.tuning import missing_of
 from layerzero.kernel import Kernel
 from layerzero.ops import table as ops_table
+from layerzero.perfdb.shipped import fitting_tables
+from layerzero.selection.expectations import TABLES
 from layerzero.tuning.calls import Call
 from layerzero.tuning.shapes import standard
 
@@ -36,12 +39,15 @@ _LARGEST = 1 << 30
 Job = tuple[str, Call]  # a kernel, and a call to run on it
 
 
-def build(device: str, workers: int, limit_s: float, quick: bool) -> dict[str, Any]:
-    """Compile in `workers` processes for at most `limit_s` seconds; `units` names what was done."""
+def build(device: str, workers: int, limit_s: float, quick: bool, only: Sequence[str] = ()) -> dict[str, Any]:
+    """Compile in `workers` processes for at most `limit_s` seconds; `units` names what was done.
+
+    `only` are arguments that leave out calls: `--missing`, `--parts` and its names.
+    """
     started = time.monotonic()
     folder = Path(tempfile.mkdtemp(prefix="regret-build-"))
     command = [sys.executable, "-m", "benchmarks.regret_build", "--device", device, "--of", str(workers)]
-    command += ["--done", str(folder), "--limit-s", str(limit_s), *(["--quick"] if quick else [])]
+    command += ["--done", str(folder), "--limit-s", str(limit_s), *(["--quick"] if quick else []), *only]
     running = [
         subprocess.Popen(
             [*command, "--part", str(part)],
@@ -121,6 +127,8 @@ def main() -> None:
     parser.add_argument("--of", type=int, default=1)
     parser.add_argument("--limit-s", type=float, default=150.0)
     parser.add_argument("--quick", action="store_true")
+    parser.add_argument("--missing", action="store_true", help="of the tuned calls only these")
+    parser.add_argument("--parts", nargs="+", help="of the shapes only these")
     parser.add_argument("--done", type=Path, required=True, help="folder to note compiled units in")
     options = parser.parse_args()
     deadline = time.monotonic() + options.limit_s
@@ -128,7 +136,12 @@ def main() -> None:
     with lz.start(lz.Settings(device=options.device, warm="eager", perfdb=None)) as runtime, torch.no_grad():
         device = runtime.device()
         kind = device.device.type
-        calls = [*(shape.call for shape in shapes(kind, options.quick)), *standard(None, kind, options.quick)]
+        wanted = asked(shapes(kind, options.quick), options.parts)
+        tuned: Sequence[Call] = standard(None, kind, options.quick)
+        if options.missing:
+            shipped = fitting_tables(device.hardware, TABLES)[:1]
+            tuned = missing_of(device, tuned, [row for table in shipped for row in table.rows])
+        calls = [*(shape.call for shape in wanted), *tuned]
         found = jobs(device, calls)
         # The slowest compiler first, so that none of its modules waits for the end.
         units = sorted(

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import zip_longest
 from typing import Literal, NamedTuple, get_args
 
-from benchmarks.regret_blind import blind
+from benchmarks.regret_blind import blind, seen
 from layerzero.tuning.calls import Call
 from layerzero.tuning.shapes import attention, linear, mlp, norm, paged, ragged, rope, sample, standard
 
@@ -27,11 +27,12 @@ def shapes(platform: str, quick: bool = False) -> list[Shape]:
     """The listed shapes that are held out, then those drawn, then the tuned ones.
 
     Groups stand in turns, so that a run that ends early has seen all of them. A listed shape is tuned where
-    it is one of the standard shapes that `lz.tune` measures; the others are held out.
+    it is one of the standard shapes that `lz.tune` measures; the others are held out, and so are the drawn
+    ones that were blind once.
     """
     covered = set(map(str, standard(None, platform)))
     groups: dict[str, list[Call]] = {}
-    for name, call in _gpu() if platform == "cuda" else _cpu():
+    for name, call in (*(_gpu() if platform == "cuda" else _cpu()), *seen(platform)):
         groups.setdefault(name, []).append(call)
     parts: dict[Part, dict[str, list[Shape]]] = {part: {} for part in PARTS}
     for name, calls in groups.items():
@@ -42,6 +43,22 @@ def shapes(platform: str, quick: bool = False) -> list[Shape]:
     drawn = [Shape(name, call, "blind") for name, call in blind(platform) if str(call) not in known]
     parts["blind"] = {"in turns already": drawn[: 2 if quick else None]}
     return [shape for own in parts.values() for shape in _in_turns(own.values())]
+
+
+def asked(found: Sequence[Shape], parts: Sequence[str] | None) -> list[Shape]:
+    """The shapes of the named parts; "held out, norms" are those of a part whose group begins so.
+
+    Raises: ValueError: a name that no shape has.
+    """
+    if parts is None:
+        return list(found)
+    wanted = [(part.strip(), group.strip()) for part, _, group in (name.partition(",") for name in parts)]
+    own = [[s for s in found if s.part == part and s.group.startswith(group)] for part, group in wanted]
+    for name, kept in zip(parts, own, strict=True):
+        if not kept:
+            raise ValueError(f"parts needs one of {PARTS} or 'PART, GROUP', got {name!r}, which no shape has")
+    names = {str(shape.call) for kept in own for shape in kept}
+    return [shape for shape in found if str(shape.call) in names]
 
 
 def _in_turns(groups: Iterable[list[Shape]]) -> list[Shape]:

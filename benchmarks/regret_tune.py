@@ -13,7 +13,7 @@ import msgspec
 from benchmarks.harness import write
 from benchmarks.regret_build import in_order
 from layerzero.actors.local import LocalDevice
-from layerzero.api.tuning import TuneReport, table_of, tune_blocking
+from layerzero.api.tuning import TuneReport, missing_of, table_of, tune_blocking
 from layerzero.perfdb.record import Environment, Measurement, Site
 from layerzero.perfdb.shipped import Table, fitting_tables
 from layerzero.perfdb.store import read_rows
@@ -27,7 +27,7 @@ def tune(record: dict[str, Any], device: LocalDevice, options: argparse.Namespac
     """Tune the standard shapes while there is time; note how steady winners were, write the table."""
     shipped = [] if options.no_shipped else fitting_tables(device.hardware, TABLES)[:1]
     known = _measured_sites(options.perfdb, device)
-    calls = to_tune(device, known, shipped, options.quick, options.first or ())
+    calls = to_tune(device, known, shipped, options.quick, options.first or (), only_missing=options.missing)
     if "built" in record:
         calls = in_order(device, calls, record["built"]["units"])
     budget = min(options.tune_budget_s, deadline - time.monotonic())
@@ -54,17 +54,20 @@ def tune(record: dict[str, Any], device: LocalDevice, options: argparse.Namespac
 
 
 def to_tune(
-    device: LocalDevice, known: set[Site], shipped: Sequence[Table], quick: bool, first: Sequence[str] = ()
-) -> list[Call]:
-    """The standard calls that are not `known`: those that no shipped table holds, then those of ops `first`.
+    device: LocalDevice, known: set[Site], shipped: Sequence[Table], quick: bool, first: Sequence[str] = (),
+    *, only_missing: bool = False,
+) -> list[Call]:  # fmt: skip
+    """The standard calls that are not `known`: those the shipped table misses, then those of ops `first`.
 
-    Where time ends, what was left out has an older measurement at least.
+    A call is missing where the table has no row of it, or none of a kernel that came later. Where time ends,
+    what was left out has an older measurement at least.
     """
-    there = {row.site for table in shipped for row in table.rows}
-    sited = [(call, call.site(device.hardware)) for call in standard(None, device.device.type, quick)]
-    left = [(call, site) for call, site in sited if site not in known]
-    left.sort(key=lambda pair: (pair[1] in there, pair[0].op not in first))
-    return [call for call, _ in left]
+    calls = standard(None, device.device.type, quick)
+    rows = [row for table in shipped for row in table.rows]
+    missing = set(map(str, missing_of(device, calls, rows)))
+    left = [call for call in calls if call.site(device.hardware) not in known]
+    left.sort(key=lambda call: (str(call) not in missing, call.op not in first))
+    return [call for call in left if str(call) in missing or not only_missing]
 
 
 def _write_table(

@@ -39,6 +39,7 @@ from layerzero.selection.record import Selection
 from layerzero.selection.solved import Bucket, DispatchTable, capabilities_hash, content_hash
 from layerzero.tuning.calls import Call, Workload, workload_of
 from layerzero.tuning.compare import HeadToHead, head_to_head
+from layerzero.tuning.missing import uncovered
 from layerzero.tuning.recorder import Recorder
 from layerzero.tuning.shapes import standard
 from layerzero.tuning.steady import Change, changes
@@ -111,7 +112,8 @@ async def tune(
     `workload` is a list of calls, what `record()` gave or its file, or None for the standard shapes of `ops`
     (of every op by default). Numbers are checked before anything is timed. On CUDA, times are taken launched
     eagerly and replayed as a graph. `budget_s` ends it early; `missing` leaves out calls whose measurements
-    this machine's file holds, so that the next run goes on where one ended. `repeat=2` measures twice, some
+    this machine's file holds, so that the next run goes on where one ended; a call is measured again where a
+    kernel takes it that came later. `repeat=2` measures twice, some
     time apart, and reports how many winners changed; where that was no noise, a third time.
     `progress(done, total, tuned)` is called from the measuring thread. Callers who ask for the same at once
     share one measuring.
@@ -205,8 +207,7 @@ class _Job:
             given = workload_of(workload)
             self._calls = tuple(c for c in given.calls if ops is None or c.op in ops)
         if missing:
-            known = {row.site for row in kept_rows(self._device)}
-            self._calls = tuple(c for c in self._calls if c.site(self._device.hardware) not in known)
+            self._calls = tuple(missing_of(self._device, self._calls, kept_rows(self._device)))
         self._tuner = Tuner(self._device, self._launches, self._effort)
         self._pending: list[Measurement] = []
         self._path: Path | None = None
@@ -290,6 +291,20 @@ class _Job:
         if now or time.monotonic() - self._kept > _KEEP_EVERY_S:
             self._path = publish(self._device, self._pending) or self._path
             self._pending, self._kept = [], time.monotonic()
+
+
+def missing_of(device: LocalDevice, calls: Sequence[Call], rows: Iterable[Measurement]) -> list[Call]:
+    """The calls that `rows` do not cover on a device (`tuning.missing`)."""
+    asked = [(call.site(device.hardware), _takers(device, call)) for call in calls]
+    return [call for call, wanted in zip(calls, uncovered(asked, rows), strict=True) if wanted]
+
+
+def _takers(device: LocalDevice, call: Call) -> set[str]:
+    try:
+        selection = device.table(ops_table.get(call.op)).fresh(call.request(device.hardware))
+    except NoKernelFoundError:
+        return set()  # tuning says why
+    return {candidate.kernel for candidate in selection.trace if candidate.takes}
 
 
 def solve(

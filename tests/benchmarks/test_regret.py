@@ -14,19 +14,20 @@ import pytest
 
 import layerzero as lz
 from benchmarks.regret import measure_shapes, opened, summarise
-from benchmarks.regret_blind import RANGES, blind
+from benchmarks.regret_blind import RANGES, blind, seen
 from benchmarks.regret_build import in_order, jobs
-from benchmarks.regret_shapes import PARTS, shapes
+from benchmarks.regret_shapes import PARTS, asked, shapes
 from benchmarks.regret_tune import to_keep, to_tune
 from layerzero.hardware import imagined_gpu
 from layerzero.ops import table as ops_table
 from layerzero.perfdb.record import Environment, Measurement
 from layerzero.perfdb.shipped import Provenance, Table
+from layerzero.tuning.calls import Call
 from layerzero.tuning.shapes import standard
 
 
 def options(out: Path) -> argparse.Namespace:
-    return argparse.Namespace(out=out, quick=True, group=["norms float32"])
+    return argparse.Namespace(out=out, quick=True, group=["norms float32"], parts=None)
 
 
 def test_it_goes_on_where_it_ended(tmp_path: Path) -> None:
@@ -73,18 +74,21 @@ def test_what_the_shipped_table_lacks_is_tuned_first_and_the_rest_is_kept() -> N
         here = Environment.of(device.hardware)
         sites = [call.site(device.hardware) for call in plain]
         own = [
-            Measurement(site=site, kernel="torch.x", median_us=9.0, p95_us=9.0, variance=0.0, samples=9)
+            Measurement(site=site, kernel=kernel.id, median_us=9.0, p95_us=9.0, variance=0.0, samples=9)
             for site in sites
+            for kernel in device.registry.for_op(site.op)
         ]
+        five = [row for row in own if row.site in sites[:5]]
         provenance = Provenance(command="c", date="d", version="v", environment=here)
-        table = Table(provenance=provenance, content="", rows=tuple(own[:5]))
+        table = Table(provenance=provenance, content="", rows=tuple(five))
         ordered = to_tune(device, set(sites[5:6]), [table], quick=True)
+        only = to_tune(device, set(sites[5:6]), [table], quick=True, only_missing=True)
         late = plain[4]
         named = to_tune(device, set(), [table], quick=True, first=[late.op])
-    assert ordered == [*plain[6:], *plain[:5]]
+    assert ordered == [*plain[6:], *plain[:5]] and only == [*plain[6:]]
     known = [call for call in named if call in plain[:5]]
     assert known[0] == late and named[-5:] == known and named[0] not in plain[:5]
-    assert to_keep(own[:2], [table], here) == own[2:5]
+    assert to_keep(own[:1], [table], here) == [row for row in five if row.site != sites[0]]
     assert to_keep(own[:2], [table], msgspec.structs.replace(here, driver="another")) == []
 
 
@@ -142,7 +146,7 @@ def test_enough_attention_shapes_most_of_them_held_out(platform: str) -> None:
     attention = {str(call) for _, call, part in found if "attention" in call.op and part != "blind"}
     assert len(attention) >= 60
     count = Counter(part for *_, part in found)
-    assert count["held out"] > count["tuned"] > 10 and count["blind"] == 40
+    assert count["held out"] > count["tuned"] > 10 and count["blind"] == 48
     held = [group for group, _, part in found if part == "held out"]
     groups = list(dict.fromkeys(held))
     assert held[: len(groups)] == groups
@@ -155,19 +159,42 @@ def test_held_out_shapes_come_first_then_the_blind_ones(platform: str) -> None:
     assert list(dict.fromkeys(parts)) == list(PARTS) and parts == sorted(parts, key=PARTS.index)
 
 
-@pytest.mark.parametrize(("platform", "drawn"), [
-    ("cuda", "f362036da3a059d4"), ("cpu", "1edf28d31c206618"),
+def digest(found: list[tuple[str, Call]]) -> str:
+    return blake2b(repr([(g, str(c)) for g, c in found]).encode(), digest_size=8).hexdigest()
+
+
+@pytest.mark.parametrize(("platform", "drawn", "before"), [
+    ("cuda", "71ee6e2ebcf0ff3a", "f362036da3a059d4"), ("cpu", "fe25c76cf8cd6c09", "1edf28d31c206618"),
 ])  # fmt: skip
-def test_blind_shapes_stay_as_they_were_drawn(platform: str, drawn: str) -> None:
+def test_blind_shapes_stay_as_they_were_drawn(platform: str, drawn: str, before: str) -> None:
     """Who changes seed or ranges has to change this digest: after a run they would be blind no longer."""
     found = blind(platform)
-    assert blake2b(repr([(g, str(c)) for g, c in found]).encode(), digest_size=8).hexdigest() == drawn
-    known = {str(call) for call in standard(None, platform)}
-    assert not known & {str(call) for _, call in found}, "none is tuned"
+    assert (digest(found), digest(seen(platform))) == (drawn, before)
+    known = {str(call) for call in standard(None, platform)} | {str(call) for _, call in seen(platform)}
+    assert not known & {str(call) for _, call in found}, "none is tuned, none was seen"
     for _, call in found:
         request = call.request(imagined_gpu(90))
         assert call.bytes() <= 2 * RANGES[platform].max_bytes
         assert ops_table.get(call.op).work(request).flops <= 1.1 * RANGES[platform].max_flops
+
+
+@pytest.mark.parametrize("platform", ["cpu", "cuda"])
+def test_a_set_that_was_seen_is_held_out(platform: str) -> None:
+    """The calls of an earlier blind set stand among those that are held out, under their own groups."""
+    held = {str(call): group for group, call, part in shapes(platform) if part == "held out"}
+    assert all(held.get(str(call), group) == group for group, call in seen(platform))
+    assert sum(str(call) in held for _, call in seen(platform)) >= 39
+
+
+def test_parts_are_asked_for_by_name_and_group() -> None:
+    """A part gives its shapes, a part and a group those of the group; a name that nothing has is refused."""
+    found = asked(shapes("cuda"), ["blind", "held out, sampling"])
+    assert Counter((s.part, s.part == "blind" or s.group) for s in found) == {
+        ("blind", True): 48, ("held out", "sampling"): 6,
+    }  # fmt: skip
+    assert asked(shapes("cuda"), None) == shapes("cuda")
+    with pytest.raises(ValueError, match="got 'blinds', which no shape has"):
+        asked(shapes("cuda"), ["blinds"])
 
 
 @pytest.mark.parametrize(("platform", "tuned"), [("cuda", 30), ("cpu", 37)])
