@@ -53,7 +53,8 @@ def runtime_of(device: str | None, policy_file: str | Path | None, strict: bool)
         opened = start(Settings.load(**changes), scoped=True)
         runtime = opened.__enter__()
     except ConfigurationError as error:
-        raise click.UsageError(str(error)) from error
+        is_option = str(error).startswith(("device ", "policy "))
+        raise click.UsageError(f"{'--' if is_option else ''}{error}") from error
     try:
         try:
             runtime.device()
