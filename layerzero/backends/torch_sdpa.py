@@ -15,7 +15,16 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from layerzero.kernel import AtMost, Capability, Efficiency, Kernel, MultipleOf, ProductAtMost, SameAs
+from layerzero.kernel import (
+    AtMost,
+    Capability,
+    Efficiency,
+    Kernel,
+    MultipleOf,
+    ProductAtMost,
+    SameAs,
+    Tiling,
+)
 from layerzero.ops import masks
 from layerzero.ops.request import Request
 from layerzero.reasons import Reason
@@ -187,7 +196,7 @@ def _score_bytes(request: Request) -> int:
 
 def _kernel(
     variant: str, run: Callable[..., Any], efficiency: Efficiency, rank: int, default: bool = False,
-    workspace_bytes: Callable[[Request], int] | None = None, **capability: Any,
+    workspace_bytes: Callable[[Request], int] | None = None, tiling: Tiling | None = None, **capability: Any,
 ) -> Kernel:  # fmt: skip
     return Kernel(
         id=f"torch.attention.{variant}",
@@ -196,12 +205,19 @@ def _kernel(
         capability=Capability(layouts=frozenset({"BHSD"}), **capability),
         load=lambda: run,
         workspace_bytes=workspace_bytes,
+        tiling=tiling,
         efficiency=efficiency,
         rank=rank,
         default=default,
     )
 
 
+_EFFICIENT_TILES = Tiling(
+    rows=((128, 64), (256, 32)),
+    packed=False,
+    splits=False,
+    source="ATen/native/transformers/cuda/mem_eff_attention/kernels/cutlassF.h, half precision from sm80 on",
+)
 _ANYWHERE = _FUSED | _MASKS | _WIDE_BIAS
 _AS_DISPATCHED = "ATen/native/transformers/attention.cpp; run against float64 on torch 2.13 CPU"
 # The tiled kernel of the CPU, in one call or in one a sequence.
@@ -291,6 +307,7 @@ KERNELS: tuple[Kernel, ...] = (
         efficient,
         Efficiency(0.16, 0.3, 7.7, _H200),
         60,
+        tiling=_EFFICIENT_TILES,
         source="ATen/native/transformers/cuda/sdp_utils.cpp; run on an H200, torch 2.11",
         dtypes=frozenset({"float16", "bfloat16", "float32"}),
         features=_FUSED | _MASKS | {"dropout", "empty_rows", "lse"},

@@ -19,6 +19,8 @@ _BELOW = (1.0, 0.8)
 # A time this much above the floor speaks of the machine, not of the launch.
 _ABOVE = 1.25
 _USUAL = 1.5
+# So many points tell a floor from a multiple.
+ENOUGH = 4
 
 
 class Curve(msgspec.Struct, frozen=True):
@@ -34,9 +36,17 @@ class Curve(msgspec.Struct, frozen=True):
         return math.hypot(self.floor_us, self.multiple * ideal_us)
 
 
-def fitted(points: Sequence[tuple[float, float]], source: str = "") -> Curve:
-    """The curve with the least mean error, in logs, over (ideal, measured) microseconds."""
+def fitted(points: Sequence[tuple[float, float]], source: str = "", highest_us: float = math.inf) -> Curve:
+    """The curve with the least mean error, in logs, over (ideal, measured) microseconds.
+
+    Few points do not tell a floor from the size that they were measured at: no floor lies above
+    `highest_us` then, what the kernels that are known better need at least.
+    """
     times = sorted(us for _, us in points)
+    if len(points) < ENOUGH:
+        floor = min(times[0] * _BELOW[-1], highest_us)
+        above = [math.sqrt(us * us - floor * floor) / ideal for ideal, us in points]
+        return Curve(floor, statistics.median(above), len(points), source)
     best: tuple[float, Curve] | None = None
     for lowest in sorted({times[int((len(times) - 1) * share)] for share in _FLOORS}):
         for below in _BELOW:

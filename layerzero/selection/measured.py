@@ -27,7 +27,7 @@ from layerzero.ops.request import Request, Work
 from layerzero.perfdb import Measurement, Site, plausible
 from layerzero.perfdb.record import Launch
 from layerzero.selection.cost import MEASURED, ROOFLINE, SHIPPED, roofline_us
-from layerzero.selection.curve import Curve, fitted
+from layerzero.selection.curve import ENOUGH, Curve, fitted
 from layerzero.selection.field import alike
 from layerzero.selection.key import grid
 from layerzero.selection.load import load_us
@@ -54,8 +54,6 @@ ROWS_DISTRUSTED = "perfdb.rows_distrusted"
 RADIUS = 4.0
 # At most so many say by how much estimates miss.
 NEAREST = 10
-# Beyond the radius a curve through at least so many places is believed.
-ENOUGH = 4
 MAX_PLACES = 2048
 # What an estimate has to gain over measurements before it is believed: Efficiency values miss by about this.
 ESTIMATE_MARGIN = 1.3
@@ -239,10 +237,14 @@ class MeasuredCosts:
             for place in places:
                 for kernel_id, us in place.times.items():
                     points.setdefault(kernel_id, []).append((place.loads[kernel_id], math.exp(us)))
-            for kernel_id, own in points.items():
+            # Kernels that were measured in few places have a floor no higher than those of the others.
+            highest = math.inf
+            for kernel_id, own in sorted(points.items(), key=lambda known: -len(known[1])):
                 sources = {p.sources[kernel_id] for p in places if kernel_id in p.sources}
                 source = MEASURED if sources == {MEASURED} else SHIPPED
-                curve = self._curves[(family, kernel_id)] = fitted(own, source)
+                curve = self._curves[(family, kernel_id)] = fitted(own, source, highest)
+                if curve.places >= ENOUGH:
+                    highest = min(highest, curve.floor_us)
                 for place in places:
                     if kernel_id in place.times:
                         expected = curve.us(place.loads[kernel_id])

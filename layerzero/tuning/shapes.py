@@ -171,6 +171,31 @@ def _other_heads(dtype: str) -> Iterator[Call]:
             yield attention(b, heads, heads, sq, sq, 64, dtype, causal=False)
     for sq in (2048, 8192):
         yield attention(1, 8, 4, sq, sq, 256, dtype, window=(1023, 0))
+    yield from _between_tiles(dtype)
+
+
+def _between_tiles(dtype: str) -> Iterator[Call]:
+    # Lengths that no tile divides, which cost some kernels a tenth or more and others nothing.
+    for hq, hk, d in ((16, 16, 64), (24, 24, 96), (32, 8, 128), (16, 8, 256)):
+        for b, sq, sk in ((1, 1400, 1400), (4, 2900, 2900), (12, 1400, 1400), (6, 5300, 2300)):
+            yield attention(b, hq, hk, sq, sk, d, dtype, causal=False)
+        yield attention(2, hq, hk, 700, 1430, d, dtype)
+    # A shard's few heads: short prompts, and chunks behind a long context.
+    for b, hq, hk, sq, d in (
+        (2, 1, 1, 700, 128),
+        (4, 2, 2, 450, 64),
+        (3, 8, 1, 600, 128),
+        (2, 4, 4, 1900, 96),
+    ):
+        yield attention(b, hq, hk, sq, sq, d, dtype)
+    for b, hq, hk, sq, sk, d in (
+        (6, 8, 1, 120, 15_000, 96),
+        (4, 8, 1, 250, 20_000, 128),
+        (8, 4, 2, 90, 9000, 64),
+    ):
+        yield attention(b, hq, hk, sq, sk, d, dtype)
+    for b, hq, hk, sk in ((2, 32, 32, 2700), (24, 16, 8, 3700), (150, 16, 8, 900)):
+        yield attention(b, hq, hk, 1, sk, 256, dtype, causal=False)
 
 
 def _paged(dtype: str, small: bool) -> Iterator[Call]:

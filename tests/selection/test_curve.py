@@ -29,6 +29,13 @@ def test_one_point_lies_on_its_curve_within_a_factor_of_two() -> None:
     assert curve.us(1.0) <= curve.us(2.0) <= curve.us(1e6)
 
 
+def test_a_few_points_do_not_make_a_floor() -> None:
+    """A kernel that was measured once, at a large size, is priced down to the floor of the others."""
+    curve = fitted([(400.0, 5000.0)], highest_us=250.0)
+    assert curve.us(400.0) == pytest.approx(5000.0) and curve.floor_us == 250.0
+    assert curve.us(20.0) < 400.0 < fitted([(400.0, 5000.0)]).us(20.0)
+
+
 def test_above_the_floor_size_decides() -> None:
     """Where the roofs need far more than a launch, the time grows with them."""
     curve = Curve(10.0, 2.0)
