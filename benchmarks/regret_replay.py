@@ -9,6 +9,7 @@ price, where the price comes from, and its time; `--without-own` leaves out what
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import statistics
 from collections import defaultdict
@@ -19,6 +20,7 @@ from typing import Any
 import msgspec
 
 from benchmarks.harness import write
+from benchmarks.regret_blind import seen
 from benchmarks.regret_shapes import shapes
 from layerzero.backends import load_builtin
 from layerzero.errors import NoKernelFoundError
@@ -36,6 +38,7 @@ from layerzero.selection.record import Selection
 from layerzero.tuning.calls import Call
 
 LEFT_OUT = "left out"
+BLIND_ONCE = "blind once"
 
 
 class Case(msgspec.Struct, frozen=True):
@@ -54,8 +57,15 @@ class Case(msgspec.Struct, frozen=True):
         return Site.of(self.request)
 
 
-def _part(row: Mapping[str, Any]) -> str:
-    """The part of a row; records of the first version know tuned and held out alone."""
+@functools.cache
+def _seen(platform: str) -> frozenset[str]:
+    return frozenset(str(call) for _, call in seen(platform))
+
+
+def _part(row: Mapping[str, Any], call: Call, hardware: Hardware) -> str:
+    """The part of a row as it counts today; records of the first version know tuned and held out alone."""
+    if str(call) in _seen(hardware.platform):
+        return BLIND_ONCE  # choices were changed since, in view of that record
     return str(row["part"]) if "part" in row else "tuned" if row["tuned"] else "held out"
 
 
@@ -76,7 +86,7 @@ def cases(record: Mapping[str, Any], calls: Iterable[Call], hardware: Hardware) 
         barred = row.get("faster_but_not_admitted", {})
         times = {k: us for k, us in row["kernels_us"].items() if k not in barred}
         if len(times) > 1:
-            found.append(Case(name, row["group"], row["launch"], _part(row), request, times))
+            found.append(Case(name, row["group"], row["launch"], _part(row, call, hardware), request, times))
     return found
 
 

@@ -7,6 +7,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from benchmarks.regret_blind import seen
 from benchmarks.regret_replay import cases, choose, left_out, model_of, part_of
 from layerzero.backends import load_builtin
 from layerzero.errors import NoKernelFoundError
@@ -60,6 +61,17 @@ def test_rows_without_a_choice_are_left_out() -> None:
     [case] = cases(record(eager={"a": 5.0, "b": 6.0}), [CALL], H200)
     with pytest.raises(NoKernelFoundError):
         choose(case, KERNELS, H200, model_of([], KERNELS, H200))
+
+
+def test_shapes_that_were_blind_once_are_told_apart() -> None:
+    """A row that a record calls blind is blind no longer where its set was seen; others keep their part."""
+    made = record(graph={OURS: 5.0, THEIRS: 6.0})
+    [row] = made["shapes"].values()
+    row["part"] = "blind"
+    call = next(call for _, call in seen("cuda"))
+    made["shapes"][f"graph {call}"] = row
+    found = cases(made, [CALL, call], H200)
+    assert [part_of(case) for case in found] == ["graph, blind", "graph, blind once"]
 
 
 def test_a_call_left_out_is_chosen_for_from_the_others() -> None:
