@@ -287,6 +287,7 @@ FILES: dict[str, dict[str, Callable[[dict[str, Any]], Table]]] = {
     "regret_cpu_avx2.json": {"regret": regret, "place": place},
     "regret_cpu_avx512.json": {"regret": regret, "place": place},
     "regret_h200.json": {"regret": regret, "place": place},
+    "regret_h200_second.json": {"regret": regret, "place": place},
     "regret_h200_replayed.json": {"choice": replayed},
     "lane_h200.json": {"sides": on_gpu, "targets": targets_on_gpu, "place": place},
     "gang_h200.json": GANG,
