@@ -26,6 +26,7 @@ _MAX_FRAME = 1 << 22
 _AT_ONCE = 1 << 16
 _NEVER_S = 1e7
 _STRANGERS = 16  # who may wait to be hung up on, beside the followers
+_HEARD_S = 1.0  # until what a follower said before it hung up has been read
 
 
 class Leader:
@@ -53,6 +54,7 @@ class Leader:
         self._greeting = threading.Lock()
         self._closed = self._leaving = False
         self.failure: str | None = None
+        self._heard = threading.Event()  # that the watcher has read why
 
     def accept(self, timeout_s: float, lost: Callable[[str], None]) -> None:
         """Wait for every follower; afterwards `lost` is called once, from a thread, when one fails or goes.
@@ -128,6 +130,8 @@ class Leader:
                     f"rank {rank} has taken nothing for {self._timeout_s:g} s and its line is full; it hangs"
                 )
             except OSError as error:
+                if not last:  # the reason, if it said one, lies on the line that it cut
+                    self._heard.wait(_HEARD_S)
                 self.failure = self.failure or f"rank {rank} is gone: {error}"
         if self.failure is not None:
             raise DeviceLostError(f"the gang cannot take this step: {self.failure}", retryable=True)
@@ -158,6 +162,7 @@ class Leader:
                         selector.unregister(key.fileobj)
                         continue
                     self.failure = self.failure or text
+                    self._heard.set()
                     lost(self.failure)
                     return
 

@@ -77,6 +77,18 @@ def test_a_follower_that_is_gone_is_told() -> None:
             leader.send(b"step")
 
 
+def test_what_a_follower_said_before_it_went_is_why_it_is_gone() -> None:
+    """Also where rank 0 notices the cut line before it has read the reason."""
+    for _ in range(100):
+        lost: list[str] = []
+        with line(lost) as (leader, follower):
+            follower.fail("rank 1 cannot follow: its shard is broken")
+            follower.close()
+            with pytest.raises(DeviceLostError, match="its shard is broken"):
+                leader.send(b"step")
+            assert told(leader, lost) == "rank 1 cannot follow: its shard is broken"
+
+
 def test_closing_waits_for_no_half_frame() -> None:
     """A follower that stopped in the middle of a word does not keep rank 0; nothing is told after the end."""
     lost: list[str] = []
