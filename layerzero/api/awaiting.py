@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 import torch
 from torch import Tensor
@@ -21,9 +21,6 @@ from layerzero.scheduler.modes import Modes, bars_queueing, restore
 from layerzero.scheduler.streams import come_back, leave
 from layerzero.scheduler.ticket import TICKETS, Ticket
 from layerzero.settings import BATCHING
-
-if TYPE_CHECKING:
-    from layerzero.actors.spans import Spans
 
 
 def awaited(op: Op) -> Callable[..., Any]:
@@ -112,42 +109,30 @@ def _unknown(op: Op, known: Known) -> Callable[..., Any]:
             result, last.plan = device.launch_planned(op, full, snapshot)
             return result
         ticket = _ticket(op, device, plan, full, modes, snapshot, priority, batching)
-        if device.spans is not None:  # every call is told of: none is remembered as known
-            return await _told(device.spans, op.name, ticket, timeout, front)
-        known.remember(args, kwargs, full, device, plan, ticket, usual=backend is None and batching is None)
-        _due(ticket, timeout, front)
-        front.submit(ticket)
-        if modes.stream != front.ambient_stream or (
-            modes.grad is not front.ambient_grad and not modes.inference
-        ):
-            return await away(ticket, modes, front)
-        result, last.plan = await ticket
-        if device.capture() is not modes:
-            restore(modes)
+        if device.spans is None:  # else every call is told of, and none is remembered
+            known.remember(
+                args, kwargs, full, device, plan, ticket, usual=backend is None and batching is None
+            )
+        if timeout is not None:
+            ticket.deadline = front.loop.time() + need_number("timeout", timeout, low=0.0)
+        if device.spans is None:
+            return await _queued(device, ticket, modes, front)
+        with device.spans.waiting(name, ticket.args) as answered:
+            result = await _queued(device, ticket, modes, front)
+            answered(last.plan)
         return result
 
     return call
 
 
-def _due(ticket: Ticket, timeout: float | None, front: Front) -> None:
-    if timeout is not None:
-        ticket.deadline = front.loop.time() + need_number("timeout", timeout, low=0.0)
-
-
-async def _told(spans: Spans, name: str, ticket: Ticket, due_s: float | None, front: Front) -> Any:
-    """Submit and await a ticket in a span of its caller's."""
-    _due(ticket, due_s, front)
-    modes: Modes = ticket.modes[0]
-    with spans.waiting(name, ticket.args) as answered:
-        front.submit(ticket)
-        if modes.stream != front.ambient_stream or (
-            modes.grad is not front.ambient_grad and not modes.inference
-        ):
-            result = await away(ticket, modes, front)
-        else:
-            result, LAST.plan = await ticket
-            restore(modes)
-        answered(LAST.plan)
+async def _queued(device: LocalDevice, ticket: Ticket, modes: Modes, front: Front) -> Any:
+    """Submit a ticket and await its result, in the modes that its caller had."""
+    front.submit(ticket)
+    if modes.stream != front.ambient_stream or (modes.grad is not front.ambient_grad and not modes.inference):
+        return await away(ticket, modes, front)
+    result, LAST.plan = await ticket
+    if device.capture() is not modes:
+        restore(modes)
     return result
 
 
