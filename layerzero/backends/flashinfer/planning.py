@@ -21,7 +21,7 @@ from collections.abc import Callable, Generator, Hashable
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -32,6 +32,8 @@ from layerzero.ops import mirrors
 
 # Wrappers of a stage beyond this are planned again, the longest unused first; each holds 16 MiB.
 MAX_PLANS = 16
+# What a launch over several blocks a row of logits meets in.
+MEETING_BYTES = 1 << 20
 
 Make = Callable[[Tensor], Any]
 
@@ -135,28 +137,45 @@ class Stage:
         return None if spent is None else self.plans.pop(spent)
 
 
-_STAGES: dict[tuple[int, int], Stage] = {}
+Name = tuple[int, int]
+T = TypeVar("T")
+_STAGES: dict[Name, Stage] = {}
+_MEETINGS: dict[Name, Tensor] = {}
 _LOCK = threading.Lock()
 
 
-def stage(device: torch.device) -> Stage:
-    """The stage of `device`'s current stream."""
-    stream = torch.cuda.current_stream(device)
-    name = (device.index or 0, stream.cuda_stream)
-    found = _STAGES.get(name)
+def _of_stream(known: dict[Name, T], device: torch.device, nbytes: int, make: Callable[[Tensor], T]) -> T:
+    """What `device`'s current stream has in `known`, made now of zeroed bytes where it is missing."""
+    name = (device.index or 0, torch.cuda.current_stream(device).cuda_stream)
+    found = known.get(name)
     if found is None:
         with _LOCK, torch.inference_mode(False):
-            # Zeroed: the decode kernels count in it from the start.
-            floats = torch.zeros(WORKSPACE_BYTES, dtype=torch.uint8, device=device)
-            found = _STAGES.setdefault(name, Stage(floats))
+            room = torch.zeros(nbytes, dtype=torch.uint8, device=device)
+            found = known.setdefault(name, make(room))
     return found
+
+
+def stage(device: torch.device) -> Stage:
+    """The stage of `device`'s current stream; zeroed, since the decode kernels count in it from the start."""
+    return _of_stream(_STAGES, device, WORKSPACE_BYTES, Stage)
+
+
+def meeting(device: torch.device) -> Tensor:
+    """Where the blocks of a launch on `device`'s current stream meet, zero before it and after it.
+
+    FlashInfer's own is one a device, in which two streams would meet. A graph has one of its own.
+    """
+    if torch.cuda.is_current_stream_capturing():
+        return torch.zeros(MEETING_BYTES, dtype=torch.uint8, device=device)
+    return _of_stream(_MEETINGS, device, MEETING_BYTES, lambda room: room)
 
 
 def release(device: torch.device | None = None) -> None:
     """Give the workspaces and plans of a device (of all) back; graphs that hold some must be gone."""
     with _LOCK:
-        for name in [n for n in _STAGES if device is None or n[0] == (device.index or 0)]:
-            del _STAGES[name]
+        for known in (_STAGES, _MEETINGS):
+            for name in [n for n in known if device is None or n[0] == (device.index or 0)]:
+                del known[name]
 
 
 def int32(values: Tensor) -> Tensor:

@@ -8,7 +8,6 @@ and found by sixteen where it does not hold.
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -16,26 +15,10 @@ import torch
 from torch import Tensor
 
 from layerzero.backends.flashinfer.library import DISTRIBUTIONS, module
+from layerzero.backends.flashinfer.planning import MEETING_BYTES, meeting
 from layerzero.kernel import Capability, Efficiency, Kernel
 from layerzero.ops.drawing import Count, Number, always
 from layerzero.ops.request import Request
-
-# What a launch over several blocks a row meets in; its kernel leaves it as it found it, zero.
-_STATE_BYTES = 1 << 20
-_STATES: dict[tuple[int, int], Tensor] = {}
-_LOCK = threading.Lock()
-
-
-def _state(device: torch.device) -> Tensor:
-    """The state of a stream: FlashInfer's own is one a device, in which two streams would meet."""
-    if torch.cuda.is_current_stream_capturing():
-        return torch.zeros(_STATE_BYTES, dtype=torch.uint8, device=device)
-    name = (device.index or 0, torch.cuda.current_stream(device).cuda_stream)
-    found = _STATES.get(name)
-    if found is None:
-        with _LOCK, torch.inference_mode(False):
-            found = _STATES.setdefault(name, torch.zeros(_STATE_BYTES, dtype=torch.uint8, device=device))
-    return found
 
 
 def masked(library: Any, logits: Tensor, top_k: Count) -> Tensor | None:
@@ -43,10 +26,10 @@ def masked(library: Any, logits: Tensor, top_k: Count) -> Tensor | None:
     vocab = logits.shape[1]
     if isinstance(top_k, Tensor):
         counts = torch.where(top_k == 0, vocab, top_k.clamp(max=vocab)).int()
-        return library.top_k_mask_logits(logits, counts, 0, _state(logits.device))  # type: ignore[no-any-return]
+        return library.top_k_mask_logits(logits, counts, 0, meeting(logits.device))  # type: ignore[no-any-return]
     if not 0 < top_k < vocab:
         return None
-    return library.top_k_mask_logits(logits, None, top_k, _state(logits.device))  # type: ignore[no-any-return]
+    return library.top_k_mask_logits(logits, None, top_k, meeting(logits.device))  # type: ignore[no-any-return]
 
 
 def shares(logits: Tensor, temperature: Number) -> Tensor:
@@ -115,7 +98,7 @@ def _filter_bytes(request: Request) -> int:
     """The masked logits, three rows of float32, FlashInfer's histograms; a stream's state."""
     n, v = request.dim("N"), request.dim("V")
     rows = n * v * (4 + 3 * 4)
-    return rows + n * (2 * 8192 + 512 + 8 * (v // 32 + 512)) + _STATE_BYTES + (2 << 20)
+    return rows + n * (2 * 8192 + 512 + 8 * (v // 32 + 512)) + MEETING_BYTES + (2 << 20)
 
 
 def _kernel(op: str, load: Callable[[], Callable[..., Any]], features: frozenset[str]) -> Kernel:
