@@ -143,7 +143,7 @@ class Tables:
         count, width = self._laid[1].shape
         if not self._free:
             self._grow(2 * count, width)
-            self._free = list(range(2 * count - 1, count - 1, -1))
+            self._free += range(2 * count - 1, count - 1, -1)  # in place: others give back meanwhile
         row = self._free.pop()
         self._laid[0][row * width : (row + 1) * width] = array("i", bytes(4 * width))
         self.version += 1
