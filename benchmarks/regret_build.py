@@ -147,9 +147,9 @@ def main() -> None:
         units = sorted(
             found.items(), key=lambda item: (not item[0][0].endswith("fa3"), -len(item[1]), item[0])
         )
-        for (name, unit), todo in units[options.part :: options.of]:
+        for (name, unit), own in units[options.part :: options.of]:
             began, wrong = time.monotonic(), []
-            for job in todo:
+            for job in own:
                 if time.monotonic() > deadline:
                     wrong.append("no time left")
                     break

@@ -8,10 +8,13 @@ from __future__ import annotations
 
 import itertools
 import os
+import shutil
+import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from types import MappingProxyType
 
+import pytest
 import torch
 
 from layerzero.backends import availability, load_builtin
@@ -46,6 +49,11 @@ def why_not_here(kernel: Kernel) -> str:
     return min(against, key=len)  # one dtype that runs is enough
 
 
+# What kernels that are compiled here need.
+COMPILED = (
+    pytest.mark.skipif(sys.platform != "linux", reason="the kernels are compiled on Linux only"),
+    pytest.mark.skipif(shutil.which(os.environ.get("CXX", "g++")) is None, reason="no C++ compiler"),
+)
 RUNNABLE = [k for k in KERNELS if not why_not_here(k)]
 
 

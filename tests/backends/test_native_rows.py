@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import shutil
-import sys
-
 import pytest
 import torch
 from torch import Tensor
@@ -19,10 +15,7 @@ from layerzero.reasons import Reason
 from tests.backends import cases
 
 NORM, ADDED, ROPE = rows.KERNELS
-pytestmark = [
-    pytest.mark.skipif(sys.platform != "linux", reason="the kernels are compiled on Linux only"),
-    pytest.mark.skipif(shutil.which(os.environ.get("CXX", "g++")) is None, reason="no C++ compiler"),
-]
+pytestmark = list(cases.COMPILED)
 SIZES = [(1, 1), (1, 15), (3, 16), (7, 33), (64, 256), (5, 4096), (4097, 17)]
 
 

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import gc
-import os
-import shutil
-import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
@@ -23,19 +20,29 @@ from tests.backends import cases
 LINEAR, MLP = packed.KERNELS
 MISSING = cases.why_not_here(LINEAR)
 pytestmark = [
-    pytest.mark.skipif(sys.platform != "linux", reason="the kernels are compiled on Linux only"),
-    pytest.mark.skipif(shutil.which(os.environ.get("CXX", "g++")) is None, reason="no C++ compiler"),
+    *cases.COMPILED,
     pytest.mark.skipif(bool(MISSING), reason=MISSING or "runs here"),
 ]
 
 
-def right(kernel: Kernel, *args: object) -> Tensor:
-    """The kernel's result, which is within tolerance of the reference in float64 as the weight is now."""
+def ran(kernel: Kernel, *args: object) -> tuple[Tensor, list[str]]:
+    """The kernel's result, and how it differs from the reference in float64 as the weight is now."""
     op = table.get(kernel.op)
     assert judge(kernel, op.check(args), cases.HERE) == []
     out: Tensor = kernel.load()(*args)
     truth = op.reference(*cases.widened(args))
-    assert tolerances.disagreements(out, truth, op.reference(*args)) == []
+    return out, tolerances.disagreements(out, truth, op.reference(*args))
+
+
+def wrong(kernel: Kernel, *args: object) -> list[str]:
+    """How the kernel's result differs."""
+    return ran(kernel, *args)[1]
+
+
+def right(kernel: Kernel, *args: object) -> Tensor:
+    """The kernel's result, which does not differ."""
+    out, differs = ran(kernel, *args)
+    assert differs == []
     return out
 
 
@@ -78,7 +85,7 @@ def test_half_precision_is_widened_once_and_rounded_once(
     assert kept.of(weight) is kept.of(weight) is not None
     down = (torch.randn(inner, columns) * columns**-0.5).to(dtype)
     for activation in ("gelu", "silu"):
-        right(MLP, x, weight, down, bias, None, activation)
+        assert wrong(MLP, x, weight, down, bias, None, activation) == []
 
 
 @pytest.mark.parametrize("dtype", HALF)
@@ -86,13 +93,13 @@ def test_half_precision_is_followed_and_told_apart(dtype: torch.dtype) -> None:
     """Edits behind torch's back, and other dtypes over the same bits."""
     torch.manual_seed(7)
     x, weight = torch.randn(5, 64).to(dtype), torch.randn(48, 64).to(dtype)
-    right(LINEAR, x, weight, None)
+    assert wrong(LINEAR, x, weight, None) == []
     weight.data.mul_(-1)
-    right(LINEAR, x, weight, None)
+    assert wrong(LINEAR, x, weight, None) == []
     other = next(each for each in HALF if each is not dtype)
     bits = torch.randn(48, 64).to(dtype).clamp(0.5, 1.5)
-    right(LINEAR, x, bits, None)
-    right(LINEAR, (x * 1e-3).to(other), bits.view(other), None)
+    assert wrong(LINEAR, x, bits, None) == []
+    assert wrong(LINEAR, (x * 1e-3).to(other), bits.view(other), None) == []
 
 
 def strided(weight: Tensor) -> Tensor:
@@ -137,7 +144,7 @@ def test_views_of_one_matrix_are_weights_of_their_own() -> None:
     whole, x = torch.randn(96, 64), torch.randn(3, 64)
     for _ in range(2):
         for weight in (whole, whole[:48], whole[48:], whole.view(192, 32), whole[::2]):
-            right(LINEAR, x[:, : weight.shape[1]], weight, None)
+            assert wrong(LINEAR, x[:, : weight.shape[1]], weight, None) == []
 
 
 def test_a_product_follows_its_weight() -> None:
@@ -158,10 +165,10 @@ def test_a_product_follows_its_weight() -> None:
         x, weight = torch.randn(32, 64), torch.randn(48, 64)
         weight.grad = torch.randn(48, 64)
         for edit in edits:
-            right(LINEAR, x, weight, None)
+            assert wrong(LINEAR, x, weight, None) == []
             edit(weight)
-            right(LINEAR, x, weight, None)
-            right(MLP, x, weight, torch.randn(64, 48), None, None, "gelu")
+            assert wrong(LINEAR, x, weight, None) == []
+            assert wrong(MLP, x, weight, torch.randn(64, 48), None, None, "gelu") == []
         del x, weight
 
 
@@ -171,9 +178,9 @@ def test_both_weights_of_a_feed_forward_block_are_followed() -> None:
     for activation, wide in (("gelu", 80), ("swiglu", 160)):
         x, up, down = torch.randn(5, 64), torch.randn(wide, 64) / 8, torch.randn(64, 80) / 9
         for weight in (up, down):
-            right(MLP, x, up, down, None, None, activation)
+            assert wrong(MLP, x, up, down, None, None, activation) == []
             weight.data.mul_(-1)
-            right(MLP, x, up, down, None, None, activation)
+            assert wrong(MLP, x, up, down, None, None, activation) == []
 
 
 def test_a_weight_is_laid_out_once_for_a_hundred_calls() -> None:
@@ -236,7 +243,7 @@ def test_weights_of_inference_mode_are_not_kept() -> None:
         x, weight = torch.randn(3, 32), torch.randn(16, 32)
         assert kept_of().of(weight) is None
         for _ in range(2):
-            right(LINEAR, x, weight, None)
+            assert wrong(LINEAR, x, weight, None) == []
             weight[0, 0] += 1
 
 

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import shutil
-import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -25,8 +22,7 @@ from tests.backends import cases
 LINEAR, MLP = products.KERNELS
 MISSING = cases.why_not_here(LINEAR)
 pytestmark = [
-    pytest.mark.skipif(sys.platform != "linux", reason="the kernels are compiled on Linux only"),
-    pytest.mark.skipif(shutil.which(os.environ.get("CXX", "g++")) is None, reason="no C++ compiler"),
+    *cases.COMPILED,
     pytest.mark.skipif(bool(MISSING), reason=MISSING or "runs here"),
 ]
 

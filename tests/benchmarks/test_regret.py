@@ -55,11 +55,11 @@ def test_what_would_have_to_compile_is_measured_last() -> None:
     with lz.start(settings, scoped=True) as runtime:
         device = runtime.device()
         calls = [shape.call for shape in shapes("cpu") if shape.call.op in ("attention", "rope")]
-        todo = jobs(device, calls)
-        assert todo, "torch's flex attention compiles by shape"
-        waiting = {str(call) for work in todo.values() for _, call in work}
+        units = jobs(device, calls)
+        assert units, "torch's flex attention compiles by shape"
+        waiting = {str(call) for work in units.values() for _, call in work}
         ordered = [str(call) for call in in_order(device, calls, ())]
-        everything = [str(call) for call in in_order(device, calls, {" ".join(unit) for unit in todo})]
+        everything = [str(call) for call in in_order(device, calls, {" ".join(unit) for unit in units})]
     first = min(ordered.index(name) for name in waiting)
     assert sorted(ordered) == sorted(map(str, calls)) and set(ordered[first:]) == waiting
     assert everything == [str(call) for call in calls]
