@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from layerzero.actors.local import LocalDevice
+from layerzero.api.known import KnownPlans
 from layerzero.api.scope import ROOT, SCOPE, Scope
 from layerzero.dispatch import Plan, Snapshot
 from layerzero.ops.op import Args, Op, Signature
@@ -43,19 +44,26 @@ def last_selection() -> Selection | None:
 def blocking(op: Op) -> Callable[..., Any]:
     """The op as a blocking function with the signature of `op.build`, plus `backend=`."""
     build, name, active, scoped, last = op.build, op.name, ACTIVE, SCOPE.get, LAST
+    known = KnownPlans(op, last, _recovered)
 
     def call(*args: Any, backend: str | None = None, **kwargs: Any) -> Any:
+        if backend is None and known.plans is not None:
+            result = known.plans.run(args, kwargs)
+            if result is not NotImplemented:
+                return result
         try:
             signature, full = build(*args, **kwargs)
             device = active.devices[full[0].device]
             bits = device.mode()
             if backend is None and scoped() is None:
-                plan = device.snapshot.tables[name].hot[bits][signature]
+                snapshot = device.snapshot
+                plan = snapshot.tables[name].hot[bits][signature]
             else:
                 return _unusual(op, signature, full, backend)
         except (KeyError, AttributeError, TypeError) as error:
             return _first(op, args, kwargs, backend, error)
         last.plan = plan
+        known.remember(args, kwargs, full, device, snapshot, plan)
         try:
             return plan.call(*full)
         except Exception as error:

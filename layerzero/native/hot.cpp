@@ -25,6 +25,7 @@
 #include <torch/csrc/Dtype.h>
 #include <torch/csrc/autograd/python_variable.h>
 
+#include <bit>
 #include <cstdint>
 #include <cstring>
 #include <memory>
@@ -91,7 +92,7 @@ PyObject* guarded(F&& body) {
 
 // Names and constants that are made once.
 struct Known {
-  PyObject *devices, *snapshot, *context, *wake, *call_soon, *on, *empty, *plan, *us_per_row;
+  PyObject *devices, *snapshot, *context, *wake, *call_soon, *on, *empty, *plan, *us_per_row, *call;
   PyObject *running_loop, *thread_id;
   PyObject *task, *ended;  // asyncio's class, and a future with a result
 };
@@ -781,7 +782,8 @@ bool add_value(Key& key, PyObject* value, bool shared) {
 }
 
 // The call's values in the order of the parameters; null where the default stands. False: not callable so.
-bool bind(const Memo* self, PyObject* args, PyObject* kwargs, PyObject** values) {
+template <typename Self>  // with names, defaults, positional
+bool bind(const Self* self, PyObject* args, PyObject* kwargs, PyObject** values) {
   const Py_ssize_t all = PyTuple_GET_SIZE(self->names), given = PyTuple_GET_SIZE(args);
   if (given > self->positional) return false;
   for (Py_ssize_t i = 0; i < all; ++i) values[i] = i < given ? PyTuple_GET_ITEM(args, i) : nullptr;
@@ -796,6 +798,37 @@ bool bind(const Memo* self, PyObject* args, PyObject* kwargs, PyObject** values)
   for (Py_ssize_t i = given; i < all; ++i)
     if (values[i] == nullptr && PyTuple_GET_ITEM(self->defaults, i) == Py_Ellipsis) return false;
   return true;
+}
+
+// The values of a full argument tuple, Ellipsis where a tensor of the call stands; None where the op made a tensor of
+// what it was given.
+PyObject* constants_of(PyObject* full, PyObject* const* values) {
+  const Py_ssize_t all = PyTuple_GET_SIZE(full);
+  Ref constants(PyTuple_New(all));
+  if (!constants) return nullptr;
+  for (Py_ssize_t i = 0; i < all; ++i) {
+    PyObject* value = PyTuple_GET_ITEM(full, i);
+    const bool tensor = THPVariable_CheckExact(value);
+    if (tensor && value != values[i]) return none();
+    PyTuple_SET_ITEM(constants.get(), i, Ref::to(tensor ? Py_Ellipsis : value).release());
+  }
+  return constants.release();
+}
+
+// The names of an op's parameters, interned, as every keyword of a call is.
+PyObject* interned(PyObject* names, PyObject* defaults) {
+  if (PyTuple_GET_SIZE(names) > MAX_PARAMETERS || PyTuple_GET_SIZE(defaults) != PyTuple_GET_SIZE(names)) {
+    PyErr_Format(PyExc_ValueError, "a memo needs one default a name and at most %zd names", MAX_PARAMETERS);
+    return nullptr;
+  }
+  Ref own(PyTuple_New(PyTuple_GET_SIZE(names)));
+  if (!own) return nullptr;
+  for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(names); ++i) {
+    PyObject* name = Ref::to(PyTuple_GET_ITEM(names, i)).release();
+    PyUnicode_InternInPlace(&name);
+    PyTuple_SET_ITEM(own.get(), i, name);
+  }
+  return own.release();
 }
 
 bool make_key(const Memo* self, int modes, PyObject* const* values, Key& key) {
@@ -815,7 +848,8 @@ bool valid(Remembered* kept, PyObject* active) {
 }
 
 // Whether an entry's device is as it was: nothing is captured there, and no capture is being rehearsed.
-bool usual(const Memo* self, int place) {
+template <typename Self>  // with rehearsal
+bool usual(const Self* self, int place) {
   if (place == HOST) return true;
   if (!on_default_stream(place)) return false;
   Ref on(PyObject_GetAttr(self->rehearsal, known.on));
@@ -916,14 +950,9 @@ PyObject* memo_remember(Memo* self, PyObject* given) {
     if (position < 0 || position >= all) Py_RETURN_FALSE;
     positions |= uint64_t(1) << position;
   }
-  Ref constants(PyTuple_New(all));
+  Ref constants(constants_of(full, values));
   if (!constants) return nullptr;
-  for (Py_ssize_t i = 0; i < all; ++i) {
-    PyObject* value = PyTuple_GET_ITEM(full, i);
-    const bool tensor = THPVariable_CheckExact(value);
-    if (tensor && value != values[i]) Py_RETURN_FALSE;  // made by the op from what it was given
-    PyTuple_SET_ITEM(constants.get(), i, Ref::to(tensor ? Py_Ellipsis : value).release());
-  }
+  if (constants.get() == Py_None) Py_RETURN_FALSE;
   return guarded([&]() -> PyObject* {
     Remembered* kept = self->kept;
     if (positions != kept->shared || kept->entries.size() >= MAX_ENTRIES || devices != kept->devices.get() ||
@@ -960,17 +989,8 @@ PyObject* memo_new(PyTypeObject* type, PyObject* given, PyObject*) {
   if (!PyArg_ParseTuple(given, "OO!O!nOOO", &op, &PyTuple_Type, &names, &PyTuple_Type, &defaults, &positional, &active,
                         &scope, &rehearsal))
     return nullptr;
-  if (PyTuple_GET_SIZE(names) > MAX_PARAMETERS || PyTuple_GET_SIZE(defaults) != PyTuple_GET_SIZE(names)) {
-    PyErr_Format(PyExc_ValueError, "a memo needs one default a name and at most %zd names", MAX_PARAMETERS);
-    return nullptr;
-  }
-  Ref own(PyTuple_New(PyTuple_GET_SIZE(names)));
+  Ref own(interned(names, defaults));
   if (!own) return nullptr;
-  for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(names); ++i) {
-    PyObject* name = Ref::to(PyTuple_GET_ITEM(names, i)).release();
-    PyUnicode_InternInPlace(&name);
-    PyTuple_SET_ITEM(own.get(), i, name);
-  }
   auto* self = PyObject_GC_New(Memo, type);
   if (self == nullptr) return nullptr;
   self->op = Ref::to(op).release();
@@ -1049,6 +1069,7 @@ PyType_Spec memo_spec = {"layerzero.native.Memo", sizeof(Memo), 0, Py_TPFLAGS_DE
 
 // -- batched functions, and the way into the queue ----------------------------------------------------------
 
+#include "plans.h"
 #include "functions.h"
 #include "queue.h"
 #include "calls.h"
@@ -1086,6 +1107,7 @@ PyMODINIT_FUNC PyInit_layerzero_hot() {
   known.wake = PyUnicode_InternFromString("wake");
   known.call_soon = PyUnicode_InternFromString("call_soon");
   known.plan = PyUnicode_InternFromString("plan");
+  known.call = PyUnicode_InternFromString("call");
   known.us_per_row = PyUnicode_InternFromString("us_per_row");
   known.empty = PyTuple_New(0);
   Ref events(PyImport_ImportModule("asyncio"));
@@ -1094,16 +1116,19 @@ PyMODINIT_FUNC PyInit_layerzero_hot() {
   known.thread_id = PyUnicode_InternFromString("_thread_id");
   TicketType = reinterpret_cast<PyTypeObject*>(PyType_FromSpec(&ticket_spec));
   MemoType = reinterpret_cast<PyTypeObject*>(PyType_FromSpec(&memo_spec));
+  PlansType = reinterpret_cast<PyTypeObject*>(PyType_FromSpec(&plans_spec));
   KindsType = reinterpret_cast<PyTypeObject*>(PyType_FromSpec(&kinds_spec));
   CallType = reinterpret_cast<PyTypeObject*>(PyType_FromSpec(&call_spec));
   Ref module(PyModule_Create(&definition));
   if (known.running_loop == nullptr || known.thread_id == nullptr || !know_tasks(events.get()) || TicketType == nullptr || MemoType == nullptr ||
-      KindsType == nullptr || CallType == nullptr || !module) return nullptr;
+      PlansType == nullptr || KindsType == nullptr || CallType == nullptr || !module) return nullptr;
   Py_INCREF(TicketType);
   Py_INCREF(MemoType);
+  Py_INCREF(PlansType);
   Py_INCREF(KindsType);
   if (PyModule_AddObject(module.get(), "Ticket", reinterpret_cast<PyObject*>(TicketType)) ||
       PyModule_AddObject(module.get(), "Memo", reinterpret_cast<PyObject*>(MemoType)) ||
+      PyModule_AddObject(module.get(), "Plans", reinterpret_cast<PyObject*>(PlansType)) ||
       PyModule_AddObject(module.get(), "Kinds", reinterpret_cast<PyObject*>(KindsType)))
     return nullptr;
   return module.release();

@@ -1,0 +1,261 @@
+// A part of hot.cpp: `Plans`, the plans of one op's blocking calls, under a key made of all that can change the choice.
+//
+// `run` does for a call that is known what `layerzero.api.calls.blocking` does in Python, and answers NotImplemented
+// for every other call. The alignment of each tensor is part of the key: capabilities may depend on it.
+
+#pragma once
+
+struct RunnablePlan {
+  Ref plan, constants;  // constants: values by position, Ellipsis where the call's own tensor stands
+  int place;
+};
+
+// What is known for one device; valid while its runtime and its generation are in force.
+struct DevicePlans {
+  Ref devices, device, snapshot;
+  std::unordered_map<std::string, RunnablePlan, Hash, std::equal_to<>> entries;
+};
+
+struct Plans {
+  PyObject_HEAD
+  PyObject *names, *defaults, *active, *scope, *rehearsal;
+  PyObject *last, *recover;  // what notes a thread's last plan, and what goes on after an error
+  Py_ssize_t positional;
+  std::unordered_map<int, DevicePlans>* by_place;
+};
+
+PyTypeObject* PlansType = nullptr;
+
+bool plan_key(const Plans* self, int modes, PyObject* const* values, Key& key) {
+  uint64_t alignments = 1;
+  key.add(uint64_t(modes));
+  for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(self->names); ++i) {
+    if (values[i] == nullptr) {
+      if (!key.add(0)) return false;
+      continue;
+    }
+    if (!add_value(key, values[i], false)) return false;
+    if (c10::TensorImpl* impl = plain(values[i])) {
+      if (alignments >> 60) return false;  // more tensors than any op has
+      alignments = alignments << 3 | uint64_t(std::countr_zero(reinterpret_cast<uint64_t>(impl->data()) | 64));
+    }
+  }
+  return key.add(alignments);
+}
+
+// Where a call's first tensor lies; ELSEWHERE where its first argument is no plain tensor.
+int place_of_call(PyObject* const* values) {
+  const c10::TensorImpl* first = values[0] == nullptr ? nullptr : plain(values[0]);
+  return first == nullptr ? ELSEWHERE : place_of(first);
+}
+
+void forget_place(Plans* self, int place) {
+  const auto node = self->by_place->extract(place);  // what it held dies after the map is whole again
+}
+
+// What holds at `place` now; null where nothing is known or the runtime or the device's generation has changed.
+DevicePlans* plans_at(Plans* self, int place) {
+  const auto at = self->by_place->find(place);
+  if (at == self->by_place->end()) return nullptr;
+  Ref devices(PyObject_GetAttr(self->active, known.devices));
+  Ref snapshot(PyObject_GetAttr(at->second.device.get(), known.snapshot));
+  PyErr_Clear();
+  if (devices.get() == at->second.devices.get() && snapshot.get() == at->second.snapshot.get()) return &at->second;
+  forget_place(self, place);
+  return nullptr;
+}
+
+// The error that is set goes to Python's `recover`, which runs the next kernel or raises.
+PyObject* recovered(PyObject* recover, PyObject* device, PyObject* plan, PyObject* const* values, Py_ssize_t count) {
+  if (!PyErr_ExceptionMatches(PyExc_Exception)) return nullptr;
+  PyObject *type, *value, *trace;
+  PyErr_Fetch(&type, &value, &trace);
+  PyErr_NormalizeException(&type, &value, &trace);
+  if (trace != nullptr) PyException_SetTraceback(value, trace);
+  Ref kind(type), error(value), where(trace), full(PyTuple_New(count));
+  if (!full) return nullptr;
+  for (Py_ssize_t i = 0; i < count; ++i) PyTuple_SET_ITEM(full.get(), i, Ref::to(values[i]).release());
+  PyObject* pass[] = {device, plan, full.get(), error.get(), Py_None};
+  // As inside an `except`: what is raised from here on has the error as its context.
+  PyObject* before = PyErr_GetHandledException();
+  PyErr_SetHandledException(error.get());
+  PyObject* result = PyObject_Vectorcall(recover, pass, 5, nullptr);
+  PyErr_SetHandledException(before);
+  Py_XDECREF(before);
+  return result;
+}
+
+PyObject* run_known(Plans* self, PyObject* args, PyObject* kwargs) {
+  if (self->by_place->empty()) return not_ours();
+  const int modes = modes_here();
+  if (modes < 0) return not_ours();
+  PyObject* scope = nullptr;
+  if (PyContextVar_Get(self->scope, nullptr, &scope)) return nullptr;
+  Ref held(scope);
+  if (scope != nullptr && scope != Py_None) return not_ours();
+  PyObject* values[MAX_PARAMETERS];
+  if (!bind(self, args, kwargs, values)) return not_ours();
+  const int place = place_of_call(values);
+  DevicePlans* here = place == ELSEWHERE ? nullptr : plans_at(self, place);
+  if (here == nullptr) return not_ours();
+  Key key;
+  if (!plan_key(self, modes, values, key)) return not_ours();
+  const auto found = here->entries.find(key.view());
+  if (found == here->entries.end()) return not_ours();
+  // References of our own: the kernel may run code that forgets the entry.
+  Ref plan = Ref::to(found->second.plan.get()), constants = Ref::to(found->second.constants.get());
+  Ref device = Ref::to(here->device.get());
+  if (!usual(self, place)) return not_ours();
+  const Py_ssize_t count = PyTuple_GET_SIZE(self->names);
+  for (Py_ssize_t i = 0; i < count; ++i) {
+    PyObject* constant = PyTuple_GET_ITEM(constants.get(), i);
+    if (constant != Py_Ellipsis) values[i] = constant;
+  }
+  if (PyObject_SetAttr(self->last, known.plan, plan.get())) return nullptr;
+  Ref call(PyObject_GetAttr(plan.get(), known.call));
+  if (!call) return nullptr;
+  PyObject* result = PyObject_Vectorcall(call.get(), values, size_t(count), nullptr);
+  if (result != nullptr) return result;
+  return recovered(self->recover, device.get(), plan.get(), values, count);
+}
+
+// run(args, kwargs): the result of a known call, whose plan is noted; NotImplemented for any other.
+PyObject* plans_run(Plans* self, PyObject* const* given, Py_ssize_t count) {
+  if (count != 2 || !PyTuple_CheckExact(given[0]) || !PyDict_CheckExact(given[1])) return not_ours();
+  return guarded([&] { return run_known(self, given[0], given[1]); });
+}
+
+// remember(args, kwargs, full, devices, device, snapshot, plan): whether `run` will know such a call.
+PyObject* plans_remember(Plans* self, PyObject* given) {
+  PyObject *args, *kwargs, *full, *devices, *device, *snapshot, *plan;
+  if (!PyArg_ParseTuple(given, "O!O!O!OOOO", &PyTuple_Type, &args, &PyDict_Type, &kwargs, &PyTuple_Type, &full,
+                        &devices, &device, &snapshot, &plan))
+    return nullptr;
+  const int here = modes_here();
+  const Py_ssize_t all = PyTuple_GET_SIZE(self->names);
+  PyObject* values[MAX_PARAMETERS];
+  if (here < 0 || PyTuple_GET_SIZE(full) != all || !bind(self, args, kwargs, values)) Py_RETURN_FALSE;
+  const int place = place_of_call(values);
+  if (place == ELSEWHERE || !usual(self, place)) Py_RETURN_FALSE;
+  Ref constants(constants_of(full, values));
+  if (!constants) return nullptr;
+  if (constants.get() == Py_None) Py_RETURN_FALSE;
+  return guarded([&]() -> PyObject* {
+    Key key;
+    if (!plan_key(self, here, values, key)) Py_RETURN_FALSE;
+    DevicePlans* known_here = plans_at(self, place);
+    if (known_here != nullptr && (device != known_here->device.get() || devices != known_here->devices.get() ||
+                                  snapshot != known_here->snapshot.get() || known_here->entries.size() >= MAX_ENTRIES)) {
+      forget_place(self, place);
+      known_here = nullptr;
+    }
+    if (known_here == nullptr) {
+      known_here = &(*self->by_place)[place];
+      known_here->devices = Ref::to(devices);
+      known_here->device = Ref::to(device);
+      known_here->snapshot = Ref::to(snapshot);
+    }
+    RunnablePlan entry{Ref::to(plan), std::move(constants), place};
+    // An entry that is replaced dies after the map is whole again.
+    auto [at, fresh] = known_here->entries.try_emplace(std::string(key.view()));
+    std::swap(at->second, entry);
+    Py_RETURN_TRUE;
+  });
+}
+
+PyObject* plans_forget(Plans* self, PyObject*) {
+  std::unordered_map<int, DevicePlans> old;
+  std::swap(old, *self->by_place);
+  return none();
+}
+
+PyObject* plans_new(PyTypeObject* type, PyObject* given, PyObject*) {
+  PyObject *names, *defaults, *active, *scope, *rehearsal, *last, *recover;
+  Py_ssize_t positional;
+  if (!PyArg_ParseTuple(given, "O!O!nOOOOO", &PyTuple_Type, &names, &PyTuple_Type, &defaults, &positional, &active,
+                        &scope, &rehearsal, &last, &recover))
+    return nullptr;
+  Ref own(interned(names, defaults));
+  if (!own) return nullptr;
+  auto* self = PyObject_GC_New(Plans, type);
+  if (self == nullptr) return nullptr;
+  self->names = own.release();
+  self->defaults = Ref::to(defaults).release();
+  self->active = Ref::to(active).release();
+  self->scope = Ref::to(scope).release();
+  self->rehearsal = Ref::to(rehearsal).release();
+  self->last = Ref::to(last).release();
+  self->recover = Ref::to(recover).release();
+  self->positional = positional;
+  self->by_place = new std::unordered_map<int, DevicePlans>();
+  PyObject_GC_Track(self);
+  return reinterpret_cast<PyObject*>(self);
+}
+
+int plans_traverse(Plans* self, visitproc visit, void* arg) {
+  Py_VISIT(Py_TYPE(self));
+  Py_VISIT(self->names);
+  Py_VISIT(self->defaults);
+  Py_VISIT(self->active);
+  Py_VISIT(self->scope);
+  Py_VISIT(self->rehearsal);
+  Py_VISIT(self->last);
+  Py_VISIT(self->recover);
+  if (self->by_place == nullptr) return 0;
+  for (const auto& [place, here] : *self->by_place) {
+    Py_VISIT(here.devices.get());
+    Py_VISIT(here.device.get());
+    Py_VISIT(here.snapshot.get());
+    for (const auto& [key, entry] : here.entries) {
+      Py_VISIT(entry.plan.get());
+      Py_VISIT(entry.constants.get());
+    }
+  }
+  return 0;
+}
+
+int plans_clear(Plans* self) {
+  if (self->by_place != nullptr) Py_XDECREF(plans_forget(self, nullptr));
+  return 0;
+}
+
+void plans_dealloc(Plans* self) {
+  PyTypeObject* type = Py_TYPE(self);
+  PyObject_GC_UnTrack(self);
+  delete std::exchange(self->by_place, nullptr);
+  Py_CLEAR(self->names);
+  Py_CLEAR(self->defaults);
+  Py_CLEAR(self->active);
+  Py_CLEAR(self->scope);
+  Py_CLEAR(self->rehearsal);
+  Py_CLEAR(self->last);
+  Py_CLEAR(self->recover);
+  PyObject_GC_Del(self);
+  Py_DECREF(type);
+}
+
+PyObject* plans_size(Plans* self, void*) {
+  size_t size = 0;
+  for (const auto& [place, here] : *self->by_place) size += here.entries.size();
+  return PyLong_FromSize_t(size);
+}
+
+PyMethodDef plans_methods[] = {
+    {"run", reinterpret_cast<PyCFunction>(reinterpret_cast<void*>(plans_run)), METH_FASTCALL,
+     "The result of a known call, or NotImplemented."},
+    {"remember", reinterpret_cast<PyCFunction>(plans_remember), METH_VARARGS, "Whether `run` will know such a call."},
+    {"forget", reinterpret_cast<PyCFunction>(plans_forget), METH_NOARGS, "Drop everything."},
+    {nullptr, nullptr, 0, nullptr}};
+PyGetSetDef plans_getset[] = {
+    {"size", reinterpret_cast<getter>(plans_size), nullptr, "Calls it knows.", nullptr},
+    {nullptr, nullptr, nullptr, nullptr, nullptr}};
+PyType_Slot plans_slots[] = {{Py_tp_doc, const_cast<char*>("The plans of one op's blocking calls.")},
+                             {Py_tp_new, reinterpret_cast<void*>(plans_new)},
+                             {Py_tp_dealloc, reinterpret_cast<void*>(plans_dealloc)},
+                             {Py_tp_traverse, reinterpret_cast<void*>(plans_traverse)},
+                             {Py_tp_clear, reinterpret_cast<void*>(plans_clear)},
+                             {Py_tp_methods, plans_methods},
+                             {Py_tp_getset, plans_getset},
+                             {0, nullptr}};
+PyType_Spec plans_spec = {"layerzero.native.Plans", sizeof(Plans), 0, Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC,
+                          plans_slots};
