@@ -439,6 +439,10 @@ class LocalDevice:
 
     # -- readiness and health ---------------------------------------------------------------------
 
+    def load_behind(self, load: Callable[[], object]) -> None:
+        """Run `load` on the thread that loads kernels, when the call that asked has had time to end."""
+        self._loading.submit(lambda: self._loading.rested() and load())
+
     def stop_loading(self, timeout_s: float) -> None:
         """Begin no more background loads, and wait for the one that runs."""
         self._loading.close(timeout_s)

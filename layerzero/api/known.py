@@ -69,11 +69,13 @@ class KnownPlans:
         self, args: tuple[Any, ...], kwargs: dict[str, Any], full: Args, device: LocalDevice,
         snapshot: Snapshot, plan: Plan,
     ) -> None:  # fmt: skip
-        """Keep the plan of a call that the current policy governs; the first one loads the twin."""
-        if HOT.state == UNUSED:
-            HOT.start()
+        """Keep the plan of a call that the current policy governs; the first one has the twin loaded soon."""
         if self.plans is not None:
             self.plans.remember(args, kwargs, full, ACTIVE.devices, device, snapshot, plan)
+        elif not HOT.requested:
+            HOT.requested = True
+            if HOT.state == UNUSED:
+                device.load_behind(HOT.start)
 
 
 class Known:

@@ -30,12 +30,13 @@ _DELAY_S = 1.0
 class Hot:
     """What `name`.cpp compiles to, once it is there: `module`, else None; `state` and `detail` say why."""
 
-    __slots__ = ("_adopters", "_error", "_lock", "_name", "detail", "module", "state")
+    __slots__ = ("_adopters", "_error", "_lock", "_name", "detail", "module", "requested", "state")
 
     def __init__(self, name: str = "hot") -> None:
         self._name = name
         self.module: Any = None
         self.state = UNUSED
+        self.requested = False  # somebody will call `start` soon
         self.detail = ""
         self._adopters: list[Callable[[Any], None]] = []
         self._error: BackendNotAvailableError | None = None

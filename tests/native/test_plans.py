@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,6 +18,7 @@ from layerzero.api.known import KnownPlans
 from layerzero.errors import BackendNotAvailableError
 from layerzero.native import HOT
 from layerzero.ops import table as ops_table
+from tests.children import Child
 from tests.kernels import kernel
 
 WIDTH = 8
@@ -159,3 +162,27 @@ def test_an_op_with_a_guard_is_left_to_python() -> None:
     op = ops_table.get("rope")
     assert op.guard is not None
     assert KnownPlans(op, LAST, _recovered).plans is None
+
+
+BLOCKING_PROGRAM = """
+import time
+import torch
+import layerzero as lz
+from layerzero.native import COMPILING, HOT, UNUSED
+
+x = torch.randn(1, 8)
+for _ in range(3):
+    lz.sync.rms_norm(x)
+for _ in range(1200):
+    if HOT.state not in (UNUSED, COMPILING):
+        break
+    time.sleep(0.1)
+print(HOT.describe())
+"""
+
+
+def test_a_program_that_only_blocks_takes_the_twin_up(tmp_path: Path) -> None:
+    """No event loop is needed for it: the second call of an op has it loaded behind the calls."""
+    variables = {**os.environ, "LAYERZERO_NATIVE": "on"}
+    ended = Child(BLOCKING_PROGRAM, folder=tmp_path, variables=variables).ended(240.0)
+    assert ended.stdout.strip() == "compiled", ended.stderr
