@@ -6,7 +6,7 @@ import asyncio
 import gc
 import itertools
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -14,37 +14,35 @@ from harness import Plan, summary
 from torch import Tensor
 
 import layerzero as lz
+from layerzero.actors.local import LocalDevice
+from layerzero.ops import table as ops_table
+from layerzero.runtime import current
 
 CALLERS = 64
 STEPS = 30
-NullKernel = Callable[[str, Tensor], lz.Kernel]
 
 
-def measure(plan: Plan, null_kernel: NullKernel) -> dict[str, Any]:
-    """Row e: every number with null kernels, so that it is ours alone."""
+def measure(plan: Plan) -> dict[str, Any]:
+    """Row e: over the real kernels, called directly in the same rounds; one row with a null kernel."""
     q, k, v = (torch.randn(1, 8, 16, 64) for _ in range(3))
-    kernel = null_kernel("attention", q)
-    with lz.start() as runtime:
-        runtime.add_kernel(kernel)
-        lz.lock("attention", kernel.id)
+    with lz.start():
         inline = asyncio.run(_lone(plan, q, k, v))
-        spawns = hasattr(runtime, "spawn")
-    with lz.start(lz.Settings(inline_limit_us=0.0)) as runtime:
-        runtime.add_kernel(kernel)
-        lz.lock("attention", kernel.id)
+    with lz.start(lz.Settings(inline_limit_us=0.0)):
         worker = asyncio.run(_lone(plan, q, k, v))
-    spawned = _crowd(plan, "linear", rejoined=True, spawn=True)["beyond_kernel"] if spawns else None
     return {
         "lone_inline": inline,
         "lone_worker": worker,
         "one_of_64": {
-            "fresh": _crowd(plan, "linear", rejoined=False),
-            "rejoined": _crowd(plan, "linear", rejoined=True),
-            "rejoined_with_collector": _crowd(plan, "linear", rejoined=True, collector=True),
-            "rms_norm_rejoined": _crowd(plan, "rms_norm", rejoined=True),
-            "embedding": _crowd(plan, "embedding", rejoined=False),
+            "real": {
+                "linear, rows of its own": _crowd(plan, "linear"),
+                "linear, rows of the last batch": _crowd(plan, "linear", rejoined=True),
+                "rms_norm, rows of the last batch": _crowd(plan, "rms_norm", rejoined=True),
+                "embedding": _crowd(plan, "embedding"),
+            },
+            "real_with_collector": _crowd(plan, "linear", rejoined=True, collector=True),
+            "real_spawn": _crowd(plan, "linear", rejoined=True, spawn=True),
+            "null": _crowd(plan, "linear", rejoined=True, null=True),
         },
-        "one_of_64_spawn": spawned,
     }
 
 
@@ -71,94 +69,130 @@ async def _lone(plan: Plan, q: Tensor, k: Tensor, v: Tensor) -> dict[str, Any]:
 # -- one of 64 ------------------------------------------------------------------------------------------
 
 
-def _null_rows(op: str, width: int) -> tuple[lz.Kernel, list[int]]:
-    """A kernel that hands back as many rows as it was given, and the batch sizes it saw."""
+def _null_rows(op: str, width: int) -> lz.Kernel:
+    """A kernel that hands back as many rows as it was given."""
     buffer = torch.randn(4096, width)
-    seen: list[int] = []
-
-    def null(x: Tensor, *_: Any) -> Tensor:
-        rows = x.shape[0]
-        seen.append(rows)
-        return buffer[:rows]
-
-    kernel = lz.Kernel(
+    return lz.Kernel(
         id=f"bench.{op}.rows",
         op=op,
         backend="bench",
         capability=lz.Capability(source="takes anything", features=frozenset({"bias", "no_weight"})),
-        load=lambda: null,
+        load=lambda: lambda x, *_: buffer[: x.shape[0]],
         efficiency=lz.Efficiency(1.0, 1.0, 0.001, "does nothing"),
     )
-    return kernel, seen
 
 
 def _crowd(
-    plan: Plan, op: str, *, rejoined: bool, spawn: bool = False, collector: bool = False
+    plan: Plan,
+    op: str,
+    *,
+    rejoined: bool = False,
+    spawn: bool = False,
+    collector: bool = False,
+    null: bool = False,
 ) -> dict[str, Any]:
-    """Microseconds of one call of one of 64 callers, beyond what the batched kernel itself takes.
+    """Microseconds of one call of one of 64 callers, beyond what its batch's kernel takes by itself.
 
     `rejoined`: each call takes the last one's row, which lies beside its neighbours' in the batch's output;
-    otherwise each caller brings rows of its own, which are gathered. The bare loop, the same coroutines
-    awaiting nothing, is taken off. The garbage collector rests during the rounds, as in every comparison
-    here, unless `collector`.
+    otherwise each caller brings rows of its own, which are gathered. Two things are taken off, both measured
+    in the same round: the chosen kernel called directly over 64 rows, once a step; and the bare loop, the
+    same coroutines awaiting nothing. The garbage collector rests during the rounds, as in every
+    comparison here, unless `collector`. `null`: a kernel that does nothing stands in for the real one.
     """
-    kernel, seen = _null_rows(op, 64)
+    torch.manual_seed(0)
     weight = torch.randn(64, 64) if op != "rms_norm" else torch.randn(64)
+    rows = [torch.randint(0, 64, (1,)) if op == "embedding" else torch.randn(1, 64) for _ in range(CALLERS)]
     with lz.start() as runtime:
-        runtime.add_kernel(kernel)
-        lz.lock(op, kernel.id)
-        call = getattr(lz, op)
-        steps = STEPS if plan.rounds > 10 else 4
-        run = runtime.spawn if spawn else None  # type: ignore[attr-defined]
+        if null:
+            kernel = _null_rows(op, 64)
+            runtime.add_kernel(kernel)
+            lz.lock(op, kernel.id)
+        crowd = _Crowd(
+            op, weight, rows, STEPS if plan.rounds > 10 else 4, rejoined, runtime.spawn if spawn else None
+        )
         gc.collect()
         if not collector:
             gc.disable()
         try:
-            wall, cpu, own = asyncio.run(_rounds(plan, call, op, weight, steps, rejoined, run))
+            rounds = asyncio.run(crowd.rounds(max(3, plan.rounds // 3)))
         finally:
             gc.enable()
-    # What the null kernel itself takes: one slice of a buffer a batch.
+    calls = CALLERS * crowd.steps
+    beyond = [(whole - alone - bare) / calls for whole, alone, bare in rounds]
     return {
-        "beyond_kernel": {"wall_us": summary(wall, 1e-3), "cpu_us": summary(cpu, 1e-3)},
-        "kernel_us_a_batch": own,
-        "mean_batch": round(sum(seen) / len(seen), 1),
-        "steps": steps,
+        "kernel": crowd.kernel,
+        "beyond_kernel": {"wall_us": summary(beyond, 1e-3)},
+        "whole_us": summary([whole / calls for whole, _, _ in rounds], 1e-3),
+        "kernel_us_a_batch": summary([alone / crowd.steps for _, alone, _ in rounds], 1e-3),
+        "mean_batch": crowd.mean_batch,
+        "steps": crowd.steps,
     }
 
 
-async def _rounds(
-    plan: Plan, call: Callable[..., Awaitable[Tensor]], op: str, weight: Tensor, steps: int, rejoined: bool,
-    spawn: Callable[..., Any] | None,
-) -> tuple[list[float], list[float], float]:  # fmt: skip
-    rows = [torch.randint(0, 64, (1,)) if op == "embedding" else torch.randn(1, 64) for _ in range(CALLERS)]
+class _Crowd:
+    """64 callers of one op, their loop without the op, and the kernel of their batch called directly."""
 
-    async def caller(x: Tensor) -> Tensor:
-        for _ in range(steps):
+    def __init__(
+        self,
+        op: str,
+        weight: Tensor,
+        rows: list[Tensor],
+        steps: int,
+        rejoined: bool,
+        spawn: Callable[..., Any] | None,
+    ) -> None:
+        self.op = op
+        self.weight = weight
+        self.rows = rows
+        self.steps = steps
+        self.rejoined = rejoined
+        self.start = spawn or asyncio.ensure_future
+        self.kernel = ""
+        self.mean_batch = 0.0
+
+    async def caller(self, x: Tensor) -> Tensor:
+        """The op, `steps` times."""
+        call, weight, rejoined = getattr(lz, self.op), self.weight, self.rejoined
+        for _ in range(self.steps):
             out = await call(x, weight)
             if rejoined:
                 x = out
         return x
 
-    async def nothing(x: Tensor) -> Tensor:
-        for _ in range(steps):
+    async def nothing(self, x: Tensor) -> Tensor:
+        """The same loop without the op."""
+        for _ in range(self.steps):
             pass
         return x
 
-    start = spawn or asyncio.ensure_future
-    wall, cpu = [], []
-    for _ in range(max(3, plan.rounds // 3)):
-        begin, ran = time.perf_counter_ns(), time.thread_time_ns()
-        await asyncio.gather(*[start(caller(x)) for x in rows])
-        middle, half = time.perf_counter_ns(), time.thread_time_ns()
-        await asyncio.gather(*[start(nothing(x)) for x in rows])
-        end, done = time.perf_counter_ns(), time.thread_time_ns()
-        calls = CALLERS * steps
-        wall.append((2 * middle - begin - end) / calls)
-        cpu.append((2 * half - ran - done) / calls)
-    batch = torch.randn(4096, 64)
-    begin = time.perf_counter_ns()
-    for _ in range(1000):
-        batch[:CALLERS]
-    own = (time.perf_counter_ns() - begin) / 1e6
-    per_call = own * 1e3 / CALLERS
-    return [v - per_call for v in wall], [v - per_call for v in cpu], round(own, 3)
+    async def rounds(self, count: int) -> list[tuple[float, float, float]]:
+        """Nanoseconds of each round: the callers, the kernel alone, the loop alone."""
+        await asyncio.gather(*[self.start(self.caller(x)) for x in self.rows])
+        direct = self._direct()
+        clock = time.perf_counter_ns
+        taken = []
+        for _ in range(count):
+            begin = clock()
+            await asyncio.gather(*[self.start(self.caller(x)) for x in self.rows])
+            middle = clock()
+            for _ in itertools.repeat(None, self.steps):
+                direct()
+            ran = clock()
+            await asyncio.gather(*[self.start(self.nothing(x)) for x in self.rows])
+            taken.append((float(middle - begin), float(ran - middle), float(clock() - ran)))
+        stats = _device().fronts.current().lane.stats
+        self.mean_batch = round(stats.done / max(stats.batches, 1), 1)
+        return taken
+
+    def _direct(self) -> Callable[[], Any]:
+        """What ran last for all of them, as a bare call of that kernel over their rows together."""
+        selection = lz.last_selection()
+        assert selection is not None
+        self.kernel = selection.kernel
+        call = _device().registry.callable_of(selection.kernel)
+        _, full = ops_table.get(self.op).build(torch.cat(self.rows), self.weight)
+        return lambda: call(*full)
+
+
+def _device() -> LocalDevice:
+    return current().device("cpu")

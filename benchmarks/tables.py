@@ -62,16 +62,35 @@ def hits(plan: Plan, device: LocalDevice, args: tuple[Tensor, ...]) -> dict[str,
     arms = interleave(plan, lookup=lookup, empty=lambda: None, method=method)
     loop = _in_loop(plan, device, signature, bits)
     single = distribution(singles(lookup, plan.singles * 10))
-    totals = {count: _throughput(device, signature, bits, count, plan.seconds) for count in THREADS}
+    totals = _scaling(plan, device, signature, bits)
     return {
         "hit": loop,
         "hit_in_a_function": us(arms["lookup"]),
         "empty_function": us(arms["empty"]),
         "device_plan": us(arms["method"]),
         "single_hits": single,
-        "hits_per_s": {str(count): round(total) for count, total in totals.items()},
-        "relative_to_one": {str(count): round(total / totals[1], 3) for count, total in totals.items()},
+        "hits_per_s": {side: {str(n): round(v) for n, v in by.items()} for side, by in totals.items()},
+        "relative_to_one": {
+            side: {str(n): round(v / by[1], 3) for n, v in by.items()} for side, by in totals.items()
+        },
     }
+
+
+def _scaling(plan: Plan, device: LocalDevice, signature: Any, bits: int) -> dict[str, dict[int, float]]:
+    """Hits a second of wall time that threads reach together: medians of interleaved spans.
+
+    Beside the snapshot stands the same table behind one lock, which is what it would be without snapshots.
+    """
+    spans: dict[str, dict[int, list[float]]] = {
+        side: {count: [] for count in THREADS} for side in ("snapshot", "behind a lock")
+    }
+    for _ in range(9):
+        for count in THREADS:
+            for side, by in spans.items():
+                by[count].append(
+                    _span(device, signature, bits, count, plan.seconds / 20, locked=side != "snapshot")
+                )
+    return {side: {count: statistics.median(v) for count, v in by.items()} for side, by in spans.items()}
 
 
 def _in_loop(plan: Plan, device: LocalDevice, signature: Any, bits: int) -> dict[str, Any]:
@@ -90,25 +109,25 @@ def _in_loop(plan: Plan, device: LocalDevice, signature: Any, bits: int) -> dict
     return {"wall_us": summary(wall, 1e-3), "cpu_us": summary(cpu, 1e-3)}
 
 
-def _throughput(device: LocalDevice, signature: Any, bits: int, count: int, seconds: float) -> float:
-    """Hits a second of CPU time that `count` threads reach together; the better half of several spans."""
-    reached = []
-    for _ in range(5):
-        reached.append(_span(device, signature, bits, count, seconds / 20))
-    return statistics.median(sorted(reached)[2:])
-
-
-def _span(device: LocalDevice, signature: Any, bits: int, count: int, seconds: float) -> float:
+def _span(
+    device: LocalDevice, signature: Any, bits: int, count: int, seconds: float, *, locked: bool
+) -> float:
     done = [0] * count
     stop = False
     gate = threading.Barrier(count + 1)
+    lock = threading.Lock()
 
     def worker(index: int) -> None:
         mine = 0
         gate.wait()
         while not stop:
-            for _ in itertools.repeat(None, 500):
-                device.snapshot.tables["attention"].hot[bits][signature]
+            if locked:
+                for _ in itertools.repeat(None, 500):
+                    with lock:
+                        device.snapshot.tables["attention"].hot[bits][signature]
+            else:
+                for _ in itertools.repeat(None, 500):
+                    device.snapshot.tables["attention"].hot[bits][signature]
             mine += 500
         done[index] = mine
 
@@ -116,12 +135,12 @@ def _span(device: LocalDevice, signature: Any, bits: int, count: int, seconds: f
     for thread in threads:
         thread.start()
     gate.wait()
-    begin = time.process_time()
+    begin = time.perf_counter()
     time.sleep(seconds)
     stop = True
     for thread in threads:
         thread.join()
-    return sum(done) / max(time.process_time() - begin, 1e-9)
+    return sum(done) / max(time.perf_counter() - begin, 1e-9)
 
 
 # -- c: misses ------------------------------------------------------------------------------------------
@@ -298,7 +317,7 @@ def swaps(plan: Plan, keys: int = 1000, readers: int = 8, hertz: float = 100.0) 
         "same op": (hertz, ("attention", "torch.attention.sdpa_cpu")),
     }
     result: dict[str, Any] = {"keys": keys, "readers": readers, "pace_s": PACE_S}
-    for name, pause in (("spinning", 0.0), ("paced", PACE_S), ("frozen", PACE_S)):
+    for name, pause in READERS.items():
         if name == "frozen":
             gc.collect()
             gc.freeze()
@@ -310,6 +329,7 @@ def swaps(plan: Plan, keys: int = 1000, readers: int = 8, hertz: float = 100.0) 
 
 
 PACE_S = 0.002
+READERS = {"spinning": 0.0, "paced": PACE_S, "frozen": PACE_S}
 
 
 def _swapped(

@@ -23,16 +23,21 @@ CALLS = {
     "b_attention": "`lz.sync.attention` over its kernel called directly",
     "b_linear": "`lz.sync.linear` over its kernel",
     "b_rms_norm": "`lz.sync.rms_norm` over its kernel",
+    "b_worst": "the op with the most over its kernel",
+    "b_null": "`lz.sync.attention` over a null kernel, which returns a tensor made before",
     "c_miss_100_kernels": "a miss with 100 kernels registered",
     "d_first_call": "the first call of a process, after `import torch`",
     "d_import": "`import layerzero` after `import torch`",
     "e_lone_inline": "`await` of a lone caller over the blocking call, inline",
     "e_lone_worker": "the same through the worker thread",
-    "e_one_of_64": "one of 64 awaiting callers, beyond the batched kernel",
-    "e_one_of_64_spawn": "the same with `rt.spawn`",
-    "f_guarded": "a bound callable over its kernel",
+    "e_one_of_64": "one of 64 awaiting callers, beyond the batched kernel; the most of four ops",
+    "e_one_of_64_spawn": "the same with `rt.spawn`, `linear`",
+    "e_one_of_64_null": "the same over a null kernel, `linear`",
+    "f_guarded": "a bound `attention` over its kernel",
     "f_unguarded": "the same with `guard=False`",
-    "swap_spike": "the slowest selection of 8 threads while the policy is swapped 100 times a second",
+    "swap_spinning": "the slowest selection of 8 spinning threads, the policy swapped 100 times a second",
+    "swap_paced": "the same where each thread selects every 2 ms",
+    "swap_frozen": "the same with `Settings(freeze_gc=True)`",
 }
 WAYS = {
     "one by one": "(a) LayerZero, one request after another",
@@ -44,13 +49,45 @@ WAYS = {
 
 
 def calls(record: dict[str, Any]) -> Table:
-    """Return the hot path's rows beside their bounds; a row that was not measured is left out."""
-    found = {name: v for name, v in record["verdicts"].items() if v["us"] is not None}
+    """Return the hot path's rows, wall time, beside their bounds; a row that was not measured is left out."""
+    measured = {name: v for name, v in record["verdicts"].items() if v["us"] is not None}
     rows = [
         [CALLS.get(name, name), v["us"], v["floor"], v["meets_floor"], v["aim"], v["meets_aim"]]
-        for name, v in found.items()
+        for name, v in measured.items()
     ]
     return {"columns": ["microseconds", "measured", "floor", "met", "aim", "met"], "rows": rows}
+
+
+def ops(record: dict[str, Any]) -> Table:
+    """Return what each blocking op costs over the kernel it chose, called directly in the same rounds."""
+    rows = [
+        [
+            f"`{op}`", f"`{row['real']['kernel']}`", row["real"]["kernel_us"]["wall_us"]["median"],
+            row["real"]["over"]["wall_us"]["median"], row["real"]["over"]["wall_us"]["p99"],
+        ]
+        for op, row in record["rows"]["b"].items()
+    ]  # fmt: skip
+    return {"columns": ["op", "kernel", "the kernel, us", "over it, us", "p99 of the rounds"], "rows": rows}
+
+
+def scaling(record: dict[str, Any]) -> Table:
+    """Return look-ups a second of wall time by threads, beside the same table behind one lock."""
+    a = record["rows"]["a"]
+    rows = [
+        [
+            int(n),
+            *(
+                value
+                for side in a["hits_per_s"]
+                for value in (a["hits_per_s"][side][n], a["relative_to_one"][side][n])
+            ),
+        ]
+        for n in a["hits_per_s"]["snapshot"]
+    ]
+    return {
+        "columns": ["threads", "hits/s", "over one thread", "behind one lock, hits/s", "over one thread"],
+        "rows": rows,
+    }
 
 
 def peers(record: dict[str, Any]) -> Table:
@@ -69,7 +106,7 @@ def peers(record: dict[str, Any]) -> Table:
 
 
 def _median(arm: dict[str, Any] | None) -> float | None:
-    return None if arm is None else float(arm["cpu_us"]["median"])
+    return None if arm is None else float(arm["wall_us"]["median"])
 
 
 def service(record: dict[str, Any]) -> Table:
@@ -282,7 +319,7 @@ GANG: dict[str, Callable[[dict[str, Any]], Table]] = {
 }
 
 FILES: dict[str, dict[str, Callable[[dict[str, Any]], Table]]] = {
-    "hot_path.json": {"calls": calls, "peers": peers, "place": place},
+    "hot_path.json": {"calls": calls, "ops": ops, "scaling": scaling, "peers": peers, "place": place},
     "lane.json": {"generation": generation, "servers": servers, "place": section_place},
     "regret_cpu_avx2.json": {"regret": regret, "place": place},
     "regret_cpu_avx512.json": {"regret": regret, "place": place},
