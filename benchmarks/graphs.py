@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 import layerzero as lz
+from benchmarks.provenance import provenance
 from layerzero.hardware import probe
 
 ROUNDS, CALLS = 15, 20
@@ -163,6 +164,7 @@ def main(path: str) -> int:
     found: dict[str, Any] = {
         "environment": {
             "date": datetime.now(UTC).isoformat(timespec="seconds"),
+            **provenance(),
             "device": hardware.name,
             "torch": hardware.torch,
             "cuda": hardware.cuda,

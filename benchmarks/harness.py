@@ -12,7 +12,6 @@ import json
 import os
 import platform
 import statistics
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -23,19 +22,24 @@ from itertools import repeat
 from pathlib import Path
 from typing import Any
 
+if __package__:
+    from benchmarks.provenance import provenance
+else:  # run as a script, beside its neighbours
+    from provenance import provenance
+
 Call = Callable[[], Any]
 
 ROUND_NS = 2_000_000  # about what one arm runs in one round: shorter than a scheduler's time slice
 
 
 def environment(distributions: Sequence[str] = ()) -> dict[str, Any]:
-    """The machine, the versions, the commit and the load; everything a reader needs to judge a number."""
+    """The machine, the versions, the script, its commit and the load: what a reader needs to judge a number."""
     import torch
 
-    changed = _git("status", "--porcelain", "--untracked-files=no")
     load = os.getloadavg() if hasattr(os, "getloadavg") else (float("nan"),) * 3
     return {
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        **provenance(),
         "cpu": _cpu_name(),
         "cores": os.cpu_count(),
         "usable_cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
@@ -44,8 +48,6 @@ def environment(distributions: Sequence[str] = ()) -> dict[str, Any]:
         "torch": torch.__version__,
         "torch_threads": torch.get_num_threads(),
         "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
-        "commit": _git("rev-parse", "HEAD"),
-        "dirty": None if changed is None else bool(changed),  # nobody knows outside a checkout
         "load_average": [round(value, 2) for value in load],
         "versions": {name: _version(name) for name in distributions},
     }
@@ -58,15 +60,6 @@ def _cpu_name() -> str:
             if line.startswith("model name"):
                 return line.partition(":")[2].strip()
     return platform.processor() or platform.machine()
-
-
-def _git(*arguments: str) -> str | None:
-    where = Path(__file__).resolve().parent
-    try:
-        done = subprocess.run(["git", *arguments], cwd=where, capture_output=True, text=True, check=True)
-    except (OSError, subprocess.CalledProcessError):
-        return None
-    return done.stdout.strip()
 
 
 def _version(distribution: str) -> str | None:

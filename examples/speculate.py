@@ -32,6 +32,7 @@ import torch
 import torch.distributed as dist
 from generation import Sampling, generate, load_tokenizer
 from llama import FOLDER, Config, Get, Llama, pool, weights_of
+from measuring.report import environment
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor
@@ -359,7 +360,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     def keep(said: dict[str, Any]) -> None:
         if options.json:
-            options.json.write_text(json.dumps(said, indent=1) + "\n")
+            record = {"environment": environment(options.device), **said}
+            options.json.write_text(json.dumps(record, indent=1) + "\n")
 
     async def run() -> dict[str, Any]:
         async with lz.start(lz.Settings(device=options.device, inference=True, freeze_gc=True)):

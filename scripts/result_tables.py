@@ -138,6 +138,9 @@ def place(record: dict[str, Any]) -> Table:
     rows = [
         [name, str(where[name])]
         for name in (
+            "script",
+            "commit",
+            "machine",
             "date",
             "cpu",
             "gpu",

@@ -22,6 +22,8 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from benchmarks.provenance import provenance
+
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
 MATRIX = RESULTS / "support.json"
@@ -81,6 +83,7 @@ def described(target: str) -> dict[str, Any]:
         "proof": PROOFS[target],
         "environment": {
             "date": datetime.now(UTC).isoformat(timespec="seconds"),
+            **provenance(),
             "device": torch.cuda.get_device_name() if on_card else _cpu(),
             "system": platform.platform(),
             "python": platform.python_version(),

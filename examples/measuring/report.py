@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import platform
+import runpy
 import sys
 from collections import Counter
 from collections.abc import Callable
@@ -176,6 +177,7 @@ def environment(device: str) -> dict[str, Any]:
     """Return what a reader needs to judge the numbers: processor, threads, versions, date."""
     found: dict[str, Any] = {
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        **provenance(),
         "cpu": cpu_model(),
         "threads": torch.get_num_threads(),
         "python": sys.version.split()[0],
@@ -185,6 +187,15 @@ def environment(device: str) -> dict[str, Any]:
     if device.startswith("cuda"):
         found["gpu"] = torch.cuda.get_device_name()
         found["cuda"] = torch.version.cuda
+    return found
+
+
+def provenance() -> dict[str, Any]:
+    """Return script, commit and machine as the benchmarks' records have them; nothing outside a checkout."""
+    path = Path(__file__).resolve().parents[2] / "benchmarks" / "provenance.py"
+    if not path.exists():
+        return {}
+    found: dict[str, Any] = runpy.run_path(str(path))["provenance"]()
     return found
 
 
