@@ -33,7 +33,7 @@ ROUND_NS = 2_000_000  # about what one arm runs in one round: shorter than a sch
 
 
 def environment(distributions: Sequence[str] = ()) -> dict[str, Any]:
-    """The machine, the versions, the script, its commit and the load: what a reader needs to judge a number."""
+    """The machine, the versions, the script, its commit, the load: what a reader needs to judge a number."""
     import torch
 
     load = os.getloadavg() if hasattr(os, "getloadavg") else (float("nan"),) * 3
