@@ -26,7 +26,7 @@ from layerzero.actors.ledger import Ledger, Settled
 from layerzero.actors.local import LocalDevice
 from layerzero.actors.port import DeviceState
 from layerzero.actors.tensors import RemoteTensor, TensorShelf
-from layerzero.errors import DeadlineExceededError, DeviceLostError, NoKernelFoundError
+from layerzero.errors import DeadlineExceededError, DeviceLostError, NoKernelFoundError, UnknownOpError
 from layerzero.ops import table as ops_table
 from layerzero.ops.request import Request
 
@@ -268,7 +268,7 @@ class Host:
             try:
                 self.device.table(ops_table.get(request.op)).decided(request)
                 kept += 1
-            except NoKernelFoundError as error:
+            except (NoKernelFoundError, UnknownOpError) as error:
                 log.warning("decision.not_rebuilt", op=request.op, why=str(error)[:200])
         return kept
 

@@ -17,16 +17,13 @@ import sys
 from types import ModuleType
 from typing import Any
 
-from layerzero import requirements as _requirements  # noqa: F401  first: it checks the torch that the rest needs
-
-# isort: split
-from layerzero.api.awaiting import awaited as _awaited
-from layerzero.ops import table as _table
+from layerzero.ops.files import FILES as _FILES
 
 __version__ = "0.1.0"
 
-# The public names that are no ops, and where each is defined. What a call runs through is imported with the
-# package; the rest when it is first asked for, so that nobody's first call waits for a command's tables.
+# The public names that are no ops, and where each is defined. Where torch is imported already, what a call
+# runs through is imported with the package; everything else when it is first used: nobody's first call waits
+# for a command's tables, and `lz --help` does not wait for torch.
 _HOMES = {
     "layerzero.api.batched": ("batched",),
     "layerzero.api.binding": ("bind",),
@@ -85,6 +82,7 @@ _HOMES = {
         "PolicyValidationError",
         "RuntimeClosedError",
         "SelectionTimeoutError",
+        "UnknownOpError",
     ),
     "layerzero.hardware": ("Hardware",),
     "layerzero.integrations": ("patch", "unpatch"),
@@ -109,24 +107,35 @@ _HOMES = {
 }
 _HOME = {name: module for module, names in _HOMES.items() for name in names}
 
-_MODULES = ("speculative", "sync")
+_MODULES = ("kvcache", "metrics", "speculative", "sync")
 
-__all__ = sorted({*_HOME, *_table.FILES, *_MODULES})
+__all__ = sorted({*_HOME, *_FILES, *_MODULES})
+_PUBLIC = frozenset(__all__)
 
 
 def __getattr__(name: str) -> Any:
     """A public name, imported or made when it is first asked for."""
-    made: Any
-    if name in _table.FILES:
-        made = _awaited(_table.get(name))
-    elif name in _HOME:
-        made = getattr(importlib.import_module(_HOME[name]), name)
-    elif name in _MODULES:
-        return importlib.import_module(f"layerzero.{name}")
-    else:
+    if name not in _PUBLIC:
         raise AttributeError(f"module 'layerzero' has no attribute {name!r}")
-    globals()[name] = made
-    return made
+    _load()
+    if name in _MODULES:
+        return importlib.import_module(f"layerzero.{name}")
+    value = _op(name) if name in _FILES else getattr(importlib.import_module(_HOME[name]), name)
+    globals()[name] = value
+    return value
+
+
+def _load() -> None:
+    """Import what a call runs through, after the torch that it needs has been looked at."""
+    importlib.import_module("layerzero.requirements")
+    importlib.import_module("layerzero.api.awaiting")
+
+
+def _op(name: str) -> Any:
+    from layerzero.api.awaiting import awaited
+    from layerzero.ops import table
+
+    return awaited(table.get(name))
 
 
 def __dir__() -> list[str]:
@@ -146,3 +155,6 @@ class _Package(ModuleType):
 
 
 sys.modules[__name__].__class__ = _Package
+
+if "torch" in sys.modules:
+    _load()

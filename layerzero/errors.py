@@ -3,6 +3,7 @@
 LayerZeroError
 ├─ NoKernelFoundError        no kernel accepts the request            .trace
 │    (NoKernelAvailableError is the same class under its older name)
+├─ UnknownOpError            no op has that name; also a ValueError
 ├─ KernelExecutionError      a kernel failed and nothing could take over   .kernel, __cause__
 ├─ BackendNotAvailableError  a named backend is missing or broken     .backend
 ├─ CudaGraphUnsafeError      a call under capture has no ready, capture-safe plan
@@ -55,6 +56,10 @@ class NoKernelFoundError(LayerZeroError):
 
 
 NoKernelAvailableError = NoKernelFoundError
+
+
+class UnknownOpError(LayerZeroError, ValueError):
+    """No op has the name that was given; the message lists the ops, nearest names first."""
 
 
 class KernelExecutionError(LayerZeroError):

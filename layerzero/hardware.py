@@ -153,15 +153,22 @@ _CUDA_HALF_FLOPS = {75: 6.5e13, 80: 3.1e14, 86: 1.5e14, 89: 3.6e14, 90: 7.9e14, 
 _CUDA_BANDWIDTH = {75: 3e11, 80: 1.5e12, 86: 9e11, 89: 8.6e11, 90: 4.3e12, 100: 7e12}
 
 
+# Every compute capability, times ten, that a GPU of NVIDIA's has; CUDA C Programming Guide, 13.0, and before.
+COMPUTE_CAPABILITIES = frozenset(
+    {50, 52, 53, 60, 61, 62, 70, 72, 75, 80, 86, 87, 88, 89, 90, 100, 101, 103, 110, 120, 121}
+)
+
+
 def imagined_gpu(
     sm: int, *, cuda: str = "13.0", driver: str = "580.0", memory_bytes: int = 80 << 30
 ) -> Hardware:
     """An NVIDIA GPU that need not be here, for planning: its roofs are those of its compute capability.
 
-    Raises: ValueError: `sm` (times ten: 90 is 9.0) is no compute capability.
+    Raises: ValueError: `sm` (times ten: 90 is 9.0) is no compute capability of any GPU.
     """
-    if isinstance(sm, bool) or not isinstance(sm, int) or not 50 <= sm <= 130:
-        raise ValueError(f"sm needs a compute capability times ten, such as 90 for 9.0, got {sm!r}")
+    if isinstance(sm, bool) or sm not in COMPUTE_CAPABILITIES:
+        every = ", ".join(map(str, sorted(COMPUTE_CAPABILITIES)))
+        raise ValueError(f"sm needs a compute capability times ten ({every}), such as 90 for 9.0, got {sm!r}")
     half = _CUDA_HALF_FLOPS.get(sm, 1e14)
     return Hardware(
         platform="cuda",

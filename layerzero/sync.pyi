@@ -17,7 +17,15 @@ def add_layer_norm(
     eps: float = 1e-05,
     backend: str | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Add `residual` to `x` and normalise the sum to mean 0 and variance 1; both are returned."""
+    """Add `residual` to `x` and normalise the sum to mean 0 and variance 1; both are returned.
+
+    Args: x and residual (..., C) of one shape and dtype; weight and bias (C,) or None.
+    Choosing: backend is a kernel's id or a backend's name, for this call alone.
+    Returns: (normed, x + residual), each of x's shape and dtype; the sum that is normalised is the one
+        returned, rounded to x's dtype.
+    Raises: ValueError, TypeError: an argument does not fit, by name.
+    Source: arXiv 1607.06450, with the residual stream of post-norm transformers.
+    """
 
 def add_rms_norm(
     x: Tensor,
@@ -27,7 +35,15 @@ def add_rms_norm(
     eps: float = 1e-06,
     backend: str | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Add `residual` to `x` and normalise the sum; both are returned."""
+    """Add `residual` to `x` and normalise the sum; both are returned.
+
+    Args: x and residual (..., C) of one shape and dtype; weight (C,) or None.
+    Choosing: backend is a kernel's id or a backend's name, for this call alone.
+    Returns: (normed, x + residual), each of x's shape and dtype; the sum that is normalised is the one
+        returned, rounded to x's dtype, so that fused and separate kernels agree.
+    Raises: ValueError, TypeError: an argument does not fit, by name.
+    Source: arXiv 1910.07467, with the residual stream of pre-norm transformers.
+    """
 
 def add_rms_norm_quantize(
     x: Tensor,
@@ -40,7 +56,18 @@ def add_rms_norm_quantize(
     group_size: int = 0,
     backend: str | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Add `residual` to `x`, normalise the sum and round it to eight-bit codes."""
+    """Add `residual` to `x`, normalise the sum and round it to eight-bit codes.
+
+    Args: x and residual (..., C) of one shape and dtype; weight (C,) or None; format is int8, fp8_e4m3 or
+        fp8_e5m2; granularity is row, or group of group_size neighbours of a row, which divides C.
+    Choosing: backend is a kernel's id or a backend's name, for this call alone.
+    Returns: (codes, scale, x + residual): codes in x's shape; scale float32 of shape (..., 1) or
+        (..., C / group_size), the largest magnitude of what shares it over the format's largest; the sum in
+        x's dtype, which is what is normalised. Codes may differ by one between kernels, since the norm that
+        is rounded is in float32 and sums in any order.
+    Raises: ValueError, TypeError: an argument does not fit, by name.
+    Source: arXiv 1910.07467 and 2208.07339.
+    """
 
 def alibi(
     slopes: Tensor,
@@ -49,7 +76,13 @@ def alibi(
     *,
     backend: str | None = None,
 ) -> Tensor:
-    """The bias that `slopes` put on the scores of `q_len` queries and `k_len` keys."""
+    """The bias that `slopes` put on the scores of `q_len` queries and `k_len` keys.
+
+    Args: slopes (H,), any float dtype. The last query stands at the last key, as in causal attention.
+    Choosing: backend is a kernel's id or a backend's name, for this call alone.
+    Returns: (H, q_len, k_len) in slopes' dtype: -slope * |distance to the diagonal|.
+    Raises: ValueError, TypeError: an argument does not fit, by name.
+    """
 
 def append_kv(
     k: Tensor,
@@ -61,7 +94,18 @@ def append_kv(
     layout: str = "NHD",
     backend: str | None = None,
 ) -> Tensor:
-    """Write new tokens' keys and values, of any number of sequences, into their places in a pool of pages."""
+    """Write new tokens' keys and values, of any number of sequences, into their places in a pool of pages.
+
+    Args: k (T, Hk, D) and v (T, Hk, Dv), of one dtype. k_pages (N, P, Hk, D) and v_pages (N, P, Hk, Dv), or
+        heads before tokens with `layout="HND"`, are changed; a pool of another dtype takes the numbers
+        rounded to it. slots (T,), int32 or int64, is each token's place: page * P + its position in the page.
+    Choosing: backend is a kernel's id or a backend's name, for this call alone.
+    Returns: `slots`. Awaited before `paged_attention` over the same pool, it says that the tokens are there.
+    Raises: ValueError, TypeError: an argument does not fit, by name; on the CPU also a slot that the pool
+        does not have, or that two tokens share, within a call or across the callers of a batch: nothing of
+        theirs is written. KernelExecutionError: a kernel raised; what it wrote is unknown.
+    Source: arXiv 2309.06180, section 4.3; the places are what vLLM and SGLang call slot mapping.
+    """
 
 @overload
 def attention(
@@ -82,7 +126,21 @@ def attention(
     rows_nonempty: bool = False,
     backend: str | None = None,
 ) -> Tensor:
-    """Attend `q` to `k` and `v`: softmax(scale * q k^T + bias) v."""
+    """Attend `q` to `k` and `v`: softmax(scale * q k^T + bias) v.
+
+    Args: q (B, Hq, Sq, D), k (B, Hk, Sk, D), v (B, Hk, Sk, Dv) with Hq % Hk == 0, or heads behind tokens
+        with `layout="BSHD"`; `layout=None` infers it from shapes and strides and raises where both fit.
+        attn_mask broadcasts to (B, Hq, Sq, Sk): bool, True attends, or any float dtype, added.
+        is_causal is aligned at the last query and the last key; with a mask it needs `combine_mask=True`.
+        scale defaults to D**-0.5. window=(left, right) keys around the diagonal, -1 is unbounded.
+        softcap c turns scores s into c * tanh(s / c). alibi_slopes (Hq,) or (B, Hq) subtract
+        slope * |distance to the diagonal|. rows_nonempty asserts that the mask leaves each query a key.
+    Choosing: backend is a kernel's id or a backend's name, for this call alone.
+    Returns: (B, Hq, Sq, Dv) in q's dtype, in q's layout; with return_lse also the natural log of the
+        softmax's denominator, float32 (B, Hq, Sq). A query that sees no key gives 0, and -inf.
+    Raises: ValueError, TypeError: an argument does not fit, by name.
+    Source: arXiv 1706.03762; GQA 2305.13245; ALiBi 2108.12409.
+    """
 
 @overload
 def attention(
@@ -132,7 +190,17 @@ def cross_entropy(
     reduction: str = "mean",
     backend: str | None = None,
 ) -> Tensor:
-    """The negative log likelihood of each row's target class."""
+    """The negative log likelihood of each row's target class.
+
+    Args: logits (..., V), classes last, any float dtype; target (...), int32 or int64 class ids; weight (V,)
+        scales each class; rows whose target is ignore_index count nothing; label_smoothing in [0, 1] moves
+        that share of the target to all classes alike; reduction is mean, sum or none. The mean divides by
+        the weights of the rows that count, so that it is NaN where none counts.
+    Choosing: backend is a kernel's id or a backend's name, for this call alone.
+    Returns: a scalar, or (...) for reduction="none", in logits' dtype; log and sums are float32.
+    Raises: ValueError, TypeError: an argument does not fit, by name; class probabilities as target are not
+        taken; on the CPU also a target out of range, with its position.
+    """
 
 def dequantize(
     codes: Tensor,
@@ -141,7 +209,14 @@ def dequantize(
     dtype: str = "float32",
     backend: str | None = None,
 ) -> Tensor:
-    """Give back the numbers that `codes` and `scale` stand for."""
+    """Give back the numbers that `codes` and `scale` stand for.
+
+    Args: codes (..., C) of int8, float8_e4m3fn or float8_e5m2; scale float32 of shape (), (..., 1) or
+        (..., G), each of a row's G scales for C / G neighbours; dtype is the name of the result's.
+    Choosing: backend is a kernel's id or a backend's name, for this call alone.
+    Returns: codes times scale, multiplied in float32, in codes' shape.
+    Raises: ValueError, TypeError: an argument does not fit, by name.
+    """
 
 def embedding(
     ids: Tensor,
@@ -150,7 +225,15 @@ def embedding(
     padding_idx: int | None = None,
     backend: str | None = None,
 ) -> Tensor:
-    """The row of `weight` for each id."""
+    """The row of `weight` for each id.
+
+    Args: ids (...), int32 or int64, each in [0, V); weight (V, C), any float dtype; padding_idx: the row that
+        gets no gradient, negative counts from the end.
+    Choosing: backend is a kernel's id or a backend's name, for this call alone.
+    Returns: (..., C) in weight's dtype.
+    Raises: ValueError, TypeError: an argument does not fit, by name; on the CPU also an id out of range, with
+        its position. On other devices the range is the kernel's to check, since reading ids would wait.
+    """
 
 def layer_norm(
     x: Tensor,
@@ -160,7 +243,14 @@ def layer_norm(
     eps: float = 1e-05,
     backend: str | None = None,
 ) -> Tensor:
-    """Shift and scale each row of `x` to mean 0 and variance 1, times `weight`, plus `bias`."""
+    """Shift and scale each row of `x` to mean 0 and variance 1, times `weight`, plus `bias`.
+
+    Args: x (..., C), any float dtype; weight and bias (C,) or None; eps is added to the variance.
+    Choosing: backend is a kernel's id or a backend's name, for this call alone.
+    Returns: x's shape and dtype; mean and (biased) variance are taken in float32.
+    Raises: ValueError, TypeError: an argument does not fit, by name.
+    Source: arXiv 1607.06450.
+    """
 
 def linear(
     x: Tensor,
@@ -169,7 +259,13 @@ def linear(
     *,
     backend: str | None = None,
 ) -> Tensor:
-    """Multiply each row of `x` by `weight` transposed and add `bias`."""
+    """Multiply each row of `x` by `weight` transposed and add `bias`.
+
+    Args: x (..., K), any float dtype; weight (C, K); bias (C,) or None.
+    Choosing: backend is a kernel's id or a backend's name, for this call alone.
+    Returns: (..., C) in x's dtype; products are summed in float32.
+    Raises: ValueError, TypeError: an argument does not fit, by name.
+    """
 
 def linear_cross_entropy(
     x: Tensor,
@@ -182,7 +278,15 @@ def linear_cross_entropy(
     reduction: str = "mean",
     backend: str | None = None,
 ) -> Tensor:
-    """The negative log likelihood of each row's target class, from the rows before the last projection."""
+    """The negative log likelihood of each row's target class, from the rows before the last projection.
+
+    Args: x (..., K), any float dtype; weight (V, K); target (...), int32 or int64 class ids; bias (V,) or
+        None; the others as in `cross_entropy`. A kernel need never hold all logits, (..., V), at once.
+    Choosing: backend is a kernel's id or a backend's name, for this call alone.
+    Returns: a scalar, or (...) for reduction="none", in x's dtype; log and sums are float32.
+    Raises: ValueError, TypeError: an argument does not fit, by name; on the CPU also a target out of range.
+    Source: arXiv 2410.10989, section 3.2.
+    """
 
 @overload
 def mla_attention(
@@ -199,7 +303,20 @@ def mla_attention(
     return_lse: Literal[False] = False,
     backend: str | None = None,
 ) -> Tensor:
-    """Attend absorbed queries to the latent vectors that all heads share: softmax(scale * s) ckv."""
+    """Attend absorbed queries to the latent vectors that all heads share: softmax(scale * s) ckv.
+
+    s = q_nope . ckv + q_pe . kpe; the caller has multiplied q_nope by the keys' up-projection and multiplies
+    the result by the values'.
+    Args: q_nope (T, H, C) and q_pe (T, H, R), sequences behind each other along cu_seqlens (B + 1,), or one
+        query a sequence without it; ckv_pages (N, P, C) and kpe_pages (N, P, R); block_tables (B, M) and
+        context_lens (B,) as in `paged_attention`. scale has no default: it follows from the head size before
+        absorption, (128 + 64)**-0.5 for DeepSeek-V3. is_causal is aligned at the last query and the last key.
+    Choosing: backend is a kernel's id or a backend's name, for this call alone.
+    Returns: (T, H, C) in q_nope's dtype; with return_lse also the natural log of the softmax's denominator,
+        float32 (T, H). A query that sees no key gives 0, and -inf.
+    Raises: ValueError, TypeError: an argument does not fit, by name; page ids and lengths on the CPU.
+    Source: arXiv 2405.04434.
+    """
 
 @overload
 def mla_attention(
@@ -241,7 +358,17 @@ def mlp(
     activation: str = "swiglu",
     backend: str | None = None,
 ) -> Tensor:
-    """Project each row of `x` up to F, apply `activation`, project down again."""
+    """Project each row of `x` up to F, apply `activation`, project down again.
+
+    Args: x (..., C), any float dtype; w_down (C, F). Gated kinds (swiglu, geglu, geglu_tanh, reglu): w_up
+        (2F, C), the gate's F rows above the F rows it multiplies; plain kinds (gelu, gelu_tanh, silu, relu):
+        w_up (F, C). b_up has as many elements as w_up has rows, b_down (C,). geglu and gelu use the exact
+        erf, geglu_tanh and gelu_tanh its approximation.
+    Choosing: backend is a kernel's id or a backend's name, for this call alone.
+    Returns: x's shape and dtype; everything between is float32.
+    Raises: ValueError, TypeError: an argument does not fit, by name.
+    Source: arXiv 2002.05202 for the gated kinds.
+    """
 
 def moe(
     x: Tensor,
@@ -255,7 +382,17 @@ def moe(
     activation: str = "swiglu",
     backend: str | None = None,
 ) -> Tensor:
-    """Send each row of `x` to its `top_k` experts and add their answers, weighed by the router."""
+    """Send each row of `x` to its `top_k` experts and add their answers, weighed by the router.
+
+    Args: x (..., C), any float dtype; router_logits (..., E), any float dtype; w_up (E, 2F, C) with the
+        gate's F rows above the F rows it multiplies; w_down (E, C, F). Weights are the scores of the chosen
+        experts: softmax over all experts or sigmoid of each logit, divided by their sum over the chosen where
+        `renormalize`. Of equal logits the lower expert is chosen. activation is a gated kind of `mlp`.
+    Choosing: backend is a kernel's id or a backend's name, for this call alone.
+    Returns: x's shape and dtype; scores, hidden rows and sums are float32.
+    Raises: ValueError, TypeError: an argument does not fit, by name.
+    Source: arXiv 2401.04088, section 2.1; sigmoid scores: arXiv 2412.19437, section 2.1.2.
+    """
 
 @overload
 def paged_attention(
@@ -274,7 +411,22 @@ def paged_attention(
     return_lse: Literal[False] = False,
     backend: str | None = None,
 ) -> Tensor:
-    """Attend the queries of several sequences to their keys and values in a shared pool of pages."""
+    """Attend the queries of several sequences to their keys and values in a shared pool of pages.
+
+    Args: q (T, Hq, D), all sequences' queries behind each other, sequence b's from cu_seqlens[b] to
+        cu_seqlens[b + 1]; without cu_seqlens q is (B, Hq, D), one query a sequence. k_pages (N, P, Hk, D) and
+        v_pages (N, P, Hk, Dv), or heads before tokens with `layout="HND"`; Hq % Hk == 0. block_tables (B, M)
+        names sequence b's pages in order; context_lens (B,) counts its keys, those of these queries included,
+        and what a table holds behind that is never read. All metadata is int32 or int64.
+        is_causal is aligned at the last query and the last key. scale defaults to D**-0.5; window=(left,
+        right) keys around the diagonal, -1 is unbounded; softcap c turns scores s into c * tanh(s / c).
+    Choosing: backend is a kernel's id or a backend's name, for this call alone.
+    Returns: (T, Hq, Dv) in q's dtype; with return_lse also the natural log of the softmax's denominator,
+        float32 (T, Hq). A query that sees no key gives 0, and -inf.
+    Raises: ValueError, TypeError: an argument does not fit, by name; on the CPU also a page id that is out of
+        range or twice in one sequence, and a length that the tables cannot hold.
+    Source: arXiv 2309.06180.
+    """
 
 @overload
 def paged_attention(
@@ -319,7 +471,17 @@ def quantize(
     scale: Tensor | None = None,
     backend: str | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Round `x` to eight-bit codes and the scales that give it back."""
+    """Round `x` to eight-bit codes and the scales that give it back.
+
+    Args: x (..., C), any float dtype; format is int8, fp8_e4m3 or fp8_e5m2; granularity is tensor, row or
+        group, groups being group_size neighbours of a row, which divides C. scale, float32, in the shape of
+        the second result, is used as given; None takes the largest magnitude of what shares the scale.
+    Choosing: backend is a kernel's id or a backend's name, for this call alone.
+    Returns: (codes, scale): codes in x's shape; scale float32 of shape (), (..., 1) or (..., C / group_size).
+        Halves round to even; what lies beyond the format is clamped, never NaN. A NaN or infinity in x makes
+        the scale that it shares NaN or infinite, so that what comes back is NaN.
+    Raises: ValueError, TypeError: an argument does not fit, by name.
+    """
 
 def quantized_linear(
     x: Tensor,
@@ -330,7 +492,16 @@ def quantized_linear(
     inputs: str = "float",
     backend: str | None = None,
 ) -> Tensor:
-    """Multiply each row of `x` by an eight-bit `weight` transposed and add `bias`."""
+    """Multiply each row of `x` by an eight-bit `weight` transposed and add `bias`.
+
+    Args: x (..., K), any float dtype; weight (C, K) of int8, float8_e4m3fn or float8_e5m2 and its scale in
+        float32, (), (C, 1) or (C, G), as `quantize` gives them; bias (C,) or None. inputs is float, where x
+        is used as it is, or dynamic, where each row of x is first quantized to weight's format.
+    Choosing: backend is a kernel's id or a backend's name, for this call alone.
+    Returns: (..., C) in x's dtype; int8 products are summed exactly, others in float32.
+    Raises: ValueError, TypeError: an argument does not fit, by name.
+    Source: arXiv 2208.07339 for rows that are quantized as they come.
+    """
 
 @overload
 def ragged_attention(
@@ -347,7 +518,18 @@ def ragged_attention(
     return_lse: Literal[False] = False,
     backend: str | None = None,
 ) -> Tensor:
-    """Attend each sequence's queries to its own keys and values, without padding."""
+    """Attend each sequence's queries to its own keys and values, without padding.
+
+    Args: q (T, Hq, D), k (S, Hk, D) and v (S, Hk, Dv) with Hq % Hk == 0, sequences behind each other:
+        b has q's rows cu_seqlens[b] to cu_seqlens[b + 1], and k's and v's along cu_seqlens_k, which defaults
+        to cu_seqlens. Offsets are (B + 1,), int32 or int64. is_causal is aligned at a sequence's last query
+        and last key; scale defaults to D**-0.5; window and softcap as in `attention`.
+    Choosing: backend is a kernel's id or a backend's name, for this call alone.
+    Returns: (T, Hq, Dv) in q's dtype; with return_lse also the natural log of the softmax's denominator,
+        float32 (T, Hq). A query that sees no key gives 0, and -inf.
+    Raises: ValueError, TypeError: an argument does not fit, by name; on the CPU also offsets that do not
+        start at 0, fall, or do not end at the number of rows.
+    """
 
 @overload
 def ragged_attention(
@@ -386,7 +568,14 @@ def rms_norm(
     eps: float = 1e-06,
     backend: str | None = None,
 ) -> Tensor:
-    """Scale each row of `x` to unit root mean square, times `weight`."""
+    """Scale each row of `x` to unit root mean square, times `weight`.
+
+    Args: x (..., C), any float dtype; weight (C,) or None; eps is added to the mean square.
+    Choosing: backend is a kernel's id or a backend's name, for this call alone.
+    Returns: x's shape and dtype; the mean is taken in float32.
+    Raises: ValueError, TypeError: an argument does not fit, by name.
+    Source: arXiv 1910.07467.
+    """
 
 def rope(
     q: Tensor,
@@ -399,7 +588,17 @@ def rope(
     xpos_scale: Tensor | None = None,
     backend: str | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Turn the first R features of each head by the angles of the token's position."""
+    """Turn the first R features of each head by the angles of the token's position.
+
+    Args: q (..., Hq, D), k (..., Hk, D), positions (...) int32 or int64, cos and sin (max_positions, R / 2)
+        in float32 or float64, R <= D; what lies behind R passes unchanged. Feature i turns with i + R / 2
+        (rotate-half, as in LLaMA), or 2i with 2i + 1 where `interleaved` (as in GPT-J).
+        xpos_scale (max_positions, R / 2) multiplies the turned q and divides the turned k.
+    Choosing: backend is a kernel's id or a backend's name, for this call alone.
+    Returns: (q', k') in their shapes and dtypes; turned in float32.
+    Raises: ValueError, TypeError: an argument does not fit, by name.
+    Source: arXiv 2104.09864; XPos 2212.10554.
+    """
 
 def sample(
     logits: Tensor,
@@ -411,7 +610,19 @@ def sample(
     offset: int | Tensor = 0,
     backend: str | None = None,
 ) -> Tensor:
-    """Draw one token a row, after temperature, top-k and top-p."""
+    """Draw one token a row, after temperature, top-k and top-p.
+
+    Args: logits (B, V), any float dtype, -inf masks; every other argument is a number or a (B,) tensor.
+        temperature 0 takes the largest logit; top_k 0 keeps all; top_p keeps the fewest tokens whose share
+        of what top-k left reaches top_p. Among equal logits the lowest index comes first. The same (seed,
+        offset) draws the same, of an int the low 64 bits count; one seed for B rows gives each row its own
+        stream, the first row's being the seed itself; None takes a seed from torch's default generator when
+        the call is made.
+    Choosing: backend is a kernel's id or a backend's name, for this call alone.
+    Returns: (B,) int64; -1 for a row of NaN or of nothing but -inf where the device's data is not read.
+    Raises: ValueError, TypeError: an argument does not fit, by name; on the CPU also such a row, by index.
+    Source: splitmix64: Steele, Lea and Flood, OOPSLA 2014.
+    """
 
 def sample_topk(
     logits: Tensor,
@@ -422,7 +633,9 @@ def sample_topk(
     offset: int | Tensor = 0,
     backend: str | None = None,
 ) -> Tensor:
-    """Draw one token a row among its `k` largest logits: `sample` with top_k=k of at least 1."""
+    """Draw one token a row among its `k` largest logits: `sample` with top_k=k of at least 1.
+    Choosing: backend is a kernel's id or a backend's name, for this call alone.
+    """
 
 def sample_topp(
     logits: Tensor,
@@ -433,7 +646,9 @@ def sample_topp(
     offset: int | Tensor = 0,
     backend: str | None = None,
 ) -> Tensor:
-    """Draw one token a row among the fewest whose probability reaches `p`: `sample` with top_p=p."""
+    """Draw one token a row among the fewest whose probability reaches `p`: `sample` with top_p=p.
+    Choosing: backend is a kernel's id or a backend's name, for this call alone.
+    """
 
 def verify_chain(
     draft_probs: Tensor,
@@ -444,7 +659,18 @@ def verify_chain(
     offset: int | Tensor = 0,
     backend: str | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Keep the drafted tokens that the target agrees with, and draw the one after them."""
+    """Keep the drafted tokens that the target agrees with, and draw the one after them.
+
+    Args: draft_probs (B, K, V), what each drafted token was drawn from; draft_tokens (B, K) integers;
+        target_probs (B, K + 1, V), the target's distribution at each place and after the last; any one float
+        dtype, rows that sum to 1. seed and offset as in `sample`: the same pair decides the same.
+    Choosing: backend is a kernel's id or a backend's name, for this call alone.
+    Returns: tokens (B, K + 1) int64: those that stay, the one drawn after them, then -1; accepted (B,) int64,
+        how many stay.
+    Raises: ValueError, TypeError: an argument does not fit, by name; on the CPU also ids out of range and
+        probabilities below 0.
+    Source: Leviathan, Kalman and Matias, ICML 2023; Chen et al., arXiv 2302.01318.
+    """
 
 def verify_tree(
     draft_probs: Tensor,
@@ -456,7 +682,19 @@ def verify_tree(
     offset: int | Tensor = 0,
     backend: str | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Walk a tree of drafted tokens as far as the target agrees, and draw the token after it."""
+    """Walk a tree of drafted tokens as far as the target agrees, and draw the token after it.
+
+    Node 0 is the last token that is certain; node n > 0 continues node parents[n] < n. Children of one node
+    are drafts drawn independently from one distribution, tried in the order of their numbers.
+    Args: draft_probs (B, N, V), what the children of each node were drawn from (rows of leaves are not read);
+        draft_tokens (B, N) integers (column 0 is not read); target_probs (B, N, V), the target's distribution
+        after each node; parents, N integers, parents[0] == -1.
+    Choosing: backend is a kernel's id or a backend's name, for this call alone.
+    Returns: tokens (B, D + 1) int64 with D the tree's depth: those that stay, the one drawn after, then -1;
+        nodes (B, D) int64, the path that stays, then -1; accepted (B,) int64, its length.
+    Raises: ValueError, TypeError: an argument does not fit, by name.
+    Source: Miao et al., ASPLOS 2024 (SpecInfer), multi-step speculative sampling.
+    """
 
 __all__ = [
     "add_layer_norm",

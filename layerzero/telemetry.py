@@ -7,6 +7,7 @@ import re
 import threading
 import weakref
 from collections.abc import Iterator
+from html import escape
 from typing import Any, Protocol
 
 import msgspec
@@ -47,6 +48,19 @@ class Counters:
         self._counts: dict[str, int] = {}
         self._lock = threading.Lock()
         _after_fork.add(self)
+
+    def __repr__(self) -> str:
+        return f"<Counters {len(self._values)} series of {len(self._labels)} counters>"
+
+    def __str__(self) -> str:
+        lines = []
+        for series, value in self.snapshot().items():
+            labels = ", ".join(f"{name}={text}" for name, text in series.labels)
+            lines.append(f"{series.name}{{{labels}}} {value:g}" if labels else f"{series.name} {value:g}")
+        return "\n".join(lines) or "nothing was counted"
+
+    def _repr_html_(self) -> str:
+        return f"<pre>{escape(str(self))}</pre>"
 
     def add(self, counter: str, value: int | float = 1, /, **labels: object) -> None:
         """Add `value` to `counter` for these labels.

@@ -11,7 +11,7 @@ import ast
 import inspect
 import sys
 import types
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import layerzero
@@ -93,7 +93,13 @@ def parameters(op: Op, more: tuple[str, ...], literal: str | None = None) -> Ite
     yield from more
 
 
-def function(op: Op, head: str, more: tuple[str, ...]) -> str:
+def indented(doc: str) -> str:
+    """A docstring's lines as they stand in a function's body."""
+    lines = [f"    {line}" if line else "" for line in doc.splitlines()]
+    return "\n".join(lines).strip() + ("\n    " if len(lines) > 1 else "")
+
+
+def function(op: Op, head: str, more: tuple[str, ...], documented: Callable[..., object]) -> str:
     """The op as one function, or as one overload for each value of its deciding flag."""
     results = alternatives(op)
     cases: list[tuple[str | None, str]] = [(None, results[0])]
@@ -103,12 +109,12 @@ def function(op: Op, head: str, more: tuple[str, ...]) -> str:
             ("Literal[True]", results[1]),
             ("bool", " | ".join(results)),
         ]
-    first_line = (op.build.__doc__ or "").strip().partition("\n")[0]
+    doc = inspect.cleandoc(documented.__doc__ or "")
     text = ""
     for index, (literal, result) in enumerate(cases):
         decorator = "@overload\n" if len(cases) > 1 else ""
         lines = "".join(f"    {line},\n" for line in parameters(op, more, literal))
-        body = f':\n    """{first_line}"""\n\n' if index == 0 else ": ...\n"
+        body = f':\n    """{indented(doc)}"""\n\n' if index == 0 else ": ...\n"
         text += f"{decorator}{head} {op.name}(\n{lines}) -> {result}{body}"
     return text
 
@@ -125,7 +131,9 @@ def typing_imports(text: str) -> str:
 def blocking_stub() -> str:
     """The text of `layerzero/sync.pyi`."""
     ops = sorted(table.FILES)
-    functions = "".join(function(table.get(name), "def", BLOCKING) for name in ops)
+    functions = "".join(
+        function(table.get(name), "def", BLOCKING, getattr(layerzero.sync, name)) for name in ops
+    )
     names = "".join(f'    "{name}",\n' for name in ops)
     return f"{HEADER.format(SYNC_DOC)}\n{typing_imports(functions)}{functions}__all__ = [\n{names}]\n"
 
@@ -135,7 +143,10 @@ def awaitable_stub() -> str:
     imports = "".join(f"from layerzero import {name} as {name}\n" for name in layerzero._MODULES)  # type: ignore[attr-defined]
     for module, names in sorted(layerzero._HOMES.items()):  # type: ignore[attr-defined]
         imports += "".join(f"from {module} import {name} as {name}\n" for name in sorted(names, key=_as_ruff))
-    functions = "".join(function(table.get(name), "async def", WAITING) for name in sorted(table.FILES))
+    functions = "".join(
+        function(table.get(name), "async def", WAITING, getattr(layerzero, name))
+        for name in sorted(table.FILES)
+    )
     header = HEADER.format((layerzero.__doc__ or "").partition("\n")[0]) + NO_LINT
     text = f"{header}\n{typing_imports(functions)}{imports}\n__version__: str\n\n{functions}"
     return text.rstrip("\n") + "\n"

@@ -10,6 +10,7 @@ from layerzero.errors import LayerZeroError
 
 PARENTS = {
     "NoKernelFoundError": "LayerZeroError",
+    "UnknownOpError": "LayerZeroError",
     "KernelExecutionError": "LayerZeroError",
     "BackendNotAvailableError": "LayerZeroError",
     "CudaGraphUnsafeError": "LayerZeroError",

@@ -67,7 +67,13 @@ def awaited(op: Op) -> Callable[..., Any]:
             restore(modes)
         return result
 
-    return named(call, op)
+    return named(call, op, WAITING_DOC)
+
+
+WAITING_DOC = """    Waiting: backend is a kernel's id or a backend's name, for this call alone.
+        priority is 0 (first), 1 or 2 (last). timeout is the number of seconds within which the call must have
+        started, else DeadlineExceededError. batching "off", "rows" or "all" goes before the settings' own.
+"""
 
 
 def _unknown(op: Op, known: Known) -> Callable[..., Any]:

@@ -69,16 +69,35 @@ def blocking(op: Op) -> Callable[..., Any]:
         except Exception as error:
             return _recovered(device, plan, full, error, None)
 
-    return named(call, op)
+    return named(call, op, BLOCKING_DOC)
 
 
-def named(call: Callable[..., Any], op: Op) -> Callable[..., Any]:
-    """`call` under the op's name, with its documentation and its signature."""
+BLOCKING_DOC = """    Choosing: backend is a kernel's id or a backend's name, for this call alone.
+"""
+
+
+def named(call: Callable[..., Any], op: Op, more: str) -> Callable[..., Any]:
+    """`call` under the op's name, with its documentation, its signature and `more` of both.
+
+    `more` documents the keyword-only parameters that `call` itself names: those beside the op's own.
+    """
+    own = inspect.signature(call).parameters.values()
+    signature = inspect.signature(op.build)
+    extra = [p for p in own if p.kind is p.KEYWORD_ONLY]
+    parameters = [p for p in signature.parameters.values() if p.kind is not p.VAR_KEYWORD]
     call.__name__ = call.__qualname__ = op.name
-    call.__doc__ = op.build.__doc__
+    call.__doc__ = _documented(op.build.__doc__ or "", more)
     call.__module__ = "layerzero"
-    call.__signature__ = inspect.signature(op.build)  # type: ignore[attr-defined]
+    call.__signature__ = signature.replace(  # type: ignore[attr-defined]
+        parameters=[*parameters, *extra], return_annotation=inspect.signature(op.reference).return_annotation
+    )
     return call
+
+
+def _documented(doc: str, more: str) -> str:
+    """An op's docstring with the lines of `more` after those about its arguments."""
+    head, returns, tail = doc.partition("    Returns:")
+    return f"{head}{more}{returns}{tail}" if returns else f"{doc.rstrip()}\n{more}"
 
 
 def _first(

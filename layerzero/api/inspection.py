@@ -18,7 +18,6 @@ from layerzero.ops.request import Request
 from layerzero.reasons import Rejected
 from layerzero.selection.decide import Knobs, Standing, decide
 from layerzero.selection.record import Selection
-from layerzero.selection.render import render
 
 
 class Explanation(msgspec.Struct, frozen=True):
@@ -26,8 +25,14 @@ class Explanation(msgspec.Struct, frozen=True):
 
     selection: Selection
 
+    def __repr__(self) -> str:
+        return repr(self.selection).replace("Selection", "Explanation", 1)
+
     def __str__(self) -> str:
-        return render(self.selection)
+        return str(self.selection)
+
+    def _repr_html_(self) -> str:
+        return self.selection._repr_html_()
 
     def as_json(self) -> str:
         """The whole record as JSON."""
@@ -49,7 +54,7 @@ class KernelInfo(msgspec.Struct, frozen=True, kw_only=True):
 def select(op: str, /, *args: Any, backend: str | None = None, **kwargs: Any) -> Selection:
     """The selection that a call with these arguments gets now; nothing runs.
 
-    Raises: NoKernelFoundError: unknown op (the ops are listed), or no kernel may and can.
+    Raises: UnknownOpError: the ops are listed. NoKernelFoundError: no kernel may and can.
     """
     return _plan(ops_table.get(op), args, kwargs, backend).record()
 

@@ -2,31 +2,97 @@
 
 from __future__ import annotations
 
+import importlib
+import os
+import sys
 from typing import Any
 
 import click
 
 from layerzero import __version__
-from layerzero.cli.asking import explain, which
-from layerzero.cli.capabilities import capabilities
-from layerzero.cli.consistency import consistency
-from layerzero.cli.looking import doctor, kernels
-from layerzero.cli.measuring import bench, perfdb, solve, tune
-from layerzero.cli.policies import policy
-from layerzero.cli.warming import ready, warmup
+
+# Each command, the module that has it, and its line in `lz --help`, which imports none of them.
+COMMANDS = {
+    "bench": (
+        "measuring",
+        "Time every kernel that takes a call against each other: median, tail, variance, winner, speed-up",
+    ),
+    "capabilities": (
+        "capabilities",
+        "Export what kernels claim; check such files, and overlays that take some of it away",
+    ),
+    "consistency": (
+        "consistency",
+        "Compare versions, kernels, plans, numerics and batch order over all devices of a deployment",
+    ),
+    "doctor": ("looking", "Examine the installation: hardware, torch, libraries, kernels, health, policy"),
+    "explain": ("asking", "Show every kernel's verdict on a call and why one is taken"),
+    "kernels": ("looking", "List the kernels and how each stands on a device"),
+    "perfdb": (
+        "measuring",
+        "Show what was measured on this machine: rows by op, and which of them count here",
+    ),
+    "policy": ("policies", "Work with policy files"),
+    "ready": (
+        "warming",
+        "Say whether a fresh process would serve MANIFEST without compiling; compiles nothing itself",
+    ),
+    "solve": (
+        "measuring",
+        "Decide every measured bucket now and write the decisions to PATH, as a dispatch table",
+    ),
+    "tune": (
+        "measuring",
+        "Measure kernels on this machine, so that choices here rest on measurements from now on",
+    ),
+    "warmup": (
+        "warming",
+        "Make the calls of MANIFEST ready on this machine, so that later processes find everything compiled",
+    ),
+    "which": ("asking", "Print the id of the kernel that a call gets; takes what `explain` takes"),
+}
 
 
 class Commands(click.Group):
-    """The commands; a file that cannot be read or written is told by its name and reason, with status 1."""
+    """The commands, each imported when it is run.
+
+    A file that cannot be read or written is told by its name and reason, with status 1. A reader that has
+    gone, as `head` does, ends the command without a word.
+    """
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        """Every command, by name."""
+        return sorted(COMMANDS)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        """The command of that name."""
+        if cmd_name not in COMMANDS:
+            return None
+        command: click.Command = getattr(
+            importlib.import_module(f"layerzero.cli.{COMMANDS[cmd_name][0]}"), cmd_name
+        )
+        return command
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """The list of commands in `lz --help`."""
+        with formatter.section("Commands"):
+            formatter.write_dl([(name, COMMANDS[name][1]) for name in self.list_commands(ctx)])
 
     def invoke(self, ctx: click.Context) -> Any:
         """Run the command that was asked for."""
         try:
-            return super().invoke(ctx)
+            result = super().invoke(ctx)
+            if sys.stdout is not None:  # a shell may close it
+                sys.stdout.flush()
+        except BrokenPipeError:
+            # What is still buffered would fail again when the interpreter ends.
+            os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+            ctx.exit(0)
         except OSError as error:
             if error.filename is None:
                 raise
             raise click.ClickException(f"{error.filename}: {error.strerror}") from error
+        return result
 
 
 @click.group(cls=Commands, context_settings={"help_option_names": ["-h", "--help"]})
@@ -36,21 +102,3 @@ def main() -> None:
 
     Exit status: 0 all well, 1 a problem was found, 2 the command line is wrong.
     """
-
-
-for command in (
-    doctor,
-    kernels,
-    explain,
-    which,
-    policy,
-    tune,
-    bench,
-    solve,
-    perfdb,
-    warmup,
-    ready,
-    consistency,
-    capabilities,
-):
-    main.add_command(command)

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 import click
 
 from layerzero.api.start import start
-from layerzero.errors import ConfigurationError, NoKernelFoundError
+from layerzero.errors import ConfigurationError, UnknownOpError
 from layerzero.ops import table as ops_table
 from layerzero.ops.op import Op
 from layerzero.runtime import Runtime
@@ -73,5 +73,5 @@ def op_named(name: str) -> Op:
     """
     try:
         return ops_table.get(name)
-    except NoKernelFoundError as error:
-        raise click.UsageError(str(error).removeprefix("no candidates found: ")) from error
+    except UnknownOpError as error:
+        raise click.UsageError(str(error)) from error

@@ -46,7 +46,7 @@ def warmup(ctx: click.Context, manifest: str, timeout: float | None, device: str
 @json_option
 @click.pass_context
 def ready(ctx: click.Context, manifest: str, device: str | None, json_: bool) -> None:
-    """Say whether a fresh process would serve MANIFEST without compiling anything; compiles nothing itself.
+    """Say whether a fresh process would serve MANIFEST without compiling; compiles nothing itself.
 
     Exit status 0 ready, 1 not ready: for a deployment's gate, after `lz warmup`.
     """

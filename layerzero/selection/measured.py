@@ -118,7 +118,13 @@ class MeasuredCosts:
         self._fit()
         if self.distrusted:
             why = "; ".join(f"{n} {why}" for why, n in self.distrusted.most_common())
-            log.warning(ROWS_DISTRUSTED, rows=self.distrusted.total(), used=self.rows, why=why)
+            log.warning(
+                ROWS_DISTRUSTED,
+                rows=self.distrusted.total(),
+                used=self.rows,
+                why=why,
+                remedy="lz tune --missing measures them again",
+            )
 
     def fingerprint(self, op: str) -> Hashable:
         """Equal for two models that price every call of `op` alike; None where nothing of it was measured."""

@@ -92,6 +92,22 @@ class Selection(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     plan_miss: Rejected | None = None
     overlay: str = ""
 
+    def __repr__(self) -> str:
+        taken = self.kernel or "no kernel"
+        return (
+            f"<Selection {self.op} -> {taken}, {self.expected_us:.1f} us, {len(self.trace)} kernels judged>"
+        )
+
+    def __str__(self) -> str:
+        from layerzero.selection.render import render  # which reads records
+
+        return render(self)
+
+    def _repr_html_(self) -> str:
+        from layerzero.selection.render import html
+
+        return html(self)
+
     def candidate(self, kernel: str) -> Candidate:
         """The verdict on one kernel.
 

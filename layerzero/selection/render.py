@@ -6,6 +6,7 @@ Where a kernel was found, those made for another kind of device share one line; 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from html import escape
 
 from layerzero.ops.request import Request
 from layerzero.reasons import Reason
@@ -30,6 +31,22 @@ def render(selection: Selection) -> str:
     if elsewhere:
         lines.append(f"   {elsewhere}")
     return "\n".join(lines)
+
+
+def html(selection: Selection) -> str:
+    """The explanation as an HTML table, for notebooks."""
+    shown, elsewhere = folded(selection)
+    rows = "".join(
+        f"<tr><td>{'<b>' if c.kernel == selection.kernel else ''}{escape(c.kernel)}"
+        f"{'</b>' if c.kernel == selection.kernel else ''}</td><td>{escape(_verdict(c))}</td></tr>"
+        for c in shown
+    )
+    note = f"<p>{escape(elsewhere)}</p>" if elsewhere else ""
+    taken = f"<b>{escape(selection.kernel or 'no kernel')}</b>: {escape(selection.why)}"
+    return (
+        f"<p>{escape(headline(selection.request))}<br>&rarr; {taken}</p>"
+        f"<table><tr><th>kernel</th><th>verdict</th></tr>{rows}</table>{note}"
+    )
 
 
 def headline(request: Request) -> str:

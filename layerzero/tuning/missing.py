@@ -7,13 +7,13 @@ from collections.abc import Collection, Iterable, Sequence
 
 import msgspec
 
-from layerzero.perfdb.record import Measurement, Site
+from layerzero.perfdb.record import Measurement, Site, plausible
 
 Asked = tuple[Site, Collection[str]]  # where a call's measurement stands, and the kernels that take the call
 
 
 def uncovered(calls: Sequence[Asked], rows: Iterable[Measurement]) -> list[bool]:
-    """For each call whether it is to be measured: nothing was, or a kernel that takes it came later.
+    """For each call whether it is to be measured: no row counts, or a kernel that takes it came later.
 
     A kernel without a time at a site came later where its first time of the op is newer than all the site's:
     one that was there already was refused, and would be again. A kernel that has no time of the op at all
@@ -23,6 +23,8 @@ def uncovered(calls: Sequence[Asked], rows: Iterable[Measurement]) -> list[bool]
     latest: dict[Site, int] = {}
     first: dict[tuple[str, str], float] = {}
     for row in rows:
+        if plausible(row):
+            continue  # it does not count, so the call is measured again
         # A kernel that casts has its row under the type that it computes in.
         site = msgspec.structs.replace(row.site, dtype="")
         there.setdefault(site, set()).add(row.kernel)

@@ -90,7 +90,7 @@ def test_an_explanation_shows_every_kernel_with_its_reasons() -> None:
 def test_an_unknown_op_lists_the_ops() -> None:
     """FS-030: the error teaches."""
     with pytest.raises(
-        lz.NoKernelFoundError, match=r"unknown op 'atention'; did you mean attention\b.*\?.*rms_norm"
+        lz.UnknownOpError, match=r"unknown op 'atention'; did you mean attention\b.*\?.*rms_norm"
     ):
         lz.which("atention", torch.randn(1, 2, 4, 8))
 

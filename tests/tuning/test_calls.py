@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from layerzero.errors import ConfigurationError, NoKernelFoundError
+from layerzero.errors import ConfigurationError, UnknownOpError
 from layerzero.ops import table as ops_table
 from layerzero.tuning import shapes
 from layerzero.tuning.calls import Call, Operand, Workload, call, tensor, workload_of
@@ -86,7 +86,7 @@ def test_a_workload_comes_from_a_file_a_list_or_itself(tmp_path: object) -> None
         workload_of(path)
     with pytest.raises(TypeError, match="workload needs calls, got int"):
         workload_of([1])  # type: ignore[list-item]
-    with pytest.raises(NoKernelFoundError):
+    with pytest.raises(UnknownOpError):
         workload_of([Call("no_such_op", {})])
 
 
