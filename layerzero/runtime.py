@@ -6,7 +6,6 @@ made on first use, or opened by `start`. Device state belongs to no event loop.
 
 from __future__ import annotations
 
-import atexit
 import gc
 import importlib
 import os
@@ -483,18 +482,6 @@ def _after_fork_in_child() -> None:
     for runtime in list(_ALL):
         runtime.reset_after_fork()
 
-
-_EXIT_S = 20.0
-
-
-def _at_exit() -> None:
-    """Let no thread be importing a native library while the interpreter is taken down: that aborts."""
-    for runtime in list(_ALL):
-        for device in list(runtime.devices.values()):
-            device.stop_loading(_EXIT_S)
-
-
-atexit.register(_at_exit)
 
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_after_fork_in_child)
