@@ -1,4 +1,4 @@
-"""The end of a process while threads of ours run: what runs is waited for, what waits is dropped, within a bound."""
+"""The end of a process while threads of ours run: what runs is waited for, within a bound."""
 
 from __future__ import annotations
 
