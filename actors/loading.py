@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from layerzero import log
+from layerzero.actors.ending import ENDING
 from layerzero.actors.worker import Worker
 from layerzero.ops.request import Request
 
@@ -40,11 +41,11 @@ class Loading:
         return True
 
     def rested(self) -> bool:
-        """On the thread: let the call that asked have time to end; False where the thread is being closed.
+        """On the thread: let the call that asked have time to end; False where thread or process are ending.
 
         An import holds the interpreter for tens of milliseconds at a time; the first call would wait for it.
         """
-        return not self._closing.wait(_DELAY_S)
+        return not (self._closing.wait(_DELAY_S) or ENDING.is_set())
 
     def soon(self, kernel_id: str, request: Request) -> None:
         """Load a kernel, and compile what `request` needs, behind the call that found it cold."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -192,8 +191,7 @@ class LocalDevice:
             from layerzero.graphs.proof import Proofs, ProofStore
 
             folder = self.settings.state_dir
-            store = ProofStore(Path(folder) / "graphs") if folder is not None else None
-            self._proofs = Proofs(self.hardware, store)
+            self._proofs = Proofs(self.hardware, ProofStore.within(folder))
         return self._proofs
 
     @property
@@ -258,8 +256,10 @@ class LocalDevice:
         """
         if self.closed:
             raise RuntimeClosedError(f"device {self.device} is closed")
-        if snapshot is None and self._sized_here(op.name) and self.room.due():
+        if (snapshot is None or snapshot.terms is None) and self._sized_here(op.name) and self.room.due():
+            current = snapshot is self.snapshot
             self._look_at_memory()
+            snapshot = None if current else snapshot
         table = self.table(op, snapshot)
         plan = table.hot[bits].get(signature)
         return plan if plan is not None else table.miss(signature, args, bits)
@@ -308,7 +308,10 @@ class LocalDevice:
                 yields=frozenset() if terms.knobs.strict else terms.modes,
             )
         blocked = {**self.registry.blocked(), **self.health.blocked()}
-        room = self.room.bytes if any(kernel.workspace_bytes for kernel in kernels) else None
+        room = None
+        if any(kernel.workspace_bytes for kernel in kernels):
+            known = self.room.bytes  # None before the first look
+            room = settings.workspace_limit_bytes if known is None else known
         return Rules(
             kernels=kernels,
             hardware=self.hardware,
@@ -317,7 +320,8 @@ class LocalDevice:
             knobs=self.registry.under(Knobs(settings.strict, settings.tie_band, settings.default_gain, room)),
             modes=frozenset({"batch_invariant"}) if settings.determinism == "strict" else frozenset(),
             costs=fingerprint(op) if (fingerprint := getattr(self._cost, "fingerprint", None)) else None,
-            watched=tuple(map(id, self._watchers)),
+            # What a table remembers, and what `_compile` makes of a selection, follows from these, too.
+            watched=(settings.max_keys, settings.inference, settings.warm, *map(id, self._watchers)),
             solved=self._solved,
         )
 
@@ -341,18 +345,18 @@ class LocalDevice:
         Calls do not wait for it; who asks for an explanation does (`expected`).
         """
         if at_once:
-            self._cost = build()
+            self.set_costs(build())
             return
-        self._expected.clear()
-        if not self._loading.submit(lambda: self._expect_soon(build)):
-            self._expected.set()
+        read = self._expected = threading.Event()  # one each: what is read last is waited for
+        if not self._loading.submit(lambda: self._expect_soon(build, read)):
+            read.set()
 
-    def _expect_soon(self, build: Callable[[], CostModel]) -> None:
+    def _expect_soon(self, build: Callable[[], CostModel], read: threading.Event) -> None:
         try:
             if self._loading.rested():
                 self.set_costs(build())
         finally:
-            self._expected.set()
+            read.set()
 
     def expected(self, timeout_s: float = 5.0) -> None:
         """Wait until the measurements on file are read, if they are being read."""

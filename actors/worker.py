@@ -5,9 +5,11 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Callable
-from queue import SimpleQueue
+from functools import partial
+from queue import Empty, SimpleQueue
 
 from layerzero import log
+from layerzero.actors.ending import join_at_exit
 from layerzero.actors.forks import renew_after_fork
 from layerzero.errors import RuntimeClosedError
 
@@ -20,7 +22,8 @@ class Worker:
     """One daemon thread, started by the first job; jobs run in the order of `submit`.
 
     A forked child has no such thread: there the worker begins anew, with an empty queue. A job reports its
-    own result; what it raises is logged and the thread goes on.
+    own result; what it raises is logged and the thread goes on. When the process ends, the job that runs is
+    waited for and those behind it are dropped.
     """
 
     __slots__ = ("__weakref__", "_closed", "_lock", "_queue", "_thread", "name")
@@ -51,6 +54,7 @@ class Worker:
                 )
                 weakref.finalize(self, self._queue.put, None).atexit = False
                 self._thread.start()
+                join_at_exit(self._thread, partial(_drop, self._queue))
             self._queue.put(job)
 
     @property
@@ -82,6 +86,15 @@ class Worker:
     def after_fork(self) -> None:
         """In a forked child: no thread yet, an empty queue."""
         self._begin()
+
+
+def _drop(queue: SimpleQueue[Job | None]) -> None:
+    """Let the thread end behind the job that it runs."""
+    try:
+        while True:
+            queue.get_nowait()
+    except Empty:
+        queue.put(None)
 
 
 def _work(queue: SimpleQueue[Job | None]) -> None:

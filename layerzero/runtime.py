@@ -6,7 +6,6 @@ made on first use, or opened by `start`. Device state belongs to no event loop.
 
 from __future__ import annotations
 
-import atexit
 import gc
 import importlib
 import os
@@ -21,18 +20,16 @@ import torch
 
 from layerzero import log
 from layerzero.actors.local import LocalDevice
-from layerzero.actors.registry import Registry
-from layerzero.backends import availability, load_builtin
+from layerzero.backends import load_builtin
 from layerzero.clock import Clock, MonotonicClock, Timer
 from layerzero.errors import ConfigurationError, PolicyValidationError, RuntimeClosedError
 from layerzero.hardware import probe
 from layerzero.health import JsonStore, Store
 from layerzero.kernel import Kernel
-from layerzero.lanes import attach
+from layerzero.opening import move_state, open_device, resettle
 from layerzero.ops import table as ops_table
 from layerzero.policy import EMPTY, Policy, check_names, environment_policy, load_policy, merge
 from layerzero.scheduler.spawn import Spawned, spawn
-from layerzero.selection.expectations import has_measurements, measured_costs
 from layerzero.settings import AT_OPENING, SETTING_OVERRIDDEN, Settings
 from layerzero.telemetry import Counters
 
@@ -41,6 +38,9 @@ if TYPE_CHECKING:
     from layerzero.capabilities import Overlay
 
 T = TypeVar("T")
+SETTINGS_HERE_ALONE = "settings.here_alone"
+# What a change of is looked at before it is put in force: the device may be missing, the policy be wrong.
+_OUTSIDE = ("device", "policy", "strict")
 
 
 class Runtime:
@@ -121,48 +121,17 @@ class Runtime:
             raise ConfigurationError(str(error), field="device") from error
 
     def _open(self, device: torch.device) -> LocalDevice:
-        narrow = self._narrow
-        digest = narrow.digest if narrow is not None else ""
-        if self._kernels is load_builtin:
-            here = device.type
-
-            def source(op: str, every: bool) -> list[Kernel]:
-                found = load_builtin(op=op, platform=None if every else here)
-                return found if narrow is None else list(map(narrow.apply, found))
-
-            registry = Registry((), availability, source, overlay=digest)
-            for kernel in self._extra:
-                registry.add(kernel)
-        else:
-            made = self._kernels()
-            given = made if narrow is None else list(map(narrow.apply, made))
-            registry = Registry([*given, *self._extra], availability, overlay=digest)
-        hardware = probe(device)
-        opened = LocalDevice(
+        return open_device(
             device,
             self.settings,
-            registry,
+            self._kernels,
+            self._extra,
+            self._narrow,
             policy=self.policy,
             store=self._store,
             counters=self.counters,
             clock=self.clock,
-            hardware=hardware,
         )
-        if has_measurements(self.settings, hardware):
-            settings = self.settings
-            # Asking which kernels there are imports what a first call can do without: in the background, too.
-            opened.expect(
-                lambda: measured_costs(settings, {k.id: k for k in registry.all()}, hardware),
-                at_once=settings.warm != "background",
-            )
-        attach(opened)
-        if self.settings.warm == "eager":
-            # What is for another platform would import its libraries and never run.
-            fitting = {
-                kernel.id for kernel in registry.all() if hardware.platform in kernel.capability.platforms
-            }
-            opened.warm(sorted(registry.unready() & fitting - registry.blocked().keys()))
-        return opened
 
     def _overlay(self) -> Overlay | None:
         """What the settings' file takes from the kernels; nothing is imported where there is none."""
@@ -319,7 +288,7 @@ class Runtime:
                     raise ConfigurationError(f"{name} is read when a runtime opens: open another", field=name)
             # Before anything changes: a strict runtime refuses a table that does not hold.
             solved = [device.solved_under(settings) for device in self.devices.values()]
-            if settings.device != self.settings.device or settings.policy != self.settings.policy:
+            if any(getattr(settings, name) != getattr(self.settings, name) for name in _OUTSIDE):
                 before, self.settings = self.settings, settings
                 try:
                     self._need_device()
@@ -327,10 +296,16 @@ class Runtime:
                 except BaseException:
                     self.settings = before
                     raise
+            if settings.state_dir != self.settings.state_dir:
+                self._store = move_state(self.devices.values(), settings.state_dir)
             self.settings = settings
             for device, table in zip(self.devices.values(), solved, strict=True):
-                device.set_settings(settings, table)
+                resettle(device, settings, table)
             self.apply_policy()
+        if settings.cluster is not None:
+            log.warning(SETTINGS_HERE_ALONE, cluster=settings.cluster, why="its devices keep what they have")
+        if ACTIVE.runtime is self:
+            ACTIVE.changed()  # known calls of batched functions hold what the old settings said
 
     # -- closing ----------------------------------------------------------------------------------
 
@@ -427,6 +402,10 @@ class _Active:
         """Make `runtime` the process's, or none."""
         self.runtime = runtime
         self.devices = runtime.devices if runtime is not None else {}
+        self.changed()
+
+    def changed(self) -> None:
+        """Tell whoever remembers what holds for this runtime alone."""
         for changed in self._changes:
             changed()
 
@@ -483,18 +462,6 @@ def _after_fork_in_child() -> None:
     for runtime in list(_ALL):
         runtime.reset_after_fork()
 
-
-_EXIT_S = 20.0
-
-
-def _at_exit() -> None:
-    """Let no thread be importing a native library while the interpreter is taken down: that aborts."""
-    for runtime in list(_ALL):
-        for device in list(runtime.devices.values()):
-            device.stop_loading(_EXIT_S)
-
-
-atexit.register(_at_exit)
 
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_after_fork_in_child)

@@ -33,7 +33,10 @@ SETTINGS_SKIPPED = "settings.skipped"
 
 BATCHING = ("all", "rows", "off")
 # What only opening a runtime reads.
-AT_OPENING = ("capabilities", "cluster", "cluster_devices", "freeze_gc")
+AT_OPENING = (
+    "capabilities", "cluster", "cluster_devices", "freeze_gc", "hang_s", "max_restarts",
+    "placement_timeout_s",
+)  # fmt: skip
 _DEVICE = re.compile(r"auto|cpu|cuda(:\d{1,2})?")
 
 
@@ -245,7 +248,7 @@ def _check_words(settings: Settings) -> None:
         raise ConfigurationError(
             f"inference needs True, False or None, got {shown(settings.inference)}", field="inference"
         )
-    for name in ("device", "cluster", "policy", "perfdb", "dispatch_table", "capabilities"):
+    for name in ("device", "cluster", "policy", "state_dir", "perfdb", "dispatch_table", "capabilities"):
         value = getattr(settings, name)
         if (value is None and name == "device") or value == "" or not isinstance(value, str | None):
             raise ConfigurationError(f"{name} needs a non-empty string, got {shown(value)}", field=name)

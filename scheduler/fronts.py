@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from contextlib import suppress
 from typing import Any
 
 from layerzero import log
@@ -12,10 +13,10 @@ from layerzero.actors.worker import Worker
 from layerzero.errors import RuntimeClosedError
 from layerzero.native import HOT
 from layerzero.scheduler.blame import Executor
-from layerzero.scheduler.driver import LOOP_LOST, Front
+from layerzero.scheduler.driver import LOOP_LOST, RUN_AHEAD, Front
 from layerzero.scheduler.limits import Stats
 from layerzero.scheduler.single_flight import Flight
-from layerzero.scheduler.streams import Streams
+from layerzero.scheduler.streams import HOST, Streams
 from layerzero.settings import Settings
 
 
@@ -84,6 +85,31 @@ class Fronts:
                 across=self._across,
             )
         return front
+
+    def set_settings(self, settings: Settings) -> None:
+        """Put other limits in force: at once on a front of this thread, on others with their next turn."""
+        with self._lock:
+            self._settings = settings
+            if self._across is not None:
+                self._across.completion = settings.completion
+            fronts = list(self.by_loop.values())
+        for front in fronts:
+            if front.loop is asyncio._get_running_loop():
+                self._follow(front)
+                continue
+            with suppress(RuntimeError):  # its loop is closed, so nothing runs there
+                front.loop.call_soon_threadsafe(self._follow, front)
+
+    def _follow(self, front: Front) -> None:
+        """On a front's own thread: go by the settings of now; who waits for room gets what there is more."""
+        settings, caps = self._settings, front.lane.caps
+        caps.follow(settings)
+        host = self._across is not None and self._across.completion == HOST
+        caps.ahead = front._ahead = RUN_AHEAD if host else 1
+        if not self._always_inline:
+            front.inline_limit_us = settings.inline_limit_us
+        front._max_inline_us = settings.max_inline_us
+        front.lane._admit()
 
     def stats(self) -> Stats:
         """What all fronts have counted, those of closed loops included."""

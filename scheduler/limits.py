@@ -47,15 +47,19 @@ class Caps:
     @classmethod
     def of(cls, settings: Settings) -> Caps:
         """A lane's limits as the settings name them."""
-        return cls(
-            items=settings.max_items,
-            tokens=settings.max_tokens,
-            max_bytes=settings.max_bytes,
-            queue_items=settings.queue_items,
-            queue_bytes=settings.queue_bytes,
-            ageing_s=settings.ageing_ms * 1e-3,
-            reject=settings.overload == "reject",
-        )
+        caps = cls()
+        caps.follow(settings)
+        return caps
+
+    def follow(self, settings: Settings) -> None:
+        """Go by other settings from now on."""
+        self.items = settings.max_items
+        self.tokens = settings.max_tokens
+        self.max_bytes = settings.max_bytes
+        self.queue_items = settings.queue_items
+        self.queue_bytes = settings.queue_bytes
+        self.ageing_s = settings.ageing_ms * 1e-3
+        self.reject = settings.overload == "reject"
 
 
 class Stats:

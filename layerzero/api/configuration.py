@@ -26,7 +26,10 @@ def get_config() -> Settings:
 def configure(**changes: Any) -> Settings:
     """Change settings of the running runtime; all at once, or none where one is wrong.
 
-    Raises: ConfigurationError: an unknown setting (near names are listed) or a value it does not take.
+    They hold for calls from here on, on other threads' event loops from their next turn. Devices of a cluster
+    keep what they were started with (`settings.here_alone` in the log).
+    Raises: ConfigurationError: an unknown setting (near names are listed), a value it does not take, or a
+        setting that is read only when a runtime opens.
     """
     runtime = runtime_here()
     settings = runtime.settings.replace(**changes)

@@ -21,6 +21,7 @@ import msgspec
 
 import layerzero
 from layerzero import log
+from layerzero.actors.ending import ENDING, join_at_exit
 from layerzero.actors.local import LocalDevice
 from layerzero.api.calls import runtime_here
 from layerzero.errors import ConfigurationError, NoKernelFoundError
@@ -163,7 +164,7 @@ def record() -> Iterator[Recorder]:
 
 
 def tune_blocking(workload: Any = None, **options: Any) -> TuneReport:
-    """`tune`, blocking; what `lz.sync.tune` is."""
+    """`tune`, blocking."""
     job = _Job(
         runtime_here(), workload, options.pop("ops", None), options.pop("device", None),
         options.pop("launches", ("eager", "graph")), options.pop("quick", False),
@@ -176,7 +177,9 @@ def tune_blocking(workload: Any = None, **options: Any) -> TuneReport:
 
 
 def _start(run: Callable[[], None]) -> None:
-    threading.Thread(target=run, name="layerzero-tune", daemon=True).start()
+    thread = threading.Thread(target=run, name="layerzero-tune", daemon=True)
+    thread.start()
+    join_at_exit(thread)
 
 
 _FLIGHTS: SingleFlight[TuneReport] = SingleFlight(_start)
@@ -259,20 +262,20 @@ class _Job:
         for call in block:
             now = time.monotonic()
             # The other rounds will take as long as the first has taken.
-            if now + (now - begun) * (len(rounds) - 1) > ends:
+            if ENDING.is_set() or now + (now - begun) * (len(rounds) - 1) > ends:
                 break
             latest[0] += self._measured(call)
             taken += 1
         for own in latest[1:]:
             for call in block[:taken]:
-                if time.monotonic() < ends:
+                if time.monotonic() < ends and not ENDING.is_set():
                     own += self._measured(call)
         for own, found in zip(rounds, latest, strict=True):
             own += found
         if len(latest) == 2:
             unsteady = {change.call for change in changes(*latest)[1] if change.outside}
             for call in block[:taken]:
-                if str(call) in unsteady and time.monotonic() < ends:
+                if str(call) in unsteady and time.monotonic() < ends and not ENDING.is_set():
                     thirds += self._measured(call)
         return taken
 

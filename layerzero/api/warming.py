@@ -14,6 +14,7 @@ import msgspec
 import torch
 
 from layerzero import log
+from layerzero.actors.ending import join_at_exit
 from layerzero.actors.local import LocalDevice
 from layerzero.api.calls import runtime_here
 from layerzero.runtime import Runtime
@@ -169,6 +170,7 @@ class _Job:
         self._thread = threading.Thread(target=self._run, name="layerzero-warmup", daemon=True)
         self._state.threads = [*(t for t in self._state.threads if t.is_alive()), self._thread]
         self._thread.start()
+        join_at_exit(self._thread, self._state.stop.set)
 
     def join(self) -> None:
         """Until every call is done."""

@@ -91,6 +91,11 @@ class ProofStore:
     def __init__(self, directory: str | os.PathLike[str]) -> None:
         self.directory = Path(directory)
 
+    @classmethod
+    def within(cls, state_dir: str | None) -> ProofStore | None:
+        """The store of a folder of state; None without one."""
+        return cls(Path(state_dir) / "graphs") if state_dir is not None else None
+
     def load(self) -> tuple[Proof, ...]:
         """Every proof; a damaged file is set aside and its kernel counts as unsafe until it is proved again.
 
@@ -153,6 +158,23 @@ class Proofs:
         self._lock = threading.Lock()
         self._known = {(p.kernel, p.environment): p for p in (store.load() if store is not None else ())}
         self._judged: dict[tuple[Kernel, bool], Kernel] = {}
+
+    def copy_to(self, store: ProofStore | None) -> None:
+        """Write what this process knows to another store.
+
+        Raises: OSError: it cannot be read or written.
+        """
+        if store is not None:
+            store.load()
+            for proof in self._known.values():
+                store.save(proof)
+
+    def adopt(self, store: ProofStore | None) -> None:
+        """Keep proofs there from now on; what is there counts where this process knows nothing."""
+        stored = {(p.kernel, p.environment): p for p in (store.load() if store is not None else ())}
+        with self._lock:
+            self._known = {**stored, **self._known}
+            self._store = store
 
     def of(self, kernel: Kernel) -> Proof | None:
         """The proof for a kernel as it is installed now, or None."""

@@ -53,15 +53,34 @@ class Health:
         self._environment = environment
         self._changed = changed
         self._breakers: dict[str, Breaker] = {}
-        for record in store.load() if store is not None else ():
-            if record.device in ("*", device) and record.environment in ("*", environment):
-                self._breaker(record.kernel).quarantine(self._clock(), record.why or "quarantined earlier")
+        self.adopt(store)
 
     def set_settings(self, settings: Settings) -> None:
         """Put other limits in force, for breakers that exist and for those to come."""
         self._settings = settings
         for breaker in self._all():
             breaker.set_settings(settings)
+
+    def adopt(self, store: Store | None) -> None:
+        """Remember quarantines there from now on; those that are there hold at once.
+
+        Raises: OSError: it cannot be read.
+        """
+        self._store = store
+        for record in store.load() if store is not None else ():
+            if record.device in ("*", self._device) and record.environment in ("*", self._environment):
+                self._breaker(record.kernel).quarantine(self._clock(), record.why or "quarantined earlier")
+
+    def copy_to(self, store: Store | None) -> None:
+        """Write the quarantines in force to another store.
+
+        Raises: OSError: it cannot be read or written.
+        """
+        if store is not None:
+            store.load()
+            for standing in self.standings():
+                if standing.state is State.QUARANTINED:
+                    store.save(self._record(standing.kernel, standing.why))
 
     def failure(self, kernel: str, why: str, **facts: object) -> Transition | None:
         """A call of `kernel` failed; `facts` (op, sizes, dtype) go to the log."""

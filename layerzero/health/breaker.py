@@ -109,7 +109,7 @@ class Breaker:
         self._clock = clock
         self._changed = changed
         self._state = State.CLOSED
-        self._recent: deque[float] = deque(maxlen=settings.failures_to_open)
+        self._recent: deque[float] = deque()  # it opens at failures_to_open, so it holds no more
         self._why = ""
         self._rounds = 0
         self._opened = 0

@@ -60,6 +60,29 @@ def test_it_opens_at_the_nth_failure_and_says_when_it_probes() -> None:
     assert value.next_probe_at == 106.0 and value.take_probe(105.9) is None
 
 
+@pytest.mark.parametrize(("before", "after"), [(3, 200), (3, 4), (5, 2), (1, 3)])
+def test_another_number_of_failures_holds_for_a_breaker_that_exists(before: int, after: int) -> None:
+    """It opens at the number in force, not at the one that it was made with."""
+    clock = Clock()
+    value = breaker(clock, failures_to_open=before)
+    value.set_settings(SETTINGS.replace(failures_to_open=after))
+    for _ in range(after - 1):
+        assert value.failure(clock.now, "boom") is None
+    assert value.standing(clock.now).recent_failures == after - 1
+    assert value.failure(clock.now, "boom") is not None
+    assert state_of(value) is State.OPEN
+
+
+def test_a_lower_number_of_failures_counts_those_that_were() -> None:
+    """Four failures of ten allowed: allowed three, the fifth opens."""
+    clock = Clock()
+    value = breaker(clock, failures_to_open=10)
+    for _ in range(4):
+        value.failure(clock.now, "boom")
+    value.set_settings(SETTINGS.replace(failures_to_open=3))
+    assert value.failure(clock.now, "boom") is not None
+
+
 def test_failures_outside_the_window_do_not_count() -> None:
     """Three failures open it only within `window_s`."""
     value = breaker(Clock())

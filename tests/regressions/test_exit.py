@@ -1,9 +1,12 @@
-"""A process may end while a better kernel is being loaded in the background."""
+"""A process may end while a better kernel is being loaded, and while torch works on threads of ours."""
 
 from __future__ import annotations
 
+import os
+import signal
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -22,3 +25,70 @@ def test_a_process_ends_cleanly_while_a_kernel_loads(delay: float) -> None:
         [sys.executable, "-c", PROGRAM.format(delay=delay)], capture_output=True, text=True, timeout=90
     )
     assert (done.returncode, "terminate" in done.stderr) == (0, False), done.stderr
+
+
+BUSY = """
+import asyncio, os, signal, sys, threading, torch, layerzero as lz
+
+begun = threading.Event()
+
+def slow(x):
+    begun.set()
+    for _ in range(40):
+        x = x @ x / 100
+    return x
+
+async def main():
+    lz.configure(inline_limit_us=0.0)
+    calls = [asyncio.ensure_future(lz.batched(slow)(torch.randn(1, 700, 700))) for _ in range(3)]
+    while not begun.is_set():
+        await asyncio.sleep(0.001)
+    {end}
+    await asyncio.gather(*calls)
+
+asyncio.run(main())
+"""
+TUNING = """
+import asyncio, threading, layerzero as lz
+
+begun = threading.Event()
+
+async def main():
+    asyncio.ensure_future(lz.tune(ops=["linear"], quick=True, progress=lambda *_: begun.set()))
+    while not begun.is_set():
+        await asyncio.sleep(0.01)
+    raise SystemExit(3)
+
+asyncio.run(main())
+"""
+
+
+@pytest.mark.parametrize(
+    ("end", "status"),
+    [
+        ("sys.exit(3)", 3),
+        ("raise RuntimeError('of the program')", 1),
+        ("os.kill(os.getpid(), signal.SIGINT); await asyncio.sleep(60)", -signal.SIGINT),
+        ("os.kill(os.getpid(), signal.SIGTERM); await asyncio.sleep(60)", -signal.SIGTERM),
+    ],
+    ids=["exit", "error", "interrupt", "terminate"],
+)
+@pytest.mark.parametrize("native", ["on", "off"])
+def test_a_process_returns_its_own_status_while_the_worker_computes(
+    end: str, status: int, native: str
+) -> None:
+    """However the program ends, torch's work on the device's thread aborts nothing."""
+    done = subprocess.run(
+        [sys.executable, "-c", BUSY.format(end=end)], capture_output=True, text=True, timeout=120,
+        env={**os.environ, "LAYERZERO_NATIVE": native},
+    )  # fmt: skip
+    assert (done.returncode, "terminate" in done.stderr) == (status, False), done.stderr
+
+
+def test_a_process_returns_its_own_status_while_kernels_are_measured(tmp_path: Path) -> None:
+    """A tuning ends behind the call that it measures."""
+    done = subprocess.run(
+        [sys.executable, "-c", TUNING], capture_output=True, text=True, timeout=120,
+        env={**os.environ, "XDG_CACHE_HOME": str(tmp_path)},
+    )  # fmt: skip
+    assert (done.returncode, "terminate" in done.stderr) == (3, False), done.stderr
