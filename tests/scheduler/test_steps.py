@@ -469,9 +469,11 @@ def test_the_profile_of_a_device_is_the_same_in_every_process(tmp_path: Path) ->
     """Digests depend on no hash seed: sets are sorted before they are hashed."""
     code = (
         "import layerzero as lz; from layerzero.runtime import current; "
-        "from layerzero.actors.profiles import profile_of; from layerzero.selection.expectations import TABLES; "
+        "from layerzero.actors.profiles import profile_of; "
+        "from layerzero.selection.expectations import TABLES; "
         "from layerzero.perfdb.shipped import read_table; "
-        "from layerzero.selection.measured import MeasuredCosts, Row, SHIPPED; own = current().device('cpu'); "
+        "from layerzero.selection.measured import MeasuredCosts, Row, SHIPPED; "
+        "own = current().device('cpu'); "
         "rows = [Row(r, SHIPPED) for r in read_table(TABLES / 'cpu_amd_avx2.json').rows]; "
         "own.set_costs(MeasuredCosts(rows, {k.id: k for k in own.registry.all()}, own.hardware)); "
         "p = profile_of(own, 0); assert own.costs.fingerprint('linear'); "

@@ -61,7 +61,7 @@ def test_what_was_measured_is_expected() -> None:
 
 
 def test_models_of_equal_rows_have_one_fingerprint() -> None:
-    """Two readers of one file price alike and say so; a time, a size, a source or a spread tells them apart."""
+    """Two readers of one file price alike; a time, a size, a source or a spread tells them apart."""
     rows = [row("fast.rms_norm", 12.5), row("slow.rms_norm", 99.0), row("slow.rms_norm", 80.0, at=5)]
     own = costs(*rows).fingerprint("rms_norm")
     assert own is not None and own == costs(*rows).fingerprint("rms_norm")
