@@ -150,9 +150,9 @@ async def examine(calls: Sequence[Call]) -> Examined:
     batches = [(norm, (torch.cat(rows[:count]), None, _EPS)) for count in range(1, ROWS + 1)]
     await anyio.to_thread.run_sync(_make_ready, device, [*wanted, *batches])
     answers = tuple([_answer(device, op, args) for op, args in wanted])
-    order, rows = await _batched(device.device)
+    order, batched = await _batched(device.device)
     settings = msgspec.json.encode(runtime.settings, order="deterministic")
-    return Examined(runtime.policy.digest, _digest(settings), kernels_digest(device), answers, order, rows)
+    return Examined(runtime.policy.digest, _digest(settings), kernels_digest(device), answers, order, batched)
 
 
 def _make_ready(device: LocalDevice, calls: Sequence[tuple[Op, Args]]) -> None:
