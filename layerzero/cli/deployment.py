@@ -34,7 +34,7 @@ from layerzero.errors import ConfigurationError, LayerZeroError
 from layerzero.ops import table as ops_table
 from layerzero.ops.op import Args, Op
 from layerzero.settings import Settings
-from layerzero.strict_yaml import MAX_BYTES, YamlError, parse
+from layerzero.strict_yaml import YamlError, parse_file
 from layerzero.tolerances import disagreements
 
 FORMAT_VERSION = 1
@@ -121,8 +121,7 @@ def load(path: str | Path) -> Manifest:
     Raises: ConfigurationError: it cannot be read, or says what no manifest says; file and line are named.
     """
     try:
-        data = Path(path).read_bytes()[: MAX_BYTES + 1]
-        document = parse(data)
+        document = parse_file(path)
         manifest = msgspec.convert(document.value, Manifest)
     except OSError as error:
         raise ConfigurationError(f"{path}: cannot be read: {error.strerror}") from error
