@@ -16,12 +16,13 @@ import struct
 import threading
 import time
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
-from layerzero import log
+from layerzero import files, log
 
 _MAGIC = b"LZJ1"
 _HEADER = 64
@@ -29,6 +30,7 @@ _SLOTS = 256
 _WORDS = 2
 _SIZE = _HEADER + _SLOTS * _WORDS * 8
 DEATHS_TO_QUARANTINE = 2
+_MOST_NAMES = 1 << 20
 FORGIVEN_S = 24 * 3600.0
 
 _now = time.monotonic_ns
@@ -61,14 +63,20 @@ class Journal:
 
     def __init__(self, folder: Path, name: str, generation: str, twin: Any = None) -> None:
         self._twin, self._id = twin, next(_journals)
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         stem = f"{_plain(name)}.{generation}"
         self.path = folder / f"{stem}.journal"
         self._names_path = folder / f"{stem}.kernels"
-        with open(self.path, "xb") as file:
+        while True:
+            files.own_folder(folder)
+            try:
+                os.close(files.create_own(self._names_path))
+                break
+            except FileNotFoundError:  # a neighbour that closed has taken the empty folder away
+                continue
+        with os.fdopen(files.create_own(self.path), "r+b") as file:
             file.write(struct.pack("=4sQ", _MAGIC, os.getpid()).ljust(_HEADER, b"\0"))
             file.truncate(_SIZE)
-        with open(self.path, "r+b") as file:
+            file.flush()
             self._map = mmap.mmap(file.fileno(), _SIZE)
         self._words = memoryview(self._map).cast("Q")
         self._names: list[str] = []
@@ -109,10 +117,13 @@ class Journal:
         with self._lock:
             if kernel in self._names:
                 return self._names.index(kernel)
-            # Before the first call: the number must mean something to whoever finds the file.
-            with open(self._names_path, "a", encoding="utf-8") as file:
-                file.write(kernel + "\n")
             self._names.append(kernel)
+            if self._closed:
+                return len(self._names) - 1
+            # Before the first call: the number must mean something to whoever finds the file.
+            handle = os.open(self._names_path, os.O_WRONLY | os.O_APPEND | getattr(os, "O_NOFOLLOW", 0))
+            with os.fdopen(handle, "a", encoding="utf-8") as file:
+                file.write(kernel + "\n")
             return len(self._names) - 1
 
     def _claim(self) -> int:
@@ -145,6 +156,8 @@ class Journal:
         self._closed = True
         for path in (self.path, self._names_path):
             path.unlink(missing_ok=True)
+        with suppress(OSError):  # others live there, or their deaths are noted
+            self.path.parent.rmdir()
 
 
 def _flights(data: bytes, names: list[str]) -> list[Flight]:
@@ -163,9 +176,12 @@ def read(path: Path) -> list[Flight]:
     Reads another process's journal as well as that of a dead one.
     """
     try:
-        data = path.read_bytes()
-        names = path.with_suffix(".kernels").read_text(encoding="utf-8").split("\n")[:-1]
-    except OSError:
+        data = files.read_bounded(path, _SIZE)
+        names = files.read_bounded(path.with_suffix(".kernels"), _MOST_NAMES).decode().split("\n")[:-1]
+    except FileNotFoundError:
+        return []
+    except (OSError, ValueError) as error:
+        log.warning("journal.unreadable", path=str(path), why=str(error))
         return []
     if len(data) != _SIZE or data[:4] != _MAGIC:
         log.warning("journal.unreadable", path=str(path), bytes=len(data))
@@ -177,8 +193,11 @@ def bury(folder: Path, name: str) -> list[str]:
     """The kernels that were in flight in earlier lives of a device; their journals are removed.
 
     Only the caller knows that no earlier life runs any more.
+    Raises: PermissionError: others can write the folder; whom its journals blame says nothing.
     """
     blamed: list[str] = []
+    if folder.is_dir():
+        files.own_folder(folder)
     pattern = re.compile(re.escape(_plain(name)) + r"\.[0-9a-f]+\.journal")
     for path in sorted(folder.glob("*.journal")) if folder.is_dir() else ():
         if pattern.fullmatch(path.name):
@@ -200,10 +219,10 @@ class Deaths:
 
     def _load(self) -> list[Death]:
         try:
-            return msgspec.json.decode(self._path.read_bytes(), type=list[Death])
+            return files.decoded(files.read_bounded(self._path, _MOST_NAMES), list[Death])
         except FileNotFoundError:
             return []
-        except msgspec.MsgspecError as error:
+        except (OSError, ValueError, msgspec.MsgspecError) as error:
             aside = self._path.with_name(self._path.name + ".damaged")
             log.error("deaths.set_aside", path=str(self._path), moved_to=str(aside), why=str(error))
             os.replace(self._path, aside)
@@ -215,10 +234,7 @@ class Deaths:
         self._deaths = [death for death in self._deaths if at - death.at < FORGIVEN_S]
         self._deaths += [Death(kernel, at) for kernel in kernels]
         if kernels:
-            self._path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-            draft = self._path.with_suffix(".deaths-new")
-            draft.write_bytes(msgspec.json.encode(self._deaths))
-            os.replace(draft, self._path)
+            files.write_whole(self._path, msgspec.json.encode(self._deaths))
         counts = [(kernel, self.count(kernel)) for kernel in kernels]
         return [kernel for kernel, count in counts if count >= DEATHS_TO_QUARANTINE]
 

@@ -27,6 +27,7 @@ from layerzero.actors.journal import Deaths, Flight, Journal, bury
 from layerzero.actors.local import LocalDevice
 from layerzero.actors.port import DeviceFacts, DeviceState
 from layerzero.actors.tensors import Cargo, RemoteTensor
+from layerzero.files import own_folder
 from layerzero.native import NOTING
 from layerzero.ops.request import Request
 from layerzero.settings import Settings
@@ -252,7 +253,8 @@ def _folder(spec: Spec) -> Path:
     if spec.settings.state_dir is not None:
         return Path(spec.settings.state_dir) / "devices"
     user = os.getuid() if hasattr(os, "getuid") else 0
-    return Path(tempfile.gettempdir()) / f"layerzero-{user}" / spec.fleet
+    # Anybody may make it first where everybody may write.
+    return own_folder(Path(tempfile.gettempdir()) / f"layerzero-{user}", default=True) / spec.fleet
 
 
 def _packed(outcome: Outcome) -> Outcome:

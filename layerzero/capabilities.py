@@ -35,7 +35,7 @@ from layerzero.kernel import (
     SameAs,
     version,
 )
-from layerzero.strict_yaml import Document, YamlError, near, parse, shown
+from layerzero.strict_yaml import Document, YamlError, near, parse_file, shown
 from layerzero.tolerances import FACTOR
 
 FORMAT = 1
@@ -333,7 +333,7 @@ def _weaker(new: Limit, old: Limit) -> bool:
 
 def _document(path: str | os.PathLike[str]) -> Document:
     try:
-        found = parse(Path(path).read_bytes())
+        found = parse_file(path)
     except OSError as error:
         raise ConfigurationError(f"{path}: cannot be read: {error.strerror}", path=str(path)) from error
     except YamlError as error:

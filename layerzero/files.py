@@ -1,23 +1,105 @@
-"""Small files of state: written whole or not at all, read within bounds, set aside where they are damaged."""
+"""Small files of state: written whole or not at all, read within bounds, set aside where they are damaged.
+
+State lies in folders that nobody else can write: who can plant a file there chooses what is believed, and
+who can plant a link chooses what is overwritten.
+"""
 
 from __future__ import annotations
 
 import errno
 import os
+import stat
 import tempfile
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
+from typing import TypeVar
+
+import msgspec
+
+_T = TypeVar("_T")
+# A reader must not wait for somebody to write into a pipe that stands at a file's place.
+_READ = os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_CLOEXEC", 0)
+_NO_LINK = getattr(os, "O_NOFOLLOW", 0)
+_MAX_GIVEN = 1 << 28
+_POSIX = hasattr(os, "geteuid")
 
 # What stands before the rows of any file of ours.
 _HEAD = 1 << 18
 
 
+def user_folder(name: str) -> Path:
+    """`layerzero/<name>` in the user's cache folder, which need not be there."""
+    base = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
+    return Path(base) / "layerzero" / name
+
+
+def own_user_folder(name: str) -> Path:
+    """`user_folder(name)`, made or checked as `own_folder` does, and the folder around it.
+
+    Raises: OSError: as `own_folder`.
+    """
+    path = user_folder(name)
+    own_folder(path.parent, default=True)
+    return own_folder(path, default=True)
+
+
+def own_folder(path: Path, *, default: bool = False) -> Path:
+    """`path`, made for this user alone where it is missing, or checked to be this user's where it is there.
+
+    A `default` place, which no user chose, has mode 0700 afterwards.
+    Raises: PermissionError: it, or a link at its place, belongs to somebody else, or others can write it.
+        OSError: it cannot be made, or is no folder.
+    """
+    if not path.parent.exists():
+        own_folder(path.parent)
+    with suppress(FileExistsError):
+        path.mkdir(mode=0o700)
+    if not _POSIX:
+        return path
+    link = os.lstat(path)
+    linked = stat.S_ISLNK(link.st_mode)
+    if linked and link.st_uid not in (os.geteuid(), 0):
+        raise PermissionError(errno.EPERM, f"a link of user {link.st_uid} leads elsewhere", str(path))
+    handle = os.open(path, os.O_RDONLY | os.O_DIRECTORY | (0 if linked else _NO_LINK))
+    try:
+        found = os.fstat(handle)
+        if problem := _exposed(found):
+            raise PermissionError(errno.EPERM, f"the folder needs {problem}", str(path))
+        if default and found.st_mode & 0o077:
+            os.fchmod(handle, 0o700)  # raises where it is another user's
+    finally:
+        os.close(handle)
+    return path
+
+
+def _exposed(found: os.stat_result) -> str:
+    """What a file or folder lacks to be this user's alone to write; empty where it lacks nothing."""
+    user = os.geteuid()  # beside whom only root, who needs no plan, may own it
+    shared = found.st_mode & stat.S_IWOTH or (found.st_mode & stat.S_IWGRP and found.st_gid != os.getegid())
+    if found.st_uid in (user, 0) and not shared:
+        return ""
+    return (
+        f"to belong to this user ({user}) and to be writable by nobody else, got owner {found.st_uid} and "
+        f"mode {stat.S_IMODE(found.st_mode):o}"
+    )
+
+
+def create_own(path: Path) -> int:
+    """The descriptor of a new file of this user alone, to read and write.
+
+    Raises: FileExistsError: something stands there, a link too.
+    """
+    flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | _NO_LINK | getattr(os, "O_CLOEXEC", 0)
+    return os.open(path, flags, 0o600)
+
+
 def write_whole(path: Path, data: bytes) -> None:
     """Put `data` in place of `path`; its folder is made for this user alone where it is missing.
 
-    Raises: OSError: it cannot be written; what was there stays.
+    Raises: PermissionError: others can write the folder. OSError: it cannot be written; what was there stays.
     """
-    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    own_folder(path.parent)
     handle, name = tempfile.mkstemp(prefix=".new-", dir=path.parent)
     try:
         with os.fdopen(handle, "wb") as file:
@@ -66,18 +148,71 @@ def need_own(path: Path, field: str) -> None:
 
 
 def read_bounded(path: Path, limit: int) -> bytes:
-    """The file's bytes.
+    """The bytes of a file of state.
 
-    Raises: FileNotFoundError: it is not there. OSError: it cannot be read, or is a link. ValueError: it has
-        more than `limit` bytes.
+    Raises: FileNotFoundError: it is not there. OSError: it cannot be read, is a link, or no plain file.
+        PermissionError: others could have written it. ValueError: it has more than `limit` bytes.
     """
-    # O_NOFOLLOW: a link planted here must not choose what is read.
-    handle = os.open(path, os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0))
-    with os.fdopen(handle, "rb") as file:
+    return _read(path, limit, _READ | _NO_LINK, _need_own)
+
+
+def held_open(path: Path) -> str:
+    """A path to the file that stands at `path` now, whatever stands there later; open until the process ends.
+
+    Never closed: the loader knows libraries by their paths, and a number that is given again would name the
+    first one. Where the system has no such paths, `path` itself.
+    Raises: OSError: it is a link, or no plain file. PermissionError: others could have written it.
+    """
+    handle = os.open(path, _READ | _NO_LINK)
+    try:
+        _need_own(path, os.fstat(handle))
+    except BaseException:
+        os.close(handle)
+        raise
+    held = f"/proc/self/fd/{handle}"
+    if os.path.exists(held):
+        return held
+    os.close(handle)
+    return str(path)
+
+
+def _need_own(path: Path, found: os.stat_result) -> None:
+    _need_plain(path, found)
+    if _POSIX and (problem := _exposed(found)):
+        raise PermissionError(errno.EPERM, f"the file needs {problem}", str(path))
+
+
+def _need_plain(path: Path, found: os.stat_result) -> None:
+    if not stat.S_ISREG(found.st_mode):
+        raise OSError(errno.EINVAL, "no plain file", str(path))
+
+
+def read_given(path: str | os.PathLike[str], limit: int = _MAX_GIVEN) -> bytes:
+    """The bytes of a file that a user named: a link may lead to it, and whoever wrote it.
+
+    Raises: OSError: it cannot be read, or is no plain file. ValueError: it has more than `limit` bytes.
+    """
+    return _read(Path(path), limit, _READ, _need_plain)
+
+
+def _read(path: Path, limit: int, flags: int, need: Callable[[Path, os.stat_result], None]) -> bytes:
+    with os.fdopen(os.open(path, flags), "rb") as file:
+        need(path, os.fstat(file.fileno()))
         data = file.read(limit + 1)
     if len(data) > limit:
-        raise ValueError(f"more than {limit} bytes")
+        raise ValueError(f"{path} has more than {limit} bytes")
     return data
+
+
+def decoded(data: bytes, type: type[_T]) -> _T:
+    """The value of a file's JSON.
+
+    Raises: msgspec.MsgspecError: it is none, of another kind, or nested too deeply.
+    """
+    try:
+        return msgspec.json.decode(data, type=type)
+    except RecursionError as error:
+        raise msgspec.DecodeError("JSON is nested too deeply") from error
 
 
 def set_aside(path: Path) -> Path:

@@ -18,7 +18,7 @@ import msgspec
 
 from layerzero import log
 from layerzero.errors import ConfigurationError
-from layerzero.strict_yaml import MAX_BYTES, Document, YamlError, near, parse, path_in, shown
+from layerzero.strict_yaml import Document, YamlError, near, parse_file, path_in, shown
 
 FORMAT_VERSION = 1
 PREFIX = "LAYERZERO_"
@@ -172,7 +172,15 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         _refuse_unknown(overrides, "setting")
         from_env = _from_environment(variables)
         strict = overrides.get("strict", from_env.get("strict", False)) is True
-        from_file = _from_file(Path(chosen), strict) if chosen is not None else {}
+        from_file: dict[str, Any] = {}
+        if chosen is not None:
+            try:
+                from_file = _from_file(Path(chosen), strict)
+            except ConfigurationError as error:
+                if path is not None:
+                    raise
+                named = {**error.context, "variable": f"{PREFIX}CONFIG"}
+                raise ConfigurationError(f"{PREFIX}CONFIG: {error}", **named) from error
         return _build({**from_file, **from_env, **overrides})
 
     def overridden(self, env: Mapping[str, str] | None = None) -> dict[str, str]:
@@ -372,9 +380,7 @@ def _words(hint: Any) -> str:
 
 def _from_file(path: Path, strict: bool) -> dict[str, Any]:
     try:
-        with path.open("rb") as file:
-            data = file.read(MAX_BYTES + 1)
-        document = parse(data)
+        document = parse_file(path)
     except OSError as error:
         raise ConfigurationError(f"{path}: cannot be read: {error.strerror}", path=str(path)) from error
     except YamlError as error:

@@ -8,6 +8,10 @@ from pathlib import Path
 import pytest
 
 from layerzero import files
+from tests import children
+from tests.users import NOBODY, needs_root, planted, shared
+
+__all__ = ["shared"]
 
 
 def test_what_was_written_is_read_and_nothing_else_is_left(tmp_path: Path) -> None:
@@ -83,3 +87,117 @@ def test_a_file_of_ours_is_replaced(tmp_path: Path) -> None:
     assert path.read_bytes() == b'{"rows": [2]}'
     assert sorted(os.listdir(path.parent)) == ["a.json", "a.tmp"]
     assert neighbour.read_bytes() == b"mine"
+
+
+# -- other users ----------------------------------------------------------------------------------------
+
+
+def test_a_folder_is_made_for_this_user_alone(tmp_path: Path) -> None:
+    """So are those around it that are missing; a default place that others could read is closed to them."""
+    files.own_folder(tmp_path / "a" / "b" / "c")
+    for folder in (tmp_path / "a", tmp_path / "a" / "b", tmp_path / "a" / "b" / "c"):
+        assert folder.stat().st_mode & 0o777 == 0o700
+    (tmp_path / "a").chmod(0o755)
+    files.own_folder(tmp_path / "a")
+    assert (tmp_path / "a").stat().st_mode & 0o777 == 0o755
+    files.own_folder(tmp_path / "a", default=True)
+    assert (tmp_path / "a").stat().st_mode & 0o777 == 0o700
+    (tmp_path / "link").symlink_to(tmp_path / "a")
+    files.own_folder(tmp_path / "link", default=True)  # this user's own
+
+
+@pytest.mark.parametrize("default", [False, True])
+def test_a_folder_that_others_can_write_is_refused(tmp_path: Path, default: bool) -> None:
+    """What lies there may be anybody's; nothing is read from it, and nothing is put there."""
+    (tmp_path / "state").mkdir()
+    (tmp_path / "state").chmod(0o777)
+    with pytest.raises(PermissionError, match=r"writable by nobody else, got owner \d+ and mode 777"):
+        files.own_folder(tmp_path / "state", default=default)
+    with pytest.raises(PermissionError):
+        files.write_whole(tmp_path / "state" / "a.json", b"{}")
+    assert os.listdir(tmp_path / "state") == []
+
+
+@needs_root
+def test_what_another_user_made_is_refused(shared: Path) -> None:
+    """Its folder, its link to a folder of this user, its file, its link at the place of a file."""
+    mine = shared / "mine"
+    files.own_folder(mine)
+    (mine / "a.json").write_bytes(b"mine")
+
+    def plant() -> None:
+        (shared / "folder").mkdir(mode=0o700)
+        (shared / "link").symlink_to(mine)
+        (shared / "file").write_bytes(b"theirs")
+        (shared / "to-file").symlink_to(mine / "a.json")
+
+    planted(shared, plant)
+    for name in ("folder", "link"):
+        with pytest.raises(PermissionError, match=f"{NOBODY}.*{name}"):
+            files.own_folder(shared / name, default=True)
+    with pytest.raises(PermissionError, match=f"got owner {NOBODY}"):
+        files.read_bounded(shared / "file", 10)
+    for name in ("file", "to-file"):
+        with pytest.raises(OSError):
+            files.held_open(shared / name)
+        with pytest.raises(FileExistsError):
+            files.create_own(shared / name)
+    assert (mine / "a.json").read_bytes() == b"mine"
+
+
+def test_a_held_file_is_the_one_that_was_checked(tmp_path: Path) -> None:
+    """Whatever takes its name later: a library is loaded from what was found to be this user's."""
+    path = tmp_path / "library.so"
+    path.write_bytes(b"checked")
+    held = files.held_open(path)
+    (tmp_path / "other").write_bytes(b"planted")
+    (tmp_path / "other").replace(path)
+    assert Path(held).read_bytes() == (b"planted" if held == str(path) else b"checked")
+    assert held != str(path) or not os.path.exists("/proc/self/fd")
+
+
+# -- pipes and depths -----------------------------------------------------------------------------------
+
+READERS = {
+    "settings": "layerzero.settings:Settings.load",
+    "policy": "layerzero.policy:load_policy",
+    "hub": "layerzero.backends.hub:_read",
+    "deployment": "layerzero.cli.deployment:load",
+    "workload": "layerzero.tuning.calls:Workload.load",
+    "warmup": "layerzero.warmup.manifest:Manifest.load",
+    "dispatch table": "layerzero.selection.solved:DispatchTable.load",
+    "shipped table": "layerzero.perfdb.shipped:read_table",
+    "capabilities": "layerzero.capabilities:read",
+    "state": "tests.test_files:state",
+}
+READ = """
+import importlib, operator, sys
+from pathlib import Path
+module, _, name = sys.argv[1].partition(":")
+reader = operator.attrgetter(name)(importlib.import_module(module))
+try:
+    reader(Path(sys.argv[2]))
+except Exception as error:
+    print(type(error).__name__, error)
+"""
+
+
+def state(path: Path) -> object:
+    """A record of state."""
+    return files.decoded(files.read_bounded(path, 1 << 20), list[int])
+
+
+@pytest.mark.parametrize("reader", READERS.values(), ids=list(READERS))
+def test_a_pipe_at_a_files_place_is_an_error_at_once(reader: str, tmp_path: Path) -> None:
+    """Nobody writes into it: who opened it as a file would wait for ever."""
+    os.mkfifo(tmp_path / "pipe")
+    said = children.run(READ, reader, str(tmp_path / "pipe"), folder=tmp_path).stdout
+    assert "no plain file" in said, said
+
+
+@pytest.mark.parametrize("reader", READERS.values(), ids=list(READERS))
+def test_deep_nesting_is_an_error_that_is_expected(reader: str, tmp_path: Path) -> None:
+    """A hundred thousand brackets are no reason to leave by another error than damage has."""
+    (tmp_path / "deep").write_bytes(b"[" * 100_000)
+    said = children.run(READ, reader, str(tmp_path / "deep"), folder=tmp_path).stdout
+    assert said and not said.startswith("RecursionError"), said

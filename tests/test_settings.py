@@ -41,6 +41,18 @@ def test_the_file_may_be_named_by_the_environment(tmp_path: Path) -> None:
     assert Settings.load(given_path, env).probes == 5
 
 
+def test_an_error_in_the_file_of_the_environment_names_the_variable(tmp_path: Path) -> None:
+    """A file that was given by its path is named alone."""
+    bad = tmp_path / "bad.yaml"
+    bad.write_text("devise: cpu\n")
+    for path, says in ((tmp_path / "none.yaml", "cannot be read"), (bad, "unknown setting")):
+        with pytest.raises(ConfigurationError, match=f"^LAYERZERO_CONFIG: {path}.*{says}") as caught:
+            Settings.load(env={"LAYERZERO_CONFIG": str(path)})
+        assert caught.value.context["variable"] == "LAYERZERO_CONFIG"
+        with pytest.raises(ConfigurationError, match=f"^{path}.*{says}"):
+            Settings.load(path, env={"LAYERZERO_CONFIG": "elsewhere"})
+
+
 def test_only_load_reads_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     """`Settings()` is its defaults, `Settings.load()` and a runtime without settings heed the variable."""
     monkeypatch.setenv("LAYERZERO_PERFDB", "/srv/measured.sqlite")

@@ -14,7 +14,9 @@ import importlib
 import os
 import re
 import sys
-from collections.abc import Callable, Collection, Mapping
+import tempfile
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -22,6 +24,7 @@ from typing import Any
 import msgspec
 
 from layerzero.errors import BackendNotAvailableError, ConfigurationError
+from layerzero.files import decoded, own_user_folder, read_bounded, read_given
 from layerzero.kernel import Capability, Efficiency, Kernel
 from layerzero.reasons import Reason
 
@@ -35,6 +38,7 @@ _ANY_LIBC: tuple[int, int] = (0, 0)
 _MOST_LIBC = (2, 28)
 _MOST_CXX = 30
 _MAX_LOCK = 16 << 20
+_MAX_FILE = 8 << 30
 
 
 class Locked(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -81,24 +85,45 @@ class Hub:
         where = self.folder / repository
         if not where.is_dir() or where.resolve() != where:
             raise _refused(repository, f"{where} is no folder, or a link that leads elsewhere")
-        found = _files(repository, where)
-        for path in sorted(found.keys() | entry.files.keys()):
-            if path not in entry.files:
-                raise _refused(repository, f"{path} is not in the lock file")
-            if path not in found:
-                raise _refused(repository, f"{path} is locked and not there")
-            if _digest(found[path]) != entry.files[path]:
-                raise _refused(repository, f"{path} is not what was locked")
-            if path.endswith(".so"):
-                _check_abi(repository, path, found[path])
+        for _ in _pieces(repository, where, entry):
+            pass
         return where
+
+    def _copied(self, repository: str) -> Path:
+        """A copy of a verified repository that only this user can write, made of the bytes that were checked.
+
+        Raises: BackendNotAvailableError: as `verified`; or there is no such place.
+        """
+        where = self.verified(repository)
+        entry = self.locked[repository]
+        name = hashlib.sha256(msgspec.json.encode((repository, sorted(entry.files.items())))).hexdigest()[:32]
+        try:
+            base = own_user_folder("hub")
+            copy = base / name / repository
+            if not _intact(copy, entry):
+                with tempfile.TemporaryDirectory(prefix="new-", dir=base) as draft:
+                    for path, content in _pieces(repository, where, entry):
+                        target = Path(draft) / "copy" / repository / path
+                        target.parent.mkdir(parents=True, exist_ok=True)
+                        target.write_bytes(content)
+                    with suppress(FileNotFoundError):
+                        (base / name).replace(Path(draft) / "damaged")
+                    with suppress(OSError):  # another process was quicker; what it made is looked at below
+                        (Path(draft) / "copy").replace(base / name)
+            if not _intact(copy, entry):
+                raise _refused(repository, f"its copy in {copy} is not what was locked")
+        except OSError as error:
+            raise _refused(repository, f"no private copy of it can be made: {error}") from error
+        return copy
 
     def load(self, repository: str) -> ModuleType:
         """The module of a verified repository, imported by `kernels` for this system.
 
+        It runs from a copy of what was checked: what is written to the folder later is not looked at.
+
         Raises: BackendNotAvailableError: as `verified`; or nothing in it was built for this system.
         """
-        where = self.verified(repository)
+        where = self._copied(repository)
         library = importlib.import_module("kernels")
         writes, sys.dont_write_bytecode = sys.dont_write_bytecode, True
         try:
@@ -153,7 +178,7 @@ def lock_folder(
         if not _REPOSITORY.fullmatch(repository):
             raise _refused(repository, "its name is no <owner>/<name>")
         found = _files(repository, Path(folder).resolve() / repository)
-        digests = {path: _digest(file) for path, file in sorted(found.items())}
+        digests = {path: _digest(_content(repository, file)) for path, file in sorted(found.items())}
         dependency = {"repo-id": repository, "version": version}
         entries.append({"dependency": dependency, "lock": {"commit": commit}, "files": digests})
     return entries
@@ -161,10 +186,8 @@ def lock_folder(
 
 def _read(path: Path) -> dict[str, Locked]:
     try:
-        if path.stat().st_size > _MAX_LOCK:
-            raise ConfigurationError(f"lockfile needs at most {_MAX_LOCK >> 20} MiB, got {path}")
-        entries = msgspec.json.decode(path.read_bytes(), type=list[Locked])
-    except (OSError, msgspec.MsgspecError) as error:
+        entries = decoded(read_given(path, _MAX_LOCK), list[Locked])
+    except (OSError, ValueError, msgspec.MsgspecError) as error:
         raise ConfigurationError(f"lockfile needs a readable lock file, got {path}: {error}") from error
     locked: dict[str, Locked] = {}
     for entry in entries:
@@ -193,16 +216,50 @@ def _files(repository: str, where: Path) -> dict[str, Path]:
     return found
 
 
-def _digest(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+def _pieces(repository: str, where: Path, entry: Locked) -> Iterator[tuple[str, bytes]]:
+    """Every file that is locked, by its path, with its content, once that has been checked.
+
+    Raises: BackendNotAvailableError: a file is not what was locked, missing, or one too many.
+    """
+    found = _files(repository, where)
+    for path in sorted(found.keys() | entry.files.keys()):
+        if path not in entry.files:
+            raise _refused(repository, f"{path} is not in the lock file")
+        if path not in found:
+            raise _refused(repository, f"{path} is locked and not there")
+        content = _content(repository, found[path])
+        if _digest(content) != entry.files[path]:
+            raise _refused(repository, f"{path} is not what was locked")
+        if path.endswith(".so"):
+            _check_abi(repository, path, content)
+        yield path, content
 
 
-def _check_abi(repository: str, path: str, file: Path) -> None:
+def _intact(copy: Path, entry: Locked) -> bool:
+    """Whether a copy holds every locked file; what Python has compiled beside them is this user's own."""
+    try:
+        return all(
+            _digest(read_bounded(copy / path, _MAX_FILE)) == locked for path, locked in entry.files.items()
+        )
+    except (OSError, ValueError):
+        return False
+
+
+def _content(repository: str, path: Path) -> bytes:
+    try:
+        return read_given(path, _MAX_FILE)
+    except (OSError, ValueError) as error:
+        raise _refused(repository, f"{path.name} cannot be read: {error}") from error
+
+
+def _digest(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest()
+
+
+def _check_abi(repository: str, path: str, content: bytes) -> None:
     """A shared object must be Python's stable ABI and need no newer C or C++ library than manylinux_2_28."""
     if not path.endswith(".abi3.so"):
         raise _refused(repository, f"{path} is not built for Python's stable ABI (.abi3.so)")
-    content = file.read_bytes()
     if not content.startswith(b"\x7fELF"):
         raise _refused(repository, f"{path} is no ELF file")
     libc = max(((int(a), int(b)) for a, b in _LIBC.findall(content)), default=_ANY_LIBC)

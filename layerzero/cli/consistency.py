@@ -61,6 +61,7 @@ def plain(report: Report) -> dict[str, Any]:
     return {
         "ok": report.ok,
         "compared": report.compared,
+        "numbers": report.numbers,
         "devices": [
             {"name": d.name, "node": d.node, "hardware": d.hardware.name, "versions": d.versions}
             for d in report.devices
@@ -81,5 +82,7 @@ def draw(report: Report) -> None:
         for name, value in finding.values.items():
             show.line(f"  {name}: {value}")
         show.line(f"  -> {finding.advice}")
+    for kind, calls in report.numbers.items():
+        show.table(f"numbers of {kind}", ("call", "compared"), list(calls.items()))
     compared = ", ".join(f"{count} {what}" for what, count in report.compared.items())
     show.line(f"{compared} compared: {'all agree' if report.ok else f'{len(report.findings)} disagree'}")

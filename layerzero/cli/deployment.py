@@ -1,7 +1,8 @@
 """Consistency of a deployment: do all devices of a cluster have, choose, compute and batch the same?
 
-A manifest names the calls that matter. Every device answers for itself; devices on equal hardware must agree
-in everything, others in versions and, within tolerance, in numbers.
+A manifest names the calls that matter. Every device makes them ready, then answers for itself; devices on
+equal hardware must agree in everything, others in versions and, within tolerance, in numbers. Numbers are
+compared bit for bit only where one kernel gave them; the report says which were.
 """
 
 from __future__ import annotations
@@ -12,26 +13,35 @@ from pathlib import Path
 from typing import Any
 
 import anyio
+import anyio.to_thread
 import click
 import msgspec
 import torch
+from packaging.specifiers import InvalidSpecifier, SpecifierSet
+from packaging.version import InvalidVersion
 
+from layerzero import log
 from layerzero.actors.fleet import Fleet
+from layerzero.actors.identity import kernels_digest
+from layerzero.actors.local import LocalDevice
 from layerzero.actors.port import DeviceFacts
 from layerzero.api.awaiting import awaited
+from layerzero.api.calls import last_selection, runtime_here
 from layerzero.api.start import start
 from layerzero.cli import spec
 from layerzero.dispatch import positional
 from layerzero.errors import ConfigurationError, LayerZeroError
 from layerzero.ops import table as ops_table
-from layerzero.runtime import current
+from layerzero.ops.op import Args, Op
 from layerzero.settings import Settings
-from layerzero.strict_yaml import MAX_BYTES, YamlError, parse
+from layerzero.strict_yaml import YamlError, parse_file
 from layerzero.tolerances import disagreements
 
 FORMAT_VERSION = 1
 SEED = 20_26
 ROWS = 8
+_EPS = 1e-6
+_BATCHED = "batched rows"
 
 
 class Call(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -63,11 +73,15 @@ class Finding(msgspec.Struct, frozen=True):
 
 
 class Report(msgspec.Struct, frozen=True, kw_only=True):
-    """What was compared over which devices; `ok` where nothing disagrees."""
+    """What was compared over which devices; `ok` where nothing disagrees.
+
+    `numbers` says of each kind of hardware and call whether outputs were compared bit for bit.
+    """
 
     devices: tuple[DeviceFacts, ...]
     compared: dict[str, int]
     findings: tuple[Finding, ...]
+    numbers: dict[str, dict[str, str]]
 
     @property
     def ok(self) -> bool:
@@ -84,15 +98,21 @@ class Answer(msgspec.Struct, frozen=True):
     output: Any
     error: str = ""
 
+    @property
+    def chosen(self) -> str:
+        """What computed the output; devices where it is equal owe each other equal bits."""
+        return self.error or f"{self.kernel} {self.transforms}".strip()
+
 
 class Examined(msgspec.Struct, frozen=True):
-    """What one device says of itself beyond its facts."""
+    """What one device says of itself beyond its facts, once it is ready: `kernels` as in its facts."""
 
     policy: str
     settings: str
+    kernels: str
     answers: tuple[Answer, ...]
     order: tuple[int, ...]
-    rows: str
+    rows: Answer
 
 
 def load(path: str | Path) -> Manifest:
@@ -101,8 +121,7 @@ def load(path: str | Path) -> Manifest:
     Raises: ConfigurationError: it cannot be read, or says what no manifest says; file and line are named.
     """
     try:
-        data = Path(path).read_bytes()[: MAX_BYTES + 1]
-        document = parse(data)
+        document = parse_file(path)
         manifest = msgspec.convert(document.value, Manifest)
     except OSError as error:
         raise ConfigurationError(f"{path}: cannot be read: {error.strerror}") from error
@@ -122,29 +141,50 @@ def load(path: str | Path) -> Manifest:
 
 async def examine(calls: Sequence[Call]) -> Examined:
     """What this device is set to, and what it answers to the calls; runs on each device."""
-    runtime = current()
-    answers = tuple([_answer(call) for call in calls])
-    order, rows = await _batched()
+    runtime = runtime_here()
+    device = runtime.device()
+    wanted = [(ops_table.get(call.op), _arguments(call, device.device)) for call in calls]
+    norm = ops_table.get("rms_norm")
+    rows = _rows(device.device)
+    batches = [(norm, (torch.cat(rows[:count]), None, _EPS)) for count in range(1, ROWS + 1)]
+    await anyio.to_thread.run_sync(_make_ready, device, [*wanted, *batches])
+    answers = tuple([_answer(device, op, args) for op, args in wanted])
+    order, batched = await _batched(device.device)
     settings = msgspec.json.encode(runtime.settings, order="deterministic")
-    return Examined(runtime.policy.digest, _digest(settings), answers, order, rows)
+    return Examined(runtime.policy.digest, _digest(settings), kernels_digest(device), answers, order, batched)
 
 
-def _answer(call: Call) -> Answer:
-    op = ops_table.get(call.op)
-    _, args = spec.built(op, call.arguments)
+def _make_ready(device: LocalDevice, calls: Sequence[tuple[Op, Args]]) -> None:
+    """Read the measurements and load what would serve the calls better: no choice changes afterwards."""
+    device.expected()
+    for op, args in calls:
+        signature, tried = positional(op, args), set[str]()
+        try:
+            plan = device.plan(op, signature, args, device.mode())
+            while (better := plan.selection.when_warm) is not None and better not in tried:
+                if device.settings.warm == "off":
+                    break  # what is never loaded cannot come in between either
+                tried.add(better)
+                device.warm((better,), plan.selection.request)
+                plan = device.plan(op, signature, args, device.mode())
+        except LayerZeroError as error:
+            log.debug("consistency.not_ready", op=op.name, error=str(error))  # the call's answer says so too
+
+
+def _arguments(call: Call, device: torch.device) -> Args:
+    """The call's arguments on a device, with values that only the seed decides."""
+    _, args = spec.built(ops_table.get(call.op), call.arguments)
     generator = torch.Generator().manual_seed(SEED)
-    device = current().device().device
-    real = [_real(value, generator, device) for value in args]
+    return tuple([_real(value, generator, device) for value in args])
+
+
+def _answer(device: LocalDevice, op: Op, args: Args) -> Answer:
     try:
-        result = current().device().launch(op, tuple(real))
+        result, plan = device.launch_planned(op, args)
     except Exception as error:
         return Answer("", "", "", None, f"{type(error).__name__}: {error}")
-    selection = current().device().plan(op, positional(op, real), tuple(real), 0).record()
-    first = result[0] if isinstance(result, tuple) else result
-    flat = first.detach().cpu().contiguous()
-    data = flat.view(-1).view(torch.uint8).numpy().tobytes() if flat.numel() else b""
-    transforms = ", ".join(map(str, selection.transforms))
-    return Answer(selection.kernel, transforms, _digest(data), flat)
+    flat = _first(result).detach().cpu().contiguous()
+    return Answer(plan.kernel, ", ".join(map(str, plan.selection.transforms)), _digest(_bytes(flat)), flat)
 
 
 def _real(value: Any, generator: torch.Generator, device: torch.device) -> Any:
@@ -160,24 +200,35 @@ def _real(value: Any, generator: torch.Generator, device: torch.device) -> Any:
     return made.to(device)
 
 
-async def _batched() -> tuple[tuple[int, ...], str]:
-    """The order in which rows that were submitted together come back, and a digest of what they got."""
-    norm = awaited(ops_table.get("rms_norm"))
+def _rows(device: torch.device) -> list[torch.Tensor]:
+    """The rows (1, 64) that are submitted together."""
     generator = torch.Generator().manual_seed(SEED)
-    device = current().device().device
-    rows = [torch.randn(1, 64, generator=generator).to(device) for _ in range(ROWS)]
+    return [torch.randn(1, 64, generator=generator).to(device) for _ in range(ROWS)]
+
+
+async def _batched(device: torch.device) -> tuple[tuple[int, ...], Answer]:
+    """The order in which rows that were submitted together come back, and what they got."""
+    norm, rows = awaited(ops_table.get("rms_norm")), _rows(device)
     ended: list[int] = []
+    ran: list[str] = [""] * ROWS
     values: list[torch.Tensor] = [torch.empty(0)] * ROWS
 
     async def one(index: int) -> None:
-        values[index] = await norm(rows[index])
+        values[index] = await norm(rows[index], eps=_EPS)
+        selection = last_selection()
+        if selection is not None:
+            ran[index] = f"{selection.kernel} of {selection.request.dims.get('N', 1)} rows"
         ended.append(index)
 
     async with anyio.create_task_group() as tasks:
         for index in range(ROWS):
             tasks.start_soon(one, index)
     joined = torch.cat([value.detach().cpu() for value in values]).contiguous()
-    return tuple(ended), _digest(joined.view(torch.uint8).numpy().tobytes())
+    return tuple(ended), Answer(", ".join(dict.fromkeys(ran)), "", _digest(_bytes(joined)), joined)
+
+
+def _bytes(flat: torch.Tensor) -> bytes:
+    return flat.view(-1).view(torch.uint8).numpy().tobytes() if flat.numel() else b""
 
 
 def _digest(data: bytes) -> str:
@@ -221,8 +272,13 @@ def compare(manifest: Manifest, facts: Mapping[str, DeviceFacts], examined: Mapp
     alike: dict[str, list[str]] = {}
     for name, fact in facts.items():
         alike.setdefault(f"{fact.hardware.platform}: {fact.hardware.name}", []).append(name)
-    for names in alike.values():
-        found += _group(manifest, names, facts, examined)
+    numbers: dict[str, dict[str, str]] = {}
+    for kind, names in alike.items():
+        found += _group(names, examined)
+        numbers[kind] = {}
+        for about, answers in _outputs(manifest, names, examined):
+            numbers[kind][about], differences = _bits(about, answers)
+            found += differences
     found += _numerics(manifest, list(facts), examined)
     compared = {
         "devices": len(facts),
@@ -230,7 +286,7 @@ def compare(manifest: Manifest, facts: Mapping[str, DeviceFacts], examined: Mapp
         "calls": len(manifest.calls),
         "versions": len({v for fact in facts.values() for v in fact.versions}),
     }
-    return Report(devices=tuple(facts.values()), compared=compared, findings=tuple(found))
+    return Report(devices=tuple(facts.values()), compared=compared, findings=tuple(found), numbers=numbers)
 
 
 def _versions(manifest: Manifest, facts: Mapping[str, DeviceFacts]) -> list[Finding]:
@@ -240,65 +296,78 @@ def _versions(manifest: Manifest, facts: Mapping[str, DeviceFacts]) -> list[Find
         wanted = manifest.versions.get(library)
         if len(set(have.values())) > 1:
             found.append(Finding("versions", library, have, "install one version on every node"))
-        elif wanted is not None and set(have.values()) != {wanted}:
+        elif wanted is not None and not all(_promised(wanted, version) for version in have.values()):
             found.append(
                 Finding("versions", f"{library}, {wanted} promised", have, "install what is promised")
             )
     return found
 
 
-def _group(
-    manifest: Manifest,
-    names: Sequence[str],
-    facts: Mapping[str, DeviceFacts],
-    examined: Mapping[str, Examined],
-) -> list[Finding]:
+def _promised(wanted: str, version: str) -> bool:
+    """Whether a version is the promised one, as PEP 440 has it: a promise of 2.13.0 is kept by 2.13.0+cpu."""
+    try:
+        return SpecifierSet(f"=={wanted}").contains(version, prereleases=True)
+    except (InvalidSpecifier, InvalidVersion):
+        return wanted == version
+
+
+def _group(names: Sequence[str], examined: Mapping[str, Examined]) -> list[Finding]:
     """What devices of one kind of hardware must have in common."""
     found = []
     for what, values, advice in (
-        ("kernels", {n: facts[n].kernels for n in names}, "compare `lz kernels` on the nodes"),
+        ("kernels", {n: examined[n].kernels for n in names}, "compare `lz kernels` on the nodes"),
         ("policy", {n: examined[n].policy for n in names}, "give every node the same policy file"),
         ("settings", {n: examined[n].settings for n in names}, "compare LAYERZERO_* on the nodes"),
         ("batch order", {n: str(examined[n].order) for n in names}, "compare versions and settings"),
-        ("batched rows", {n: examined[n].rows for n in names}, "see the numerics below"),
     ):
         if len(set(values.values())) > 1:
             found.append(Finding(what, "all devices of one kind", values, advice))
-    for index, call in enumerate(manifest.calls):
-        answers = {n: examined[n].answers[index] for n in names}
-        chosen = {n: a.error or f"{a.kernel} {a.transforms}".strip() for n, a in answers.items()}
-        if len(set(chosen.values())) > 1:
-            advice = (
-                "one node measured or quarantined what others did not: `lz doctor`, lock the kernel, or tune"
-            )
-            found.append(Finding("plans", str(call), chosen, advice))
-        elif len({a.digest for a in answers.values()}) > 1:
-            digests = {n: a.digest for n, a in answers.items()}
-            found.append(
-                Finding("numerics", f"{call}: bits", digests, "same kernel, other bits: suspect the device")
-            )
     return found
+
+
+def _outputs(
+    manifest: Manifest, names: Sequence[str], examined: Mapping[str, Examined]
+) -> list[tuple[str, dict[str, Answer]]]:
+    """What devices answered, call by call, and last the rows that were submitted together."""
+    calls = [
+        (str(call), {n: examined[n].answers[index] for n in names})
+        for index, call in enumerate(manifest.calls)
+    ]
+    return [*calls, (_BATCHED, {n: examined[n].rows for n in names})]
+
+
+def _bits(about: str, answers: Mapping[str, Answer]) -> tuple[str, list[Finding]]:
+    """How the outputs of devices of one kind were compared, and what differs: bits only under one kernel."""
+    chosen = {n: a.chosen for n, a in answers.items()}
+    if len(set(chosen.values())) > 1:
+        how = "within tolerance: " + "; ".join(f"{n} ran {what}" for n, what in chosen.items())
+        advice = "one node measured or quarantined what others did not: `lz doctor`, lock the kernel, or tune"
+        return how, [] if about == _BATCHED else [Finding("plans", about, chosen, advice)]
+    how = f"bit for bit, under {next(iter(chosen.values()), 'nothing')}"
+    digests = {n: a.digest for n, a in answers.items()}
+    if len(set(digests.values())) == 1:
+        return how, []
+    check = _BATCHED if about == _BATCHED else "numerics"
+    return how, [Finding(check, f"{about}: bits", digests, "same kernel, other bits: suspect the device")]
 
 
 def _numerics(manifest: Manifest, names: Sequence[str], examined: Mapping[str, Examined]) -> list[Finding]:
     """Outputs compared with the float64 reference, on whatever hardware."""
+    cpu = torch.device("cpu")
+    norm = ops_table.get("rms_norm")
+    wanted = [(ops_table.get(call.op), _arguments(call, cpu)) for call in manifest.calls]
+    wanted.append((norm, (torch.cat(_rows(cpu)), None, _EPS)))
     found = []
-    for index, call in enumerate(manifest.calls):
-        op = ops_table.get(call.op)
-        _, args = spec.built(op, call.arguments)
-        generator = torch.Generator().manual_seed(SEED)
-        cpu = torch.device("cpu")
-        real = [_real(value, generator, cpu) for value in args]
+    for (about, answers), (op, real) in zip(_outputs(manifest, names, examined), wanted, strict=True):
         exact = [v.double() if isinstance(v, torch.Tensor) and v.dtype.is_floating_point else v for v in real]
         truth, baseline = _first(op.reference(*exact)), _first(op.reference(*real))
         wrong: dict[str, str] = {}
-        for name in names:
-            answer = examined[name].answers[index]
+        for name, answer in answers.items():
             problems = [answer.error] if answer.error else disagreements(answer.output, truth, baseline)
             if problems:
                 wrong[name] = "; ".join(problems)
         if wrong:
-            found.append(Finding("numerics", str(call), wrong, "quarantine the kernel there: it is wrong"))
+            found.append(Finding("numerics", about, wrong, "quarantine the kernel there: it is wrong"))
     return found
 
 

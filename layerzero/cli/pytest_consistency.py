@@ -15,7 +15,10 @@ import pytest
 from layerzero.cli.deployment import Report, check, load
 from layerzero.settings import Settings
 
-CHECKS = ("devices", "versions", "kernels", "policy", "settings", "plans", "numerics", "batch order")
+CHECKS = (
+    "devices", "versions", "kernels", "policy", "settings", "plans", "numerics", "batch order",
+    "batched rows",
+)  # fmt: skip
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -40,16 +43,7 @@ def pytest_collection_modifyitems(
 ) -> None:
     """Add one test a check, where a manifest was given."""
     if config.getoption("--lz-manifest") is not None:
-        for what in (
-            "devices",
-            "versions",
-            "kernels",
-            "policy",
-            "settings",
-            "plans",
-            "numerics",
-            "batch order",
-        ):
+        for what in CHECKS:
             items.append(_Check.from_parent(session, name=f"layerzero[{what}]", what=what))
 
 

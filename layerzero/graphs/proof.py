@@ -99,10 +99,11 @@ class ProofStore:
     def load(self) -> tuple[Proof, ...]:
         """Every proof; a damaged file is set aside and its kernel counts as unsafe until it is proved again.
 
-        Raises: OSError: the directory exists and cannot be read.
+        Raises: OSError: the directory exists and cannot be read. PermissionError: others can write it.
         """
         if not self.directory.is_dir():
             return ()
+        files.own_folder(self.directory)
         found = (self._read(path) for path in sorted(self.directory.iterdir()) if _FILE.fullmatch(path.name))
         return tuple(proof for proof in found if proof is not None)
 
@@ -120,11 +121,11 @@ class ProofStore:
     def _read(self, path: Path) -> Proof | None:
         try:
             data = files.read_bounded(path, MAX_BYTES)
-            schema = msgspec.json.decode(data, type=_Header).schema
+            schema = files.decoded(data, _Header).schema
             if schema > SCHEMA:
                 log.warning(PROOF_NEWER, path=str(path), schema=schema, needs=SCHEMA)
                 return None
-            stored = msgspec.json.decode(data, type=_Stored)
+            stored = files.decoded(data, _Stored)
             if stored.checksum != _checksum(stored.proof) or self._path(stored.proof) != path:
                 raise ValueError("checksum or name does not fit the proof")
         except FileNotFoundError:

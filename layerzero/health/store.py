@@ -70,10 +70,11 @@ class JsonStore:
     def load(self) -> Sequence[QuarantineRecord]:
         """Every record; damaged ones are set aside and answered by one that covers every device.
 
-        Raises: OSError: the directory exists and cannot be read.
+        Raises: OSError: the directory exists and cannot be read. PermissionError: others can write it.
         """
         if not self.directory.is_dir():
             return ()
+        files.own_folder(self.directory)
         records = (
             self._read(path) for path in sorted(self.directory.iterdir()) if _FILE.fullmatch(path.name)
         )
@@ -104,13 +105,13 @@ class JsonStore:
     def _read(self, path: Path) -> QuarantineRecord | None:
         try:
             data = files.read_bounded(path, MAX_BYTES)
-            schema = msgspec.json.decode(data, type=_Header).schema
+            schema = files.decoded(data, _Header).schema
             if schema > SCHEMA:
                 log.warning(RECORD_NEWER, path=str(path), schema=schema, needs=SCHEMA)
                 return QuarantineRecord(
                     kernel=_kernel(path), why=f"record of a newer format {schema}: {path.name}"
                 )
-            stored = msgspec.json.decode(data, type=_Stored)
+            stored = files.decoded(data, _Stored)
             if stored.checksum != _checksum(stored.record) or self._path(stored.record) != path:
                 raise ValueError("checksum or name does not fit the record")
         except FileNotFoundError:

@@ -25,6 +25,7 @@ from typing import Any
 
 import torch
 
+from layerzero import files
 from layerzero.errors import BackendNotAvailableError
 from layerzero.reasons import Reason
 
@@ -100,17 +101,18 @@ class Library:
             made.unlink(missing_ok=True)
 
     def load(self, path: Path) -> Any:
-        """The module in the shared library at `path`.
+        """The module in the shared library at `path`: the very file that was found to be this user's.
 
-        Raises: BackendNotAvailableError: the loader refuses it.
+        Raises: BackendNotAvailableError: others could have written it, or the loader refuses it.
         """
-        loader = importlib.machinery.ExtensionFileLoader(self.name, str(path))
-        spec = importlib.util.spec_from_file_location(self.name, path, loader=loader)
-        assert spec is not None
         try:
+            origin = files.held_open(path)
+            loader = importlib.machinery.ExtensionFileLoader(self.name, origin)
+            spec = importlib.util.spec_from_file_location(self.name, origin, loader=loader)
+            assert spec is not None
             module = importlib.util.module_from_spec(spec)
             loader.exec_module(module)
-        except ImportError as error:
+        except (ImportError, OSError) as error:
             raise unavailable(Reason.KERNEL_LOAD_FAILED, f"does not load: {error}") from error
         return module
 
@@ -134,22 +136,12 @@ def cache_folder() -> Path:
 
     Raises: BackendNotAvailableError: it belongs to somebody else or others can write it.
     """
-    base = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
-    folder = Path(base) / "layerzero" / "native"
     try:
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        found = folder.stat()
+        return files.own_user_folder("native")
     except OSError as error:
-        raise unavailable(
-            Reason.KERNEL_LOAD_FAILED, f"cannot keep compiled kernels in {folder}: {error}"
-        ) from error
-    if found.st_uid != os.getuid() or found.st_mode & 0o077:
-        raise unavailable(
-            Reason.KERNEL_LOAD_FAILED,
-            f"{folder} needs to belong to this user with mode 700, got owner {found.st_uid} and mode "
-            f"{found.st_mode & 0o777:o}; code is loaded from there",
-        )
-    return folder
+        folder = files.user_folder("native")
+        why = f"cannot keep compiled kernels in {folder}, where code is loaded from: {error}"
+        raise unavailable(Reason.KERNEL_LOAD_FAILED, why) from error
 
 
 def cpu_flags() -> str:

@@ -18,7 +18,7 @@ import msgspec
 
 from layerzero import log
 from layerzero.errors import CacheCorruptionError
-from layerzero.files import replace_own
+from layerzero.files import decoded, read_given, replace_own
 from layerzero.hardware import Hardware
 from layerzero.perfdb.record import Environment, Measurement, Site
 
@@ -103,8 +103,8 @@ def read_table(path: str | os.PathLike[str]) -> Table:
     Raises: CacheCorruptionError: it does not decode, is of another format, or its rows do not match its hash.
     """
     try:
-        table = msgspec.json.decode(Path(path).read_bytes(), type=Table)
-    except (OSError, msgspec.MsgspecError) as error:
+        table = decoded(read_given(path), Table)
+    except (OSError, ValueError, msgspec.MsgspecError) as error:
         raise CacheCorruptionError(f"{path}: {error}", path=str(path)) from error
     if table.format != FORMAT:
         raise CacheCorruptionError(f"{path}: format needs {FORMAT}, got {table.format}", path=str(path))

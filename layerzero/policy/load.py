@@ -24,13 +24,13 @@ import time
 from collections.abc import Callable, Mapping
 from collections.abc import Set as AbstractSet
 from datetime import datetime
-from pathlib import Path
 from typing import Any
 
 import msgspec
 
 from layerzero import strict_yaml
 from layerzero.errors import PolicyLoadError, PolicyValidationError
+from layerzero.files import read_given
 from layerzero.policy.names import Finding, check_names
 from layerzero.policy.policy import EMPTY, Policy
 from layerzero.policy.rules import AVOIDED, PREFERRED, Action, Layer, Rule, make_rule
@@ -90,12 +90,14 @@ def load_policy(
     Raises: PolicyLoadError: also where the file is missing or unreadable.
     """
     try:
-        with Path(path).open("rb") as file:
-            data = file.read(strict_yaml.MAX_BYTES + 1)
+        data = read_given(path, strict_yaml.MAX_BYTES)
     except OSError as error:
         raise PolicyLoadError(
             f"{os.fspath(path)}: cannot be read: {error.strerror}", path=os.fspath(path)
         ) from error
+    except ValueError as error:
+        needs = f"needs at most {strict_yaml.MAX_BYTES} bytes, got more"
+        raise PolicyLoadError(f"{os.fspath(path)}: {needs}", path=os.fspath(path)) from error
     return parse_policy(
         data,
         os.fspath(path),

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import os
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Hashable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from layerzero import log
+from layerzero import files, log
 from layerzero.hardware import Hardware
 from layerzero.kernel import Kernel
 from layerzero.selection.decide import CostModel, roofline
@@ -34,8 +33,7 @@ def perfdb_path(settings: Settings) -> Path | None:
         return Path(settings.perfdb)
     if settings.state_dir is not None:
         return Path(settings.state_dir) / FILE
-    cache = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
-    return Path(cache) / "layerzero" / FILE
+    return files.user_folder(FILE)
 
 
 def has_measurements(settings: Settings, hardware: Hardware) -> bool:

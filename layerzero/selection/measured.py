@@ -10,6 +10,7 @@ Everything here is a pure function of the grid point, so a remembered choice equ
 
 from __future__ import annotations
 
+import hashlib
 import math
 import statistics
 from collections import Counter
@@ -109,6 +110,7 @@ class MeasuredCosts:
         self._curves: dict[tuple[Family, str], Curve] = {}
         self._floors: dict[Family, float] = {}
         self._ops: Counter[str] = Counter()
+        self._digests: dict[str, str] = {}
         self._crowds: dict[Family, list[Crowd]] = {}
         self._last: dict[Launch, _Around] = {}
         self._spots: set[Hashable] = set()
@@ -127,8 +129,23 @@ class MeasuredCosts:
             )
 
     def fingerprint(self, op: str) -> Hashable:
-        """Equal for two models that price every call of `op` alike; None where nothing of it was measured."""
-        return (id(self), self._ops[op]) if self._ops[op] else None
+        """Equal for two models that price every call of `op` alike; None where nothing of it was measured.
+
+        A digest of all that prices follow from, so that models of two processes can be compared. Places stay
+        in the order they were met: of two that are equally near, the first one speaks.
+        """
+        if not self._ops[op]:
+            return None
+        digest = self._digests.get(op)
+        if digest is None:
+            held = [
+                (family, [(p.site, p.ideal, p.times, p.loads, p.sources, p.estimates) for p in places])
+                for family, places in self._families.items()
+                if family[0] == op
+            ]
+            body = msgspec.json.encode(held, order="deterministic")
+            digest = self._digests[op] = hashlib.sha256(body).hexdigest()
+        return digest
 
     def __call__(self, kernel: Kernel, work: Work, request: Request, hardware: Hardware) -> tuple[float, str]:
         """Microseconds of `kernel` for a request on the grid, and where they come from."""

@@ -17,7 +17,7 @@ import msgspec
 
 from layerzero import log
 from layerzero.errors import CacheCorruptionError, ConfigurationError
-from layerzero.files import replace_own
+from layerzero.files import decoded, read_given, replace_own
 from layerzero.hardware import Hardware
 from layerzero.kernel import Kernel
 from layerzero.ops.request import Request
@@ -104,8 +104,8 @@ class DispatchTable(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         Raises: CacheCorruptionError: it does not decode, is of another format, or does not match its hash.
         """
         try:
-            table = msgspec.json.decode(Path(path).read_bytes(), type=cls)
-        except (OSError, msgspec.MsgspecError) as error:
+            table = decoded(read_given(path), cls)
+        except (OSError, ValueError, msgspec.MsgspecError) as error:
             raise CacheCorruptionError(f"{path}: {error}", path=str(path)) from error
         if (table.format, table.grid) != (FORMAT, GRID_VERSION):
             raise CacheCorruptionError(

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from layerzero.errors import ConfigurationError
+from layerzero.files import decoded, read_given
 from layerzero.hardware import Hardware
 from layerzero.ops import table as ops_table
 from layerzero.ops.op import Args, Op
@@ -143,8 +144,8 @@ class Workload(msgspec.Struct, frozen=True):
         Raises: ConfigurationError: the file cannot be read or holds no workload.
         """
         try:
-            return msgspec.json.decode(Path(path).read_bytes(), type=Workload)
-        except (OSError, msgspec.MsgspecError) as error:
+            return decoded(read_given(path), Workload)
+        except (OSError, ValueError, msgspec.MsgspecError) as error:
             raise ConfigurationError(f"{path}: {error}", path=str(path)) from error
 
 

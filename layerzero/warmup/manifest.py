@@ -11,6 +11,7 @@ from typing import Any
 import msgspec
 
 from layerzero.errors import ConfigurationError
+from layerzero.files import decoded, read_given
 from layerzero.tuning.calls import Call, Workload, call, tensor
 
 FORMAT = 1
@@ -73,8 +74,8 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         Raises: ConfigurationError: the file cannot be read, holds no manifest, or one of another format.
         """
         try:
-            made = msgspec.json.decode(Path(path).read_bytes(), type=Manifest)
-        except (OSError, msgspec.MsgspecError) as error:
+            made = decoded(read_given(path), Manifest)
+        except (OSError, ValueError, msgspec.MsgspecError) as error:
             raise ConfigurationError(f"{path}: {error}", path=str(path)) from error
         if made.format != FORMAT:
             raise ConfigurationError(f"{path}: format needs {FORMAT}, got {made.format}", path=str(path))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import os
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -13,7 +12,7 @@ from typing import Any, Literal, Protocol
 import msgspec
 import torch
 
-from layerzero import log
+from layerzero import files, log
 from layerzero.dispatch import GRAD, Plan, Snapshot, positional
 from layerzero.graphs.rehearsal import rehearsal
 from layerzero.hardware import Hardware
@@ -134,7 +133,7 @@ class Warmer:
         hardware = self._device.hardware
         scope = "\0".join((kernel_id, hardware.name, hardware.torch, str(hardware.cuda)))
         name = f"{kernel_id}-{hashlib.sha256(scope.encode()).hexdigest()[:16]}.lock"
-        self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        files.own_folder(self._folder, default=True)
         lock = FileLock(self._folder / name)
         try:
             lock.acquire(timeout=LOCK_TIMEOUT_S)
@@ -150,5 +149,4 @@ class Warmer:
 
 def lock_folder() -> Path:
     """Where the processes of this user meet: `layerzero/warmup` in the user's cache folder."""
-    base = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
-    return Path(base) / "layerzero" / "warmup"
+    return files.user_folder("warmup")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import signal
+import tempfile
 import threading
 import weakref
 from pathlib import Path
@@ -14,9 +15,14 @@ import pytest
 
 from layerzero.actors.faults import lost_device
 from layerzero.actors.journal import DEATHS_TO_QUARANTINE, FORGIVEN_S, Deaths, Journal, bury, read
+from layerzero.actors.ray_actor import Spec, _folder
 from layerzero.errors import BackendNotAvailableError
 from layerzero.native import NOTING
+from layerzero.settings import Settings
 from tests import children
+from tests.users import NOBODY, needs_root, planted, shared
+
+__all__ = ["shared"]
 
 KILLED = """
 import os, signal, sys
@@ -163,3 +169,89 @@ def test_faults_that_end_a_process(text: str, lost: bool) -> None:
     wrapped.__cause__ = RuntimeError(text)
     assert (lost_device(wrapped) is not None) is lost
     assert os.getpid() > 0
+
+
+# -- other users ----------------------------------------------------------------------------------------
+
+
+@needs_root
+@pytest.mark.parametrize("what", ["folder", "link"])
+def test_another_users_folder_is_refused_and_its_journals_blame_nobody(
+    shared: Path, monkeypatch: pytest.MonkeyPatch, what: str
+) -> None:
+    """Who made the folder first would choose what is overwritten, and which kernels are taken out."""
+    victim = shared / "victim"
+    victim.write_bytes(b"mine")
+    here = shared / f"layerzero-{os.getuid()}"
+    whole = Journal(shared / "own", "gpu-0", "ab12")
+    whole.watched("innocent.op", whole.accuse)()
+    evidence = whole.path.read_bytes()
+
+    def plant() -> None:
+        theirs = here if what == "folder" else shared / "theirs"
+        (theirs / "fleet").mkdir(parents=True)
+        (theirs / "fleet" / "gpu-0.deaths-new").symlink_to(victim)
+        (theirs / "fleet" / "gpu-0.ff.journal").write_bytes(evidence)
+        (theirs / "fleet" / "gpu-0.ff.kernels").write_bytes(b"innocent.op\n")
+        if what == "link":
+            here.symlink_to(theirs)
+
+    planted(shared, plant)
+    monkeypatch.setattr(tempfile, "tempdir", str(shared))
+    spec = Spec(fleet="fleet", name="gpu-0", settings=Settings(), opener="", secret=b"")
+    with pytest.raises(PermissionError, match=str(NOBODY)):
+        _folder(spec)
+    for attempt in (
+        lambda: bury(here / "fleet", "gpu-0"),
+        lambda: Journal(here / "fleet", "gpu-0", "1"),
+        lambda: Deaths(here / "fleet", "gpu-0").add(["a.x"], at=1.0),
+    ):
+        with pytest.raises(PermissionError):
+            attempt()
+    assert victim.read_bytes() == b"mine"
+
+
+def test_a_folder_that_others_can_write_blames_nobody(tmp_path: Path) -> None:
+    """Nor is a journal begun in it."""
+    tmp_path.chmod(0o777)
+    for attempt in (lambda: bury(tmp_path, "gpu-0"), lambda: Journal(tmp_path, "gpu-0", "1")):
+        with pytest.raises(PermissionError, match="writable by nobody else"):
+            attempt()
+
+
+def test_a_file_or_link_at_a_journals_place_is_not_overwritten(tmp_path: Path) -> None:
+    """It is made where nothing stands."""
+    (tmp_path / "mine").write_bytes(b"mine")
+    for name in ("gpu-0.1.journal", "gpu-0.2.kernels"):
+        (tmp_path / name).symlink_to(tmp_path / "mine")
+    for generation in ("1", "2"):
+        with pytest.raises(FileExistsError):
+            Journal(tmp_path, "gpu-0", generation)
+    assert (tmp_path / "mine").read_bytes() == b"mine"
+
+
+@pytest.mark.parametrize("what", ["no text", "a pipe"])
+def test_names_that_cannot_be_read_blame_nobody(tmp_path: Path, what: str) -> None:
+    """The device starts all the same."""
+    journal = Journal(tmp_path, "gpu-0", "ab")
+    journal.watched("a.x", journal.accuse)()
+    journal.accuse()
+    names = tmp_path / "gpu-0.ab.kernels"
+    names.unlink()
+    if what == "no text":
+        names.write_bytes(b"a.x\xff\n")
+    else:
+        os.mkfifo(names)
+    assert bury(tmp_path, "gpu-0") == [] and os.listdir(tmp_path) == []
+
+
+def test_the_last_journal_of_a_folder_takes_it_along(tmp_path: Path) -> None:
+    """No empty folder stays for each fleet that was; deaths that were noted do, and neighbours."""
+    first, second = (Journal(tmp_path / "fleet", name, "1") for name in ("gpu-0", "gpu-1"))
+    first.close()
+    assert (tmp_path / "fleet").is_dir()
+    second.close()
+    assert os.listdir(tmp_path) == []
+    Deaths(tmp_path / "fleet", "gpu-0").add(["a.x"], at=1.0)
+    Journal(tmp_path / "fleet", "gpu-0", "2").close()
+    assert os.listdir(tmp_path / "fleet") == ["gpu-0.deaths"]

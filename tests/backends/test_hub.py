@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import json
 import os
@@ -102,6 +103,52 @@ def test_a_changed_file_is_refused(shelf: Shelf) -> None:
     with pytest.raises(
         BackendNotAvailableError, match=r"build/torch-cpu/__init__\.py is not what was locked"
     ):
+        shelf.load()
+    assert not shelf.ran.exists()  # no line of it
+
+
+@needs_kernels
+def test_what_was_checked_is_what_runs(shelf: Shelf, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Code that is put in place of a file between its check and its import is not looked at."""
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    real = importlib.import_module
+
+    def late(name: str) -> Any:  # the last thing that happens before the repository is imported
+        for file in shelf.folder.rglob("__init__.py"):
+            file.write_text(f"from pathlib import Path; Path({str(tmp_path / 'planted')!r}).touch()")
+        return real(name)
+
+    monkeypatch.setattr(importlib, "import_module", late)
+    module = shelf.hub().load(REPOSITORY)
+    assert shelf.ran.exists() and not (tmp_path / "planted").exists()
+    assert Path(module.__file__).is_relative_to(tmp_path / "cache" / "layerzero" / "hub")
+    assert (tmp_path / "cache" / "layerzero" / "hub").stat().st_mode & 0o077 == 0
+
+
+def test_a_copy_is_made_once_and_anew_where_it_was_changed(
+    shelf: Shelf, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """A later process finds it, and holds it against the lock file before it runs; nothing else is left."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    first = shelf.hub()._copied(REPOSITORY)
+    code = first / "build" / "torch-cpu" / "__init__.py"
+    inode = code.stat().st_ino
+    assert shelf.hub()._copied(REPOSITORY) == first and code.stat().st_ino == inode
+    right = code.read_bytes()
+    code.write_bytes(right + b"#")
+    assert shelf.hub()._copied(REPOSITORY) == first and code.read_bytes() == right
+    assert len(list((tmp_path / "cache" / "layerzero" / "hub").iterdir())) == 1
+
+
+def test_a_cache_that_others_can_write_takes_no_copy(
+    shelf: Shelf, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Nothing runs from a folder in which others can put files."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    (tmp_path / "cache" / "layerzero" / "hub").mkdir(parents=True)
+    (tmp_path / "cache" / "layerzero" / "hub").chmod(0o777)
+    with pytest.raises(BackendNotAvailableError, match=r"no private copy of it can be made.*nobody else"):
         shelf.load()
     assert not shelf.ran.exists()  # no line of it
 

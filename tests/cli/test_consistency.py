@@ -11,13 +11,15 @@ import msgspec
 import pytest
 import torch
 
+from layerzero.api.start import start
 from layerzero.cli import main
-from layerzero.cli.deployment import Answer, Examined, Manifest, check, compare, load
+from layerzero.cli.deployment import Answer, Call, Examined, Manifest, check, compare, examine, load
 from layerzero.cli.pytest_consistency import CHECKS
 from layerzero.errors import ConfigurationError
 from layerzero.settings import Settings
 from tests import children
 from tests.cli.command import Lz
+from tests.kernels import kernel
 
 MANIFEST = """
 version: 1
@@ -37,9 +39,6 @@ def manifest(tmp_path: Path) -> Path:
 @pytest.fixture(scope="module")
 def two() -> tuple[Manifest, dict[str, Any], dict[str, Examined]]:
     """Two devices that agree: this process's, twice."""
-    from layerzero.api.start import start
-    from layerzero.cli.deployment import examine
-
     calls = msgspec.convert([{"op": "rms_norm", "arguments": ["x=4x64:f32"]}], tuple[Any, ...])
     wanted = msgspec.convert({"calls": calls}, Manifest)
 
@@ -97,6 +96,72 @@ def test_each_disagreement_is_found(two: Any) -> None:
     assert found(two, "numerics", answers=(wrong,)).values["b"] == "other"
     nan = Answer(answer.kernel, answer.transforms, answer.digest, answer.output * torch.nan)
     assert found(two, "numerics", answers=(nan,)).values.keys() == {"b"}
+
+
+def test_a_device_is_ready_before_it_answers() -> None:
+    """A kernel that would be loaded behind the first call is loaded before it, and answers."""
+    calls = (Call("rms_norm", ("x=4x64:f32",)),)
+
+    async def look() -> Examined:
+        alone = Settings(device="cpu", perfdb=None, shipped_tables=False)
+        async with start(alone, scoped=True) as runtime:
+            runtime.add_kernel(kernel("late.rms_norm", cold=True))
+            own = runtime.device()
+            own.set_costs(lambda kernel, *_: (1.0 if kernel.id == "late.rms_norm" else 9.0, "a test"))
+            return await examine(calls)
+
+    said = anyio.run(look)
+    assert [answer.kernel for answer in said.answers] == ["late.rms_norm"]
+    assert said.rows.kernel.split(" of ")[0] == "late.rms_norm", said.rows.kernel
+
+
+def test_bits_are_compared_under_one_kernel_alone(two: Any) -> None:
+    """Another kernel on an equal device owes the tolerance, and the report says which was asked of it."""
+    wanted, facts, examined = two
+    (kind,), (about, batched) = compare(*two).numbers, compare(*two).numbers.popitem()[1]
+    assert compare(*two).numbers[kind][batched].startswith("bit for bit, under ")
+    own = examined["b"].rows
+    near = Answer("other.rms_norm", "", "other bits", own.output * (1 + 1e-6))
+    for rows, findings in (
+        (near, []),
+        (Answer(own.kernel, "", "other bits", own.output), ["batched rows"]),
+        (Answer("other.rms_norm", "", "other bits", own.output * 1.1), ["numerics"]),
+    ):
+        other = {**examined, "b": msgspec.structs.replace(examined["b"], rows=rows)}
+        report = compare(wanted, facts, other)
+        assert [finding.check for finding in report.findings] == findings
+        alike = report.numbers[kind][batched].startswith("bit for bit")
+        assert alike == (rows.kernel == own.kernel)
+        assert report.numbers[kind][about].startswith("bit for bit, under ")
+    report = compare(wanted, facts, {**examined, "b": msgspec.structs.replace(examined["b"], rows=near)})
+    assert report.numbers[kind][batched] == f"within tolerance: a ran {own.kernel}; b ran other.rms_norm"
+
+
+@pytest.mark.parametrize(
+    ("promise", "version", "holds"),
+    [
+        ("2.13.0", "2.13.0+cpu", True),
+        ("2.13", "2.13.0+cu130", True),
+        ("2.13.0+cpu", "2.13.0+cpu", True),
+        ("2.13.0+cpu", "2.13.0+cu130", False),
+        ("2.13.0+cpu", "2.13.0", False),
+        ("2.13.0", "2.13.1+cpu", False),
+        ("2.13.0", "2.13.0rc1", False),
+        ("2.13.0rc1", "2.13.0rc1+cpu", True),
+        ("2.13.0", "missing", False),
+        ("git-4f2a", "git-4f2a", True),
+        ("git-4f2a", "git-4f2b", False),
+    ],
+)
+def test_a_promised_version_is_kept_as_pep_440_says(
+    two: Any, promise: str, version: str, holds: bool
+) -> None:
+    """A build of the promised release keeps the promise; another release, or another build, does not."""
+    wanted, facts, examined = two
+    strict = msgspec.structs.replace(wanted, versions={"torch": promise})
+    versions = {"torch": version} if version != "missing" else {}
+    have = {name: msgspec.structs.replace(fact, versions=versions) for name, fact in facts.items()}
+    assert compare(strict, have, examined).ok == holds
 
 
 def test_promised_devices_and_versions_are_checked(two: Any) -> None:

@@ -83,10 +83,10 @@ async def together(runtime: lz.Runtime, shard: Shard, **options: Any) -> dict[st
         step = gang.batched(shard.step)
         if RANK:
             await gang.follow()
-            return {"ran": shard.ran, "plan": gang.plan, "groups": sorted(gang.agreed.kernels)}
-        results = await all_requests(step, list(range(REQUESTS)), named=True)
-        said = {"ran": shard.ran, "plan": gang.plan, "groups": sorted(gang.agreed.kernels)}
-        return {**said, "worst": worst(results, shard)}
+        results = [] if RANK else await all_requests(step, list(range(REQUESTS)), named=True)
+        agreed = {"measured": gang.agreed.measured, "groups": sorted(gang.agreed.kernels)}
+        said = {"ran": shard.ran, "plan": gang.plan, **agreed}
+        return said if RANK else {**said, "worst": worst(results, shard)}
 
 
 async def alone(runtime: lz.Runtime, shard: Shard, order: list[int]) -> dict[str, Any]:
@@ -159,6 +159,31 @@ async def poor(runtime: lz.Runtime, shard: Shard) -> dict[str, Any]:
     return {**said, "alone": alone, "kernels": sorted(shard.kernels)}
 
 
+async def measured(runtime: lz.Runtime, shard: Shard) -> dict[str, Any]:
+    """Estimates say that one planted kernel is the best, each rank's file of measurements another."""
+    for name, launch_us in (("guessed", 0.001), ("timed", 50.0)):
+        runtime.add_kernel(planted(name, launch_us))
+    own = runtime.device("cpu")
+    own.expected()
+    own.refresh()
+    said = await together(runtime, shard)
+    return {**said, "kernels": sorted(shard.kernels)}
+
+
+def planted(name: str, launch_us: float) -> Kernel:
+    """A product that is the reference's, and that estimates price by `launch_us` alone."""
+    reference = ops_table.get("linear").reference
+    return Kernel(
+        id=f"planted.linear.{name}",
+        op="linear",
+        backend="planted",
+        capability=Capability(source="a test", features=frozenset({"bias"})),
+        load=lambda: reference,
+        efficiency=Efficiency(flops=1.0, bandwidth=1.0, launch_us=launch_us, source="a test"),
+        rank=0,
+    )
+
+
 async def trees_together(runtime: lz.Runtime) -> dict[str, Any]:
     """Every rank verifies the trees that rank 0 drafted; what each of them found."""
     async with runtime.gang(epoch=next(EPOCHS), timeout_s=TIMEOUT_S) as gang:
@@ -182,11 +207,14 @@ async def scenario(name: str) -> dict[str, Any]:
     shard = Shard()
     order = list(range(REQUESTS))
     other = order[::-1] if RANK == 1 else order
-    async with lz.start(lz.Settings(inference=True, perfdb=None, memory_headroom=0.0)) as runtime:
+    perfdb = os.environ.get("PLANTED_PERFDB")
+    async with lz.start(lz.Settings(inference=True, perfdb=perfdb, memory_headroom=0.0)) as runtime:
         if name == "trees":
             return await trees_together(runtime)
         if name == "together":
             return await together(runtime, shard)
+        if name == "measured":
+            return await measured(runtime, shard)
         if name == "poor":
             return await poor(runtime, shard)
         if name == "invariant":

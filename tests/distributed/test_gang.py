@@ -12,9 +12,17 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import anyio
+import msgspec
 import pytest
+import torch
 
+from layerzero.hardware import probe
+from layerzero.ops import table as ops_table
+from layerzero.perfdb import Environment, Site
+from layerzero.perfdb.store import PerfDB
 from tests.distributed import forked
+from tests.perfdb.rows import row
 
 SCRIPT = Path(__file__).with_name("ranks.py")
 TIMEOUT_S = 120
@@ -93,6 +101,34 @@ def test_without_manifests_another_order_gives_wrong_sums_and_no_error() -> None
     said = run("alone", among=PLAIN)
     assert [each.get("error") for each in said] == [None, None]
     assert max(each["worst"] for each in said) > 0.1
+
+
+@pytest.mark.parametrize("others", [False, True])
+def test_measurements_that_every_process_holds_choose_for_the_gang(others: bool, tmp_path: Path) -> None:
+    """Two processes with one file of measurements choose by it; where one holds others, both estimate."""
+    files = [tmp_path / "one.sqlite", tmp_path / "other.sqlite"]
+    for path, us in zip(files, (1.0, 2.0), strict=True):
+        anyio.run(measured, path, us)
+    only = {rank: {"PLANTED_PERFDB": str(files[rank if others else 0])} for rank in (0, 1)}
+    ended = forked.run_ranks(2, [str(SCRIPT), "measured"], tmp_path, TIMEOUT_S, only)
+    said = [json.loads(line) for each in ended for line in each.stdout.splitlines()]
+    assert [each.get("error") for each in said] == [None, None], said
+    assert [each["measured"] for each in said] == [not others] * 2
+    kernel = "planted.linear.guessed" if others else "planted.linear.timed"
+    assert [each["kernels"] for each in said] == [[kernel]] * 2
+
+
+async def measured(path: Path, us: float) -> None:
+    """Write measurements of a rank's products: what estimates call the slower kernel takes `us`."""
+    linear = ops_table.get("linear")
+    rows = []
+    for count in range(1, 7):
+        shape = Site.of(linear.check((torch.ones(count, 32), torch.ones(8, 32), None)))
+        for name, median_us in (("timed", us), ("guessed", 900.0)):
+            rows.append(row(f"planted.linear.{name}", median_us, site=shape))
+    one_thread = msgspec.structs.replace(Environment.of(probe("cpu")), threads=1)
+    async with PerfDB(path) as db:
+        await db.add(one_thread, rows)
 
 
 @pytest.mark.parametrize("name", ["reordered", "split"])

@@ -64,14 +64,14 @@ def test_damage_is_set_aside_and_keeps_the_kernel_out(
     store = JsonStore(tmp_path)
     store.save(RECORD)
     path = only_file(tmp_path)
-    for number in (1, 2):
-        path.write_bytes(b"\x00 not json %d" % number)
+    for number, damage in enumerate((b"\x00 not json 1", b"[" * 50_000), 1):
+        path.write_bytes(damage)
         with caplog.at_level(logging.ERROR, "layerzero"):
             (record,) = {r.kernel: r for r in store.load()}.values()
         assert (record.kernel, record.device, record.environment) == ("a.b", "*", "*")
         assert "unreadable" in record.why and "quarantine.set_aside" in caplog.text
         aside = tmp_path / f"{path.name}.damaged-{number}"
-        assert aside.read_bytes() == b"\x00 not json %d" % number
+        assert aside.read_bytes() == damage
         assert [r.kernel for r in JsonStore(tmp_path).load()] == ["a.b"]
     assert (tmp_path / f"{path.name}.damaged-1").read_bytes() == b"\x00 not json 1"
 
@@ -182,3 +182,14 @@ def test_a_record_too_large_is_damage(tmp_path: Path) -> None:
     only_file(tmp_path).write_bytes(b" " * 70_000)
     (record,) = store.load()
     assert (record.kernel, record.device) == ("a.b", "*")
+
+
+def test_records_in_a_folder_that_others_can_write_are_refused(tmp_path: Path) -> None:
+    """Anybody could take a kernel out, or free one; nothing is written there either."""
+    store = JsonStore(tmp_path)
+    store.save(QuarantineRecord(kernel="a.x"))
+    tmp_path.chmod(0o777)
+    with pytest.raises(PermissionError, match="writable by nobody else"):
+        store.load()
+    with pytest.raises(PermissionError):
+        store.save(QuarantineRecord(kernel="b.x"))

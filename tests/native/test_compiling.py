@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,8 @@ import torch
 
 from layerzero.errors import BackendNotAvailableError
 from layerzero.native import HOT, READY, UNAVAILABLE, UNUSED, Hot, compiling
+from layerzero.native.compiling import Library, cache_folder
+from tests.users import NOBODY, needs_root
 
 
 @pytest.fixture
@@ -83,3 +86,28 @@ def test_who_comes_late_is_told_at_once() -> None:
     hot.on_ready(seen.append)
     hot.use(None)
     assert seen == [module, None] and HOT.state in (READY, "off", UNUSED, UNAVAILABLE)
+
+
+@pytest.mark.parametrize("folder", ["layerzero", "layerzero/native"])
+def test_nothing_is_loaded_from_a_folder_that_others_can_write(
+    folder: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Who can put a library there would run code as this user."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    (tmp_path / folder).mkdir(parents=True)
+    (tmp_path / folder).chmod(0o777)
+    with pytest.raises(BackendNotAvailableError, match=r"where code is loaded from.*writable by nobody else"):
+        cache_folder()
+
+
+@needs_root
+def test_another_users_library_is_not_loaded(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Not even out of this user's folder, where it lay before the folder was closed to others."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    library = Library("planted", tmp_path / "planted.cpp", ())
+    (tmp_path / "planted.cpp").touch()
+    target = library.target()
+    target.write_bytes(b"")
+    os.chown(target, NOBODY, NOBODY)
+    with pytest.raises(BackendNotAvailableError, match=f"does not load.*got owner {NOBODY}"):
+        library.get()

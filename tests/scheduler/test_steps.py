@@ -30,8 +30,10 @@ from layerzero.ops import table as ops_table
 from layerzero.policy import EMPTY, Policy, make_rule
 from layerzero.scheduler.manifest import MAX_VALUES, Position, decode, encode, pack, unpack
 from layerzero.scheduler.steps import Steps
+from layerzero.selection.measured import MEASURED, MeasuredCosts, Row
 from tests import children
 from tests.kernels import device, kernel
+from tests.perfdb.rows import row
 
 RMS = ops_table.get("rms_norm")
 
@@ -158,9 +160,19 @@ def test_the_poorest_rank_sets_the_memory_and_groups_keep_their_kernels() -> Non
 
 
 def test_measurements_count_only_where_all_ranks_hold_the_same() -> None:
-    """Ranks with other tables would price, and so choose, differently."""
-    assert common_plan([profile(0), profile(1)], EMPTY, "inference").measured
-    assert not common_plan([profile(0), profile(1, costs="c1")], EMPTY, "inference").measured
+    """Ranks with other tables would price, and so choose, differently; each reads its own copy of them."""
+    ranks = two()
+    for own, us in zip(ranks, (10.0, 10.0), strict=True):
+        own.set_costs(priced(own, us))
+    assert common_plan([profile_of(own, n) for n, own in enumerate(ranks)], EMPTY, "inference").measured
+    ranks[1].set_costs(priced(ranks[1], 11.0))
+    assert not common_plan([profile_of(own, n) for n, own in enumerate(ranks)], EMPTY, "inference").measured
+
+
+def priced(own: LocalDevice, us: float) -> MeasuredCosts:
+    """A cost model out of one measurement."""
+    kernels = {each.id: each for each in own.kernels()}
+    return MeasuredCosts([Row(row("a.rms_norm", us), MEASURED)], kernels, own.hardware)
 
 
 def test_versions_that_differ_are_named_in_training() -> None:
@@ -457,7 +469,14 @@ def test_the_profile_of_a_device_is_the_same_in_every_process(tmp_path: Path) ->
     """Digests depend on no hash seed: sets are sorted before they are hashed."""
     code = (
         "import layerzero as lz; from layerzero.runtime import current; "
-        "from layerzero.actors.gang import profile_of; p = profile_of(current().device('cpu'), 0); "
+        "from layerzero.actors.profiles import profile_of; "
+        "from layerzero.selection.expectations import TABLES; "
+        "from layerzero.perfdb.shipped import read_table; "
+        "from layerzero.selection.measured import MeasuredCosts, Row, SHIPPED; "
+        "own = current().device('cpu'); "
+        "rows = [Row(r, SHIPPED) for r in read_table(TABLES / 'cpu_amd_avx2.json').rows]; "
+        "own.set_costs(MeasuredCosts(rows, {k.id: k for k in own.registry.all()}, own.hardware)); "
+        "p = profile_of(own, 0); assert own.costs.fingerprint('linear'); "
         "print(sorted(p.kernels.items()), p.costs, p.group)"
     )
     # The child has the hash seed that this run drew; a number given to a new interpreter is not that one.

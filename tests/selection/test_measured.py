@@ -60,6 +60,22 @@ def test_what_was_measured_is_expected() -> None:
     assert priced(model, SLOW) == (pytest.approx(99.0), MEASURED)
 
 
+def test_models_of_equal_rows_have_one_fingerprint() -> None:
+    """Two readers of one file price alike; a time, a size, a source or a spread tells them apart."""
+    rows = [row("fast.rms_norm", 12.5), row("slow.rms_norm", 99.0), row("slow.rms_norm", 80.0, at=5)]
+    own = costs(*rows).fingerprint("rms_norm")
+    assert own is not None and own == costs(*rows).fingerprint("rms_norm")
+    others = [
+        costs(row("fast.rms_norm", 12.6), *rows[1:]),
+        costs(row("fast.rms_norm", 12.5, site=site(N=65, C=512)), *rows[1:]),
+        costs(row("fast.rms_norm", 12.5, launch="graph"), *rows[1:]),
+        costs(rows[0], rows[1], row("slow.rms_norm", 80.0, at=5, variance=80.0)),
+        costs(*rows, source=SHIPPED),
+    ]
+    assert own not in {other.fingerprint("rms_norm") for other in others}
+    assert costs(*rows).fingerprint("linear") is None
+
+
 def test_between_sizes_the_neighbours_speak() -> None:
     """Near a measured size the expectation lies between those of its neighbours, marked as near."""
     model = costs(
