@@ -57,12 +57,12 @@ async def counts() -> dict[Any, int]:
     return dict(COUNTS)
 
 
-async def mark(path: str, key: int) -> int:
+async def mark(path: str, key: int, seconds: float = 0.01) -> int:
     """Write the key down in a file, one line an execution, and take a moment."""
     file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
     os.write(file, b"%d\n" % key)
     os.close(file)
-    await asyncio.sleep(0.01)
+    await asyncio.sleep(seconds)
     return key
 
 
