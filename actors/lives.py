@@ -22,8 +22,6 @@ WINDOW_S = 300.0
 FIRST_DELAY_S = 0.1
 MAX_DELAY_S = 10.0
 _REST_S = 10.0
-# Lives that one call may begin in and lose. Two deaths take a kernel out, so that the third may answer.
-MAX_BEGUN = 3
 
 
 class LostLife(Exception):

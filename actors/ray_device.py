@@ -15,7 +15,8 @@ from torch import Tensor
 
 from layerzero.actors import sending
 from layerzero.actors.hosting import Outcome
-from layerzero.actors.lives import MAX_BEGUN, LostLife, health_of
+from layerzero.actors.lives import LostLife, health_of
+from layerzero.actors.losses import MAX_BEGUN
 from layerzero.actors.port import DeviceHealth, DeviceState
 from layerzero.actors.ray_actor import Kind
 from layerzero.actors.sending import opened, payload_of
