@@ -32,6 +32,7 @@ _QUICK_S = 250e-6
 _SPOT_MS = 1  # the finest that poll counts in; select is finer, and costs a fifth of a round trip
 _TURN_S = 1e-3
 _CHUNK = 1 << 16
+_GONE = 0 if sys.platform == "win32" else select.POLLHUP | select.POLLERR | getattr(select, "POLLRDHUP", 0)
 
 Handler = Callable[[Any, "Connection"], Any]
 
@@ -67,6 +68,7 @@ class Connection(asyncio.Protocol):
         self._transport: Any = None
         self._watch: asyncio.TimerHandle | None = None
         self._file = -1
+        self._left = False  # this end wants nothing more of it
         self._poll: Any = None  # tells whether something has come; None where only the transport may read
         self._reading = False
         self._pace = _Pace()
@@ -94,7 +96,7 @@ class Connection(asyncio.Protocol):
         self._file = os.dup(transport.get_extra_info("socket").fileno())
         asyncio.get_running_loop().add_reader(self._file, self._readable)
         self._poll = select.poll()
-        self._poll.register(self._file, select.POLLIN)
+        self._poll.register(self._file, select.POLLIN | _GONE)
 
     def _readable(self) -> None:
         try:
@@ -104,11 +106,22 @@ class Connection(asyncio.Protocol):
         except OSError as error:
             log.debug("channel.broken", peer=self.peer, error=str(error))
             data = b""
-        if data and not self._transport.is_closing():
-            self.data_received(data)
-        else:
+        if not data:
             asyncio.get_running_loop().remove_reader(self._file)
             self._transport.close()
+        elif not self._left:
+            self.data_received(data)
+
+    def _read_rest(self) -> None:
+        """Handle what had come before a write met the end of the socket."""
+        while not self._left:
+            try:
+                data = os.read(self._file, _CHUNK)
+            except OSError:  # nothing more, or broken: the end is known already
+                return
+            if not data:
+                return
+            self.data_received(data)
 
     def data_received(self, data: bytes) -> None:
         self._reading = True
@@ -157,6 +170,7 @@ class Connection(asyncio.Protocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         if self._file >= 0:
+            self._read_rest()
             asyncio.get_running_loop().remove_reader(self._file)
             os.close(self._file)
             self._file, self._poll = -1, None
@@ -229,14 +243,15 @@ class Connection(asyncio.Protocol):
 
     def tell(self, kind: str, body: Any = None) -> None:
         """Send a note; to an ended channel it goes nowhere."""
-        if self._transport is not None and not self._transport.is_closing():
+        if self._transport is not None:
             self._write(Note(kind, body))
 
-    async def flushed(self) -> None:
-        """Wait until what was written has left this process."""
-        # A transport tells nobody when its buffer is empty; it nearly always is.
-        while self._transport.get_write_buffer_size() and not self.closed.is_set():  # noqa: ASYNC110
-            await asyncio.sleep(0.0005)
+    @property
+    def hung_up(self) -> bool:
+        """Whether this machine knows that the other end has gone, read or not; a cut network tells nobody."""
+        if self._transport is None or self._transport.is_closing():
+            return True
+        return self._poll is not None and any(what & _GONE for _, what in self._poll.poll(0))
 
     async def writable(self) -> None:
         """Wait until the other end reads; returns at once for an ended channel."""
@@ -250,11 +265,14 @@ class Connection(asyncio.Protocol):
             self._ended = lambda _: then()
 
     def close(self) -> None:
-        """End the channel."""
+        """End the channel; what has come and was not read is dropped."""
+        self._left = True
         if self._transport is not None:
             self._transport.close()
 
     def _write(self, message: msgspec.Struct) -> None:
+        if self._transport.is_closing():
+            return
         data = encode(message)
         if len(data) > MAX_FRAME:
             raise ValueError(
@@ -333,14 +351,11 @@ class Connection(asyncio.Protocol):
         try:
             value = await result
         except Exception as error:
-            if not self._transport.is_closing():
-                self._write(Answer(ask.number, None, (type(error).__name__, _text(error))))
+            self._write(Answer(ask.number, None, (type(error).__name__, _text(error))))
         else:
             self._reply(ask, value)
 
     def _reply(self, ask: Ask, value: Any) -> None:
-        if self._transport.is_closing():
-            return
         try:
             self._write(Answer(ask.number, value))
         except (TypeError, ValueError) as error:
@@ -357,6 +372,7 @@ class Connection(asyncio.Protocol):
 
     def _refuse(self, what: str) -> None:
         log.warning("channel.refused", peer=self.peer, got=what)
+        self._left = True
         self._buffer.clear()
         self._transport.abort()
 

@@ -15,26 +15,33 @@ from torch import Tensor
 from layerzero import log
 from layerzero.actors.inprocess import LocalPort
 from layerzero.actors.local import LocalDevice
+from layerzero.actors.losses import Losses
 from layerzero.actors.port import DeviceFacts, DeviceHealth, DevicePort, DeviceState
 from layerzero.actors.tensors import RemoteTensor
-from layerzero.errors import DeviceLostError, RuntimeClosedError
+from layerzero.errors import DeadlineExceededError, DeviceLostError, RuntimeClosedError
 from layerzero.ops.checks import need_number
 from layerzero.settings import Settings
 
 On = str | DevicePort | None
+_COMING = (DeviceState.STARTING, DeviceState.RESTARTING, DeviceState.HUNG)  # it will run again, or try to
 
 
 class Fleet:
     """The devices of a runtime by name; `on` takes a name, a device, or None for the least loaded one.
 
-    `leave` is awaited by `close`, after the devices are closed.
+    `leave` is awaited by `close`, after the devices are closed. `patience_s` bounds how long a call waits in
+    all where no device serves.
     """
 
     def __init__(
-        self, devices: Mapping[str, DevicePort], leave: Callable[[], Awaitable[None]] | None = None
+        self,
+        devices: Mapping[str, DevicePort],
+        leave: Callable[[], Awaitable[None]] | None = None,
+        patience_s: float = 60.0,
     ) -> None:
         self.devices = dict(devices)
         self._leave = leave
+        self._patience_s = patience_s
         self._closed = False
 
     def __repr__(self) -> str:
@@ -70,25 +77,61 @@ class Fleet:
             raise ValueError(f"on needs one of {', '.join(map(repr, self.devices))}, got {on!r}")
         return found
 
-    def _least(self, without: frozenset[str] = frozenset()) -> DevicePort:
-        serving = [d for d in self.devices.values() if d.name not in without]
-        running = [d for d in serving if d.state is DeviceState.RUNNING]
-        # None runs: wait with one that will.
-        coming = [d for d in serving if d.state in (DeviceState.RESTARTING, DeviceState.STARTING)]
-        for group in (running, coming):
+    def _running(self) -> list[DevicePort]:
+        return [device for device in self.devices.values() if device.state is DeviceState.RUNNING]
+
+    def _least(self) -> DevicePort:
+        # None runs: one that will says so, and the call waits for the first.
+        coming = [device for device in self.devices.values() if device.state in _COMING]
+        for group in (self._running(), coming):
             if group:
                 return min(group, key=lambda device: device.load)
-        states = ", ".join(f"{d.name} is {d.state.value}" for d in self.devices.values())
-        raise DeviceLostError(f"no device takes calls: {states}", retryable=True)
+        raise DeviceLostError(f"no device takes calls: {self._states}", retryable=True)
 
-    def _others(self, device: DevicePort) -> bool:
-        return any(d is not device and d.state is DeviceState.RUNNING for d in self.devices.values())
+    @property
+    def _states(self) -> str:
+        return ", ".join(f"{d.name} is {d.state.value}" for d in self.devices.values())
 
-    def _next(self, lost: DevicePort, tried: set[str]) -> DevicePort:
-        """Where a call goes on: to a device that was not tried, or with the lost one when that comes back."""
-        if lost.state is DeviceState.RESTARTING and not self._others(lost):
-            return lost
-        return self._least(frozenset(tried))
+    async def _coming(self, patience_s: float, deadline: float | None) -> float:
+        """Wait until some device may serve again; what is left of the patience.
+
+        Raises: DeviceLostError: none came back, or none will. DeadlineExceededError: the deadline has passed.
+        """
+        coming = [device for device in self.devices.values() if device.state in _COMING]
+        if not coming:
+            raise DeviceLostError(f"no device takes calls: {self._states}", retryable=True)
+        now = anyio.current_time()
+        until = now + patience_s if deadline is None else min(now + patience_s, deadline)
+        with anyio.move_on_at(until) as waited:
+            async with anyio.create_task_group() as tasks:
+
+                async def first(device: DevicePort) -> None:
+                    await device.back()
+                    tasks.cancel_scope.cancel()
+
+                for device in coming:
+                    tasks.start_soon(first, device)
+        if not waited.cancelled_caught:
+            return patience_s - (anyio.current_time() - now)
+        if deadline is not None and until == deadline:
+            raise DeadlineExceededError(f"no device came back in time: {self._states}")
+        what = f"no device came back within placement_timeout_s={self._patience_s:g}"
+        raise DeviceLostError(f"{what}: {self._states}", retryable=True)
+
+    async def _moved(self, losses: Losses, error: DeviceLostError, device: DevicePort) -> DevicePort:
+        """Where a call goes on after a loss: to a device that it has not tried, or to the first that serves.
+
+        Raises: DeviceLostError: nowhere. DeadlineExceededError.
+        """
+        losses.add(error, device.name)
+        log.warning("fleet.moved", device=device.name, why=str(error)[:200])
+        try:
+            while not (running := self._running()):
+                losses.patience_s = await self._coming(losses.patience_s, losses.deadline)
+        except DeviceLostError as nowhere:
+            raise (losses.gave_up(nowhere) if losses.begun else nowhere) from error
+        fresh = [each for each in running if each.name not in losses.tried]
+        return min(fresh or running, key=lambda each: each.load)
 
     # -- code ------------------------------------------------------------------------------------
 
@@ -105,7 +148,8 @@ class Fleet:
         """Run `fn(*args, **kwargs)` on a device and return its result; there, `layerzero.*` is local.
 
         A coroutine function runs on the device's event loop, where concurrent calls meet in one lane; a plain
-        function on a thread. Without `on`, a call that has not started moves on when its device is lost.
+        function on a thread. Without `on`, a call that has not started moves on when its device is lost, and
+        so does an `idempotent` one that has; where no device serves it waits `Settings.placement_timeout_s`.
 
         Raises: what `fn` raises. DeviceLostError, DeadlineExceededError, TypeError: see `DevicePort.run`.
             TypeError, ValueError: `fn` is no function, `timeout_s` no number of seconds.
@@ -114,54 +158,42 @@ class Fleet:
             raise TypeError(f"fn needs a function, got {type(fn).__name__}")
         if timeout_s is not None:
             need_number("timeout_s", timeout_s, low=0.0)
-        tried: set[str] = set()
         device = self.device(on)
+        if on is not None:
+            return await device.run(fn, *args, timeout_s=timeout_s, idempotent=idempotent, **kwargs)
+        losses = Losses(idempotent, self._patience_s, timeout_s)
         while True:
             try:
-                return await device.run(
-                    fn,
-                    *args,
-                    timeout_s=timeout_s,
-                    idempotent=idempotent,
-                    wait_for_restart=on is not None or not self._others(device),
-                    **kwargs,
-                )
+                left = losses.left_s
+                return await device.run(fn, *args, timeout_s=left, wait_for_restart=False, **kwargs)
             except DeviceLostError as error:
-                tried.add(device.name)
-                if (
-                    on is not None
-                    or not (error.retryable or idempotent)
-                    or device.state is DeviceState.RUNNING
-                ):
-                    raise
-                log.warning("fleet.moved", device=device.name, why=str(error)[:200])
-                device = self._next(device, tried)
+                device = await self._moved(losses, error, device)
 
     async def stream(
         self, fn: Callable[..., Any], /, *args: Any, on: On = None, resume: bool = False, **kwargs: Any
     ) -> AsyncIterator[Any]:
         """The items that the async generator function `fn` yields on a device; see `DevicePort.stream`.
 
-        With `resume` and without `on`, a stream goes on elsewhere when its device does not come back.
+        With `resume` and without `on`, a stream goes on elsewhere when its device is lost.
         """
-        tried: set[str] = set()
-        so_far: list[Any] = list(kwargs.pop("so_far", ()))
         device = self.device(on)
+        if on is not None:
+            async for item in device.stream(fn, *args, resume=resume, **kwargs):
+                yield item
+            return
+        so_far: list[Any] = list(kwargs.pop("so_far", ())) if resume else []
+        losses = Losses(resume, self._patience_s, None)
         while True:
-            extra = {"so_far": list(so_far)} if so_far else {}
+            named = {**kwargs, "so_far": list(so_far)} if resume else kwargs
             try:
-                wait = on is not None or not self._others(device)
-                items = device.stream(fn, *args, resume=resume, wait_for_restart=wait, **kwargs, **extra)
-                async for item in items:
-                    so_far.append(item)
+                async for item in device.stream(fn, *args, wait_for_restart=False, **named):
+                    if resume:
+                        so_far.append(item)
+                    losses.begun = 0  # it gets on
                     yield item
                 return
             except DeviceLostError as error:
-                tried.add(device.name)
-                if on is not None or not (resume or (error.retryable and not so_far)):
-                    raise
-                log.warning("fleet.moved", device=device.name, why=str(error)[:200])
-                device = self._next(device, tried)
+                device = await self._moved(losses, error, device)
 
     async def prepare(self, fn: Callable[..., Any], /, *args: Any) -> dict[str, Any]:
         """Run `fn(*args)` on every device now, and on each again at the start of its later lives.
@@ -260,4 +292,4 @@ async def open_fleet(settings: Settings, opener: str) -> Fleet:
 
     cluster = join(settings)
     devices = await cluster.place(opener)
-    return Fleet({device.name: device for device in devices}, leave=cluster.leave)
+    return Fleet({d.name: d for d in devices}, cluster.leave, settings.placement_timeout_s)

@@ -105,11 +105,12 @@ class Host:
         self,
         envelope: Envelope,
         work: Callable[[], Awaitable[Any]],
-        announce: Callable[[], Awaitable[None]] | None = None,
+        leave: Callable[[], Awaitable[bool]] | None = None,
     ) -> Outcome:
         """Run `work` unless this request has run or is running; the outcome of its one execution.
 
-        `announce` is awaited before the work begins: whoever must know that it may have effects.
+        `leave` is asked before the work begins: whoever must know that it may have effects. What was refused
+        is over for this life.
         """
         if envelope.generation != self.generation:
             return Outcome("stale", detail=f"generation {envelope.generation} has ended")
@@ -123,7 +124,7 @@ class Host:
                 return Outcome("draining", detail=f"device {self.name!r} is {self.state.value}")
             entry = _Entry()
             self.ledger.enter(envelope.client, envelope.number, entry)
-            task = entry.task = self._loop.create_task(self._execute(entry, envelope, work, announce))
+            task = entry.task = self._loop.create_task(self._execute(entry, envelope, work, leave))
             self._running.add(task)
             task.add_done_callback(self._running.discard)
         assert entry.task is not None
@@ -134,12 +135,12 @@ class Host:
         entry: _Entry,
         envelope: Envelope,
         work: Callable[[], Awaitable[Any]],
-        announce: Callable[[], Awaitable[None]] | None,
+        leave: Callable[[], Awaitable[bool]] | None,
     ) -> Outcome:
         try:
             async with self._limit:
-                if announce is not None:
-                    await announce()
+                if leave is not None and not await leave():
+                    return Outcome("stale", detail="its client has left this life of the device")
                 entry.began = True
                 with anyio.fail_after(envelope.timeout_s):
                     return Outcome("done", await work())

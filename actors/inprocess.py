@@ -88,6 +88,11 @@ class LocalPort:
         """Calls that run or wait."""
         return 0 if self._host_of is None else self._host_of.in_flight
 
+    async def back(self) -> None:
+        """Wait until it has restarted."""
+        if self._back is not None:
+            await asyncio.shield(self._back)
+
     async def run(
         self,
         fn: Callable[..., Any],

@@ -29,7 +29,10 @@ class LostLife(Exception):
 
 
 class RunningLife:
-    """What the client holds for one life: its channel, its request numbers, which requests have begun.
+    """What the client holds for one life: its channel, its request numbers, which requests may have begun.
+
+    A request begins only when the client has said that it may, so one that is not in `started` never ran in
+    this life and never will, whatever became of the network.
 
     `over` is resolved with the reason when the life has ended, after everything that the process had
     written to the channel has been read.
@@ -60,11 +63,14 @@ class RunningLife:
         self._channel = channel
         channel.when_closed(lambda: self.end("its process or its node has gone"))
 
-    def note_started(self, number: int, _: Connection) -> None:
-        """The host has begun a request."""
+    def begin(self, number: int, channel: Connection) -> bool:
+        """Whether the host may begin a request; from here on it may have begun."""
+        if self.over.done() or not self.numbers.waits_for(number) or channel.hung_up:
+            return False
         self.started.add(number)
         if len(self.started) > 2 * self.numbers.open + 256:
             self.started = {n for n in self.started if n >= self.numbers.floor}
+        return True
 
     def note_ended(self, number: int, _: Connection) -> None:
         """The host has sent the answer to a request."""
@@ -165,6 +171,11 @@ class Lifetimes:
 
     def restarted(self) -> None:
         """Note a restart on request."""
+        self.restarts += 1
+
+    def forgive(self) -> None:
+        """Forget every death: somebody wants it to begin anew."""
+        self._deaths.clear()
         self.restarts += 1
 
     @property

@@ -98,6 +98,10 @@ class DevicePort(Protocol):
         """Calls sent and not answered."""
         ...
 
+    async def back(self) -> None:
+        """Wait until it serves again, or never will; returns at once where it does."""
+        ...
+
     async def run(
         self,
         fn: Callable[..., Any],

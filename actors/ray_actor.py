@@ -27,6 +27,7 @@ from layerzero.actors.journal import Deaths, Flight, Journal, bury
 from layerzero.actors.local import LocalDevice
 from layerzero.actors.port import DeviceFacts, DeviceState
 from layerzero.actors.tensors import Cargo, RemoteTensor
+from layerzero.errors import DeviceLostError
 from layerzero.files import own_folder
 from layerzero.native import NOTING
 from layerzero.ops.request import Request
@@ -148,7 +149,7 @@ class DeviceActor:
         outcome = await host.serve(
             envelope,
             lambda: self._work(host, envelope, kind, payload, cargo),
-            lambda: self._announce(envelope),
+            lambda: self._may_begin(envelope),
         )
         packed = _packed(outcome)
         if (connection := self._connection(envelope)) is not None:
@@ -160,12 +161,17 @@ class DeviceActor:
     def _connection(self, envelope: Envelope) -> Connection | None:
         return None if self._listener is None else self._listener.connections.get(envelope.client)
 
-    async def _announce(self, envelope: Envelope) -> None:
-        """Tell the client that the request begins, and see it leave: it is to arrive even if we die now."""
+    async def _may_begin(self, envelope: Envelope) -> bool:
+        """Ask the client whether the request may begin: it may have sent it to another life meanwhile.
+
+        A note would not do. What lies in this machine's buffer has reached nobody, and a cut network keeps it
+        there while the client takes us for dead.
+        """
         connection = self._connection(envelope)
-        if connection is not None:
-            connection.tell("started", envelope.number)
-            await connection.flushed()
+        try:
+            return connection is not None and bool(await connection.ask("begin", envelope.number))
+        except DeviceLostError:
+            return False
 
     async def _work(
         self, host: Host, envelope: Envelope, kind: Kind, payload: bytes, cargo: Cargo | None

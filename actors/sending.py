@@ -38,10 +38,11 @@ class Sender:
     ) -> Outcome:
         """The outcome of one request in one life, sent as often as it takes.
 
-        Ray needs seconds to report a lost message. The channel says at once that a request has begun and
-        that it has ended; a copy is sent where that or the answer does not come soon.
+        Ray needs seconds to report a lost message. The channel says at once that a request begins and that
+        it has ended; a copy is sent where that or the answer does not come soon.
 
-        Raises: LostLife: the life is over. DeadlineExceededError: the deadline has passed.
+        Raises: LostLife: the life is over; another one's answer to a copy says so too, and nothing of the
+            first one, which may have begun. DeadlineExceededError: the deadline has passed.
         """
         loop = asyncio.get_running_loop()
         replies: set[asyncio.Future[Any]] = set()
@@ -62,8 +63,12 @@ class Sender:
                 )
                 for reply in done - {life.over}:
                     replies.discard(reply)
-                    if (outcome := _replied(reply)) is not None:
-                        return outcome
+                    if (outcome := _replied(reply)) is None:
+                        continue
+                    if outcome.status == "stale":
+                        life.end(f"it is over: {outcome.detail}")
+                        break
+                    return outcome
                 if life.over.done():
                     raise LostLife(life.over.result())
                 patience = min(patience * 2, _RESEND_MAX_S)
@@ -124,22 +129,24 @@ def _replied(reply: asyncio.Future[Any]) -> Outcome | None:
     return outcome
 
 
-def lost_call(device: str, lost: LostLife) -> DeviceLostError:
-    """What the caller of a call that had begun is told."""
-    return DeviceLostError(
-        f"device {device!r} was lost while the call ran there ({lost}); it had started, so it may have had "
-        "effects; pass idempotent=True where it may run again",
-        retryable=False,
-    )
+def lost_call(device: str, lost: object, begun: int = 0) -> DeviceLostError:
+    """What the caller of a call that had begun is told; `begun`: lives lost by one that may run again."""
+    what = f"device {device!r} was lost while the call ran there ({lost}); it had started"
+    if begun:
+        what += f" and lost its device {begun} times, so it is not run again"
+    else:
+        what += ", so it may have had effects; pass idempotent=True where it may run again"
+    return DeviceLostError(what, retryable=False)
 
 
-def lost_stream(device: str, lost: LostLife) -> DeviceLostError:
-    """What the consumer of a stream that had begun is told."""
-    return DeviceLostError(
-        f"device {device!r} was lost in the middle of a stream ({lost}); pass resume=True and take so_far "
-        "where it can go on from what was delivered",
-        retryable=False,
-    )
+def lost_stream(device: str, lost: object, begun: int = 0) -> DeviceLostError:
+    """What the consumer of a stream that had begun is told; `begun` as above, since its last item."""
+    what = f"device {device!r} was lost in the middle of a stream ({lost})"
+    if begun:
+        what += f"; it lost its device {begun} times since its last item, so it does not go on"
+    else:
+        what += "; pass resume=True and take so_far where it can go on from what was delivered"
+    return DeviceLostError(what, retryable=False)
 
 
 def lost_tensor(error: Any) -> Exception:

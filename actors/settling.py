@@ -62,6 +62,8 @@ def settle(outcome: Outcome, device: str, *, here: bool = False) -> Any:
         return outcome.value
     if status in ("failed", "lost"):
         error = outcome.value
+        if status == "failed" and isinstance(error, DeviceLostError):
+            error.context = {**error.context, "hosted_on": device}
         if not here and outcome.detail:
             error.add_note(f"raised on device {device!r}:\n{outcome.detail}")
         raise error

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import sys
-from collections.abc import AsyncIterator
+import time
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from layerzero.errors import DeviceLostError
 from layerzero.settings import Settings
 from tests.children import Child
 from tests.clocks import FakeClock
+from tests.waiting import EVERY_S, LIMIT_S
 
 pytestmark = pytest.mark.asyncio
 
@@ -106,7 +108,6 @@ async def test_what_was_written_before_the_end_is_read() -> None:
     async def burst(_: Any, connection: Connection) -> None:
         for i in range(1000):
             connection.tell("item", i)
-        await connection.flushed()
         connection.close()
 
     listener = Listener({"burst": burst}, node="here", host="127.0.0.1", secret=SECRET)
@@ -169,15 +170,17 @@ asyncio.run(main())
 
 
 @asynccontextmanager
-async def served(unix: bool, folder: Path) -> AsyncIterator[tuple[Connection, Child]]:
+async def served(
+    unix: bool, folder: Path, program: str = SERVED, handlers: dict[str, Any] | None = None
+) -> AsyncIterator[tuple[Connection, Child]]:
     """A connection to a listener in another process: only there can an answer come while the asker waits."""
-    child = Child(SERVED, folder=folder)
+    child = Child(program, folder=folder)
     while not (said := child.out.read_text()).endswith("\n"):
         assert child.process.is_alive(), child.err.read_text()
         await asyncio.sleep(0.005)
     path, port = said.split()
     address = Address(path, "127.0.0.1", int(port), "here", SECRET)
-    connection = await connect(address, client="test", node="here" if unix else "there")
+    connection = await connect(address, client="test", node="here" if unix else "there", handlers=handlers)
     try:
         yield connection, child
     finally:
@@ -185,6 +188,66 @@ async def served(unix: bool, folder: Path) -> AsyncIterator[tuple[Connection, Ch
         child.process.terminate()
         await asyncio.to_thread(child.ended)
         await connection.closed.wait()
+
+
+def stand_still_until(condition: Callable[[], bool]) -> None:
+    """Wait while nothing is read: this loop has no turn."""
+    end = time.monotonic() + LIMIT_S
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(EVERY_S)
+
+
+BURST = """
+import asyncio, os
+from layerzero.actors.channel import Listener
+
+async def burst(body, connection):
+    for i in range(100):
+        connection.tell("item", i)
+    os._exit(3)
+
+async def main():
+    listener = Listener({"burst": burst}, node="here", host="127.0.0.1", secret=b"s" * 32)
+    address = await listener.open()
+    print(address.path, address.port, flush=True)
+    await asyncio.Event().wait()
+
+asyncio.run(main())
+"""
+
+
+@pytest.mark.parametrize("unix", [True, False])
+async def test_what_was_written_before_a_death_is_read_after_a_write_met_it(
+    unix: bool, tmp_path: Path
+) -> None:
+    """Who writes to a dead process before reading what it left still gets all of it, and then the end."""
+    got: list[int] = []
+    items = {"item": lambda body, _: got.append(body)}
+    async with served(unix, tmp_path, BURST, items) as (connection, _):
+        connection.tell("burst")
+        stand_still_until(lambda: connection.hung_up)
+        seen: list[int] = []
+        connection.when_closed(lambda: seen.append(len(got)))
+        for _ in range(3):  # over TCP the first one draws the reset, which the next one meets
+            connection.tell("more")
+            stand_still_until(lambda: connection.hung_up)
+        await connection.closed.wait()
+        assert got == list(range(100))
+        assert seen == [100]
+
+
+async def test_a_channel_that_was_closed_here_reads_no_more(tmp_path: Path) -> None:
+    """Who has left a life hears nothing of it."""
+    got: list[int] = []
+    items = {"item": lambda body, _: got.append(body)}
+    async with served(True, tmp_path, BURST, items) as (connection, _):
+        assert not connection.hung_up
+        connection.tell("burst")
+        stand_still_until(lambda: connection.hung_up)
+        connection.close()
+        await connection.closed.wait()
+        assert got == []
 
 
 @pytest.mark.parametrize("unix", [True, False])

@@ -57,12 +57,12 @@ async def counts() -> dict[Any, int]:
     return dict(COUNTS)
 
 
-async def mark(path: str, key: int) -> int:
+async def mark(path: str, key: int, seconds: float = 0.01) -> int:
     """Write the key down in a file, one line an execution, and take a moment."""
     file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
     os.write(file, b"%d\n" % key)
     os.close(file)
-    await asyncio.sleep(0.01)
+    await asyncio.sleep(seconds)
     return key
 
 
@@ -256,6 +256,35 @@ async def decided() -> list[str]:
 
 async def exit_now() -> None:
     os._exit(3)
+
+
+async def poison(path: str, key: int) -> None:
+    """Write the key down, and end the process."""
+    await mark(path, key)
+    os._exit(3)
+
+
+async def poisoned(path: str, so_far: list[int]) -> AsyncIterator[int]:
+    """Items until the third, which ends the process."""
+    await mark(path, len(so_far), 0.0)
+    for i in range(len(so_far), 3):
+        yield i
+    await asyncio.sleep(0.1)
+    os._exit(3)
+
+
+async def faulty_once(path: str) -> int:
+    """A fault of the device at the first time, then how often it ran."""
+    await mark(path, 0, 0.0)
+    ran = os.path.getsize(path) // len("0\n")  # noqa: ASYNC240  a look
+    if ran == 1:
+        await faulty()
+    return ran
+
+
+async def lose_another() -> None:
+    """What code raises that has lost a device of its own."""
+    raise lz.DeviceLostError("a device that this code uses", retryable=True)
 
 
 async def faulty() -> None:

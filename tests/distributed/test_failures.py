@@ -107,6 +107,52 @@ async def test_a_hung_kernel_ends_its_process(ray_cluster: Any) -> None:
             assert (await fleet.run(hosted.norm, 3))[0]
 
 
+@pytest.mark.parametrize("on", [None, "gpu-0"])
+async def test_a_poisoned_call_ends_and_its_device_comes_back(
+    ray_cluster: Any, tmp_path: Path, on: str | None
+) -> None:
+    """An idempotent call that ends its process runs three times and is not retryable; so does a stream.
+
+    A device that has died too often for it is revived by a restart, and serves.
+    """
+    path = tmp_path / "executed"
+    async with opened() as fleet:
+        with pytest.raises(lz.DeviceLostError, match="not run again") as lost:
+            await fleet.run(hosted.poison, str(path), 7, on=on, idempotent=True)
+        assert not lost.value.retryable
+        assert path.read_text().split() == ["7"] * 3
+        assert await fleet.run(hosted.add, 1, on=on) == 2
+        path.unlink()
+        got = []
+        with pytest.raises(lz.DeviceLostError, match=r"times|not run again") as stream:
+            async for item in fleet.stream(hosted.poisoned, str(path), on=on, resume=True):
+                got.append(item)
+        assert not stream.value.retryable
+        assert got == [0, 1, 2]
+        assert 2 <= len(path.read_text().split()) <= 4
+        device = fleet.devices["gpu-0"]
+        while device.state is not DeviceState.DEAD:
+            with pytest.raises(lz.DeviceLostError) as last:
+                await fleet.run(hosted.poison, str(path), 8, on=on, idempotent=True)
+            assert not last.value.retryable or device.state is DeviceState.DEAD
+        await fleet.rolling_restart()
+        assert device.state is DeviceState.RUNNING
+        assert await fleet.run(hosted.add, 1, on=on) == 2
+
+
+@pytest.mark.parametrize("on", [None, "gpu-0"])
+async def test_an_idempotent_call_runs_again_after_a_fault_of_its_device(
+    ray_cluster: Any, tmp_path: Path, on: str | None
+) -> None:
+    """A fault that the process reported is a loss like its death; an error of the code's own is none."""
+    path = tmp_path / "executed"
+    async with opened() as fleet:
+        assert await fleet.run(hosted.faulty_once, str(path), on=on, idempotent=True) == 2
+        with pytest.raises(lz.DeviceLostError, match="that this code uses") as lost:
+            await fleet.run(hosted.lose_another, on=on, idempotent=True)
+        assert lost.value.retryable
+
+
 async def test_pending_placement_is_an_error_that_says_what_is_there(ray_cluster: Any) -> None:
     """Never a silent wait: the message names what was asked, what there is, and the setting."""
     settings = lz.Settings(cluster="auto", cluster_devices=9, device="cpu", placement_timeout_s=1.0)

@@ -96,6 +96,16 @@ async def test_a_lost_node_costs_its_device_alone(nodes: Any, runtime: lz.Runtim
     assert lost.state is DeviceState.RESTARTING
     for seed, tokens in enumerate(await asyncio.gather(*tasks)):
         assert tokens == [t async for t in hosted.tokens(seed, 25)]
+    # A call to whichever device ends too, where the other one takes none.
+    fleet._patience_s = 2.0
+    assert await fleet.drain(LIMIT_S, on=kept)
+    with pytest.raises(
+        lz.DeviceLostError, match="no device came back within placement_timeout_s=2"
+    ) as nowhere:
+        await asyncio.wait_for(fleet.run(hosted.add, 1), LIMIT_S)
+    assert nowhere.value.retryable
+    await fleet.devices[kept].restart()
+    fleet._patience_s = LIMIT_S
     nodes.add_node(num_cpus=2, num_gpus=1, **BARE)
     await until(lambda: lost.state is DeviceState.RUNNING)
     assert await fleet.run(hosted.add, 1, on=name) == 2

@@ -1,0 +1,153 @@
+"""A call that is not idempotent runs once at most: notes that nobody read, cut networks, late copies."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import time
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import pytest_asyncio
+
+import layerzero as lz
+from layerzero.actors.fleet import Fleet
+from layerzero.actors.hosting import Outcome
+from layerzero.actors.port import DeviceState
+from layerzero.actors.ray_device import RayDevice
+from tests.distributed import hosted
+from tests.waiting import LIMIT_S, until
+
+pytestmark = [
+    pytest.mark.ray,
+    pytest.mark.asyncio(loop_scope="module"),
+    pytest.mark.filterwarnings("ignore::ResourceWarning"),
+]
+
+READ_S = 1.0  # what the devices need to begin calls, and to die
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def fleet(ray_cluster: Any) -> AsyncIterator[Fleet]:
+    """One device, which may die as often as the tests want."""
+    settings = lz.Settings(
+        cluster="auto", cluster_devices=1, device="cpu", max_restarts=100, placement_timeout_s=LIMIT_S
+    )
+    async with lz.start(settings) as runtime:
+        yield runtime.fleet
+
+
+def only(fleet: Fleet) -> RayDevice:
+    """The device, as what it is."""
+    device = fleet.devices["gpu-0"]
+    assert isinstance(device, RayDevice)
+    return device
+
+
+def executions(path: Path) -> list[int]:
+    """The keys that were written down, one for each execution."""
+    return sorted(map(int, path.read_text().split())) if path.exists() else []
+
+
+async def settled(calls: list[asyncio.Task[int]]) -> list[int]:
+    """The keys of the calls that were answered; the others were lost after they began.
+
+    A call that was not lost so has an answer: one that had not begun ran in the next life.
+    """
+    answered = []
+    for key, result in enumerate(await asyncio.gather(*calls, return_exceptions=True)):
+        if isinstance(result, lz.DeviceLostError):
+            assert not result.retryable
+        else:
+            assert result == key
+            answered.append(key)
+    return answered
+
+
+async def sent_while_nobody_reads(device: RayDevice, path: Path) -> list[asyncio.Task[int]]:
+    """Calls that are on the device while the loop of their caller stands still."""
+    calls = [asyncio.ensure_future(device.run(hosted.mark, str(path), key, 3.0)) for key in range(8)]
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    stand_still()
+    return calls
+
+
+def stand_still() -> None:
+    """Read nothing of what the devices write."""
+    time.sleep(READ_S)
+
+
+async def test_a_neighbour_that_writes_first_loses_no_note(fleet: Fleet, tmp_path: Path) -> None:
+    """A device is killed, and a cancelled neighbour meets the end of the channel before anybody reads it."""
+    device, path = only(fleet), tmp_path / "executed"
+    neighbour = asyncio.ensure_future(fleet.run(hosted.linger, "neighbour", 600.0))
+
+    async def began() -> bool:
+        return "neighbour began" in await fleet.run(hosted.events)
+
+    await until(began)
+    calls = await sent_while_nobody_reads(device, path)
+    os.kill(device.facts.pid, signal.SIGKILL)
+    stand_still()
+    neighbour.cancel()
+    answered = await settled(calls)
+    ran = executions(path)
+    assert len(set(ran)) == len(ran)
+    assert set(answered) <= set(ran)
+
+
+async def test_a_life_that_is_given_up_takes_no_call_that_it_told_nobody_of(
+    fleet: Fleet, tmp_path: Path
+) -> None:
+    """The watchdog ends a life whose last notes lie unread; what they told of does not run again."""
+    device, path = only(fleet), tmp_path / "executed"
+    assert await device.run(hosted.add, 1) == 2
+    calls = await sent_while_nobody_reads(device, path)
+    assert device._life is not None
+    device._hang(device._life, "gave no sign of life, says a test")
+    answered = await settled(calls)
+    ran = executions(path)
+    assert len(set(ran)) == len(ran)
+    assert set(answered) <= set(ran)
+
+
+class LateAnswers:
+    """An actor whose first answer is lost on the way; that to a copy says that it reached the next life."""
+
+    def __init__(self, actor: Any) -> None:
+        self._actor = actor
+        self.copies = 0
+        self.serve = self
+
+    def remote(self, *request: Any) -> Any:
+        """Carry a request."""
+        answer = asyncio.get_running_loop().create_future()
+        self.copies += 1
+        if self.copies == 1:
+            self.first = self._actor.serve.remote(*request)
+        else:
+            answer.set_result(Outcome("stale", detail="generation 0 has ended"))
+        return answer
+
+
+async def test_a_copy_that_reached_the_next_life_does_not_repeat_what_began_in_the_last(
+    fleet: Fleet, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """ "That life is over", the answer to a copy, says nothing of the first one, which had begun."""
+    device, path = only(fleet), tmp_path / "executed"
+    assert await device.run(hosted.add, 1) == 2
+    monkeypatch.setattr(device, "_actor", LateAnswers(device._actor))
+    call = asyncio.ensure_future(device.run(hosted.mark, str(path), 0))
+    await until(lambda: executions(path))
+    await until(lambda: call.done() or device.state is not DeviceState.RUNNING)
+    monkeypatch.undo()
+    with pytest.raises(lz.DeviceLostError, match="it had started") as lost:
+        await call
+    assert not lost.value.retryable
+    assert executions(path) == [0]
+    os.kill(device.facts.pid, signal.SIGKILL)  # it lives, and its client has left it
+    assert await device.run(hosted.add, 1) == 2
