@@ -17,6 +17,7 @@ from typing import Any, Generic, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
+from torch.utils.weak import WeakIdKeyDictionary
 
 from layerzero import log
 from layerzero.actors.local import LocalDevice
@@ -298,20 +299,29 @@ def _trains(value: Any) -> bool:
     return isinstance(value, Tensor) and value.requires_grad
 
 
-# A function made inside another, and an object that is called, live as long as somebody keeps their wrapping;
-# it holds them, so that this table must not hold it.
-_FUNCTIONS: weakref.WeakKeyDictionary[Any, dict[Hashable, Batched[..., Any]]] = weakref.WeakKeyDictionary()
-_PASSING: weakref.WeakKeyDictionary[Any, weakref.WeakValueDictionary[Hashable, Batched[..., Any]]]
-_PASSING = weakref.WeakKeyDictionary()
+# By identity: equal objects may compute other things. A function made inside another, and an object that is
+# called, live as long as somebody keeps their wrapping; it holds them, so that this table must not hold it.
+_FUNCTIONS: MutableMapping[Any, dict[Hashable, Batched[..., Any]]] = WeakIdKeyDictionary()
+_PASSING: MutableMapping[Any, weakref.WeakValueDictionary[Hashable, Batched[..., Any]]] = (
+    WeakIdKeyDictionary()
+)
 
 
 def _entries(fn: Any, name: str) -> MutableMapping[Hashable, Batched[..., Any]]:
-    """Where the wrappings of `fn` stand."""
-    if isinstance(fn, MethodType):
-        return _FUNCTIONS.setdefault(fn.__self__, {})
-    if isinstance(fn, FunctionType) and "<l" not in name:
-        return _FUNCTIONS.setdefault(fn, {})
-    return _PASSING.setdefault(fn, weakref.WeakValueDictionary())
+    """Where the wrappings of `fn` stand.
+
+    Raises: TypeError: nothing can refer to what `fn` belongs to without keeping it alive.
+    """
+    holder = fn.__self__ if isinstance(fn, MethodType) else fn
+    try:
+        if isinstance(fn, MethodType) or (isinstance(fn, FunctionType) and "<l" not in name):
+            return _FUNCTIONS.setdefault(holder, {})
+        return _PASSING.setdefault(holder, weakref.WeakValueDictionary())
+    except TypeError:
+        raise TypeError(
+            f"fn needs an object with a weak reference (`__weakref__` among its `__slots__`), got {name} of "
+            f"{type(holder).__name__}"
+        ) from None
 
 
 def _every() -> list[Batched[..., Any]]:
@@ -369,10 +379,14 @@ def batched(
     name = getattr(plain, "__qualname__", type(fn).__name__)
     if key is None and "<l" in name:  # <lambda>, <locals>
         raise TypeError(f"fn needs a name that outlives one call, or key=..., got {name}")
-    entry, entries = (key or name, pure), _entries(fn, name)
+    where = torch.device(device) if device is not None else None
+    # A method's own function too: an object may have several of one name, one after another or at once.
+    entry, entries = (
+        (id(plain) if isinstance(fn, MethodType) else 0, key or name, pure, where),
+        _entries(fn, name),
+    )
     found = entries.get(entry)
     if found is None:
-        where = torch.device(device) if device is not None else None
         found = entries[entry] = Batched(fn, pure=pure, name=key or name, device=where)
     return found
 
