@@ -23,7 +23,7 @@ from layerzero import log
 from layerzero.actors.local import LocalDevice
 from layerzero.api.awaiting import Group, away, hurry
 from layerzero.api.calls import LAST, runtime_here
-from layerzero.api.scope import SCOPE
+from layerzero.api.scope import SCOPE, Scope
 from layerzero.native import HOT
 from layerzero.ops.batching import join_rows
 from layerzero.ops.checks import need_choice, need_number
@@ -63,6 +63,7 @@ class Batched(Generic[P, R]):
         self._weights_want = any(map(_trains, _held(fn)))
         self._said_alone = False
         self._groups: dict[Hashable, Group] = {}
+        self._scoped: MutableMapping[Hashable, _Scoped] = weakref.WeakValueDictionary()
         self._kinds: Any = None
         self.adopt(HOT.module)
 
@@ -156,8 +157,12 @@ class Batched(Generic[P, R]):
         if for_weights:
             self._say_alone()
         apart = for_weights or (batching or device.settings.batching) == "off" or _needs_grad(args)
-        group = None if apart else self._group((modes.anywhere, where, kinds))
-        ticket = TICKETS.kind(self, args, group, expected_us, rows, size, priority, None, (modes, None))
+        # Only a call outside of every scope is the function's own: the others' runs enter theirs.
+        scope = SCOPE.get()
+        around = None if scope is None else scope.key
+        group = None if apart else self._group((modes.anywhere, where, kinds, around))
+        op = self if scope is None else self._within(scope, around)
+        ticket = TICKETS.kind(op, args, group, expected_us, rows, size, priority, None, (modes, None))
         if group is not None and batching is None and device.spans is None:
             self._remember(args, device, group, ticket.modes)
         if timeout is not None:
@@ -203,6 +208,13 @@ class Batched(Generic[P, R]):
                 self._groups.clear()  # who waits under the old objects runs apart, nothing worse
                 self.forget()
             found = self._groups[key] = Group((self.name, key))  # a lane keeps it: nothing of the function
+        return found
+
+    def _within(self, scope: Scope, key: Hashable) -> _Scoped:
+        """This function under a scope: one object for all scopes of one key while a lane holds it."""
+        found = self._scoped.get(key)
+        if found is None:
+            found = self._scoped[key] = _Scoped(self, scope)
         return found
 
     def run(self, calls: Sequence[Args]) -> list[Any]:
@@ -259,6 +271,26 @@ class Batched(Generic[P, R]):
 
     def __repr__(self) -> str:
         return f"<batched {self.name}>"
+
+
+class _Scoped:
+    """A batched function for callers inside a scope: its runs, which belong to no caller's context, enter it."""
+
+    __slots__ = ("__weakref__", "_function", "_scope", "name", "pure")
+
+    def __init__(self, function: Batched[..., Any], scope: Scope) -> None:
+        self._function = function
+        self._scope = scope
+        self.name = function.name
+        self.pure = function.pure
+
+    def run(self, calls: Sequence[Args]) -> list[Any]:
+        """Call the function once for all callers, under their policy and in their runtime."""
+        token = SCOPE.set(self._scope)
+        try:
+            return self._function.run(calls)
+        finally:
+            SCOPE.reset(token)
 
 
 def _unbound(fn: Any) -> Any:
