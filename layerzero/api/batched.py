@@ -274,7 +274,7 @@ class Batched(Generic[P, R]):
 
 
 class _Scoped:
-    """A batched function for callers inside a scope: its runs, which belong to no caller's context, enter it."""
+    """A batched function for callers inside a scope: its runs, which are in no caller's context, enter it."""
 
     __slots__ = ("__weakref__", "_function", "_scope", "name", "pure")
 

@@ -64,7 +64,7 @@ void forget_kinds(Kinds* self) {
 Ref front_here(Kinds* self, int& modes) {
   if (self->known->empty()) return Ref();
   modes = modes_here();
-  if (modes < 0) return Ref();
+  if (modes < 0 || forward_level()) return Ref();
   PyObject* scope = nullptr;
   if (PyContextVar_Get(self->scope, nullptr, &scope)) return Ref();
   Ref held(scope);

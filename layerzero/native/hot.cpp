@@ -93,6 +93,7 @@ PyObject* guarded(F&& body) {
 struct Known {
   PyObject *devices, *snapshot, *context, *wake, *call_soon, *on, *empty, *plan, *us_per_row;
   PyObject *running_loop, *thread_id;
+  PyObject *forward, *current_level;  // the names of torch.autograd.forward_ad, and the one that says its level
   PyObject *task, *ended;  // asyncio's class, and a future with a result
 };
 Known known;
@@ -150,6 +151,12 @@ int modes_here() {
   if (at::impl::PythonTorchFunctionTLS::stack_len() != 0) return -1;
   return (c10::GradMode::is_enabled() ? GRAD : 0) | (inference ? INFERENCE : 0) |
          (at::globalContext().deterministicAlgorithms() ? DETERMINISTIC : 0);
+}
+
+// Whether tensors may have tangents: inside a level of forward-mode differentiation, which is the process's.
+bool forward_level() {
+  PyObject* level = PyDict_GetItem(known.forward, known.current_level);
+  return level == nullptr || !PyLong_Check(level) || PyLong_AsLong(level) >= 0;
 }
 
 // Where a tensor lies: a CUDA device's index, or one of these.
@@ -539,6 +546,7 @@ at::Tensor rejoined(const std::vector<c10::TensorImpl*>& pieces) {
 // such a list. NotImplemented unless every operand is plain with one leading axis before `tail` others.
 PyObject* gathered(PyObject* calls, Py_ssize_t position, Py_ssize_t tail, PyObject* counts) {
   const Py_ssize_t size = PyList_GET_SIZE(calls);
+  if (forward_level()) return not_ours();
   return guarded([&]() -> PyObject* {
     std::vector<c10::TensorImpl*> pieces;
     pieces.reserve(size);
@@ -588,7 +596,7 @@ PyObject* gather(PyObject*, PyObject* const* args, Py_ssize_t count) {
 
 // rejoin(tensors): the base, None where they are not its pieces, NotImplemented where it cannot tell.
 PyObject* rejoin(PyObject*, PyObject* list) {
-  if (!PyList_CheckExact(list) || PyList_GET_SIZE(list) == 0) return not_ours();
+  if (!PyList_CheckExact(list) || PyList_GET_SIZE(list) == 0 || forward_level()) return not_ours();
   return guarded([&]() -> PyObject* {
     std::vector<c10::TensorImpl*> pieces;
     for (Py_ssize_t i = 0; i < PyList_GET_SIZE(list); ++i) {
@@ -604,7 +612,7 @@ PyObject* rejoin(PyObject*, PyObject* list) {
 // split(tensor, counts, lift): views of that many rows each, behind one another, with an axis of one in front
 // where `lift`; NotImplemented for no plain tensor.
 PyObject* split(PyObject*, PyObject* const* args, Py_ssize_t count) {
-  if (count != 3 || !PyList_CheckExact(args[1])) return not_ours();
+  if (count != 3 || !PyList_CheckExact(args[1]) || forward_level()) return not_ours();
   c10::TensorImpl* impl = plain(args[0]);
   if (impl == nullptr || impl->dim() == 0 || needs_graph(impl)) return not_ours();
   const int lift = PyObject_IsTrue(args[2]) ? 1 : 0;
@@ -833,7 +841,7 @@ PyObject* found_ticket(Memo* self, PyObject* const* given, Py_ssize_t count) {
   PyObject* args = given[0];
   PyObject* kwargs = given[1];
   const int modes = modes_here();
-  if (modes < 0) return none();
+  if (modes < 0 || forward_level()) return none();
   PyObject* scope = nullptr;
   if (PyContextVar_Get(self->scope, nullptr, &scope)) return nullptr;
   Ref held(scope);
@@ -1089,7 +1097,10 @@ PyMODINIT_FUNC PyInit_layerzero_hot() {
   known.us_per_row = PyUnicode_InternFromString("us_per_row");
   known.empty = PyTuple_New(0);
   Ref events(PyImport_ImportModule("asyncio"));
-  if (!events) return nullptr;
+  Ref forward(PyImport_ImportModule("torch.autograd.forward_ad"));
+  if (!events || !forward) return nullptr;
+  known.forward = Ref::to(PyModule_GetDict(forward.get())).release();
+  known.current_level = PyUnicode_InternFromString("_current_level");
   known.running_loop = PyObject_GetAttrString(events.get(), "get_running_loop");
   known.thread_id = PyUnicode_InternFromString("_thread_id");
   TicketType = reinterpret_cast<PyTypeObject*>(PyType_FromSpec(&ticket_spec));
