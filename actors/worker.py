@@ -7,6 +7,8 @@ import weakref
 from collections.abc import Callable
 from queue import SimpleQueue
 
+import torch
+
 from layerzero import log
 from layerzero.actors.forks import renew_after_fork
 from layerzero.errors import RuntimeClosedError
@@ -33,14 +35,15 @@ class Worker:
 
     def _begin(self) -> None:
         self._lock = threading.Lock()
-        self._queue: SimpleQueue[Job | None] = SimpleQueue()
+        self._queue: SimpleQueue[tuple[Job, int] | None] = SimpleQueue()
         self._thread: threading.Thread | None = None
 
     def submit(self, job: Job) -> None:
-        """Run `job()` on the worker's thread.
+        """Run `job()` on the worker's thread, with as many threads for torch's loops as the calling one has.
 
         Raises: RuntimeClosedError: the worker is closed.
         """
+        threads = torch.get_num_threads()  # a thread's own number: `set_num_threads` reaches no other
         # Under the lock, so that no job lands behind the end mark of a concurrent close.
         with self._lock:
             if self._closed:
@@ -51,7 +54,7 @@ class Worker:
                 )
                 weakref.finalize(self, self._queue.put, None).atexit = False
                 self._thread.start()
-            self._queue.put(job)
+            self._queue.put((job, threads))
 
     @property
     def running(self) -> bool:
@@ -84,10 +87,14 @@ class Worker:
         self._begin()
 
 
-def _work(queue: SimpleQueue[Job | None]) -> None:
+def _work(queue: SimpleQueue[tuple[Job, int] | None]) -> None:
     # Holds the queue, not the worker: a worker that nobody holds can be collected.
-    while (job := queue.get()) is not None:
+    while (queued := queue.get()) is not None:
+        job, threads = queued
+        del queued
         try:
+            if torch.get_num_threads() != threads:
+                torch.set_num_threads(threads)
             job()
         except Exception as error:
             log.error(JOB_FAILED, thread=threading.current_thread().name, error=repr(error))

@@ -25,6 +25,8 @@
 #include <torch/csrc/Dtype.h>
 #include <torch/csrc/autograd/python_variable.h>
 
+#include <pthread.h>
+
 #include <cstdint>
 #include <cstring>
 #include <memory>
@@ -116,10 +118,21 @@ bool know_tasks(PyObject* events) {
   return bool(set);
 }
 
-// The running event loop; `seen` is the last one, which says itself whether it still runs in this thread.
+// How often this process was forked off another: a child's thread has the number of its parent's, and the parent's
+// loop does not run in it.
+int forks = 0;
+
+// A running event loop, and the process that it was seen in.
+struct Loop {
+  Ref loop;
+  int forked = 0;
+};
+
+// The running event loop; `last` is the last one, which says itself whether it still runs in this thread.
 // asyncio's own answer costs a system call. Empty where none runs: Python says what that needs.
-Ref loop_here(Ref& seen) {
-  if (seen) {
+Ref loop_here(Loop& last) {
+  Ref& seen = last.loop;
+  if (seen && last.forked == forks) {
     Ref thread(PyObject_GetAttr(seen.get(), known.thread_id));
     if (thread && PyLong_CheckExact(thread.get()) &&
         PyLong_AsUnsignedLong(thread.get()) == PyThread_get_thread_ident())
@@ -127,8 +140,12 @@ Ref loop_here(Ref& seen) {
     PyErr_Clear();
   }
   Ref loop(PyObject_CallNoArgs(known.running_loop));
-  if (loop) seen = Ref::to(loop.get());
-  else if (PyErr_ExceptionMatches(PyExc_RuntimeError)) PyErr_Clear();
+  if (loop) {
+    seen = Ref::to(loop.get());
+    last.forked = forks;
+  } else if (PyErr_ExceptionMatches(PyExc_RuntimeError)) {
+    PyErr_Clear();
+  }
   return loop;
 }
 
@@ -455,6 +472,10 @@ bool is_task(PyObject* wake) {
 
 // resume(iterator of tickets): wake each in its context; an error leaves the iterator at the next one.
 PyObject* resume(PyObject*, PyObject* tickets) {
+  if (!PyIter_Check(tickets)) {
+    PyErr_Format(PyExc_TypeError, "tickets needs an iterator, got %R", tickets);
+    return nullptr;
+  }
   while (Ref ticket = Ref(PyIter_Next(tickets))) {
     Ref wake, context;
     if (is_ticket(ticket.get())) {
@@ -470,6 +491,10 @@ PyObject* resume(PyObject*, PyObject* tickets) {
       }
     }
     if (!wake || wake.get() == Py_None) continue;
+    if (!context || !PyContext_CheckExact(context.get())) {
+      PyErr_Format(PyExc_TypeError, "a ticket that is waited for needs a context, got %R", ticket.get());
+      return nullptr;
+    }
     if (PyContext_Enter(context.get())) return nullptr;
     Ref done(PyObject_CallOneArg(wake.get(), is_task(wake.get()) ? known.ended : ticket.get()));
     if (!done) {
@@ -586,7 +611,7 @@ PyObject* gather(PyObject*, PyObject* const* args, Py_ssize_t count) {
   if (count != 3 || !PyList_CheckExact(args[0])) return not_ours();
   const Py_ssize_t position = PyLong_AsSsize_t(args[1]), tail = PyLong_AsSsize_t(args[2]);
   if (PyErr_Occurred()) return nullptr;
-  if (PyList_GET_SIZE(args[0]) == 0) return not_ours();
+  if (PyList_GET_SIZE(args[0]) == 0 || position < 0) return not_ours();
   Ref counts(PyList_New(PyList_GET_SIZE(args[0])));
   if (!counts) return nullptr;
   Ref whole(gathered(args[0], position, tail, counts.get()));
@@ -630,7 +655,7 @@ PyObject* split(PyObject*, PyObject* const* args, Py_ssize_t count) {
     int64_t at = 0;
     for (Py_ssize_t i = 0; i < size; ++i) {
       const int64_t take = PyLong_AsLongLong(PyList_GET_ITEM(args[1], i));
-      if (take < 0 || at + take > rows) {
+      if (take < 0 || take > rows - at) {
         if (!PyErr_Occurred()) PyErr_Format(PyExc_ValueError, "counts need to be %lld rows", (long long)rows);
         return nullptr;
       }
@@ -1108,6 +1133,7 @@ PyMODINIT_FUNC PyInit_layerzero_hot() {
   KindsType = reinterpret_cast<PyTypeObject*>(PyType_FromSpec(&kinds_spec));
   CallType = reinterpret_cast<PyTypeObject*>(PyType_FromSpec(&call_spec));
   Ref module(PyModule_Create(&definition));
+  pthread_atfork(nullptr, nullptr, [] { ++forks; });
   if (known.running_loop == nullptr || known.thread_id == nullptr || !know_tasks(events.get()) || TicketType == nullptr || MemoType == nullptr ||
       KindsType == nullptr || CallType == nullptr || !module) return nullptr;
   Py_INCREF(TicketType);
