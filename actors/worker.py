@@ -43,7 +43,7 @@ class Worker:
 
         Raises: RuntimeClosedError: the worker is closed.
         """
-        threads = torch.get_num_threads()  # a thread's own number: `set_num_threads` reaches no other
+        threads = torch.get_num_threads()  # `set_num_threads` reaches one thread
         # Under the lock, so that no job lands behind the end mark of a concurrent close.
         with self._lock:
             if self._closed:

@@ -42,7 +42,7 @@ def test_jobs_run_in_order_on_one_named_daemon_thread() -> None:
 
 
 def test_jobs_have_the_callers_number_of_threads() -> None:
-    """`torch.set_num_threads` reaches a thread that has begun before it, and each job has its own caller's."""
+    """`torch.set_num_threads` reaches a thread that began before it; each job has its own caller's."""
     worker, seen = Worker("worker-threads"), []
     before = torch.get_num_threads()
     try:
