@@ -8,6 +8,8 @@ from collections.abc import Callable
 from functools import partial
 from queue import Empty, SimpleQueue
 
+import torch
+
 from layerzero import log
 from layerzero.actors.ending import join_at_exit
 from layerzero.actors.forks import renew_after_fork
@@ -36,14 +38,15 @@ class Worker:
 
     def _begin(self) -> None:
         self._lock = threading.Lock()
-        self._queue: SimpleQueue[Job | None] = SimpleQueue()
+        self._queue: SimpleQueue[tuple[Job, int] | None] = SimpleQueue()
         self._thread: threading.Thread | None = None
 
     def submit(self, job: Job) -> None:
-        """Run `job()` on the worker's thread.
+        """Run `job()` on the worker's thread, with as many threads for torch's loops as the calling one has.
 
         Raises: RuntimeClosedError: the worker is closed.
         """
+        threads = torch.get_num_threads()  # `set_num_threads` reaches one thread
         # Under the lock, so that no job lands behind the end mark of a concurrent close.
         with self._lock:
             if self._closed:
@@ -55,7 +58,7 @@ class Worker:
                 weakref.finalize(self, self._queue.put, None).atexit = False
                 self._thread.start()
                 join_at_exit(self._thread, partial(_drop, self._queue))
-            self._queue.put(job)
+            self._queue.put((job, threads))
 
     @property
     def running(self) -> bool:
@@ -88,7 +91,7 @@ class Worker:
         self._begin()
 
 
-def _drop(queue: SimpleQueue[Job | None]) -> None:
+def _drop(queue: SimpleQueue[tuple[Job, int] | None]) -> None:
     """Let the thread end behind the job that it runs."""
     try:
         while True:
@@ -97,10 +100,14 @@ def _drop(queue: SimpleQueue[Job | None]) -> None:
         queue.put(None)
 
 
-def _work(queue: SimpleQueue[Job | None]) -> None:
+def _work(queue: SimpleQueue[tuple[Job, int] | None]) -> None:
     # Holds the queue, not the worker: a worker that nobody holds can be collected.
-    while (job := queue.get()) is not None:
+    while (queued := queue.get()) is not None:
+        job, threads = queued
+        del queued
         try:
+            if torch.get_num_threads() != threads:
+                torch.set_num_threads(threads)
             job()
         except Exception as error:
             log.error(JOB_FAILED, thread=threading.current_thread().name, error=repr(error))

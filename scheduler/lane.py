@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import heapq
 import math
+from collections import OrderedDict
 from itertools import islice
 from typing import Any
 
@@ -66,7 +67,8 @@ class Lane:
         self._seq = 0
         self._turn_owed = False
         self._cut_last = False
-        self._backlog: dict[Ticket, None] = {}
+        # A plain dict looks through all that it has lost for its first key.
+        self._backlog: OrderedDict[Ticket, None] = OrderedDict()
         self._urgent: dict[Ticket, None] = {}
         # The heap holds numbers only, so that an ended ticket is not kept alive until its deadline.
         self._deadlines: list[tuple[float, int]] = []
@@ -272,7 +274,8 @@ class Lane:
         else:
             slot.count = 1
             sweep.pending[slot] = None
-            group.busy.append(slot)
+            sweep.arrived.append(slot)
+            group.busy[slot] = None
         ticket.slot = slot
         ticket.state = QUEUED
         priority = ticket.priority
@@ -303,7 +306,7 @@ class Lane:
         slot.count -= 1
         if not slot.count:
             slot.used = self._seq
-            group.busy.remove(slot)
+            del group.busy[slot]
             del self.sweep.pending[slot]
 
     def _unwait(self, ticket: Ticket) -> None:

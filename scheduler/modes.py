@@ -7,6 +7,7 @@ object, which makes comparing and hashing them as cheap as a pointer.
 
 from __future__ import annotations
 
+import sys
 from contextlib import ExitStack
 from typing import Any, Final
 
@@ -214,6 +215,7 @@ def _facts(modes: Modes) -> dict[str, Any]:
 
 _dispatch_modes = torch._C._len_torch_dispatch_stack
 _function_modes = torch._C._len_torch_function_stack
+_forward = sys.modules["torch.autograd.forward_ad"]  # torch has imported it
 _functorch_level = torch._C._functorch.maybe_current_level  # pyright: ignore[reportAttributeAccessIssue]
 
 
@@ -221,10 +223,14 @@ def bars_queueing() -> str | None:
     """What in force here makes a call run at once, on this thread; None where it may queue.
 
     A dispatch or function mode sees every operation of its thread and a functorch transform wraps tensors
-    for its own level; neither may leave the block that entered it. A default device alone bars nothing.
+    for its own level; neither may leave the block that entered it. Tangents of forward-mode differentiation
+    belong to a level too, and no view that a batch is put together from has them. A default device alone bars
+    nothing.
     """
     if _functorch_level() is not None:
         return "a functorch transform"
+    if _forward._current_level >= 0:
+        return "a level of forward-mode differentiation"
     if _dispatch_modes():
         return "a torch dispatch mode"
     if _function_modes():

@@ -33,11 +33,17 @@ STATES: Final = (
 
 
 class Failed:
-    """The outcome of a call that raised; any other object is the call's value."""
+    """The outcome of a call that raised; any other object is the call's value.
+
+    StopIteration becomes a RuntimeError, as in every coroutine: whoever awaits would take it for a result.
+    """
 
     __slots__ = ("context", "error", "traceback")
 
     def __init__(self, error: BaseException) -> None:
+        if isinstance(error, StopIteration):
+            stopped, error = error, RuntimeError(f"the call raised {error!r}")
+            error.__cause__ = stopped
         self.error = error
         # Several callers may raise one error; each begins from where it came from, not from the last caller.
         self.traceback = error.__traceback__

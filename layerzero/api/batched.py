@@ -17,12 +17,13 @@ from typing import Any, Generic, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
+from torch.utils.weak import WeakIdKeyDictionary
 
 from layerzero import log
 from layerzero.actors.local import LocalDevice
 from layerzero.api.awaiting import Group, away, hurry
 from layerzero.api.calls import LAST, runtime_here
-from layerzero.api.scope import SCOPE
+from layerzero.api.scope import SCOPE, Scope
 from layerzero.native import HOT
 from layerzero.ops.batching import join_rows
 from layerzero.ops.checks import need_choice, need_number
@@ -62,6 +63,7 @@ class Batched(Generic[P, R]):
         self._weights_want = any(map(_trains, _held(fn)))
         self._said_alone = False
         self._groups: dict[Hashable, Group] = {}
+        self._scoped: MutableMapping[Hashable, _Scoped] = weakref.WeakValueDictionary()
         self._kinds: Any = None
         self.adopt(HOT.module)
 
@@ -155,8 +157,12 @@ class Batched(Generic[P, R]):
         if for_weights:
             self._say_alone()
         apart = for_weights or (batching or device.settings.batching) == "off" or _needs_grad(args)
-        group = None if apart else self._group((modes.anywhere, where, kinds))
-        ticket = TICKETS.kind(self, args, group, expected_us, rows, size, priority, None, (modes, None))
+        # Only a call outside of every scope is the function's own: the others' runs enter theirs.
+        scope = SCOPE.get()
+        around = None if scope is None else scope.key
+        group = None if apart else self._group((modes.anywhere, where, kinds, around))
+        op = self if scope is None else self._within(scope, around)
+        ticket = TICKETS.kind(op, args, group, expected_us, rows, size, priority, None, (modes, None))
         if group is not None and batching is None and device.spans is None:
             self._remember(args, device, group, ticket.modes)
         if timeout is not None:
@@ -202,6 +208,13 @@ class Batched(Generic[P, R]):
                 self._groups.clear()  # who waits under the old objects runs apart, nothing worse
                 self.forget()
             found = self._groups[key] = Group((self.name, key))  # a lane keeps it: nothing of the function
+        return found
+
+    def _within(self, scope: Scope, key: Hashable) -> _Scoped:
+        """This function under a scope: one object for all scopes of one key while a lane holds it."""
+        found = self._scoped.get(key)
+        if found is None:
+            found = self._scoped[key] = _Scoped(self, scope)
         return found
 
     def run(self, calls: Sequence[Args]) -> list[Any]:
@@ -260,6 +273,26 @@ class Batched(Generic[P, R]):
         return f"<batched {self.name}>"
 
 
+class _Scoped:
+    """A batched function for callers inside a scope: its runs, which are in no caller's context, enter it."""
+
+    __slots__ = ("__weakref__", "_function", "_scope", "name", "pure")
+
+    def __init__(self, function: Batched[..., Any], scope: Scope) -> None:
+        self._function = function
+        self._scope = scope
+        self.name = function.name
+        self.pure = function.pure
+
+    def run(self, calls: Sequence[Args]) -> list[Any]:
+        """Call the function once for all callers, under their policy and in their runtime."""
+        token = SCOPE.set(self._scope)
+        try:
+            return self._function.run(calls)
+        finally:
+            SCOPE.reset(token)
+
+
 def _unbound(fn: Any) -> Any:
     return fn.__func__ if isinstance(fn, MethodType) else fn
 
@@ -298,20 +331,29 @@ def _trains(value: Any) -> bool:
     return isinstance(value, Tensor) and value.requires_grad
 
 
-# A function made inside another, and an object that is called, live as long as somebody keeps their wrapping;
-# it holds them, so that this table must not hold it.
-_FUNCTIONS: weakref.WeakKeyDictionary[Any, dict[Hashable, Batched[..., Any]]] = weakref.WeakKeyDictionary()
-_PASSING: weakref.WeakKeyDictionary[Any, weakref.WeakValueDictionary[Hashable, Batched[..., Any]]]
-_PASSING = weakref.WeakKeyDictionary()
+# By identity: equal objects may compute other things. A function made inside another, and an object that is
+# called, live as long as somebody keeps their wrapping; it holds them, so that this table must not hold it.
+_FUNCTIONS: MutableMapping[Any, dict[Hashable, Batched[..., Any]]] = WeakIdKeyDictionary()
+_PASSING: MutableMapping[Any, weakref.WeakValueDictionary[Hashable, Batched[..., Any]]] = (
+    WeakIdKeyDictionary()
+)
 
 
 def _entries(fn: Any, name: str) -> MutableMapping[Hashable, Batched[..., Any]]:
-    """Where the wrappings of `fn` stand."""
-    if isinstance(fn, MethodType):
-        return _FUNCTIONS.setdefault(fn.__self__, {})
-    if isinstance(fn, FunctionType) and "<l" not in name:
-        return _FUNCTIONS.setdefault(fn, {})
-    return _PASSING.setdefault(fn, weakref.WeakValueDictionary())
+    """Where the wrappings of `fn` stand.
+
+    Raises: TypeError: nothing can refer to what `fn` belongs to without keeping it alive.
+    """
+    holder = fn.__self__ if isinstance(fn, MethodType) else fn
+    try:
+        if isinstance(fn, MethodType) or (isinstance(fn, FunctionType) and "<l" not in name):
+            return _FUNCTIONS.setdefault(holder, {})
+        return _PASSING.setdefault(holder, weakref.WeakValueDictionary())
+    except TypeError:
+        raise TypeError(
+            f"fn needs an object with a weak reference (`__weakref__` among its `__slots__`), got {name} of "
+            f"{type(holder).__name__}"
+        ) from None
 
 
 def _every() -> list[Batched[..., Any]]:
@@ -369,10 +411,14 @@ def batched(
     name = getattr(plain, "__qualname__", type(fn).__name__)
     if key is None and "<l" in name:  # <lambda>, <locals>
         raise TypeError(f"fn needs a name that outlives one call, or key=..., got {name}")
-    entry, entries = (key or name, pure), _entries(fn, name)
+    where = torch.device(device) if device is not None else None
+    # A method's own function too: an object may have several of one name, one after another or at once.
+    entry, entries = (
+        (id(plain) if isinstance(fn, MethodType) else 0, key or name, pure, where),
+        _entries(fn, name),
+    )
     found = entries.get(entry)
     if found is None:
-        where = torch.device(device) if device is not None else None
         found = entries[entry] = Batched(fn, pure=pure, name=key or name, device=where)
     return found
 

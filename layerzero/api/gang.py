@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import inspect
 import os
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Hashable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
@@ -208,6 +208,11 @@ class Agreeing(Scope):
         super().__init__(runtime=runtime)
         self._agreed = snapshot
         self._plan = plan
+
+    @property
+    def key(self) -> Hashable:
+        """Itself: no other step's selections are its own."""
+        return self
 
     def generation(self, device: LocalDevice) -> int:
         """The plan's: a change on one rank alone must not make it capture what no other captures."""

@@ -6,7 +6,9 @@ threads and second loops must all see the one runtime of the process.
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from contextvars import ContextVar
+from weakref import ref
 
 from layerzero.actors.local import LocalDevice
 from layerzero.dispatch import Snapshot
@@ -29,6 +31,11 @@ class Scope:
     def inside(self, policy: Policy) -> Scope:
         """A scope within this one, with more rules."""
         return Scope(merge(self.policy, policy), self.runtime)
+
+    @property
+    def key(self) -> Hashable:
+        """Equal for scopes under which a function computes the same; it keeps no runtime alive."""
+        return self.policy.digest, None if self.runtime is None else ref(self.runtime)
 
     def generation(self, device: LocalDevice) -> int:
         """A number that changes where what was captured in this scope has to be captured anew."""

@@ -55,8 +55,12 @@ class Hot:
     def on_ready(self, adopt: Callable[[Any], None]) -> None:
         """Call `adopt(module)` when the module is there, now if it is; with None when it is put aside."""
         self._adopters.append(adopt)
-        if self.module is not None:
+        if self.module is None:
+            return
+        try:
             adopt(self.module)
+        except Exception as error:
+            self._failed(error)
 
     def start(self) -> None:
         """Load what is compiled; compile in the background what is not. Only the first call does anything."""
@@ -108,12 +112,19 @@ class Hot:
         return self.module
 
     def use(self, module: Any) -> None:
-        """Put a module in use, or with None Python alone; what tests compare the two by."""
+        """Put a module in use, or with None Python alone; what tests compare the two by.
+
+        Raises: what an adopter raises; then Python alone is in use everywhere.
+        """
         self.module = module
         self.state = READY if module is not None else OFF
         self.detail = ""
-        for adopt in self._adopters:
-            adopt(module)
+        try:
+            for adopt in self._adopters:
+                adopt(module)
+        except Exception as error:
+            self._failed(error)
+            raise
 
     @property
     def compiled(self) -> bool:
@@ -141,14 +152,22 @@ class Hot:
         try:
             self.load()
         except Exception as error:
-            self._failed(error)
+            if self.state != UNAVAILABLE:
+                self._failed(error)
         else:
             log.info("native.loaded")
 
     def _failed(self, error: Exception) -> None:
+        """Use Python alone, all of it: nobody keeps a part of a module that the others do not have."""
+        if self.module is not None:
+            self.module = None
+            for adopt in self._adopters:
+                adopt(None)
         self.state = UNAVAILABLE
         self.detail = str(error)
-        log.info("native.unavailable", error=self.detail)
+        # Without a compiler nothing is wrong; everything else is worth a look.
+        told = log.info if isinstance(error, BackendNotAvailableError) else log.warning
+        told("native.unavailable", error=self.detail)
 
 
 _ENDING = threading.Event()

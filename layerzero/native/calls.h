@@ -14,6 +14,7 @@ struct Call {
 };
 
 PyTypeObject* CallType = nullptr;
+constexpr const char* AWAITED_ALREADY = "coroutine is being awaited already";  // as Python says
 
 PyObject* kinds_call(Kinds* self, PyObject* args) {
   if (!PyTuple_CheckExact(args)) {
@@ -131,6 +132,9 @@ PySendResult call_send(Call* self, PyObject* given, PyObject** out) {
   if (self->inner != nullptr) {
     Ref inner = Ref::to(self->inner);
     how = PyIter_Send(inner.get(), given, out);
+  } else if (self->ticket != nullptr && reinterpret_cast<Ticket*>(self->ticket)->state <= RUNNING) {
+    PyErr_SetString(PyExc_RuntimeError, AWAITED_ALREADY);
+    return PYGEN_ERROR;
   } else if (self->ticket != nullptr) {
     Ref ticket(std::exchange(self->ticket, nullptr));
     *out = value_of(self, reinterpret_cast<Ticket*>(ticket.get()));
@@ -168,7 +172,12 @@ PyObject* call_send_method(Call* self, PyObject* given) {
   return stopped(how, value);
 }
 
-PyObject* call_await(Call* self) { return Ref::to(reinterpret_cast<PyObject*>(self)).release(); }
+// Of two that await one call the second is told so, and the first gets its value.
+PyObject* call_await(Call* self) {
+  if (self->ticket == nullptr && self->inner == nullptr) return Ref::to(reinterpret_cast<PyObject*>(self)).release();
+  PyErr_SetString(PyExc_RuntimeError, AWAITED_ALREADY);
+  return nullptr;
+}
 
 // throw(error), or throw(type, value, traceback): raised where it waits. A ticket of its own stays where it is, as
 // under a coroutine of Python's: who cancels has taken it back before.

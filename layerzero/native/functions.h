@@ -12,12 +12,13 @@ struct Kinds {
   PyObject_HEAD
   PyObject *function, *active, *scope;
   PyObject *last, *restore;  // what notes a thread's last plan, and what puts modes back in force
-  Ref* home;                 // devices, device, fronts, and the loop that asked last
+  Ref* home;                 // devices, device, fronts
+  Loop* last_loop;           // the loop that asked last
   std::unordered_map<std::string, Kind, Hash, std::equal_to<>>* known;
 };
 
 PyTypeObject* KindsType = nullptr;
-enum Home { DEVICES, DEVICE, FRONTS, HOMES, LOOP = HOMES };
+enum Home { DEVICES, DEVICE, FRONTS, HOMES };
 
 // The rows and bytes of one call's tensors, where they lie and the key of its kind, as `_seen` finds them; false
 // where Python has to look: subclasses, tensors without rows or with different numbers of them, tensors of several
@@ -54,9 +55,10 @@ bool see(PyObject* args, int modes, Key& key, long long& rows, long long& bytes,
 void forget_kinds(Kinds* self) {
   // What they held dies after both are empty.
   std::unordered_map<std::string, Kind, Hash, std::equal_to<>> known;
-  Ref home[HOMES + 1];
+  Ref home[HOMES], loop;
   std::swap(known, *self->known);
-  for (int i = 0; i <= LOOP; ++i) std::swap(home[i], self->home[i]);
+  for (int i = 0; i < HOMES; ++i) std::swap(home[i], self->home[i]);
+  std::swap(loop, self->last_loop->loop);
 }
 
 // Where a call made here would wait: the front of the running loop, empty where nothing is known of it or a scope
@@ -64,7 +66,7 @@ void forget_kinds(Kinds* self) {
 Ref front_here(Kinds* self, int& modes) {
   if (self->known->empty()) return Ref();
   modes = modes_here();
-  if (modes < 0) return Ref();
+  if (modes < 0 || forward_level()) return Ref();
   PyObject* scope = nullptr;
   if (PyContextVar_Get(self->scope, nullptr, &scope)) return Ref();
   Ref held(scope);
@@ -75,7 +77,7 @@ Ref front_here(Kinds* self, int& modes) {
     forget_kinds(self);
     return Ref();
   }
-  Ref loop = loop_here(self->home[LOOP]);
+  Ref loop = loop_here(*self->last_loop);
   if (!loop) return Ref();
   return Ref::to(PyDict_GetItemWithError(self->home[FRONTS].get(), loop.get()));
 }
@@ -168,7 +170,8 @@ PyObject* kinds_new(PyTypeObject* type, PyObject* given, PyObject*) {
   self->scope = Ref::to(scope).release();
   self->last = Ref::to(last).release();
   self->restore = Ref::to(restore).release();
-  self->home = new Ref[HOMES + 1];
+  self->home = new Ref[HOMES];
+  self->last_loop = new Loop();
   self->known = new std::unordered_map<std::string, Kind, Hash, std::equal_to<>>();
   PyObject_GC_Track(self);
   return reinterpret_cast<PyObject*>(self);
@@ -182,7 +185,8 @@ int kinds_traverse(Kinds* self, visitproc visit, void* arg) {
   Py_VISIT(self->last);
   Py_VISIT(self->restore);
   if (self->known == nullptr) return 0;
-  for (int i = 0; i <= LOOP; ++i) Py_VISIT(self->home[i].get());
+  for (int i = 0; i < HOMES; ++i) Py_VISIT(self->home[i].get());
+  Py_VISIT(self->last_loop->loop.get());
   for (const auto& [key, kind] : *self->known) {
     Py_VISIT(kind.group.get());
     Py_VISIT(kind.modes.get());
@@ -202,6 +206,7 @@ void kinds_dealloc(Kinds* self) {
   PyObject_GC_UnTrack(self);
   delete std::exchange(self->known, nullptr);
   delete[] std::exchange(self->home, nullptr);
+  delete std::exchange(self->last_loop, nullptr);
   Py_CLEAR(self->function);
   Py_CLEAR(self->active);
   Py_CLEAR(self->scope);

@@ -25,6 +25,8 @@
 #include <torch/csrc/Dtype.h>
 #include <torch/csrc/autograd/python_variable.h>
 
+#include <pthread.h>
+
 #include <bit>
 #include <cstdint>
 #include <cstring>
@@ -94,6 +96,7 @@ PyObject* guarded(F&& body) {
 struct Known {
   PyObject *devices, *snapshot, *context, *wake, *call_soon, *on, *empty, *plan, *us_per_row, *call;
   PyObject *running_loop, *thread_id;
+  PyObject *forward, *current_level;  // the names of torch.autograd.forward_ad, and the one that says its level
   PyObject *task, *ended;  // asyncio's class, and a future with a result
 };
 Known known;
@@ -116,10 +119,21 @@ bool know_tasks(PyObject* events) {
   return bool(set);
 }
 
-// The running event loop; `seen` is the last one, which says itself whether it still runs in this thread.
+// How often this process was forked off another: a child's thread has the number of its parent's, and the parent's
+// loop does not run in it.
+int forks = 0;
+
+// A running event loop, and the process that it was seen in.
+struct Loop {
+  Ref loop;
+  int forked = 0;
+};
+
+// The running event loop; `last` is the last one, which says itself whether it still runs in this thread.
 // asyncio's own answer costs a system call. Empty where none runs: Python says what that needs.
-Ref loop_here(Ref& seen) {
-  if (seen) {
+Ref loop_here(Loop& last) {
+  Ref& seen = last.loop;
+  if (seen && last.forked == forks) {
     Ref thread(PyObject_GetAttr(seen.get(), known.thread_id));
     if (thread && PyLong_CheckExact(thread.get()) &&
         PyLong_AsUnsignedLong(thread.get()) == PyThread_get_thread_ident())
@@ -127,8 +141,12 @@ Ref loop_here(Ref& seen) {
     PyErr_Clear();
   }
   Ref loop(PyObject_CallNoArgs(known.running_loop));
-  if (loop) seen = Ref::to(loop.get());
-  else if (PyErr_ExceptionMatches(PyExc_RuntimeError)) PyErr_Clear();
+  if (loop) {
+    seen = Ref::to(loop.get());
+    last.forked = forks;
+  } else if (PyErr_ExceptionMatches(PyExc_RuntimeError)) {
+    PyErr_Clear();
+  }
   return loop;
 }
 
@@ -151,6 +169,12 @@ int modes_here() {
   if (at::impl::PythonTorchFunctionTLS::stack_len() != 0) return -1;
   return (c10::GradMode::is_enabled() ? GRAD : 0) | (inference ? INFERENCE : 0) |
          (at::globalContext().deterministicAlgorithms() ? DETERMINISTIC : 0);
+}
+
+// Whether tensors may have tangents: inside a level of forward-mode differentiation, which is the process's.
+bool forward_level() {
+  PyObject* level = PyDict_GetItem(known.forward, known.current_level);
+  return level == nullptr || !PyLong_Check(level) || PyLong_AsLong(level) >= 0;
 }
 
 // Where a tensor lies: a CUDA device's index, or one of these.
@@ -449,6 +473,10 @@ bool is_task(PyObject* wake) {
 
 // resume(iterator of tickets): wake each in its context; an error leaves the iterator at the next one.
 PyObject* resume(PyObject*, PyObject* tickets) {
+  if (!PyIter_Check(tickets)) {
+    PyErr_Format(PyExc_TypeError, "tickets needs an iterator, got %R", tickets);
+    return nullptr;
+  }
   while (Ref ticket = Ref(PyIter_Next(tickets))) {
     Ref wake, context;
     if (is_ticket(ticket.get())) {
@@ -464,6 +492,10 @@ PyObject* resume(PyObject*, PyObject* tickets) {
       }
     }
     if (!wake || wake.get() == Py_None) continue;
+    if (!context || !PyContext_CheckExact(context.get())) {
+      PyErr_Format(PyExc_TypeError, "a ticket that is waited for needs a context, got %R", ticket.get());
+      return nullptr;
+    }
     if (PyContext_Enter(context.get())) return nullptr;
     Ref done(PyObject_CallOneArg(wake.get(), is_task(wake.get()) ? known.ended : ticket.get()));
     if (!done) {
@@ -540,6 +572,7 @@ at::Tensor rejoined(const std::vector<c10::TensorImpl*>& pieces) {
 // such a list. NotImplemented unless every operand is plain with one leading axis before `tail` others.
 PyObject* gathered(PyObject* calls, Py_ssize_t position, Py_ssize_t tail, PyObject* counts) {
   const Py_ssize_t size = PyList_GET_SIZE(calls);
+  if (forward_level()) return not_ours();
   return guarded([&]() -> PyObject* {
     std::vector<c10::TensorImpl*> pieces;
     pieces.reserve(size);
@@ -579,7 +612,7 @@ PyObject* gather(PyObject*, PyObject* const* args, Py_ssize_t count) {
   if (count != 3 || !PyList_CheckExact(args[0])) return not_ours();
   const Py_ssize_t position = PyLong_AsSsize_t(args[1]), tail = PyLong_AsSsize_t(args[2]);
   if (PyErr_Occurred()) return nullptr;
-  if (PyList_GET_SIZE(args[0]) == 0) return not_ours();
+  if (PyList_GET_SIZE(args[0]) == 0 || position < 0) return not_ours();
   Ref counts(PyList_New(PyList_GET_SIZE(args[0])));
   if (!counts) return nullptr;
   Ref whole(gathered(args[0], position, tail, counts.get()));
@@ -589,7 +622,7 @@ PyObject* gather(PyObject*, PyObject* const* args, Py_ssize_t count) {
 
 // rejoin(tensors): the base, None where they are not its pieces, NotImplemented where it cannot tell.
 PyObject* rejoin(PyObject*, PyObject* list) {
-  if (!PyList_CheckExact(list) || PyList_GET_SIZE(list) == 0) return not_ours();
+  if (!PyList_CheckExact(list) || PyList_GET_SIZE(list) == 0 || forward_level()) return not_ours();
   return guarded([&]() -> PyObject* {
     std::vector<c10::TensorImpl*> pieces;
     for (Py_ssize_t i = 0; i < PyList_GET_SIZE(list); ++i) {
@@ -605,7 +638,7 @@ PyObject* rejoin(PyObject*, PyObject* list) {
 // split(tensor, counts, lift): views of that many rows each, behind one another, with an axis of one in front
 // where `lift`; NotImplemented for no plain tensor.
 PyObject* split(PyObject*, PyObject* const* args, Py_ssize_t count) {
-  if (count != 3 || !PyList_CheckExact(args[1])) return not_ours();
+  if (count != 3 || !PyList_CheckExact(args[1]) || forward_level()) return not_ours();
   c10::TensorImpl* impl = plain(args[0]);
   if (impl == nullptr || impl->dim() == 0 || needs_graph(impl)) return not_ours();
   const int lift = PyObject_IsTrue(args[2]) ? 1 : 0;
@@ -623,7 +656,7 @@ PyObject* split(PyObject*, PyObject* const* args, Py_ssize_t count) {
     int64_t at = 0;
     for (Py_ssize_t i = 0; i < size; ++i) {
       const int64_t take = PyLong_AsLongLong(PyList_GET_ITEM(args[1], i));
-      if (take < 0 || at + take > rows) {
+      if (take < 0 || take > rows - at) {
         if (!PyErr_Occurred()) PyErr_Format(PyExc_ValueError, "counts need to be %lld rows", (long long)rows);
         return nullptr;
       }
@@ -867,7 +900,7 @@ PyObject* found_ticket(Memo* self, PyObject* const* given, Py_ssize_t count) {
   PyObject* args = given[0];
   PyObject* kwargs = given[1];
   const int modes = modes_here();
-  if (modes < 0) return none();
+  if (modes < 0 || forward_level()) return none();
   PyObject* scope = nullptr;
   if (PyContextVar_Get(self->scope, nullptr, &scope)) return nullptr;
   Ref held(scope);
@@ -1111,7 +1144,10 @@ PyMODINIT_FUNC PyInit_layerzero_hot() {
   known.us_per_row = PyUnicode_InternFromString("us_per_row");
   known.empty = PyTuple_New(0);
   Ref events(PyImport_ImportModule("asyncio"));
-  if (!events) return nullptr;
+  Ref forward(PyImport_ImportModule("torch.autograd.forward_ad"));
+  if (!events || !forward) return nullptr;
+  known.forward = Ref::to(PyModule_GetDict(forward.get())).release();
+  known.current_level = PyUnicode_InternFromString("_current_level");
   known.running_loop = PyObject_GetAttrString(events.get(), "get_running_loop");
   known.thread_id = PyUnicode_InternFromString("_thread_id");
   TicketType = reinterpret_cast<PyTypeObject*>(PyType_FromSpec(&ticket_spec));
@@ -1120,6 +1156,7 @@ PyMODINIT_FUNC PyInit_layerzero_hot() {
   KindsType = reinterpret_cast<PyTypeObject*>(PyType_FromSpec(&kinds_spec));
   CallType = reinterpret_cast<PyTypeObject*>(PyType_FromSpec(&call_spec));
   Ref module(PyModule_Create(&definition));
+  pthread_atfork(nullptr, nullptr, [] { ++forks; });
   if (known.running_loop == nullptr || known.thread_id == nullptr || !know_tasks(events.get()) || TicketType == nullptr || MemoType == nullptr ||
       PlansType == nullptr || KindsType == nullptr || CallType == nullptr || !module) return nullptr;
   Py_INCREF(TicketType);

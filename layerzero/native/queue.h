@@ -16,7 +16,7 @@ struct FrontPlaces { Place ahead, alone, ambient_grad, armed, callers, lane, loo
 struct LanePlaces { Place backlog, caps, draining, in_flight, queued, queued_bytes, seq, stats, sweep, turn_owed, urgent; } in_lane;
 struct GroupPlaces { Place busy, bytes, count, lines, slots, tokens; } in_group;
 struct RestPlaces {
-  Place caller_last, caller_slot, caps_bytes, caps_items, slot_count, submitted, sweep_groups, sweep_pending;
+  Place caller_last, caller_slot, caps_bytes, caps_items, slot_count, submitted, sweep_arrived, sweep_groups, sweep_pending;
 } in_rest;
 PyObject* current_task = nullptr;  // asyncio's function
 PyObject* tasks = nullptr;         // the dict that it reads, where it is written in Python
@@ -51,7 +51,7 @@ PyObject* layout(PyObject*, PyObject* given) {
       {caller, "last", in_rest.caller_last}, {caller, "slot", in_rest.caller_slot},
       {caps, "queue_bytes", in_rest.caps_bytes}, {caps, "queue_items", in_rest.caps_items},
       {slot, "count", in_rest.slot_count}, {stats, "submitted", in_rest.submitted},
-      {sweep, "groups", in_rest.sweep_groups}, {sweep, "pending", in_rest.sweep_pending}};
+      {sweep, "arrived", in_rest.sweep_arrived}, {sweep, "groups", in_rest.sweep_groups}, {sweep, "pending", in_rest.sweep_pending}};
   for (const auto& one : wanted)
     if (!find_place(one.type, one.name, one.place)) return nullptr;
   if (current_task == nullptr) {
@@ -116,7 +116,8 @@ bool enqueue(PyObject* lane, Ticket* ticket, PyObject* caller, PyObject* group, 
   put_new(in_rest.caller_slot.of(caller), slot);
   if (number(in_rest.slot_count, slot) == 0 &&
       (PyDict_SetItem(in_rest.sweep_pending.of(sweep), slot, Py_None) ||
-       PyList_Append(in_group.busy.of(group), slot)))
+       PyList_Append(in_rest.sweep_arrived.of(sweep), slot) ||
+       PyDict_SetItem(in_group.busy.of(group), slot, Py_None)))
     return false;
   if (!add(in_rest.slot_count, slot, 1)) return false;
   put_new(ticket->slot, slot);

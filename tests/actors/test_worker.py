@@ -10,6 +10,7 @@ import time
 import weakref
 
 import pytest
+import torch
 
 from layerzero.actors.forks import renew_after_fork
 from layerzero.actors.worker import Worker
@@ -38,6 +39,20 @@ def test_jobs_run_in_order_on_one_named_daemon_thread() -> None:
     assert worker.close(10)
     assert seen == [(index, "worker-order", True) for index in range(100)]
     assert named("worker-order") == [] and not worker.running
+
+
+def test_jobs_have_the_callers_number_of_threads() -> None:
+    """`torch.set_num_threads` reaches a thread that began before it; each job has its own caller's."""
+    worker, seen = Worker("worker-threads"), []
+    before = torch.get_num_threads()
+    try:
+        for number in (2, 1, 3, 1):
+            torch.set_num_threads(number)
+            worker.submit(lambda: seen.append(torch.get_num_threads()))
+    finally:
+        torch.set_num_threads(before)
+    assert worker.close(10)
+    assert seen == [2, 1, 3, 1] and torch.get_num_threads() == before
 
 
 def test_a_closed_worker_takes_nothing() -> None:

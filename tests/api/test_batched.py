@@ -146,3 +146,25 @@ async def test_a_lone_caller_runs_inline_once_the_cost_is_known() -> None:
         submitted = own.device("cpu").fronts.stats().submitted
     assert len(model.runs) == 40
     assert submitted < 40
+
+
+def exhausted(x: torch.Tensor) -> torch.Tensor:
+    if x.shape[0] < 2:
+        return x
+    raise StopIteration("no more")
+
+
+@pytest.mark.asyncio
+async def test_a_function_that_raises_stop_iteration_returns_nothing() -> None:
+    """It is an error like another, for a crowd, for callers of a known kind and for one alone."""
+    call = lz.batched(exhausted)
+    async with lz.start(lz.Settings()):
+        await gather(*(call(torch.ones(1, 4)) for _ in range(3)))
+        await gather(*(call(torch.ones(1, 4)) for _ in range(3)))
+        outs = await gather(*(call(torch.ones(2, 4)) for _ in range(3)))
+        outs += await gather(*(call(torch.ones(2, 4), priority=0) for _ in range(3)))
+        with pytest.raises(RuntimeError, match="raised StopIteration"):
+            await call(torch.ones(2, 4))
+    for out in outs:
+        assert isinstance(out, RuntimeError) and isinstance(out.__cause__, StopIteration), out
+        assert str(out) == "the call raised StopIteration('no more')"

@@ -6,7 +6,9 @@ import asyncio
 import gc
 import weakref
 from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
 from functools import partial
+from types import MethodType
 from typing import Any
 
 import pytest
@@ -148,3 +150,87 @@ def test_a_function_that_nobody_wraps_any_more_is_let_go(kind: str) -> None:
     gone = used()
     asyncio.run(until(let_go))  # the worker's thread may still be leaving the run
     assert gone() is None
+
+
+@dataclass(frozen=True)
+class Scale:
+    """An object that equals every other of its `name`, whatever it multiplies with."""
+
+    name: str
+    factor: torch.Tensor = field(compare=False)
+
+    def step(self, x: torch.Tensor) -> torch.Tensor:
+        return x * self.factor
+
+    __call__ = step
+
+
+class Unhashable(Scale):
+    """The same, where nothing can be looked up by value."""
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+def scaled_by(scale: Scale, x: torch.Tensor) -> torch.Tensor:
+    return scale.step(x)
+
+
+WRAPPED: dict[str, Callable[[Scale], Callable[..., Any]]] = {
+    "method": lambda scale: scale.step,
+    "object": lambda scale: scale,
+    "partial": lambda scale: partial(scaled_by, scale),
+    "call": lambda scale: scale.__call__,
+    "closure": lambda scale: lambda x: scale.step(x),
+}
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("kind", [Scale, Unhashable])
+@pytest.mark.parametrize("wrapped", list(WRAPPED))
+async def test_equal_objects_never_answer_for_each_other(wrapped: str, kind: type[Scale]) -> None:
+    """Two equal objects with other weights are two functions, each with its own callers and numbers."""
+    ones, tens = kind("same", torch.ones(4)), kind("same", torch.full((4,), 10.0))
+    assert ones == tens
+    calls = [lz.batched(WRAPPED[wrapped](scale), key="same") for scale in (ones, tens)]
+    for _ in range(2):  # of a known kind too
+        outs = await asyncio.gather(*(call(torch.ones(1, 4)) for call in calls for _ in range(2)))
+        assert [out[0, 0].item() for out in outs] == [1.0, 1.0, 10.0, 10.0]
+    assert lz.batched(ones.step, key="again") is lz.batched(ones.step, key="again")
+
+
+def doubled(self: Any, x: torch.Tensor) -> torch.Tensor:
+    return x * 2
+
+
+def tripled(self: Any, x: torch.Tensor) -> torch.Tensor:
+    return x * 3
+
+
+@pytest.mark.asyncio
+async def test_a_method_that_was_replaced_is_not_the_old_one() -> None:
+    """The function behind a method's name is a part of what it is, as its device is."""
+    tripled.__qualname__ = doubled.__qualname__
+    owner = Calls()
+    first, second = (lz.batched(MethodType(fn, owner)) for fn in (doubled, tripled))
+    assert (await first(torch.ones(1)), await second(torch.ones(1))) == (
+        torch.full((1,), 2.0),
+        torch.full((1,), 3.0),
+    )
+    assert lz.batched(scaled, device="cpu") is not lz.batched(scaled, device="meta")
+
+
+class Slotted:
+    """An object that nothing can refer to weakly."""
+
+    __slots__ = ()
+
+    def step(self, x: torch.Tensor) -> torch.Tensor:
+        return x
+
+
+def test_an_object_that_cannot_be_let_go_is_named() -> None:
+    """A table that kept it alive would keep its weights too."""
+    with pytest.raises(
+        TypeError, match=r"fn needs an object with a weak reference .* got Slotted.step of Slotted"
+    ):
+        lz.batched(Slotted().step)

@@ -111,3 +111,36 @@ def test_another_users_library_is_not_loaded(monkeypatch: pytest.MonkeyPatch, tm
     os.chown(target, NOBODY, NOBODY)
     with pytest.raises(BackendNotAvailableError, match=f"does not load.*got owner {NOBODY}"):
         library.get()
+
+
+def refuses(module: Any) -> None:
+    """An adopter that finds something missing in the module."""
+    if module is not None:
+        raise AttributeError("no such slot")
+
+
+def test_a_module_that_one_adopter_refuses_is_used_by_nobody(caplog: pytest.LogCaptureFixture) -> None:
+    """Who had taken it up gives it back, the state says why, and a warning does."""
+    seen: list[Any] = []
+    hot = Hot()
+    hot.on_ready(seen.append)
+    hot.on_ready(refuses)
+    hot.on_ready(seen.append)
+    module = object()
+    with pytest.raises(AttributeError, match="no such slot"):
+        hot.use(module)
+    assert (hot.module, hot.state, hot.detail) == (None, UNAVAILABLE, "no such slot")
+    assert seen == [module, None, None]
+    assert [(record.levelname, "no such slot" in record.getMessage()) for record in caplog.records] == [
+        ("WARNING", True)
+    ]
+
+
+def test_a_late_adopter_that_refuses_puts_the_module_aside() -> None:
+    """Also where the module was in use before."""
+    seen: list[Any] = []
+    hot = Hot()
+    hot.on_ready(seen.append)
+    hot.use("module")
+    hot.on_ready(refuses)
+    assert (hot.module, hot.state, seen) == (None, UNAVAILABLE, ["module", None])

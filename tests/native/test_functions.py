@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import os
 import weakref
 from typing import Any
 
@@ -31,6 +32,10 @@ def compiled() -> Any:
         pytest.skip(f"nothing to compile with: {error}")
     finally:
         HOT.use(before)
+
+
+def doubled(x: Tensor) -> Tensor:
+    return x * 2
 
 
 class Model:
@@ -269,3 +274,50 @@ async def test_known_calls_leave_nothing_alive() -> None:
                 break
             await asyncio.sleep(0.01)
         assert given() is None
+
+
+@pytest.mark.asyncio
+async def test_of_two_that_await_one_call_the_second_is_told_so() -> None:
+    """As with a coroutine of Python's: the first gets its value, whoever comes when, and however."""
+    model = Model()
+    with lz.start(lz.Settings(warm="off")):
+        call, x = lz.batched(model.double), torch.ones(1, WIDTH)
+
+        async def awaits(one: Any) -> Any:
+            return await one
+
+        for _ in range(3):  # the first time nothing is known of its kind
+            for first in (awaits, asyncio.create_task):
+                one = call(x, "a")
+                outs = await asyncio.gather(first(one), awaits(one), call(x, "b"), return_exceptions=True)
+                assert outs[0].tolist() == outs[2].tolist() == [[2.0] * WIDTH]
+                assert isinstance(outs[1], RuntimeError) and "awaited already" in str(outs[1])
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="this platform has no fork")
+@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
+def test_a_known_call_finds_the_loop_of_a_forked_child() -> None:
+    """A child forked by a coroutine has its parent's thread number, and loops of its own."""
+    call = lz.batched(doubled)
+
+    async def crowd() -> list[float]:
+        outs: list[float] = []
+        for _ in range(3):
+            outs += [out.item() for out in await asyncio.gather(*(call(torch.ones(1, 1)) for _ in range(3)))]
+        return outs
+
+    async def parent() -> int:
+        assert await crowd() == [2.0] * 9
+        child = os.fork()
+        if child == 0:
+            status = 1
+            try:
+                status = 0 if asyncio.run(asyncio.wait_for(crowd(), 60)) == [2.0] * 9 else 2
+            finally:
+                os._exit(status)
+        assert await crowd() == [2.0] * 9
+        return child
+
+    with lz.start(lz.Settings(warm="off")):
+        child = asyncio.run(parent())
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0

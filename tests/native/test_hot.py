@@ -247,3 +247,45 @@ async def test_wrong_calls_say_what_python_says() -> None:
             await lz.linear(torch.randn(1, 7), WEIGHT)
         with pytest.raises(ValueError, match="priority"):
             await asyncio.gather(*(lz.linear(row, WEIGHT, priority=7) for _ in range(2)))
+
+
+NONSENSE: dict[str, tuple[tuple[Any, ...], type[BaseException] | None]] = {
+    "resume": ((5,), TypeError),
+    "begin": ((5,), None),
+    "land": (([], 5, 5), None),
+    "rejoin": (([5, None],), None),
+    "gather": (([(torch.ones(1, 1),)], -1, 1), None),
+    "split": ((torch.ones(3), [1, 2**63 - 1], False), ValueError),
+    "own": ((5,), None),
+    "columns": (([(), (5,)],), None),
+    "queue": ((5, 5), None),
+    "paired": ((5, 5), None),
+}
+
+
+@pytest.mark.parametrize("name", NONSENSE)
+def test_nonsense_is_left_to_python_or_named(name: str) -> None:
+    """No function of the module follows what is no object of the kind it is for."""
+    given, error = NONSENSE[name]
+    function = getattr(HOT.module, name)
+    call = (
+        function
+        if name in ("land", "gather", "split", "queue", "paired")
+        else lambda *args: function(args[0])
+    )
+    if error is None:
+        assert call(*given) in (None, NotImplemented, False)
+        return
+    with pytest.raises(error):
+        call(*given)
+
+
+def test_a_ticket_without_a_context_is_not_entered() -> None:
+    """What was given a waiter by hand, and nothing to wake it in, is named."""
+    ticket = HOT.module.Ticket("op", ())
+    ticket.wake = print
+    with pytest.raises(TypeError, match="needs a context"):
+        HOT.module.resume(iter([ticket]))
+    ticket.wake, ticket.context = print, 5
+    with pytest.raises(TypeError, match="needs a context"):
+        HOT.module.resume(iter([ticket]))

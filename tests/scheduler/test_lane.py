@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable
+import sys
+from collections import OrderedDict
+from collections.abc import Callable, Hashable
+from types import FrameType
 from typing import Any
 
 import pytest
+from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from layerzero.scheduler.lane import Caps, Lane
+from layerzero.scheduler.sweep import Group, Slot, Sweep
 from layerzero.scheduler.ticket import (
     CANCELLED,
     DETACHED,
@@ -113,21 +118,21 @@ def test_callers_that_began_at_different_places_meet(ahead: int) -> None:
 
 def test_a_place_is_found_between_any_two() -> None:
     """However many slots come to stand behind one, the sweep serves the last to come first."""
-    lane = Lane(Caps(slots=1000))
+    lane = Lane(Caps(slots=2000))
     first = Caller()
     put(lane, call("first", first))
     pick(lane)
     put(lane, call("last", first))
     pick(lane)
-    for number in range(200):  # halving a gap of 1.0 ends after about 50
+    for number in range(700):  # halving a gap ends after 512
         caller = Caller()
         caller.last, caller.slot = lane.sweep.groups["first"], lane.sweep.groups["first"].slots[None]
         put(lane, call(number, caller))
     place = [group.slots[lane.sweep.groups["first"]].place for key, group in lane.sweep.groups.items()
              if isinstance(key, int)]  # fmt: skip
     assert place == sorted(place, reverse=True)
-    assert len(set(place)) == 200
-    assert [pick(lane)[0].group for _ in range(200)] == list(reversed(range(200)))
+    assert len(set(place)) == 700
+    assert [pick(lane)[0].group for _ in range(700)] == list(reversed(range(700)))
 
 
 def test_all_tickets_of_a_group_join_whatever_their_slot() -> None:
@@ -309,6 +314,101 @@ def test_programs_are_remembered_up_to_a_bound() -> None:
     put(lane, *(call(("busy", step)) for step in range(300)))
     assert lane.sweep.size >= 300, "slots with tickets are never forgotten"
     assert sum(len(pick(lane)) for _ in range(300)) == 300
+
+
+def next_by_search(sweep: Sweep, held: set[Group]) -> tuple[Slot | None, int]:
+    """The slot to serve next as a look at every waiting one finds it, and how many rounds end before it."""
+    waiting = sorted((slot for slot in sweep.pending if slot.group not in held), key=lambda slot: slot.place)
+    ahead = [slot for slot in waiting if slot.place > sweep._place]
+    return (ahead or waiting or [None])[0], int(not ahead and bool(waiting))
+
+
+@given(
+    st.lists(
+        st.one_of(
+            st.tuples(st.just("call"), st.integers(0, 5), st.integers(0, 11)),
+            st.tuples(st.just("cancel"), st.integers(0, 40), st.just(0)),
+            st.tuples(st.just("next"), st.integers(0, 12), st.integers(1, 3)),
+        ),
+        max_size=80,
+    ),
+    st.sampled_from([3, 8, 100]),
+)
+def test_the_sweep_finds_what_a_search_of_all_places_finds(
+    steps: list[tuple[str, int, int]], slots: int
+) -> None:
+    """Whatever came, went, was forgotten or is held back."""
+    lane = Lane(Caps(slots=slots))
+    sweep, callers, tickets = lane.sweep, [Caller() for _ in range(6)], []
+    for what, number, more in steps:
+        if what == "call":
+            tickets += put(lane, call(more, callers[number]))
+        elif what == "cancel" and tickets:
+            lane.cancel(tickets[number % len(tickets)])
+        elif what == "next":
+            held = {group for group in sweep.all_groups() if group.key in (number, number + more)}
+            sweep._owed = 0  # as where what was reached is served
+            expected, ended = next_by_search(sweep, held)
+            before = sweep.rounds
+            group = sweep.next_group(held)
+            assert group is (None if expected is None else expected.group)
+            assert sweep.rounds == before + ended
+            if group is not None:
+                assert sweep._serving is expected
+                taken = lane._take(group, None, 0.0)
+                sweep.served(group, len(taken))
+                for ticket in taken:
+                    ticket.state = RUNNING
+
+
+def lines_of(work: Callable[[], None]) -> int:
+    """How many lines of Python `work` runs in the scheduler."""
+    count = 0
+
+    def traced(frame: FrameType, event: str, _: Any) -> Any:
+        nonlocal count
+        if "scheduler" not in frame.f_code.co_filename:
+            return None
+        count += event == "line"
+        return traced
+
+    before = sys.gettrace()
+    sys.settrace(traced)
+    try:
+        work()
+    finally:
+        sys.settrace(before)
+    return count
+
+
+@pytest.mark.parametrize("slots", [128, 1 << 20])
+def test_a_call_costs_the_same_among_few_places_and_among_many(slots: int) -> None:
+    """Rounds of callers of as many kinds, and the cancellation of callers of one kind from as many places."""
+
+    def per_call(places: int) -> float:
+        lane = Lane(Caps(slots=slots))
+        callers = [Caller() for _ in range(places)]
+
+        def work() -> None:
+            for kind in range(3):
+                put(lane, *(call((kind, number), caller) for number, caller in enumerate(callers)))
+                while pick(lane):
+                    pass
+            for ticket in put(lane, *(call("same", caller) for caller in callers)):
+                lane.cancel(ticket)
+
+        return lines_of(work) / places
+
+    assert per_call(2000) < 1.5 * per_call(200)
+
+
+def test_who_waits_for_room_is_found_without_a_search() -> None:
+    """A plain dict walks over every key that it has lost: unseen in a count of lines, so it is named here."""
+    lane = Lane(Caps(queue_items=1))
+    tickets = put(lane, *(call() for _ in range(4)))
+    assert isinstance(lane._backlog, OrderedDict)
+    lane.cancel(tickets[2])
+    assert [pick(lane)[0] for _ in range(3)] == [tickets[0], tickets[1], tickets[3]]
 
 
 def test_statistics_count_sizes_and_waits() -> None:

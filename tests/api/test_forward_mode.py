@@ -1,0 +1,54 @@
+"""Tangents of forward-mode differentiation survive an await: such a call shares no run."""
+
+from __future__ import annotations
+
+import asyncio
+import warnings
+from collections.abc import Awaitable, Callable
+
+import pytest
+import torch
+import torch.autograd.forward_ad as forward
+from torch import Tensor
+
+import layerzero as lz
+from tests.native.twins import both_paths as both_paths
+
+WEIGHT = torch.randn(8, 8)
+
+
+def tripled(x: Tensor) -> Tensor:
+    return x * 3
+
+
+CALLS: dict[str, tuple[Callable[[Tensor], Awaitable[Tensor]], Callable[[Tensor], Tensor]]] = {
+    "op": (lambda x: lz.linear(x, WEIGHT), lambda x: x @ WEIGHT.mT),
+    "function": (lz.batched(tripled), tripled),
+}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def derivatives() -> None:
+    """Import what torch imports at its first tangent, which a loop's thread should not wait for."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # torch's own
+        with forward.dual_level():
+            tripled(forward.make_dual(torch.ones(1), torch.ones(1)))
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("name", CALLS)
+async def test_tangents_come_back(name: str) -> None:
+    """Of every caller of a crowd, of a kind of call that is known from before, and of one caller alone."""
+    call, expected = CALLS[name]
+    plain = [torch.randn(1, 8) for _ in range(4)]
+    await asyncio.gather(*map(call, plain))
+    await asyncio.gather(*map(call, plain))
+    with forward.dual_level():
+        duals = [forward.make_dual(x, torch.randn(1, 8)) for x in plain]
+        outs = [*await asyncio.gather(*map(call, duals)), await call(duals[0])]
+        for dual, out in zip([*duals, duals[0]], outs, strict=True):
+            tangent = forward.unpack_dual(out).tangent
+            assert tangent is not None
+            torch.testing.assert_close(tangent, expected(forward.unpack_dual(dual).tangent))
+    await asyncio.gather(*map(call, plain))
