@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Container, Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from layerzero.ops import checks
-from layerzero.ops.batching import identity, join_rows
+from layerzero.ops.batching import Rule, join_rows
 from layerzero.ops.op import NO_SHAPE, Args, Call, Launch, Op, Refused, register
 from layerzero.ops.paged_batching import join_rows_of_any
 from layerzero.ops.paged_checks import LAYOUTS, check_pool, dtypes_of, page_axes, pool_features
@@ -154,7 +154,7 @@ def work(request: Request) -> Work:
 
 
 @dataclass(frozen=True, slots=True)
-class IntoOnePool:
+class IntoOnePool(Rule):
     """Appends to one pool: rows and slots stand behind each other; each caller gets its own slots back."""
 
     @property
@@ -162,14 +162,15 @@ class IntoOnePool:
         """Every token goes to a place of its own."""
         return True
 
-    def group(self, args: Args) -> Hashable | None:
-        """Dtype, device and shape of the rows, the pool's memory, the layout."""
-        k, v, k_pages, v_pages, _, layout = args
-        return k.dtype, k.device, k.shape[1:], v.shape[1:], identity(k_pages), identity(v_pages), layout
+    @property
+    def joined(self) -> Container[int]:
+        """Rows and slots; never the pools."""
+        return (0, 1, 4)
 
-    def shared(self, args: Args) -> tuple[int, ...]:
-        """The pools."""
-        return (2, 3)
+    def alike(self, args: Args) -> Hashable | None:
+        """Dtype, device and shape of the rows."""
+        k, v = args[:2]
+        return k.dtype, k.device, k.shape[1:], v.shape[1:]
 
     def size(self, args: Args) -> tuple[int, int]:
         """Tokens, and the bytes of their keys and values."""

@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Container, Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from layerzero.ops import checks
-from layerzero.ops.batching import join_rows
+from layerzero.ops.batching import Rule, join_rows
 from layerzero.ops.drawing import (
     Count,
     Number,
@@ -262,7 +262,7 @@ def sample_topp_reference(
 
 
 @dataclass(frozen=True, slots=True)
-class SampledRows:
+class SampledRows(Rule):
     """Rows of any callers over one vocabulary: where callers differ, their numbers become (B,) tensors.
 
     `seed` is the position of the seeds, which always become tensors: a row keeps the stream it has alone.
@@ -277,14 +277,15 @@ class SampledRows:
         """Rows do not touch each other."""
         return True
 
-    def group(self, args: Args) -> Hashable | None:
+    @property
+    def joined(self) -> Container[int]:
+        """The logits and every number of the three ops."""
+        return range(6)
+
+    def alike(self, args: Args) -> Hashable | None:
         """Dtype, device and vocabulary."""
         logits: Tensor = args[0]
         return (logits.dtype, logits.device, logits.shape[1])
-
-    def shared(self, args: Args) -> tuple[int, ...]:
-        """No tensor needs to be the same memory."""
-        return ()
 
     def size(self, args: Args) -> tuple[int, int]:
         """Rows and bytes of the logits."""
