@@ -97,14 +97,19 @@ def check(args: Args) -> Request:
     )  # fmt: skip
 
 
-def guard(args: Args) -> None:
-    """Slots that the pool has, none twice; read on the CPU only, where that waits for nothing."""
-    slots: Tensor = args[4]
-    if slots.device.type != "cpu":
-        return
-    places, count = slots.tolist(), places_of(args)
-    if places and (min(places) < 0 or max(places) >= count or len(set(places)) != len(places)):
-        _name_wrong_slot(places, count)
+def guard(args: Args) -> Args:
+    """Slots that the pool has, none twice, as a copy."""
+    k, v, k_pages, v_pages, slots, layout = args
+    count = places_of(args)
+    own: Tensor | None = checks.compiled("places_below", slots, count)
+    if own is None:
+        if not checks.readable(slots):
+            return args
+        own = checks.held(slots)
+        places = own.tolist()
+        if places and (min(places) < 0 or max(places) >= count or len(set(places)) != len(places)):
+            _name_wrong_slot(places, count)
+    return k, v, k_pages, v_pages, own, layout
 
 
 def places_of(args: Args) -> int:

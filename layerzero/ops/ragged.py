@@ -121,10 +121,13 @@ def _check_operands(q: Tensor, k: Tensor, v: Tensor) -> dict[str, int]:
     }  # fmt: skip
 
 
-def guard(args: Args) -> None:
-    """Offsets that fit the rows they count; read on the CPU only."""
-    guard_offsets("cu_seqlens", args[3], args[0].shape[0], "the rows of q")
-    guard_offsets("cu_seqlens_k", args[4], args[1].shape[0], "the rows of k")
+def guard(args: Args) -> Args:
+    """Offsets that fit the rows they count, as copies; one where both are the same."""
+    q, k, v, cu, cu_k, *flags = args
+    offsets = guard_offsets("cu_seqlens", cu, q.shape[0], "the rows of q")
+    if cu_k is cu and q.shape[0] == k.shape[0]:
+        return q, k, v, offsets, offsets, *flags
+    return q, k, v, offsets, guard_offsets("cu_seqlens_k", cu_k, k.shape[0], "the rows of k"), *flags
 
 
 def ragged_attention_reference(

@@ -169,16 +169,21 @@ def _check_tree(args: Args) -> Request:
     return request
 
 
-def _guard(args: Args) -> None:
-    """On the CPU: tokens in the vocabulary, probabilities that are some."""
+def _guard(args: Args) -> Args:
+    """Tokens in the vocabulary, as a copy; probabilities that are some."""
     draft, tokens, target = args[:3]
-    if draft.device.type != "cpu" or not draft.numel():
-        return
+    if not checks.readable(draft) or not checks.readable(tokens) or not checks.readable(target):
+        return args
+    if not draft.shape[0]:
+        return args
+    own = checks.held(tokens)
     start = 0 if not isinstance(args[3], tuple) else 1  # a tree's root was not drafted
-    checks.ids_in_range("draft_tokens", tokens[:, start:], draft.shape[2], "the vocabulary")
+    checks.ids_in_range("draft_tokens", own[:, start:], draft.shape[2], "the vocabulary")
     for name, probs in (("draft_probs", draft), ("target_probs", target)):
-        if not bool((probs >= 0).all()):
+        # The least of some numbers is NaN where any of them is.
+        if probs.numel() and not float(probs.detach().amin()) >= 0:
             raise ValueError(f"{name} needs probabilities of at least 0, got a negative one or NaN")
+    return draft, own, target, *args[3:]
 
 
 # -- references -----------------------------------------------------------------------------------------
