@@ -12,7 +12,7 @@ import torch
 from layerzero.actors.loading import Loading
 from layerzero.actors.memory import Room
 from layerzero.actors.placed import placed
-from layerzero.actors.recovery import Recovery
+from layerzero.actors.recovery import Recovery, blamed
 from layerzero.actors.registry import Registry
 from layerzero.actors.worker import Worker
 from layerzero.clock import Clock, MonotonicClock, Timer
@@ -376,7 +376,8 @@ class LocalDevice:
         """The plan of a selection that every rank of a gang makes: loaded before, watched by nobody."""
         terms.note(op.name, selection.kernel)
         self.counters.add("selections", op=op.name)
-        return Plan(op, self.callable_for(op, selection, selection.kernel), selection, selection.request)
+        call = self._guarded(op, self.callable_for(op, selection, selection.kernel))
+        return Plan(op, call, selection, selection.request)
 
     def _compile(self, op: Op, selection: Selection) -> Plan:
         """The plan of a selection; loads the kernel if it is not, and starts what is chosen when warm."""
@@ -396,7 +397,22 @@ class LocalDevice:
             call = self._recovery.probe(op, kernel.id, call, selection)
         if selection.when_warm is not None and self.settings.warm != "off":
             self._loading.soon(selection.when_warm, selection.request)
-        return Plan(op, call, selection, selection.request)
+        return Plan(op, self._guarded(op, call), selection, selection.request)
+
+    def _guarded(self, op: Op, call: Callable[..., Any]) -> Callable[..., Any]:
+        """`call` behind the op's guard, on the device whose data a guard may look at.
+
+        `.behind` is for arguments that a guard has given.
+        """
+        guard = op.guard
+        if guard is None or self.device.type != "cpu":
+            return call
+
+        def guarded(*args: Any) -> Any:
+            return call(*guard(args))
+
+        guarded.behind = call  # type: ignore[attr-defined]
+        return guarded
 
     # -- running ----------------------------------------------------------------------------------
 
@@ -404,12 +420,15 @@ class LocalDevice:
         """Select for exactly these arguments and run; the way a merged batch runs."""
         return self.launch_planned(op, args, snapshot)[0]
 
-    def launch_planned(self, op: Op, args: Args, snapshot: Snapshot | None = None) -> tuple[Any, Plan]:
-        """`launch`, with the plan that ran."""
+    def launch_planned(
+        self, op: Op, args: Args, snapshot: Snapshot | None = None, *, guarded: bool = False
+    ) -> tuple[Any, Plan]:
+        """`launch`, with the plan that ran; `guarded` says that the op's guard has given the arguments."""
         bits = self.mode()
         plan = self.plan(op, positional(op, args), args, bits, snapshot)
+        call = getattr(plan.call, "behind", plan.call) if guarded else plan.call
         try:
-            return plan.call(*args), plan
+            return call(*args), plan
         except Exception as error:
             return self.recover(plan, args, error, snapshot)
 
@@ -420,6 +439,7 @@ class LocalDevice:
 
         Raises: ValueError: the data was wrong. KernelExecutionError: nobody could answer.
         """
+        args = blamed(plan.op, args, error)
         if snapshot is not None and snapshot.terms is not None:
             self.counters.add("failures", kernel=plan.kernel)
             message = (

@@ -45,8 +45,6 @@ class Recovery:
                 f"{plan.kernel} raised {_short(error)} during a graph capture, which can take no other",
                 kernel=plan.kernel,
             ) from error
-        if op.guard is not None:
-            self._blame_data(op, args, error)
         if not op.pure:
             raise self._failed(
                 plan.kernel, error, f"{op.name} changes its inputs, so no other kernel may repeat it"
@@ -104,13 +102,6 @@ class Recovery:
             raise self._failed(plan.kernel, error, message) from other
         return result, self._note(plan, smallest, error)
 
-    def _blame_data(self, op: Op, args: Args, error: Exception) -> None:
-        assert op.guard is not None
-        try:
-            op.guard(args)
-        except (ValueError, TypeError) as fault:
-            raise fault from error
-
     def _count(self, plan: Plan, broken: str, used: str, error: Exception) -> None:
         device = self._device
         device.counters.add("fallbacks", kernel=broken)
@@ -142,8 +133,6 @@ class Recovery:
         device = self._device
 
         def probing(*args: Any) -> Any:
-            if op.guard is not None:
-                op.guard(args)
             token = device.health.take_probe(kernel_id)
             if token is None:
                 return self._others(op, kernel_id, selection, args)
@@ -159,6 +148,21 @@ class Recovery:
             if other != kernel_id:
                 return self._device.callable_for(op, selection, other)(*args)
         raise KernelExecutionError(f"{kernel_id} rests and no other kernel takes the call", kernel=kernel_id)
+
+
+def blamed(op: Op, args: Args, error: Exception) -> Args:
+    """The arguments as the op's guard gives them, after a call with them raised `error`.
+
+    Raises: ValueError: the data was wrong: what the guard said before the kernel, or what it says now.
+    """
+    if op.guard is None:
+        return args
+    try:
+        return op.guard(args)
+    except ValueError as fault:
+        if type(error) is ValueError and error.args == fault.args:
+            raise error from None
+        raise fault from error
 
 
 def is_out_of_memory(error: BaseException) -> bool:

@@ -113,13 +113,13 @@ class StreamExecutor(BatchExecutor):
 class _Launch:
     """A launch that notes each result with the plan that made it."""
 
-    __slots__ = ("_device", "_guard", "_op", "_snapshot", "launched")
+    __slots__ = ("_device", "_guarded", "_op", "_snapshot", "launched")
 
     def __init__(self, device: LocalDevice, op: Op, snapshot: Snapshot | None) -> None:
         self._device = device
         self._op = op
         self._snapshot = snapshot
-        self._guard = op.guard if op.guard_joined else None
+        self._guarded = not op.guard_joined  # else the calls were, each when it was made
         self.launched: list[tuple[Any, Plan]] = []
 
     @property
@@ -131,9 +131,7 @@ class _Launch:
         return not any(rule.op in ("*", self._op.name) for rule in rules)
 
     def __call__(self, args: Args, op: Op | None = None) -> Any:
-        if self._guard is not None:
-            self._guard(args)
-        result = self._device.launch_planned(op or self._op, args, self._snapshot)
+        result = self._device.launch_planned(op or self._op, args, self._snapshot, guarded=self._guarded)
         self.launched.append(result)
         return result[0]
 

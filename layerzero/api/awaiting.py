@@ -53,8 +53,8 @@ def awaited(op: Op) -> Callable[..., Any]:
         ):
             front.charge(ticket.expected_us)
             return _at_once(ticket.plan, ticket.args, None)
-        if guard is not None and ticket.group is not None:
-            guard(ticket.args)
+        if guard is not None:
+            ticket.args = guard(ticket.args)
         if priority != 1 or timeout is not None:
             hurry(ticket, priority, timeout)
         if not queue.known(front, ticket):
@@ -200,9 +200,9 @@ def _ticket(
     if lane is None:
         lane = plan.lane = _lane_facts(op, args)
     group: Hashable | None = None
+    if op.guard is not None and not op.guard_joined:
+        args = op.guard(args)
     if plan.joins and op.batching is not None and device.batches(op, batching) and _told_by_memory(args):
-        if op.guard is not None and not op.guard_joined:
-            op.guard(args)
         shared = lane.shared
         if shared is None:
             group = _group(op, args, modes.anywhere, snapshot)

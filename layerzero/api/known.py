@@ -125,11 +125,8 @@ class Known:
             return False
         if device.capture() is not modes or ACTIVE.devices.get(device.device) is not device:
             return False
-        op, group = self._op, ticket.group
-        if group is None and op.guard is not None and not op.guard_joined:
-            return False  # its data is looked at before its group is asked for
         remembered: bool = self.memo.remember(
             args, kwargs, full, lane.shared, (ACTIVE.devices, device, device.snapshot, device.fronts.by_loop),
-            plan, group, ticket.modes, lane.tokens, lane.bytes, plan.expected_us,
+            plan, ticket.group, ticket.modes, lane.tokens, lane.bytes, plan.expected_us,
         )  # fmt: skip
         return remembered

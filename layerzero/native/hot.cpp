@@ -5,7 +5,7 @@
 // can change the answer. `Ticket` is the future of one queued call. `rejoin`, `gather` and `split` put rows
 // together and take them apart; `begin`, `land` and `resume` take a whole batch of tickets through its states.
 // `Kinds` (functions.h) is the memo of a batched function, `queue` (queue.h) the way of a known call into its line,
-// `Call` (calls.h) what awaits one.
+// `Call` (calls.h) what awaits one. What an op reads places from is copied while it is checked (indices.h).
 // A function that meets what it does not know returns None or NotImplemented, and Python does the work.
 
 #define PY_SSIZE_T_CLEAN
@@ -27,6 +27,7 @@
 
 #include <pthread.h>
 
+#include <algorithm>
 #include <bit>
 #include <cstdint>
 #include <cstring>
@@ -704,6 +705,8 @@ PyObject* paired(PyObject*, PyObject* const* args, Py_ssize_t count) {
   return made.release();
 }
 
+#include "indices.h"
+
 // -- memo ---------------------------------------------------------------------------------------------
 
 constexpr Py_ssize_t MAX_PARAMETERS = 32;
@@ -1126,6 +1129,14 @@ PyMethodDef functions[] = {
     {"queue", reinterpret_cast<PyCFunction>(reinterpret_cast<void*>(queue)), METH_FASTCALL,
      "Whether the ticket was queued."},
     {"paired", reinterpret_cast<PyCFunction>(reinterpret_cast<void*>(paired)), METH_FASTCALL, "Each value with a plan."},
+    {"ids_below", reinterpret_cast<PyCFunction>(reinterpret_cast<void*>(ids_below)), METH_FASTCALL,
+     "A copy of ids that are in range."},
+    {"offsets_to", reinterpret_cast<PyCFunction>(reinterpret_cast<void*>(offsets_to)), METH_FASTCALL,
+     "A copy of offsets that rise from 0 to an end."},
+    {"places_below", reinterpret_cast<PyCFunction>(reinterpret_cast<void*>(places_below)), METH_FASTCALL,
+     "A copy of places that are in range, none twice."},
+    {"pages_of", reinterpret_cast<PyCFunction>(reinterpret_cast<void*>(pages_of)), METH_FASTCALL,
+     "Copies of a table of pages and of the lengths that it holds."},
     {"modes", modes, METH_NOARGS, "The mask of torch's modes, or -1."},
     {nullptr, nullptr, 0, nullptr}};
 PyModuleDef definition = {PyModuleDef_HEAD_INIT, "layerzero_hot", nullptr, -1, functions, nullptr, nullptr, nullptr, nullptr};

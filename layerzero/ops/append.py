@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Container, Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from layerzero.ops import checks
-from layerzero.ops.batching import identity, join_rows
+from layerzero.ops.batching import Rule, join_rows
 from layerzero.ops.op import NO_SHAPE, Args, Call, Launch, Op, Refused, register
 from layerzero.ops.paged_batching import join_rows_of_any
 from layerzero.ops.paged_checks import LAYOUTS, check_pool, dtypes_of, page_axes, pool_features
@@ -97,14 +97,19 @@ def check(args: Args) -> Request:
     )  # fmt: skip
 
 
-def guard(args: Args) -> None:
-    """Slots that the pool has, none twice; read on the CPU only, where that waits for nothing."""
-    slots: Tensor = args[4]
-    if slots.device.type != "cpu":
-        return
-    places, count = slots.tolist(), places_of(args)
-    if places and (min(places) < 0 or max(places) >= count or len(set(places)) != len(places)):
-        _name_wrong_slot(places, count)
+def guard(args: Args) -> Args:
+    """Slots that the pool has, none twice, as a copy."""
+    k, v, k_pages, v_pages, slots, layout = args
+    count = places_of(args)
+    own: Tensor | None = checks.compiled("places_below", slots, count)
+    if own is None:
+        if not checks.readable(slots):
+            return args
+        own = checks.held(slots)
+        places = own.tolist()
+        if places and (min(places) < 0 or max(places) >= count or len(set(places)) != len(places)):
+            _name_wrong_slot(places, count)
+    return k, v, k_pages, v_pages, own, layout
 
 
 def places_of(args: Args) -> int:
@@ -154,7 +159,7 @@ def work(request: Request) -> Work:
 
 
 @dataclass(frozen=True, slots=True)
-class IntoOnePool:
+class IntoOnePool(Rule):
     """Appends to one pool: rows and slots stand behind each other; each caller gets its own slots back."""
 
     @property
@@ -162,14 +167,15 @@ class IntoOnePool:
         """Every token goes to a place of its own."""
         return True
 
-    def group(self, args: Args) -> Hashable | None:
-        """Dtype, device and shape of the rows, the pool's memory, the layout."""
-        k, v, k_pages, v_pages, _, layout = args
-        return k.dtype, k.device, k.shape[1:], v.shape[1:], identity(k_pages), identity(v_pages), layout
+    @property
+    def joined(self) -> Container[int]:
+        """Rows and slots; never the pools."""
+        return (0, 1, 4)
 
-    def shared(self, args: Args) -> tuple[int, ...]:
-        """The pools."""
-        return (2, 3)
+    def alike(self, args: Args) -> Hashable | None:
+        """Dtype, device and shape of the rows."""
+        k, v = args[:2]
+        return k.dtype, k.device, k.shape[1:], v.shape[1:]
 
     def size(self, args: Args) -> tuple[int, int]:
         """Tokens, and the bytes of their keys and values."""

@@ -6,7 +6,7 @@ such views are equally spaced, the joined operand is a strided view of that outp
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Container, Hashable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from layerzero.ops import table
-from layerzero.ops.batching import identity
+from layerzero.ops.batching import Rule
 from layerzero.ops.op import Args, Launch, Launcher
 
 
@@ -55,7 +55,7 @@ GATHER_BYTES_ELSEWHERE = 1 << 23
 
 
 @dataclass(frozen=True, slots=True)
-class SameShapes:
+class SameShapes(Rule):
     """Calls of one (Sq, Sk) become one launch; other lengths in the same group get their own.
 
     Calls with a mask, dropout or slopes per sequence run alone, and so do large ones that would have to be
@@ -67,20 +67,18 @@ class SameShapes:
         """Calls stand along the batch axis, each with keys of its own."""
         return False
 
-    def group(self, args: Args) -> Hashable | None:
-        """Everything but lengths: dtype, device, heads, head sizes, flags, layout."""
-        q, k, v, mask, causal, scale, dropout_p, window, softcap, slopes, layout, lse = args[:12]
+    @property
+    def joined(self) -> Container[int]:
+        """Queries, keys and values."""
+        return range(3)
+
+    def alike(self, args: Args) -> Hashable | None:
+        """Everything but lengths: dtype, device, heads, head sizes."""
+        q, k, v, mask, dropout_p, slopes, layout = (args[i] for i in (0, 1, 2, 3, 6, 9, 10))
         if mask is not None or dropout_p or (slopes is not None and slopes.dim() != 1):
             return None
         heads = 1 if layout == "BHSD" else 2
-        return (
-            q.dtype, k.dtype, v.dtype, q.device, q.shape[heads], k.shape[heads], q.shape[3], v.shape[3],
-            causal, scale, window, softcap, identity(slopes), layout, lse,
-        )  # fmt: skip
-
-    def shared(self, args: Args) -> tuple[int, ...]:
-        """No tensor needs to be the same memory."""
-        return ()
+        return q.dtype, k.dtype, v.dtype, q.device, q.shape[heads], k.shape[heads], q.shape[3], v.shape[3]
 
     def size(self, args: Args) -> tuple[int, int]:
         """(query tokens, operand bytes)."""

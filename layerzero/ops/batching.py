@@ -7,7 +7,7 @@ because they are the pieces of one earlier batch, the base is used as it is and 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Container, Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -65,8 +65,40 @@ def join_rows(pieces: Sequence[Tensor]) -> Tensor:
     return joined if joined is not None else torch.cat(list(pieces))
 
 
+class Rule:
+    """What tells callers apart: whatever a rule does not put together has to be the same for all of a batch.
+
+    A rule names the operands that its `run` joins (`joined`), and what those need in common (`alike`). Every
+    other tensor is in the group by its memory and every other value by itself, so that an argument which a
+    rule does not know keeps callers apart.
+    """
+
+    __slots__ = ()
+
+    @property
+    def joined(self) -> Container[int]:
+        """The positions of the operands that `run` puts together."""
+        raise NotImplementedError
+
+    def alike(self, args: Args) -> Hashable | None:
+        """What the joined operands of two calls need in common; None where the call must run alone."""
+        raise NotImplementedError
+
+    def group(self, args: Args) -> Hashable | None:
+        """`alike`, and the identity of everything that is not joined."""
+        alike, joined = self.alike(args), self.joined
+        if alike is None:
+            return None
+        return alike, *[identity(value) for position, value in enumerate(args) if position not in joined]
+
+    def shared(self, args: Args) -> tuple[int, ...]:
+        """Positions of the tensors that must be the same memory for two calls to join."""
+        joined = self.joined
+        return tuple(p for p, value in enumerate(args) if isinstance(value, Tensor) and p not in joined)
+
+
 @dataclass(frozen=True, slots=True)
-class Rows:
+class Rows(Rule):
     """Calls over rows: `along` are the operands whose leading axes are rows, the rest must be the same.
 
     `tail` is how many trailing axes of those operands are not rows (1 for (..., C); 0 for ids (...)), one
@@ -88,26 +120,20 @@ class Rows:
         """Rows do not touch each other."""
         return True
 
-    def group(self, args: Args) -> Hashable | None:
-        """The dtype, device and row shape of what joins; what must be the same by memory or by value."""
+    @property
+    def joined(self) -> Container[int]:
+        """The operands whose leading axes are rows."""
+        return self.tails
+
+    def alike(self, args: Args) -> Hashable | None:
+        """The dtype, device and row shape of what joins, None for an operand that is absent."""
         if self.fits is not None and not self.fits(args):
             return None
-        parts: list[Hashable] = []
-        tails = self.tails
-        for position, value in enumerate(args):
-            if not isinstance(value, Tensor):
-                parts.append(value)
-            elif position not in tails:
-                parts += (value.data_ptr(), value.shape, value.stride(), value.dtype, value.device)
-            else:
-                tail = tails[position]
-                width = value.shape[-1] if tail == 1 else value.shape[value.dim() - tail :]
-                parts += (value.dtype, value.device, width)
-        return tuple(parts)
-
-    def shared(self, args: Args) -> tuple[int, ...]:
-        """Positions of the tensors that must be the same memory for two calls to join."""
-        return tuple(p for p, value in enumerate(args) if isinstance(value, Tensor) and p not in self.tails)
+        rows = [(args[position], tail) for position, tail in self.tails.items()]
+        return tuple(
+            value if value is None else (value.dtype, value.device, value.shape[value.dim() - tail :])
+            for value, tail in rows
+        )
 
     def size(self, args: Args) -> tuple[int, int]:
         """Rows and bytes of the first operand."""

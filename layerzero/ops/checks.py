@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from layerzero.native import HOT
+
 MAX_ALIGNMENT = 64
 
 
@@ -74,21 +76,65 @@ def need_index(name: str, value: Any, *, rank: int | tuple[int, ...] | None = No
     return tensor
 
 
-def ids_in_range(name: str, ids: Tensor, limit: int, what: str, *, ignore: int | None = None) -> None:
-    """Every id is in [0, limit) or is `ignore`; read on the CPU only, where that waits for nothing."""
-    if ids.device.type != "cpu" or ids.numel() == 0:
-        return
-    low, high = torch.aminmax(ids)
-    if low >= 0 and high < limit:
-        return
-    wrong = (ids < 0) | (ids >= limit)
+_compiling = torch.compiler.is_dynamo_compiling
+_transforms = torch._C._functorch.maybe_current_level  # pyright: ignore[reportAttributeAccessIssue]
+_dispatch_modes = torch._C._len_torch_dispatch_stack
+_PLAIN: Any = Tensor.__torch_dispatch__
+
+
+def readable(tensor: Tensor) -> bool:
+    """Whether a guard may look at a tensor's data here: it is on the CPU, where that waits for nothing.
+
+    Not where somebody follows what is done with it (torch's compiler, a dispatch mode, a functorch
+    transform), and not where a subclass (a fake tensor, a distributed one) answers for itself.
+    """
+    return (
+        tensor.is_cpu
+        and type(tensor).__torch_dispatch__ is _PLAIN
+        and not _dispatch_modes()
+        and _transforms() is None
+        and not _compiling()
+    )
+
+
+def held(tensor: Tensor) -> Tensor:
+    """A dense copy of a readable tensor: what is checked in it stays true, whatever its owner does."""
+    return tensor.clone(memory_format=torch.contiguous_format)
+
+
+def compiled(check: str, *args: Any) -> Any:
+    """What a function of native/indices.h gives; None where Python has to look: its tensors may not fit."""
+    if HOT.module is None:
+        return None
+    own = getattr(HOT.module, check)(*args)
+    return None if own is NotImplemented else own
+
+
+def ids_in_range(name: str, ids: Tensor, limit: int, what: str, *, ignore: int | None = None) -> Tensor:
+    """A copy of `ids`, each in [0, limit) or `ignore`; `ids` themselves where they are not read (`readable`).
+
+    Raises: ValueError: an id is out of range; its position is named.
+    """
+    own: Tensor | None = compiled("ids_below", ids, limit, ignore)
+    if own is not None:
+        return own
+    if not readable(ids):
+        return ids
+    own = held(ids)
+    if own.numel() == 0:
+        return own
+    low, high = torch.aminmax(own)
+    if int(low) >= 0 and int(high) < limit:
+        return own
+    wrong = (own < 0) | (own >= limit)
     if ignore is not None:
-        wrong &= ids != ignore
+        wrong &= own != ignore
     places = wrong.nonzero()
     if places.shape[0]:
         place = tuple(places[0].tolist())
         where = f" at position {place[0] if len(place) == 1 else place}" if place else ""
-        raise ValueError(f"{name} needs ids in [0, {limit}) ({what}), got {int(ids[place])}{where}")
+        raise ValueError(f"{name} needs ids in [0, {limit}) ({what}), got {int(own[place])}{where}")
+    return own
 
 
 def need_same_device(first_name: str, first: Tensor, **others: Tensor | None) -> None:

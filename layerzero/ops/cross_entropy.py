@@ -110,9 +110,10 @@ def _outputs(args: Args) -> tuple[OutSpec, ...]:
     return (OutSpec(shape, checks.dtype_name(args[0].dtype)),)
 
 
-def _guard(args: Args) -> None:
-    logits, target, _, ignore_index, _, _ = args
-    checks.ids_in_range("target", target, logits.shape[-1], "logits' classes", ignore=ignore_index)
+def _guard(args: Args) -> Args:
+    logits, target, weight, ignored, *rest = args
+    target = checks.ids_in_range("target", target, logits.shape[-1], "logits' classes", ignore=ignored)
+    return logits, target, weight, ignored, *rest
 
 
 def _empty(args: Args) -> Tensor | None:

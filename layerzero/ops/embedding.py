@@ -59,9 +59,9 @@ def embedding_reference(ids: Tensor, weight: Tensor, padding_idx: int | None) ->
     return F.embedding(ids, weight, padding_idx)
 
 
-def _guard(args: Args) -> None:
-    ids, weight, _ = args
-    checks.ids_in_range("ids", ids, weight.shape[0], "weight's rows")
+def _guard(args: Args) -> Args:
+    ids, weight, padding_idx = args
+    return checks.ids_in_range("ids", ids, weight.shape[0], "weight's rows"), weight, padding_idx
 
 
 def _work(request: Request) -> Work:
@@ -90,7 +90,6 @@ EMBEDDING = register(
         exact=frozenset({"V", "C"}),
         empty=_empty,
         guard=_guard,
-        guard_joined=True,
         batching=Rows(tail=0),
     )
 )

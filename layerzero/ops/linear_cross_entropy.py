@@ -96,8 +96,10 @@ def linear_cross_entropy_reference(
     return loss.to(x.dtype)
 
 
-def _guard(args: Args) -> None:
-    checks.ids_in_range("target", args[2], args[1].shape[0], "weight's rows", ignore=args[4])
+def _guard(args: Args) -> Args:
+    x, weight, target, bias, ignored, *rest = args
+    target = checks.ids_in_range("target", target, weight.shape[0], "weight's rows", ignore=ignored)
+    return x, weight, target, bias, ignored, *rest
 
 
 def _empty(args: Args) -> Tensor | None:

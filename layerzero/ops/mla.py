@@ -13,8 +13,7 @@ from layerzero.ops.paged_checks import (
     check_pool,
     check_tables,
     dtypes_of,
-    guard_offsets,
-    guard_tables,
+    guard_pages,
     no_queries,
     pool_features,
     query_offsets,
@@ -119,10 +118,9 @@ def check(args: Args) -> Request:
     )
 
 
-def guard(args: Args) -> None:
-    """Page ids, lengths and offsets that fit; read on the CPU only."""
-    guard_offsets("cu_seqlens", args[6], args[0].shape[0], "the rows of q_nope")
-    guard_tables(args[4], args[5], args[2].shape[0], args[2].shape[1])
+def guard(args: Args) -> Args:
+    """Page ids, lengths and offsets that fit, as copies."""
+    return guard_pages(args, 4, "q_nope", args[2].shape[0], args[2].shape[1])
 
 
 def mla_attention_reference(

@@ -114,9 +114,12 @@ class Op:
 
     `check(args)` validates (ValueError/TypeError naming the argument, what it needs, what it got) and
     describes the call as a Request; it runs once per new signature, so it may take its time, but it must
-    not read tensor data. `guard(args)` reads data where that needs no device synchronisation (ids in
-    range) and runs for every call that joins a batch; with `guard_joined` once for the whole batch instead,
-    on its merged arguments, and only where that fails for smaller parts until the culprit stands alone.
+    not read tensor data. `guard(args)` does (ids in range), before the kernel of any call runs, and gives the
+    arguments to run with: whatever says where a kernel reads or writes is a copy made while it was checked,
+    so that what was checked is what is read. It looks at CPU tensors alone: those of other devices come back
+    as they are, since looking would wait for the device. Of callers in a batch it looks at each when it
+    calls; with `guard_joined` once at the whole batch instead, at its merged arguments, and only where that
+    fails at smaller parts until the culprit stands alone.
 
     `reference(*args)` is plain torch, accumulates in float32 (float64 inputs stay float64), and is right
     for everything `check` lets through. `outputs(args)` gives shapes and dtypes; `empty(args)` the result
@@ -136,7 +139,7 @@ class Op:
     operands: tuple[int, ...]
     exact: frozenset[str] = field(default_factory=frozenset)
     empty: Callable[[Args], Any] | None = None
-    guard: Callable[[Args], None] | None = None
+    guard: Callable[[Args], Args] | None = None
     guard_joined: bool = False
     batching: Batching | None = None
     layouts: Layouts | None = None

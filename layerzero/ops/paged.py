@@ -16,8 +16,7 @@ from layerzero.ops.paged_checks import (
     check_tables,
     dtypes_of,
     gather,
-    guard_offsets,
-    guard_tables,
+    guard_pages,
     no_queries,
     page_axes,
     pool_features,
@@ -144,11 +143,10 @@ def _check_pools(q: Tensor, k_pages: Tensor, v_pages: Tensor, layout: str) -> di
     }  # fmt: skip
 
 
-def guard(args: Args) -> None:
-    """Page ids, lengths and offsets that fit; read on the CPU only, where that waits for nothing."""
-    q, k_pages, layout = args[0], args[1], args[10]
-    guard_offsets("cu_seqlens", args[5], q.shape[0], "the rows of q")
-    guard_tables(args[3], args[4], k_pages.shape[0], k_pages.shape[page_axes(layout)[0]])
+def guard(args: Args) -> Args:
+    """Page ids, lengths and offsets that fit, as copies."""
+    k_pages, layout = args[1], args[10]
+    return guard_pages(args, 3, "q", k_pages.shape[0], k_pages.shape[page_axes(layout)[0]])
 
 
 def paged_attention_reference(

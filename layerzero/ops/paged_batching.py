@@ -5,20 +5,20 @@ Keys and values stay where they are: callers join only over one and the same poo
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Container, Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from layerzero.ops.batching import identity, join_rows
+from layerzero.ops.batching import Rule, join_rows
 from layerzero.ops.mirrors import joined, mirror
 from layerzero.ops.op import Args, Launch
 
 
 @dataclass(frozen=True, slots=True)
-class OverOnePool:
+class OverOnePool(Rule):
     """Calls over one pool, prefill and decode alike.
 
     The arguments are queries, pools, block_tables, context_lens, cu_seqlens, flags: `queries` counts
@@ -38,18 +38,14 @@ class OverOnePool:
         """Sequences stand behind each other, each with keys of its own."""
         return False
 
-    def group(self, args: Args) -> Hashable | None:
-        """Dtype, device and heads of the queries, the pool's memory, every flag."""
-        table = self.table
-        return (
-            *[(q.dtype, q.device, q.shape[1:]) for q in args[: self.queries]],
-            *[identity(pool) for pool in args[self.queries : table]],
-            *args[table + 3 :],
-        )
+    @property
+    def joined(self) -> Container[int]:
+        """The queries, and what says where their keys are; never the pools."""
+        return {*range(self.queries), *range(self.table, self.table + 3)}
 
-    def shared(self, args: Args) -> tuple[int, ...]:
-        """The pools."""
-        return tuple(range(self.queries, self.table))
+    def alike(self, args: Args) -> Hashable | None:
+        """Dtype, device and heads of the queries."""
+        return tuple((q.dtype, q.device, q.shape[1:]) for q in args[: self.queries])
 
     def size(self, args: Args) -> tuple[int, int]:
         """(query tokens, bytes of the queries): what is copied; the pool is not."""

@@ -63,14 +63,19 @@ def check_offsets(name: str, offsets: Any, batch: int, like: str) -> None:
         raise ValueError(f"{name} needs {batch + 1} offsets for {batch} of {like}, got {offsets.shape[0]}")
 
 
-def guard_offsets(name: str, offsets: Tensor | None, tokens: int, what: str) -> list[int]:
-    """Offsets that start at 0, never fall and end at the number of tokens; read on the CPU only.
+def guard_offsets(name: str, offsets: Tensor, tokens: int, what: str) -> Tensor:
+    """A copy of offsets that start at 0, never fall and end at the number of tokens.
 
+    The offsets themselves where they are not read (`checks.readable`).
     Raises: ValueError: they do not; the position is named.
     """
-    if offsets is None or offsets.device.type != "cpu":
-        return []
-    values: list[int] = offsets.tolist()
+    own: Tensor | None = checks.compiled("offsets_to", offsets, tokens)
+    if own is not None:
+        return own
+    if not checks.readable(offsets):
+        return offsets
+    own = checks.held(offsets)
+    values: list[int] = own.tolist()
     if values[0] != 0:
         raise ValueError(f"{name} needs to start at 0, got {values[0]}")
     for position, (before, after) in enumerate(itertools.pairwise(values)):
@@ -80,28 +85,50 @@ def guard_offsets(name: str, offsets: Tensor | None, tokens: int, what: str) -> 
             )
     if values[-1] != tokens:
         raise ValueError(f"{name} needs to end at {tokens}, {what}, got {values[-1]}")
-    return values
+    return own
 
 
-def guard_tables(block_tables: Tensor, context_lens: Tensor, pages: int, page_size: int) -> None:
-    """Lengths that the tables can hold, page ids that exist, no page twice in one sequence; CPU only.
+def guard_tables(
+    block_tables: Tensor, context_lens: Tensor, pages: int, page_size: int
+) -> tuple[Tensor, Tensor]:
+    """Copies of tables and lengths: lengths that fit, pages that exist, none twice in one sequence.
 
     Only the entries that a length reaches are read: what stands behind them may be anything. Two sequences
-    may share a page, as forks of one prefix do; one sequence that holds a page twice owns it doubly.
+    may share a page, as forks of one prefix do; one sequence that holds a page twice owns it doubly. Both are
+    given back as they are where they are not read (`checks.readable`).
     Raises: ValueError: an entry does not fit; sequence and entry are named.
     """
-    if block_tables.device.type != "cpu":
-        return
-    width = block_tables.shape[1]
-    for row, length in enumerate(context_lens.tolist()):
+    own: tuple[Tensor, Tensor] | None = checks.compiled(
+        "pages_of", block_tables, context_lens, pages, page_size
+    )
+    if own is not None:
+        return own
+    if not (checks.readable(block_tables) and checks.readable(context_lens)):
+        return block_tables, context_lens
+    tables, lengths = checks.held(block_tables), checks.held(context_lens)
+    width = tables.shape[1]
+    for row, length in enumerate(lengths.tolist()):
         if not 0 <= length <= width * page_size:
             raise ValueError(
                 f"context_lens needs lengths in [0, {width * page_size}] ({width} pages of {page_size} "
                 f"tokens a row of block_tables), got {length} at {row}"
             )
-        used: list[int] = block_tables[row, : -(-length // page_size)].tolist()
+        used: list[int] = tables[row, : -(-length // page_size)].tolist()
         if used and not (min(used) >= 0 and max(used) < pages and len(set(used)) == len(used)):
             _name_wrong_page(row, used, pages)
+    return tables, lengths
+
+
+def guard_pages(args: Args, table: int, tokens: str, pages: int, page_size: int) -> Args:
+    """The arguments with copies of tables, lengths and offsets, which stand at `table` and behind it.
+
+    `tokens` names the argument whose rows the offsets count, the first.
+    """
+    tables, lengths = guard_tables(args[table], args[table + 1], pages, page_size)
+    offsets = args[table + 2]
+    if offsets is not None:
+        offsets = guard_offsets("cu_seqlens", offsets, args[0].shape[0], f"the rows of {tokens}")
+    return *args[:table], tables, lengths, offsets, *args[table + 3 :]
 
 
 def _name_wrong_page(row: int, used: list[int], pages: int) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Container, Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,7 +12,7 @@ from torch import Tensor
 from layerzero.ops import checks
 from layerzero.ops.attention_batching import GATHER_BYTES, GATHER_BYTES_ELSEWHERE
 from layerzero.ops.attention_checks import check_window
-from layerzero.ops.batching import join_rows, rejoin
+from layerzero.ops.batching import Rule, join_rows, rejoin
 from layerzero.ops.op import NO_SHAPE, Args, Call, Launch, Op, register, signature_of
 from layerzero.ops.paged import attend
 from layerzero.ops.paged_batching import join_offsets, split
@@ -121,10 +121,13 @@ def _check_operands(q: Tensor, k: Tensor, v: Tensor) -> dict[str, int]:
     }  # fmt: skip
 
 
-def guard(args: Args) -> None:
-    """Offsets that fit the rows they count; read on the CPU only."""
-    guard_offsets("cu_seqlens", args[3], args[0].shape[0], "the rows of q")
-    guard_offsets("cu_seqlens_k", args[4], args[1].shape[0], "the rows of k")
+def guard(args: Args) -> Args:
+    """Offsets that fit the rows they count, as copies; one where both are the same."""
+    q, k, v, cu, cu_k, *flags = args
+    offsets = guard_offsets("cu_seqlens", cu, q.shape[0], "the rows of q")
+    if cu_k is cu and q.shape[0] == k.shape[0]:
+        return q, k, v, offsets, offsets, *flags
+    return q, k, v, offsets, guard_offsets("cu_seqlens_k", cu_k, k.shape[0], "the rows of k"), *flags
 
 
 def ragged_attention_reference(
@@ -181,7 +184,7 @@ def work(request: Request) -> Work:
 
 
 @dataclass(frozen=True, slots=True)
-class Behind:
+class Behind(Rule):
     """Sequences of all callers behind each other; callers that would have to be copied only while small."""
 
     @property
@@ -189,13 +192,14 @@ class Behind:
         """Sequences stand behind each other, each with keys of its own."""
         return False
 
-    def group(self, args: Args) -> Hashable | None:
-        """Dtype, device and heads of the operands, every flag."""
-        return (*[(t.dtype, t.device, t.shape[1:]) for t in args[:3]], *args[5:])
+    @property
+    def joined(self) -> Container[int]:
+        """Queries, keys, values and both offsets."""
+        return range(5)
 
-    def shared(self, args: Args) -> tuple[int, ...]:
-        """No tensor needs to be the same memory."""
-        return ()
+    def alike(self, args: Args) -> Hashable | None:
+        """Dtype, device and heads of the operands."""
+        return tuple((t.dtype, t.device, t.shape[1:]) for t in args[:3])
 
     def size(self, args: Args) -> tuple[int, int]:
         """(query tokens, operand bytes)."""

@@ -113,10 +113,10 @@ def _check_tables(cos: Any, sin: Any, xpos_scale: Any, width: int) -> None:
             raise ValueError(f"{name} needs shape {tuple(cos.shape)} like cos, got {tuple(table.shape)}")
 
 
-def guard_rope(args: Args) -> None:
-    """Every position has a row in the tables; read on the CPU only."""
-    positions, cos = args[2], args[3]
-    checks.ids_in_range("positions", positions, cos.shape[0], "the tables' rows")
+def guard_rope(args: Args) -> Args:
+    """Positions that have a row in the tables, as a copy."""
+    q, k, positions, cos, *rest = args
+    return q, k, checks.ids_in_range("positions", positions, cos.shape[0], "the tables' rows"), cos, *rest
 
 
 def rope_reference(

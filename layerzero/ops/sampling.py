@@ -5,7 +5,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+import math
+from collections.abc import Callable, Container, Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,7 +14,7 @@ import torch
 from torch import Tensor
 
 from layerzero.ops import checks
-from layerzero.ops.batching import join_rows
+from layerzero.ops.batching import Rule, join_rows
 from layerzero.ops.drawing import (
     Count,
     Number,
@@ -192,37 +193,37 @@ def _check_topp(args: Args) -> Request:
     return _request("sample_topp", logits, seed, offset, temperature)
 
 
-def _guard_rows(logits: Tensor, **bounds: tuple[Any, float, float]) -> None:
-    """On the CPU: each row's largest logit is finite, each tensor argument within its bounds."""
-    if logits.device.type != "cpu" or logits.shape[0] == 0:
-        return
-    good = torch.isfinite(logits.amax(-1))
-    if not good.all():
-        row = int((~good).nonzero()[0])
-        worst = float(logits[row].amax())
-        raise ValueError(f"logits needs a finite largest value in each row, got {worst} in row {row}")
-    for name, (value, low, high) in bounds.items():
-        if isinstance(value, Tensor):
-            fits = (value >= low) & (value <= high)
-            if not fits.all():
-                row = int((~fits).nonzero()[0])
-                got = value[row].item()
+def _guard_rows(args: Args, **bounds: tuple[float, float]) -> Args:
+    """The arguments behind the logits as copies within their bounds; each row's largest logit is finite."""
+    logits: Tensor = args[0]
+    if logits.shape[0] == 0 or not checks.readable(logits):
+        return args
+    largest = logits.detach().amax(-1).tolist()
+    for row, worst in enumerate(largest):
+        if not math.isfinite(worst):
+            raise ValueError(f"logits needs a finite largest value in each row, got {worst} in row {row}")
+    own = list(args)
+    for position, (name, (low, high)) in enumerate(bounds.items(), 1):
+        value = args[position]
+        if not isinstance(value, Tensor):
+            continue
+        own[position] = checks.held(value)
+        for row, got in enumerate(own[position].tolist()):
+            if not low <= got <= high:
                 raise ValueError(f"{name} needs values in [{low}, {high}], got {got} in row {row}")
+    return tuple(own)
 
 
-def _guard_sample(args: Args) -> None:
-    logits, temperature, top_k, top_p, _, _ = args
-    _guard_rows(
-        logits, temperature=(temperature, 0, HOTTEST), top_k=(top_k, 0, MOST_TOKENS), top_p=(top_p, 0, 1)
-    )
+def _guard_sample(args: Args) -> Args:
+    return _guard_rows(args, temperature=(0, HOTTEST), top_k=(0, MOST_TOKENS), top_p=(0, 1))
 
 
-def _guard_topk(args: Args) -> None:
-    _guard_rows(args[0], k=(args[1], 1, MOST_TOKENS), temperature=(args[2], 0, HOTTEST))
+def _guard_topk(args: Args) -> Args:
+    return _guard_rows(args, k=(1, MOST_TOKENS), temperature=(0, HOTTEST))
 
 
-def _guard_topp(args: Args) -> None:
-    _guard_rows(args[0], p=(args[1], 0, 1), temperature=(args[2], 0, HOTTEST))
+def _guard_topp(args: Args) -> Args:
+    return _guard_rows(args, p=(0, 1), temperature=(0, HOTTEST))
 
 
 # -- references -----------------------------------------------------------------------------------------
@@ -262,7 +263,7 @@ def sample_topp_reference(
 
 
 @dataclass(frozen=True, slots=True)
-class SampledRows:
+class SampledRows(Rule):
     """Rows of any callers over one vocabulary: where callers differ, their numbers become (B,) tensors.
 
     `seed` is the position of the seeds, which always become tensors: a row keeps the stream it has alone.
@@ -277,14 +278,15 @@ class SampledRows:
         """Rows do not touch each other."""
         return True
 
-    def group(self, args: Args) -> Hashable | None:
+    @property
+    def joined(self) -> Container[int]:
+        """The logits and every number of the three ops."""
+        return range(6)
+
+    def alike(self, args: Args) -> Hashable | None:
         """Dtype, device and vocabulary."""
         logits: Tensor = args[0]
         return (logits.dtype, logits.device, logits.shape[1])
-
-    def shared(self, args: Args) -> tuple[int, ...]:
-        """No tensor needs to be the same memory."""
-        return ()
 
     def size(self, args: Args) -> tuple[int, int]:
         """Rows and bytes of the logits."""
@@ -350,7 +352,7 @@ def _register(
     build: Callable[..., Call],
     check: Callable[[Args], Request],
     reference: Callable[..., Tensor],
-    guard: Callable[[Args], None],
+    guard: Callable[[Args], Args],
     batching: SampledRows,
 ) -> Op:
     return register(

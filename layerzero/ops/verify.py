@@ -8,7 +8,7 @@ Every row has its own seed, and its draws do not depend on which rows stand besi
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Container, Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from layerzero.ops import checks
-from layerzero.ops.batching import join_rows
+from layerzero.ops.batching import Rule, join_rows
 from layerzero.ops.drawing import GOLDEN, Count, draw, row_seeds, uniform
 from layerzero.ops.op import NO_SHAPE, Args, Call, Launch, Op, register, signature_of
 from layerzero.ops.request import OutSpec, Request, Work
@@ -169,16 +169,21 @@ def _check_tree(args: Args) -> Request:
     return request
 
 
-def _guard(args: Args) -> None:
-    """On the CPU: tokens in the vocabulary, probabilities that are some."""
+def _guard(args: Args) -> Args:
+    """Tokens in the vocabulary, as a copy; probabilities that are some."""
     draft, tokens, target = args[:3]
-    if draft.device.type != "cpu" or not draft.numel():
-        return
+    if not checks.readable(draft) or not checks.readable(tokens) or not checks.readable(target):
+        return args
+    if not draft.shape[0]:
+        return args
+    own = checks.held(tokens)
     start = 0 if not isinstance(args[3], tuple) else 1  # a tree's root was not drafted
-    checks.ids_in_range("draft_tokens", tokens[:, start:], draft.shape[2], "the vocabulary")
+    checks.ids_in_range("draft_tokens", own[:, start:], draft.shape[2], "the vocabulary")
     for name, probs in (("draft_probs", draft), ("target_probs", target)):
-        if not bool((probs >= 0).all()):
+        # The least of some numbers is NaN where any of them is.
+        if probs.numel() and not float(probs.detach().amin()) >= 0:
             raise ValueError(f"{name} needs probabilities of at least 0, got a negative one or NaN")
+    return draft, own, target, *args[3:]
 
 
 # -- references -----------------------------------------------------------------------------------------
@@ -288,7 +293,7 @@ def _drawn(left: Tensor, whole: Tensor, seeds: Tensor, offset: Count, place: int
 
 
 @dataclass(frozen=True, slots=True)
-class VerifiedRows:
+class VerifiedRows(Rule):
     """Rows of any callers with one number of places and one vocabulary (and one tree)."""
 
     seed: int
@@ -298,15 +303,15 @@ class VerifiedRows:
         """Rows do not touch each other."""
         return True
 
-    def group(self, args: Args) -> Hashable | None:
-        """Dtypes, device, places, vocabulary; the tree."""
-        draft, tokens = args[:2]
-        tree = args[3] if self.seed == 4 else None
-        return (draft.dtype, draft.device, draft.shape[1:], tokens.dtype, tree)
+    @property
+    def joined(self) -> Container[int]:
+        """Probabilities, tokens, seeds and offsets; never the tree."""
+        return {0, 1, 2, self.seed, self.seed + 1}
 
-    def shared(self, args: Args) -> tuple[int, ...]:
-        """No tensor needs to be the same memory."""
-        return ()
+    def alike(self, args: Args) -> Hashable | None:
+        """Dtypes, device, places, vocabulary."""
+        draft, tokens = args[:2]
+        return draft.dtype, draft.device, draft.shape[1:], tokens.dtype
 
     def size(self, args: Args) -> tuple[int, int]:
         """Rows, and the bytes of both models' probabilities."""

@@ -44,33 +44,33 @@ inline void write(const Target& t, int64_t row, int64_t page, int64_t token) {
 
 // Every slot is one of the pool's, and no two are the same.
 template <typename Index>
-bool fits(const Index* slots, int64_t step, int64_t count, int64_t places) {
-  thread_local std::vector<Index> sorted;
-  sorted.clear();
+bool fit(const std::vector<Index>& slots, int64_t places) {
   bool rising = true;
   Index before = -1;
-  for (int64_t i = 0; i < count; ++i) {
-    const Index slot = slots[i * step];
+  for (const Index slot : slots) {
     if (slot < 0 || int64_t(slot) >= places) return false;
     rising = rising && slot > before;
     before = slot;
-    sorted.push_back(slot);
   }
   if (rising) return true;  // as a prompt's slots in fresh pages are
+  thread_local std::vector<Index> sorted;
+  sorted = slots;
   std::sort(sorted.begin(), sorted.end());
   return std::adjacent_find(sorted.begin(), sorted.end()) == sorted.end();
 }
 
 template <typename Index>
 bool run(const Target& keys, const Target& values, const at::Tensor& slots, int64_t page_size, int64_t places) {
-  const Index* at = slots.const_data_ptr<Index>();
+  const Index* given = slots.const_data_ptr<Index>();
   const int64_t step = slots.stride(0), count = slots.size(0);
-  if (!fits(at, step, count, places)) return false;
+  std::vector<Index> at(count);  // others may write to what was given while this runs
+  for (int64_t i = 0; i < count; ++i) at[i] = given[i * step];
+  if (!fit(at, places)) return false;
   const int64_t bytes = keys.heads * keys.bytes + values.heads * values.bytes;
   const int64_t grain = std::max<int64_t>(1, (int64_t(1) << 18) / std::max<int64_t>(1, bytes));
   at::parallel_for(0, count, grain, [&](int64_t begin, int64_t end) {
     for (int64_t i = begin; i < end; ++i) {
-      const int64_t slot = at[i * step], page = slot / page_size, token = slot % page_size;
+      const int64_t slot = at[i], page = slot / page_size, token = slot % page_size;
       write(keys, i, page, token);
       write(values, i, page, token);
     }
