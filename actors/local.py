@@ -15,6 +15,7 @@ from layerzero.actors.memory import Room
 from layerzero.actors.placed import placed
 from layerzero.actors.recovery import Recovery
 from layerzero.actors.registry import Registry
+from layerzero.actors.watching import unless_foreign
 from layerzero.actors.worker import Worker
 from layerzero.clock import Clock, MonotonicClock, Timer
 from layerzero.dispatch import (
@@ -39,7 +40,7 @@ from layerzero.ops.request import Request
 from layerzero.policy.policy import EMPTY, Policy
 from layerzero.selection.decide import CostModel, Knobs, Standing, roofline
 from layerzero.selection.record import Selection
-from layerzero.selection.transform import compile_transforms, keep_aligned, without_graph
+from layerzero.selection.transform import compile_transforms, keep_aligned, with_memory, without_graph
 from layerzero.settings import Settings
 from layerzero.telemetry import Counters
 
@@ -54,6 +55,8 @@ if TYPE_CHECKING:  # what only some deployments use is imported where they ask f
     from layerzero.tuning.drift import DriftWatch
 
 _MAX_VIEWS = 64
+# Backends whose kernels are torch's operators: those ask a tensor's class themselves.
+_DISPATCHED = frozenset({"reference", "torch"})
 
 
 class LocalDevice:
@@ -261,7 +264,10 @@ class LocalDevice:
         if snapshot is None and self._sized_here(op.name) and self.room.due():
             self._look_at_memory()
         table = self.table(op, snapshot)
-        plan = table.hot[bits].get(signature)
+        try:
+            plan = table.hot[bits].get(signature)
+        except TypeError:  # a trace's sizes have no hash
+            plan = None
         return plan if plan is not None else table.miss(signature, args, bits)
 
     def _sized_here(self, op: str) -> bool:
@@ -387,7 +393,8 @@ class LocalDevice:
             self.noted(selection.request)
         call = self.callable_for(op, selection, kernel.id)
         for watcher in self._watchers:
-            call = watcher.around(op, selection, call)
+            watched = watcher.around(op, selection, call)
+            call = watched if watcher is self.spans else unless_foreign(watched, call)
         if kernel.id in self.health.probing():
             call = self._recovery.probe(op, kernel.id, call, selection)
         if selection.when_warm is not None and self.settings.warm != "off":
@@ -434,6 +441,8 @@ class LocalDevice:
         kernel = self.registry.get(kernel_id)
         if kernel is not None:
             run = keep_aligned(op, kernel.capability.alignment, run)
+            if self.device.type == "cuda" and kernel.backend not in _DISPATCHED:
+                run = with_memory(op, run)
         call = compile_transforms(op, transforms, placed(self.device, run))
         return without_graph(call) if self.settings.inference else call
 
