@@ -14,6 +14,7 @@ from layerzero.actors.memory import Room
 from layerzero.actors.placed import placed
 from layerzero.actors.recovery import Recovery, blamed
 from layerzero.actors.registry import Registry
+from layerzero.actors.watching import unless_foreign
 from layerzero.actors.worker import Worker
 from layerzero.clock import Clock, MonotonicClock, Timer
 from layerzero.dispatch import (
@@ -38,7 +39,7 @@ from layerzero.ops.request import Request
 from layerzero.policy.policy import EMPTY, Policy
 from layerzero.selection.decide import CostModel, Knobs, Standing, roofline
 from layerzero.selection.record import Selection
-from layerzero.selection.transform import compile_transforms, keep_aligned, without_graph
+from layerzero.selection.transform import compile_transforms, keep_aligned, with_memory, without_graph
 from layerzero.settings import Settings
 from layerzero.telemetry import Counters
 
@@ -53,6 +54,8 @@ if TYPE_CHECKING:  # what only some deployments use is imported where they ask f
     from layerzero.tuning.drift import DriftWatch
 
 _MAX_VIEWS = 64
+# Backends whose kernels are torch's operators: those ask a tensor's class themselves.
+_DISPATCHED = frozenset({"reference", "torch"})
 
 
 class LocalDevice:
@@ -261,7 +264,10 @@ class LocalDevice:
             self._look_at_memory()
             snapshot = None if current else snapshot
         table = self.table(op, snapshot)
-        plan = table.hot[bits].get(signature)
+        try:
+            plan = table.hot[bits].get(signature)
+        except TypeError:  # a trace's sizes have no hash
+            plan = None
         return plan if plan is not None else table.miss(signature, args, bits)
 
     def _sized_here(self, op: str) -> bool:
@@ -392,7 +398,8 @@ class LocalDevice:
             self.noted(selection.request)
         call = self.callable_for(op, selection, kernel.id)
         for watcher in self._watchers:
-            call = watcher.around(op, selection, call)
+            watched = watcher.around(op, selection, call)
+            call = watched if watcher is self.spans else unless_foreign(watched, call)
         if kernel.id in self.health.probing():
             call = self._recovery.probe(op, kernel.id, call, selection)
         if selection.when_warm is not None and self.settings.warm != "off":
@@ -458,6 +465,8 @@ class LocalDevice:
         kernel = self.registry.get(kernel_id)
         if kernel is not None:
             run = keep_aligned(op, kernel.capability.alignment, run)
+            if self.device.type == "cuda" and kernel.backend not in _DISPATCHED:
+                run = with_memory(op, run)
         call = compile_transforms(op, transforms, placed(self.device, run))
         return without_graph(call) if self.settings.inference else call
 

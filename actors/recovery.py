@@ -1,7 +1,7 @@
 """What happens when a kernel raises: the next one answers inside the same call, and health is told.
 
 A failure counts against a kernel only if another kernel answers the same call: when all raise, the data
-is at fault, not the kernel.
+is at fault, not the kernel. Nor does it count where the caller's transforms, modes or hooks had a part in it.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import torch
 
-from layerzero import log
-from layerzero.dispatch import Plan, Snapshot
+from layerzero import foreign, log
+from layerzero.dispatch import Plan, Snapshot, composed
 from layerzero.errors import CudaGraphUnsafeError, KernelExecutionError, LayerZeroError
 from layerzero.hardware import free_memory
 from layerzero.ops.op import Args, Op
@@ -37,40 +37,60 @@ class Recovery:
         self, plan: Plan, args: Args, error: Exception, snapshot: Snapshot | None
     ) -> tuple[Any, Plan]:
         """Run the kernels after `plan.kernel` in its selection's order until one answers."""
-        op, selection = plan.op, plan.selection
-        if isinstance(error, LayerZeroError):
+        op = plan.op
+        if isinstance(error, LayerZeroError) or foreign.raised_outside(error):
             raise error
+        if foreign.transformed(args):
+            return self._composed(plan, args, error)
         if "capture" in plan.request.modes:
             raise CudaGraphUnsafeError(
                 f"{plan.kernel} raised {_short(error)} during a graph capture, which can take no other",
                 kernel=plan.kernel,
             ) from error
+        quiet = foreign.surrounded()
         if not op.pure:
+            if quiet:
+                raise error
             raise self._failed(
                 plan.kernel, error, f"{op.name} changes its inputs, so no other kernel may repeat it"
             )
         if is_out_of_memory(error):
             return self._smaller(plan, args, error)
-        device = self._device
+        return self._next(plan, args, error, quiet)
+
+    def _next(self, plan: Plan, args: Args, error: Exception, quiet: bool) -> tuple[Any, Plan]:
+        """The next kernel's answer, and a count against those that gave none unless `quiet`."""
+        op, device = plan.op, self._device
         failed = [(plan.kernel, error)]
-        for kernel_id in selection.order:
+        for kernel_id in plan.selection.order:
             if kernel_id == plan.kernel or kernel_id in device.health.blocked():
                 continue
             try:
-                result = device.callable_for(op, selection, kernel_id)(*args)
+                result = device.callable_for(op, plan.selection, kernel_id)(*args)
                 check_outputs(op, args, result, dtypes="autocast" not in plan.request.modes)
             except Exception as other:
                 failed.append((kernel_id, other))
                 continue
-            for broken, why in failed:
-                self._count(plan, broken, kernel_id, why)
-            device.health.success(kernel_id)
+            if not quiet:
+                for broken, why in failed:
+                    self._count(plan, broken, kernel_id, why)
+                device.health.success(kernel_id)
             return result, self._note(plan, kernel_id, error)
-        if isinstance(error, _ARGUMENT_ERRORS):
+        if quiet or isinstance(error, _ARGUMENT_ERRORS):
             raise error
         device.counters.add("failures", kernel=plan.kernel)
         device.health.failure(plan.kernel, _short(error), op=op.name)
         raise self._failed(plan.kernel, error, "no other kernel could answer")
+
+    def _composed(self, plan: Plan, args: Args, error: Exception) -> tuple[Any, Plan]:
+        """Plain torch's answer to a transformed call; the kernel's error where there is none either."""
+        plain = composed(plan.op, plan.request)
+        if plan.call is plain.call:
+            raise error
+        try:
+            return plain.call(*args), plain
+        except Exception as other:
+            raise error from other
 
     def _smaller(self, plan: Plan, args: Args, error: Exception) -> tuple[Any, Plan]:
         """Run the kernel that states the smallest workspace, once; memory is not the first kernel's fault."""
@@ -133,6 +153,8 @@ class Recovery:
         device = self._device
 
         def probing(*args: Any) -> Any:
+            if foreign.surrounded() or foreign.transformed(args):
+                return self._others(op, kernel_id, selection, args)
             token = device.health.take_probe(kernel_id)
             if token is None:
                 return self._others(op, kernel_id, selection, args)

@@ -11,6 +11,7 @@ import threading
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
+from layerzero import foreign
 from layerzero.errors import BackendNotAvailableError
 from layerzero.kernel import Kernel
 from layerzero.ops import table
@@ -179,7 +180,8 @@ class Registry:
         if unit in self._built:
             return
         try:
-            kernel.build(request)
+            with foreign.outside():
+                kernel.build(request)
         except Exception as error:
             self._failed = {**self._failed, kernel_id: _load_failure(kernel, error)}
             raise
@@ -198,7 +200,8 @@ class Registry:
         if kernel is None:
             raise KeyError(f"no kernel is named {kernel_id!r}")
         try:
-            loaded = kernel.load()
+            with foreign.outside():
+                loaded = kernel.load()
         except BaseException as error:
             if isinstance(error, Exception):
                 self._failed = {**self._failed, kernel_id: _load_failure(kernel, error)}

@@ -22,7 +22,7 @@ import msgspec
 import torch
 from torch import Tensor
 
-from layerzero import log
+from layerzero import foreign, log
 from layerzero.errors import CudaGraphUnsafeError, NoKernelFoundError, SelectionTimeoutError
 from layerzero.hardware import Hardware
 from layerzero.kernel import Kernel
@@ -250,6 +250,8 @@ class Table:
 
         Raises: ValueError, TypeError: an argument is wrong. NoKernelFoundError: nobody may and can.
         """
+        if foreign.transformed(args):
+            return composed(self.op, self.describe(args, bits))  # not kept: it is no choice
         hash(signature)
         request = self.describe(args, bits)
         empty = self.op.empty
@@ -397,6 +399,24 @@ def nothing_to_do(request: Request) -> Selection:
         trace=(),
         order=(),
     )
+
+
+def composed(op: Op, request: Request) -> Plan:
+    """The plan of a transformed or traced call: the op's definition in plain torch; no kernel is asked."""
+    selection = Selection(
+        op=op.name,
+        kernel=f"reference.{op.name}",
+        request=request,
+        transforms=(),
+        expected_us=0.0,
+        why="plain torch: the call is transformed or traced, or an operand has no memory to read",
+        trace=(),
+        order=(),
+    )
+    plan = Plan(op, op.reference, selection, request)
+    plan.joins = False
+    plan.lane = LaneFacts(1, 0, None)
+    return plan
 
 
 def selection_at(selection: Selection, generation: int) -> Selection:

@@ -1,40 +1,102 @@
-"""transformers' attention interface over `lz.sync.attention`."""
+"""transformers' attention interface over `lz.sync.attention`.
+
+An argument that the op has no meaning for sends the call to the model's own implementation, with a warning
+that names it and a count; none is dropped.
+"""
 
 from __future__ import annotations
 
 import importlib
-import weakref
+import sys
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
 
 import layerzero.sync as sync
+from layerzero import log
+from layerzero.api.calls import device_here
 
 NAME = "layerzero"
+FELL_BACK = "transformers.own_attention"
 
-_BEFORE: weakref.WeakKeyDictionary[Any, str] = weakref.WeakKeyDictionary()
+# What says nothing beside the mask, or speaks to other parts of the model.
+_ELSEWHERE = frozenset(
+    {
+        "cache_position", "num_items_in_batch", "output_hidden_states", "output_router_logits", "position_ids",
+        "sliding_window", "use_cache",
+    }
+)  # fmt: skip
+_TAKEN = _ELSEWHERE | {"position_bias", "softcap"}
+# What a model puts into the mask instead where it believes to run on SDPA, as a patched one does.
+_IN_THE_MASK = frozenset({"block_indices", "indices"})
+_WARNED: set[tuple[str, str]] = set()
+
+
+class Patched(str):
+    """The name of our implementation in a patched model's configuration; `own` is the one before it.
+
+    Equal to "sdpa", too: our masks and conventions are SDPA's, and models compare this name to learn them.
+    """
+
+    own: str
+
+    def __new__(cls, own: str) -> Patched:
+        made = super().__new__(cls, NAME)
+        made.own = own
+        return made
+
+    def __getnewargs__(self) -> tuple[str]:
+        return (self.own,)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, str) and str.__str__(other) in (NAME, "sdpa")
+
+    def __ne__(self, other: object) -> bool:
+        return not self == other
+
+    __hash__ = str.__hash__
 
 
 def patch(model: Any) -> Any:
-    """Register our attention and have `model` use it."""
-    if model in _BEFORE:
+    """Register our attention and have `model` use it, until `unpatch`."""
+    if isinstance(model.config._attn_implementation, Patched):
         return model
     _register()
-    before = model.config._attn_implementation
+    before = [(config, config._attn_implementation) for config in _configs(model)]
     model.set_attn_implementation(NAME)
     if model.config._attn_implementation != NAME:
         raise ValueError(f"model needs transformers' attention interface, {type(model).__name__} lacks it")
-    _BEFORE[model] = before
+    for config, own in before:
+        if config._attn_implementation == NAME:
+            config._attn_implementation_internal = Patched(own or "eager")
     return model
 
 
 def unpatch(model: Any) -> Any:
     """Restore what `patch` replaced."""
-    if model not in _BEFORE:
+    if not isinstance(model.config._attn_implementation, Patched):
         raise ValueError(f"model needs to be patched first, this {type(model).__name__} is not")
-    model.set_attn_implementation(_BEFORE.pop(model))
+    for config in _configs(model):
+        if isinstance(config._attn_implementation, Patched):
+            config._attn_implementation_internal = config._attn_implementation.own
     return model
+
+
+def _configs(model: Any) -> list[Any]:
+    """Every configuration that the model's modules read, each once."""
+    found: dict[int, Any] = {}
+
+    def add(config: Any) -> None:
+        if hasattr(config, "_attn_implementation_internal") and id(config) not in found:
+            found[id(config)] = config
+            for name in config.sub_configs:
+                add(getattr(config, name, None))
+
+    for module in model.modules():
+        add(getattr(module, "config", None))
+    return list(found.values())
 
 
 def _register() -> None:
@@ -56,25 +118,26 @@ def forward(
     scaling: float | None = None,
     is_causal: bool | None = None,
     **kwargs: Any,
-) -> tuple[Tensor, None]:
+) -> tuple[Tensor, Tensor | None]:
     """Attention as transformers calls it: (B, H, S, D) in, (B, S, H, D) out.
 
-    What the op does not take, a traced call, a position bias or a paged cache of transformers, goes to
-    transformers' own SDPA function.
+    What the op has no meaning for goes to the model's own implementation, and so does a traced call.
     """
-    if torch.compiler.is_compiling() or any(
-        kwargs.get(name) is not None for name in ("position_bias", "cache")
-    ):
-        return _theirs(
-            module, query, key, value, attention_mask,
-            dropout=dropout, scaling=scaling, is_causal=is_causal, **kwargs,
-        )  # fmt: skip
     queries = query.shape[2]
     wanted = is_causal if is_causal is not None else getattr(module, "is_causal", True)
     causal = bool(wanted) and attention_mask is None and queries > 1
+    if torch.compiler.is_compiling():
+        return _own(module, query, key, value, attention_mask, causal, dropout, scaling, kwargs)
+    strange = [name for name in _strange(kwargs) if name != "output_attentions" or kwargs[name]]
+    if strange:
+        _say(module, query, strange)
+        return _own(module, query, key, value, attention_mask, causal, dropout, scaling, kwargs)
     if causal and key.shape[2] > queries:
         # An empty static cache: what lies behind the prompt is not there yet.
         key, value = key[:, :, :queries], value[:, :, :queries]
+    bias = kwargs.get("position_bias")
+    if bias is not None:
+        attention_mask, causal = _with_bias(bias, attention_mask, causal, query, key), False
     out = sync.attention(
         query,
         key,
@@ -88,7 +151,67 @@ def forward(
     return out.transpose(1, 2).contiguous(), None
 
 
-def _theirs(*args: Any, **kwargs: Any) -> tuple[Tensor, None]:
-    module: Any = importlib.import_module("transformers.integrations.sdpa_attention")
-    result: tuple[Tensor, None] = module.sdpa_attention_forward(*args, **kwargs)
+def _strange(kwargs: dict[str, Any]) -> Iterator[str]:
+    return (name for name, value in kwargs.items() if value is not None and name not in _TAKEN)
+
+
+def _with_bias(bias: Tensor, mask: Tensor | None, causal: bool, query: Tensor, key: Tensor) -> Tensor:
+    """A bias on every score and the mask as one additive mask."""
+    sdpa: Any = importlib.import_module("transformers.integrations.sdpa_attention")
+    joined: Tensor = sdpa.create_position_bias_mask(bias[..., : key.shape[2]], mask, causal, query, key)
+    return joined
+
+
+def _say(module: Any, query: Tensor, names: list[str]) -> None:
+    """Count the call, and warn of each argument once for each kind of module."""
+    model = type(module).__name__
+    counters = device_here((query,)).counters
+    for name in names:
+        counters.add("own_attention", argument=name)
+        if (model, name) not in _WARNED:
+            _WARNED.add((model, name))
+            log.warning(FELL_BACK, argument=name, module=model, why="the attention op has no such argument")
+
+
+def _own(
+    module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, causal: bool, dropout: float,
+    scaling: float | None, kwargs: dict[str, Any],
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+    """The model's own implementation: SDPA where that was in use, else what its file calls eager.
+
+    Raises: ValueError: an argument stands for a part of the mask that only `patch` has the model make, or
+        the model's file has no implementation.
+    """
+    name = getattr(getattr(module, "config", None), "_attn_implementation", None)
+    own = name.own if isinstance(name, Patched) else "eager"
+    inside = sorted(_IN_THE_MASK & set(_strange(kwargs)))
+    if inside and not isinstance(name, Patched):
+        raise ValueError(f"{inside[0]} of {type(module).__name__} needs a model given to layerzero.patch")
+    plain = own == "sdpa" and kwargs.get("softcap") is None
+    if plain:
+        sdpa: Any = importlib.import_module("transformers.integrations.sdpa_attention")
+        given = {"dropout": dropout, "scaling": scaling, "is_causal": causal, **kwargs}
+        result: tuple[Tensor, Tensor | None] = sdpa.sdpa_attention_forward(
+            module, query, key, value, mask, **given
+        )
+        return result
+    eager = getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
+    if eager is None:
+        names = ", ".join(_strange(kwargs))
+        raise ValueError(f"{type(module).__name__} has no attention of its own that takes {names}")
+    if causal and key.shape[2] > query.shape[2]:
+        key, value = key[:, :, : query.shape[2]], value[:, :, : query.shape[2]]
+    if scaling is None:
+        scaling = query.shape[-1] ** -0.5
+    mask = _additive(query, key, mask, causal)
+    result = eager(module, query, key, value, mask, scaling=scaling, dropout=dropout, **kwargs)
     return result
+
+
+def _additive(query: Tensor, key: Tensor, mask: Tensor | None, causal: bool) -> Tensor | None:
+    """The mask as eager implementations add it to the scores."""
+    if mask is None and causal:
+        mask = query.new_ones((1, 1, query.shape[2], key.shape[2]), dtype=torch.bool).tril()
+    if mask is None or mask.dtype is not torch.bool:
+        return mask
+    return torch.zeros_like(mask, dtype=query.dtype).masked_fill(~mask, torch.finfo(query.dtype).min)

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from layerzero.foreign import has_memory
 from layerzero.hardware import Hardware
 from layerzero.kernel import AtMost, Capability, Kernel, ProductAtMost, judge
 from layerzero.ops.checks import address_of
@@ -194,6 +195,23 @@ def without_graph(run: Callable[..., Any]) -> Callable[..., Any]:
             switch(True)
 
     return ungraphed
+
+
+def with_memory(op: Op, run: Callable[..., Any]) -> Callable[..., Any]:
+    """`run` for operands that have memory: a vendor's kernel would read at the null pointer of others.
+
+    Raises: TypeError: an operand is fake, or of a class that keeps its values elsewhere.
+    """
+    operands = op.operands
+
+    def reading(*args: Any) -> Any:
+        for position in operands:
+            value = args[position]
+            if value.__class__ is not Tensor and isinstance(value, Tensor) and not has_memory(value):
+                raise TypeError(f"{op.name} needs operands with memory, got {type(value).__name__}")
+        return run(*args)
+
+    return reading
 
 
 def keep_aligned(op: Op, alignment: int, run: Callable[..., Any]) -> Callable[..., Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator
 from typing import Any
 
@@ -10,6 +11,7 @@ import torch
 from torch import Tensor
 
 import layerzero as lz
+from layerzero.integrations import transformers as integration
 
 transformers: Any = pytest.importorskip("transformers", reason="the model library is missing: .[hf]")
 
@@ -92,6 +94,132 @@ def test_gradients_flow_through_a_patched_model() -> None:
         model(**given, labels=given["input_ids"]).loss.backward()
     for one, other in zip(plain.parameters(), patched.parameters(), strict=True):
         torch.testing.assert_close(other.grad, one.grad, atol=1e-5, rtol=1e-3)
+
+
+def gpt_oss(**more: Any) -> Any:
+    """A small GPT-OSS: a learnt sink a head, every other layer with a window."""
+    torch.manual_seed(0)
+    config = transformers.GptOssConfig(
+        vocab_size=97, hidden_size=64, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=16, num_local_experts=4, num_experts_per_tok=2, sliding_window=5,
+        max_position_embeddings=64, **more,
+    )  # fmt: skip
+    model = transformers.GptOssForCausalLM(config).eval()
+    for layer in model.model.layers:
+        torch.nn.init.normal_(layer.self_attn.sinks)
+    return model
+
+
+def sparse(**more: Any) -> Any:
+    """A small DeepSeek-V3.2, whose indexer lets each query see some keys."""
+    torch.manual_seed(0)
+    config = transformers.DeepseekV32Config(
+        vocab_size=97, hidden_size=64, intermediate_size=96, moe_intermediate_size=32, num_hidden_layers=2,
+        num_attention_heads=4, num_key_value_heads=4, n_routed_experts=4, num_experts_per_tok=2, n_group=1,
+        topk_group=1, kv_lora_rank=16, q_lora_rank=16, qk_rope_head_dim=8, qk_nope_head_dim=8, v_head_dim=8,
+        index_topk=3, index_n_heads=2, index_head_dim=16, max_position_embeddings=64, first_k_dense_replace=1,
+        **more,
+    )  # fmt: skip
+    return transformers.DeepseekV32ForCausalLM(config).eval()
+
+
+@pytest.mark.parametrize("make", [gpt_oss, sparse])
+@torch.no_grad()
+def test_what_a_model_says_beside_the_mask_counts(make: Any) -> None:
+    """Sinks, and indices of the keys that a query sees, change the logits as they do unpatched."""
+    model, given = make(), batch(9, 4, 6)
+    before = model(**given).logits
+    during = lz.patch(model)(**given).logits
+    real = given["attention_mask"].bool()
+    torch.testing.assert_close(during[real], before[real], atol=2e-6, rtol=1e-4)
+    torch.testing.assert_close(lz.unpatch(model)(**given).logits, before, atol=0, rtol=0)
+
+
+def own_calls(opened: lz.Runtime, argument: str) -> float:
+    """Calls that an argument sent to the model's own implementation."""
+    return opened.device().counters.get("own_attention", argument=argument)
+
+
+@pytest.mark.parametrize("own", ["sdpa", "eager"])
+@pytest.mark.parametrize("masked", [False, True])
+@torch.no_grad()
+def test_an_argument_nobody_knows_goes_to_the_models_own(
+    runtime: lz.Runtime, caplog: pytest.LogCaptureFixture, own: str, masked: bool
+) -> None:
+    """It is named once, counted at each call, and the answer is the model's."""
+    integration._WARNED.clear()
+    model = llama()
+    model.set_attn_implementation(own)
+    given = batch(9, 4) if masked else {"input_ids": batch(9)["input_ids"]}
+    before = model(**given).logits
+    lz.patch(model)
+    seen: list[Any] = []
+    kind = type(model.model.layers[0].self_attn)
+    replaced = kind.forward
+
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        seen.append(self)
+        return replaced(self, *args, **kwargs, novelty=torch.ones(1))
+
+    kind.forward = forward
+    try:
+        during = model(**given).logits
+    finally:
+        kind.forward = replaced
+    real = given["attention_mask"].bool() if masked else slice(None)
+    torch.testing.assert_close(during[real], before[real], atol=2e-6, rtol=1e-4)
+    assert len(seen) == own_calls(runtime, "novelty") == 2
+    said = caplog.text
+    assert said.count("transformers.own_attention") == 1 and "novelty" in said
+
+
+@torch.no_grad()
+def test_weights_of_attention_are_asked_of_the_models_own(runtime: lz.Runtime) -> None:
+    """`output_attentions=True` gives what an eager model gives, and blames no kernel."""
+    model, given = llama(), {"input_ids": batch(9)["input_ids"]}
+    model.set_attn_implementation("eager")
+    before = model(**given, output_attentions=True).attentions
+    during = lz.patch(model)(**given, output_attentions=True).attentions
+    assert len(before) == len(during) == 2
+    for ours, theirs in zip(during, before, strict=True):
+        torch.testing.assert_close(ours, theirs)
+    assert runtime.device().health.standings() == ()
+
+
+@torch.no_grad()
+def test_a_position_bias_is_added(runtime: lz.Runtime) -> None:
+    """T5's learnt biases go through the op."""
+    torch.manual_seed(0)
+    config = transformers.T5Config(
+        vocab_size=97, d_model=64, d_kv=16, d_ff=96, num_layers=2, num_heads=4, attn_implementation="sdpa"
+    )
+    model = transformers.T5ForConditionalGeneration(config).eval()
+    given = {**batch(9, 4), "decoder_input_ids": batch(7, 7)["input_ids"]}
+    before = model(**given).logits
+    torch.testing.assert_close(lz.patch(model)(**given).logits, before, atol=1e-5, rtol=1e-4)
+    seen = lz.last_selection()
+    assert seen is not None and seen.op == "attention" and own_calls(runtime, "position_bias") == 0
+
+
+def test_a_copy_of_a_patched_model_is_patched() -> None:
+    """It can be unpatched alone, and what was in use before comes back in each."""
+    model = lz.patch(llama())
+    other = copy.deepcopy(model)
+    lz.unpatch(other)
+    assert other.config._attn_implementation == "sdpa" and type(other.config._attn_implementation) is str
+    assert type(model.config._attn_implementation) is not str
+    lz.unpatch(model)
+    with pytest.raises(ValueError, match="patched first"):
+        lz.unpatch(other)
+
+
+@torch.no_grad()
+def test_a_mask_that_only_a_patched_model_makes_is_asked_for() -> None:
+    """Named in the configuration alone, a sparse model would see every key: an error says what to do."""
+    lz.patch(llama())
+    model = sparse(attn_implementation="layerzero")
+    with pytest.raises(ValueError, match="indices of .* needs a model given to layerzero.patch"):
+        model(**batch(9))
 
 
 def test_what_cannot_be_patched_is_named() -> None:

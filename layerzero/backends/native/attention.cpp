@@ -19,6 +19,7 @@
 #include <vector>
 
 #include "append.h"
+#include "memory.h"
 #include "vectors.h"
 
 #if defined(__F16C__)
@@ -662,8 +663,8 @@ bool ragged(
 }  // namespace
 
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
-  m.def("paged", &paged);
-  m.def("latent", &latent);
-  m.def("ragged", &ragged);
-  m.def("append", &append::append);
+  m.def("paged", reading(&paged));
+  m.def("latent", reading(&latent));
+  m.def("ragged", reading(&ragged));
+  m.def("append", reading(&append::append));
 }

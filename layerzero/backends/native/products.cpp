@@ -21,6 +21,7 @@
 #include <optional>
 #include <utility>
 
+#include "memory.h"
 #include "vectors.h"
 
 namespace {
@@ -400,9 +401,9 @@ std::optional<at::Tensor> mlp_kept(const at::Tensor& x, const at::Tensor& w_up, 
 }  // namespace
 
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
-  m.def("linear", &linear);
-  m.def("mlp", &mlp);
-  m.def("pack", &pack);
-  m.def("linear_kept", &linear_kept);
-  m.def("mlp_kept", &mlp_kept);
+  m.def("linear", reading(&linear));
+  m.def("mlp", reading(&mlp));
+  m.def("pack", reading(&pack));
+  m.def("linear_kept", reading(&linear_kept));
+  m.def("mlp_kept", reading(&mlp_kept));
 }

@@ -15,6 +15,8 @@
 #include <type_traits>
 #include <vector>
 
+#include "memory.h"
+
 namespace {
 
 constexpr int64_t LANES = 16;           // partial sums, which the compiler keeps in registers
@@ -157,6 +159,6 @@ bool rope(
 }  // namespace
 
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
-  m.def("norm", &norm);
-  m.def("rope", &rope);
+  m.def("norm", reading(&norm));
+  m.def("rope", reading(&rope));
 }

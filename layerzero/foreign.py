@@ -1,0 +1,126 @@
+"""What torch does around a call for somebody else: transforms, traces, modes and hooks of the caller's.
+
+A transformed or traced call has no memory that a kernel may read: plain torch computes it. Whatever is
+raised in such surroundings, or by them, says nothing about a kernel.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from types import CodeType
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+
+_PLAIN: Final[frozenset[type]] = frozenset({Tensor, torch.nn.Parameter})
+_C: Any = torch._C
+_level = _C._functorch.maybe_current_level
+_tracing = _C._get_tracing_state
+_count_dispatch_modes = _C._len_torch_dispatch_stack
+_count_function_modes = _C._len_torch_function_stack
+_is_wrapped = _C._functorch.is_functorch_wrapped_tensor
+_PYTHON: Any = _C.DispatchKey.Python
+_OPERATOR: Final[CodeType] = torch._ops.OpOverload.__call__.__code__
+
+
+def transformed(values: Iterable[Any]) -> bool:
+    """Whether a call on `values` is under a functorch transform or a trace, or has an operand without memory.
+
+    Operands without memory are fake, functional and wrapped tensors, and those of subclasses with
+    `__torch_dispatch__`.
+    """
+    if _level() is not None or _tracing() is not None:
+        return True
+    # torch's own modes of tracing have a key each; those of users have none.
+    if _count_dispatch_modes() and any(getattr(m, "_mode_key", None) is not None for m in _dispatch_modes()):
+        return True
+    return any(isinstance(value, Tensor) and not has_memory(value) for value in values)
+
+
+def has_memory(tensor: Tensor) -> bool:
+    """Whether the tensor's own memory holds its values, so that a kernel may read it."""
+    if tensor.__class__ in _PLAIN:
+        return not _is_wrapped(tensor) and not torch._is_functional_tensor(tensor)
+    return not _C._dispatch_keys(tensor).has(_PYTHON)
+
+
+def surrounded() -> bool:
+    """Whether a mode or a hook of the caller's sees what kernels do, and may raise in the midst of them."""
+    return bool(_count_dispatch_modes()) or _pack_hook() is not None or bool(_function_modes())
+
+
+def raised_outside(error: BaseException) -> bool:
+    """Whether an exception is control flow, or was raised by a mode or hook that stands around the call."""
+    if isinstance(error, StopIteration | StopAsyncIteration | concurrent.futures.CancelledError):
+        return True
+    if type(error).__module__ == "torch.utils.checkpoint":  # how a recomputation ends early
+        return True
+    if not surrounded():
+        return False
+    codes, theirs = _codes(), False
+    trace = error.__traceback__
+    while trace is not None:
+        code = trace.tb_frame.f_code
+        # What a mode passes on goes through an operator's own frame, and may fail there like anywhere.
+        theirs = code in codes or (theirs and code is not _OPERATOR)
+        trace = trace.tb_next
+    return theirs
+
+
+def _codes() -> set[CodeType]:
+    """The code of the modes and hooks in force here, torch's own tracing modes left out."""
+    handlers: list[Any] = [type(mode).__torch_function__ for mode in _function_modes()]
+    for mode in _dispatch_modes():
+        if getattr(mode, "_mode_key", None) is None:
+            handlers.append(type(mode).__torch_dispatch__)
+    handlers.append(_pack_hook())
+    codes: set[CodeType] = set()
+    for handler in handlers:
+        while (inner := getattr(handler, "__wrapped__", None)) is not None:
+            handler = inner
+        handler = getattr(handler, "__func__", handler)
+        code = getattr(handler, "__code__", None) or getattr(type(handler).__call__, "__code__", None)
+        if code is not None:
+            codes.add(code)
+    return codes
+
+
+def _dispatch_modes() -> list[Any]:
+    return [_C._get_dispatch_stack_at(i) for i in range(_count_dispatch_modes())]
+
+
+def _function_modes() -> list[Any]:
+    """The function modes in force, without a default device, which only says where new tensors go."""
+    count = _count_function_modes()
+    if not count:
+        return []
+    from torch.utils._device import DeviceContext
+
+    modes = [_C._get_function_stack_at(i) for i in range(count)]
+    return [mode for mode in modes if not isinstance(mode, DeviceContext)]
+
+
+def _pack_hook() -> Any:
+    """What is called with each tensor that is saved for a backward pass, or None."""
+    hooks = _C._autograd._top_saved_tensors_default_hooks(True)
+    return None if hooks is None else hooks[0]
+
+
+@contextmanager
+def outside() -> Iterator[None]:
+    """Run a block outside every transform, mode and trace of this thread: what it makes outlives them."""
+    with ExitStack() as stack:
+        if _level() is not None:
+            from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
+
+            stack.enter_context(temporarily_clear_interpreter_stack())
+        if _count_dispatch_modes():
+            from torch.utils._python_dispatch import _disable_current_modes
+
+            stack.enter_context(_disable_current_modes())
+        if _count_function_modes():
+            stack.enter_context(_C.DisableTorchFunction())
+        yield
