@@ -52,7 +52,7 @@ def links() -> Iterator[str]:
 
 
 def ledger() -> Iterator[str]:
-    """Yield rows of the ledger that are done without a test that proves it, and evidence that does not exist."""
+    """Yield rows that are done without a test that proves it, and evidence that does not exist."""
     path = ROOT / "docs" / "ledger.md"
     if not path.exists():
         yield "docs/ledger.md is missing"

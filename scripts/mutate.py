@@ -5,8 +5,9 @@
     python -m scripts.mutate --sample 20 --seed 3  as many drawn at random
     python -m scripts.mutate --check               only whether each edit still applies
 
-Every run of a proof is a process of its own. A mutation is killed if its proof fails under it and passes without.
-The exit status is 0 where all that ran were killed, 1 where one was not, 2 where the request or the data is wrong.
+Every run of a proof is a process of its own. A mutation is killed if its proof fails under it and passes
+without. The exit status is 0 where all that ran were killed, 1 where one was not, 2 where the request or the
+data is wrong.
 """
 
 from __future__ import annotations
@@ -116,9 +117,11 @@ class Tree:
         notes.touch()
         command = [
             sys.executable, str(RUNNER), str(notes), str(self.source), "-q", "-p", "no:cacheprovider", "-p",
-            "no:xdist", "--hypothesis-seed=0", *(["-x"] if stop_at_first else []), *nodes,
+            "no:xdist", *(["-x"] if stop_at_first else []), *nodes,
         ]  # fmt: skip
-        variables = os.environ | {"PYTHONPATH": str(self.root), "TMPDIR": str(self.temp)}
+        variables = os.environ | {
+            "PYTHONPATH": str(self.root), "TMPDIR": str(self.temp), "HYPOTHESIS_PROFILE": "mutation",
+        }  # fmt: skip
         try:
             with (self.temp / "out").open("wb") as out:
                 process = subprocess.Popen(

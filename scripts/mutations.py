@@ -33,7 +33,7 @@ class MutationError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Mutation:
-    """The smallest edit that kills a feature, and the proof that must notice. `place` says where it stands."""
+    """The smallest edit that kills a feature, and the proof that must notice; `place` is where it stands."""
 
     place: str
     rows: tuple[str, ...]
@@ -87,7 +87,7 @@ def _mutation(place: str, entry: dict[str, Any], by_id: dict[str, Row]) -> Mutat
     if missing := REQUIRED.keys() - entry.keys():
         raise MutationError(f"{place}: needs {', '.join(sorted(missing))}")
     for name, value in entry.items():
-        if not isinstance(value, known[name]) or not value and name != "new":
+        if not isinstance(value, known[name]) or (not value and name != "new"):
             raise MutationError(f"{place}: {name} needs a {known[name].__name__} that is not empty")
     if entry["old"] == entry["new"]:
         raise MutationError(f"{place}: old and new are the same")

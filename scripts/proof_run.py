@@ -1,7 +1,7 @@
 """Runs pytest for `scripts.mutate` in a process of its own, and notes each outcome as it comes.
 
-`python proof_run.py NOTES HOME ARGUMENT...`: NOTES is a file of JSON lines, HOME the tree that must stay unused.
-Run by its path, so that it needs nothing of the tree that is tried.
+`python proof_run.py NOTES HOME ARGUMENT...`: NOTES is a file of JSON lines, HOME the tree that nothing may be
+imported from. Run by its path, so that it needs nothing of the tree that is tried.
 """
 
 import json
@@ -51,7 +51,7 @@ def strangers(home: Path) -> list[str]:
     return [
         f"{name} from {place}"
         for name, place in places.items()
-        if name != "__main__" and place and "site-packages" not in place and home in Path(place).parents
+        if place and place != __file__ and "site-packages" not in place and home in Path(place).parents
     ]
 
 
