@@ -28,7 +28,7 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from queue import SimpleQueue
+from queue import Empty, SimpleQueue
 from typing import Any
 
 from scripts import ledger, mutations
@@ -44,11 +44,12 @@ GOOD = (KILLED, NOT_RUN)
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """What one process of pytest showed: its notes, its exit status, whether it was ended for time."""
+    """What one process of pytest showed: its notes, exit status, whether its time ran out, last words."""
 
     notes: list[dict[str, Any]]
     status: int
     late: bool
+    last: str = ""
 
     def first(self, outcome: str) -> dict[str, Any] | None:
         """The first note of one outcome."""
@@ -64,7 +65,7 @@ class Run:
             return "ended by the time limit"
         if self.status < 0:
             return f"died of {signal.Signals(-self.status).name}"
-        return f"pytest ended with {self.status}" if self.status not in (0, 5) else ""
+        return f"pytest ended with {self.status}: {self.last}" if self.status not in (0, 5) else ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,12 +77,64 @@ class Result:
     why: str
 
 
+class Server:
+    """The process that forks one for each run; it has imported the test tools and nothing of any tree."""
+
+    def __init__(self) -> None:
+        kept = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+        self._process = subprocess.Popen(
+            [sys.executable, "-u", str(RUNNER)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=kept
+        )
+        self._answers: SimpleQueue[str] = SimpleQueue()
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
+
+    def _read(self) -> None:
+        assert self._process.stdout is not None
+        for line in self._process.stdout:
+            self._answers.put(line.decode())
+        self._answers.put("")
+
+    def run(self, request: dict[str, Any], limit_s: float) -> tuple[int, bool]:
+        """The exit status of one run, and whether it was ended for time; its process group is gone then."""
+        assert self._process.stdin is not None
+        self._process.stdin.write(json.dumps(request).encode() + b"\n")
+        self._process.stdin.flush()
+        child, late = int(self._answers.get() or self._gone()), False
+        try:
+            status = self._answers.get(timeout=limit_s)
+        except Empty:
+            late = True
+            _kill_group(child)
+            status = self._answers.get()
+        _kill_group(child)
+        return int(status or self._gone()), late
+
+    def _gone(self) -> str:
+        raise RuntimeError(f"the process that runs the proofs has ended with {self._process.wait()}")
+
+    def close(self) -> None:
+        """End it, and nothing else."""
+        self._process.kill()
+        self._process.wait()
+        self._reader.join()
+        for pipe in (self._process.stdin, self._process.stdout):
+            assert pipe is not None
+            pipe.close()
+
+
+def _kill_group(leader: int) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(leader, signal.SIGKILL)
+
+
 class Tree:
     """A copy of the checkout in which one proof at a time is run; nothing in it reaches the checkout."""
 
     def __init__(self, source: Path, place: Path) -> None:
-        self.source, self.place = source, place
+        self.source = source
         self.root, self.temp = place / "c", place / "t"  # short: a socket's path is
+        self.server = Server()
         for name in listed(source):
             target = self.root / name
             target.parent.mkdir(parents=True, exist_ok=True)
@@ -115,33 +168,55 @@ class Tree:
         self.temp.mkdir()
         notes = self.temp / "notes"
         notes.touch()
-        command = [
-            sys.executable, str(RUNNER), str(notes), str(self.source), "-q", "-p", "no:cacheprovider", "-p",
-            "no:xdist", *(["-x"] if stop_at_first else []), *nodes,
-        ]  # fmt: skip
-        variables = os.environ | {
-            "PYTHONPATH": str(self.root), "TMPDIR": str(self.temp), "HYPOTHESIS_PROFILE": "mutation",
+        request = {
+            "root": str(self.root),
+            "home": str(self.source),
+            "notes": str(notes),
+            "out": str(self.temp / "out"),
+            "arguments": [
+                "-q", "-p", "no:cacheprovider", "-p", "no:xdist", *(["-x"] if stop_at_first else []), *nodes,
+            ],
+            "variables": os.environ | {
+                "PYTHONPATH": str(self.root), "TMPDIR": str(self.temp), "HYPOTHESIS_PROFILE": "mutation",
+            },
         }  # fmt: skip
         try:
-            with (self.temp / "out").open("wb") as out:
-                process = subprocess.Popen(
-                    command, cwd=self.root, env=variables, stdin=subprocess.DEVNULL, stdout=out,
-                    stderr=subprocess.STDOUT, start_new_session=True,
-                )  # fmt: skip
-                late = False
-                try:
-                    process.wait(limit_s)
-                except subprocess.TimeoutExpired:
-                    late = True
-                finally:
-                    with contextlib.suppress(ProcessLookupError):
-                        os.killpg(process.pid, signal.SIGKILL)
-                    process.wait()
+            status, late = self.server.run(request, limit_s)
             lines = notes.read_text().splitlines()
-            return Run([json.loads(line) for line in lines], process.returncode, late)
+            out = (self.temp / "out").read_text(errors="replace").strip().splitlines() or [""]
+            return Run([json.loads(line) for line in lines], status, late, out[-1][:300])
         finally:
             shutil.rmtree(self.temp, ignore_errors=True)
             shutil.rmtree(self.root / ".hypothesis", ignore_errors=True)  # it remembers failing examples
+
+
+class Plain:
+    """What proofs show without a mutation: one process for many, and one more for who is not green in it."""
+
+    def __init__(self) -> None:
+        self._notes: list[dict[str, Any]] = []
+        self._alone: dict[tuple[str, ...], Run] = {}
+
+    def look(self, tree: Tree, proofs: Sequence[str], limit_s: float) -> None:
+        """Run many proofs in one process."""
+        if proofs:
+            self._notes += tree.run(proofs, limit_s * len(proofs)).notes
+
+    def of(self, tree: Tree, proof: tuple[str, ...], limit_s: float) -> Run:
+        """The run of one proof."""
+        own = [[note for note in self._notes if belongs(note["node"], node)] for node in proof]
+        if all(any(note["outcome"] == "passed" for note in notes) for notes in own):
+            together = Run([note for notes in own for note in notes], 0, False)
+            if not together.fault:
+                return together
+        if proof not in self._alone:
+            self._alone[proof] = tree.run(proof, limit_s)
+        return self._alone[proof]
+
+
+def belongs(node: str, proof: str) -> bool:
+    """Whether a test is what a proof names: itself, one of its cases, one in the file or folder."""
+    return node == proof or node.startswith((f"{proof}[", f"{proof}::", f"{proof}/"))
 
 
 def listed(source: Path) -> list[str]:
@@ -154,8 +229,8 @@ def listed(source: Path) -> list[str]:
     return [name for name in names if (source / name).is_symlink() or (source / name).is_file()]
 
 
-def tried(tree: Tree, mutation: Mutation, limit_s: float) -> Result:
-    """Apply one mutation, run its proof, and where that is red run it without the mutation too."""
+def tried(tree: Tree, plain: Plain, mutation: Mutation, limit_s: float) -> Result:
+    """Apply one mutation, run its proof, and where that is red look whether it is green without."""
     try:
         with tree.edited(mutation):
             under = tree.run(mutation.proof, limit_s, stop_at_first=True)
@@ -167,11 +242,11 @@ def tried(tree: Tree, mutation: Mutation, limit_s: float) -> Result:
         return Result(mutation, RED, f"the proof imports the tree itself: {stranger['said']}")
     if under.fault == "":
         return _unharmed(mutation, under)
-    plain = tree.run(mutation.proof, limit_s)
-    if plain.fault:
-        return Result(mutation, RED, plain.fault)
-    if plain.first("passed") is None:
-        return Result(mutation, NOT_RUN, _skipped(plain))
+    without = plain.of(tree, mutation.proof, limit_s)
+    if without.fault:
+        return Result(mutation, RED, without.fault)
+    if without.first("passed") is None:
+        return Result(mutation, NOT_RUN, _skipped(without))
     if uncollected := under.first("uncollected"):
         return Result(mutation, BROKEN, f"{uncollected['node']}: {uncollected['said']}")
     return Result(mutation, KILLED, under.fault)
@@ -200,28 +275,34 @@ def lacking(mutation: Mutation) -> str:
 def results(source: Path, chosen: Sequence[Mutation], *, jobs: int, limit_s: float) -> Iterator[Result]:
     """What came of each, in the order of `chosen`; every copy is gone at the end, however it comes."""
     scratch = Path(tempfile.mkdtemp(prefix="lzm-"))
+    made: list[Tree] = []
     trees: SimpleQueue[Tree] = SimpleQueue()
-    pool = ThreadPoolExecutor(jobs)
-    stopped = threading.Event()
+    pool, plain, stopped = ThreadPoolExecutor(jobs), Plain(), threading.Event()
 
     def one(mutation: Mutation) -> Result:
         if why := lacking(mutation):
             return Result(mutation, NOT_RUN, why)
         tree = trees.get()
         try:
-            return (
-                Result(mutation, NOT_RUN, "stopped") if stopped.is_set() else tried(tree, mutation, limit_s)
-            )
+            if stopped.is_set():
+                return Result(mutation, NOT_RUN, "stopped")
+            return tried(tree, plain, mutation, limit_s)
         finally:
             trees.put(tree)
 
     try:
         for number in range(jobs):
-            trees.put(Tree(source, scratch / str(number)))
+            made.append(Tree(source, scratch / str(number)))
+            trees.put(made[-1])
+        proofs = sorted({node for mutation in chosen if not lacking(mutation) for node in mutation.proof})
+        parts = [proofs[number::jobs] for number in range(jobs)]
+        list(pool.map(lambda tree, part: plain.look(tree, part, limit_s), made, parts))
         yield from pool.map(one, chosen)
     finally:
         stopped.set()
         end_children(scratch)
+        for tree in made:
+            tree.server.close()
         pool.shutdown(wait=True, cancel_futures=True)
         shutil.rmtree(scratch, ignore_errors=True)
 
