@@ -36,7 +36,7 @@ from scripts.mutations import Mutation, MutationError
 
 ROOT = Path(__file__).resolve().parents[1]
 RUNNER = Path(__file__).resolve().parent / "proof_run.py"
-LIMIT_S = 900.0
+LIMIT_S = 300.0
 KILLED, SURVIVED, GONE = "killed", "SURVIVED", "does not apply"
 RED, BROKEN, NOT_RUN = "proof not green", "breaks the import", "not run"
 GOOD = (KILLED, NOT_RUN)
