@@ -3,12 +3,14 @@
 Run it from the root of the checkout: `python -m scripts.check_docs`.
 """
 
+import ast
 import re
 import sys
 import tomllib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+from scripts import ledger as of_ledger
 from scripts import outputs
 from scripts.tables import rendered
 
@@ -17,8 +19,6 @@ LINK = re.compile(r"(?<!!)\[[^\]]*\]\(([^)\s]+)\)|!\[[^\]]*\]\(([^)\s]+)\)")
 FENCE = re.compile(r"^```[^\n]*\n.*?^```", re.MULTILINE | re.DOTALL)
 SHELL = re.compile(r"^```(?:sh|bash|console)\n(.*?)^```", re.MULTILINE | re.DOTALL)
 HEADING = re.compile(r"^#{1,6} +(.+?) *$", re.MULTILINE)
-DONE = re.compile(r"done\b", re.IGNORECASE)  # "done", "done: with a remark"
-QUOTED = re.compile(r"`([^`]+)`")
 IGNORED = {".venv", ".git", "build", "dist", "node_modules"}
 
 
@@ -52,23 +52,45 @@ def links() -> Iterator[str]:
 
 
 def ledger() -> Iterator[str]:
-    """Yield rows of the ledger that are done and name no evidence, and evidence that does not exist."""
+    """Yield rows that are done without a test that proves it, and evidence that does not exist."""
     path = ROOT / "docs" / "ledger.md"
     if not path.exists():
         yield "docs/ledger.md is missing"
         return
-    for number, line in enumerate(path.read_text().splitlines(), 1):
-        cells = [c.strip() for c in line.strip().strip("|").split("|")] if line.startswith("|") else []
-        evidence = [q for q in QUOTED.findall(line) if "/" in q and " " not in q]
-        if not evidence and any(DONE.match(cell) for cell in cells):
-            yield f"docs/ledger.md:{number}: {cells[0]} is done but names no file"
-        for quoted in evidence:
-            name, _, test = quoted.partition("::")
-            place = ROOT / name
-            if not place.exists():
-                yield f"docs/ledger.md:{number}: {cells[0]} names {name}, which does not exist"
-            elif test and test.partition("[")[0].split("::")[-1] not in place.read_text():
-                yield f"docs/ledger.md:{number}: {cells[0]} names {quoted}, which {name} does not define"
+    for row in of_ledger.rows(path):
+        said = list(unproved(row)) if row.done else []
+        evidence = [*row.where, *row.paths, *(q for q in of_ledger.QUOTED.findall(row.state) if "/" in q)]
+        said += [fault for name in dict.fromkeys(evidence) if "/" in name and (fault := absent(name))]
+        yield from (f"docs/ledger.md:{row.line}: {row.name} {fault}" for fault in said)
+
+
+def unproved(row: of_ledger.Row) -> Iterator[str]:
+    """Yield why the proof of a row that is done proves nothing."""
+    if row.bare in ("", "-"):
+        yield f"is done and its proof is {row.bare!r}"
+    elif row.paths and set(row.paths) <= set(row.where):
+        yield f"is done and its proof is its own source: {', '.join(row.paths)}"
+    elif not row.tests:
+        yield f"is done and its proof is no test: {row.bare}"
+
+
+def absent(evidence: str) -> str:
+    """Why a path or a pytest node does not exist; empty where it does."""
+    name, *inner = evidence.partition("[")[0].split("::")
+    place = ROOT / name
+    if not place.exists():
+        return f"names {name}, which does not exist"
+    if inner and not (place.suffix == ".py" and defines(ast.parse(place.read_text()), inner)):
+        return f"names {evidence}, which {name} does not define"
+    return ""
+
+
+def defines(tree: ast.AST, inner: list[str]) -> bool:
+    """Whether a file holds the classes and, inside the last, the function that a node names."""
+    kinds = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
+    first, *rest = inner
+    bodies = [node for node in getattr(tree, "body", []) if isinstance(node, kinds) and node.name == first]
+    return any(not rest or defines(node, rest) for node in bodies)
 
 
 def commands() -> Iterator[str]:

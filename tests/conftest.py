@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 from blockbuster import blockbuster_ctx
-from hypothesis import HealthCheck, settings
+from hypothesis import HealthCheck, Phase, settings
 
 from tests import lock_order
 
@@ -36,6 +36,15 @@ settings.register_profile(
     deadline=None,
     suppress_health_check=_SLOW_IS_FINE,
     print_blob=True,
+)
+# What a mutation needs to be red, not small: the same examples every time, and none made smaller.
+settings.register_profile(
+    "mutation",
+    max_examples=50,
+    derandomize=True,
+    deadline=None,
+    suppress_health_check=_SLOW_IS_FINE,
+    phases=[Phase.explicit, Phase.generate],
 )
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "default"))
 

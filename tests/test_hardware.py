@@ -80,6 +80,9 @@ def test_an_nvidia_card_is_described_by_what_torch_says(monkeypatch: pytest.Monk
     assert (found.threads, found.memory_bytes, found.arch) == (132, 141 * 10**9, "")
     assert found.bandwidth > 3e12 and found.peak_flops["bfloat16"] > found.peak_flops["float32"] > 1e13
     assert msgspec.json.decode(msgspec.json.encode(found), type=Hardware) == found
+    told(monkeypatch, SimpleNamespace(**{**vars(H200), "major": 8, "minor": 9}), cuda="13.0", hip=None)
+    older = hardware._probe_cuda("cuda:0")
+    assert (older.sm, older.generation) == (89, GPUGeneration.ADA_LOVELACE), "both digits count"
 
 
 def test_an_amd_card_has_an_architecture_and_no_compute_capability(monkeypatch: pytest.MonkeyPatch) -> None:

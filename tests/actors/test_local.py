@@ -17,6 +17,7 @@ from layerzero.reasons import Reason
 from layerzero.selection.record import Selection
 from layerzero.settings import Settings
 from tests.clocks import FakeClock
+from tests.crowds import Crowd
 from tests.kernels import device, kernel
 
 RMS = ops_table.get("rms_norm")
@@ -49,8 +50,8 @@ def flaky_device(flaky: Flaky, clock: FakeClock | None = None, **settings: Any) 
     return device(kernels, Settings(**settings), clock=clock or FakeClock())
 
 
-def test_a_failing_kernel_is_replaced_inside_the_call() -> None:
-    """The caller gets the next kernel's answer; the record, the counter and the order say so."""
+def test_a_failing_kernel_is_replaced_inside_the_call(caplog: pytest.LogCaptureFixture) -> None:
+    """The caller gets the next kernel's answer; the record, the counter, the order and the log say so."""
     own = flaky_device(Flaky())
     full = args()
     result, plan = own.launch_planned(RMS, full)
@@ -59,6 +60,12 @@ def test_a_failing_kernel_is_replaced_inside_the_call() -> None:
     assert (record.kernel, record.fallback) == ("steady.rms_norm", "flaky.rms_norm")
     assert "planted" in record.why
     assert own.counters.get("fallbacks", kernel="flaky.rms_norm") == 1
+    assert [(r.levelname, r.getMessage().split(" error=")[0].split(" why=")[0]) for r in caplog.records] == [
+        ("WARNING", "kernel.fell_back kernel='flaky.rms_norm' used='steady.rms_norm' op='rms_norm'"),
+        ("WARNING", "kernel.failed kernel='flaky.rms_norm'"),
+    ]
+    assert all("planted" in r.getMessage() for r in caplog.records)
+    assert caplog.records[1].getMessage().endswith("op='rms_norm'")
 
 
 def test_a_circuit_opens_after_n_failures_and_the_trace_says_why() -> None:
@@ -291,24 +298,35 @@ def test_tables_that_outlive_their_rules_are_stale(monkeypatch: pytest.MonkeyPat
 
 def test_one_computation_for_a_key_however_many_threads_ask() -> None:
     """I2: a hundred threads at one new key cause one decision."""
-    own = device([kernel("a.rms_norm"), kernel("b.rms_norm")])
+    cost = Crowd(100)
+    own = device([kernel("a.rms_norm")], cost=cost)
+    cost.watch(own, RMS)
+    selections = asked_by_100(own)
+    assert (own.table(RMS).computed, cost.decisions) == (1, 1)
+    assert [type(s) for s in selections] == [Selection] * 100
+    assert len({id(s) for s in selections}) == 1
+
+
+def asked_by_100(own: LocalDevice) -> list[Any]:
+    """What 100 threads got that ask for one new key at once: a selection, or the error they met."""
     full = args()
     signature, bits = positional(RMS, full), mode()
-    table = own.table(RMS)
     barrier = threading.Barrier(100)
-    plans: list[Any] = []
+    got: list[Any] = []
 
     def ask() -> None:
         barrier.wait()
-        plans.append(own.plan(RMS, signature, full, bits).selection)
+        try:
+            got.append(own.plan(RMS, signature, full, bits).selection)
+        except Exception as error:
+            got.append(error)
 
     threads = [threading.Thread(target=ask) for _ in range(100)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    assert table.computed == 1
-    assert len({id(p) for p in plans}) == 1
+    return got
 
 
 def test_a_failed_decision_is_shared_and_not_remembered() -> None:
@@ -318,6 +336,14 @@ def test_a_failed_decision_is_shared_and_not_remembered() -> None:
         with pytest.raises(NoKernelFoundError, match="DTYPE_UNSUPPORTED"):
             selection(own, args())
     assert own.table(RMS).computed == 2
+    planted = RuntimeError("planted")
+    cost = Crowd(100, planted)
+    own = device([kernel("a.rms_norm")], cost=cost)
+    cost.watch(own, RMS)
+    assert {id(error) for error in asked_by_100(own)} == {id(planted)}
+    assert (own.table(RMS).computed, cost.decisions) == (1, 1)
+    cost.count, cost.error = 1, None
+    assert selection(own, args()).kernel == "a.rms_norm"
 
 
 def test_tables_are_bounded() -> None:
@@ -325,6 +351,7 @@ def test_tables_are_bounded() -> None:
     own = device([kernel("a.rms_norm")], Settings(max_keys=16))
     for rows in range(1, 200):
         own.launch(RMS, args(rows))
+        own.launch(RMS, RMS.build(torch.ones(2, rows))[1])  # each width has a key of its own
     table = own.table(RMS)
     assert max(len(hot) for hot in table.hot) <= 16
     assert len(table.keyed) <= 16

@@ -158,7 +158,7 @@ def test_a_broken_policy_file_changes_nothing(tmp_path: Path) -> None:
     bad.write_text("version: 1\nrules:\n  - lok: torch\n    op: rms_norm\n")
     with pytest.raises(lz.PolicyLoadError, match="lok") as caught:
         lz.load_policy(bad)
-    assert caught.value.line == 3
+    assert caught.value.line == 3 and f"{bad}:3: " in str(caught.value)
     assert lz.which("rms_norm", X) == "reference.rms_norm"
 
 
@@ -193,6 +193,7 @@ def test_a_policy_swapped_under_load_is_always_a_whole_policy() -> None:
         thread.start()
     for number in range(200):
         runtime.set_program(policies[number % 2])
+        assert lz.which("rms_norm", inputs[number % 125]) == kernels[number % 2]
         time.sleep(0.002)
     stop.set()
     for thread in threads:

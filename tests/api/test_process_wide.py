@@ -82,7 +82,10 @@ def test_loops_in_two_threads_work_at_once() -> None:
 def test_pool_threads_use_the_blocking_ops() -> None:
     """CS-034: threads and coroutines on one runtime at the same time."""
 
+    here = current()
+
     def blocking() -> float:
+        assert current() is here
         return float(layerzero.sync.linear(torch.ones(2, 4), WEIGHT).sum())
 
     async def main() -> list[float]:

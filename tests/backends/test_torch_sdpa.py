@@ -118,7 +118,7 @@ def test_dropout_keeps_the_mean_and_follows_the_seed() -> None:
     one = first(kernel.load()(*args))
     torch.manual_seed(3)
     assert torch.equal(one, first(kernel.load()(*args)))
-    assert one.std() > 0
+    assert one.std() > 0.01, "rounding alone would be a thousandth of that"
     assert abs(one.mean().item() - 1.0) < 0.05
     refused = judge(BY_ID["torch.attention.sdpa_flash_cpu"], ATTENTION.check(args), cases.HERE)
     assert [r.reason for r in refused] == [Reason.DROPOUT_UNSUPPORTED]

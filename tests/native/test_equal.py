@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
@@ -75,7 +76,7 @@ class World:
     def edit(self, name: str, how: str) -> None:
         """Change a weight as training, loading and hostile code do."""
         held = self.weights[name]
-        fresh = self.draw(*held.shape)
+        fresh = self.draw(*held.shape).to(held.dtype)
         if how == "in place":
             with torch.no_grad():
                 held.mul_(-1.5)
@@ -120,6 +121,7 @@ MODES: dict[str, Callable[[], AbstractContextManager[Any]]] = {
     "prefer": lambda: lz.prefer("reference"),
 }
 
+EDITS = ("in place", "data", "set", "replaced", "transposed", "gradient", "parameter", "double", "offset")
 OPS = ["linear", "linear", "twin", "twin", "rms_norm", "mlp", "embedding", "attention"]
 one_call = st.tuples(
     st.sampled_from(OPS),
@@ -138,9 +140,7 @@ steps = st.one_of(
     st.tuples(
         st.just("edit"),
         st.sampled_from(["linear", "linear", "twin", "norm", "table", "up", "down"]),
-        st.sampled_from(
-            ["in place", "data", "set", "replaced", "transposed", "gradient", "parameter", "double", "offset"]
-        ),
+        st.sampled_from(EDITS),
     ),
     st.tuples(st.just("policy"), st.sampled_from(["lock", "unlock", "other", "free"])),
 )
@@ -187,6 +187,17 @@ async def history(told: list[Step], module: Any) -> list[Any]:
                     outcomes = await asyncio.gather(*coroutines, return_exceptions=True)
                 world.seen += map(gist, outcomes)
     return world.seen
+
+
+@pytest.mark.parametrize("name", ["linear", "norm", "table", "up"])
+def test_any_edit_can_follow_any_other(name: str) -> None:
+    """What a history may draw is possible: an edit that raises would fail one history in thirty."""
+    for edits in itertools.product(EDITS, repeat=2):
+        world = World()
+        shape = world.weights[name].shape
+        for how in edits:
+            world.edit(name, how)
+        assert world.weights[name].shape == shape, edits
 
 
 @settings(max_examples=25, deadline=None)

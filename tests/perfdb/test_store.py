@@ -8,11 +8,13 @@ import sqlite3
 import threading
 import time
 from pathlib import Path
+from typing import Any
 
 import anyio
 import msgspec
 import pytest
 
+from layerzero.hardware import imagined_gpu
 from layerzero.perfdb import Environment, Measurement, store
 from layerzero.perfdb.store import PerfDB, read_rows, wal_is_safe
 from tests import children
@@ -55,6 +57,21 @@ async def test_another_environment_reads_none_of_them(tmp_path: Path, field: str
     assert [r.median_us for r in read_rows(path, HERE)] == [10.0]
     assert [r.median_us for r in read_rows(path, other)] == [2.0]
     assert other.differences(HERE)
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"platform": "rocm"}, {"name": "another"}, {"vendor": "another"}, {"sm": 91},
+        {"isa": frozenset({"sve"})}, {"threads": 96}, {"torch": "9.0"}, {"cuda": "99.0"}, {"driver": "999.0"},
+    ],
+    ids=lambda changed: next(iter(changed)),
+)  # fmt: skip
+def test_every_fact_of_a_device_is_in_its_environment(changed: dict[str, Any]) -> None:
+    """A device that differs in one of them has another digest, and says in what it differs."""
+    card = imagined_gpu(90)
+    here, other = Environment.of(card), Environment.of(msgspec.structs.replace(card, **changed))
+    assert here.digest() != other.digest() and len(here.differences(other)) == 1
 
 
 @pytest.mark.asyncio

@@ -299,6 +299,15 @@ RULES = [
 ]
 
 
+# Those that concern every call of attention: a chain of them is seldom without two that contradict each other.
+MEETING = [
+    make_rule(action, pattern, op="attention" if action == "lock" else "*", layer=layer)
+    for action in ("lock", "deny", "allow")
+    for pattern in ("flash_attn", "torch*", "liger")
+    for layer in Layer
+]
+
+
 requests = st.builds(
     lambda op, sq, d, causal: Request(
         op=op, dims={"Sq": sq, "D": d}, features=frozenset({"causal"} if causal else ())
@@ -341,7 +350,7 @@ def naive(chain: list[Rule], kernel: tuple[str, str], request: Request) -> tuple
 
 @many_examples
 @given(
-    st.lists(st.sampled_from(RULES), max_size=8),
+    st.lists(st.one_of(st.sampled_from(RULES), st.sampled_from(MEETING)), max_size=8),
     requests,
     st.sampled_from([FLASH, TORCH, ("liger.linear", "liger")]),
 )

@@ -38,6 +38,8 @@ def test_out_of_memory_goes_to_the_next_kernel() -> None:
     record = plan.record()
     assert (record.kernel, record.fallback) == ("small.rms_norm", "big.rms_norm")
     assert "out of memory" in record.why
+    assert own.counters.get("out_of_memory", kernel="big.rms_norm") == 1
+    assert own.health.standings() == (), "memory is no fault of a kernel's"
 
 
 def test_memory_that_nobody_finds_is_one_clear_error() -> None:

@@ -32,6 +32,7 @@ from layerzero.scheduler.ticket import (
     Failed,
     Ticket,
 )
+from layerzero.settings import Settings
 
 
 def call(group: Hashable | None = "g", caller: Caller | None = None, **more: Any) -> Ticket:
@@ -594,3 +595,16 @@ class LaneMachine(RuleBasedStateMachine):
 
 
 TestLaneMachine = LaneMachine.TestCase
+
+
+def test_the_limits_of_a_lane_are_those_of_the_settings() -> None:
+    """Every one of them, by its name: a setting that is not read changes nothing."""
+    given = Settings(
+        max_items=3, max_tokens=5, max_bytes=7, queue_items=11, queue_bytes=13, ageing_ms=17.0,
+        overload="reject",
+    )  # fmt: skip
+    caps = Caps.of(given)
+    assert (caps.items, caps.tokens, caps.max_bytes) == (3, 5, 7)
+    assert (caps.queue_items, caps.queue_bytes) == (11, 13)
+    assert (caps.ageing_s, caps.reject) == (pytest.approx(0.017), True)
+    assert not Caps.of(Settings()).reject

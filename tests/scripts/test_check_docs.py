@@ -18,9 +18,15 @@ def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         "# A b\n[x](docs/ledger.md) [y](#a-b)\n```sh\nmake demo\nlz doctor\n```\n"
     )
     (tmp_path / "docs" / "ledger.md").write_text(
-        "| T1 | done | `docs/test_a.py::test_a` |\n| T2 | open | |\n"
+        "| T1 | a | `docs/a.py` | `tests/test_a.py::test_a` | done |\n"
+        "| T2 | b | `docs/a.py` | `tests/test_a.py::A::test_b[x]`, `::test_a` | done: here |\n"
+        "| T3 | c | - | - | open |\n"
     )
-    (tmp_path / "docs" / "test_a.py").write_text("def test_a(): ...\n")
+    (tmp_path / "docs" / "a.py").touch()
+    (tmp_path / "tests").mkdir()
+    (tmp_path / "tests" / "test_a.py").write_text(
+        "# test_z\ndef test_a(): ...\nclass A:\n    def test_b(): ...\n"
+    )
     return tmp_path
 
 
@@ -42,21 +48,37 @@ def test_a_project_in_order_has_no_complaint(root: Path) -> None:
         ("README.md", "make demo", "make tea", "make has no target tea"),
         ("README.md", "lz doctor", "A=1 lz heal", "lz has no command heal"),
         ("README.md", "lz doctor", ".venv/bin/python examples/x.py", "examples/x.py does not exist"),
-        ("docs/ledger.md", "`docs/test_a.py::test_a`", "", "T1 is done but names no file"),
+        ("docs/ledger.md", "`tests/test_a.py::test_a` | done", " | done", "T1 is done and its proof is ''"),
+        ("docs/ledger.md", "`tests/test_a.py::test_a` | done", "- | done", "T1 is done and its proof is '-'"),
+        ("docs/ledger.md", "| - | open", "| - | done: so", "T3 is done and its proof is '-'"),
         (
             "docs/ledger.md",
-            "done | `docs/test_a.py::test_a`",
-            "done: here | ",
-            "T1 is done but names no file",
+            "`tests/test_a.py::test_a` | done",
+            "`docs/a.py` | done",
+            "T1 is done and its proof is its own source: docs/a.py",
         ),
         (
             "docs/ledger.md",
-            "open | ",
-            "partly: here | `docs/gone.py`",
-            "T2 names docs/gone.py, which does not",
+            "`docs/a.py` | `tests/test_a.py::test_a`",
+            "`tests/test_a.py` | `docs/a.py`",
+            "T1 is done and its proof is no test: `docs/a.py`",
         ),
-        ("docs/ledger.md", "test_a.py::", "test_b.py::", "T1 names docs/test_b.py, which does not exist"),
-        ("docs/ledger.md", "::test_a`", "::test_z`", "which docs/test_a.py does not define"),
+        ("docs/ledger.md", "- | open", "`docs/gone.py` | partly", "T3 names docs/gone.py, which does not"),
+        ("docs/ledger.md", "open", "partly: in `docs/gone.py`", "T3 names docs/gone.py, which does not"),
+        (
+            "docs/ledger.md",
+            "`tests/test_a.py::test_a` | done |",
+            "`tests/test_b.py::test_a` | done |",
+            "T1 names tests/test_b.py, which does not exist",
+        ),
+        (
+            "docs/ledger.md",
+            "`tests/test_a.py::test_a` | done |",
+            "`tests/test_a.py::test_z` | done |",
+            "T1 names tests/test_a.py::test_z, which tests/test_a.py does not define",
+        ),
+        ("docs/ledger.md", "A::test_b[x]", "A::test_a[x]", "which tests/test_a.py does not define"),
+        ("docs/ledger.md", ", `::test_a`", ", `::test_c`", "T2 names tests/test_a.py::test_c, which"),
     ],
 )
 def test_each_broken_promise_is_named(root: Path, file: str, old: str, new: str, said: str) -> None:

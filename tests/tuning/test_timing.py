@@ -149,6 +149,22 @@ def test_nothing_to_compare_is_an_error() -> None:
         head_to_head({"a": timing(1.0)}, "b")
 
 
+def test_a_comparison_carries_every_quantile() -> None:
+    """Each contender has its own samples' median, p95, p99, variance and count, and its share of the best."""
+    quick, slow = timing(*range(1, 1001)), timing(*range(2001, 3001))
+    duel = head_to_head({"slow": slow, "quick": quick})
+    assert [c.name for c in duel.contenders] == ["quick", "slow"]
+    for contender, own in zip(duel.contenders, (quick, slow), strict=True):
+        assert (contender.median_us, contender.p95_us, contender.p99_us) == (
+            own.median_us,
+            own.quantile_us(0.95),
+            own.quantile_us(0.99),
+        )
+        assert contender.median_us < contender.p95_us < contender.p99_us
+        assert contender.variance == own.variance > 0 and contender.samples == 1000
+        assert contender.times_winner == own.median_us / quick.median_us
+
+
 def test_a_tie_is_called_one() -> None:
     """Inside the band, or with overlapping quartiles, nobody is a clear loser."""
     near = head_to_head({"a": timing(10, 10, 10), "b": timing(10.2, 10.2, 10.2)})

@@ -1,0 +1,398 @@
+"""Breaks each feature of the ledger in the smallest way, in a copy of the tree, and wants its proof red.
+
+    python -m scripts.mutate                       every mutation of tests/mutations
+    python -m scripts.mutate --rows T9 PS-010      those of some rows
+    python -m scripts.mutate --sample 20 --seed 3  as many drawn at random
+    python -m scripts.mutate --check               only whether each edit still applies
+
+Every run of a proof is a process of its own. A mutation is killed if its proof fails under it and passes
+without. The exit status is 0 where all that ran were killed, 1 where one was not, 2 where the request or the
+data is wrong.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from queue import Empty, SimpleQueue
+from typing import Any
+
+from scripts import ledger, mutations
+from scripts.mutations import Mutation, MutationError
+
+ROOT = Path(__file__).resolve().parents[1]
+RUNNER = Path(__file__).resolve().parent / "proof_run.py"
+LIMIT_S = 300.0
+KILLED, SURVIVED, GONE = "killed", "SURVIVED", "does not apply"
+RED, BROKEN, NOT_RUN = "proof not green", "breaks the import", "not run"
+GOOD = (KILLED, NOT_RUN)
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """What one process of pytest showed: its notes, exit status, whether its time ran out, last words."""
+
+    notes: list[dict[str, Any]]
+    status: int
+    late: bool
+    last: str = ""
+
+    def first(self, outcome: str) -> dict[str, Any] | None:
+        """The first note of one outcome."""
+        return next((note for note in self.notes if note["outcome"] == outcome), None)
+
+    @property
+    def fault(self) -> str:
+        """Why this run is red, empty where it is not."""
+        failed = self.first("failed")
+        if failed is not None:
+            return f"{failed['node']}: {failed['said']}"
+        if self.late:
+            return "ended by the time limit"
+        if self.status < 0:
+            return f"died of {signal.Signals(-self.status).name}"
+        return f"pytest ended with {self.status}: {self.last}" if self.status not in (0, 5) else ""
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """What came of one mutation, and why."""
+
+    mutation: Mutation
+    verdict: str
+    why: str
+
+
+class Server:
+    """The process that forks one for each run; it has imported the test tools and nothing of any tree."""
+
+    def __init__(self) -> None:
+        kept = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+        self._process = subprocess.Popen(
+            [sys.executable, "-u", str(RUNNER)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=kept
+        )
+        self._answers: SimpleQueue[str] = SimpleQueue()
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
+
+    def _read(self) -> None:
+        assert self._process.stdout is not None
+        for line in self._process.stdout:
+            self._answers.put(line.decode())
+        self._answers.put("")
+
+    def run(self, request: dict[str, Any], limit_s: float) -> tuple[int, bool]:
+        """The exit status of one run, and whether it was ended for time; its process group is gone then."""
+        assert self._process.stdin is not None
+        self._process.stdin.write(json.dumps(request).encode() + b"\n")
+        self._process.stdin.flush()
+        child, late = int(self._answers.get() or self._gone()), False
+        try:
+            status = self._answers.get(timeout=limit_s)
+        except Empty:
+            late = True
+            _kill_group(child)
+            status = self._answers.get()
+        _kill_group(child)
+        return int(status or self._gone()), late
+
+    def _gone(self) -> str:
+        raise RuntimeError(f"the process that runs the proofs has ended with {self._process.wait()}")
+
+    def close(self) -> None:
+        """End it, and nothing else."""
+        self._process.kill()
+        self._process.wait()
+        self._reader.join()
+        for pipe in (self._process.stdin, self._process.stdout):
+            assert pipe is not None
+            pipe.close()
+
+
+def _kill_group(leader: int) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(leader, signal.SIGKILL)
+
+
+class Tree:
+    """A copy of the checkout in which one proof at a time is run; nothing in it reaches the checkout."""
+
+    def __init__(self, source: Path, place: Path) -> None:
+        self.source = source
+        self.root, self.temp = place / "c", place / "t"  # short: a socket's path is
+        self.server = Server()
+        for name in listed(source):
+            target = self.root / name
+            target.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(source / name, target, follow_symlinks=False)
+
+    @contextlib.contextmanager
+    def edited(self, mutation: Mutation) -> Iterator[None]:
+        """The copy with one mutation applied.
+
+        Raises: MutationError: it does not apply.
+        """
+        path = self.root / mutation.file
+        if not path.is_file():
+            raise MutationError(f"{mutation.file} does not exist ({mutation.place})")
+        before = path.read_text()
+        after = mutation.applied(before)
+        try:
+            self._write(path, after)
+            yield
+        finally:
+            self._write(path, before)
+
+    def _write(self, path: Path, text: str) -> None:
+        # Compiled Python is told from its source by size and second, which an edit may leave alone.
+        path.write_text(text)
+        for compiled in (path.parent / "__pycache__").glob(f"{path.stem}.*.pyc"):
+            compiled.unlink()
+
+    def run(self, nodes: Sequence[str], limit_s: float, *, stop_at_first: bool = False) -> Run:
+        """One pytest over `nodes` in a process group of its own, which is gone when this returns."""
+        self.temp.mkdir()
+        notes = self.temp / "notes"
+        notes.touch()
+        request = {
+            "root": str(self.root),
+            "home": str(self.source),
+            "notes": str(notes),
+            "out": str(self.temp / "out"),
+            "arguments": [
+                "-q", "-p", "no:cacheprovider", "-p", "no:xdist", *(["-x"] if stop_at_first else []), *nodes,
+            ],
+            "variables": os.environ | {
+                "PYTHONPATH": str(self.root), "TMPDIR": str(self.temp), "HYPOTHESIS_PROFILE": "mutation",
+            },
+        }  # fmt: skip
+        try:
+            status, late = self.server.run(request, limit_s)
+            lines = notes.read_text().splitlines()
+            out = (self.temp / "out").read_text(errors="replace").strip().splitlines() or [""]
+            return Run([json.loads(line) for line in lines], status, late, out[-1][:300])
+        finally:
+            shutil.rmtree(self.temp, ignore_errors=True)
+            shutil.rmtree(self.root / ".hypothesis", ignore_errors=True)  # it remembers failing examples
+
+
+class Plain:
+    """What proofs show without a mutation: one process for many, and one more for who is not green in it."""
+
+    def __init__(self) -> None:
+        self._notes: list[dict[str, Any]] = []
+        self._alone: dict[tuple[str, ...], Run] = {}
+
+    def look(self, tree: Tree, proofs: Sequence[str], limit_s: float) -> None:
+        """Run many proofs in one process."""
+        if proofs:
+            self._notes += tree.run(proofs, limit_s * len(proofs)).notes
+
+    def of(self, tree: Tree, proof: tuple[str, ...], limit_s: float) -> Run:
+        """The run of one proof."""
+        own = [[note for note in self._notes if belongs(note["node"], node)] for node in proof]
+        if all(any(note["outcome"] == "passed" for note in notes) for notes in own):
+            together = Run([note for notes in own for note in notes], 0, False)
+            if not together.fault:
+                return together
+        if proof not in self._alone:
+            self._alone[proof] = tree.run(proof, limit_s)
+        return self._alone[proof]
+
+
+def belongs(node: str, proof: str) -> bool:
+    """Whether a test is what a proof names: itself, one of its cases, one in the file or folder."""
+    return node == proof or node.startswith((f"{proof}[", f"{proof}::", f"{proof}/"))
+
+
+def listed(source: Path) -> list[str]:
+    """The files of a checkout: what git tracks or would track, and exists."""
+    told = subprocess.run(
+        ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"],
+        cwd=source, check=True, capture_output=True, text=True,
+    )  # fmt: skip
+    names = (name for name in dict.fromkeys(told.stdout.split("\0")) if name)
+    return [name for name in names if (source / name).is_symlink() or (source / name).is_file()]
+
+
+def tried(tree: Tree, plain: Plain, mutation: Mutation, limit_s: float) -> Result:
+    """Apply one mutation, run its proof, and where that is red look whether it is green without."""
+    try:
+        with tree.edited(mutation):
+            under = tree.run(mutation.proof, limit_s, stop_at_first=True)
+    except MutationError as error:
+        return Result(mutation, GONE, str(error))
+    except UnicodeDecodeError:
+        return Result(mutation, GONE, f"{mutation.file} is no text")
+    if stranger := under.first("stranger"):
+        return Result(mutation, RED, f"the proof imports the tree itself: {stranger['said']}")
+    if under.fault == "":
+        return _unharmed(mutation, under)
+    without = plain.of(tree, mutation.proof, limit_s)
+    if without.fault:
+        return Result(mutation, RED, without.fault)
+    if without.first("passed") is None:
+        return Result(mutation, NOT_RUN, _skipped(without))
+    if uncollected := under.first("uncollected"):
+        return Result(mutation, BROKEN, f"{uncollected['node']}: {uncollected['said']}")
+    return Result(mutation, KILLED, under.fault)
+
+
+def _unharmed(mutation: Mutation, under: Run) -> Result:
+    if under.first("passed") is None:
+        return Result(mutation, NOT_RUN, _skipped(under))
+    return Result(mutation, SURVIVED, f"{mutation.kills} The proof passes: {' '.join(mutation.proof)}")
+
+
+def _skipped(run: Run) -> str:
+    note = run.first("skipped")
+    return f"its proof is skipped here: {note['said']}" if note else "its proof holds no test"
+
+
+def lacking(mutation: Mutation) -> str:
+    """What this machine lacks of what a mutation's proof needs; empty where nothing."""
+    if mutation.needs == "cuda":
+        import torch  # here, so that --help and --check need none
+
+        return "" if torch.cuda.is_available() else "needs a CUDA device"
+    return f"needs {mutation.needs}" if mutation.needs else ""
+
+
+def results(source: Path, chosen: Sequence[Mutation], *, jobs: int, limit_s: float) -> Iterator[Result]:
+    """What came of each, in the order of `chosen`; every copy is gone at the end, however it comes."""
+    scratch = Path(tempfile.mkdtemp(prefix="lzm-"))
+    made: list[Tree] = []
+    trees: SimpleQueue[Tree] = SimpleQueue()
+    pool, plain, stopped = ThreadPoolExecutor(jobs), Plain(), threading.Event()
+
+    def one(mutation: Mutation) -> Result:
+        if why := lacking(mutation):
+            return Result(mutation, NOT_RUN, why)
+        tree = trees.get()
+        try:
+            if stopped.is_set():
+                return Result(mutation, NOT_RUN, "stopped")
+            return tried(tree, plain, mutation, limit_s)
+        finally:
+            trees.put(tree)
+
+    try:
+        for number in range(jobs):
+            made.append(Tree(source, scratch / str(number)))
+            trees.put(made[-1])
+        proofs = sorted({node for mutation in chosen if not lacking(mutation) for node in mutation.proof})
+        parts = [proofs[number::jobs] for number in range(jobs)]
+        list(pool.map(lambda tree, part: plain.look(tree, part, limit_s), made, parts))
+        yield from pool.map(one, chosen)
+    finally:
+        stopped.set()
+        end_children(scratch)
+        for tree in made:
+            tree.server.close()
+        pool.shutdown(wait=True, cancel_futures=True)
+        shutil.rmtree(scratch, ignore_errors=True)
+
+
+def end_children(scratch: Path) -> None:
+    """Kill the proofs that still run below `scratch`: only a run that was broken off has any."""
+    for folder in Path("/proc").glob("[0-9]*") if Path("/proc").is_dir() else ():
+        with contextlib.suppress(OSError):
+            if Path(os.readlink(folder / "cwd")).is_relative_to(scratch):
+                os.kill(int(folder.name), signal.SIGKILL)
+
+
+def check(source: Path, chosen: Sequence[Mutation]) -> list[Result]:
+    """The mutations that do not apply to the tree as it is."""
+    refused = []
+    for mutation in chosen:
+        try:
+            mutation.applied((source / mutation.file).read_text())
+        except (MutationError, OSError) as error:
+            refused.append(Result(mutation, GONE, str(error)))
+    return refused
+
+
+def wanted(every: list[Mutation], options: argparse.Namespace, names: dict[str, str]) -> list[Mutation]:
+    """The mutations that the command line asks for; `names` gives the name of the row that has an id.
+
+    Raises: MutationError: it names a row that the ledger lacks, or one without a mutation.
+    """
+    chosen = every
+    if options.rows:
+        of_row: dict[str, list[Mutation]] = {}
+        for mutation in every:
+            for name in {names[row] for row in mutation.rows}:
+                of_row.setdefault(name, []).append(mutation)
+        for row in options.rows:
+            if row not in names:
+                raise MutationError(f"--rows: the ledger has no row {row}")
+            if names[row] not in of_row:
+                raise MutationError(f"--rows: no mutation is named for {row}")
+        asked = [mutation for row in options.rows for mutation in of_row[names[row]]]
+        chosen = [mutation for mutation in every if mutation in asked]
+    if options.sample is not None:
+        chosen = random.Random(options.seed).sample(chosen, min(options.sample, len(chosen)))
+    return chosen
+
+
+def arguments() -> argparse.ArgumentParser:
+    """The command line."""
+    parser = argparse.ArgumentParser(prog="python -m scripts.mutate", description=__doc__.split("\n")[0])
+    parser.add_argument("--rows", nargs="+", metavar="ID", help="only the mutations of these rows")
+    parser.add_argument("--sample", type=int, metavar="N", help="only as many, drawn at random")
+    parser.add_argument("--seed", type=int, default=0, help="what --sample draws with")
+    parser.add_argument("--jobs", type=int, default=1, metavar="N", help="proofs at a time, each in its copy")
+    parser.add_argument("--limit", type=float, default=LIMIT_S, metavar="S", help="seconds a proof may take")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write every result there")
+    parser.add_argument("--check", action="store_true", help="only see whether each mutation applies")
+    return parser
+
+
+def main(words: Sequence[str] | None = None, source: Path = ROOT) -> int:
+    """Run what the command line asks for, print each verdict, and return the exit status."""
+    options = arguments().parse_args(words)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    try:
+        rows = ledger.rows(source / "docs" / "ledger.md")
+        every = mutations.read(source / "tests" / "mutations", rows)
+        chosen = wanted(every, options, {name: row.name for row in rows for name in row.ids})
+        if options.jobs < 1 or options.limit <= 0:
+            raise MutationError("--jobs needs at least 1, --limit more than 0")
+    except MutationError as error:
+        print(error, file=sys.stderr)
+        return 2
+    if options.check:
+        outcomes = [shown(result) for result in check(source, chosen)]
+        print(f"{len(chosen) - len(outcomes)} of {len(chosen)} apply")
+    else:
+        outcomes = [shown(r) for r in results(source, chosen, jobs=options.jobs, limit_s=options.limit)]
+        counts = Counter(result.verdict for result in outcomes)
+        print(", ".join(f"{count} {verdict}" for verdict, count in counts.items()) or "nothing to run")
+    if options.json:
+        told = [{**asdict(r.mutation), "verdict": r.verdict, "why": r.why} for r in outcomes]
+        options.json.write_text(json.dumps(told, indent=1) + "\n")
+    return int(any(result.verdict not in GOOD for result in outcomes))
+
+
+def shown(result: Result) -> Result:
+    """Print one result as it comes, and return it."""
+    print(f"{result.verdict:<15} {', '.join(result.mutation.rows)}: {result.why}", flush=True)
+    return result
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,49 @@
+"""Threads that meet at one decision for certain: whoever decides waits until all others wait for it."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+from layerzero.actors.local import LocalDevice
+from layerzero.dispatch import Table
+from layerzero.hardware import Hardware
+from layerzero.kernel import Kernel
+from layerzero.ops.op import Op
+from layerzero.ops.request import Request, Work
+from layerzero.selection.decide import roofline
+
+
+class Crowd:
+    """A cost model for a device with one kernel an op: each call of it is one decision.
+
+    A decision goes on once `count` threads have asked, each either deciding or waiting for who decides; or
+    at once where one of them decides what another decides already, which `decisions` then shows.
+    """
+
+    def __init__(self, count: int, error: Exception | None = None) -> None:
+        self.count = count
+        self.error = error
+        self.decisions = 0
+        self._table: Table | None = None
+        self._lock = threading.Lock()
+
+    def watch(self, own: LocalDevice, op: Op) -> None:
+        """Whose threads are counted."""
+        self._table = own.table(op)
+
+    def __call__(self, one: Kernel, work: Work, request: Request, hardware: Hardware) -> tuple[float, str]:
+        with self._lock:
+            self.decisions += 1
+        while not self._gathered():
+            time.sleep(0.0005)
+        if self.error is not None:
+            raise self.error
+        return roofline(one, work, request, hardware)
+
+    def _gathered(self) -> bool:
+        if self._table is None:
+            return True
+        flights = list(self._table._flights.values())
+        waiting = sum(len(flight.done._cond._waiters) for flight in flights)  # type: ignore[attr-defined]
+        return waiting + len(flights) >= self.count or self.decisions > len(flights)
