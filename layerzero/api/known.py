@@ -53,8 +53,7 @@ class KnownPlans:
 
     def adopt(self, module: Any) -> None:
         """Begin with the compiled twin, or go without."""
-        # What reads data before the kernel runs is Python's.
-        parameters = None if self._op.guard is not None else _parameters(self._op)
+        parameters = _parameters(self._op)
         if module is None or parameters is None:
             self.plans = None
             return

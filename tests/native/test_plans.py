@@ -13,11 +13,9 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import layerzero as lz
-from layerzero.api.calls import LAST, _recovered
 from layerzero.api.known import KnownPlans
 from layerzero.errors import BackendNotAvailableError
 from layerzero.native import HOT
-from layerzero.ops import table as ops_table
 from tests.children import Child
 from tests.kernels import kernel
 
@@ -157,11 +155,15 @@ def test_a_kernel_that_fails_is_replaced(runtime: lz.Runtime) -> None:
     assert selection is not None and selection.kernel != "acme.rms_norm.failing"
 
 
-def test_an_op_with_a_guard_is_left_to_python() -> None:
-    """What looks at data before a kernel runs is not skipped."""
-    op = ops_table.get("rope")
-    assert op.guard is not None
-    assert KnownPlans(op, LAST, _recovered).plans is None
+def test_data_is_checked_in_known_calls_too(runtime: lz.Runtime) -> None:
+    """What a call's data may hold is looked at before its kernel, however often such a call was made."""
+    weight = torch.randn(4, WIDTH)
+    for _ in range(3):
+        lz.sync.embedding(torch.tensor([0, 3]), weight)
+    assert answers(torch.tensor([1, 2]), weight, op="embedding")
+    for _ in range(2):
+        with pytest.raises(ValueError, match="4"):
+            lz.sync.embedding(torch.tensor([0, 4]), weight)
 
 
 BLOCKING_PROGRAM = """
