@@ -28,7 +28,7 @@ import uvicorn
 from completion import Asked, BadRequest, UnknownModel, read
 from generation import Words, generate, load_tokenizer
 from llama import FOLDER, Llama, Per, load
-from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, Counter, Gauge, generate_latest
+from prometheus_client import CollectorRegistry, Counter, Gauge
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
@@ -39,6 +39,8 @@ from tokenizers import Tokenizer
 
 import layerzero as lz
 from layerzero import metrics
+from layerzero.integrations import uvicorn as bounded
+from layerzero.integrations.starlette import install, lifespan
 from layerzero.kvcache import PagesExhaustedError
 
 
@@ -67,10 +69,6 @@ class Full(Exception):
         self.retry_after = max(1, math.ceil(retry_after))
 
 
-# Characters of a prompt that are tokenized on the loop: about a millisecond.
-_SHORT = 2048
-
-
 class Service:
     """The model, its tokenizer, and what is counted about requests."""
 
@@ -86,6 +84,8 @@ class Service:
             per=options.per,
         )
         self.tokenizer: Tokenizer = load_tokenizer(options.model)
+        # No prompt of more characters can fit, so none is taken apart.
+        self.most_characters = self.most_tokens * max(map(len, self.tokenizer.get_vocab()))
         self.active = 0
         self.started = int(time.time())
         self.registry = CollectorRegistry()
@@ -98,6 +98,17 @@ class Service:
         }
         for name, (what, value) in gauges.items():
             Gauge(name, what, registry=self.registry).set_function(value)
+
+    def state(self) -> dict[str, int]:
+        """What is going on, for /health."""
+        pages = self.model.cache.allocator
+        return {"requests": self.active, "pages": pages.total, "pages_free": pages.free_pages}
+
+    @property
+    def most_tokens(self) -> int:
+        """How many tokens a prompt and its answer may have together."""
+        cache = self.model.cache
+        return min(self.model.config.positions, cache.allocator.total * cache.page_size)
 
     async def answer(self, asked: Asked) -> AsyncGenerator[Piece, None]:
         """Yield the answer's text as it comes; the last piece says why it ended.
@@ -144,14 +155,17 @@ class Service:
         yield Piece(words.end(), count, len(ids), reason)
 
     async def _ids(self, text: str) -> list[int]:
-        """The tokens of a prompt; a long one is taken apart beside the loop."""
-        if len(text) <= _SHORT:
-            return self.tokenizer.encode(text).ids
-        return (await anyio.to_thread.run_sync(self.tokenizer.encode, text)).ids
+        """The tokens of a prompt, encoded beside the loop: the library's batches give the interpreter up."""
+        if len(text) > self.most_characters:
+            raise BadRequest(
+                f"prompt needs at most {self.most_characters} characters, got {len(text)}", "prompt"
+            )
+        encoded = await anyio.to_thread.run_sync(self.tokenizer.encode_batch_fast, [text])
+        ids: list[int] = encoded[0].ids
+        return ids
 
     def _check(self, ids: list[int], asked: Asked) -> None:
-        cache = self.model.cache
-        most = min(self.model.config.positions, cache.allocator.total * cache.page_size)
+        most = self.most_tokens
         if not ids:
             raise BadRequest("prompt needs at least one token", "prompt")
         if len(ids) + asked.sampling.max_tokens > most:
@@ -303,31 +317,13 @@ def refusal(bad: BadRequest) -> JSONResponse:
 async def completions(request: Request) -> Any:
     """POST /v1/completions."""
     service: Service = request.app.state.service
-    most = service.options.max_body
     try:
-        body = await _body(request, most)
+        asked = read(await request.body(), service.name)
     except ClientDisconnect:
         return Response(status_code=400)  # for nobody
-    if body is None:
-        return failure(413, f"the body needs at most {most} bytes")
-    try:
-        asked = read(body, service.name)
     except BadRequest as bad:
         return refusal(bad)
     return Completion(service, asked)
-
-
-async def _body(request: Request, most: int) -> bytes | None:
-    """The request's body; None, with the rest unread, if it has more than `most` bytes."""
-    told = request.headers.get("content-length", "")
-    if told.isdecimal() and int(told) > most:
-        return None
-    body = bytearray()
-    async for piece in request.stream():
-        body += piece
-        if len(body) > most:
-            return None
-    return bytes(body)
 
 
 async def models(request: Request) -> JSONResponse:
@@ -348,22 +344,6 @@ def _served(service: Service) -> dict[str, Any]:
     return {"id": service.name, "object": "model", "created": service.started, "owned_by": "layerzero"}
 
 
-async def health(request: Request) -> JSONResponse:
-    """GET /health: 200 with what is going on."""
-    service: Service = request.app.state.service
-    pages = service.model.cache.allocator
-    state = {
-        "status": "ok", "requests": service.active, "pages": pages.total, "pages_free": pages.free_pages
-    }  # fmt: skip
-    return JSONResponse(state)
-
-
-async def exposition(request: Request) -> Response:
-    """GET /metrics: what lanes and requests have counted."""
-    service: Service = request.app.state.service
-    return Response(generate_latest(service.registry), headers={"Content-Type": CONTENT_TYPE_LATEST})
-
-
 async def http_failure(request: Request, error: Exception) -> JSONResponse:
     """An unknown path or method, in the words of the API."""
     assert isinstance(error, HTTPException)
@@ -379,25 +359,47 @@ async def server_failure(request: Request, error: Exception) -> JSONResponse:
 def application(options: Options) -> Starlette:
     """The server as an ASGI application; its lifespan opens the runtime, and drains it at the end."""
 
+    determinism = "strict" if options.strict else "default"
+    settings = lz.Settings.load(
+        device=options.device, inference=True, freeze_gc=True, determinism=determinism
+    )
+
     @asynccontextmanager
-    async def lifespan(app: Starlette) -> AsyncIterator[None]:
-        determinism = "strict" if options.strict else "default"
-        settings = lz.Settings.load(
-            device=options.device, inference=True, freeze_gc=True, determinism=determinism
-        )
-        async with lz.start(settings) as runtime:
-            app.state.runtime, app.state.service = runtime, Service(options, runtime)
-            yield
+    async def served(app: Starlette, runtime: lz.Runtime) -> AsyncIterator[None]:
+        app.state.service = Service(options, runtime)
+        yield
+
+    def service() -> Service:
+        opened: Service = app.state.service
+        return opened
+
+    def refuse(status: int, message: str, retry_after_s: float | None) -> JSONResponse:
+        if retry_after_s is None:
+            return failure(status, message)
+        again = {"Retry-After": str(max(1, math.ceil(retry_after_s)))}
+        return failure(429, message, kind="rate_limit_error", headers=again)
 
     routes = [
         Route("/v1/completions", completions, methods=["POST"]),
         Route("/v1/models", models),
         Route("/v1/models/{name:path}", model),
-        Route("/health", health),
-        Route("/metrics", exposition),
     ]
     handlers = {HTTPException: http_failure, Exception: server_failure}
-    return Starlette(routes=routes, lifespan=lifespan, exception_handlers=handlers)
+    app = Starlette(routes=routes, lifespan=lifespan(settings, inside=served), exception_handlers=handlers)
+    install(
+        app,
+        registry=lambda: service().registry,
+        ready=lambda: (),  # its model is loaded before anything is served
+        health=lambda: service().state(),
+        max_requests=options.max_requests + WAITING,
+        max_body=options.max_body,
+        refuse=refuse,
+    )
+    return app
+
+
+# Requests beyond those being answered that may be on their way in or out.
+WAITING = 64
 
 
 def parse(arguments: list[str] | None) -> Options:
@@ -429,7 +431,7 @@ def parse(arguments: list[str] | None) -> Options:
 def main(arguments: list[str] | None = None) -> int:
     """Serve until SIGTERM or SIGINT, and return 0 after a drain."""
     options = parse(arguments)
-    config = uvicorn.Config(
+    config = bounded.config(
         application(options),
         host=options.host,
         port=options.port,

@@ -8,6 +8,10 @@ from layerzero.api.batched import batched
 from layerzero.tokenization import Tokenizer, Tokens
 
 
+# Texts below so many characters cost about the same.
+_SHORT = 1024
+
+
 async def tokenize(
     text: str,
     tokenizer: Tokenizer,
@@ -27,7 +31,9 @@ async def tokenize(
     _need(tokenizer)
     if not isinstance(text, str):
         raise TypeError(f"text needs a str, got {type(text).__name__}")
-    encode = batched(tokenizer.encode_rows, pure=True, device="cpu")
+    # A lane learns what a call costs: texts of very different lengths are different functions to it.
+    size = max(len(text), _SHORT).bit_length() // 2
+    encode = batched(tokenizer.encode_rows, pure=True, device="cpu", key=f"encode_rows, {size}")
     tokens: Tokens = await encode(
         text, bool(special_tokens), bool(offsets), priority=priority, timeout=timeout
     )

@@ -88,7 +88,7 @@ def test_a_body_beyond_the_limit_is_413(server: Running) -> None:
         assert given.status_code == 413
         assert "1048576" in given.json()["error"]["message"]
     below = httpx.post(url, json=asked(prompt="word " * (1 << 17)))
-    assert (below.status_code, below.json()["error"]["param"]) == (400, "max_tokens")
+    assert (below.status_code, below.json()["error"]["param"]) == (400, "prompt")
 
 
 def test_a_long_prompt_is_not_tokenized_on_the_loop(server: Running, monkeypatch: Any) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import threading
 from pathlib import Path
 from typing import Any, cast
 
@@ -14,7 +15,7 @@ import torch
 
 import layerzero as lz
 from layerzero.errors import ConfigurationError
-from layerzero.tokenization.tokenizer import Tokenizer, identify
+from layerzero.tokenization.tokenizer import Tokenizer, Tokens, identify
 from tests import children
 
 tokenizers = pytest.importorskip("tokenizers", reason="tokenizers is not installed")
@@ -251,3 +252,26 @@ def test_without_the_library_the_extra_is_named(tmp_path: Path) -> None:
     )
     run = children.run(code, folder=tmp_path)
     assert run.stdout.startswith("BackendNotAvailableError") and "layerzero-runtime[tokenizers]" in run.stdout
+
+
+class Noting(Tokenizer):
+    """A tokenizer that notes the thread which encodes, by the length of the first text."""
+
+    def __init__(self, source: Any) -> None:
+        super().__init__(source)
+        self.threads: dict[int, int] = {}
+
+    def encode_rows(self, texts: list[str], special: list[bool], offsets: list[bool]) -> list[Tokens]:
+        """As it is, and noted."""
+        self.threads[len(texts[0])] = threading.get_ident()
+        return super().encode_rows(texts, special, offsets)
+
+
+@pytest.mark.asyncio
+async def test_a_long_text_never_runs_on_the_thread_of_the_loop() -> None:
+    """Not after many short ones either, whose cost says nothing of it."""
+    tokenizer, long = Noting(trained()), "a word " * 100_000
+    for _ in range(50):
+        await lz.tokenize("a word", tokenizer)
+    await lz.tokenize(long, tokenizer)
+    assert tokenizer.threads[len(long)] != threading.get_ident()

@@ -1,0 +1,111 @@
+"""uvicorn with its connections bounded: in number, below the descriptors there are, and in time.
+
+uvicorn accepts whatever comes and waits for ever for the end of a request's headers. Some hundred connections
+that say nothing then take every descriptor, and health checks fail. Here a connection beyond the bound takes
+the place of the one that has been idle longest, and one whose headers do not arrive in time is closed.
+"""
+
+from __future__ import annotations
+
+import resource
+from pathlib import Path
+from typing import Any
+
+import uvicorn
+from uvicorn.protocols.http.auto import AutoHTTPProtocol
+
+from layerzero import log
+from layerzero.ops.checks import need_int, need_number
+
+# asyncio accepts so many connections before any of them is looked at.
+BACKLOG = 64
+# What files, pipes and the event loop need beside connections.
+RESERVE = 64
+CLOSED = "server.connection_closed"
+_BUSY = (
+    b"HTTP/1.1 503 Service Unavailable\r\nRetry-After: 1\r\nConnection: close\r\nContent-Length: 0\r\n\r\n"
+)
+
+
+_Base: Any = AutoHTTPProtocol
+
+
+def config(
+    app: Any, *, max_connections: int | None = None, header_timeout_s: float = 10.0, **options: Any
+) -> uvicorn.Config:
+    """A `uvicorn.Config` whose connections are bounded; `options` are uvicorn's own.
+
+    Args: max_connections, by default what the process's limit of descriptors leaves; header_timeout_s, the
+        seconds that a connection may take until the headers of its next request are complete.
+    Raises: ValueError, TypeError: a bound is no positive number, or does not fit the descriptors.
+    """
+    most = descriptors_left() - RESERVE - BACKLOG
+    if max_connections is None:
+        max_connections = max(1, most)
+    need_int("max_connections", max_connections, low=1, high=max(1, most))
+    need_number("header_timeout_s", header_timeout_s, low=0.0)
+    bounds = {"most": max_connections, "header_timeout_s": header_timeout_s}
+    return uvicorn.Config(app, http=type("Bounded", (Bounded,), bounds), backlog=BACKLOG, **options)
+
+
+def descriptors_left() -> int:
+    """Descriptors that this process may still open."""
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    folder = Path("/proc/self/fd")
+    used = sum(1 for _ in folder.iterdir()) if folder.exists() else 32
+    return (soft if soft != resource.RLIM_INFINITY else 1 << 20) - used
+
+
+class Bounded(_Base):
+    """uvicorn's protocol, which knows since when it waits for a request."""
+
+    most: int
+    header_timeout_s: float
+    waits_since: float
+    timer: Any = None
+
+    def connection_made(self, transport: Any) -> None:
+        super().connection_made(transport)
+        self.waits_since = self.loop.time()
+        self.timer = self.loop.call_later(self.header_timeout_s, self.look)
+        if len(self.connections) > self.most:
+            self.make_room()
+
+    def make_room(self) -> None:
+        """Close the connection that has been idle longest; this one where all the others are served."""
+        idle = [other for other in self.connections if other is not self and not other.serving]
+        if not idle:
+            self.transport.write(_BUSY)
+            self.end("every connection is being served")
+        else:
+            min(idle, key=lambda other: other.waits_since).end("another connection needs its place")
+
+    @property
+    def serving(self) -> bool:
+        """Whether a request whose headers are complete is being answered."""
+        return self.cycle is not None and not self.cycle.response_complete
+
+    def look(self) -> None:
+        """Close a connection whose headers are late; look again later at every other."""
+        now = self.loop.time()
+        if self.serving:
+            self.waits_since = now
+        if now - self.waits_since >= self.header_timeout_s:
+            self.end("its headers are late")
+            return
+        self.timer = self.loop.call_later(self.waits_since + self.header_timeout_s - now, self.look)
+
+    def end(self, why: str) -> None:
+        """Close it; what was written is sent."""
+        log.debug(CLOSED, why=why)
+        self.connections.discard(self)
+        self.transport.close()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        if self.timer is not None:
+            self.timer.cancel()
+        super().connection_lost(exc)
+
+    def on_response_complete(self) -> None:
+        self.waits_since = self.loop.time()
+        super().on_response_complete()
