@@ -2,10 +2,11 @@
 
 Written by scripts/make_stubs.py; do not edit.
 """
-# ruff: noqa: ASYNC109
+# ruff: noqa: ASYNC109, E501
+# fmt: off
 
-from collections.abc import Sequence
-from typing import Literal, overload
+from collections.abc import Callable, Sequence
+from typing import Any, Literal, overload
 
 from torch import Tensor
 
@@ -14,7 +15,6 @@ from layerzero import metrics as metrics
 from layerzero import speculative as speculative
 from layerzero import sync as sync
 from layerzero.api.batched import batched as batched
-from layerzero.api.binding import bind as bind
 from layerzero.api.calls import last_selection as last_selection
 from layerzero.api.configuration import add_policy as add_policy
 from layerzero.api.configuration import configure as configure
@@ -100,6 +100,27 @@ from layerzero.warmup.manifest import Manifest as Manifest
 
 __version__: str
 
+@overload
+def bind(op: Literal["add_layer_norm", "add_rms_norm", "quantize", "rope", "verify_chain"], /, *example: object, guard: bool = True, backend: str | None = None, **fixed: object) -> Callable[..., tuple[Tensor, Tensor]]:
+    """Resolve `op` for tensors like `example` and return a callable that takes such tensors.
+
+    The positional arguments of the example are what each call passes anew; keyword arguments stay fixed.
+    The callable always checks the generation: after a policy change, an open circuit or a quarantine it is
+    bound again before it runs. With `guard` it also checks shape, strides, dtype, device and
+    requires_grad, and plans a call that differs for itself; `guard=False` trusts the caller.
+    The callable's `.binding.plan` is what it holds.
+
+    Raises: NoKernelFoundError, ValueError, TypeError: as the call itself would.
+    """
+
+@overload
+def bind(op: Literal["add_rms_norm_quantize", "verify_tree"], /, *example: object, guard: bool = True, backend: str | None = None, **fixed: object) -> Callable[..., tuple[Tensor, Tensor, Tensor]]: ...
+@overload
+def bind(op: Literal["alibi", "append_kv", "cross_entropy", "dequantize", "embedding", "layer_norm", "linear", "linear_cross_entropy", "mlp", "moe", "quantized_linear", "rms_norm", "sample", "sample_topk", "sample_topp"], /, *example: object, guard: bool = True, backend: str | None = None, **fixed: object) -> Callable[..., Tensor]: ...
+@overload
+def bind(op: Literal["attention", "mla_attention", "paged_attention", "ragged_attention"], /, *example: object, guard: bool = True, backend: str | None = None, **fixed: object) -> Callable[..., Tensor | tuple[Tensor, Tensor]]: ...
+@overload
+def bind(op: str, /, *example: object, guard: bool = True, backend: str | None = None, **fixed: object) -> Callable[..., Any]: ...
 async def add_layer_norm(
     x: Tensor,
     residual: Tensor,
@@ -153,8 +174,8 @@ async def add_rms_norm_quantize(
     weight: Tensor | None = None,
     *,
     eps: float = 1e-06,
-    format: str = "fp8_e4m3",
-    granularity: str = "row",
+    format: Literal["int8", "fp8_e4m3", "fp8_e5m2"] = "fp8_e4m3",
+    granularity: Literal["row", "group"] = "row",
     group_size: int = 0,
     backend: str | None = None,
     priority: int = 1,
@@ -203,7 +224,7 @@ async def append_kv(
     v_pages: Tensor,
     slots: Tensor,
     *,
-    layout: str = "NHD",
+    layout: Literal["NHD", "HND"] = "NHD",
     backend: str | None = None,
     priority: int = 1,
     timeout: float | None = None,
@@ -237,7 +258,7 @@ async def attention(
     window: tuple[int, ...] | list[int] | None = None,
     softcap: float | None = None,
     alibi_slopes: Tensor | None = None,
-    layout: str | None = "BHSD",
+    layout: Literal["BHSD", "BSHD"] | None = "BHSD",
     return_lse: Literal[False] = False,
     combine_mask: bool = False,
     rows_nonempty: bool = False,
@@ -277,7 +298,7 @@ async def attention(
     window: tuple[int, ...] | list[int] | None = None,
     softcap: float | None = None,
     alibi_slopes: Tensor | None = None,
-    layout: str | None = "BHSD",
+    layout: Literal["BHSD", "BSHD"] | None = "BHSD",
     return_lse: Literal[True],
     combine_mask: bool = False,
     rows_nonempty: bool = False,
@@ -299,7 +320,7 @@ async def attention(
     window: tuple[int, ...] | list[int] | None = None,
     softcap: float | None = None,
     alibi_slopes: Tensor | None = None,
-    layout: str | None = "BHSD",
+    layout: Literal["BHSD", "BSHD"] | None = "BHSD",
     return_lse: bool = False,
     combine_mask: bool = False,
     rows_nonempty: bool = False,
@@ -315,7 +336,7 @@ async def cross_entropy(
     weight: Tensor | None = None,
     ignore_index: int = -100,
     label_smoothing: float = 0.0,
-    reduction: str = "mean",
+    reduction: Literal["mean", "sum", "none"] = "mean",
     backend: str | None = None,
     priority: int = 1,
     timeout: float | None = None,
@@ -339,7 +360,7 @@ async def dequantize(
     codes: Tensor,
     scale: Tensor,
     *,
-    dtype: str = "float32",
+    dtype: Literal["float32", "float16", "bfloat16", "float64"] = "float32",
     backend: str | None = None,
     priority: int = 1,
     timeout: float | None = None,
@@ -428,7 +449,7 @@ async def linear_cross_entropy(
     *,
     ignore_index: int = -100,
     label_smoothing: float = 0.0,
-    reduction: str = "mean",
+    reduction: Literal["mean", "sum", "none"] = "mean",
     backend: str | None = None,
     priority: int = 1,
     timeout: float | None = None,
@@ -524,7 +545,7 @@ async def mlp(
     b_up: Tensor | None = None,
     b_down: Tensor | None = None,
     *,
-    activation: str = "swiglu",
+    activation: Literal["swiglu", "geglu", "geglu_tanh", "reglu", "gelu", "gelu_tanh", "silu", "relu"] = "swiglu",
     backend: str | None = None,
     priority: int = 1,
     timeout: float | None = None,
@@ -551,9 +572,9 @@ async def moe(
     w_down: Tensor,
     *,
     top_k: int = 2,
-    scoring: str = "softmax",
+    scoring: Literal["softmax", "sigmoid"] = "softmax",
     renormalize: bool = True,
-    activation: str = "swiglu",
+    activation: Literal["swiglu", "geglu", "geglu_tanh", "reglu"] = "swiglu",
     backend: str | None = None,
     priority: int = 1,
     timeout: float | None = None,
@@ -586,7 +607,7 @@ async def paged_attention(
     scale: float | None = None,
     window: tuple[int, ...] | list[int] | None = None,
     softcap: float | None = None,
-    layout: str = "NHD",
+    layout: Literal["NHD", "HND"] = "NHD",
     return_lse: Literal[False] = False,
     backend: str | None = None,
     priority: int = 1,
@@ -625,7 +646,7 @@ async def paged_attention(
     scale: float | None = None,
     window: tuple[int, ...] | list[int] | None = None,
     softcap: float | None = None,
-    layout: str = "NHD",
+    layout: Literal["NHD", "HND"] = "NHD",
     return_lse: Literal[True],
     backend: str | None = None,
     priority: int = 1,
@@ -645,7 +666,7 @@ async def paged_attention(
     scale: float | None = None,
     window: tuple[int, ...] | list[int] | None = None,
     softcap: float | None = None,
-    layout: str = "NHD",
+    layout: Literal["NHD", "HND"] = "NHD",
     return_lse: bool = False,
     backend: str | None = None,
     priority: int = 1,
@@ -655,8 +676,8 @@ async def paged_attention(
 async def quantize(
     x: Tensor,
     *,
-    format: str = "int8",
-    granularity: str = "row",
+    format: Literal["int8", "fp8_e4m3", "fp8_e5m2"] = "int8",
+    granularity: Literal["tensor", "row", "group"] = "row",
     group_size: int = 0,
     scale: Tensor | None = None,
     backend: str | None = None,
@@ -684,7 +705,7 @@ async def quantized_linear(
     scale: Tensor,
     bias: Tensor | None = None,
     *,
-    inputs: str = "float",
+    inputs: Literal["float", "dynamic"] = "float",
     backend: str | None = None,
     priority: int = 1,
     timeout: float | None = None,

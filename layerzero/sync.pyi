@@ -2,6 +2,8 @@
 
 Written by scripts/make_stubs.py; do not edit.
 """
+# ruff: noqa: ASYNC109, E501
+# fmt: off
 
 from collections.abc import Sequence
 from typing import Literal, overload
@@ -51,8 +53,8 @@ def add_rms_norm_quantize(
     weight: Tensor | None = None,
     *,
     eps: float = 1e-06,
-    format: str = "fp8_e4m3",
-    granularity: str = "row",
+    format: Literal["int8", "fp8_e4m3", "fp8_e5m2"] = "fp8_e4m3",
+    granularity: Literal["row", "group"] = "row",
     group_size: int = 0,
     backend: str | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -91,7 +93,7 @@ def append_kv(
     v_pages: Tensor,
     slots: Tensor,
     *,
-    layout: str = "NHD",
+    layout: Literal["NHD", "HND"] = "NHD",
     backend: str | None = None,
 ) -> Tensor:
     """Write new tokens' keys and values, of any number of sequences, into their places in a pool of pages.
@@ -120,7 +122,7 @@ def attention(
     window: tuple[int, ...] | list[int] | None = None,
     softcap: float | None = None,
     alibi_slopes: Tensor | None = None,
-    layout: str | None = "BHSD",
+    layout: Literal["BHSD", "BSHD"] | None = "BHSD",
     return_lse: Literal[False] = False,
     combine_mask: bool = False,
     rows_nonempty: bool = False,
@@ -155,7 +157,7 @@ def attention(
     window: tuple[int, ...] | list[int] | None = None,
     softcap: float | None = None,
     alibi_slopes: Tensor | None = None,
-    layout: str | None = "BHSD",
+    layout: Literal["BHSD", "BSHD"] | None = "BHSD",
     return_lse: Literal[True],
     combine_mask: bool = False,
     rows_nonempty: bool = False,
@@ -174,7 +176,7 @@ def attention(
     window: tuple[int, ...] | list[int] | None = None,
     softcap: float | None = None,
     alibi_slopes: Tensor | None = None,
-    layout: str | None = "BHSD",
+    layout: Literal["BHSD", "BSHD"] | None = "BHSD",
     return_lse: bool = False,
     combine_mask: bool = False,
     rows_nonempty: bool = False,
@@ -187,7 +189,7 @@ def cross_entropy(
     weight: Tensor | None = None,
     ignore_index: int = -100,
     label_smoothing: float = 0.0,
-    reduction: str = "mean",
+    reduction: Literal["mean", "sum", "none"] = "mean",
     backend: str | None = None,
 ) -> Tensor:
     """The negative log likelihood of each row's target class.
@@ -206,7 +208,7 @@ def dequantize(
     codes: Tensor,
     scale: Tensor,
     *,
-    dtype: str = "float32",
+    dtype: Literal["float32", "float16", "bfloat16", "float64"] = "float32",
     backend: str | None = None,
 ) -> Tensor:
     """Give back the numbers that `codes` and `scale` stand for.
@@ -275,7 +277,7 @@ def linear_cross_entropy(
     *,
     ignore_index: int = -100,
     label_smoothing: float = 0.0,
-    reduction: str = "mean",
+    reduction: Literal["mean", "sum", "none"] = "mean",
     backend: str | None = None,
 ) -> Tensor:
     """The negative log likelihood of each row's target class, from the rows before the last projection.
@@ -355,7 +357,7 @@ def mlp(
     b_up: Tensor | None = None,
     b_down: Tensor | None = None,
     *,
-    activation: str = "swiglu",
+    activation: Literal["swiglu", "geglu", "geglu_tanh", "reglu", "gelu", "gelu_tanh", "silu", "relu"] = "swiglu",
     backend: str | None = None,
 ) -> Tensor:
     """Project each row of `x` up to F, apply `activation`, project down again.
@@ -377,9 +379,9 @@ def moe(
     w_down: Tensor,
     *,
     top_k: int = 2,
-    scoring: str = "softmax",
+    scoring: Literal["softmax", "sigmoid"] = "softmax",
     renormalize: bool = True,
-    activation: str = "swiglu",
+    activation: Literal["swiglu", "geglu", "geglu_tanh", "reglu"] = "swiglu",
     backend: str | None = None,
 ) -> Tensor:
     """Send each row of `x` to its `top_k` experts and add their answers, weighed by the router.
@@ -407,7 +409,7 @@ def paged_attention(
     scale: float | None = None,
     window: tuple[int, ...] | list[int] | None = None,
     softcap: float | None = None,
-    layout: str = "NHD",
+    layout: Literal["NHD", "HND"] = "NHD",
     return_lse: Literal[False] = False,
     backend: str | None = None,
 ) -> Tensor:
@@ -441,7 +443,7 @@ def paged_attention(
     scale: float | None = None,
     window: tuple[int, ...] | list[int] | None = None,
     softcap: float | None = None,
-    layout: str = "NHD",
+    layout: Literal["NHD", "HND"] = "NHD",
     return_lse: Literal[True],
     backend: str | None = None,
 ) -> tuple[Tensor, Tensor]: ...
@@ -458,15 +460,15 @@ def paged_attention(
     scale: float | None = None,
     window: tuple[int, ...] | list[int] | None = None,
     softcap: float | None = None,
-    layout: str = "NHD",
+    layout: Literal["NHD", "HND"] = "NHD",
     return_lse: bool = False,
     backend: str | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]: ...
 def quantize(
     x: Tensor,
     *,
-    format: str = "int8",
-    granularity: str = "row",
+    format: Literal["int8", "fp8_e4m3", "fp8_e5m2"] = "int8",
+    granularity: Literal["tensor", "row", "group"] = "row",
     group_size: int = 0,
     scale: Tensor | None = None,
     backend: str | None = None,
@@ -489,7 +491,7 @@ def quantized_linear(
     scale: Tensor,
     bias: Tensor | None = None,
     *,
-    inputs: str = "float",
+    inputs: Literal["float", "dynamic"] = "float",
     backend: str | None = None,
 ) -> Tensor:
     """Multiply each row of `x` by an eight-bit `weight` transposed and add `bias`.

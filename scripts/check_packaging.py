@@ -144,6 +144,9 @@ def build(tree: Path, out: Path) -> tuple[Path, Path]:
         "layerzero/py.typed",
         "LICENSE",
         "README.md",
+        "CHANGELOG.md",
+        "docs/policy.md",
+        "examples/generate_server.py",
     ):
         if needed not in packed:
             sys.exit(f"the sdist lacks {needed}")

@@ -9,6 +9,7 @@ flag decides between its members: `DECIDING` lists such flags, and the stub gets
 
 import ast
 import inspect
+import re
 import sys
 import types
 from collections.abc import Callable, Iterator
@@ -31,7 +32,7 @@ WAITING = (
 BLOCKING = ("backend: str | None = None",)
 HEADER = '"""{}\n\nWritten by scripts/make_stubs.py; do not edit.\n"""\n'
 # A call's `timeout` is its deadline in the lane; a cancel scope around the await could not keep it queued.
-NO_LINT = "# ruff: noqa: ASYNC109\n"
+NO_LINT = "# ruff: noqa: ASYNC109, E501\n# fmt: off\n"
 SYNC_DOC = "The ops, blocking: same names and signatures as the awaitable ones in `layerzero`."
 
 
@@ -74,6 +75,17 @@ def written(op: Op, annotation: str) -> str:
     return ast.unparse(Spelled().visit(ast.parse(annotation, mode="eval")))
 
 
+def choices(op: Op, name: str) -> list[str] | None:
+    """The words that a parameter takes, as the op's check has them; None for every other parameter."""
+    module = sys.modules[op.check.__module__]
+    for node in ast.walk(ast.parse(inspect.getsource(module))):
+        if isinstance(node, ast.Call) and ast.unparse(node.func).endswith("need_choice"):
+            word, _, words = node.args
+            if isinstance(word, ast.Constant) and word.value == name:
+                return list(eval(ast.unparse(words), vars(module)))
+    return None
+
+
 def parameters(op: Op, more: tuple[str, ...], literal: str | None = None) -> Iterator[str]:
     """The lines between the parentheses; `literal` is the value that the deciding flag has."""
     flag = decider(op)
@@ -82,7 +94,11 @@ def parameters(op: Op, more: tuple[str, ...], literal: str | None = None) -> Ite
         if parameter.kind is inspect.Parameter.KEYWORD_ONLY and not starred:
             starred = True
             yield "*"
-        text = f"{parameter.name}: {written(op, str(parameter.annotation))}"
+        annotation = written(op, str(parameter.annotation))
+        words = choices(op, parameter.name)
+        if words is not None:
+            annotation = annotation.replace("str", f"Literal[{', '.join(map(repr, words))}]")
+        text = f"{parameter.name}: {annotation}"
         default = "" if parameter.default is inspect.Parameter.empty else f" = {parameter.default!r}"
         if parameter.name == flag and literal is not None:
             text = f"{parameter.name}: {literal}"
@@ -121,8 +137,9 @@ def function(op: Op, head: str, more: tuple[str, ...], documented: Callable[...,
 
 def typing_imports(text: str) -> str:
     """The import lines for what `text` uses of collections, typing and torch."""
-    head = "from collections.abc import Sequence\n" if "Sequence[" in text else ""
-    used = [name for name in ("Literal", "overload") if name in text]
+    abstract = [name for name in ("Callable", "Sequence") if f"{name}[" in text]
+    head = f"from collections.abc import {', '.join(abstract)}\n" if abstract else ""
+    used = [name for name in ("Any", "Literal", "overload") if re.search(rf"\b{name}\b", text)]
     if used:
         head += f"from typing import {', '.join(used)}\n"
     return f"{head}\nfrom torch import Tensor\n\n"
@@ -135,19 +152,40 @@ def blocking_stub() -> str:
         function(table.get(name), "def", BLOCKING, getattr(layerzero.sync, name)) for name in ops
     )
     names = "".join(f'    "{name}",\n' for name in ops)
-    return f"{HEADER.format(SYNC_DOC)}\n{typing_imports(functions)}{functions}__all__ = [\n{names}]\n"
+    return (
+        f"{HEADER.format(SYNC_DOC)}{NO_LINT}\n{typing_imports(functions)}{functions}__all__ = [\n{names}]\n"
+    )
+
+
+def bind_stub() -> str:
+    """`layerzero.bind` with what each op's bound callable returns."""
+    by_result: dict[str, list[str]] = {}
+    for name in sorted(table.FILES):
+        by_result.setdefault(" | ".join(alternatives(table.get(name))), []).append(name)
+    doc = indented(inspect.cleandoc(layerzero.bind.__doc__ or ""))
+    text = ""
+    for index, (result, names) in enumerate([*by_result.items(), ("Any", [])]):
+        op = f"Literal[{', '.join(map(repr, names))}]".replace("'", '"') if names else "str"
+        head = (
+            f"op: {op}, /, *example: object, guard: bool = True, backend: str | None = None, **fixed: object"
+        )
+        body = f':\n    """{doc}"""\n\n' if index == 0 else ": ...\n"
+        text += f"@overload\ndef bind({head}) -> Callable[..., {result}]{body}"
+    return text
 
 
 def awaitable_stub() -> str:
     """The text of `layerzero/__init__.pyi`: the public names from where they are defined, then the ops."""
     imports = "".join(f"from layerzero import {name} as {name}\n" for name in layerzero._MODULES)  # type: ignore[attr-defined]
     for module, names in sorted(layerzero._HOMES.items()):  # type: ignore[attr-defined]
-        imports += "".join(f"from {module} import {name} as {name}\n" for name in sorted(names, key=_as_ruff))
+        shown = sorted((name for name in names if name != "bind"), key=_as_ruff)
+        imports += "".join(f"from {module} import {name} as {name}\n" for name in shown)
     functions = "".join(
         function(table.get(name), "async def", WAITING, getattr(layerzero, name))
         for name in sorted(table.FILES)
     )
     header = HEADER.format((layerzero.__doc__ or "").partition("\n")[0]) + NO_LINT
+    functions = bind_stub() + functions
     text = f"{header}\n{typing_imports(functions)}{imports}\n__version__: str\n\n{functions}"
     return text.rstrip("\n") + "\n"
 

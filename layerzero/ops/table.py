@@ -6,7 +6,7 @@ import difflib
 import importlib
 
 from layerzero.errors import UnknownOpError
-from layerzero.ops.files import FILES
+from layerzero.ops.files import FILES as FILES
 from layerzero.ops.op import OPS, Op
 
 

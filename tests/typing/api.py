@@ -53,3 +53,10 @@ async def opened() -> None:
         assert_type(rt, lz.Runtime)
     with lz.start() as rt:
         assert_type(rt, lz.Runtime)
+
+
+def chosen_words(q: Tensor) -> None:
+    """Words that an op takes are literals, and a bound op gives what the op gives."""
+    lz.sync.mlp(q, q, q, activation="swigly")  # type: ignore[arg-type]  # pyright: ignore
+    assert_type(lz.bind("rms_norm", q)(q), Tensor)
+    assert_type(lz.bind("add_rms_norm", q, q)(q, q), tuple[Tensor, Tensor])
