@@ -100,7 +100,7 @@ class LocalDevice:
         self._watchers: tuple[Watcher, ...] = ()
         self._samplers: tuple[NumericsGuard | DriftWatch | Spans, ...] = ()
         self.spans: Spans | None = None
-        self._solved = self.solved_under(settings)
+        self.solved = self.solved_under(settings)  # the dispatch table, where there is one
         self._sized: dict[str, bool] = {}
         self.room = Room(self.device, self.hardware, self.clock.now)
         self._sample()
@@ -142,7 +142,7 @@ class LocalDevice:
         self.health.set_settings(settings)
         self._settle()
         self._sample()
-        self._solved = solved
+        self.solved = solved
         self._look_at_memory()
         self.refresh()
 
@@ -159,7 +159,7 @@ class LocalDevice:
             self._loading.submit(look)
 
     def solved_under(self, settings: Settings) -> Solved | None:
-        """The dispatch table of `settings`, if it holds for this device.
+        """The dispatch table of `settings`, refused where it does not hold for this device.
 
         Raises: ConfigurationError: it does not, and the settings are strict.
         """
@@ -322,7 +322,7 @@ class LocalDevice:
             costs=fingerprint(op) if (fingerprint := getattr(self._cost, "fingerprint", None)) else None,
             # What a table remembers, and what `_compile` makes of a selection, follows from these, too.
             watched=(settings.max_keys, settings.inference, settings.warm, *map(id, self._watchers)),
-            solved=self._solved,
+            solved=self.solved,
         )
 
     def _built(self) -> frozenset[tuple[str, str]] | None:

@@ -207,7 +207,8 @@ class Rules:
             self.modes,
             self.costs,
             self.watched,
-            id(self.solved) if self.solved is not None else None,
+            # A table ahead is compared with the whole policy: it was solved under all of it.
+            (id(self.solved), self.policy.digest) if self.solved is not None else None,
         )
 
 
@@ -352,24 +353,27 @@ class Table:
             raise flight.error
         return flight.plan
 
-    def fresh(self, request: Request) -> Selection:
+    def fresh(self, request: Request, *, ahead: bool = True) -> Selection:
         """The decision for a request, computed anew whatever the table remembers.
+
+        Without `ahead` no table of decisions made ahead has a say.
 
         Where no kernel has what a mode of `Rules.yields` asks for, the choice is made without it, with a
         warning.
         """
         asked = request.modes & self._rules.yields
         try:
-            return self._decided_for(request)
+            return self._decided_for(request, ahead)
         except NoKernelFoundError:
             if not asked:
                 raise
-        found = self._decided_for(request.replace(modes=request.modes - asked))
+        found = self._decided_for(request.replace(modes=request.modes - asked), ahead)
         log.warning("selection.without_mode", op=self.op.name, modes=sorted(asked), kernel=found.kernel)
         return found
 
-    def _decided_for(self, request: Request) -> Selection:
+    def _decided_for(self, request: Request, ahead: bool) -> Selection:
         rules, on_grid = self._rules, self._maker.on_grid(request)
+        solved = rules.solved if ahead else None
         selection = decide(
             self.op,
             request,
@@ -380,7 +384,7 @@ class Table:
             rules.knobs,
             priced_as=on_grid,
             cost=self._cost,
-            solved=rules.solved.kernel(on_grid) if rules.solved is not None else None,
+            solved=solved.says(request, on_grid, rules.policy) if solved is not None else None,
         )
         return selection_at(selection, self.generation)
 
