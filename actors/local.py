@@ -219,10 +219,12 @@ class LocalDevice:
 
     def _successor(self, before: Snapshot, policy: Policy, generation: int) -> Snapshot:
         kept: dict[str, Table] = {}
+        rehearsed = dict(before.rehearsed)
         for name, table in list(before.tables.items()):
             if self._rules(name, policy).fingerprint(name) == table.fingerprint:
                 kept[name] = table
-        return Snapshot(generation, policy, kept)
+            rehearsed[name] = table.rehearsed()
+        return Snapshot(generation, policy, kept, rehearsed=rehearsed)
 
     def view(self, policy: Policy) -> Snapshot:
         """The snapshot of a context's own policy, kept while its generation lasts."""
@@ -284,6 +286,7 @@ class LocalDevice:
                 generation=now.generation,
                 max_keys=self.settings.max_keys,
                 cost=self._cost if now.terms is None else now.terms.cost or roofline,
+                rehearsed=now.rehearsed.get(op.name, {}),
             )
             table = now.tables.setdefault(op.name, made)
         return table

@@ -14,8 +14,9 @@ from __future__ import annotations
 import hashlib
 import inspect
 import threading
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -32,7 +33,7 @@ from layerzero.policy.policy import Policy
 from layerzero.selection.decide import CostModel, Knobs, Standing, decide
 from layerzero.selection.key import KeyMaker
 from layerzero.selection.outputs import check_outputs
-from layerzero.selection.record import Selection
+from layerzero.selection.record import Selection, nothing_to_do
 
 if TYPE_CHECKING:
     from layerzero.selection.solved import Solved
@@ -212,11 +213,16 @@ class Rules:
         )
 
 
+# Plans for captures by mode and signature, with their kernels: what a new generation is handed.
+Rehearsed = Mapping[tuple[int, Signature], tuple[Plan, Kernel]]
+_NOTHING: Rehearsed = MappingProxyType({})
+
+
 class Table:
     """The plans of one op in one generation: `hot[mode]` by signature, `keyed` by reduced request."""
 
     __slots__ = (
-        "_compile", "_cost", "_flights", "_lock", "_maker", "_max_keys", "_rules", "_timeout_s",
+        "_compile", "_cost", "_flights", "_lock", "_maker", "_max_keys", "_rehearsed", "_rules", "_timeout_s",
         "computed", "fingerprint", "generation", "hot", "keyed", "op",
     )  # fmt: skip
 
@@ -230,8 +236,10 @@ class Table:
         max_keys: int,
         cost: CostModel,
         timeout_s: float = 60.0,
+        rehearsed: Rehearsed = _NOTHING,
     ) -> None:
         self.op = op
+        self._rehearsed = rehearsed
         self.hot: list[dict[Signature, Plan]] = [{} for _ in range(_MODES)]
         self.keyed: dict[Hashable, Plan] = {}
         self.generation = generation
@@ -256,6 +264,8 @@ class Table:
         empty = self.op.empty
         if empty is not None and empty(args) is not None:
             plan = Plan(self.op, lambda *full: empty(full), nothing_to_do(request), request)
+        elif (before := self._from_before(request, bits, signature)) is not None:
+            return before  # and not remembered: the next rehearsal chooses among what is there then
         else:
             plan = (self._capturable(request, bits) or self.decided(request)).unproven(request)
         hot = self.hot[bits]
@@ -285,6 +295,34 @@ class Table:
                 trace=error.trace,
                 request=request,
             ) from error
+
+    def _from_before(self, request: Request, bits: int, signature: Signature) -> Plan | None:
+        """The plan that an earlier generation rehearsed for this very call, where its kernel may still run.
+
+        A kernel that is loaded between rehearsal and capture must not leave the capture without a plan.
+        """
+        plan, kernel = self._rehearsed.get((bits, signature), (None, None))
+        if plan is None or REHEARSAL.on or self._maker.key(request) in self.keyed:
+            return None
+        if not any(kernel is own for own in self._rules.kernels):
+            return None  # removed, or replaced by another of its name
+        try:
+            trace = self.fresh(request).trace
+        except NoKernelFoundError:
+            return None
+        now = next((c.accepted for c in trace if c.kernel == plan.kernel and c.takes), None)
+        before = plan.selection.candidate(plan.kernel).accepted
+        return plan if now and before and now.transforms == before.transforms else None
+
+    def rehearsed(self) -> Rehearsed:
+        """The plans for captures of this generation and of those before."""
+        plans = dict(self._rehearsed) if len(self._rehearsed) < self._max_keys else {}
+        own = {kernel.id: kernel for kernel in self._rules.kernels}
+        for bits in range(CAPTURE, _MODES):
+            for signature, plan in list(self.hot[bits].items()):
+                if plan.kernel:
+                    plans[bits, signature] = plan, own[plan.kernel]
+        return plans
 
     def describe(self, args: Args, bits: int) -> Request:
         """The request of a call under the given modes."""
@@ -386,26 +424,7 @@ class Table:
             cost=self._cost,
             solved=solved.says(request, on_grid, rules.policy) if solved is not None else None,
         )
-        return selection_at(selection, self.generation)
-
-
-def nothing_to_do(request: Request) -> Selection:
-    """The record of a call with no element to compute: no kernel was asked."""
-    return Selection(
-        op=request.op,
-        kernel="",
-        request=request,
-        transforms=(),
-        expected_us=0.0,
-        why="nothing to compute: no kernel runs",
-        trace=(),
-        order=(),
-    )
-
-
-def selection_at(selection: Selection, generation: int) -> Selection:
-    """The selection marked with the generation it was made in."""
-    return msgspec.structs.replace(selection, generation=generation)
+        return msgspec.structs.replace(selection, generation=self.generation)
 
 
 class Terms:
@@ -439,13 +458,17 @@ class Terms:
         self.decided = self._hash.hexdigest()[:16]
 
 
+_NO_OPS: Mapping[str, Rehearsed] = MappingProxyType({})
+
+
 class Snapshot:
     """One generation of a device's tables, filled op by op as they are first used.
 
-    `terms` are those of a gang whose snapshot this is.
+    `terms` are those of a gang whose snapshot this is; `rehearsed` are the plans for captures of ops whose
+    table an earlier generation had.
     """
 
-    __slots__ = ("generation", "policy", "tables", "terms")
+    __slots__ = ("generation", "policy", "rehearsed", "tables", "terms")
 
     def __init__(
         self,
@@ -454,8 +477,10 @@ class Snapshot:
         tables: dict[str, Table] | None = None,
         *,
         terms: Terms | None = None,
+        rehearsed: Mapping[str, Rehearsed] = _NO_OPS,
     ) -> None:
         self.terms = terms
+        self.rehearsed = rehearsed
         self.generation = generation
         self.policy = policy
         self.tables: dict[str, Table] = tables if tables is not None else {}

@@ -130,3 +130,17 @@ def _candidate_plain(candidate: Candidate) -> dict[str, Any]:
         "accepted": None if accepted is None else msgspec.to_builtins(accepted),
         "rejected": [as_plain(reason) for reason in candidate.rejected],
     }
+
+
+def nothing_to_do(request: Request) -> Selection:
+    """The record of a call with no element to compute: no kernel was asked."""
+    return Selection(
+        op=request.op,
+        kernel="",
+        request=request,
+        transforms=(),
+        expected_us=0.0,
+        why="nothing to compute: no kernel runs",
+        trace=(),
+        order=(),
+    )
