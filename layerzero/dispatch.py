@@ -215,7 +215,7 @@ class Rules:
 
 # Plans for captures by mode and signature, with their kernels: what a new generation is handed.
 Rehearsed = Mapping[tuple[int, Signature], tuple[Plan, Kernel]]
-_NOTHING: Rehearsed = MappingProxyType({})
+_NOTHING: Mapping[Any, Any] = MappingProxyType({})
 
 
 class Table:
@@ -458,9 +458,6 @@ class Terms:
         self.decided = self._hash.hexdigest()[:16]
 
 
-_NO_OPS: Mapping[str, Rehearsed] = MappingProxyType({})
-
-
 class Snapshot:
     """One generation of a device's tables, filled op by op as they are first used.
 
@@ -477,7 +474,7 @@ class Snapshot:
         tables: dict[str, Table] | None = None,
         *,
         terms: Terms | None = None,
-        rehearsed: Mapping[str, Rehearsed] = _NO_OPS,
+        rehearsed: Mapping[str, Rehearsed] = _NOTHING,
     ) -> None:
         self.terms = terms
         self.rehearsed = rehearsed
