@@ -154,8 +154,9 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     spans: bool = False
 
     def __post_init__(self) -> None:
-        if isinstance(self.plugins, list):
-            msgspec.structs.force_setattr(self, "plugins", tuple(self.plugins))
+        names: object = self.plugins
+        if isinstance(names, list):
+            msgspec.structs.force_setattr(self, "plugins", tuple(names))
         _check(self)
 
     @classmethod

@@ -391,7 +391,7 @@ def folder(tmp_path: Path) -> Path:
 @pytest.fixture
 def opened(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[dict[str, Any]], Site]]:
     """Opens a runtime with settings as the process's, one after another."""
-    before, sites = HOT.module, []
+    before, sites = HOT.module, list[Site]()
     monkeypatch.setattr("layerzero.runtime.probe", lambda _: probe("cpu"))  # as if there were a GPU, too
     shipped = SimpleNamespace(rows=(row("near.rms_norm", 0.5, site=site(C=512, N=8)),))
     monkeypatch.setattr("layerzero.perfdb.shipped.fitting_tables", lambda *_: [shipped])
