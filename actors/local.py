@@ -103,7 +103,7 @@ class LocalDevice:
         self._watchers: tuple[Watcher, ...] = ()
         self._samplers: tuple[NumericsGuard | DriftWatch | Spans, ...] = ()
         self.spans: Spans | None = None
-        self._solved = self.solved_under(settings)
+        self.solved = self.solved_under(settings)  # the dispatch table, where there is one
         self._sized: dict[str, bool] = {}
         self.room = Room(self.device, self.hardware, self.clock.now)
         self._sample()
@@ -145,7 +145,7 @@ class LocalDevice:
         self.health.set_settings(settings)
         self._settle()
         self._sample()
-        self._solved = solved
+        self.solved = solved
         self._look_at_memory()
         self.refresh()
 
@@ -162,7 +162,7 @@ class LocalDevice:
             self._loading.submit(look)
 
     def solved_under(self, settings: Settings) -> Solved | None:
-        """The dispatch table of `settings`, if it holds for this device.
+        """The dispatch table of `settings`, refused where it does not hold for this device.
 
         Raises: ConfigurationError: it does not, and the settings are strict.
         """
@@ -222,10 +222,12 @@ class LocalDevice:
 
     def _successor(self, before: Snapshot, policy: Policy, generation: int) -> Snapshot:
         kept: dict[str, Table] = {}
+        rehearsed = dict(before.rehearsed)
         for name, table in list(before.tables.items()):
             if self._rules(name, policy).fingerprint(name) == table.fingerprint:
                 kept[name] = table
-        return Snapshot(generation, policy, kept)
+            rehearsed[name] = table.rehearsed()
+        return Snapshot(generation, policy, kept, rehearsed=rehearsed)
 
     def view(self, policy: Policy) -> Snapshot:
         """The snapshot of a context's own policy, kept while its generation lasts."""
@@ -290,6 +292,7 @@ class LocalDevice:
                 generation=now.generation,
                 max_keys=self.settings.max_keys,
                 cost=self._cost if now.terms is None else now.terms.cost or roofline,
+                rehearsed=now.rehearsed.get(op.name, {}),
             )
             table = now.tables.setdefault(op.name, made)
         return table
@@ -328,7 +331,7 @@ class LocalDevice:
             costs=fingerprint(op) if (fingerprint := getattr(self._cost, "fingerprint", None)) else None,
             # What a table remembers, and what `_compile` makes of a selection, follows from these, too.
             watched=(settings.max_keys, settings.inference, settings.warm, *map(id, self._watchers)),
-            solved=self._solved,
+            solved=self.solved,
         )
 
     def _built(self) -> frozenset[tuple[str, str]] | None:

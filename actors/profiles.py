@@ -18,7 +18,6 @@ import msgspec
 from layerzero import log
 from layerzero.actors.agreement import digest_of
 from layerzero.actors.local import LocalDevice
-from layerzero.dispatch import Terms
 from layerzero.errors import ConsistencyError
 from layerzero.hardware import Hardware
 from layerzero.kernel import Kernel
@@ -27,6 +26,7 @@ from layerzero.perfdb import versions_of
 from layerzero.policy.policy import Policy
 from layerzero.policy.rules import Action, Layer, Rule, make_rule
 from layerzero.selection.decide import CostModel, Knobs
+from layerzero.selection.terms import Terms
 
 Mode = Literal["inference", "training"]
 

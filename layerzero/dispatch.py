@@ -11,11 +11,11 @@ publishes into the table it started from, so that a slow computation never reach
 
 from __future__ import annotations
 
-import hashlib
 import inspect
 import threading
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -32,10 +32,11 @@ from layerzero.policy.policy import Policy
 from layerzero.selection.decide import CostModel, Knobs, Standing, decide
 from layerzero.selection.key import KeyMaker
 from layerzero.selection.outputs import check_outputs
-from layerzero.selection.record import Selection
+from layerzero.selection.record import Selection, nothing_to_do
 
 if TYPE_CHECKING:
     from layerzero.selection.solved import Solved
+    from layerzero.selection.terms import Terms
 
 GRAD, DETERMINISTIC, AUTOCAST, CAPTURE = 1, 2, 4, 8
 _MODES = 16
@@ -207,15 +208,21 @@ class Rules:
             self.modes,
             self.costs,
             self.watched,
-            id(self.solved) if self.solved is not None else None,
+            # A table ahead is compared with the whole policy: it was solved under all of it.
+            (id(self.solved), self.policy.digest) if self.solved is not None else None,
         )
+
+
+# Plans for captures by mode and signature, with their kernels: what a new generation is handed.
+Rehearsed = Mapping[tuple[int, Signature], tuple[Plan, Kernel]]
+_NOTHING: Mapping[Any, Any] = MappingProxyType({})
 
 
 class Table:
     """The plans of one op in one generation: `hot[mode]` by signature, `keyed` by reduced request."""
 
     __slots__ = (
-        "_compile", "_cost", "_flights", "_lock", "_maker", "_max_keys", "_rules", "_timeout_s",
+        "_compile", "_cost", "_flights", "_lock", "_maker", "_max_keys", "_rehearsed", "_rules", "_timeout_s",
         "computed", "fingerprint", "generation", "hot", "keyed", "op",
     )  # fmt: skip
 
@@ -229,8 +236,10 @@ class Table:
         max_keys: int,
         cost: CostModel,
         timeout_s: float = 60.0,
+        rehearsed: Rehearsed = _NOTHING,
     ) -> None:
         self.op = op
+        self._rehearsed = rehearsed
         self.hot: list[dict[Signature, Plan]] = [{} for _ in range(_MODES)]
         self.keyed: dict[Hashable, Plan] = {}
         self.generation = generation
@@ -257,6 +266,8 @@ class Table:
         empty = self.op.empty
         if empty is not None and empty(args) is not None:
             plan = Plan(self.op, lambda *full: empty(full), nothing_to_do(request), request)
+        elif (before := self._from_before(request, bits, signature)) is not None:
+            return before  # and not remembered: the next rehearsal chooses among what is there then
         else:
             plan = (self._capturable(request, bits) or self.decided(request)).unproven(request)
         hot = self.hot[bits]
@@ -286,6 +297,34 @@ class Table:
                 trace=error.trace,
                 request=request,
             ) from error
+
+    def _from_before(self, request: Request, bits: int, signature: Signature) -> Plan | None:
+        """The plan that an earlier generation rehearsed for this very call, where its kernel may still run.
+
+        A kernel that is loaded between rehearsal and capture must not leave the capture without a plan.
+        """
+        plan, kernel = self._rehearsed.get((bits, signature), (None, None))
+        if plan is None or REHEARSAL.on or self._maker.key(request) in self.keyed:
+            return None
+        if not any(kernel is own for own in self._rules.kernels):
+            return None  # removed, or replaced by another of its name
+        try:
+            trace = self.fresh(request).trace
+        except NoKernelFoundError:
+            return None
+        now = next((c.accepted for c in trace if c.kernel == plan.kernel and c.takes), None)
+        before = plan.selection.candidate(plan.kernel).accepted
+        return plan if now and before and now.transforms == before.transforms else None
+
+    def rehearsed(self) -> Rehearsed:
+        """The plans for captures of this generation and of those before."""
+        plans = dict(self._rehearsed) if len(self._rehearsed) < self._max_keys else {}
+        own = {kernel.id: kernel for kernel in self._rules.kernels}
+        for bits in range(CAPTURE, _MODES):
+            for signature, plan in list(self.hot[bits].items()):
+                if plan.kernel:
+                    plans[bits, signature] = plan, own[plan.kernel]
+        return plans
 
     def describe(self, args: Args, bits: int) -> Request:
         """The request of a call under the given modes."""
@@ -354,24 +393,27 @@ class Table:
             raise flight.error
         return flight.plan
 
-    def fresh(self, request: Request) -> Selection:
+    def fresh(self, request: Request, *, ahead: bool = True) -> Selection:
         """The decision for a request, computed anew whatever the table remembers.
+
+        Without `ahead` no table of decisions made ahead has a say.
 
         Where no kernel has what a mode of `Rules.yields` asks for, the choice is made without it, with a
         warning.
         """
         asked = request.modes & self._rules.yields
         try:
-            return self._decided_for(request)
+            return self._decided_for(request, ahead)
         except NoKernelFoundError:
             if not asked:
                 raise
-        found = self._decided_for(request.replace(modes=request.modes - asked))
+        found = self._decided_for(request.replace(modes=request.modes - asked), ahead)
         log.warning("selection.without_mode", op=self.op.name, modes=sorted(asked), kernel=found.kernel)
         return found
 
-    def _decided_for(self, request: Request) -> Selection:
+    def _decided_for(self, request: Request, ahead: bool) -> Selection:
         rules, on_grid = self._rules, self._maker.on_grid(request)
+        solved = rules.solved if ahead else None
         selection = decide(
             self.op,
             request,
@@ -382,23 +424,9 @@ class Table:
             rules.knobs,
             priced_as=on_grid,
             cost=self._cost,
-            solved=rules.solved.kernel(on_grid) if rules.solved is not None else None,
+            solved=solved.says(request, on_grid, rules.policy) if solved is not None else None,
         )
-        return selection_at(selection, self.generation)
-
-
-def nothing_to_do(request: Request) -> Selection:
-    """The record of a call with no element to compute: no kernel was asked."""
-    return Selection(
-        op=request.op,
-        kernel="",
-        request=request,
-        transforms=(),
-        expected_us=0.0,
-        why="nothing to compute: no kernel runs",
-        trace=(),
-        order=(),
-    )
+        return msgspec.structs.replace(selection, generation=self.generation)
 
 
 def composed(op: Op, request: Request) -> Plan:
@@ -419,49 +447,14 @@ def composed(op: Op, request: Request) -> Plan:
     return plan
 
 
-def selection_at(selection: Selection, generation: int) -> Selection:
-    """The selection marked with the generation it was made in."""
-    return msgspec.structs.replace(selection, generation=generation)
-
-
-class Terms:
-    """What the ranks of a gang agreed on, in place of one device's own health, readiness and measurements.
-
-    `kernels` are the ids that may be chosen, `knobs` hold in place of this rank's settings, `modes` for every
-    request; `cost` is what the ranks compared when they agreed, None where they price by estimates alone.
-    `decided` is the digest of all choices so far: equal on ranks that ran the same steps.
-    """
-
-    __slots__ = ("_hash", "cost", "decided", "kernels", "knobs", "modes")
-
-    def __init__(
-        self,
-        kernels: frozenset[str],
-        modes: frozenset[str] = frozenset(),
-        *,
-        cost: CostModel | None = None,
-        knobs: Knobs = Knobs(),  # noqa: B008  frozen
-    ) -> None:
-        self.kernels = kernels
-        self.knobs = knobs
-        self.modes = modes
-        self.cost = cost
-        self.decided = ""
-        self._hash = hashlib.sha256()
-
-    def note(self, op: str, kernel: str) -> None:
-        """Count one new choice."""
-        self._hash.update(f"{op} {kernel};".encode())
-        self.decided = self._hash.hexdigest()[:16]
-
-
 class Snapshot:
     """One generation of a device's tables, filled op by op as they are first used.
 
-    `terms` are those of a gang whose snapshot this is.
+    `terms` are those of a gang whose snapshot this is; `rehearsed` are the plans for captures of ops whose
+    table an earlier generation had.
     """
 
-    __slots__ = ("generation", "policy", "tables", "terms")
+    __slots__ = ("generation", "policy", "rehearsed", "tables", "terms")
 
     def __init__(
         self,
@@ -470,8 +463,10 @@ class Snapshot:
         tables: dict[str, Table] | None = None,
         *,
         terms: Terms | None = None,
+        rehearsed: Mapping[str, Rehearsed] = _NOTHING,
     ) -> None:
         self.terms = terms
+        self.rehearsed = rehearsed
         self.generation = generation
         self.policy = policy
         self.tables: dict[str, Table] = tables if tables is not None else {}

@@ -15,6 +15,7 @@ import torch
 
 from layerzero.api.calls import runtime_here
 from layerzero.api.inspection import list_kernels
+from layerzero.backends import Plugin, installed_plugins
 from layerzero.errors import LayerZeroError
 from layerzero.hardware import Hardware, probe
 from layerzero.health.breaker import Standing
@@ -81,6 +82,7 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     torch: Torch
     libraries: tuple[Found, ...]
     sqlite: SQLite
+    plugins: tuple[Plugin, ...] = ()
     device: str = ""
     kernels: tuple[OpKernels, ...] = ()
     health: tuple[Standing, ...] = ()
@@ -102,6 +104,20 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
             "optional libraries",
             ("library", "state", "version", "note"),
             [(f.backend, f.state, f.version or "-", f.detail or f.install) for f in self.libraries],
+        )
+        allowed = self.settings.get("plugins", ())
+        yield (
+            "backends of other distributions",
+            ("plugin", "distribution", "version", "state"),
+            [
+                (
+                    p.name,
+                    p.distribution or "-",
+                    p.version or "-",
+                    "allowed" if p.name in allowed else "not allowed",
+                )
+                for p in self.plugins
+            ],
         )
         yield (
             f"kernels on {self.device or 'no device'}",
@@ -147,6 +163,7 @@ def doctor(*, imports: bool = True, timeout_s: float = 60.0) -> Report:
         torch=_torch(problems),
         sqlite=sqlite,
         libraries=examine(imports=imports, timeout_s=timeout_s),
+        plugins=installed_plugins(),
     )
     notes = [f"SQLite {sqlite.version}: {_sqlite_note(sqlite)}"] if sqlite.wal_reset_bug else []
     runtime = _attempt("the runtime", runtime_here, problems)

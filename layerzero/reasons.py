@@ -173,6 +173,7 @@ class Reason(StrEnum):
 
     MEMORY_HEADROOM_EXCEEDED = "MEMORY_HEADROOM_EXCEEDED", Category.RESOURCE, "needs more memory than is free"
     PLAN_BUCKET_MISS = "PLAN_BUCKET_MISS", Category.PLAN, "no solved bucket covers the request"
+    PLAN_POLICY_DIFFERS = "PLAN_POLICY_DIFFERS", Category.PLAN, "it was solved under another policy"
 
 
 class Rejected(msgspec.Struct, frozen=True, tag=True, gc=False):

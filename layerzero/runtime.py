@@ -20,7 +20,7 @@ import torch
 
 from layerzero import log
 from layerzero.actors.local import LocalDevice
-from layerzero.backends import load_builtin
+from layerzero.backends import load_builtin, load_plugins
 from layerzero.clock import Clock, MonotonicClock, Timer
 from layerzero.errors import ConfigurationError, PolicyValidationError, RuntimeClosedError
 from layerzero.hardware import probe
@@ -73,6 +73,7 @@ class Runtime:
         self._fleet: Fleet | None = None
         self.program: Policy = EMPTY
         self._kernels = kernels or load_builtin
+        self._plugins = load_plugins(self.settings.plugins)
         self._narrow = self._overlay()
         self._lock = threading.RLock()
         self._timer: Timer | None = None
@@ -125,7 +126,7 @@ class Runtime:
             device,
             self.settings,
             self._kernels,
-            self._extra,
+            [*self._plugins, *self._extra],
             self._narrow,
             policy=self.policy,
             store=self._store,
@@ -139,7 +140,7 @@ class Runtime:
             return None
         from layerzero.capabilities import load_overlay
 
-        return load_overlay(self.settings.capabilities, self._kernels())
+        return load_overlay(self.settings.capabilities, [*self._kernels(), *self._plugins])
 
     def add_kernel(self, kernel: Kernel) -> None:
         """Register a kernel on every device, now and later.
@@ -214,12 +215,15 @@ class Runtime:
         """What file and environment ask for; names that nothing here has are logged, when strict refused."""
         environment = environment_policy()
         if environment:
-            ops, kernels = frozenset(ops_table.names()), frozenset(k.id for k in self._kernels())
+            ops, kernels = frozenset(ops_table.names()), self._names()
             for finding in check_names(environment, known_ops=ops, known_kernels=kernels):
                 if self.settings.strict:
                     raise PolicyValidationError(finding.message, rule=finding.rule)
                 log.warning("policy.rule_unmatched", rule=str(finding.rule), message=finding.message)
         return merge(self._file_policy(), environment)
+
+    def _names(self) -> frozenset[str]:
+        return frozenset(kernel.id for kernel in (*self._kernels(), *self._plugins))
 
     def _file_policy(self) -> Policy:
         if self.settings.policy is None:
@@ -227,7 +231,7 @@ class Runtime:
         loaded = load_policy(
             self.settings.policy,
             known_ops=frozenset(ops_table.names()),
-            known_kernels=frozenset(k.id for k in self._kernels()),
+            known_kernels=self._names(),
             strict=self.settings.strict,
         )
         for finding in loaded.findings:
@@ -288,17 +292,18 @@ class Runtime:
                     raise ConfigurationError(f"{name} is read when a runtime opens: open another", field=name)
             # Before anything changes: a strict runtime refuses a table that does not hold.
             solved = [device.solved_under(settings) for device in self.devices.values()]
-            if any(getattr(settings, name) != getattr(self.settings, name) for name in _OUTSIDE):
-                before, self.settings = self.settings, settings
-                try:
+            before, outside = self.settings, self._outside
+            try:
+                self.settings = settings
+                if any(getattr(settings, name) != getattr(before, name) for name in _OUTSIDE):
                     self._need_device()
-                    self._outside = self._outside_policy()
-                except BaseException:
-                    self.settings = before
-                    raise
-            if settings.state_dir != self.settings.state_dir:
-                self._store = move_state(self.devices.values(), settings.state_dir)
-            self.settings = settings
+                    outside = self._outside_policy()
+                if settings.state_dir != before.state_dir:
+                    self._store = move_state(self.devices.values(), settings.state_dir)
+            except BaseException:
+                self.settings = before
+                raise
+            self._outside = outside
             for device, table in zip(self.devices.values(), solved, strict=True):
                 resettle(device, settings, table)
             self.apply_policy()

@@ -35,8 +35,9 @@ BATCHING = ("all", "rows", "off")
 # What only opening a runtime reads.
 AT_OPENING = (
     "capabilities", "cluster", "cluster_devices", "freeze_gc", "hang_s", "max_restarts",
-    "placement_timeout_s",
+    "placement_timeout_s", "plugins",
 )  # fmt: skip
+_NAMES = "a list of names of installed entry points"
 _DEVICE = re.compile(r"auto|cpu|cuda(:\d{1,2})?")
 
 
@@ -58,6 +59,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     What it may do:
         strict: refuse implicit layout, dtype and contiguity transforms and unknown names in policy files.
         capabilities: file that takes away from what kernels claim to take; it cannot add to it.
+        plugins: backends of other distributions whose kernels may run, by entry point name; those installed
+            and not named are listed and never imported. In a variable, separated by commas.
         inference: True runs every op under `torch.inference_mode`, False never does, None follows the caller.
         determinism: "strict" admits only kernels whose rows do not depend on the batch they run in.
         graph_strict: True admits under CUDA graph capture only kernels that were proved safe on this machine,
@@ -113,6 +116,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     freeze_gc: bool = False
     strict: bool = False
     capabilities: str | None = None
+    plugins: tuple[str, ...] = ()
     inference: bool | None = None
     determinism: Literal["default", "strict"] = "default"
     graph_strict: bool = False
@@ -150,6 +154,9 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     spans: bool = False
 
     def __post_init__(self) -> None:
+        names: object = self.plugins
+        if isinstance(names, list):
+            msgspec.structs.force_setattr(self, "plugins", tuple(names))
         _check(self)
 
     @classmethod
@@ -260,6 +267,9 @@ def _check_words(settings: Settings) -> None:
         value = getattr(settings, name)
         if (value is None and name == "device") or value == "" or not isinstance(value, str | None):
             raise ConfigurationError(f"{name} needs a non-empty string, got {shown(value)}", field=name)
+    names = settings.plugins
+    if not isinstance(names, tuple) or not all(isinstance(n, str) and n.strip() == n != "" for n in names):
+        raise ConfigurationError(f"plugins needs {_NAMES}, got {shown(names)}", field="plugins")
     if not _DEVICE.fullmatch(settings.device):
         needs = '"auto", "cpu", "cuda" or "cuda:<index>"'
         raise ConfigurationError(f"device needs {needs}, got {shown(settings.device)}", field="device")
@@ -327,6 +337,8 @@ def _parsed(field: str, text: str, variable: str) -> Any:
     hint = _HINTS[field]
     options = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
     word = text.strip()
+    if get_origin(hint) is tuple:
+        return tuple(name.strip() for name in word.split(",") if name.strip())
     if type(None) in options and word.lower() in ("", "none"):
         return None
     for option in options:
@@ -363,6 +375,8 @@ def _needs(field: str) -> str:
         return "a known name"
     if get_origin(hint) is Literal:
         return _words(hint)
+    if get_origin(hint) is tuple:
+        return _NAMES
     names = {
         bool: "true or false",
         int: "a whole number",

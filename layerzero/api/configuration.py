@@ -9,6 +9,8 @@ from typing import Any
 
 from layerzero.api.calls import runtime_here
 from layerzero.api.scope import SCOPE, Scope
+from layerzero.backends import installed_plugins
+from layerzero.errors import PolicyValidationError
 from layerzero.ops import table as ops_table
 from layerzero.policy import EMPTY, Policy, disabling, merge, only, preferring
 from layerzero.policy import get_locks as policy_locks
@@ -67,8 +69,8 @@ def lock(op: str, kernel: str, *, when: str | tuple[str, ...] = (), for_s: float
     base = op.replace("/", ".").split(".")[0]
     known = runtime.known_kernels(base) if base in ops_table.names() else frozenset[str]()
     until = _until(for_s)
-    runtime.set_program(
-        policy_lock(
+    try:
+        program = policy_lock(
             runtime.program,
             op,
             kernel,
@@ -77,7 +79,12 @@ def lock(op: str, kernel: str, *, when: str | tuple[str, ...] = (), for_s: float
             when=when,
             until=until,
         )
-    )
+    except PolicyValidationError as error:
+        barred = [str(p) for p in installed_plugins() if p.name not in runtime.settings.plugins]
+        if barred:
+            error.add_note(f"installed and not allowed by Settings.plugins: {', '.join(barred)}")
+        raise
+    runtime.set_program(program)
 
 
 def unlock(op: str | None = None) -> None:

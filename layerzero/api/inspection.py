@@ -125,12 +125,13 @@ def dry_run(
     signature, full = checked_build(definition, args, kwargs)
     device = device_here(full)
     complete(device, op)
-    request = device.table(definition).describe(full, device.mode())
-    settings = device.settings
+    snapshot = snapshot_here(device, op, None)
+    request = device.table(definition, snapshot).describe(full, device.mode())
+    settings, policy = device.settings, snapshot.policy
     knobs = Knobs(settings.strict if strict is None else strict, settings.tie_band, settings.default_gain)
     if hardware is None:
         if strict is None:
-            return device.plan(definition, signature, full, device.mode()).record()
+            return device.plan(definition, signature, full, device.mode(), snapshot).record()
         standing = Standing(
             {**device.registry.blocked(), **device.health.blocked()}, device.registry.unready()
         )
@@ -139,7 +140,7 @@ def dry_run(
             request,
             device.registry.for_op(op),
             device.hardware,
-            device.snapshot.policy,
+            policy,
             standing,
             knobs,
             cost=device.costs,
@@ -151,7 +152,7 @@ def dry_run(
     there = imagined(hardware) if isinstance(hardware, str) else hardware
     elsewhere = request.replace(platform=there.platform, device=there.device)
     kernels = (*device.registry.for_op(op), *described(op))
-    return decide(definition, elsewhere, kernels, there, device.snapshot.policy, Standing(), knobs)
+    return decide(definition, elsewhere, kernels, there, policy, Standing(), knobs)
 
 
 def validate(op: str, /, *args: Any, **kwargs: Any) -> Request:

@@ -353,12 +353,12 @@ def solve(
 
 def _warmed(device: LocalDevice, op: Op, request: Request) -> Selection:
     """The decision once nothing better is cold; a kernel that does not load is no longer better."""
-    selection: Selection = device.table(op).fresh(request)
+    selection = device.table(op).fresh(request, ahead=False)
     tried: set[str] = set()
     while (better := selection.when_warm) is not None and better not in tried:
         tried.add(better)
         device.warm((better,), request)
-        selection = device.table(op).fresh(request)
+        selection = device.table(op).fresh(request, ahead=False)
     device.counters.add("buckets_warmed", op=op.name)
     return selection
 

@@ -30,7 +30,7 @@ Progress = Callable[[int, int, Warmed], None]
 class WarmupReport(msgspec.Struct, frozen=True, kw_only=True):
     """What is ready when `warmup` returns: a record for each critical call and for the others that are done.
 
-    `pending` calls are under way.
+    `pending` calls are under way; `problems` concern all calls: a dispatch table that decides nothing here.
     """
 
     device: str
@@ -39,11 +39,12 @@ class WarmupReport(msgspec.Struct, frozen=True, kw_only=True):
     critical: tuple[Warmed, ...]
     others: tuple[Warmed, ...] = ()
     pending: int = 0
+    problems: tuple[str, ...] = ()
 
     @property
     def ready(self) -> bool:
-        """Whether every critical call is."""
-        return all(w.state == "ready" for w in self.critical)
+        """Whether every critical call is, and decided as the settings say."""
+        return not self.problems and all(w.state == "ready" for w in self.critical)
 
     @property
     def compiled(self) -> int:
@@ -54,8 +55,9 @@ class WarmupReport(msgspec.Struct, frozen=True, kw_only=True):
 class Readiness(msgspec.Struct, frozen=True, kw_only=True):
     """Whether traffic would meet nothing cold; true and false like a bool.
 
-    `problems` are the calls that are not ready and why; `cold_calls` counts choices made since the last
-    warm-up finished: calls that nobody had warmed. `pending` calls are still being made ready.
+    `problems` are the calls that are not ready and why, and a dispatch table that decides nothing.
+    `cold_calls` counts choices made since the last warm-up finished: calls that nobody had warmed.
+    `pending` calls are still being made ready.
     """
 
     ready: bool
@@ -194,6 +196,7 @@ class _Job:
             critical=made + late,
             others=tuple(self._made[len(self._manifest.critical) :]),
             pending=len(self._manifest.calls) - len(self._made),
+            problems=_problems(self._device),
         )
 
     def _run(self) -> None:
@@ -242,6 +245,7 @@ def readiness_check(manifest: Given | None = None, *, device: str | None = None)
         list(state.manifests.values()) if manifest is None else [manifest_of(manifest)]
     )
     problems = [] if manifests else ["nothing was warmed up: call warmup with a manifest"]
+    problems += _problems(own)
     for each in manifests:
         for call in each.calls:
             why = _why_cold(own, state, call)
@@ -255,6 +259,12 @@ def readiness_check(manifest: Given | None = None, *, device: str | None = None)
         cold_calls=cold,
         pending=state.pending,
     )
+
+
+def _problems(device: LocalDevice) -> tuple[str, ...]:
+    """What is wrong with every call of a device: decisions made ahead that do not hold."""
+    why = device.solved.problem(device.snapshot.policy) if device.solved is not None else ""
+    return (f"dispatch_table: {why}",) if why else ()
 
 
 def _why_cold(device: LocalDevice, state: _State, call: Call) -> str:

@@ -2,7 +2,7 @@
 
 A new backend is one file with `KERNELS`, one line in `BUILTIN` (its file and its ops) and a test file. A
 third party announces a function that returns its kernels in the entry point group `layerzero.backends`; it
-is loaded only when named.
+is listed where it is installed, and imported only when `Settings.plugins` names it.
 """
 
 from __future__ import annotations
@@ -13,6 +13,8 @@ import importlib.metadata
 import re
 from collections.abc import Collection, Iterable, Mapping
 from types import MappingProxyType
+
+import msgspec
 
 from layerzero.backends.reference import reference_kernel
 from layerzero.errors import BackendNotAvailableError, ConfigurationError
@@ -120,8 +122,7 @@ def load_builtin(
             kernels.extend(kernel for each in ops for kernel in _of_module(name, each))
         elif op in ops:
             kernels.extend(_of_module(name, op))
-    for plugin in sorted(set(allowed_plugins)):
-        kernels.extend(k for k in _load_plugin(plugin) if op in (None, k.op))
+    kernels.extend(k for k in load_plugins(allowed_plugins) if op in (None, k.op))
     seen: set[str] = set()
     for kernel in kernels:
         if kernel.id in seen:
@@ -136,24 +137,80 @@ def _of_module(name: str, op: str) -> Iterable[Kernel]:
     return (kernel for kernel in importlib.import_module(name).KERNELS if kernel.op == op)
 
 
+class Plugin(msgspec.Struct, frozen=True):
+    """An installed backend of somebody else's: its entry point, and the distribution that announces it."""
+
+    name: str
+    distribution: str
+    version: str
+    target: str
+
+    def __str__(self) -> str:
+        return f"{self.name} ({self.distribution} {self.version})".replace("  ", " ")
+
+
+def installed_plugins() -> tuple[Plugin, ...]:
+    """Every backend that an installed distribution announces, by name; nothing of them is imported."""
+    found = importlib.metadata.entry_points(group=ENTRY_POINT_GROUP)
+    return tuple(
+        Plugin(
+            point.name,
+            point.dist.name if point.dist else "",
+            point.dist.version if point.dist else "",
+            point.value,
+        )
+        for point in sorted(found, key=lambda point: point.name)
+    )
+
+
+def load_plugins(names: Collection[str]) -> list[Kernel]:
+    """The kernels of the plugins in `names`, by entry point name.
+
+    Raises: BackendNotAvailableError: one is not installed, or does not import or answer. ConfigurationError:
+        two distributions announce one name, it gives something else than kernels of known ops, or a kernel's
+        id is taken.
+    """
+    kernels = [kernel for name in sorted(set(names)) for kernel in _load_plugin(name)]
+    taken = {k.id for op in {kernel.op for kernel in kernels} for k in load_builtin(op=op)}
+    for kernel in kernels:
+        if kernel.id in taken:
+            allowed = ", ".join(sorted(set(names)))
+            raise ConfigurationError(
+                f"two kernels are named {kernel.id!r}; ids need to be unique, also of plugins: {allowed}"
+            )
+        taken.add(kernel.id)
+    return kernels
+
+
 def _load_plugin(name: str) -> list[Kernel]:
-    found = importlib.metadata.entry_points(group=ENTRY_POINT_GROUP, name=name)
+    found = tuple(importlib.metadata.entry_points(group=ENTRY_POINT_GROUP, name=name))
     if not found:
         raise BackendNotAvailableError(
             f"backend plugin {name!r} is allowed but no installed distribution announces it in the entry "
             f"point group {ENTRY_POINT_GROUP!r}",
             backend=name,
         )
+    if len(found) > 1:
+        values = ", ".join(sorted(point.value for point in found))
+        raise ConfigurationError(
+            f"backend plugin {name!r} needs one distribution that announces it, got {values}"
+        )
     try:
-        announced = next(iter(found)).load()
-    except (ImportError, AttributeError) as error:
-        message = f"backend plugin {name!r} does not import: {error}"
+        announced = found[0].load()
+        kernels = announced() if callable(announced) else announced
+    except Exception as error:  # whatever a stranger's module raises
+        message = f"backend plugin {name!r} does not load: {type(error).__name__}: {error}"
         raise BackendNotAvailableError(message, backend=name) from error
-    kernels = announced() if callable(announced) else announced
     if not isinstance(kernels, tuple | list) or not all(isinstance(kernel, Kernel) for kernel in kernels):
         raise ConfigurationError(
             f"backend plugin {name!r} needs to give a sequence of Kernel, got {type(kernels).__name__}"
         )
+    for kernel in kernels:
+        if kernel.op not in table.FILES:
+            known = ", ".join(sorted(table.FILES))
+            raise ConfigurationError(
+                f"backend plugin {name!r}: {kernel.id!r} needs an op among {known}, got {kernel.op!r}"
+            )
     return list(kernels)
 
 

@@ -12,13 +12,12 @@ from layerzero.api.calls import snapshot_here
 from layerzero.api.inspection import complete, dry_run, merged
 from layerzero.cli import show, spec
 from layerzero.cli.options import json_option, op_named, runtime_of, standing_options
-from layerzero.dispatch import nothing_to_do
 from layerzero.errors import NoKernelFoundError, PolicyValidationError
 from layerzero.hardware import Hardware, imagined_gpu
 from layerzero.ops.op import Args, Op
 from layerzero.reasons import Category, Rejected
 from layerzero.runtime import Runtime
-from layerzero.selection.record import Candidate, Selection
+from layerzero.selection.record import Candidate, Selection, nothing_to_do
 from layerzero.selection.render import folded, headline, ranked
 
 # The sides of a call that its caller decides.

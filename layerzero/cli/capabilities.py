@@ -9,6 +9,7 @@ from layerzero.capabilities import export, load_overlay, read, write
 from layerzero.cli import show
 from layerzero.cli.options import json_option
 from layerzero.errors import LayerZeroError
+from layerzero.settings import Settings
 
 _PATH = click.argument("path", type=click.Path(dir_okay=False))
 
@@ -22,8 +23,8 @@ def capabilities() -> None:
 @_PATH
 @json_option
 def export_(path: str, json_: bool) -> None:
-    """Write every built-in kernel's capability to PATH, with a hash of the content."""
-    document = export(load_builtin())
+    """Write every kernel's capability to PATH, with a hash of the content; of plugins those that may run."""
+    document = export(load_builtin(Settings.load().plugins))
     write(path, document)
     if json_:
         show.as_json({"path": path, "kernels": len(document.kernels), "content": document.content})
@@ -43,7 +44,7 @@ def check(ctx: click.Context, /, path: str, overlay: bool, json_: bool) -> None:
     """
     try:
         if overlay:
-            kernels = {k.id: k for k in load_builtin()}
+            kernels = {k.id: k for k in load_builtin(Settings.load().plugins)}
             loaded = load_overlay(path, list(kernels.values()))
             narrowed = {name: loaded.apply(kernels[name]).capability.narrowed for name in loaded.changes}
             found = {name: sorted(fields) for name, fields in narrowed.items()}

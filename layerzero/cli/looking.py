@@ -6,6 +6,7 @@ import click
 import msgspec
 
 from layerzero.api.inspection import KernelInfo, list_kernels
+from layerzero.backends import installed_plugins
 from layerzero.cli import show
 from layerzero.cli.options import json_option, op_named, runtime_of, standing_options
 from layerzero.doctor import doctor as examine
@@ -67,6 +68,7 @@ def kernels(
         except ValueError as error:
             raise click.UsageError(f"--{error}") from error
         notes = {info.id: _note(info, runtime) for info in found}
+        allowed = runtime.settings.plugins
     if json_:
         show.as_json([{**msgspec.structs.asdict(info), "note": notes[info.id]} for info in found])
         return
@@ -74,6 +76,9 @@ def kernels(
         (i.id, i.op, i.state, "yes" if i.default else "", _takes(i.capability), notes[i.id]) for i in found
     ]
     show.table(f"{len(rows)} kernels", ("kernel", "op", "state", "default", "takes", "note"), rows)
+    for plugin in installed_plugins():
+        if plugin.name not in allowed:
+            show.line(f"installed, not allowed: {plugin}; LAYERZERO_PLUGINS={plugin.name} lets it run")
 
 
 def _note(info: KernelInfo, runtime: Runtime) -> str:

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 import click
 
 from layerzero.api.start import start
-from layerzero.errors import ConfigurationError, UnknownOpError
+from layerzero.errors import BackendNotAvailableError, ConfigurationError, UnknownOpError
 from layerzero.ops import table as ops_table
 from layerzero.ops.op import Op
 from layerzero.runtime import Runtime
@@ -52,7 +52,7 @@ def runtime_of(device: str | None, policy_file: str | Path | None, strict: bool)
     try:
         opened = start(Settings.load(**changes), scoped=True)
         runtime = opened.__enter__()
-    except ConfigurationError as error:
+    except (ConfigurationError, BackendNotAvailableError) as error:
         is_option = str(error).startswith(("device ", "policy "))
         raise click.UsageError(f"{'--' if is_option else ''}{error}") from error
     try:

@@ -11,6 +11,7 @@ from layerzero.errors import PolicyLoadError
 from layerzero.ops import table as ops_table
 from layerzero.policy import load_policy
 from layerzero.policy.policy import describe
+from layerzero.settings import Settings
 
 
 @click.group()
@@ -32,7 +33,7 @@ def check(ctx: click.Context, file: str, strict: bool, json_: bool) -> None:
         loaded = load_policy(
             file,
             known_ops=frozenset(ops_table.names()),
-            known_kernels=frozenset(kernel.id for kernel in load_builtin()),
+            known_kernels=frozenset(kernel.id for kernel in load_builtin(Settings.load().plugins)),
             strict=strict,
         )
     except PolicyLoadError as error:

@@ -27,7 +27,7 @@ def warmup(ctx: click.Context, manifest: str, timeout: float | None, device: str
     """Make the calls of MANIFEST ready on this machine, so that later processes find everything compiled.
 
     MANIFEST is what `Manifest.save` wrote, or the folder of a Llama with its config.json. Exit status 1 where
-    a critical call failed or was late.
+    a critical call failed or was late, or the settings' dispatch table decides nothing here.
     """
     with runtime_of(device, None, False), show.progress("warm-up", json_, _named) as told:
         report = warmup_blocking(read(manifest), device=device, timeout_s=timeout, progress=told, whole=True)
@@ -37,6 +37,8 @@ def warmup(ctx: click.Context, manifest: str, timeout: float | None, device: str
         show.table(f"warm-up {report.version} on {report.device}", _COLUMNS, _rows(report))
         show.line(f"{len(report.critical) + len(report.others)} calls in {report.seconds:.1f} s")
         show.line(f"{report.compiled} compilers started")
+        for problem in report.problems:
+            show.line(f"not ready: {problem}", bad=True)
     ctx.exit(0 if report.ready else 1)
 
 

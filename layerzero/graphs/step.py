@@ -24,10 +24,14 @@ WARMUPS = 3
 
 
 class Recorded(Protocol):
-    """A step ready to run again on its static inputs; `outputs` are its static results."""
+    """A step ready to run again on its static inputs; `outputs` are its static results.
+
+    `generation` is that of the plans it holds, as it was asked for before they were recorded.
+    """
 
     outputs: tuple[Tensor, ...]
     pool: Any
+    generation: int
 
     def replay(self) -> None: ...
 
@@ -35,10 +39,11 @@ class Recorded(Protocol):
 class Rerun:
     """The step called anew each time: what a device without graphs does."""
 
-    def __init__(self, run: Callable[[], Any], pool: Any) -> None:
+    def __init__(self, run: Callable[[], Any], pool: Any, generation: Callable[[], int]) -> None:
         self._run = run
         self.pool = pool
         self.outputs = _tensors(run())
+        self.generation = generation()  # it plans anew with every run
 
     def replay(self) -> None:
         """Run the step again."""
@@ -48,13 +53,15 @@ class Rerun:
 class CudaGraph:
     """The step captured once on a side stream, after rehearsals that make every plan and workspace."""
 
-    def __init__(self, run: Callable[[], Any], pool: Any) -> None:
+    def __init__(self, run: Callable[[], Any], pool: Any, generation: Callable[[], int]) -> None:
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream), rehearsal():
             for _ in range(WARMUPS):
                 run()
         torch.cuda.current_stream().wait_stream(stream)
+        # Rehearsing may have moved it on; what moves it from here on asks for another capture.
+        self.generation = generation()
         self._graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(self._graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
             self.outputs = _tensors(run())
@@ -184,14 +191,15 @@ class Step:
                 shared = min(bucket, value.shape[0])
                 buffer[:shared].copy_(value[:shared])
             recorder = CudaGraph if device.type == "cuda" else Rerun
-            recorded = recorder(lambda: self._fn(*static), self._pools.get(device))
+            recorded = recorder(
+                lambda: self._fn(*static), self._pools.get(device), lambda: self._generation(device)
+            )
         for out in recorded.outputs:
             if not out.dim() or out.shape[0] != bucket:
                 raise ValueError(f"{self._name} needs results of {bucket} rows, got shape {tuple(out.shape)}")
         self.captures += 1
         self._pools[device] = recorded.pool
-        # What was planned while capturing may have moved the generation on.
-        self._made[key] = (self._generation(device), static, recorded)
+        self._made[key] = (recorded.generation, static, recorded)
         return static, recorded
 
 

@@ -24,10 +24,6 @@ from layerzero.selection.memory import needs, temporaries, too_large
 from layerzero.selection.record import Accepted, Candidate, Selection
 from layerzero.selection.transform import adapt
 
-MISS = Rejected(
-    Reason.PLAN_BUCKET_MISS, "bucket", "a bucket of the dispatch table", "none that covers the call"
-)
-
 # Said of a kernel that is data alone, wherever it is accepted or chosen.
 DESCRIPTOR_ONLY = "descriptor only"
 
@@ -87,12 +83,12 @@ def decide(
     *,
     priced_as: Request | None = None,
     cost: CostModel = roofline,
-    solved: str | None = None,
+    solved: str | Rejected | None = None,
 ) -> Selection:
     """Choose a kernel for `request` and keep every verdict.
 
     `priced_as` is the request whose sizes costs are estimated for (the key's grid point). `solved` is the
-    kernel that a dispatch table names, empty where the table has no bucket, None where there is no table.
+    kernel that a dispatch table names, or why it leaves the choice to run time; None where there is no table.
     Raises: NoKernelFoundError: no kernel may and can serve it, or the governing lock cannot hold; the
     message lists every kernel with its reasons, `.trace` carries them.
     """
@@ -114,8 +110,10 @@ def decide(
     chosen, why = pick(pool, by_id, knobs)
     if lock is not None:
         why = f"locked by {lock.source}" + (f": {lock.note}" if lock.note else "")
+    elif isinstance(solved, Rejected):
+        why = f"{solved.reason.value}, chosen at run time: {why}"
     elif solved is not None:
-        chosen, why = _as_solved(solved, trace, chosen, why)
+        chosen, best_warm, why = _as_solved(solved, trace, pool, chosen, best_warm, why)
     if by_id[chosen.kernel].descriptor:
         why = f"{DESCRIPTOR_ONLY}, no code here calls it: {why}"
     accepted = _cost_of(chosen)
@@ -134,23 +132,26 @@ def decide(
         order=tuple(order),
         when_warm=best_warm.kernel if best_warm.kernel != chosen.kernel else None,
         policy=policy.digest[:12] if policy else "",
-        plan_miss=MISS if solved == "" else None,
+        plan_miss=solved if lock is None and isinstance(solved, Rejected) else None,
         overlay=knobs.overlay[:12],
     )
 
 
-def _as_solved(solved: str, trace: Sequence[Candidate], chosen: Candidate, why: str) -> tuple[Candidate, str]:
-    """What a dispatch table makes of the choice: its own kernel where that can run now."""
-    if not solved:
-        return chosen, f"{MISS.reason.value}, chosen at run time: {why}"
+def _as_solved(
+    solved: str,
+    trace: Sequence[Candidate],
+    pool: Sequence[Candidate],
+    chosen: Candidate,
+    best_warm: Candidate,
+    why: str,
+) -> tuple[Candidate, Candidate, str]:
+    """What a dispatch table makes of the choice, now and once everything is loaded: its own kernel."""
     own = next((c for c in trace if c.kernel == solved), None)
-    if own is None or not own.takes or own.accepted is None or not own.accepted.ready:
-        because = "; ".join(map(str, own.rejected)) if own is not None else "it is not registered"
-        return (
-            chosen,
-            f"instead of {solved}, which the dispatch table names ({because or 'not loaded'}): {why}",
-        )
-    return own, "the dispatch table's kernel for this bucket"
+    if own is not None and own in pool:
+        return own, own, "the dispatch table's kernel for this bucket"
+    because = "; ".join(map(str, own.rejected)) if own is not None else "it is not registered"
+    why = f"instead of {solved}, which the dispatch table names ({because or 'not loaded'}): {why}"
+    return chosen, own if own is not None and own.takes else best_warm, why
 
 
 def _verdict(

@@ -72,9 +72,10 @@ class Selection(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """The choice for one request: the kernel, its transforms, expected microseconds, and the whole trace.
 
     `why` is one sentence; `when_warm` names the kernel that takes over once it is loaded; `order` lists
-    the kernels that take the request from the chosen one down, as fallbacks try them. `plan_miss` is the
-    reason PLAN_BUCKET_MISS where a dispatch table is in force and has no bucket for the request. `overlay`
-    begins the digest of the capability overlay in force, empty where there is none.
+    the kernels that take the request from the chosen one down, as fallbacks try them. `plan_miss` says
+    why the dispatch table that is in force leaves the request to run time: it has no bucket for it, or was
+    solved under another policy. `overlay` begins the digest of the capability overlay in force, empty where
+    there is none.
     """
 
     op: str
@@ -145,3 +146,17 @@ def _candidate_plain(candidate: Candidate) -> dict[str, Any]:
         "accepted": None if accepted is None else msgspec.to_builtins(accepted),
         "rejected": [as_plain(reason) for reason in candidate.rejected],
     }
+
+
+def nothing_to_do(request: Request) -> Selection:
+    """The record of a call with no element to compute: no kernel was asked."""
+    return Selection(
+        op=request.op,
+        kernel="",
+        request=request,
+        transforms=(),
+        expected_us=0.0,
+        why="nothing to compute: no kernel runs",
+        trace=(),
+        order=(),
+    )

@@ -2,14 +2,15 @@
 
 A bucket is a class of calls on the key's grid. Where a table is in force, a call in one of its buckets runs
 on the kernel that stands there, as long as that kernel is allowed, able and healthy; a call outside is
-chosen at run time and says so. A table made for other hardware, or for kernels of other limits, is refused.
+chosen at run time and says so. So is a call that another policy governs than the one the table was solved
+under. A table made for other hardware, or for kernels of other limits, is refused.
 """
 
 from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Hashable, Iterable
+from collections.abc import Hashable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,10 +23,16 @@ from layerzero.hardware import Hardware
 from layerzero.kernel import Kernel
 from layerzero.ops.request import Request
 from layerzero.perfdb import Environment
+from layerzero.policy.policy import Policy
+from layerzero.policy.rules import Rule
+from layerzero.reasons import Reason, Rejected
 from layerzero.selection.key import GRID_VERSION
 
 FORMAT = 1
 TABLE_REFUSED = "dispatch_table.refused"
+MISS = Rejected(
+    Reason.PLAN_BUCKET_MISS, "bucket", "a bucket of the dispatch table", "none that covers the call"
+)
 
 
 class Bucket(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
@@ -118,15 +125,45 @@ class DispatchTable(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
 
 
 class Solved:
-    """A table in force on a device: asked on misses, one lookup."""
+    """The table that a device's settings name, asked on misses; `refused` says why it does not hold."""
 
-    def __init__(self, table: DispatchTable) -> None:
-        self.table = table
-        self._kernels = {bucket.key(): bucket.kernel for bucket in table.buckets}
+    def __init__(self, table: DispatchTable | None, path: str, refused: str = "") -> None:
+        self._policy = table.policy if table is not None else ""
+        self._path = path
+        self._kernels = {bucket.key(): bucket.kernel for bucket in (table.buckets if table else ())}
+        self.refused = refused
 
-    def kernel(self, on_grid: Request) -> str:
-        """The kernel of a request's bucket; empty where no bucket covers it."""
-        return self._kernels.get(bucket_key(on_grid), "")
+    def says(self, request: Request, on_grid: Request, policy: Policy) -> str | Rejected | None:
+        """The kernel of a request's bucket, or why the table leaves the choice to run time; None refused."""
+        if self.refused:
+            return None
+        kernel = self._kernels.get(bucket_key(on_grid))
+        if kernel is None:
+            return MISS
+        for rest, above in _layers(policy):
+            if any(rule.applies(request) for rule in above):
+                break
+            if rest.digest == self._policy:
+                return kernel
+        needs, got = f"the table's policy {self._policy[:12]}", policy.digest[:12]
+        return Rejected(Reason.PLAN_POLICY_DIFFERS, "policy", needs, got, "the table solved again")
+
+    def problem(self, policy: Policy) -> str:
+        """Why the table decides nothing under a process's policy; empty where it decides."""
+        if self.refused or any(rest.digest == self._policy for rest, _ in _layers(policy)):
+            return self.refused
+        return f"{self._path}: it was solved under another policy: solve again"
+
+
+def _layers(policy: Policy) -> Iterator[tuple[Policy, tuple[Rule, ...]]]:
+    """A policy without its upper layers, ever more of them, and their rules.
+
+    Rules that do not apply to a request have no bearing on it: it is decided as under the rest.
+    """
+    yield policy, ()
+    for layer in sorted({rule.layer for rule in policy.rules}, reverse=True):
+        below = tuple(rule for rule in policy.rules if rule.layer < layer)
+        yield Policy(below), tuple(rule for rule in policy.rules if rule.layer >= layer)
 
 
 def content_hash(buckets: tuple[Bucket, ...]) -> str:
@@ -142,8 +179,8 @@ def capabilities_hash(kernels: Iterable[Kernel]) -> str:
 
 def in_force(
     path: str | os.PathLike[str], hardware: Hardware, kernels: Iterable[Kernel], *, strict: bool
-) -> Solved | None:
-    """The table of a file, if it holds for this device; else None with a logged reason.
+) -> Solved:
+    """The table of a file, if it holds for this device; else refused, with a logged reason.
 
     Raises: ConfigurationError: it does not hold, and `strict` is set.
     """
@@ -158,5 +195,5 @@ def in_force(
         if strict:
             raise ConfigurationError(str(error), path=str(path)) from error
         log.error(TABLE_REFUSED, path=str(path), why=str(error))
-        return None
-    return Solved(table)
+        return Solved(None, str(path), str(error))
+    return Solved(table, str(path))

@@ -370,6 +370,7 @@ REFUSED: dict[str, Any] = {
     "hang_s": 5.0,
     "max_restarts": 1,
     "placement_timeout_s": 5.0,
+    "plugins": ["acme"],
 }
 
 
@@ -390,7 +391,7 @@ def folder(tmp_path: Path) -> Path:
 @pytest.fixture
 def opened(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[dict[str, Any]], Site]]:
     """Opens a runtime with settings as the process's, one after another."""
-    before, sites = HOT.module, []
+    before, sites = HOT.module, list[Site]()
     monkeypatch.setattr("layerzero.runtime.probe", lambda _: probe("cpu"))  # as if there were a GPU, too
     shipped = SimpleNamespace(rows=(row("near.rms_norm", 0.5, site=site(C=512, N=8)),))
     monkeypatch.setattr("layerzero.perfdb.shipped.fitting_tables", lambda *_: [shipped])
@@ -484,6 +485,22 @@ def test_what_one_change_refuses_changes_nothing_else(opened: Callable[[dict[str
     with pytest.raises(lz.ConfigurationError, match="freeze_gc"):
         lz.configure(max_items=1, freeze_gc=True)
     assert at.runtime.settings.max_items == 256
+
+
+def test_a_folder_that_takes_no_state_changes_nothing(
+    opened: Callable[[dict[str, Any]], Site], folder: Path
+) -> None:
+    """Named by the error; the policy given beside it is not in force either, and quarantines stay known."""
+    at = opened({"warm": "off", "perfdb": None})
+    at.runtime.quarantine(FAST, "wrong")
+    (folder / "file").write_text("")
+    with pytest.raises(lz.ConfigurationError, match=r"^state_dir needs a folder .*/file/state"):
+        lz.configure(state_dir=str(folder / "file" / "state"), policy=str(folder / "policy.yaml"))
+    assert at.runtime.settings.state_dir is None and at.runtime.settings.policy is None
+    assert lz.get_locks() == {} and which(at)[0] == "near.rms_norm"
+    lz.configure(state_dir=str(folder / "new"), policy=str(folder / "policy.yaml"))
+    assert lz.get_locks() == {"rms_norm": "usual.rms_norm"}
+    assert [record.kernel for record in JsonStore(folder / "new").load()] == [FAST]
 
 
 def test_callers_that_wait_for_room_get_what_is_new(opened: Callable[[dict[str, Any]], Site]) -> None:

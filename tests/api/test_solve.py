@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
+import dataclasses
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -225,3 +228,177 @@ def test_a_table_that_is_refused_changes_nothing(table: Path, tmp_path: Path, cl
     assert lz.which("rms_norm", X, WEIGHT) == "quick.rms_norm"
     runtime.device().refresh()
     assert "dispatch table" in lz.select("rms_norm", X, WEIGHT).why
+
+
+RULES = "rules:\n  - prefer: claims.*\n    op: {op}\n"
+
+
+def by_file(tmp_path: Path, op: str) -> dict[str, Any]:
+    """Settings with a policy file that prefers `claims` for an op."""
+    path = tmp_path / "policy.yaml"
+    path.write_text(RULES.format(op=op))
+    return {"policy": str(path)}
+
+
+@pytest.mark.parametrize("strict", [False, True], ids=["plain", "strict"])
+@pytest.mark.parametrize("layer", ["file", "environment", "program", "block", "task", "boost"])
+def test_a_preference_goes_before_a_table_that_was_solved_without_it(
+    table: Path, tmp_path: Path, closing: list[Runtime], monkeypatch: pytest.MonkeyPatch,
+    layer: str, strict: bool,
+) -> None:  # fmt: skip
+    """Wherever the preference comes from, it is followed, and the record says that the table is not."""
+    more: dict[str, Any] = {}
+    if layer == "file":
+        more = by_file(tmp_path, "rms_norm")
+    elif layer == "boost":
+        (tmp_path / "policy.yaml").write_text("rules:\n  - boost: quick.*\n    factor: 1000000\n")
+        more = {"policy": str(tmp_path / "policy.yaml")}
+    elif layer == "environment":
+        monkeypatch.setenv("LAYERZERO_PREFER", "rms_norm=claims")
+    closing.append(opened(dispatch_table=str(table), strict=strict, **more))
+    assert layer not in ("program", "block", "task") or lz.which("rms_norm", X, WEIGHT) == "quick.rms_norm"
+    if layer == "program":
+        lz.add_policy(prefer="claims", op="rms_norm")
+    with lz.prefer("claims", op="rms_norm") if layer in ("block", "task") else contextlib.nullcontext():
+        chosen = lz.select("rms_norm", X, WEIGHT)
+        lz.sync.rms_norm(X, WEIGHT)
+        last = lz.last_selection()
+        if layer == "task":
+            asyncio.run(awaited())
+            last = lz.last_selection()
+    assert last is not None and last.kernel == chosen.kernel == "claims.rms_norm"
+    assert chosen.why.startswith("PLAN_POLICY_DIFFERS, chosen at run time")
+    assert chosen.plan_miss is not None and chosen.plan_miss.reason is Reason.PLAN_POLICY_DIFFERS
+    if layer in ("block", "task"):
+        assert lz.which("rms_norm", X, WEIGHT) == "quick.rms_norm"
+
+
+async def awaited() -> None:
+    """Calls that meet in a batch."""
+    await asyncio.gather(*[lz.rms_norm(X, WEIGHT) for _ in range(4)])
+
+
+def test_rules_that_have_no_bearing_on_a_call_leave_it_to_the_table(
+    table: Path, tmp_path: Path, closing: list[Runtime]
+) -> None:
+    """Of another op, of another size, of another block: the call is decided as it was ahead."""
+    closing.append(opened(dispatch_table=str(table), **by_file(tmp_path, "linear")))
+    assert lz.select("rms_norm", X, WEIGHT).why.startswith("the dispatch table's")
+    lz.add_policy(prefer="claims", op="attention")
+    with lz.prefer("claims", op="mlp"):
+        assert lz.select("rms_norm", X, WEIGHT).why.startswith("the dispatch table's")
+    lz.lock("rms_norm", "claims.rms_norm", when="N > 100")
+    assert lz.select("rms_norm", X, WEIGHT).why.startswith("the dispatch table's")
+    large = lz.select("rms_norm", torch.randn(200, 64), WEIGHT)
+    assert large.why.startswith("locked by") and large.plan_miss is None
+
+
+def test_a_table_holds_under_the_policy_that_it_was_solved_under(
+    table: Path, tmp_path: Path, closing: list[Runtime]
+) -> None:
+    """With that policy it decides; without it, or with another, every call is decided again."""
+    under = by_file(tmp_path, "rms_norm")
+    closing.append(opened(**under))
+    tune_blocking([norm("rms_norm", 16, 64, "float32")])
+    solve(path := tmp_path / "under.json")
+    assert DispatchTable.load(path).buckets[0].kernel == "claims.rms_norm"
+    closing.pop().close()
+    closing.append(opened(dispatch_table=str(path), **under))
+    assert lz.select("rms_norm", X, WEIGHT).why.startswith("the dispatch table's")
+    with lz.prefer("claims", op="linear"):
+        assert lz.select("rms_norm", X, WEIGHT).why.startswith("the dispatch table's")
+    lz.reset_policy()
+    (tmp_path / "policy.yaml").write_text(RULES.format(op="linear"))
+    lz.load_policy(tmp_path / "policy.yaml")
+    assert lz.select("rms_norm", X, WEIGHT).why.startswith("PLAN_POLICY_DIFFERS")
+    closing.pop().close()
+    closing.append(opened(dispatch_table=str(path)))
+    assert lz.select("rms_norm", X, WEIGHT).why.startswith("PLAN_POLICY_DIFFERS")
+
+
+def test_a_table_is_solved_by_measurements_not_by_the_table_in_force(
+    table: Path, tmp_path: Path, closing: list[Runtime]
+) -> None:
+    """Solving beside an old table gives what was measured since."""
+    solved = DispatchTable.load(table)
+    buckets = tuple(msgspec.structs.replace(b, kernel="claims.rms_norm") for b in solved.buckets)
+    msgspec.structs.replace(solved, buckets=buckets, content=content_hash(buckets)).save(table)
+    closing.append(opened(dispatch_table=str(table)))
+    tune_blocking([norm("rms_norm", 16, 64, "float32")])
+    assert lz.which("rms_norm", X, WEIGHT) == "claims.rms_norm"
+    assert solve(tmp_path / "new.json").buckets[0].kernel == "quick.rms_norm"
+
+
+@pytest.mark.parametrize("prefer", [False, True], ids=["table", "preference"])
+def test_warming_a_table_up_ends_where_another_kernel_is_cheaper(
+    table: Path, closing: list[Runtime], prefer: bool
+) -> None:
+    """The table's kernel is what the call waits for: `warmup` is ready, and so says `readiness_check`."""
+    closing.append(opened(dispatch_table=str(table)))
+    if prefer:
+        lz.add_policy(prefer="claims", op="rms_norm")
+    call = norm("rms_norm", 16, 64, "float32")
+    report = lz.warmup_blocking([call])
+    assert report.ready, report.critical
+    assert report.critical[0].kernel == ("claims.rms_norm" if prefer else "quick.rms_norm")
+    assert lz.readiness_check()
+
+
+def test_a_table_s_cold_kernel_is_loaded_and_takes_over(table: Path, closing: list[Runtime]) -> None:
+    """Until it is there a call takes the next best, and says which kernel comes when warm."""
+    made = kernels()
+    at = next(i for i, k in enumerate(made) if k.id == "quick.rms_norm")
+    made[at] = dataclasses.replace(made[at], cold=True)
+    closing.append(opened(made, dispatch_table=str(table)))
+    early = lz.select("rms_norm", X, WEIGHT)
+    assert early.kernel == "claims.rms_norm" and early.when_warm == "quick.rms_norm"
+    assert lz.warmup_blocking([norm("rms_norm", 16, 64, "float32")]).critical[0].kernel == "quick.rms_norm"
+
+
+@pytest.mark.parametrize("wrong", ["missing", "content", "policy"])
+def test_a_process_whose_table_decides_nothing_is_not_ready(
+    table: Path, tmp_path: Path, closing: list[Runtime], wrong: str
+) -> None:
+    """Missing, damaged or of another policy: warm-up and readiness both name the table and why."""
+    if wrong == "missing":
+        table.unlink()
+    elif wrong == "content":
+        table.write_text(table.read_text().replace("quick.rms_norm", "claims.rms_norm", 1))
+    else:
+        solved = DispatchTable.load(table)
+        msgspec.structs.replace(solved, policy="0" * 64).save(table)
+    closing.append(opened(dispatch_table=str(table)))
+    report = lz.warmup_blocking([norm("rms_norm", 16, 64, "float32")])
+    standing = lz.readiness_check()
+    assert not report.ready and not standing.ready and report.critical[0].state == "ready"
+    assert report.problems == standing.problems
+    assert str(table) in standing.problems[0] and standing.problems[0].startswith("dispatch_table: ")
+    lz.configure(dispatch_table=None)
+    assert lz.warmup_blocking([norm("rms_norm", 16, 64, "float32")]).ready and lz.readiness_check().ready
+
+
+def test_a_dry_run_here_follows_the_block_it_stands_in(closing: list[Runtime]) -> None:
+    """`dry_run` on the machine at hand is what `select` gives, preferences of the block included."""
+    closing.append(opened())
+    other = next(k.id for k in kernels() if k.id != lz.which("rms_norm", X, WEIGHT))
+    with lz.prefer(other):
+        assert lz.dry_run("rms_norm", X, WEIGHT).kernel == lz.which("rms_norm", X, WEIGHT) == other
+        assert lz.dry_run("rms_norm", X, WEIGHT, strict=True).kernel == other
+        assert lz.dry_run("rms_norm", X, WEIGHT, hardware="b200").policy != ""
+
+
+def test_another_policy_is_seen_where_no_rule_of_the_op_changed(
+    tmp_path: Path, closing: list[Runtime]
+) -> None:
+    """Known calls of an op are decided again when a rule of another op made the policy another one."""
+    closing.append(opened(**by_file(tmp_path, "linear")))
+    tune_blocking([norm("rms_norm", 16, 64, "float32")])
+    solve(path := tmp_path / "under.json")
+    lz.configure(dispatch_table=str(path))
+    lz.sync.rms_norm(X, WEIGHT)
+    assert lz.select("rms_norm", X, WEIGHT).why.startswith("the dispatch table's")
+    (tmp_path / "policy.yaml").write_text(RULES.format(op="mlp"))
+    lz.load_policy(tmp_path / "policy.yaml")
+    lz.sync.rms_norm(X, WEIGHT)
+    last = lz.last_selection()
+    assert last is not None and last.why.startswith("PLAN_POLICY_DIFFERS")

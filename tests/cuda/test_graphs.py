@@ -187,6 +187,27 @@ def test_a_compiled_step_replays_what_it_would_compute(runtime: lz.Runtime) -> N
     assert step.captures == captures == 3
 
 
+def test_a_kernel_that_comes_between_rehearsal_and_capture_leaves_the_capture_its_plan(
+    runtime: lz.Runtime, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The graph holds what was rehearsed; the next call captures again, with the kernel that came."""
+    real: Any = torch.cuda.graph
+    late = [planted(lambda x, weight, eps: plain(x, weight, eps) + 1)]
+
+    def graph(*args: Any, **more: Any) -> Any:
+        if late:
+            runtime.add_kernel(late.pop())
+        return real(*args, **more)
+
+    monkeypatch.setattr("torch.cuda.graph", graph)
+    x = rows(4, torch.float32)
+    step = lz.compile(lambda x: lz.sync.rms_norm(x), buckets=(4,))
+    assert torch.allclose(step(x), plain(x, None, 1e-6), atol=1e-4) and not late
+    assert torch.allclose(step(x), plain(x, None, 1e-6) + 1, atol=1e-4)
+    step(x)
+    assert step.captures == 2
+
+
 def test_a_quarantined_kernel_leaves_the_graph(runtime: lz.Runtime) -> None:
     """The next call is captured anew, with another kernel."""
     runtime.add_kernel(planted(lambda x, weight, eps: plain(x, weight, eps) + 1))

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,7 +14,13 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import layerzero as lz
-from layerzero.graphs.step import Step
+from layerzero.actors.local import LocalDevice
+from layerzero.dispatch import capturing_mode
+from layerzero.graphs.step import CudaGraph, Step
+from layerzero.kernel import Kernel
+from layerzero.ops import table as ops_table
+from layerzero.runtime import Runtime, current, install, uninstall
+from tests.kernels import kernel
 
 WEIGHT = torch.linspace(0.5, 1.5, 8)
 
@@ -122,3 +131,160 @@ async def test_a_compiled_step_batches_across_coroutines() -> None:
     results = await asyncio.gather(*(awaited(row) for row in rows))
     assert all(torch.equal(got, row * 2) for got, row in zip(results, rows, strict=True))
     assert set(runs) <= {4, 8} and len(runs) < 2 * len(rows)
+
+
+class Capture:
+    """A GPU's capture, and nothing else of a GPU: `between` happens when the first one begins."""
+
+    on = False
+
+    def __init__(self, between: Callable[[], object]) -> None:
+        self.between = between
+
+    def __call__(self, *_: object, **__: object) -> Capture:
+        return self
+
+    def __enter__(self) -> None:
+        between, self.between = self.between, lambda: None
+        between()
+        Capture.on = True
+
+    def __exit__(self, *_: object) -> None:
+        Capture.on = False
+
+
+@pytest.fixture
+def captured(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., lz.Runtime]]:
+    """Opens a runtime whose CPU is captured like a GPU, with `between(device)` after the first rehearsal."""
+    opened: list[lz.Runtime] = []
+
+    def make(between: Callable[[LocalDevice], object]) -> lz.Runtime:
+        runtime = Runtime(lz.Settings(warm="off", perfdb=None, shipped_tables=False), kernels=kernels)
+        install(runtime)
+        opened.append(runtime)
+        device = runtime.device("cpu")
+        device.mode = capturing_mode
+        capture, stream = Capture(lambda: between(device)), SimpleNamespace(wait_stream=lambda _: None)
+        monkeypatch.setattr("layerzero.dispatch._is_capturing", lambda: Capture.on)
+        monkeypatch.setattr("layerzero.graphs.step.Rerun", CudaGraph)
+        for name in ("Stream", "current_stream"):
+            monkeypatch.setattr(f"torch.cuda.{name}", lambda *_: stream)
+        monkeypatch.setattr("torch.cuda.stream", lambda _: contextlib.nullcontext())
+        monkeypatch.setattr("torch.cuda.CUDAGraph", lambda: SimpleNamespace(pool=object, replay=lambda: None))
+        monkeypatch.setattr("torch.cuda.graph", capture)
+        return runtime
+
+    yield make
+    Capture.on = False
+    for runtime in opened:
+        uninstall(runtime)
+        runtime.close()
+
+
+RAN: list[str] = []
+
+
+def noting(name: str) -> Callable[..., Tensor]:
+    """The reference of rms_norm, which says who it is."""
+
+    def run(*args: object) -> Tensor:
+        RAN.append(name)
+        result: Tensor = ops_table.get("rms_norm").reference(*args)
+        return result
+
+    return run
+
+
+def kernels() -> list[Kernel]:
+    """One that is there, and a better one that has to be loaded; a third that must not be captured."""
+    return [
+        kernel("there.rms_norm", noting("there"), launch_us=50.0, graph_safe=True),
+        kernel("better.rms_norm", noting("better"), launch_us=1.0, graph_safe=True, cold=True),
+        kernel("unsafe.rms_norm", noting("unsafe"), launch_us=0.1),
+    ]
+
+
+def free(x: Tensor) -> Tensor:
+    """A step of one call."""
+    return lz.sync.rms_norm(x, WEIGHT)
+
+
+def preferring(x: Tensor) -> Tensor:
+    """A step with a rule of its own."""
+    with lz.prefer("there", op="linear"):
+        return lz.sync.rms_norm(x, WEIGHT)
+
+
+def of_one_backend(x: Tensor) -> Tensor:
+    """A step whose call names its backend."""
+    return lz.sync.rms_norm(x, WEIGHT, backend="there")
+
+
+@pytest.mark.parametrize("fn", [free, preferring, of_one_backend])
+def test_a_kernel_that_loads_between_rehearsal_and_capture_leaves_the_capture_its_plan(
+    captured: Callable[..., lz.Runtime], fn: Callable[[Tensor], Tensor]
+) -> None:
+    """The capture takes what was rehearsed; the next call captures anew, with what has been loaded."""
+    captured(lambda device: device.warm(["better.rms_norm"]))
+    step, x = lz.compile(fn, buckets=(2,)), torch.randn(2, 8)
+    RAN.clear()
+    step(x)
+    assert set(RAN) == {"there"}
+    RAN.clear()
+    step(x)
+    assert step.captures == 2 and set(RAN) == {"there" if fn is of_one_backend else "better"}
+    step(x)
+    assert step.captures == 2, "nothing has changed since"
+
+
+def test_many_changes_between_rehearsal_and_capture_leave_it_its_plan(
+    captured: Callable[..., lz.Runtime],
+) -> None:
+    """Several generations may have passed, and rules of other ops have come."""
+
+    def between(device: LocalDevice) -> None:
+        for name in ("linear", "mlp"):
+            lz.add_policy(prefer="there", op=name)
+            device.registry.add(kernel(f"late_{name}.rms_norm", launch_us=900.0))
+            device.refresh()
+
+    captured(between)
+    RAN.clear()
+    lz.compile(free, buckets=(2,))(torch.randn(2, 8))
+    assert set(RAN) == {"there"}
+
+
+@pytest.mark.parametrize("how", ["quarantine", "denied", "replaced", "replaced later", "removed"])
+def test_a_rehearsed_kernel_that_may_no_longer_run_is_not_captured(
+    captured: Callable[..., lz.Runtime], how: str
+) -> None:
+    """Out of service, denied, exchanged or gone since: the capture is refused by name."""
+
+    def between(device: LocalDevice) -> None:
+        if how == "quarantine":
+            device.health.quarantine("there.rms_norm", "it lied")
+        elif how == "denied":
+            lz.add_policy(deny="there.rms_norm")
+        elif how.startswith("replaced"):
+            if how == "replaced later":
+                lz.add_policy(prefer="there", op="rms_norm")  # a generation between, in which nobody calls
+            device.registry.replace(kernel("there.rms_norm", noting("other"), graph_safe=True))
+            device.refresh()
+        else:
+            current().remove_kernel("there.rms_norm")
+
+    captured(between)
+    with pytest.raises(lz.CudaGraphUnsafeError, match="needs a plan from before it"):
+        lz.compile(free, buckets=(2,))(torch.randn(2, 8))
+
+
+def test_a_call_that_was_never_rehearsed_is_refused(captured: Callable[..., lz.Runtime]) -> None:
+    """Inside a capture nothing is chosen: another shape than the rehearsed ones has no plan."""
+    captured(lambda device: None)
+
+    def other(x: Tensor) -> Tensor:
+        return lz.sync.rms_norm(x if not Capture.on else x.repeat(3, 1), WEIGHT)[:2]
+
+    lz.compile(free, buckets=(2,))(torch.randn(2, 8))
+    with pytest.raises(lz.CudaGraphUnsafeError, match="needs a plan from before it"):
+        lz.compile(other, buckets=(2,))(torch.randn(2, 8))
