@@ -261,8 +261,10 @@ class LocalDevice:
         if snapshot is None and self._sized_here(op.name) and self.room.due():
             self._look_at_memory()
         table = self.table(op, snapshot)
-        plan = table.hot[bits].get(signature)
-        return plan if plan is not None else table.miss(signature, args, bits)
+        plan = table.hot[bits].get(signature) or table.miss(signature, args, bits)
+        if snapshot is not None and snapshot.terms is not None:
+            snapshot.terms.note(plan.kernel)
+        return plan
 
     def _sized_here(self, op: str) -> bool:
         """Whether a kernel of the op states a workspace, so that free memory bears on the choice."""
@@ -370,7 +372,6 @@ class LocalDevice:
 
     def _compile_agreed(self, terms: Terms, op: Op, selection: Selection) -> Plan:
         """The plan of a selection that every rank of a gang makes: loaded before, watched by nobody."""
-        terms.note(op.name, selection.kernel)
         self.counters.add("selections", op=op.name)
         return Plan(op, self.callable_for(op, selection, selection.kernel), selection, selection.request)
 
