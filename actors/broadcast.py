@@ -1,5 +1,7 @@
-"""One-to-all frames: rank 0's manifests on their way to the followers, and followers' failures back.
+"""One-to-all frames: rank 0's manifests on their way to the followers, and followers' words back.
 
+Back come the digest of the ops that a follower ran in a step, and failures. Rank 0 gives a sign of life to
+followers that have nothing to read: one that is frozen, or whose host is gone, is noticed.
 Frames have a length of four bytes in front. Who connects says a token first that rank 0 published in the
 agreement store; nobody else is served. Ranks of one host meet on a Unix socket where there are such, which
 costs a third of TCP; the others on TCP.
@@ -26,6 +28,11 @@ _MAX_FRAME = 1 << 22
 _AT_ONCE = 1 << 16
 _NEVER_S = 1e7
 _STRANGERS = 16  # who may wait to be hung up on, beside the followers
+_BEAT = b"\xff" * _LENGTH.size  # a length that no frame has
+_BEAT_S = 1.0
+_BEATS = 3  # that may be late
+_RAN = struct.Struct("!cI")  # what a follower says after a step, before the digest
+_RAN_MARK = b"\0"
 _HEARD_S = 1.0  # until what a follower said before it hung up has been read
 
 
@@ -55,6 +62,9 @@ class Leader:
         self._closed = self._leaving = False
         self.failure: str | None = None
         self._heard = threading.Event()  # that the watcher has read why
+        self._sending = threading.Lock()
+        self._news = threading.Condition()
+        self._ran: dict[int, tuple[int, bytes]] = {}  # the last step that a follower ended, and what it ran
 
     def accept(self, timeout_s: float, lost: Callable[[str], None]) -> None:
         """Wait for every follower; afterwards `lost` is called once, from a thread, when one fails or goes.
@@ -120,48 +130,114 @@ class Leader:
         """
         data = _LENGTH.pack(len(frame)) + frame
         self._leaving = last
-        for rank, peer in self._sockets.items():
-            if self.failure is not None:
-                break
-            try:
-                _send(self._quick[rank], peer, data)
-            except TimeoutError:
-                self.failure = self.failure or (
-                    f"rank {rank} has taken nothing for {self._timeout_s:g} s and its line is full; it hangs"
-                )
-            except OSError as error:
-                if not last:  # the reason, if it said one, lies on the line that it cut
-                    self._heard.wait(_HEARD_S)
-                self.failure = self.failure or f"rank {rank} is gone: {error}"
+        with self._sending:
+            for rank, peer in self._sockets.items():
+                if self.failure is not None:
+                    break
+                try:
+                    _send(self._quick[rank], peer, data)
+                except TimeoutError:
+                    self.failure = self.failure or (
+                        f"rank {rank} has taken nothing for {self._timeout_s:g} s and its line is full; "
+                        "it hangs"
+                    )
+                except OSError as error:
+                    if not last:  # the reason, if it said one, lies on the line that it cut
+                        self.heard()
+                    self.failure = self.failure or f"rank {rank} is gone: {error}"
         if self.failure is not None:
             raise DeviceLostError(f"the gang cannot take this step: {self.failure}", retryable=True)
 
+    def heard(self) -> None:
+        """Wait a moment for the watcher to read why a follower has gone."""
+        self._heard.wait(_HEARD_S)
+
+    def confirmed(self, number: int, ran: bytes, timeout_s: float | None) -> None:
+        """Wait until every follower has ended step `number`, and compare what it ran; b"" is not compared.
+
+        Raises: ConsistencyError: one ran other ops. DeviceLostError: one has failed, or does not end it.
+        """
+        with self._news:
+            self._news.wait_for(lambda: self.failure is not None or not self._behind(number), timeout_s)
+            if behind := self._behind(number):  # who has gone after it takes nothing from the step
+                late = f"ranks {behind} did not end it within {timeout_s} s of rank 0"
+                raise DeviceLostError(
+                    f"step {number} counts for nobody: {self.failure or late}", retryable=False
+                )
+            said = {rank: words for rank, (_, words) in self._ran.items() if words}
+        for rank, words in said.items():
+            if words != ran:
+                raise ConsistencyError(
+                    f"ops of rank 0's step {number} need {ran.decode()!r}, got {words.decode()!r} on rank "
+                    f"{rank}: it ran others, or in another order, and their sums are not handed out",
+                    votes={0: ran.decode(), rank: words.decode()},
+                )
+
+    def _behind(self, number: int) -> list[int]:
+        return sorted(rank for rank in self._followers if self._ran.get(rank, (0, b""))[0] < number)
+
+    def _note(self, rank: int, words: bytes) -> None:
+        """Keep what a follower said after a step."""
+        if len(words) < _RAN.size:
+            raise ConsistencyError(f"a word after a step needs {_RAN.size} bytes, got {len(words)}")
+        _, number = _RAN.unpack_from(words)
+        with self._news:
+            self._ran[rank] = (number, words[_RAN.size :])
+            self._news.notify_all()
+
+    def _beat(self) -> None:
+        """Give a sign of life to followers that have read all there was; who reads nothing needs none."""
+        if not self._sending.acquire(blocking=False):
+            return  # a step is being sent
+        try:
+            for rank, quick in self._quick.items():
+                with suppress(OSError):  # who is gone, or takes nothing, is noticed elsewhere
+                    if not _unread(quick):
+                        _send(quick, self._sockets[rank], _BEAT)
+        finally:
+            self._sending.release()
+
+    def _words(self, rank: int) -> str | None:
+        """Why a follower has failed, by its own words or without; None where it said what it ran."""
+        try:
+            said = receive(self._sockets[rank])
+            if said.startswith(_RAN_MARK):
+                self._note(rank, said)
+                return None
+        except TimeoutError:
+            return f"rank {rank} stopped in the middle of a word"
+        except (OSError, EOFError):
+            return f"rank {rank} is gone"
+        except ConsistencyError as error:
+            return f"rank {rank} says what cannot be read: {error}"
+        return said.decode(errors="replace")
+
     def _watch(self, lost: Callable[[str], None]) -> None:
-        """Read what followers say, which is only that they failed."""
+        """Read what followers say: what they ran, or that they failed."""
+        beaten = time.monotonic()
         with selectors.DefaultSelector() as selector:
             for rank, peer in self._sockets.items():
                 selector.register(peer, selectors.EVENT_READ, rank)
             selector.register(self._woken, selectors.EVENT_READ, -1)
             while True:
-                for key, _ in selector.select():
+                ready = selector.select(_BEAT_S)
+                if time.monotonic() - beaten >= _BEAT_S:
+                    self._beat()
+                    beaten = time.monotonic()
+                for key, _ in ready:
                     if key.data == -1:
                         return
-                    try:
-                        why = receive(self._sockets[key.data])
-                    except TimeoutError:
-                        text = f"rank {key.data} stopped in the middle of a word"
-                    except (OSError, EOFError):
-                        text = f"rank {key.data} is gone"
-                    except ConsistencyError as error:
-                        text = f"rank {key.data} says what cannot be read: {error}"
-                    else:
-                        text = why.decode(errors="replace")
+                    text = self._words(key.data)
+                    if text is None:
+                        continue
                     if self._closed:
                         return
                     if self._leaving:
                         selector.unregister(key.fileobj)
                         continue
-                    self.failure = self.failure or text
+                    with self._news:
+                        self.failure = self.failure or text
+                        self._news.notify_all()
                     self._heard.set()
                     lost(self.failure)
                     return
@@ -186,9 +262,9 @@ class Leader:
 
 
 class Follower:
-    """A follower's end of the line."""
+    """A follower's end of the line; `silence_s` without a sign of life mean that rank 0 is frozen or gone."""
 
-    def __init__(self, rank: int, address: bytes, timeout_s: float) -> None:
+    def __init__(self, rank: int, address: bytes, timeout_s: float, silence_s: float | None = None) -> None:
         host, port, token, near = address.decode().split(" ")
         found = _near_connection(near, timeout_s)
         try:
@@ -201,6 +277,7 @@ class Follower:
             raise DeviceLostError(message, retryable=True) from error
         self._socket = found
         _ready(self._socket, None)
+        self._silence_s = None if silence_s is None else max(silence_s, _BEATS * _BEAT_S)
         self._limit: float | None = None
         self._held = bytearray(_AT_ONCE)
         self._from = self._upto = 0  # what has been received and not been given
@@ -210,23 +287,40 @@ class Follower:
 
         Raises: DeviceLostError: rank 0 is gone, or said nothing within `timeout_s` seconds.
         """
-        if timeout_s != self._limit:  # a call of the system each time
-            self._socket.settimeout(timeout_s)
-            self._limit = timeout_s
+        until = None if timeout_s is None else time.monotonic() + timeout_s
+        limits = [each for each in (timeout_s, self._silence_s) if each is not None]
+        limit = min(limits, default=None)
         try:
-            return self._frame()
+            while True:
+                if limit != self._limit:  # a call of the system each time
+                    self._socket.settimeout(limit)
+                    self._limit = limit
+                if (frame := self._frame()) is not None:
+                    return frame
+                if until is not None:  # a sign of life is no manifest
+                    limit = min(limits[-1], max(1e-3, until - time.monotonic()))
         except TimeoutError:
-            raise DeviceLostError(f"rank 0 sent nothing for {timeout_s:g} s", retryable=False) from None
+            if until is not None and time.monotonic() >= until:
+                raise DeviceLostError(f"rank 0 sent nothing for {timeout_s:g} s", retryable=False) from None
+            raise DeviceLostError(
+                f"rank 0 gave no sign of life for {self._silence_s:g} s: it is frozen, or its host is gone",
+                retryable=True,
+            ) from None
         except (OSError, EOFError) as error:
             raise DeviceLostError(f"rank 0 is gone: {error or 'it hung up'}", retryable=True) from error
 
-    def _frame(self) -> bytes:
-        """One frame; as much as there is comes with one call of the system, for it costs more than the rest.
+    def _frame(self) -> bytes | None:
+        """One frame, or None for a sign of life.
+
+        As much as there is comes with one call of the system, for it costs more than the rest.
 
         Raises: EOFError: the other side hung up. ConsistencyError: the length is absurd.
         """
         while (here := self._upto - self._from) < _LENGTH.size:
             self._more(here)
+        if self._held.startswith(_BEAT, self._from):
+            self._from += _LENGTH.size
+            return None
         (size,) = _LENGTH.unpack_from(self._held, self._from)
         if size > _MAX_FRAME:
             raise ConsistencyError(f"a frame needs at most {_MAX_FRAME} bytes, got {size}")
@@ -249,13 +343,17 @@ class Follower:
             raise EOFError("the other side hung up")
         self._upto += count
 
+    def say(self, number: int, ran: bytes) -> None:
+        """Tell rank 0 what this rank ran in step `number`."""
+        self._tell(_RAN.pack(_RAN_MARK, number) + ran)
+
     def fail(self, why: str) -> None:
         """Tell rank 0 that this rank cannot go on; a line that is cut says the same."""
-        try:
-            data = why.encode()
+        self._tell(why.encode())
+
+    def _tell(self, data: bytes) -> None:
+        with suppress(OSError):  # rank 0 is gone, or learns it from the closed line
             self._socket.sendall(_LENGTH.pack(len(data)) + data)
-        except OSError:
-            pass  # rank 0 is gone, or learns it from the closed line
 
     def close(self) -> None:
         """Hang up; a thread that waits in `receive` raises."""
@@ -310,6 +408,16 @@ def _said(peer: socket.socket, so_far: bytearray) -> bool:
         return True
     so_far += piece
     return not piece or len(so_far) == _HELLO.size
+
+
+def _unread(peer: socket.socket) -> int:
+    """Bytes that the other side has not taken yet, as far as this system says."""
+    if sys.platform != "linux":
+        return 0
+    import fcntl
+    import termios
+
+    return int.from_bytes(fcntl.ioctl(peer, termios.TIOCOUTQ, b"\0" * 4), sys.byteorder)
 
 
 def _send(quick: socket.socket, peer: socket.socket, data: bytes) -> None:

@@ -127,7 +127,7 @@ class Gang:
             address = self._store.take(f"{where}/address", self.timeout_s)
             if address is None:
                 raise DeviceLostError("rank 0 did not open its line in time", retryable=True)
-            self.line = Follower(self.rank, address, self.timeout_s)
+            self.line = Follower(self.rank, address, self.timeout_s, self.timeout_s)
         # Every rank computes it: what rank 0 refuses, all refuse, with the same words.
         plan = common_plan(profiles, self.device.snapshot.policy, self.mode, tp_invariant=self._tp_invariant)
         return self._agree(plan if self.rank == 0 else None, 1)
@@ -252,7 +252,7 @@ class Gang:
         return found
 
     def decided(self, model: str = "") -> str:
-        """The digest of what this rank has chosen for one model under the plan in force."""
+        """The digest of the ops that this rank has run for one model under the plan in force."""
         found = self._snapshots.get(model)
         return found.terms.decided if found is not None and found.terms is not None else ""
 
@@ -263,6 +263,23 @@ class Gang:
         """
         if self.failure is not None:
             raise DeviceLostError(f"the gang has failed: {self.failure}", retryable=True)
+
+    def confirm(self, number: int, decided: str) -> None:
+        """After step `number`: let nobody have its results before all ranks say that they ran the same ops.
+
+        Raises: ConsistencyError: a rank ran others. DeviceLostError: one has failed, or says nothing in time.
+        """
+        if isinstance(self.line, Leader):
+            self.line.confirmed(number, decided.encode(), self.timeout_s)
+        elif isinstance(self.line, Follower):
+            self.line.say(number, decided.encode() if self.leads_group else b"")
+
+    def why(self) -> str | None:
+        """Why the gang has failed, waiting a moment for what a rank said before it broke a collective."""
+        if self.failure is None and isinstance(self.line, Leader):
+            self.line.heard()
+            return self.failure or self.line.failure
+        return self.failure
 
     # -- failing and closing ----------------------------------------------------------------------
 

@@ -23,7 +23,6 @@ from layerzero.dispatch import (
     Rules,
     Snapshot,
     Table,
-    Terms,
     capturing_mode,
     capturing_mode_without_grad,
     mode,
@@ -39,6 +38,7 @@ from layerzero.ops.request import Request
 from layerzero.policy.policy import EMPTY, Policy
 from layerzero.selection.decide import CostModel, Knobs, Standing, roofline
 from layerzero.selection.record import Selection
+from layerzero.selection.terms import Terms
 from layerzero.selection.transform import compile_transforms, keep_aligned, with_memory, without_graph
 from layerzero.settings import Settings
 from layerzero.telemetry import Counters
@@ -270,7 +270,10 @@ class LocalDevice:
             plan = table.hot[bits].get(signature)
         except TypeError:  # a trace's sizes have no hash
             plan = None
-        return plan if plan is not None else table.miss(signature, args, bits)
+        plan = plan or table.miss(signature, args, bits)
+        if snapshot is not None and snapshot.terms is not None:
+            snapshot.terms.note(plan.kernel)
+        return plan
 
     def _sized_here(self, op: str) -> bool:
         """Whether a kernel of the op states a workspace, so that free memory bears on the choice."""
@@ -383,7 +386,6 @@ class LocalDevice:
 
     def _compile_agreed(self, terms: Terms, op: Op, selection: Selection) -> Plan:
         """The plan of a selection that every rank of a gang makes: loaded before, watched by nobody."""
-        terms.note(op.name, selection.kernel)
         self.counters.add("selections", op=op.name)
         call = self._guarded(op, self.callable_for(op, selection, selection.kernel))
         return Plan(op, call, selection, selection.request)

@@ -89,6 +89,15 @@ class Steps:
         self.position.admit(manifest, gang.decided(model) if gang.leads_group else "")
         return manifest, gang.under(model)
 
+    def ran(self, name: str) -> None:
+        """After a step, before anybody has its results: all ranks ran the same ops in it.
+
+        Raises: ConsistencyError: one ran others, so the gang has failed. DeviceLostError: a rank is gone.
+        """
+        if name not in self.apart:
+            with self.gang.failing():
+                self.gang.confirm(self.position.number, self.gang.decided(self.models.get(name, "")))
+
     def values(self, manifest: Manifest) -> list[Any]:
         """The arguments that a manifest brings, tensors on this rank's device."""
         return unpack(manifest.values, self.gang.device.device)

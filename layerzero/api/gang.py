@@ -23,7 +23,7 @@ from layerzero.actors.local import LocalDevice
 from layerzero.actors.profiles import Agreed, Mode
 from layerzero.api.batched import Batched
 from layerzero.api.scope import SCOPE, Scope
-from layerzero.errors import ConfigurationError, ConsistencyError, LayerZeroError
+from layerzero.errors import ConfigurationError, ConsistencyError, DeviceLostError, LayerZeroError
 from layerzero.scheduler.manifest import Request, laid, need_sendable
 from layerzero.scheduler.steps import Steps
 
@@ -117,11 +117,16 @@ class Member:
     def _call(self, name: str, columns: Sequence[Any], counts: list[int]) -> Any:
         fn, wants_counts = self._functions[name]
         try:
-            return fn(*columns, counts=counts) if wants_counts else fn(*columns)
+            out = fn(*columns, counts=counts) if wants_counts else fn(*columns)
         except BaseException as error:
+            # A rank that left breaks the others' collectives, whose error does not say why it left.
+            if isinstance(error, RuntimeError) and (why := self._gang.why()) is not None:
+                raise DeviceLostError(f"the gang failed in {name}: {why}", retryable=False) from error
             # Other ranks are in the same step: nobody can tell whether they wait in a collective of it.
             self._gang.fail(f"{name} raised {type(error).__name__}: {error}"[:300])
             raise
+        self._steps.ran(name)
+        return out
 
     def under(self, model: str) -> AbstractContextManager[None]:
         """A block whose ops are chosen for `model` under the gang's plan, on this rank alone.

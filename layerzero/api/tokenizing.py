@@ -7,7 +7,6 @@ from torch import Tensor
 from layerzero.api.batched import batched
 from layerzero.tokenization import Tokenizer, Tokens
 
-
 # Texts below so many characters cost about the same.
 _SHORT = 1024
 

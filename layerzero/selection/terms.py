@@ -12,10 +12,10 @@ class Terms:
 
     `kernels` are the ids that may be chosen, `knobs` hold in place of this rank's settings, `modes` for every
     request; `cost` is what the ranks compared when they agreed, None where they price by estimates alone.
-    `decided` is the digest of all choices so far: equal on ranks that ran the same steps.
+    `decided` is the digest of all ops so far with their kernels: equal on ranks that ran the same steps.
     """
 
-    __slots__ = ("_hash", "cost", "decided", "kernels", "knobs", "modes")
+    __slots__ = ("_hash", "_ran", "cost", "kernels", "knobs", "modes")
 
     def __init__(
         self,
@@ -29,10 +29,17 @@ class Terms:
         self.knobs = knobs
         self.modes = modes
         self.cost = cost
-        self.decided = ""
+        self._ran: list[str] = []
         self._hash = hashlib.sha256()
 
-    def note(self, op: str, kernel: str) -> None:
-        """Count one new choice."""
-        self._hash.update(f"{op} {kernel};".encode())
-        self.decided = self._hash.hexdigest()[:16]
+    def note(self, kernel: str) -> None:
+        """Count one call of an op, by the kernel that it takes."""
+        self._ran.append(kernel)
+
+    @property
+    def decided(self) -> str:
+        """The digest of every call so far, in their order."""
+        ran, self._ran = self._ran, []
+        if ran:
+            self._hash.update(";".join([*ran, ""]).encode())
+        return self._hash.hexdigest()[:16]

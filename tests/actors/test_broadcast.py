@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import socket
 import threading
+import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from pathlib import Path
 
 import pytest
 
+from layerzero.actors import broadcast
 from layerzero.actors.broadcast import Follower, Leader
 from layerzero.errors import DeviceLostError
+from tests import children
 
 
 @contextmanager
@@ -175,3 +182,62 @@ def test_frames_arrive_whole_whatever_a_read_brings() -> None:
         sending.join()
     assert [len(frame) for frame in got] == sizes
     assert all(frame == bytes([n % 251]) * n for frame, n in zip(got, sizes, strict=True))
+
+
+def test_an_idle_leader_gives_signs_of_life_that_are_no_frames(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A follower that waits sees them and goes on waiting; the next frame comes as it was sent."""
+    monkeypatch.setattr(broadcast, "_BEAT_S", 0.01)
+    leader, follower = Leader([1]), None
+    try:
+        with ThreadPoolExecutor(1) as pool:
+            accepted = pool.submit(leader.accept, 30.0, lambda why: None)
+            follower = Follower(1, leader.address, 30.0, 30.0)
+            accepted.result()
+        assert [follower._frame() for _ in range(3)] == [None] * 3
+        leader.send(b"")
+        leader.send(b"next")
+        assert (follower.receive(), follower.receive(30.0)) == (b"", b"next")
+    finally:
+        leader.close()
+        if follower is not None:
+            follower.close()
+
+
+FROZEN = """
+import sys, time
+from layerzero.actors import broadcast
+broadcast._BEAT_S = 0.01
+leader = broadcast.Leader([1])
+print(leader.address.decode(), flush=True)
+leader.accept(60.0, lambda why: None)
+print("accepted", flush=True)
+time.sleep(120)
+"""
+
+
+def test_a_frozen_leader_is_noticed_by_who_waits_for_its_next_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No step is under way and no line is cut: what is missing are the signs of life."""
+    monkeypatch.setattr(broadcast, "_BEAT_S", 0.1)
+    child = children.Child(FROZEN, folder=tmp_path)
+    try:
+        said = waiting_for(child, 1)
+        follower = Follower(1, said[0].encode(), 30.0, 0.5)
+        waiting_for(child, 2)
+        assert follower._frame() is None
+        assert child.process.pid is not None
+        os.kill(child.process.pid, signal.SIGSTOP)
+        with pytest.raises(DeviceLostError, match=r"no sign of life for 0\.5 s: it is frozen, or its host"):
+            follower.receive()
+        follower.close()
+    finally:
+        child.process.kill()
+
+
+def waiting_for(child: children.Child, lines: int) -> list[str]:
+    """What a child has printed, once it is so many lines."""
+    while len(found := child.out.read_text().splitlines()) < lines:
+        assert child.process.is_alive(), child.err.read_text()
+        time.sleep(0.005)
+    return found

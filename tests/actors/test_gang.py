@@ -291,7 +291,7 @@ def test_a_models_choice_that_differs_is_noticed_at_its_next_step() -> None:
     _, theirs = other.next(10.0)
     chosen(first.gang.device, first.gang.under("draft"))
     assert theirs.terms is not None
-    theirs.terms.note("rms_norm", "b.rms_norm")
+    theirs.terms.note("b.rms_norm")
     first.take("verify", ["a"])
     other.next(10.0)
     first.take("draft", ["a"])

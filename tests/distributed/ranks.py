@@ -45,11 +45,14 @@ class Shard:
         self.whole = whole
         self.ran: list[int] = []
         self.kernels: set[str] = set()
-        self.pause = 0.0
+        self.pause, self.alter, self.op = 0.0, 0, ""
 
     def step(self, x: Tensor) -> Tensor:
         """(N, OUT): the product of rows (N, WIDE) with the whole matrix."""
         self.ran.append(len(x))
+        if self.alter and RANK and len(self.ran) == self.alter:
+            # "late" alters once, by an op that no rank has run; "known" by one that all have, twice.
+            x = lz.sync.rms_norm(x) if self.op == "late" else lz.sync.linear(x, torch.eye(WIDE)) * 2
         out: Tensor = lz.sync.linear(x.chunk(RANKS, dim=1)[RANK].contiguous(), self.own)
         chosen = lz.last_selection()
         self.kernels.add(chosen.kernel if chosen is not None else "")
@@ -87,6 +90,40 @@ async def together(runtime: lz.Runtime, shard: Shard, **options: Any) -> dict[st
         agreed = {"measured": gang.agreed.measured, "groups": sorted(gang.agreed.kernels)}
         said = {"ran": shard.ran, "plan": gang.plan, **agreed}
         return said if RANK else {**said, "worst": worst(results, shard)}
+
+
+async def altered(runtime: lz.Runtime, shard: Shard, op: str) -> dict[str, Any]:
+    """Rank 1 runs an op more in its fourth step; what rank 0's callers got of each step."""
+    shard.alter, shard.op = 4, op
+    got: list[float | str] = []
+    async with runtime.gang(epoch=next(EPOCHS), timeout_s=TIMEOUT_S, on_failure=broken) as gang:
+        step = gang.batched(shard.step)
+        if RANK:
+            await gang.follow()
+            return {}
+        for number in range(8):
+            try:
+                got.append(worst([(number, await step(number, row(number)))], shard))
+            except Exception as error:
+                got.append(f"{type(error).__name__}: {error}")
+    return {"got": got}
+
+
+async def leaves(runtime: lz.Runtime, shard: Shard) -> dict[str, Any]:
+    """Rank 1 meets an error of its own before the collective that rank 0 waits in."""
+    async with runtime.gang(epoch=next(EPOCHS), timeout_s=TIMEOUT_S, on_failure=broken) as gang:
+
+        def step(x: Tensor) -> Tensor:
+            if RANK and len(shard.ran) == 2:
+                raise ValueError("the pages of rank 1 are gone")
+            return shard.step(x)
+
+        called = gang.batched(step, name="step")
+        if RANK:
+            await gang.follow()
+        for number in range(8):
+            await called(number, row(number))
+    return {}
 
 
 async def alone(runtime: lz.Runtime, shard: Shard, order: list[int]) -> dict[str, Any]:
@@ -202,6 +239,13 @@ async def trees_together(runtime: lz.Runtime) -> dict[str, Any]:
     return said if RANK else {**said, "alone": [found for _, found in sorted(whole.said.items())]}
 
 
+ALTERED = {
+    "alter-late": partial(altered, op="late"),
+    "alter-known": partial(altered, op="known"),
+    "leaves": leaves,
+}
+
+
 async def scenario(name: str) -> dict[str, Any]:
     """Run one scenario on this rank."""
     shard = Shard()
@@ -215,6 +259,8 @@ async def scenario(name: str) -> dict[str, Any]:
             return await together(runtime, shard)
         if name == "measured":
             return await measured(runtime, shard)
+        if name in ALTERED:
+            return await ALTERED[name](runtime, shard)
         if name == "poor":
             return await poor(runtime, shard)
         if name == "invariant":

@@ -144,6 +144,25 @@ def test_a_rank_that_batches_otherwise_raises_before_the_collective(name: str) -
     ), said
 
 
+@pytest.mark.parametrize("name", ["alter-late", "alter-known"])
+def test_nobody_gets_sums_of_ranks_that_ran_other_ops(name: str) -> None:
+    """One rank runs an op more, a new one or one that all know: that step and those after it are errors."""
+    first = run(name)[0]
+    got = first["got"]
+    assert all(isinstance(each, float) and each < 1e-4 for each in got[:3]), got
+    assert got[3].startswith("ConsistencyError: ops of rank 0's step 4 need"), got
+    assert "rank 1: it ran others" in got[3]
+    assert all("ran others" in each for each in got[4:]) and len(got) == 8, got
+
+
+def test_callers_of_rank_0_get_the_reason_of_the_rank_that_left() -> None:
+    """Not that of the collective which it broke."""
+    first, other = run("leaves")
+    assert (other["error"], other["message"]) == ("ValueError", "the pages of rank 1 are gone")
+    assert first["error"] == "DeviceLostError", first
+    assert "step raised ValueError: the pages of rank 1 are gone" in first["message"]
+
+
 def test_ranks_that_batch_alike_compare_equal() -> None:
     """The comparison refuses nothing that is right."""
     said = run("compared", among=PLAIN)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 import signal
 import sqlite3
@@ -14,11 +15,16 @@ import anyio
 import msgspec
 import pytest
 
+from layerzero import files
 from layerzero.hardware import imagined_gpu
-from layerzero.perfdb import Environment, Measurement, store
-from layerzero.perfdb.store import PerfDB, read_rows, wal_is_safe
+from layerzero.perfdb import Environment, Measurement, rows
+from layerzero.perfdb.rows import wal_is_safe
+from layerzero.perfdb.store import PerfDB, read_rows
 from tests import children
 from tests.perfdb.rows import HERE, row, site
+from tests.users import NOBODY, needs_root, planted, shared
+
+__all__ = ["shared"]
 
 
 async def write(path: Path, rows: list[Measurement], environment: Environment = HERE, **more: int) -> None:
@@ -112,7 +118,7 @@ async def test_the_oldest_rows_go_at_the_limit(tmp_path: Path) -> None:
 
 
 @pytest.mark.asyncio
-@pytest.mark.parametrize("what", ["truncated", "text", "other tables", "header"])
+@pytest.mark.parametrize("what", ["truncated", "zeros", "other tables", "header", "no text"])
 async def test_a_damaged_file_is_set_aside_and_another_begun(
     tmp_path: Path, what: str, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -122,8 +128,10 @@ async def test_a_damaged_file_is_set_aside_and_another_begun(
     before = path.read_bytes()
     if what == "truncated":
         path.write_bytes(before[: len(before) // 2])
-    elif what == "text":
-        path.write_bytes(b"these are no measurements" * 100)
+    elif what == "zeros":
+        path.write_bytes(b"\0" * len(before))
+    elif what == "no text":
+        path.write_bytes(before.replace(b"TABLE measurement (id", b"TABLE \xff\xfesurement (id"))
     elif what == "header":
         path.write_bytes(b"\0" * 64 + before[64:])
     else:
@@ -156,7 +164,7 @@ async def test_another_programs_database_is_left_alone(
 
 
 def test_a_changed_number_is_never_believed(tmp_path: Path) -> None:
-    """A row whose time was edited fails its checksum: the others are saved, the file is set aside."""
+    """A row whose time was edited fails its checksum; the next writer saves the others in another file."""
     import anyio
 
     path = tmp_path / "perf.sqlite"
@@ -164,9 +172,10 @@ def test_a_changed_number_is_never_believed(tmp_path: Path) -> None:
     with sqlite3.connect(path) as connection:
         connection.execute("UPDATE measurement SET median = 0.001 WHERE median = 20")
     connection.close()
-    assert [r.kernel for r in read_rows(path, HERE)] == ["a.rms_norm"]
+    assert [r.kernel for r in read_rows(path, HERE)] == ["a.rms_norm"] and asides(path) == []
+    anyio.run(write, path, [row("c.rms_norm", 30.0)])
+    assert {r.kernel for r in read_rows(path, HERE)} == {"a.rms_norm", "c.rms_norm"}
     assert len(asides(path)) == 1
-    assert [r.kernel for r in read_rows(path, HERE)] == ["a.rms_norm"] and len(asides(path)) == 1
 
 
 def test_flipped_bits_are_found_or_harmless(tmp_path: Path) -> None:
@@ -186,6 +195,7 @@ def test_flipped_bits_are_found_or_harmless(tmp_path: Path) -> None:
         own.write_bytes(spoiled)
         for found in read_rows(own, HERE):
             assert found == known[found.kernel], f"bit of byte {place}"
+        assert own.read_bytes() == spoiled or wal_is_safe(), "who only reads writes nothing"
 
 
 @pytest.mark.asyncio
@@ -358,7 +368,7 @@ async def test_a_file_that_somebody_holds_is_not_damaged(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A tuning that comes upon a lock says so; the file stays where it is, with its rows."""
-    monkeypatch.setattr(store, "_PRAGMAS", ("PRAGMA busy_timeout = 1",))
+    monkeypatch.setattr(rows, "PRAGMAS", ("PRAGMA busy_timeout = 1",))
     path = tmp_path / "p.sqlite"
     async with PerfDB(path) as db:
         await db.add(HERE, [row()])
@@ -385,3 +395,154 @@ async def test_a_folder_at_the_place_of_the_file_stays_there(tmp_path: Path) -> 
             pass
     assert (path / "mine").exists()
     assert names(tmp_path) == ["p.sqlite"]
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("content", [b"a list of things to buy\n" * 40, b"%PDF-1.7 \xff\x00" * 40, b"x"])
+async def test_another_kind_of_file_is_left_alone(tmp_path: Path, content: bytes) -> None:
+    """It was named by mistake: who reads finds nothing in it, who would write is told; it stays as it was."""
+    path = tmp_path / "notes.txt"
+    path.write_bytes(content)
+    assert read_rows(path, HERE) == []
+    with pytest.raises(sqlite3.DatabaseError, match="another program: use another file"):
+        await write(path, [row()])
+    assert path.read_bytes() == content and names(tmp_path) == ["notes.txt"]
+
+
+@pytest.mark.parametrize("what", ["truncated", "no text", "header", "zeros"])
+def test_who_only_reads_moves_nothing(tmp_path: Path, what: str, caplog: pytest.LogCaptureFixture) -> None:
+    """A runtime that opens a damaged file says so and uses what holds; the next writer mends it."""
+    path = tmp_path / "perf.sqlite"
+    anyio.run(write, path, [row(f"k{n}.rms_norm", n + 1.0) for n in range(200)])
+    whole = path.read_bytes()
+    spoiled = {
+        "truncated": whole[: len(whole) - 4096],
+        "no text": whole.replace(b"TABLE measurement (id", b"TABLE \xff\xfesurement (id"),
+        "header": b"\0" * 64 + whole[64:],
+        "zeros": b"\0" * len(whole),
+    }[what]
+    path.write_bytes(spoiled)
+    for _ in range(2):
+        assert all(found.kernel.startswith("k") for found in read_rows(path, HERE))
+    assert path.read_bytes() == spoiled and names(tmp_path) == ["perf.sqlite"]
+    assert "perfdb.damaged" in caplog.text
+
+
+@pytest.mark.asyncio
+async def test_damage_on_a_full_disk_is_mended_later(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """There is no room for another file: the damaged one stays, and gives its rows when there is."""
+    path = tmp_path / "perf.sqlite"
+    await write(path, [row("a.rms_norm", 10.0), row("b.rms_norm", 20.0)])
+    with sqlite3.connect(path) as connection:
+        connection.execute("UPDATE measurement SET median = 0.001 WHERE median = 20")
+    connection.close()
+    before = path.read_bytes()
+    with monkeypatch.context() as full:
+        full.setattr(rows, "PRAGMAS", ("PRAGMA max_page_count = 3",))  # SQLite's own limit, and its error
+        with pytest.raises(sqlite3.OperationalError, match="full"):
+            await write(path, [row()])
+    assert path.read_bytes() == before and names(tmp_path) == ["perf.sqlite"]
+    await write(path, [row("c.rms_norm", 30.0)])
+    assert {r.kernel for r in read_rows(path, HERE)} == {"a.rms_norm", "c.rms_norm"}
+    assert [aside.read_bytes() for aside in asides(path)] == [before]
+
+
+_OPENERS = """
+import sys, time
+from pathlib import Path
+import anyio
+from layerzero.perfdb.store import PerfDB
+from tests.perfdb.rows import HERE, row
+folder, own = Path(sys.argv[1]), sys.argv[2]
+async def write(path):
+    async with PerfDB(path) as db:
+        await db.add(HERE, [row(f"w{own}.rms_norm")])
+for turn in range(int(sys.argv[3])):
+    (folder / f"here-{turn}-{own}").touch()
+    while not (folder / f"go-{turn}").exists():
+        time.sleep(0.0005)
+    anyio.run(write, folder / f"{turn}.sqlite")
+"""
+
+
+@pytest.mark.parametrize("damaged", [False, True])
+def test_writers_that_begin_together_all_write(tmp_path: Path, damaged: bool) -> None:
+    """Six processes open a file that is not there yet, or is damaged: each one's row is in it."""
+    turns, writers, work = 12, 6, tmp_path / "work"
+    work.mkdir()
+    if damaged:
+        anyio.run(write, tmp_path / "whole.sqlite", [row("old.rms_norm")])
+        whole = (tmp_path / "whole.sqlite").read_bytes()
+        for turn in range(turns):
+            (work / f"{turn}.sqlite").write_bytes(b"\0" * 64 + whole[64:])
+    running = [
+        children.Child(_OPENERS, str(work), str(own), str(turns), folder=tmp_path) for own in range(writers)
+    ]
+    try:
+        for turn in range(turns):
+            while (
+                sum(each.exists() for each in (work / f"here-{turn}-{n}" for n in range(writers))) < writers
+            ):
+                assert all(child.process.is_alive() for child in running), [
+                    c.err.read_text() for c in running
+                ]
+                time.sleep(0.001)
+            (work / f"go-{turn}").touch()
+    except BaseException:
+        for child in running:
+            child.process.kill()
+        raise
+    ended = [child.ended() for child in running]
+    assert [done.returncode for done in ended] == [0] * writers, [done.stderr[-600:] for done in ended]
+    for turn in range(turns):
+        found = {r.kernel for r in read_rows(work / f"{turn}.sqlite", HERE)}
+        assert found == {f"w{own}.rms_norm" for own in range(writers)}
+        assert len(asides(work / f"{turn}.sqlite")) == damaged
+    assert not list(work.glob("*.new-*"))
+
+
+@pytest.mark.asyncio
+async def test_a_pipe_at_the_place_of_the_file_is_told(tmp_path: Path) -> None:
+    """Nobody waits for somebody to write into it."""
+    os.mkfifo(tmp_path / "p.sqlite")
+    assert read_rows(tmp_path / "p.sqlite") == []
+    with pytest.raises(sqlite3.OperationalError, match="no plain file"):
+        await write(tmp_path / "p.sqlite", [row()])
+
+
+@needs_root
+@pytest.mark.asyncio
+async def test_another_users_file_or_link_is_refused(shared: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """It is not written through, and what it says moves no choice."""
+    mine = shared / "mine.sqlite"
+    mine.write_bytes(b"")
+    whole = shared / "whole.sqlite"
+    await write(whole, [row()])
+    data = whole.read_bytes()
+
+    def plant() -> None:
+        (shared / "link.sqlite").symlink_to(mine)
+        (shared / "file.sqlite").write_bytes(data)
+
+    planted(shared, plant)
+    for name in ("link", "file"):
+        assert read_rows(shared / f"{name}.sqlite", HERE) == []
+        with pytest.raises(PermissionError, match=f"got owner {NOBODY}"):
+            await write(shared / f"{name}.sqlite", [row()])
+    assert mine.read_bytes() == b"" and "perfdb.unreadable" in caplog.text
+
+
+@pytest.mark.asyncio
+async def test_the_default_folder_is_this_users_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One that others can write is neither read nor written; one that they can only read is closed."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    path = files.user_folder("perfdb.sqlite")
+    await write(path, [row()])
+    path.parent.chmod(0o755)
+    assert len(read_rows(path, HERE)) == 1 and path.parent.stat().st_mode & 0o777 == 0o700
+    path.parent.chmod(0o777)
+    assert read_rows(path, HERE) == []
+    with pytest.raises(PermissionError, match="writable by nobody else"):
+        await write(path, [row()])

@@ -259,10 +259,38 @@ def test_a_choice_that_differs_is_noticed_at_the_next_step() -> None:
     _, theirs = other.next(5.0)
     chosen(first.gang.device, snapshot)
     other.gang.device.agreed_snapshot(EMPTY, theirs.terms)  # type: ignore[arg-type]
-    theirs.terms.note("rms_norm", "b.rms_norm")  # type: ignore[union-attr]  # as a rank with other prices would
+    theirs.terms.note("b.rms_norm")  # type: ignore[union-attr]  # as a rank with other prices would
     first.take("step", ["a"])
     with pytest.raises(ConsistencyError, match="selections of rank 0's step 2"):
         other.next(5.0)
+    for steps in (first, other):
+        steps.close()
+
+
+def test_another_sequence_of_known_ops_is_noticed_at_the_next_step() -> None:
+    """No choice is new in it: a step's message says what all steps before it ran, not only what was decided."""
+    first, other = walking()
+    for _ in range(2):
+        mine, (_, theirs) = first.take("step", ["a"]), other.next(5.0)
+        assert chosen(first.gang.device, mine) == chosen(other.gang.device, theirs)
+    chosen(other.gang.device, theirs)  # once more than rank 0
+    first.take("step", ["a"])
+    with pytest.raises(ConsistencyError, match="selections of rank 0's step 3"):
+        other.next(5.0)
+    for steps in (first, other):
+        steps.close()
+
+
+def test_a_rank_that_says_nothing_after_a_step_holds_its_results_back_in_time() -> None:
+    """They may be sums of other ops; a follower that waits for rank 0 notices where it is frozen, too."""
+    first, other = walking()
+    first.gang.timeout_s = 0.05
+    mine, (_, theirs) = first.take("step", ["a"]), other.next(5.0)
+    chosen(first.gang.device, mine)
+    chosen(other.gang.device, theirs)
+    with pytest.raises(DeviceLostError, match=r"step 1 counts for nobody: ranks \[1\] did not end it"):
+        first.ran("step")
+    assert isinstance(other.gang.line, Follower) and other.gang.line._silence_s is not None
     for steps in (first, other):
         steps.close()
 

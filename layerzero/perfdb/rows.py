@@ -1,0 +1,180 @@
+"""How measurements stand in SQLite: the tables, a connection, and rows with a checksum each.
+
+SQLite 3.7.0 to 3.51.2 can corrupt a database in WAL mode with several connections (fixed in 3.51.3, and in
+3.50.7 and 3.44.6): with such a version the rollback journal is used. Rows carry their own checksum because
+SQLite's checks let most single-bit errors in data through.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import sqlite3
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from layerzero import log
+from layerzero.perfdb.record import Environment, Measurement, Site
+
+SCHEMA = 1
+NEWER = "perfdb.newer_found"
+FOREIGN = "perfdb.foreign_found"
+# SQLite's own words, and what Python makes of those that are no text.
+DAMAGE = (sqlite3.DatabaseError, UnicodeDecodeError, msgspec.MsgspecError, ValueError, RecursionError)
+DDL = (
+    "CREATE TABLE environment (id INTEGER PRIMARY KEY, digest TEXT NOT NULL UNIQUE, body BLOB NOT NULL)",
+    "CREATE TABLE site (id INTEGER PRIMARY KEY, digest BLOB NOT NULL UNIQUE, body BLOB NOT NULL)",
+    "CREATE TABLE kernel (id INTEGER PRIMARY KEY, name TEXT NOT NULL, version TEXT NOT NULL,"
+    " UNIQUE (name, version))",
+    "CREATE TABLE measurement (id INTEGER PRIMARY KEY, environment INTEGER NOT NULL, site INTEGER NOT NULL,"
+    " kernel INTEGER NOT NULL, policy TEXT NOT NULL, median REAL NOT NULL, p95 REAL NOT NULL,"
+    " variance REAL NOT NULL, samples INTEGER NOT NULL, at INTEGER NOT NULL, temperature INTEGER,"
+    " power INTEGER, free INTEGER, checksum BLOB NOT NULL)",
+    "CREATE INDEX measurement_of ON measurement (environment, site, kernel)",
+)
+_TABLES = frozenset({"environment", "site", "kernel", "measurement"})
+SELECT = (
+    "SELECT m.id, e.digest, e.body, s.digest, s.body, k.name, k.version, m.policy, m.median, m.p95,"
+    " m.variance, m.samples, m.at, m.temperature, m.power, m.free, m.checksum"
+    " FROM measurement m JOIN environment e ON e.id = m.environment JOIN site s ON s.id = m.site"
+    " JOIN kernel k ON k.id = m.kernel"
+)
+_INSERT = (
+    "INSERT INTO measurement (environment, site, kernel, policy, median, p95, variance, samples, at,"
+    " temperature, power, free, checksum) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)"
+)
+
+
+def wal_is_safe(version: str = sqlite3.sqlite_version) -> bool:
+    """Whether this SQLite is free of the bug that can corrupt a file in WAL mode."""
+    numbers = tuple(int(part) for part in version.split(".")[:3])
+    return numbers >= (3, 51, 3) or (3, 50, 7) <= numbers < (3, 51, 0) or (3, 44, 6) <= numbers < (3, 45, 0)
+
+
+PRAGMAS = (
+    "PRAGMA busy_timeout = 10000",
+    "PRAGMA trusted_schema = OFF",
+    "PRAGMA cell_size_check = ON",
+    "PRAGMA mmap_size = 0",
+    "PRAGMA synchronous = NORMAL" if wal_is_safe() else "PRAGMA synchronous = FULL",
+)
+
+
+def uri_of(path: Path, mode: str) -> str:
+    return f"{path.resolve().as_uri()}?mode={mode}"
+
+
+def connect(path: Path, mode: str) -> sqlite3.Connection:
+    connection = sqlite3.connect(uri_of(path, mode), uri=True, isolation_level=None)
+    try:
+        for pragma in PRAGMAS:
+            connection.execute(pragma)
+    except BaseException:
+        connection.close()
+        raise
+    return connection
+
+
+def written_by(connection: sqlite3.Connection, path: Path) -> str:
+    """Who else wrote the file, which is then left alone: another program or a later release; else ""."""
+    tables = {row[0] for row in connection.execute("SELECT name FROM sqlite_master WHERE type = 'table'")}
+    if tables and not tables & _TABLES:
+        log.warning(FOREIGN, path=str(path), tables=sorted(tables)[:4])
+        return "another program"
+    version = connection.execute("PRAGMA user_version").fetchone()[0]
+    if version > SCHEMA:
+        log.warning(NEWER, path=str(path), schema=version, needs=SCHEMA)
+        return "a later release"
+    return ""
+
+
+@contextlib.contextmanager
+def transaction(connection: sqlite3.Connection) -> Any:
+    connection.execute("BEGIN IMMEDIATE")
+    try:
+        yield
+    except BaseException:
+        connection.rollback()
+        raise
+    connection.commit()
+
+
+def insertions(
+    environment: Environment, rows: Iterable[Measurement]
+) -> list[tuple[str, list[tuple[Any, ...]]]]:
+    """The statements that add rows, with their values; ids follow from content, so nothing is looked up."""
+    place = environment.digest()
+    sites: dict[int, tuple[Any, ...]] = {}
+    kernels: dict[int, tuple[Any, ...]] = {}
+    added = []
+    for row in rows:
+        own = row.site.digest()
+        site, kernel = id_of(own), id_of(f"{row.kernel}\0{row.version}".encode())
+        sites.setdefault(site, (site, own, msgspec.json.encode(row.site)))
+        kernels.setdefault(kernel, (kernel, row.kernel, row.version))
+        values = _values(row)
+        checksum = _checksum(place, own, row.kernel, row.version, values)
+        added.append((id_of(place.encode()), site, kernel, *values, checksum))
+    body = msgspec.json.encode(environment)
+    return [
+        ("INSERT OR IGNORE INTO environment VALUES (?, ?, ?)", [(id_of(place.encode()), place, body)]),
+        ("INSERT OR IGNORE INTO site VALUES (?, ?, ?)", list(sites.values())),
+        ("INSERT OR IGNORE INTO kernel VALUES (?, ?, ?)", list(kernels.values())),
+        (_INSERT, added),
+    ]
+
+
+def id_of(content: bytes) -> int:
+    """A key that is equal for equal content, of 48 bits: a few bytes in each row that refers to it."""
+    return int.from_bytes(hashlib.blake2b(content, digest_size=6).digest())
+
+
+def _values(row: Measurement) -> tuple[Any, ...]:
+    return (
+        f"{row.launch}/{row.cache}", row.median_us, row.p95_us, row.variance, row.samples, row.at,
+        row.temperature_c, row.power_w, row.free_bytes,
+    )  # fmt: skip
+
+
+def _checksum(environment: str, site: bytes, kernel: str, version: str, values: tuple[Any, ...]) -> bytes:
+    body = msgspec.msgpack.encode((environment, site, kernel, version, values))
+    return hashlib.blake2b(body, digest_size=8).digest()
+
+
+def query_of(environment: Environment | None) -> tuple[str, tuple[str, ...]]:
+    return (SELECT, ()) if environment is None else (f"{SELECT} WHERE e.digest = ?", (environment.digest(),))
+
+
+def decode_all(found: Iterable[tuple[Any, ...]]) -> tuple[list[Measurement], str]:
+    """The rows that hold, and what is wrong with the others."""
+    sites: dict[bytes, Site | None] = {}
+    decoded = [decode_row(row, sites) for row in found]
+    bad = sum(row is None for row in decoded)
+    return [row for row in decoded if row is not None], f"{bad} rows fail their checksum" if bad else ""
+
+
+def decode_row(found: tuple[Any, ...], sites: dict[bytes, Site | None]) -> Measurement | None:
+    _, where, place, digest, body, kernel, version, *rest = found
+    values, checksum = tuple(rest[:-1]), rest[-1]
+    try:
+        if digest not in sites:
+            site = msgspec.json.decode(body, type=Site)
+            sites[digest] = site if site.digest() == digest else None
+        own = sites[digest]
+        place_holds = hashlib.blake2b(place, digest_size=16).hexdigest() == where
+        if own is None or not place_holds or _checksum(where, digest, kernel, version, values) != checksum:
+            return None
+        launch, cache = values[0].split("/")
+        return msgspec.convert(
+            {
+                "site": own, "kernel": kernel, "version": version, "launch": launch, "cache": cache,
+                "median_us": values[1], "p95_us": values[2], "variance": values[3], "samples": values[4],
+                "at": values[5], "temperature_c": values[6], "power_w": values[7], "free_bytes": values[8],
+            },
+            Measurement,
+        )  # fmt: skip
+    except (msgspec.MsgspecError, ValueError, TypeError, AttributeError):
+        return None
