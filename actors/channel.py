@@ -17,12 +17,19 @@ import sys
 import tempfile
 from contextlib import suppress
 
+from layerzero import log
 from layerzero.actors.connection import Connection, Handler
 from layerzero.actors.frames import Address
+
+MAX_STRANGERS = 32  # connections without a handshake; one takes a round trip
+_TELL_S = 10.0
 
 
 class Listener:
     """The listening end of one device: a unix socket and a TCP port.
+
+    Of those who have not proved themselves the latest `MAX_STRANGERS` are heard; one log line in ten seconds
+    tells how many were refused.
 
     On Linux the socket has one of the abstract names, which vanish with their owner, however it ends;
     elsewhere it lies in a folder of this user's alone.
@@ -35,6 +42,9 @@ class Listener:
         self._secret = secret
         self._folder = ""
         self._servers: list[asyncio.Server] = []
+        self._strangers: dict[Connection, None] = {}  # the latest last
+        self._refused = 0
+        self._told_at = -_TELL_S
         self.connections: dict[str, Connection] = {}
 
     async def open(self) -> Address:
@@ -55,13 +65,33 @@ class Listener:
 
     def _accept(self) -> Connection:
         return Connection(
-            self._handlers, secret=self._secret, client=None, opened=self._opened, ended=self._ended
+            self._handlers,
+            secret=self._secret,
+            client=None,
+            made=self._made,
+            opened=self._opened,
+            ended=self._ended,
         )
 
+    def _made(self, connection: Connection) -> None:
+        self._strangers[connection] = None
+        if len(self._strangers) > MAX_STRANGERS:
+            first = next(iter(self._strangers))
+            del self._strangers[first]
+            first.refuse(f"no handshake before {MAX_STRANGERS} others came")
+
     def _opened(self, connection: Connection) -> None:
+        self._strangers.pop(connection, None)
         self.connections[connection.peer] = connection
 
     def _ended(self, connection: Connection) -> None:
+        self._strangers.pop(connection, None)
+        if connection.refused and not connection.peer:
+            self._refused += 1
+            now = asyncio.get_running_loop().time()
+            if now - self._told_at >= _TELL_S:
+                log.warning("channel.strangers", refused=self._refused, last=connection.refused)
+                self._refused, self._told_at = 0, now
         if self.connections.get(connection.peer) is connection:
             del self.connections[connection.peer]
 
@@ -69,7 +99,7 @@ class Listener:
         """Stop listening and end every connection."""
         for server in self._servers:
             server.close()
-        for connection in list(self.connections.values()):
+        for connection in [*self.connections.values(), *self._strangers]:
             connection.close()
         if self._folder:
             shutil.rmtree(self._folder, ignore_errors=True)

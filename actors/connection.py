@@ -22,10 +22,23 @@ from typing import Any
 import msgspec
 
 from layerzero import log
-from layerzero.actors.frames import ERRORS, Answer, Ask, Challenge, Greeting, Note, decode, encode
+from layerzero.actors.frames import (
+    ERRORS,
+    UNREADABLE,
+    UNWRITABLE,
+    Answer,
+    Ask,
+    Challenge,
+    Greeting,
+    Note,
+    decode,
+    encode,
+)
 from layerzero.errors import DeviceLostError
 
 MAX_FRAME = 16 << 20
+MAX_GREETING = 1024  # before the handshake, when anybody may write
+MAX_ERROR = 1 << 16  # characters of an error's text
 _PREFIX = 4
 _HANDSHAKE_S = 10.0
 _QUICK_S = 250e-6
@@ -41,7 +54,8 @@ class Connection(asyncio.Protocol):
     """One end of a channel. `handlers` maps kinds to functions of (body, connection), plain or async.
 
     `peer` is the name that the other end proved; `closed` is set when the socket has ended, after every frame
-    that came before the end was handled: what a process wrote before it died is not lost.
+    that came before the end was handled: what a process wrote before it died is not lost. `made` is called
+    when there is a socket, `opened` after the handshake, `ended` at the end; `refused` says what ended it.
     """
 
     def __init__(
@@ -50,12 +64,14 @@ class Connection(asyncio.Protocol):
         *,
         secret: bytes,
         client: str | None,
+        made: Callable[[Connection], None] | None = None,
         opened: Callable[[Connection], None] | None = None,
         ended: Callable[[Connection], None] | None = None,
     ) -> None:
         self._handlers = handlers
         self._secret = secret
         self._client = client
+        self._made = made
         self._opened = opened
         self._ended = ended
         self._buffer = bytearray()
@@ -74,6 +90,7 @@ class Connection(asyncio.Protocol):
         self._pace = _Pace()
         self._context = copy_context()
         self.peer = ""
+        self.refused = ""
         self.ready: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.closed = asyncio.Event()
 
@@ -86,6 +103,8 @@ class Connection(asyncio.Protocol):
             self._read_ourselves(transport)
         if self._client is None:
             self._write(Challenge(self._nonce))
+        if self._made is not None:
+            self._made(self)
 
     def _read_ourselves(self, transport: Any) -> None:
         """Read and write the socket without the transport, which costs each end some microseconds a frame.
@@ -132,7 +151,7 @@ class Connection(asyncio.Protocol):
 
     def _read(self, data: bytes) -> None:
         buffer = self._buffer
-        if not buffer and int.from_bytes(data[:_PREFIX], "big") == len(data) - _PREFIX <= MAX_FRAME:
+        if not buffer and int.from_bytes(data[:_PREFIX], "big") == len(data) - _PREFIX <= self._most:
             # One frame, as it nearly always is: nothing is copied.
             if (message := self._decoded(memoryview(data)[_PREFIX:])) is not None:
                 self._take(message)
@@ -141,8 +160,8 @@ class Connection(asyncio.Protocol):
         start = 0
         while len(buffer) - start >= _PREFIX:
             length = int.from_bytes(buffer[start : start + _PREFIX], "big")
-            if length > MAX_FRAME:
-                self._refuse(f"a frame of {length} bytes, above {MAX_FRAME}")
+            if length > self._most:
+                self.refuse(f"a frame of {length} bytes, above {self._most}")
                 return
             end = start + _PREFIX + length
             if len(buffer) < end:
@@ -154,12 +173,16 @@ class Connection(asyncio.Protocol):
         if start:
             del buffer[:start]
 
+    @property
+    def _most(self) -> int:
+        return MAX_FRAME if self.ready.done() else MAX_GREETING
+
     def _decoded(self, frame: memoryview) -> Any:
         try:
             return decode(frame)
-        except msgspec.MsgspecError as error:
+        except UNREADABLE as error:
             frame.release()  # a refusal empties the buffer
-            self._refuse(f"a frame that does not decode: {error}")
+            self.refuse(f"a frame that does not decode: {error}")
             return None
 
     def pause_writing(self) -> None:
@@ -237,7 +260,7 @@ class Connection(asyncio.Protocol):
             return None
         try:
             message = decode(memoryview(data)[_PREFIX:])
-        except msgspec.MsgspecError:
+        except UNREADABLE:
             return None  # refused with the rest, by who reads it next
         return message if type(message) is Answer and message.number == number else None
 
@@ -299,7 +322,11 @@ class Connection(asyncio.Protocol):
             if handler is None:
                 log.warning("channel.note_unknown", kind=message.kind, peer=self.peer)
                 return
-            result = handler(message.body, self)
+            try:
+                result = handler(message.body, self)
+            except Exception as error:  # it is nobody's answer, and the frames behind it are to be read
+                log.warning("channel.note_failed", kind=message.kind, peer=self.peer, error=_text(error))
+                return
             if isinstance(result, Awaitable):
                 self._keep(_finish(result))
 
@@ -309,12 +336,12 @@ class Connection(asyncio.Protocol):
             self._settle()
         elif self._client is None and type(message) is Greeting:
             if not hmac.compare_digest(message.proof, _proof(self._secret, self._nonce)):
-                self._refuse("a proof that does not fit")
+                self.refuse("a proof that does not fit")
                 return
             self.peer = message.client
             self._settle()
         else:
-            self._refuse(f"{type(message).__name__} before the handshake")
+            self.refuse(f"{type(message).__name__} before the handshake")
 
     def _settle(self) -> None:
         if self._watch is not None:
@@ -340,7 +367,7 @@ class Connection(asyncio.Protocol):
                 raise LookupError(f"no handler is registered for {ask.kind!r}; there are: {known}")
             result = handler(ask.body, self)
         except Exception as error:
-            self._write(Answer(ask.number, None, (type(error).__name__, _text(error))))
+            self._write(_failed(ask, error))
             return
         if hasattr(result, "__await__"):  # what Awaitable asks, in a third of the time
             self._keep(self._serve_later(ask, result))
@@ -351,16 +378,16 @@ class Connection(asyncio.Protocol):
         try:
             value = await result
         except Exception as error:
-            self._write(Answer(ask.number, None, (type(error).__name__, _text(error))))
+            self._write(_failed(ask, error))
         else:
             self._reply(ask, value)
 
     def _reply(self, ask: Ask, value: Any) -> None:
         try:
             self._write(Answer(ask.number, value))
-        except (TypeError, ValueError) as error:
+        except UNWRITABLE as error:
             text = f"the answer to {ask.kind!r} needs plain values: {error}"
-            self._write(Answer(ask.number, None, ("TypeError", text)))
+            self._write(_failed(ask, TypeError(text)))
 
     def _keep(self, work: Any) -> None:
         task = asyncio.get_running_loop().create_task(work)
@@ -368,10 +395,13 @@ class Connection(asyncio.Protocol):
         task.add_done_callback(self._tasks.discard)
 
     def _too_slow(self) -> None:
-        self._refuse(f"no handshake within {_HANDSHAKE_S} s")
+        self.refuse(f"no handshake within {_HANDSHAKE_S} s")
 
-    def _refuse(self, what: str) -> None:
-        log.warning("channel.refused", peer=self.peer, got=what)
+    def refuse(self, what: str) -> None:
+        """End a channel whose other end does what it may not."""
+        if self.peer:  # of strangers, who may be many, the listener tells
+            log.warning("channel.refused", peer=self.peer, got=what)
+        self.refused = what
         self._left = True
         self._buffer.clear()
         self._transport.abort()
@@ -420,5 +450,10 @@ def _proof(secret: bytes, nonce: bytes) -> bytes:
     return hmac.digest(secret, b"layerzero channel 1" + nonce, "sha256")
 
 
+def _failed(ask: Ask, error: Exception) -> Answer:
+    return Answer(ask.number, None, (type(error).__name__, _text(error)))
+
+
 def _text(error: Exception) -> str:
-    return str(error.args[0]) if isinstance(error, KeyError) and error.args else str(error)
+    text = str(error.args[0]) if isinstance(error, KeyError) and error.args else str(error)
+    return text[:MAX_ERROR].encode("utf-8", "replace").decode()

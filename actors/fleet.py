@@ -12,7 +12,6 @@ from typing import Any
 import anyio
 from torch import Tensor
 
-from layerzero import log
 from layerzero.actors.inprocess import LocalPort
 from layerzero.actors.local import LocalDevice
 from layerzero.actors.losses import Losses
@@ -66,8 +65,7 @@ class Fleet:
         Raises: ValueError: no device has that name; the message lists them. RuntimeClosedError: after close.
             DeviceLostError: no device takes calls.
         """
-        if self._closed:
-            raise RuntimeClosedError("this fleet is closed; open a runtime with layerzero.start()")
+        self._refuse_closed()
         if on is None:
             return self._least()
         if not isinstance(on, str):
@@ -77,11 +75,16 @@ class Fleet:
             raise ValueError(f"on needs one of {', '.join(map(repr, self.devices))}, got {on!r}")
         return found
 
+    def _refuse_closed(self) -> None:
+        if self._closed:
+            raise RuntimeClosedError("this fleet is closed; open a runtime with layerzero.start()")
+
     def _running(self) -> list[DevicePort]:
+        self._refuse_closed()
         return [device for device in self.devices.values() if device.state is DeviceState.RUNNING]
 
     def _least(self) -> DevicePort:
-        # None runs: one that will says so, and the call waits for the first.
+        # None runs: one that will.
         coming = [device for device in self.devices.values() if device.state in _COMING]
         for group in (self._running(), coming):
             if group:
@@ -118,18 +121,16 @@ class Fleet:
         what = f"no device came back within placement_timeout_s={self._patience_s:g}"
         raise DeviceLostError(f"{what}: {self._states}", retryable=True)
 
-    async def _moved(self, losses: Losses, error: DeviceLostError, device: DevicePort) -> DevicePort:
-        """Where a call goes on after a loss: to a device that it has not tried, or to the first that serves.
+    async def _pick(self, losses: Losses) -> DevicePort:
+        """The least loaded device, of those that the call has not lost where there are such; waits for one.
 
-        Raises: DeviceLostError: nowhere. DeadlineExceededError.
+        Raises: DeviceLostError: none takes calls. DeadlineExceededError, RuntimeClosedError.
         """
-        losses.add(error, device.name)
-        log.warning("fleet.moved", device=device.name, why=str(error)[:200])
         try:
             while not (running := self._running()):
                 losses.patience_s = await self._coming(losses.patience_s, losses.deadline)
         except DeviceLostError as nowhere:
-            raise (losses.gave_up(nowhere) if losses.begun else nowhere) from error
+            raise (losses.gave_up(nowhere) if losses.begun else nowhere) from losses.last
         fresh = [each for each in running if each.name not in losses.tried]
         return min(fresh or running, key=lambda each: each.load)
 
@@ -158,16 +159,17 @@ class Fleet:
             raise TypeError(f"fn needs a function, got {type(fn).__name__}")
         if timeout_s is not None:
             need_number("timeout_s", timeout_s, low=0.0)
-        device = self.device(on)
         if on is not None:
+            device = self.device(on)
             return await device.run(fn, *args, timeout_s=timeout_s, idempotent=idempotent, **kwargs)
         losses = Losses(idempotent, self._patience_s, timeout_s)
         while True:
+            device = await self._pick(losses)
             try:
                 left = losses.left_s
                 return await device.run(fn, *args, timeout_s=left, wait_for_restart=False, **kwargs)
             except DeviceLostError as error:
-                device = await self._moved(losses, error, device)
+                losses.add(error, device.name)
 
     async def stream(
         self, fn: Callable[..., Any], /, *args: Any, on: On = None, resume: bool = False, **kwargs: Any
@@ -176,14 +178,15 @@ class Fleet:
 
         With `resume` and without `on`, a stream goes on elsewhere when its device is lost.
         """
-        device = self.device(on)
         if on is not None:
+            device = self.device(on)
             async for item in device.stream(fn, *args, resume=resume, **kwargs):
                 yield item
             return
         so_far: list[Any] = list(kwargs.pop("so_far", ())) if resume else []
         losses = Losses(resume, self._patience_s, None)
         while True:
+            device = await self._pick(losses)
             named = {**kwargs, "so_far": list(so_far)} if resume else kwargs
             try:
                 async for item in device.stream(fn, *args, wait_for_restart=False, **named):
@@ -193,7 +196,7 @@ class Fleet:
                     yield item
                 return
             except DeviceLostError as error:
-                device = await self._moved(losses, error, device)
+                losses.add(error, device.name)
 
     async def prepare(self, fn: Callable[..., Any], /, *args: Any) -> dict[str, Any]:
         """Run `fn(*args)` on every device now, and on each again at the start of its later lives.

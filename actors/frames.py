@@ -58,6 +58,9 @@ class Address(msgspec.Struct, frozen=True):
 
 encode = msgspec.msgpack.Encoder().encode
 decode = msgspec.msgpack.Decoder(Challenge | Greeting | Ask | Answer | Note).decode
+# What they raise of bytes that are no message, or too deep a one, and of a body that cannot travel.
+UNREADABLE = (msgspec.MsgspecError, RecursionError, UnicodeDecodeError)
+UNWRITABLE = (TypeError, ValueError, OverflowError, RecursionError)
 # What an answer's error may name; anything else arrives as a RuntimeError.
 ERRORS: dict[str, type[Exception]] = {
     kind.__name__: kind for kind in (ValueError, TypeError, LookupError, KeyError, RuntimeError, TimeoutError)

@@ -52,14 +52,18 @@ class Envelope(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Outcome:
-    """How a request ended; `value` is the result or the exception, `detail` the traceback or the reason."""
+    """How a request ended; `value` is the result or the exception, `detail` the traceback or the reason.
 
-    __slots__ = ("detail", "status", "value")
+    `packed` is the same as it leaves the process, once it was packed.
+    """
+
+    __slots__ = ("detail", "packed", "status", "value")
 
     def __init__(self, status: Status, value: Any = None, detail: str = "") -> None:
         self.status = status
         self.value = value
         self.detail = detail
+        self.packed: Outcome | None = None
 
 
 class _Entry:

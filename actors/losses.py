@@ -6,6 +6,7 @@ from typing import Any
 
 import anyio
 
+from layerzero import log
 from layerzero.errors import DeviceLostError
 
 # Lives of devices that one call may begin in and lose. Two deaths take a kernel out: the third may answer.
@@ -24,6 +25,7 @@ class Losses:
         self.deadline = None if timeout_s is None else anyio.current_time() + timeout_s
         self.begun = 0
         self.tried: set[str] = set()
+        self.last: DeviceLostError | None = None
 
     @property
     def left_s(self) -> float | None:
@@ -38,14 +40,15 @@ class Losses:
         """
         if "hosted_on" in error.context:
             raise error
+        if not error.retryable:
+            self.begun += 1
+            if not self.again:
+                raise error
+            if self.begun >= MAX_BEGUN:
+                raise self.gave_up(error) from error
         self.tried.add(device)
-        if error.retryable:
-            return
-        self.begun += 1
-        if not self.again:
-            raise error
-        if self.begun >= MAX_BEGUN:
-            raise self.gave_up(error) from error
+        self.last = error
+        log.warning("fleet.moved", device=device, why=str(error)[:200])
 
     def gave_up(self, last: Any) -> DeviceLostError:
         """What the caller of a call is told that had begun and may not begin again."""

@@ -25,6 +25,7 @@ from layerzero.actors.hosting import Envelope, Host, Outcome, install_host
 from layerzero.actors.identity import facts_of
 from layerzero.actors.journal import Deaths, Flight, Journal, bury
 from layerzero.actors.local import LocalDevice
+from layerzero.actors.parcels import Payload, parcelled, unpacked
 from layerzero.actors.port import DeviceFacts, DeviceState
 from layerzero.actors.tensors import Cargo, RemoteTensor
 from layerzero.errors import DeviceLostError
@@ -140,16 +141,20 @@ class DeviceActor:
         return Life(facts=facts, address=address, blamed=tuple(blamed), condemned=tuple(out), rebuilt=rebuilt)
 
     async def serve(
-        self, envelope: Envelope, kind: Kind, payload: bytes, cargo: Cargo | None = None
+        self, envelope: Envelope, kind: Kind, payload: Payload, cargo: Cargo | None = None
     ) -> Outcome:
         """Run one request at most once; the outcome, with its value pickled."""
         host = self._host
         if host is None:
             return Outcome("stale", detail="the device has not started")
+        whole: list[bytes] = []  # the payload, fetched by the one copy that begins
+
+        async def may_begin() -> bool:
+            whole.append(await unpacked(payload))
+            return await self._may_begin(envelope)
+
         outcome = await host.serve(
-            envelope,
-            lambda: self._work(host, envelope, kind, payload, cargo),
-            lambda: self._may_begin(envelope),
+            envelope, lambda: self._work(host, envelope, kind, whole.pop(), cargo), may_begin
         )
         packed = _packed(outcome)
         if (connection := self._connection(envelope)) is not None:
@@ -264,15 +269,23 @@ def _folder(spec: Spec) -> Path:
 
 
 def _packed(outcome: Outcome) -> Outcome:
-    """The outcome with its value as bytes; what cannot travel becomes an error that says so."""
-    from ray.cloudpickle import dumps, loads  # pyright: ignore[reportAttributeAccessIssue]
-
+    """The outcome with its value as bytes, the same for every copy of a request."""
     if outcome.status not in ("done", "failed", "lost"):
         return outcome
+    if outcome.packed is None:
+        outcome.packed, outcome.value = _pack(outcome), None
+    return outcome.packed
+
+
+def _pack(outcome: Outcome) -> Outcome:
+    """What cannot travel becomes an error that says so."""
+    from ray.cloudpickle import dumps, loads  # pyright: ignore[reportAttributeAccessIssue]
+
     try:
         data = dumps(outcome.value)
-        if outcome.status != "done":
-            loads(data)
+        if outcome.status == "done":
+            return Outcome(outcome.status, parcelled(data), outcome.detail)
+        loads(data)
         return Outcome(outcome.status, data, outcome.detail)
     except Exception as error:
         if outcome.status == "done":

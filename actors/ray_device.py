@@ -17,6 +17,7 @@ from layerzero.actors import sending
 from layerzero.actors.hosting import Outcome
 from layerzero.actors.lives import LostLife, health_of
 from layerzero.actors.losses import MAX_BEGUN
+from layerzero.actors.parcels import Payload
 from layerzero.actors.port import DeviceHealth, DeviceState
 from layerzero.actors.ray_actor import Kind
 from layerzero.actors.sending import opened, payload_of
@@ -48,7 +49,7 @@ class RayDevice(SupervisedDevice):
     async def _request(
         self,
         kind: Kind,
-        payload: bytes,
+        payload: Payload,
         *,
         timeout_s: float | None = None,
         idempotent: bool = False,

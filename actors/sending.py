@@ -10,6 +10,7 @@ from torch import Tensor
 
 from layerzero.actors.hosting import Envelope, Outcome
 from layerzero.actors.lives import LostLife, RunningLife
+from layerzero.actors.parcels import Parcel, Payload, parcelled, unpacked
 from layerzero.actors.ray_actor import Kind
 from layerzero.actors.tensors import Cargo
 from layerzero.errors import DeadlineExceededError, DeviceLostError
@@ -32,7 +33,7 @@ class Sender:
         life: RunningLife,
         number: int,
         kind: Kind,
-        payload: bytes,
+        payload: Payload,
         cargo: Any,
         deadline: float | None,
     ) -> Outcome:
@@ -46,6 +47,7 @@ class Sender:
         """
         loop = asyncio.get_running_loop()
         replies: set[asyncio.Future[Any]] = set()
+        coming: asyncio.Future[Outcome] | None = None  # the answer, of which a long value is on its way
         patience = _RESEND_S
         life.sending += 1
         try:
@@ -54,7 +56,7 @@ class Sender:
                 if left is not None and left < -_GRACE_S:
                     life.channel.tell("cancel", (self._client, number))
                     raise DeadlineExceededError(f"device {self._device!r} did not answer in time")
-                if not replies or life.silent(number):
+                if not replies or (coming is None and life.silent(number)):
                     ref = actor.serve.remote(self._envelope(life, number, left), kind, payload, cargo)
                     replies.add(asyncio.ensure_future(value(ref)))
                 wait_s = patience if left is None else min(patience, max(0.0, left) + _GRACE_S)
@@ -63,7 +65,14 @@ class Sender:
                 )
                 for reply in done - {life.over}:
                     replies.discard(reply)
-                    if (outcome := _replied(reply)) is None:
+                    outcome = _replied(reply)
+                    if reply is coming:
+                        coming = None
+                    if outcome is None or coming is not None:
+                        continue
+                    if isinstance(outcome.value, Parcel):
+                        coming = asyncio.ensure_future(_whole(outcome))
+                        replies.add(coming)
                         continue
                     if outcome.status == "stale":
                         life.end(f"it is over: {outcome.detail}")
@@ -87,8 +96,8 @@ class Sender:
         return Envelope(self._client, number, numbers.floor, life.generation, numbers.settled(), left)
 
 
-def payload_of(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> bytes:
-    """A call as bytes.
+def payload_of(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Payload:
+    """A call as bytes, or the parcel of a long one.
 
     Raises: TypeError: it cannot travel.
     """
@@ -101,7 +110,11 @@ def payload_of(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, 
         raise TypeError(
             f"{name} and its arguments need to travel to the device, and cannot: {error}"
         ) from error
-    return data
+    return parcelled(data)
+
+
+async def _whole(outcome: Outcome) -> Outcome:
+    return Outcome(outcome.status, await unpacked(outcome.value), outcome.detail)
 
 
 def opened(outcome: Outcome) -> Outcome:
@@ -119,12 +132,12 @@ async def loaded(tensor: Tensor) -> Cargo:
 
 
 def _replied(reply: asyncio.Future[Any]) -> Outcome | None:
-    """The outcome, or None where Ray says that the message or its answer was lost."""
+    """The outcome, or None where Ray says that the message, its answer or what that refers to was lost."""
     from ray import exceptions
 
     try:
         outcome: Outcome = reply.result()
-    except exceptions.RayActorError:
+    except (exceptions.RayActorError, exceptions.ObjectLostError):
         return None
     return outcome
 

@@ -18,6 +18,7 @@ from layerzero.actors.connection import Handler
 from layerzero.actors.forks import renew_after_fork
 from layerzero.actors.frames import Address
 from layerzero.actors.lives import Lifetimes, RunningLife, learned, remembered
+from layerzero.actors.parcels import Payload
 from layerzero.actors.port import DeviceFacts, DeviceState
 from layerzero.actors.ray_actor import Life, Spec
 from layerzero.actors.sending import Sender, opened, value
@@ -52,7 +53,7 @@ class SupervisedDevice:
         self._life: RunningLife | None = None
         self._serving = asyncio.Event()
         self._lifetimes = Lifetimes(spec.settings, clock or MonotonicClock())
-        self._prepared: list[bytes] = []
+        self._prepared: list[Payload] = []
         self._why = ""
         self._supervisor: asyncio.Task[None] | None = None
         self._watching: asyncio.Task[None] | None = None
@@ -311,7 +312,7 @@ class SupervisedDevice:
         self.state = DeviceState.RESTARTING
         self._serving.clear()  # calls wait for the next life instead of being refused
         await self._asked_to_drain(drain_s)
-        await self._answered(life)
+        await self._answered(life, max(drain_s, _LAST_S))
         self._planned = True  # before the goodbye, whose end of the channel is no death
         self._lifetimes.restarted()
         await self._leave(life)
@@ -327,10 +328,10 @@ class SupervisedDevice:
         self._supervisor = asyncio.get_running_loop().create_task(self._supervise())
         await self._alive(None)
 
-    async def _answered(self, life: RunningLife) -> None:
+    async def _answered(self, life: RunningLife, most_s: float) -> None:
         """Wait for the answers of what has ended there: one that was lost is asked for again."""
         now = asyncio.get_running_loop().time
-        until = now() + _LAST_S
+        until = now() + most_s
         while life.sending and not life.over.done() and now() < until:  # noqa: ASYNC110
             await asyncio.sleep(PAUSE_S)
 

@@ -1,10 +1,13 @@
 """Devices of a Ray cluster that die at random while Ray loses messages: is anything lost, doubled or stuck?
 
     python benchmarks/chaos.py --minutes 10
+    python benchmarks/chaos.py --calls 1000000 --callers 64 --generators 4
+    python benchmarks/chaos.py --cuts --minutes 10      two hosts, and a cable between them; needs root
 
 Two devices on this machine. All the while run seeded generations, whose tokens are compared with those of a
-run without failures, and counted calls, whose executions are written to a file that outlives the device. A
-call that was answered must have run once, one whose device was lost at most once, and every await must end.
+run without failures, and counted calls, whose executions are written to a file that outlives the device. Some
+callers cancel theirs at a random moment, some set a limit that is too short. A call that was answered must
+have run once, one that was cancelled, came late or lost its device at most once, and every await must end.
 
 What is remembered of a call is one byte and of a gap between tokens one bin, so that the memory of this
 process shows the runtime and not the record. A device's memory is watched for as long as its process lives.
@@ -19,6 +22,7 @@ import math
 import os
 import random
 import signal
+import subprocess
 import sys
 import tempfile
 import time
@@ -37,15 +41,21 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import layerzero as lz
 from benchmarks.cluster import RESULTS, mark, tokens
 from benchmarks.harness import environment, write
+from benchmarks.hosts import Hosts, cut, mend, why_not
 from layerzero.actors.fleet import Fleet
 
+CANCELLED, LIMITED = 0.1, 0.1  # shares of the calls
+SOON_S = 0.03  # until a cancel or a limit; a call takes about half of it
+KILL_S = (4.0, 12.0)
+# A cut is longer than a device may give no sign of life, and too short for Ray to give up a node.
+CUT_EVERY_S, CUT_S, HANG_S = (6.0, 12.0), 4.0, 2.0
 LOST_PERCENT = 10  # of the requests, and of the answers, as said above
-GENERATORS, CALLERS, LENGTH = 16, 8, 20
+LENGTH = 20
 STRIDE = 1000  # between the seeds of one caller; each begins at its own number below it
 SETTLE_S = 90
 SAMPLE_S = 5.0
 LIVED_S = 30.0  # a device's process that lived shorter says nothing about growth: it was still loading
-UNKNOWN, ANSWERED, UNSURE = range(3)  # of a call, as its caller knows it
+UNKNOWN, ANSWERED, UNSURE, NEVER = range(4)  # of a call, as its caller knows it; NEVER: it did not begin
 Sample = tuple[float, float, int]  # seconds, MiB, open files
 
 
@@ -77,13 +87,15 @@ class Gaps:
 class Run:
     """One run: what was answered, what failed and how, and this process's memory all the while."""
 
-    def __init__(self, fleet: Fleet, seconds: float, path: str) -> None:
+    def __init__(self, fleet: Fleet, asked: argparse.Namespace, path: str) -> None:
         self.fleet = fleet
+        self.asked = asked
+        seconds = asked.minutes * 60
         self.path = path
         self.began = time.monotonic()
         self.until = self.began + seconds
         self.done: Counter[str] = Counter()
-        self.known = [bytearray() for _ in range(CALLERS)]  # by caller and turn
+        self.known = [bytearray() for _ in range(asked.callers)]  # by caller and turn
         self.gaps = Gaps()
         self.samples: list[Sample] = []
         self.lives: dict[int, list[Sample]] = defaultdict(list)  # of the devices, by process id
@@ -91,7 +103,12 @@ class Run:
     @property
     def goes_on(self) -> bool:
         """Whether new work is begun."""
-        return time.monotonic() < self.until
+        return time.monotonic() < self.until and self.made < self.asked.calls
+
+    @property
+    def made(self) -> int:
+        """Calls that were begun."""
+        return sum(map(len, self.known))
 
     @property
     def answered(self) -> int:
@@ -113,28 +130,54 @@ class Run:
             seed += STRIDE
 
     async def calls(self, caller: int) -> None:
-        """Calls that write their number down where they run."""
-        known = self.known[caller]
+        """Calls that write their number down where they run; some are cancelled, some come late."""
+        known, rng = self.known[caller], random.Random(caller)
         while self.goes_on:
             known.append(UNKNOWN)
             key = caller + STRIDE * (len(known) - 1)
+            kind, soon = rng.random(), rng.uniform(0.0, SOON_S)
+            limit = soon if CANCELLED <= kind < CANCELLED + LIMITED else None
+            call = asyncio.ensure_future(self.fleet.run(mark, self.path, key, timeout_s=limit))
+            cancel = None if kind >= CANCELLED else asyncio.get_running_loop().call_later(soon, call.cancel)
             try:
-                if await self.fleet.run(mark, self.path, key) == key:
-                    known[-1] = ANSWERED
+                known[-1] = ANSWERED if await call == key else UNKNOWN
             except lz.DeviceLostError as error:
                 self.done["calls lost, retryable" if error.retryable else "calls lost after they began"] += 1
+                known[-1] = NEVER if error.retryable else UNSURE
+            except lz.DeadlineExceededError:
+                self.done["calls that came late"] += 1
                 known[-1] = UNSURE
+            except asyncio.CancelledError:
+                if not call.cancelled() or cancel is None:
+                    raise
+                self.done["calls cancelled"] += 1
+                known[-1] = UNSURE
+            finally:
+                if cancel is not None:
+                    cancel.cancel()
 
     async def killer(self) -> None:
-        """SIGKILL of a device's process, every four to twelve seconds."""
+        """SIGKILL of a device's process, every few seconds."""
         rng = random.Random(7)
-        while time.monotonic() < self.until - 10.0:
-            await asyncio.sleep(rng.uniform(4.0, 12.0))
+        while self.goes_on and time.monotonic() < self.until - 10.0:
+            await asyncio.sleep(rng.uniform(*KILL_S))
             try:
                 os.kill(rng.choice(self.fleet.facts).pid, signal.SIGKILL)
             except ProcessLookupError:
                 continue  # it is dead already, and its next life has not told its id yet
             self.done["kills"] += 1
+
+    async def cutter(self) -> None:
+        """Cut the cable to the second host, every few seconds, for long enough to be taken for dead."""
+        rng = random.Random(11)
+        while self.goes_on and time.monotonic() < self.until - 10.0:
+            await asyncio.sleep(rng.uniform(*CUT_EVERY_S))
+            await asyncio.to_thread(cut, self.asked.cable)
+            try:
+                await asyncio.sleep(CUT_S)
+            finally:
+                await asyncio.to_thread(mend, self.asked.cable)
+            self.done["cuts"] += 1
 
     async def watch(self) -> None:
         """A line on standard error and a sample of every process every few seconds, until cancelled."""
@@ -156,14 +199,16 @@ class Run:
     async def go(self) -> int:
         """Everything at once; how many awaits had no answer long after the end."""
         work = [
-            *(self.generations(seed) for seed in range(GENERATORS)),
-            *(self.calls(key) for key in range(CALLERS)),
+            *(self.generations(seed) for seed in range(self.asked.generators)),
+            *(self.calls(key) for key in range(self.asked.callers)),
             self.killer(),
+            *([self.cutter()] if self.asked.cable else []),
         ]
         tasks = [asyncio.ensure_future(one) for one in work]
         watch = asyncio.ensure_future(self.watch())
-        await asyncio.wait(tasks, timeout=self.until - time.monotonic())
         stuck = set(tasks)
+        while stuck and self.goes_on:
+            _, stuck = await asyncio.wait(tasks, timeout=1.0)
         for _ in range(SETTLE_S):  # second by second: while the machine stands still, nobody is late
             _, stuck = await asyncio.wait(tasks, timeout=1.0)
             if not stuck:
@@ -178,18 +223,21 @@ class Run:
 
     def verdict(self, hung: int) -> dict[str, Any]:
         """What the file of executions says about the answers, and what memory did."""
-        executed = Counter(map(int, Path(self.path).read_text().split()))
-        known = {
-            caller + STRIDE * turn: state
-            for caller, states in enumerate(self.known)
-            for turn, state in enumerate(states)
-        }
-        lost = sum(state == ANSWERED and key not in executed for key, state in known.items())
-        doubled = sum(times > 1 for times in executed.values())
-        stray = sum(known.get(key, UNKNOWN) == UNKNOWN for key in executed)
+        times = [bytearray(len(states)) for states in self.known]
+        with open(self.path) as file:
+            for line in file:
+                turn, caller = divmod(int(line), STRIDE)
+                times[caller][turn] = min(times[caller][turn] + 1, 255)
+        pairs: Counter[tuple[int, int]] = Counter()
+        for states, ran in zip(self.known, times, strict=True):
+            pairs.update(zip(states, ran, strict=True))
+        lost = pairs[ANSWERED, 0]
+        doubled = sum(count for (_, ran), count in pairs.items() if ran > 1)
+        stray = sum(count for (state, ran), count in pairs.items() if ran and state in (UNKNOWN, NEVER))
         fine = not (lost or doubled or stray or hung or self.done["generations wrong"])
         return {
             "verdict": "nothing lost, nothing doubled, no hang" if fine else "WRONG",
+            "calls": self.made,
             "calls answered": self.answered,
             "calls answered that never ran": lost,
             "calls that ran twice": doubled,
@@ -239,16 +287,21 @@ def _flat(samples: list[Sample]) -> dict[str, Any]:
     }
 
 
-async def chaos(seconds: float) -> dict[str, Any]:
-    """Start a node, two devices on it, and run for so long."""
+async def chaos(asked: argparse.Namespace) -> dict[str, Any]:
+    """Start a node, or join the one of the first host, open two devices, and run for so long."""
     import ray
 
-    started = {"num_cpus": 2, "num_gpus": 2, "include_dashboard": False}
-    ray.init("local", **started, log_to_driver=False, configure_logging=False)
+    if asked.inside:
+        ray.init(asked.inside, log_to_driver=False, configure_logging=False)
+    else:
+        started = {"num_cpus": 2, "num_gpus": 2, "include_dashboard": False}
+        ray.init("local", **started, log_to_driver=False, configure_logging=False)
+    given = {"hang_s": HANG_S, "cluster_devices": 2} if asked.cable else {}
     try:
-        async with lz.start(lz.Settings(cluster="auto", device="cpu", max_restarts=10_000)) as runtime:
+        settings = lz.Settings(cluster="auto", device="cpu", max_restarts=10_000, **given)
+        async with lz.start(settings) as runtime:
             with tempfile.TemporaryDirectory() as folder:
-                run = Run(runtime.fleet, seconds, f"{folder}/executed")
+                run = Run(runtime.fleet, asked, f"{folder}/executed")
                 hung = await run.go()
                 result = run.verdict(hung)
             health = await runtime.fleet.health()
@@ -261,16 +314,37 @@ async def chaos(seconds: float) -> dict[str, Any]:
         ray.shutdown()
 
 
+def between_hosts(asked: argparse.Namespace) -> int:
+    """The same on two hosts of this machine: this program again, on the first of them."""
+    if why := why_not():
+        print(why, file=sys.stderr)
+        return 2
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # the hosts end with this process
+    with Hosts({}, first_gpus=1) as hosts:
+        again = [sys.executable, *sys.argv, "--inside", hosts.address, "--cable", hosts.cable]
+        return subprocess.run(hosts.command(hosts.first, again), check=False).returncode
+
+
 def main() -> int:
     """Run, print and write; exit status 1 where anything was lost, doubled or stuck."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--minutes", type=float, default=10.0)
+    parser.add_argument("--calls", type=float, default=math.inf, help="end after so many, if that is sooner")
+    parser.add_argument("--callers", type=int, default=8, help=f"at most {STRIDE}")
+    parser.add_argument("--generators", type=int, default=16)
+    parser.add_argument("--cuts", action="store_true", help="two hosts, and cuts between them")
     parser.add_argument("--json", type=Path, default=RESULTS / "cluster_chaos.json")
+    parser.add_argument("--inside", default="", help=argparse.SUPPRESS)  # Ray on the first host
+    parser.add_argument("--cable", default="", help=argparse.SUPPRESS)
     asked = parser.parse_args()
-    result = asyncio.run(chaos(asked.minutes * 60))
+    if asked.cuts and not asked.inside:
+        return between_hosts(asked)
+    result = asyncio.run(chaos(asked))
     record = {
         "environment": environment(("ray", "msgspec", "layerzero-runtime")),
+        "command": " ".join(sys.argv[1:]),
         "minutes": asked.minutes,
+        "hosts": 2 if asked.cable else 1,
         "messages of Ray lost, percent of requests and of answers": LOST_PERCENT,
         **result,
     }

@@ -6,22 +6,22 @@ import asyncio
 import sys
 import time
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
 
-from layerzero.actors.channel import Listener, connect
-from layerzero.actors.connection import MAX_FRAME, Connection
+from layerzero.actors.channel import MAX_STRANGERS, Listener, connect
+from layerzero.actors.connection import MAX_FRAME, MAX_GREETING, Connection
 from layerzero.actors.frames import Address
 from layerzero.actors.lives import Lifetimes
 from layerzero.errors import DeviceLostError
 from layerzero.settings import Settings
 from tests.children import Child
 from tests.clocks import FakeClock
-from tests.waiting import EVERY_S, LIMIT_S
+from tests.waiting import EVERY_S, LIMIT_S, until
 
 pytestmark = pytest.mark.asyncio
 
@@ -99,6 +99,101 @@ async def test_frames_that_are_no_frames_end_the_socket() -> None:
             big.tell("x", b"0" * (MAX_FRAME + 1))
         big.close()
         await big.closed.wait()
+
+
+def ask_frame(body: bytes) -> bytes:
+    """A question of the kind "echo" with a body in msgpack."""
+    message = b"\x94\xa3ask\x01\xa4echo" + body
+    return len(message).to_bytes(4, "big") + message
+
+
+@pytest.mark.parametrize(
+    "frame",
+    [ask_frame(b"\x91" * 5000 + b"\x01"), ask_frame(b"\xa2\xff\xfe"), ask_frame(b"\xc1")],
+    ids=["too deep", "no text", "no msgpack"],
+)
+@pytest.mark.parametrize("pieces", [1, 2])
+async def test_a_frame_that_cannot_be_read_ends_its_channel_alone(frame: bytes, pieces: int) -> None:
+    """After the handshake too, whole or in pieces: no exception of the loop's, others are served."""
+    async with pair(False, echo=lambda b, _: b) as (listener, address, connection):
+        raised: list[Any] = []
+        asyncio.get_running_loop().set_exception_handler(lambda _, context: raised.append(context))
+        other = await connect(address, client="other", node="there")
+        for i in range(pieces):
+            other._transport.write(frame[i * len(frame) // pieces : (i + 1) * len(frame) // pieces])
+            await asyncio.sleep(0.02)
+        await asyncio.wait_for(other.closed.wait(), LIMIT_S)
+        await until(lambda: set(listener.connections) == {"test"})
+        assert await connection.ask("echo", 1) == 1
+        assert raised == []
+
+
+async def test_what_a_handler_cannot_say_is_an_error_of_its_question() -> None:
+    """Too deep, beyond 64 bits, half a character, too long a text; a note that fails costs no other frame."""
+    deep: list[Any] = []
+    for _ in range(5000):
+        deep = [deep]
+    noted: list[int] = []
+
+    def says(body: Any, _: Connection) -> Any:
+        if body == "half":
+            raise ValueError("half \ud800")
+        if body == "long":
+            raise ValueError("x" * (MAX_FRAME + 1))
+        return {"deep": deep, "big": 1 << 70}[body]
+
+    def note(body: int, _: Connection) -> None:
+        if body == 1:
+            raise ValueError("one")
+        noted.append(body)
+
+    async with pair(True, says=says, note=note) as (_, _, connection):
+        for body, kind in (
+            ("deep", TypeError),
+            ("big", TypeError),
+            ("half", ValueError),
+            ("long", ValueError),
+        ):
+            with pytest.raises(kind):
+                await connection.ask("says", body)
+        for i in range(3):
+            connection.tell("note", i)
+        with pytest.raises(KeyError):
+            await connection.ask("says", "no such thing")
+        assert noted == [0, 2]
+
+
+async def test_a_stranger_may_say_little() -> None:
+    """Before the handshake a frame above a kilobyte is refused by its length: none of it is taken in."""
+    async with pair(False) as (listener, address, _):
+        for length in (MAX_GREETING + 1, MAX_FRAME):
+            reader, writer = await asyncio.open_connection(address.host, address.port)
+            writer.write(length.to_bytes(4, "big"))
+            await asyncio.wait_for(reader.read(), LIMIT_S)  # the challenge, then the end
+            assert reader.at_eof()
+            writer.close()
+        assert set(listener.connections) == {"test"}
+
+
+async def test_strangers_have_few_places_and_keep_nobody_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a hundred silent connections the latest stand open; who proves itself is served all the same."""
+    async with pair(False, echo=lambda b, _: b) as (listener, address, connection):
+        monkeypatch.setattr("layerzero.actors.connection._HANDSHAKE_S", 3600.0)
+        sockets = [
+            await asyncio.open_connection(address.host, address.port) for _ in range(3 * MAX_STRANGERS)
+        ]
+        await asyncio.gather(*(reader.readexactly(4) for reader, _ in sockets))
+
+        for reader, _ in sockets[: 2 * MAX_STRANGERS]:
+            with suppress(ConnectionError):
+                await asyncio.wait_for(reader.read(), LIMIT_S)
+        assert len(listener._strangers) == MAX_STRANGERS
+        friend = await connect(address, client="friend", node="there")
+        assert await friend.ask("echo", 2) == 2
+        assert await connection.ask("echo", 1) == 1
+        friend.close()
+        for _, writer in sockets:
+            writer.close()
 
 
 async def test_what_was_written_before_the_end_is_read() -> None:

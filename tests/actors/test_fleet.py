@@ -11,8 +11,8 @@ import pytest
 from layerzero.actors.fleet import Fleet
 from layerzero.actors.losses import MAX_BEGUN
 from layerzero.actors.port import DeviceState
-from layerzero.errors import DeadlineExceededError, DeviceLostError
-from tests.waiting import LIMIT_S, until
+from layerzero.errors import DeadlineExceededError, DeviceLostError, RuntimeClosedError
+from tests.waiting import LIMIT_S
 
 pytestmark = pytest.mark.asyncio
 
@@ -76,23 +76,29 @@ async def test_a_call_ends_where_no_device_comes_back() -> None:
 
 
 async def test_a_call_goes_to_the_first_device_that_comes_back() -> None:
-    """Not only to the one that it was sent to first."""
-    first, second = Port("a", RESTARTING), Port("b", RESTARTING)
-    call = asyncio.ensure_future(fleet(first, second).run(print))
-    await until(lambda: first.calls + second.calls)
-    (other,) = [port for port in (first, second) if not port.calls]
-    other.become(RUNNING)
-    assert await asyncio.wait_for(call, LIMIT_S) == other.name
+    """Whichever it is; none is asked before."""
+    for back in (0, 1):
+        ports = Port("a", RESTARTING), Port("b", RESTARTING)
+        call = asyncio.ensure_future(fleet(*ports).run(print))
+        for _ in range(9):
+            await asyncio.sleep(0)
+        ports[back].become(RUNNING)
+        assert await asyncio.wait_for(call, LIMIT_S) == ports[back].name
+        assert [len(port.calls) for port in ports] == [1 - back, back]
 
 
 async def test_a_call_ends_when_the_last_device_is_given_up() -> None:
-    """Who waits for it hears so."""
-    port = Port("a", RESTARTING)
-    call = asyncio.ensure_future(fleet(port).run(print))
-    await until(lambda: port.calls)
-    port.become(DEAD)
-    with pytest.raises(DeviceLostError, match="no device takes calls: a is dead"):
-        await asyncio.wait_for(call, LIMIT_S)
+    """Who waits for it hears so; also that the fleet was closed meanwhile."""
+    for closes, kind in ((False, DeviceLostError), (True, RuntimeClosedError)):
+        port = Port("a", RESTARTING)
+        one = fleet(port)
+        call = asyncio.ensure_future(one.run(print))
+        for _ in range(9):
+            await asyncio.sleep(0)
+        one._closed = closes
+        port.become(DEAD)
+        with pytest.raises(kind, match=r"no device takes calls: a is dead|closed"):
+            await asyncio.wait_for(call, LIMIT_S)
 
 
 async def test_a_limit_holds_over_all_devices_of_a_call() -> None:

@@ -258,6 +258,31 @@ async def exit_now() -> None:
     os._exit(3)
 
 
+class Heavy:
+    """Many bytes, which count how often they are packed."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        COUNTS["packed"] += 1
+        return _unpacked, (bytes(self.size),)
+
+
+def _unpacked(data: bytes) -> Heavy:
+    COUNTS["unpacked"] += 1
+    return Heavy(len(data))
+
+
+async def heavier(heavy: Heavy, more: int) -> Heavy:
+    return Heavy(heavy.size + more)
+
+
+async def stand_still(seconds: float) -> None:
+    """Keep the loop of the device to itself, so that nothing else is served."""
+    time.sleep(seconds)  # noqa: ASYNC251
+
+
 async def poison(path: str, key: int) -> None:
     """Write the key down, and end the process."""
     await mark(path, key)

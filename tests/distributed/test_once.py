@@ -1,4 +1,7 @@
-"""A call that is not idempotent runs once at most: notes that nobody read, cut networks, late copies."""
+"""A call that is not idempotent runs once at most: notes that nobody read, cut networks, late copies.
+
+What such a copy carries is little.
+"""
 
 from __future__ import annotations
 
@@ -151,3 +154,58 @@ async def test_a_copy_that_reached_the_next_life_does_not_repeat_what_began_in_t
     assert executions(path) == [0]
     os.kill(device.facts.pid, signal.SIGKILL)  # it lives, and its client has left it
     assert await device.run(hosted.add, 1) == 2
+
+
+class SlowAnswers:
+    """An actor whose answers take a while, and what went through its messages in bytes."""
+
+    def __init__(self, actor: Any) -> None:
+        self._actor = actor
+        self.serve = self
+        self.copies = 0
+        self.carried = 0
+
+    def remote(self, *request: Any) -> Any:
+        """Carry a request."""
+        self.copies += 1
+        self.carried += sum(len(part) for part in request if isinstance(part, bytes))
+        return self._answer(self._actor.serve.remote(*request))
+
+    async def _answer(self, ref: Any) -> Outcome:
+        outcome: Outcome = await ref
+        if isinstance(outcome.value, bytes):
+            self.carried += len(outcome.value)
+        await asyncio.sleep(READ_S)
+        return outcome
+
+
+async def test_a_long_value_travels_once(fleet: Fleet, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Slow is not lost: copies of a message that is late carry neither the argument nor the result again."""
+    device, size = only(fleet), 32 << 20
+    await device.run(hosted.forget)
+    hosted.COUNTS.clear()
+    still = asyncio.ensure_future(device.run(hosted.stand_still, 2 * READ_S))
+    assert device._life is not None
+    life = device._life
+    await until(lambda: life.started and not life.silent(max(life.started)))
+    messages = SlowAnswers(device._actor)
+    monkeypatch.setattr(device, "_actor", messages)
+    answer = await device.run(hosted.heavier, hosted.Heavy(size), 1)
+    monkeypatch.undo()
+    assert answer.size == size + 1
+    assert messages.copies > 2
+    assert messages.carried < size // 100
+    assert hosted.COUNTS == {"packed": 1, "unpacked": 1}
+    there = await device.run(hosted.counts)
+    assert (there["packed"], there["unpacked"]) == (1, 1)
+    await still
+
+
+async def test_short_values_stay_in_their_message(fleet: Fleet, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A detour by the object store would cost them a round trip."""
+    device = only(fleet)
+    messages = SlowAnswers(device._actor)
+    monkeypatch.setattr(device, "_actor", messages)
+    assert (await device.run(hosted.heavier, hosted.Heavy(10_000), 1)).size == 10_001
+    monkeypatch.undo()
+    assert messages.carried > 20_000
