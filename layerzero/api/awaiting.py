@@ -16,6 +16,7 @@ from layerzero.dispatch import CAPTURE, LaneFacts, Plan, Snapshot
 from layerzero.ops.checks import need_choice, need_number
 from layerzero.ops.op import Args, Op
 from layerzero.runtime import ACTIVE
+from layerzero.scheduler.carried import CARRYING
 from layerzero.scheduler.driver import QUEUE, Front
 from layerzero.scheduler.modes import Modes, bars_queueing, restore
 from layerzero.scheduler.streams import come_back, leave
@@ -60,7 +61,7 @@ def awaited(op: Op) -> Callable[..., Any]:
         if not queue.known(front, ticket):
             front.submit(ticket)
         modes = ticket.modes[0]
-        if modes.grad is not front.ambient_grad and not modes.inference:
+        if modes.grad is not front.ambient_grad and not modes.inference and not CARRYING.here():
             return await away(ticket, modes, front)
         result, last.plan = await ticket
         if not ticket.unchanged():
@@ -128,7 +129,7 @@ def _unknown(op: Op, known: Known) -> Callable[..., Any]:
 async def _queued(device: LocalDevice, ticket: Ticket, modes: Modes, front: Front) -> Any:
     """Submit a ticket and await its result, in the modes that its caller had."""
     front.submit(ticket)
-    if modes.stream != front.ambient_stream or (modes.grad is not front.ambient_grad and not modes.inference):
+    if modes.stream != front.ambient_stream or parts(modes, front):
         return await away(ticket, modes, front)
     result, LAST.plan = await ticket
     if device.capture() is not modes:
@@ -153,6 +154,11 @@ def hurry(ticket: Ticket, priority: int, timeout: float | None) -> None:
     ticket.priority = priority
     if timeout is not None:
         ticket.deadline = ticket.front.loop.time() + need_number("timeout", timeout, low=0.0)
+
+
+def parts(modes: Modes, front: Front) -> bool:
+    """Whether a caller's grad mode would stay behind where it waits: a task of before the runtime's own."""
+    return modes.grad is not front.ambient_grad and not modes.inference and not CARRYING.here()
 
 
 async def away(ticket: Ticket, modes: Modes, front: Front) -> Any:
