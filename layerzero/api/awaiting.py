@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable
 from typing import Any, Final
+from weakref import WeakSet
 
 import torch
 from torch import Tensor
 
+from layerzero import log
 from layerzero.actors.local import LocalDevice
 from layerzero.api.calls import LAST, checked_build, device_here, named, snapshot_here
 from layerzero.api.known import Known
@@ -110,6 +112,7 @@ def _unknown(op: Op, known: Known) -> Callable[..., Any]:
             result, last.plan = device.launch_planned(op, full, snapshot)
             return result
         ticket = _ticket(op, device, plan, full, modes, snapshot, priority, batching)
+        _say_alone(device, ticket, plan)
         if device.spans is None:  # else every call is told of, and none is remembered
             known.remember(
                 args, kwargs, full, device, plan, ticket, usual=backend is None and batching is None
@@ -124,6 +127,24 @@ def _unknown(op: Op, known: Known) -> Callable[..., Any]:
         return result
 
     return call
+
+
+RUNS_ALONE = "op.runs_alone"
+FOR_WEIGHTS = (
+    "weights require a gradient, so that no call shares a launch: await it under torch.no_grad(), or freeze "
+    "them with requires_grad_(False), or open the runtime with Settings(inference=True)"
+)
+_SAID_ALONE: WeakSet[LocalDevice] = WeakSet()  # one word for each: a server that forgot it would only be slow
+
+
+def _say_alone(device: LocalDevice, ticket: Ticket, plan: Plan) -> None:
+    """Log once where a call runs alone for the gradient of its weights, while its rows want none."""
+    if ticket.group is not None or "grad" not in plan.request.modes or device in _SAID_ALONE:
+        return
+    rows = ticket.args[0]
+    if isinstance(rows, Tensor) and not rows.requires_grad:
+        _SAID_ALONE.add(device)
+        log.warning(RUNS_ALONE, op=plan.op.name, why=FOR_WEIGHTS)
 
 
 async def _queued(device: LocalDevice, ticket: Ticket, modes: Modes, front: Front) -> Any:

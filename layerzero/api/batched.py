@@ -153,10 +153,12 @@ class Batched(Generic[P, R]):
             return self._alone(device, args)
         modes = device.capture()
         # Of callers that shared a run the first to go backward would free the others' graph.
-        for_weights = modes.grad and self._weights_want
+        differentiates = modes.grad and not device.settings.inference
+        for_weights = differentiates and self._weights_want
         if for_weights:
             self._say_alone()
-        apart = for_weights or (batching or device.settings.batching) == "off" or _needs_grad(args)
+        off = (batching or device.settings.batching) == "off"
+        apart = for_weights or off or (differentiates and _needs_grad(args))
         # Only a call outside of every scope is the function's own: the others' runs enter theirs.
         scope = SCOPE.get()
         around = None if scope is None else scope.key
