@@ -13,11 +13,75 @@ from layerzero.actors.worker import Worker
 from layerzero.errors import RuntimeClosedError
 from layerzero.native import HOT
 from layerzero.scheduler.blame import Executor
+from layerzero.scheduler.carried import CARRYING
 from layerzero.scheduler.driver import LOOP_LOST, RUN_AHEAD, Front
 from layerzero.scheduler.limits import Stats
+from layerzero.scheduler.modes import capture
 from layerzero.scheduler.single_flight import Flight
 from layerzero.scheduler.streams import HOST, Streams
 from layerzero.settings import Settings
+
+MODES_SHARED = "front.modes_shared"
+
+
+class _Factory:
+    """Makes a loop's tasks as `before` did, each with torch's modes to itself, while it has `users`."""
+
+    __slots__ = ("before", "users")
+
+    def __init__(self, before: Any) -> None:
+        self.before = before
+        self.users = 0
+
+    def __call__(self, loop: asyncio.AbstractEventLoop, coro: Any, **options: Any) -> Any:
+        if asyncio.iscoroutine(coro):
+            coro = CARRYING.kind(coro)
+        if self.before is None:
+            return asyncio.Task(coro, loop=loop, **options)
+        return self.before(loop, coro, **options)
+
+
+def begin_carrying(loop: asyncio.AbstractEventLoop | None = None) -> asyncio.AbstractEventLoop | None:
+    """Give every task that `loop`, or the running one, makes from now on torch's modes of its creation.
+
+    The loop; None where none of asyncio's runs.
+    """
+    if loop is None:
+        try:
+            loop = asyncio.get_running_loop()
+        except RuntimeError:  # another library's: it has no fronts either
+            return None
+    factory: Any = loop.get_task_factory()
+    if not isinstance(factory, _Factory):
+        factory = _Factory(factory)
+        loop.set_task_factory(factory)
+    factory.users += 1
+    return loop
+
+
+def end_carrying(loop: asyncio.AbstractEventLoop) -> None:
+    """Make tasks as before, once everybody who began has ended."""
+    factory: Any = loop.get_task_factory()
+    if isinstance(factory, _Factory):
+        factory.users -= 1
+        if not factory.users:
+            loop.set_task_factory(factory.before)
+
+
+def _tell_shared(loop: asyncio.AbstractEventLoop) -> None:
+    """Log where a loop's first call comes under a mode that tasks from before it may find in force, too."""
+    modes = capture()
+    if (modes.inference or modes.autocast) and not CARRYING.here() and len(asyncio.all_tasks(loop)) > 1:
+        why = (
+            "tasks made before a loop's first awaited call share torch's modes; inside "
+            "`async with layerzero.start()` every task has its own"
+        )
+        log.warning(MODES_SHARED, modes=repr(modes), why=why)
+
+
+def _shut(front: Front) -> None:
+    end_carrying(front.loop)
+    front.close()
 
 
 class Fronts:
@@ -76,6 +140,8 @@ class Fronts:
                 front.close()
                 self._past.add(front.lane.stats)
             HOT.start()
+            begin_carrying(loop)
+            _tell_shared(loop)
             front = self.by_loop[loop] = Front(
                 loop,
                 self._executor,
@@ -133,7 +199,7 @@ class Fronts:
             fronts = list(self.by_loop.values())
         for front in fronts:
             try:
-                front.loop.call_soon_threadsafe(front.close)
+                front.loop.call_soon_threadsafe(_shut, front)
             except RuntimeError:  # its loop is closed, so nothing runs there
                 front.close()
 

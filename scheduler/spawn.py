@@ -11,6 +11,7 @@ from collections.abc import Coroutine, Generator
 from contextvars import copy_context
 from typing import Any, Generic, TypeVar
 
+from layerzero.scheduler.carried import CARRYING
 from layerzero.scheduler.driver import Cancelled, Front
 from layerzero.scheduler.ticket import RUNNING, TICKETS, Ticket
 
@@ -38,8 +39,8 @@ class Spawned(Generic[T]):
 
     def __init__(self, front: Front, coro: Coroutine[Any, Any, T]) -> None:
         self._front = front
-        self._coro: Any = coro  # None once it has ended
-        self._send = coro.send
+        self._coro: Any = CARRYING.kind(coro)  # None once it has ended
+        self._send = self._coro.send
         self._context = copy_context()
         self._waits: Any = None
         self._must_cancel = False

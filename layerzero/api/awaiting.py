@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable
 from typing import Any, Final
+from weakref import WeakSet
 
 import torch
 from torch import Tensor
 
+from layerzero import log
 from layerzero.actors.local import LocalDevice
 from layerzero.api.calls import LAST, checked_build, device_here, named, snapshot_here
 from layerzero.api.known import Known
@@ -16,6 +18,7 @@ from layerzero.dispatch import CAPTURE, LaneFacts, Plan, Snapshot
 from layerzero.ops.checks import need_choice, need_number
 from layerzero.ops.op import Args, Op
 from layerzero.runtime import ACTIVE
+from layerzero.scheduler.carried import CARRYING
 from layerzero.scheduler.driver import QUEUE, Front
 from layerzero.scheduler.modes import Modes, bars_queueing, restore
 from layerzero.scheduler.streams import come_back, leave
@@ -60,7 +63,7 @@ def awaited(op: Op) -> Callable[..., Any]:
         if not queue.known(front, ticket):
             front.submit(ticket)
         modes = ticket.modes[0]
-        if modes.grad is not front.ambient_grad and not modes.inference:
+        if modes.grad is not front.ambient_grad and not modes.inference and not CARRYING.here():
             return await away(ticket, modes, front)
         result, last.plan = await ticket
         if not ticket.unchanged():
@@ -115,6 +118,7 @@ def _unknown(op: Op, known: Known) -> Callable[..., Any]:
             result, last.plan = device.launch_planned(op, full, snapshot)
             return result
         ticket = _ticket(op, device, plan, full, modes, snapshot, priority, batching)
+        _say_alone(device, ticket, plan)
         if device.spans is None:  # else every call is told of, and none is remembered
             known.remember(
                 args, kwargs, full, device, plan, ticket, usual=backend is None and batching is None
@@ -131,10 +135,28 @@ def _unknown(op: Op, known: Known) -> Callable[..., Any]:
     return call
 
 
+RUNS_ALONE = "op.runs_alone"
+FOR_WEIGHTS = (
+    "weights require a gradient, so that no call shares a launch: await it under torch.no_grad(), or freeze "
+    "them with requires_grad_(False), or open the runtime with Settings(inference=True)"
+)
+_SAID_ALONE: WeakSet[LocalDevice] = WeakSet()  # one word for each: a server that forgot it would only be slow
+
+
+def _say_alone(device: LocalDevice, ticket: Ticket, plan: Plan) -> None:
+    """Log once where a call runs alone for the gradient of its weights, while its rows want none."""
+    if ticket.group is not None or "grad" not in plan.request.modes or device in _SAID_ALONE:
+        return
+    rows = ticket.args[0]
+    if isinstance(rows, Tensor) and not rows.requires_grad:
+        _SAID_ALONE.add(device)
+        log.warning(RUNS_ALONE, op=plan.op.name, why=FOR_WEIGHTS)
+
+
 async def _queued(device: LocalDevice, ticket: Ticket, modes: Modes, front: Front) -> Any:
     """Submit a ticket and await its result, in the modes that its caller had."""
     front.submit(ticket)
-    if modes.stream != front.ambient_stream or (modes.grad is not front.ambient_grad and not modes.inference):
+    if modes.stream != front.ambient_stream or parts(modes, front):
         return await away(ticket, modes, front)
     result, LAST.plan = await ticket
     if device.capture() is not modes:
@@ -159,6 +181,11 @@ def hurry(ticket: Ticket, priority: int, timeout: float | None) -> None:
     ticket.priority = priority
     if timeout is not None:
         ticket.deadline = ticket.front.loop.time() + need_number("timeout", timeout, low=0.0)
+
+
+def parts(modes: Modes, front: Front) -> bool:
+    """Whether a caller's grad mode would stay behind where it waits: a task of before the runtime's own."""
+    return modes.grad is not front.ambient_grad and not modes.inference and not CARRYING.here()
 
 
 async def away(ticket: Ticket, modes: Modes, front: Front) -> Any:

@@ -21,7 +21,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from layerzero import log
 from layerzero.actors.local import LocalDevice
-from layerzero.api.awaiting import Group, away, hurry
+from layerzero.api.awaiting import Group, away, hurry, parts
 from layerzero.api.calls import LAST, runtime_here
 from layerzero.api.scope import SCOPE, Scope
 from layerzero.native import HOT
@@ -122,7 +122,7 @@ class Batched(Generic[P, R]):
         if not QUEUE.known(front, ticket):
             front.submit(ticket)
         modes = ticket.modes[0]
-        if modes.grad is not front.ambient_grad and not modes.inference:
+        if parts(modes, front):
             return await away(ticket, modes, front)
         result, LAST.plan = await ticket
         if not ticket.unchanged():
@@ -153,10 +153,12 @@ class Batched(Generic[P, R]):
             return self._alone(device, args)
         modes = device.capture()
         # Of callers that shared a run the first to go backward would free the others' graph.
-        for_weights = modes.grad and self._weights_want
+        differentiates = modes.grad and not device.settings.inference
+        for_weights = differentiates and self._weights_want
         if for_weights:
             self._say_alone()
-        apart = for_weights or (batching or device.settings.batching) == "off" or _needs_grad(args)
+        off = (batching or device.settings.batching) == "off"
+        apart = for_weights or off or (differentiates and _needs_grad(args))
         # Only a call outside of every scope is the function's own: the others' runs enter theirs.
         scope = SCOPE.get()
         around = None if scope is None else scope.key
@@ -174,8 +176,7 @@ class Batched(Generic[P, R]):
 
     async def _queued(self, ticket: Ticket, modes: Modes, front: Front) -> Any:
         front.submit(ticket)
-        other_grad = modes.grad is not front.ambient_grad and not modes.inference
-        leaves = other_grad or modes.stream != front.ambient_stream
+        leaves = modes.stream != front.ambient_stream or parts(modes, front)
         if leaves:
             leave(modes, front)
         try:

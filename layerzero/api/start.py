@@ -5,11 +5,13 @@ from __future__ import annotations
 import gc
 from contextvars import Token
 from types import TracebackType
+from typing import Any
 
 from layerzero.actors.fleet import open_fleet
 from layerzero.api.scope import SCOPE, Scope
 from layerzero.errors import ConfigurationError
 from layerzero.runtime import Runtime, install, uninstall
+from layerzero.scheduler.fronts import begin_carrying, end_carrying
 from layerzero.settings import Settings
 
 DRAIN_S = 30.0
@@ -24,6 +26,7 @@ class Started:
         self._scoped = scoped
         self._runtime: Runtime | None = None
         self._token: Token[Scope | None] | None = None
+        self._loop: Any = None  # asyncio's, whose tasks have modes of their own
 
     def __enter__(self) -> Runtime:
         if self._settings is not None and self._settings.cluster is not None:
@@ -62,10 +65,13 @@ class Started:
             SCOPE.reset(self._token)
         else:
             uninstall(self._runtime)
+        if self._loop is not None:
+            end_carrying(self._loop)
         self._runtime.close()
 
     async def __aenter__(self) -> Runtime:
         runtime = self._enter()
+        self._loop = begin_carrying()  # for tasks too that it makes before the first call
         if runtime.settings.cluster is not None:
             try:
                 runtime.fleet = await open_fleet(runtime.settings, OPENER)

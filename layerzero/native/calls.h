@@ -77,9 +77,10 @@ Ref queued_ticket(Call* self) {
   int modes = -1;
   Ref front = front_here(kinds, modes);
   if (!has(in_front.lane, front.get())) return Ref();
-  // A task that is alone may run it at once; another grad mode than the loop's leaves with its caller.
+  // A task that is alone may run it at once; another grad mode than the loop's leaves with its caller, where that
+  // has none of its own.
   if (in_front.alone.of(front.get()) != Py_None) return Ref();
-  if (!(modes & INFERENCE) && bool(modes & GRAD) != (in_front.ambient_grad.of(front.get()) == Py_True)) return Ref();
+  if (!carrying && !(modes & INFERENCE) && bool(modes & GRAD) != (in_front.ambient_grad.of(front.get()) == Py_True)) return Ref();
   Ref us_per_row(PyObject_GetAttr(kinds->function, known.us_per_row));
   if (!us_per_row) return Ref();
   const double us = PyFloat_AsDouble(us_per_row.get());
@@ -150,14 +151,6 @@ PySendResult call_send(Call* self, PyObject* given, PyObject** out) {
   }
   if (how != PYGEN_NEXT) Py_CLEAR(self->inner);
   return how;
-}
-
-PyObject* stopped(PySendResult how, PyObject* value) {
-  if (how != PYGEN_RETURN) return value;
-  Ref owned(value);
-  Ref stop(PyObject_CallOneArg(PyExc_StopIteration, value));
-  if (stop) PyErr_SetObject(PyExc_StopIteration, stop.get());
-  return nullptr;
 }
 
 PyObject* call_next(Call* self) {

@@ -5,7 +5,8 @@
 // can change the answer. `Ticket` is the future of one queued call. `rejoin`, `gather` and `split` put rows
 // together and take them apart; `begin`, `land` and `resume` take a whole batch of tickets through its states.
 // `Kinds` (functions.h) is the memo of a batched function, `queue` (queue.h) the way of a known call into its line,
-// `Call` (calls.h) what awaits one. What an op reads places from is copied while it is checked (indices.h).
+// `Call` (calls.h) what awaits one, `Carried` (carried.h) a coroutine that has torch's modes to itself. What an op
+// reads places from is copied while it is checked (indices.h); `Plans` (plans.h) knows an op's blocking calls.
 // A function that meets what it does not know returns None or NotImplemented, and Python does the work.
 
 #define PY_SSIZE_T_CLEAN
@@ -15,13 +16,16 @@
 #include <ATen/Context.h>
 #include <ATen/EmptyTensor.h>
 #include <ATen/PythonTorchFunctionTLS.h>
+#include <ATen/SavedTensorHooks.h>
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/cat.h>
 #include <ATen/ops/clone.h>
+#include <c10/core/AutogradState.h>
 #include <c10/core/GradMode.h>
 #include <c10/core/InferenceMode.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
+#include <c10/core/impl/TorchDispatchModeTLS.h>
 #include <torch/csrc/Dtype.h>
 #include <torch/csrc/autograd/python_variable.h>
 
@@ -36,6 +40,15 @@
 #include <string_view>
 #include <unordered_map>
 #include <vector>
+
+namespace at::autocast {  // from ATen/autocast_mode.h, which takes longer to compile than all of this
+TORCH_API at::ScalarType get_autocast_dtype(at::DeviceType device_type);
+TORCH_API void set_autocast_dtype(at::DeviceType device_type, at::ScalarType dtype);
+TORCH_API int increment_nesting();
+TORCH_API int decrement_nesting();
+TORCH_API bool is_autocast_cache_enabled();
+TORCH_API void set_autocast_cache_enabled(bool enabled);
+}  // namespace at::autocast
 
 namespace {
 
@@ -1108,6 +1121,7 @@ PyType_Spec memo_spec = {"layerzero.native.Memo", sizeof(Memo), 0, Py_TPFLAGS_DE
 #include "plans.h"
 #include "functions.h"
 #include "queue.h"
+#include "carried.h"
 #include "calls.h"
 
 // -- the module ---------------------------------------------------------------------------------------
@@ -1137,6 +1151,7 @@ PyMethodDef functions[] = {
      "A copy of places that are in range, none twice."},
     {"pages_of", reinterpret_cast<PyCFunction>(reinterpret_cast<void*>(pages_of)), METH_FASTCALL,
      "Copies of a table of pages and of the lengths that it holds."},
+    {"carries", carries, METH_NOARGS, "Whether the coroutine that runs here has modes of its own."},
     {"modes", modes, METH_NOARGS, "The mask of torch's modes, or -1."},
     {nullptr, nullptr, 0, nullptr}};
 PyModuleDef definition = {PyModuleDef_HEAD_INIT, "layerzero_hot", nullptr, -1, functions, nullptr, nullptr, nullptr, nullptr};
@@ -1166,18 +1181,22 @@ PyMODINIT_FUNC PyInit_layerzero_hot() {
   PlansType = reinterpret_cast<PyTypeObject*>(PyType_FromSpec(&plans_spec));
   KindsType = reinterpret_cast<PyTypeObject*>(PyType_FromSpec(&kinds_spec));
   CallType = reinterpret_cast<PyTypeObject*>(PyType_FromSpec(&call_spec));
+  CarriedType = reinterpret_cast<PyTypeObject*>(PyType_FromSpec(&carried_spec));
   Ref module(PyModule_Create(&definition));
   pthread_atfork(nullptr, nullptr, [] { ++forks; });
   if (known.running_loop == nullptr || known.thread_id == nullptr || !know_tasks(events.get()) || TicketType == nullptr || MemoType == nullptr ||
-      PlansType == nullptr || KindsType == nullptr || CallType == nullptr || !module) return nullptr;
+      PlansType == nullptr || KindsType == nullptr || CallType == nullptr || CarriedType == nullptr || !module)
+    return nullptr;
   Py_INCREF(TicketType);
   Py_INCREF(MemoType);
   Py_INCREF(PlansType);
   Py_INCREF(KindsType);
+  Py_INCREF(CarriedType);
   if (PyModule_AddObject(module.get(), "Ticket", reinterpret_cast<PyObject*>(TicketType)) ||
       PyModule_AddObject(module.get(), "Memo", reinterpret_cast<PyObject*>(MemoType)) ||
       PyModule_AddObject(module.get(), "Plans", reinterpret_cast<PyObject*>(PlansType)) ||
-      PyModule_AddObject(module.get(), "Kinds", reinterpret_cast<PyObject*>(KindsType)))
+      PyModule_AddObject(module.get(), "Kinds", reinterpret_cast<PyObject*>(KindsType)) ||
+      PyModule_AddObject(module.get(), "Carried", reinterpret_cast<PyObject*>(CarriedType)))
     return nullptr;
   return module.release();
 }
