@@ -1,9 +1,9 @@
 """The guard of numerics: sampled live calls are run again on the reference, away from the caller.
 
 A sampled call pays for copies of its operands and outputs, since the caller may change either; one whose
-operands are changed while it runs, as by a caller that was cancelled, is let go. The comparison happens on the
-guard's thread. A kernel that misses is asked about again in float64, so that the
-reference's own rounding convicts nobody, and then quarantined with the evidence, in later processes too.
+operands are changed while it runs, as by a caller that was cancelled, is let go. The comparison happens on
+the guard's thread. A kernel that misses is asked about again in float64, so that the reference's own rounding
+convicts nobody, and then quarantined with the evidence, in later processes too.
 """
 
 from __future__ import annotations
