@@ -54,6 +54,7 @@ if TYPE_CHECKING:  # what only some deployments use is imported where they ask f
     from layerzero.tuning.drift import DriftWatch
 
 _MAX_VIEWS = 64
+_is_traced = torch.compiler.is_dynamo_compiling
 
 
 class LocalDevice:
@@ -398,14 +399,14 @@ class LocalDevice:
     def _guarded(self, op: Op, call: Callable[..., Any]) -> Callable[..., Any]:
         """`call` behind the op's guard, on the device whose data a guard may look at.
 
-        `.behind` is for arguments that a guard has given.
+        torch's compiler sees the call alone. `.behind` is for arguments that a guard has given.
         """
         guard = op.guard
         if guard is None or self.device.type != "cpu":
             return call
 
         def guarded(*args: Any) -> Any:
-            return call(*guard(args))
+            return call(*args) if _is_traced() else call(*guard(args))
 
         guarded.behind = call  # type: ignore[attr-defined]
         return guarded
