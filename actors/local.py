@@ -13,7 +13,7 @@ import torch
 from layerzero.actors.loading import Loading
 from layerzero.actors.memory import Room
 from layerzero.actors.placed import placed
-from layerzero.actors.recovery import Recovery, blamed
+from layerzero.actors.recovery import Recovery, blamed, guarded_on
 from layerzero.actors.registry import Registry
 from layerzero.actors.worker import Worker
 from layerzero.clock import Clock, MonotonicClock, Timer
@@ -54,7 +54,6 @@ if TYPE_CHECKING:  # what only some deployments use is imported where they ask f
     from layerzero.tuning.drift import DriftWatch
 
 _MAX_VIEWS = 64
-_is_traced = torch.compiler.is_dynamo_compiling
 
 
 class LocalDevice:
@@ -373,7 +372,7 @@ class LocalDevice:
         """The plan of a selection that every rank of a gang makes: loaded before, watched by nobody."""
         terms.note(op.name, selection.kernel)
         self.counters.add("selections", op=op.name)
-        call = self._guarded(op, self.callable_for(op, selection, selection.kernel))
+        call = guarded_on(self.device, op, self.callable_for(op, selection, selection.kernel))
         return Plan(op, call, selection, selection.request)
 
     def _compile(self, op: Op, selection: Selection) -> Plan:
@@ -394,22 +393,7 @@ class LocalDevice:
             call = self._recovery.probe(op, kernel.id, call, selection)
         if selection.when_warm is not None and self.settings.warm != "off":
             self._loading.soon(selection.when_warm, selection.request)
-        return Plan(op, self._guarded(op, call), selection, selection.request)
-
-    def _guarded(self, op: Op, call: Callable[..., Any]) -> Callable[..., Any]:
-        """`call` behind the op's guard, on the device whose data a guard may look at.
-
-        torch's compiler sees the call alone. `.behind` is for arguments that a guard has given.
-        """
-        guard = op.guard
-        if guard is None or self.device.type != "cpu":
-            return call
-
-        def guarded(*args: Any) -> Any:
-            return call(*args) if _is_traced() else call(*guard(args))
-
-        guarded.behind = call  # type: ignore[attr-defined]
-        return guarded
+        return Plan(op, guarded_on(self.device, op, call), selection, selection.request)
 
     # -- running ----------------------------------------------------------------------------------
 
