@@ -170,7 +170,7 @@ def test_fake_tensors_and_transforms_are_not_read(op: str) -> None:
 
     def seen(tensor: Tensor) -> Tensor:
         args = table.get(op).build(**{**fresh(op), name: tensor})[1]
-        assert guard(args)[position] is tensor
+        assert id(guard(args)[position]) == id(tensor)
         return tensor
 
     names = list(inspect.signature(table.get(op).build).parameters)
