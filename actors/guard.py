@@ -1,8 +1,9 @@
 """The guard of numerics: sampled live calls are run again on the reference, away from the caller.
 
-A sampled call pays for copies of its operands and outputs, since the caller may change either; the
-comparison happens on the guard's thread. A kernel that misses is asked about again in float64, so that the
-reference's own rounding convicts nobody, and then quarantined with the evidence, in later processes too.
+A sampled call pays for copies of its operands and outputs, since the caller may change either; one whose
+operands are changed while it runs, as by a caller that was cancelled, is let go. The comparison happens on
+the guard's thread. A kernel that misses is asked about again in float64, so that the reference's own rounding
+convicts nobody, and then quarantined with the evidence, in later processes too.
 """
 
 from __future__ import annotations
@@ -57,8 +58,12 @@ class NumericsGuard:
                 self._device.counters.add("numerics_skipped", kernel=kernel)
                 return call(*args)
             try:
-                copies = cloned(args)
+                versions, copies = _versions(args), cloned(args)
                 result = call(*args)
+                if not _unchanged(args, copies, versions):
+                    self._device.counters.add("numerics_skipped", kernel=kernel)
+                    self._done()
+                    return result
                 outputs = _cloned_outputs(result)
                 event = _recorded(args[0])
                 self._worker.submit(lambda: self._check(op, kernel, copies, outputs, event))
@@ -120,6 +125,27 @@ class NumericsGuard:
 
 def _bytes(args: Args) -> int:
     return sum(a.nbytes for a in args if isinstance(a, Tensor))
+
+
+def _versions(args: Args) -> list[int | None]:
+    """How often each tensor has been changed; None for one that does not count."""
+    return [a._version if isinstance(a, Tensor) and not a.is_inference() else None for a in args]
+
+
+def _unchanged(args: Args, copies: Args, versions: list[int | None]) -> bool:
+    """Whether tensors are what was copied of them; those of a GPU change in their stream's order alone."""
+    if _versions(args) != versions:
+        return False
+    return all(
+        torch.equal(_bytes_of(own), _bytes_of(copy))
+        for own, copy, version in zip(args, copies, versions, strict=True)
+        if version is None and isinstance(own, Tensor) and own.is_cpu
+    )
+
+
+def _bytes_of(tensor: Tensor) -> Tensor:
+    """Its elements as bytes, so that NaN equals itself."""
+    return tensor.contiguous().reshape(-1).view(torch.uint8)
 
 
 def _cloned_outputs(result: Any) -> Any:

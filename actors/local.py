@@ -12,7 +12,7 @@ import torch
 from layerzero.actors.loading import Loading
 from layerzero.actors.memory import Room
 from layerzero.actors.placed import placed
-from layerzero.actors.recovery import Recovery, blamed
+from layerzero.actors.recovery import Recovery, blamed, guarded_on
 from layerzero.actors.registry import Registry
 from layerzero.actors.watching import unless_foreign
 from layerzero.actors.worker import Worker
@@ -387,7 +387,7 @@ class LocalDevice:
     def _compile_agreed(self, terms: Terms, op: Op, selection: Selection) -> Plan:
         """The plan of a selection that every rank of a gang makes: loaded before, watched by nobody."""
         self.counters.add("selections", op=op.name)
-        call = self._guarded(op, self.callable_for(op, selection, selection.kernel))
+        call = guarded_on(self.device, op, self.callable_for(op, selection, selection.kernel))
         return Plan(op, call, selection, selection.request)
 
     def _compile(self, op: Op, selection: Selection) -> Plan:
@@ -409,22 +409,7 @@ class LocalDevice:
             call = self._recovery.probe(op, kernel.id, call, selection)
         if selection.when_warm is not None and self.settings.warm != "off":
             self._loading.soon(selection.when_warm, selection.request)
-        return Plan(op, self._guarded(op, call), selection, selection.request)
-
-    def _guarded(self, op: Op, call: Callable[..., Any]) -> Callable[..., Any]:
-        """`call` behind the op's guard, on the device whose data a guard may look at.
-
-        `.behind` is for arguments that a guard has given.
-        """
-        guard = op.guard
-        if guard is None or self.device.type != "cpu":
-            return call
-
-        def guarded(*args: Any) -> Any:
-            return call(*guard(args))
-
-        guarded.behind = call  # type: ignore[attr-defined]
-        return guarded
+        return Plan(op, guarded_on(self.device, op, call), selection, selection.request)
 
     # -- running ----------------------------------------------------------------------------------
 

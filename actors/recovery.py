@@ -24,6 +24,7 @@ from layerzero.selection.record import Selection
 if TYPE_CHECKING:
     from layerzero.actors.local import LocalDevice
 
+_is_traced = torch.compiler.is_dynamo_compiling
 _ARGUMENT_ERRORS = (ValueError, TypeError, IndexError)
 
 
@@ -170,6 +171,22 @@ class Recovery:
             if other != kernel_id:
                 return self._device.callable_for(op, selection, other)(*args)
         raise KernelExecutionError(f"{kernel_id} rests and no other kernel takes the call", kernel=kernel_id)
+
+
+def guarded_on(device: torch.device, op: Op, call: Callable[..., Any]) -> Callable[..., Any]:
+    """`call` behind the op's guard, on the device whose data a guard may look at.
+
+    torch's compiler sees the call alone. `.behind` is for arguments that a guard has given.
+    """
+    guard = op.guard
+    if guard is None or device.type != "cpu":
+        return call
+
+    def guarded(*args: Any) -> Any:
+        return call(*args) if _is_traced() else call(*guard(args))
+
+    guarded.behind = call  # type: ignore[attr-defined]
+    return guarded
 
 
 def blamed(op: Op, args: Args, error: Exception) -> Args:

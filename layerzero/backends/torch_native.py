@@ -86,8 +86,10 @@ def cross_entropy(
 
 def append_kv(k: Tensor, v: Tensor, k_pages: Tensor, v_pages: Tensor, slots: Tensor, layout: str) -> Tensor:
     """One copy by index a pool, over its tokens where they stand one behind the other."""
+    args = (k, v, k_pages, v_pages, slots, layout)
     if layout != "NHD" or not (k_pages.is_contiguous() and v_pages.is_contiguous()):
-        return append.append_kv_reference(k, v, k_pages, v_pages, slots, layout)
+        return append.append_kv_reference(*args)
+    append.guard(args)
     for pool, rows in ((k_pages, k), (v_pages, v)):
         pool.flatten(0, 1).index_copy_(0, slots.long(), rows.to(pool.dtype))
     return slots

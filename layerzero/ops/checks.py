@@ -76,7 +76,6 @@ def need_index(name: str, value: Any, *, rank: int | tuple[int, ...] | None = No
     return tensor
 
 
-_compiling = torch.compiler.is_dynamo_compiling
 _transforms = torch._C._functorch.maybe_current_level  # pyright: ignore[reportAttributeAccessIssue]
 _dispatch_modes = torch._C._len_torch_dispatch_stack
 _PLAIN: Any = Tensor.__torch_dispatch__
@@ -85,15 +84,14 @@ _PLAIN: Any = Tensor.__torch_dispatch__
 def readable(tensor: Tensor) -> bool:
     """Whether a guard may look at a tensor's data here: it is on the CPU, where that waits for nothing.
 
-    Not where somebody follows what is done with it (torch's compiler, a dispatch mode, a functorch
-    transform), and not where a subclass (a fake tensor, a distributed one) answers for itself.
+    Not where somebody follows what is done with it (a dispatch mode, a functorch transform), and not where a
+    subclass (a fake tensor, a distributed one) answers for itself.
     """
     return (
         tensor.is_cpu
         and type(tensor).__torch_dispatch__ is _PLAIN
         and not _dispatch_modes()
         and _transforms() is None
-        and not _compiling()
     )
 
 

@@ -133,6 +133,34 @@ def test_operands_changed_after_the_call_do_not_matter() -> None:
     own.close()
 
 
+@pytest.mark.parametrize("inference", [False, True])
+def test_operands_changed_during_the_call_convict_nobody(inference: bool) -> None:
+    """A caller that is gone may write to what its batch still reads: such a call is counted, not judged."""
+    with torch.inference_mode(inference):
+        x, weight = torch.randn(64, 64), torch.randn(64)
+    overwritten = False
+
+    def run(*args: Any) -> Any:
+        if overwritten:
+            x.fill_(3.0)
+        return RMS.reference(*args)
+
+    own = device(kernels(run), Settings(check_rate=1.0))
+    args = (x, weight, 1e-6)
+    with torch.inference_mode(inference):
+        plan = own.plan(RMS, positional(RMS, args), args, mode())
+        plan.call(*args)
+        settled(own, "numerics_checked", 1)
+        overwritten = True
+        plan.call(*args)
+        x.normal_()
+        overwritten = False
+        plan.call(*args)
+    settled(own, "numerics_checked", 2)
+    assert own.counters.total("numerics_skipped") == 1 and own.counters.total("numerics_failures") == 0
+    own.close()
+
+
 def test_ops_that_draw_are_left_alone() -> None:
     """Two draws may differ and both be right: no sampling op is checked."""
     own = device([kernel("some.sample")], Settings(check_rate=1.0))

@@ -9,7 +9,9 @@ from typing import Any
 
 import pytest
 import torch
+import torch._dynamo
 from torch import Tensor
+from torch._subclasses import FakeTensorMode
 
 import layerzero as lz
 import layerzero.sync
@@ -146,3 +148,32 @@ def test_every_op_that_reads_indices_has_a_guard(op: str) -> None:
     assert table.get(op).guard is not None
     guarded = {name for name in table.FILES if table.get(name).guard is not None}
     assert guarded == set(GOOD) == set(BAD)
+
+
+def test_torchs_compiler_sees_one_program(runtime: Runtime) -> None:
+    """A guard reads data, which would cut a compiled program in two."""
+    ids, weight = GOOD["embedding"]["ids"], GOOD["embedding"]["weight"]
+    lz.sync.embedding(ids, weight)
+    told = torch._dynamo.explain(lambda *tensors: lz.sync.embedding(*tensors))(ids, weight)
+    assert told.graph_count == 1 and told.graph_break_count == 0
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_fake_tensors_and_transforms_are_not_read(op: str) -> None:
+    """Nothing there has data; the arguments come back as they are."""
+    guard: Any = table.get(op).guard
+    call = fresh(op)
+    with FakeTensorMode() as mode:
+        fake = {n: mode.from_tensor(v) if isinstance(v, Tensor) else v for n, v in call.items()}
+        args = table.get(op).build(**fake)[1]
+        assert all(given is own for given, own in zip(guard(args), args, strict=True))
+
+    def seen(tensor: Tensor) -> Tensor:
+        args = table.get(op).build(**{**fresh(op), name: tensor})[1]
+        assert id(guard(args)[position]) == id(tensor)
+        return tensor
+
+    names = list(inspect.signature(table.get(op).build).parameters)
+    for name in INDICES[op]:
+        position = names.index(name)
+        torch.func.vmap(seen)(GOOD[op][name].unsqueeze(0))
