@@ -4,8 +4,8 @@ Written by scripts/make_stubs.py; do not edit.
 """
 # ruff: noqa: ASYNC109
 
-from collections.abc import Sequence
-from typing import Literal, overload
+from collections.abc import Callable, Sequence
+from typing import Any, Literal, overload
 
 from torch import Tensor
 
@@ -184,6 +184,9 @@ async def attention(
     return_lse: Literal[False] = False,
     combine_mask: bool = False,
     rows_nonempty: bool = False,
+    sinks: Tensor | None = None,
+    score_mod: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor] | None = None,
+    block_mask: Any = None,
     backend: str | None = None,
     priority: int = 1,
     timeout: float | None = None,
@@ -208,6 +211,9 @@ async def attention(
     return_lse: Literal[True],
     combine_mask: bool = False,
     rows_nonempty: bool = False,
+    sinks: Tensor | None = None,
+    score_mod: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor] | None = None,
+    block_mask: Any = None,
     backend: str | None = None,
     priority: int = 1,
     timeout: float | None = None,
@@ -230,6 +236,9 @@ async def attention(
     return_lse: bool = False,
     combine_mask: bool = False,
     rows_nonempty: bool = False,
+    sinks: Tensor | None = None,
+    score_mod: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor] | None = None,
+    block_mask: Any = None,
     backend: str | None = None,
     priority: int = 1,
     timeout: float | None = None,

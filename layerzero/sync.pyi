@@ -3,8 +3,8 @@
 Written by scripts/make_stubs.py; do not edit.
 """
 
-from collections.abc import Sequence
-from typing import Literal, overload
+from collections.abc import Callable, Sequence
+from typing import Any, Literal, overload
 
 from torch import Tensor
 
@@ -80,6 +80,9 @@ def attention(
     return_lse: Literal[False] = False,
     combine_mask: bool = False,
     rows_nonempty: bool = False,
+    sinks: Tensor | None = None,
+    score_mod: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor] | None = None,
+    block_mask: Any = None,
     backend: str | None = None,
 ) -> Tensor:
     """Attend `q` to `k` and `v`: softmax(scale * q k^T + bias) v."""
@@ -101,6 +104,9 @@ def attention(
     return_lse: Literal[True],
     combine_mask: bool = False,
     rows_nonempty: bool = False,
+    sinks: Tensor | None = None,
+    score_mod: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor] | None = None,
+    block_mask: Any = None,
     backend: str | None = None,
 ) -> tuple[Tensor, Tensor]: ...
 @overload
@@ -120,6 +126,9 @@ def attention(
     return_lse: bool = False,
     combine_mask: bool = False,
     rows_nonempty: bool = False,
+    sinks: Tensor | None = None,
+    score_mod: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor] | None = None,
+    block_mask: Any = None,
     backend: str | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]: ...
 def cross_entropy(

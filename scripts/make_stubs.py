@@ -9,6 +9,7 @@ flag decides between its members: `DECIDING` lists such flags, and the stub gets
 
 import ast
 import inspect
+import re
 import sys
 import types
 from collections.abc import Iterator
@@ -66,8 +67,9 @@ def written(op: Op, annotation: str) -> str:
     class Spelled(ast.NodeTransformer):
         def visit_Name(self, node: ast.Name) -> ast.AST:
             alias = names.get(node.id)
-            if isinstance(alias, types.UnionType):
+            if isinstance(alias, types.UnionType | types.GenericAlias):
                 text = str(alias).replace("torch.Tensor", "Tensor").replace("NoneType", "None")
+                text = text.replace("collections.abc.", "")
                 return ast.parse(text, mode="eval").body
             return node
 
@@ -115,8 +117,9 @@ def function(op: Op, head: str, more: tuple[str, ...]) -> str:
 
 def typing_imports(text: str) -> str:
     """The import lines for what `text` uses of collections, typing and torch."""
-    head = "from collections.abc import Sequence\n" if "Sequence[" in text else ""
-    used = [name for name in ("Literal", "overload") if name in text]
+    used = [name for name in ("Callable", "Sequence") if f"{name}[" in text]
+    head = f"from collections.abc import {', '.join(used)}\n" if used else ""
+    used = [name for name in ("Any", "Literal", "overload") if re.search(rf"\b{name}\b", text)]
     if used:
         head += f"from typing import {', '.join(used)}\n"
     return f"{head}\nfrom torch import Tensor\n\n"

@@ -24,11 +24,11 @@ FELL_BACK = "transformers.own_attention"
 # What says nothing beside the mask, or speaks to other parts of the model.
 _ELSEWHERE = frozenset(
     {
-        "cache_position", "num_items_in_batch", "output_hidden_states", "output_router_logits", "position_ids",
-        "sliding_window", "use_cache",
+        "cache_position", "num_items_in_batch", "output_hidden_states", "output_router_logits",
+        "position_ids", "sliding_window", "use_cache",
     }
 )  # fmt: skip
-_TAKEN = _ELSEWHERE | {"position_bias", "softcap"}
+_TAKEN = _ELSEWHERE | {"position_bias", "s_aux", "softcap"}
 # What a model puts into the mask instead where it believes to run on SDPA, as a patched one does.
 _IN_THE_MASK = frozenset({"block_indices", "indices"})
 _WARNED: set[tuple[str, str]] = set()
@@ -147,6 +147,7 @@ def forward(
         scale=scaling,
         dropout_p=dropout,
         softcap=kwargs.get("softcap"),
+        sinks=kwargs.get("s_aux"),
     )
     return out.transpose(1, 2).contiguous(), None
 
@@ -187,8 +188,7 @@ def _own(
     inside = sorted(_IN_THE_MASK & set(_strange(kwargs)))
     if inside and not isinstance(name, Patched):
         raise ValueError(f"{inside[0]} of {type(module).__name__} needs a model given to layerzero.patch")
-    plain = own == "sdpa" and kwargs.get("softcap") is None
-    if plain:
+    if own == "sdpa" and kwargs.get("softcap") is None and kwargs.get("s_aux") is None:
         sdpa: Any = importlib.import_module("transformers.integrations.sdpa_attention")
         given = {"dropout": dropout, "scaling": scaling, "is_causal": causal, **kwargs}
         result: tuple[Tensor, Tensor | None] = sdpa.sdpa_attention_forward(

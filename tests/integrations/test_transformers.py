@@ -125,14 +125,31 @@ def sparse(**more: Any) -> Any:
 
 @pytest.mark.parametrize("make", [gpt_oss, sparse])
 @torch.no_grad()
-def test_what_a_model_says_beside_the_mask_counts(make: Any) -> None:
+def test_what_a_model_says_beside_the_mask_counts(runtime: lz.Runtime, make: Any) -> None:
     """Sinks, and indices of the keys that a query sees, change the logits as they do unpatched."""
     model, given = make(), batch(9, 4, 6)
     before = model(**given).logits
     during = lz.patch(model)(**given).logits
     real = given["attention_mask"].bool()
     torch.testing.assert_close(during[real], before[real], atol=2e-6, rtol=1e-4)
+    assert runtime.device().counters.total("own_attention") == 0
     torch.testing.assert_close(lz.unpatch(model)(**given).logits, before, atol=0, rtol=0)
+
+
+def test_sinks_learn(runtime: lz.Runtime) -> None:
+    """Their gradient, and every other, through a patched model equals the model's own."""
+    model, given = gpt_oss(), batch(9, 4)
+
+    def gradients() -> list[Tensor]:
+        model.zero_grad()
+        model(**given).logits[given["attention_mask"].bool()].pow(2).sum().backward()
+        return [p.grad.clone() for p in model.parameters() if p.grad is not None]
+
+    before = gradients()
+    lz.patch(model)
+    for ours, theirs in zip(gradients(), before, strict=True):
+        torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=1e-3)
+    assert runtime.device().counters.total("own_attention") == 0
 
 
 def own_calls(opened: lz.Runtime, argument: str) -> float:
@@ -218,7 +235,7 @@ def test_a_mask_that_only_a_patched_model_makes_is_asked_for() -> None:
     """Named in the configuration alone, a sparse model would see every key: an error says what to do."""
     lz.patch(llama())
     model = sparse(attn_implementation="layerzero")
-    with pytest.raises(ValueError, match="indices of .* needs a model given to layerzero.patch"):
+    with pytest.raises(ValueError, match=r"indices of .* needs a model given to layerzero.patch"):
         model(**batch(9))
 
 
