@@ -136,6 +136,29 @@ def test_what_a_model_says_beside_the_mask_counts(runtime: lz.Runtime, make: Any
     torch.testing.assert_close(lz.unpatch(model)(**given).logits, before, atol=0, rtol=0)
 
 
+def bigbird(**more: Any) -> Any:
+    """A small decoder whose layers do not say that they are causal: its masks do, and it knows no SDPA."""
+    torch.manual_seed(0)
+    config = transformers.BigBirdPegasusConfig(
+        vocab_size=97, d_model=64, decoder_layers=2, encoder_layers=2, decoder_attention_heads=4,
+        encoder_attention_heads=4, decoder_ffn_dim=96, encoder_ffn_dim=96, max_position_embeddings=64,
+        pad_token_id=0, is_decoder=True, is_encoder_decoder=False, **more,
+    )  # fmt: skip
+    return transformers.BigBirdPegasusForCausalLM(config).eval()
+
+
+@pytest.mark.parametrize("lengths", [(9,), (9, 4)])
+@torch.no_grad()
+def test_a_model_whose_masks_alone_are_causal_stays_causal(lengths: tuple[int, ...]) -> None:
+    """No mask is left out for a model that does not know SDPA, in a copy of it either."""
+    model, given = bigbird(), batch(*lengths)
+    given = given if len(lengths) > 1 else {"input_ids": given["input_ids"]}
+    before = model(**given).logits
+    real = batch(*lengths)["attention_mask"].bool()
+    for patched in (lz.patch(model), copy.deepcopy(model)):
+        torch.testing.assert_close(patched(**given).logits[real], before[real], atol=2e-6, rtol=1e-4)
+
+
 def test_sinks_learn(runtime: lz.Runtime) -> None:
     """Their gradient, and every other, through a patched model equals the model's own."""
     model, given = gpt_oss(), batch(9, 4)
