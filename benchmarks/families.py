@@ -2,8 +2,8 @@
 
 Run `OMP_NUM_THREADS=1 python -m benchmarks.families --json benchmarks/results/families_cpu.json`. A family
 is one entry of transformers' mapping for causal language models; its configuration is made small, its weights
-are random, float32. Two batches, one of them padded, go through the model before and after `lz.patch`; what is
-compared is the largest difference of a logit at a real token, beside the largest logit.
+are random, float32. Two batches, one of them padded, go through the model before and after `lz.patch`; what
+is compared is the largest difference of a logit at a real token, beside the largest logit.
 """
 
 from __future__ import annotations

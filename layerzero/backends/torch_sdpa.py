@@ -72,7 +72,7 @@ def flash_cpu(
     q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None, is_causal: bool, scale: float | None,
     dropout_p: float, window: masks.Window, softcap: float | None, alibi_slopes: Tensor | None, layout: str,
     return_lse: bool, combine_mask: bool = False, rows_nonempty: bool = False, sinks: Tensor | None = None,
-    score_mod: Any = None, block_mask: Any = None,
+    score_mod: Any = None, block_mask: Any = None, *_: Any,
 ) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
     """The CPU's tiled kernel, which never writes the score matrix."""
     if block_mask is not None:

@@ -19,7 +19,7 @@ from layerzero import log
 from layerzero.api.calls import device_here
 
 NAME = "layerzero"
-# For models that do not know SDPA: that they are causal stands in their masks alone, which are never left out.
+# For models that do not know SDPA: that they are causal stands in their masks alone, so none is left out.
 MASKED = "layerzero_masked"
 FELL_BACK = "transformers.own_attention"
 
@@ -49,7 +49,7 @@ class Patched(str):
         made.own = own
         return made
 
-    def __getnewargs__(self) -> tuple[str, str]:
+    def __getnewargs__(self) -> tuple[str, str]:  # type: ignore[override]
         return self.own, str.__str__(self)
 
     @property
