@@ -262,6 +262,9 @@ async def attention(
     return_lse: Literal[False] = False,
     combine_mask: bool = False,
     rows_nonempty: bool = False,
+    sinks: Tensor | None = None,
+    score_mod: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor] | None = None,
+    block_mask: Any = None,
     backend: str | None = None,
     priority: int = 1,
     timeout: float | None = None,
@@ -276,13 +279,17 @@ async def attention(
         scale defaults to D**-0.5. window=(left, right) keys around the diagonal, -1 is unbounded.
         softcap c turns scores s into c * tanh(s / c). alibi_slopes (Hq,) or (B, Hq) subtract
         slope * |distance to the diagonal|. rows_nonempty asserts that the mask leaves each query a key.
+        sinks (Hq,) are logits that join each softmax's denominator, and nothing else. score_mod(score, b,
+        h, q_idx, kv_idx), as torch's flex_attention takes it, changes scaled and capped scores before ALiBi
+        and masks. block_mask is a torch BlockMask of Sq and Sk: what it hides is hidden, a mask beside it
+        holds too, and with is_causal it needs `combine_mask=True`.
     Waiting: backend is a kernel's id or a backend's name, for this call alone.
         priority is 0 (first), 1 or 2 (last). timeout is the number of seconds within which the call must have
         started, else DeadlineExceededError. batching "off", "rows" or "all" goes before the settings' own.
     Returns: (B, Hq, Sq, Dv) in q's dtype, in q's layout; with return_lse also the natural log of the
-        softmax's denominator, float32 (B, Hq, Sq). A query that sees no key gives 0, and -inf.
+        softmax's denominator, float32 (B, Hq, Sq). A query that sees no key gives 0, and -inf or its sink.
     Raises: ValueError, TypeError: an argument does not fit, by name.
-    Source: arXiv 1706.03762; GQA 2305.13245; ALiBi 2108.12409.
+    Source: arXiv 1706.03762; GQA 2305.13245; ALiBi 2108.12409; sinks 2309.17453, arXiv 2508.10925.
     """
 
 @overload
@@ -302,6 +309,9 @@ async def attention(
     return_lse: Literal[True],
     combine_mask: bool = False,
     rows_nonempty: bool = False,
+    sinks: Tensor | None = None,
+    score_mod: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor] | None = None,
+    block_mask: Any = None,
     backend: str | None = None,
     priority: int = 1,
     timeout: float | None = None,
@@ -324,6 +334,9 @@ async def attention(
     return_lse: bool = False,
     combine_mask: bool = False,
     rows_nonempty: bool = False,
+    sinks: Tensor | None = None,
+    score_mod: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor] | None = None,
+    block_mask: Any = None,
     backend: str | None = None,
     priority: int = 1,
     timeout: float | None = None,

@@ -122,6 +122,14 @@ class Reason(StrEnum):
         Category.FEATURE,
         "takes no mask wider than its operands",
     )
+    SINKS_UNSUPPORTED = "SINKS_UNSUPPORTED", Category.FEATURE, "has no attention sinks"
+    SINKS_GRADIENT_UNSUPPORTED = (
+        "SINKS_GRADIENT_UNSUPPORTED",
+        Category.FEATURE,
+        "has no gradient beside attention sinks",
+    )
+    SCORE_MOD_UNSUPPORTED = "SCORE_MOD_UNSUPPORTED", Category.FEATURE, "takes no score modifier"
+    BLOCK_MASK_UNSUPPORTED = "BLOCK_MASK_UNSUPPORTED", Category.FEATURE, "takes no block mask"
     XPOS_UNSUPPORTED = "XPOS_UNSUPPORTED", Category.FEATURE, "has no XPos scale"
     BIAS_UNSUPPORTED = "BIAS_UNSUPPORTED", Category.FEATURE, "takes no bias"
     WEIGHT_REQUIRED = "WEIGHT_REQUIRED", Category.FEATURE, "needs a weight"

@@ -5,8 +5,8 @@ Written by scripts/make_stubs.py; do not edit.
 # ruff: noqa: E501
 # fmt: off
 
-from collections.abc import Sequence
-from typing import Literal, overload
+from collections.abc import Callable, Sequence
+from typing import Any, Literal, overload
 
 from torch import Tensor
 
@@ -126,6 +126,9 @@ def attention(
     return_lse: Literal[False] = False,
     combine_mask: bool = False,
     rows_nonempty: bool = False,
+    sinks: Tensor | None = None,
+    score_mod: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor] | None = None,
+    block_mask: Any = None,
     backend: str | None = None,
 ) -> Tensor:
     """Attend `q` to `k` and `v`: softmax(scale * q k^T + bias) v.
@@ -137,11 +140,15 @@ def attention(
         scale defaults to D**-0.5. window=(left, right) keys around the diagonal, -1 is unbounded.
         softcap c turns scores s into c * tanh(s / c). alibi_slopes (Hq,) or (B, Hq) subtract
         slope * |distance to the diagonal|. rows_nonempty asserts that the mask leaves each query a key.
+        sinks (Hq,) are logits that join each softmax's denominator, and nothing else. score_mod(score, b,
+        h, q_idx, kv_idx), as torch's flex_attention takes it, changes scaled and capped scores before ALiBi
+        and masks. block_mask is a torch BlockMask of Sq and Sk: what it hides is hidden, a mask beside it
+        holds too, and with is_causal it needs `combine_mask=True`.
     Choosing: backend is a kernel's id or a backend's name, for this call alone.
     Returns: (B, Hq, Sq, Dv) in q's dtype, in q's layout; with return_lse also the natural log of the
-        softmax's denominator, float32 (B, Hq, Sq). A query that sees no key gives 0, and -inf.
+        softmax's denominator, float32 (B, Hq, Sq). A query that sees no key gives 0, and -inf or its sink.
     Raises: ValueError, TypeError: an argument does not fit, by name.
-    Source: arXiv 1706.03762; GQA 2305.13245; ALiBi 2108.12409.
+    Source: arXiv 1706.03762; GQA 2305.13245; ALiBi 2108.12409; sinks 2309.17453, arXiv 2508.10925.
     """
 
 @overload
@@ -161,6 +168,9 @@ def attention(
     return_lse: Literal[True],
     combine_mask: bool = False,
     rows_nonempty: bool = False,
+    sinks: Tensor | None = None,
+    score_mod: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor] | None = None,
+    block_mask: Any = None,
     backend: str | None = None,
 ) -> tuple[Tensor, Tensor]: ...
 @overload
@@ -180,6 +190,9 @@ def attention(
     return_lse: bool = False,
     combine_mask: bool = False,
     rows_nonempty: bool = False,
+    sinks: Tensor | None = None,
+    score_mod: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor] | None = None,
+    block_mask: Any = None,
     backend: str | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]: ...
 def cross_entropy(

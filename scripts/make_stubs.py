@@ -67,8 +67,9 @@ def written(op: Op, annotation: str) -> str:
     class Spelled(ast.NodeTransformer):
         def visit_Name(self, node: ast.Name) -> ast.AST:
             alias = names.get(node.id)
-            if isinstance(alias, types.UnionType):
+            if isinstance(alias, types.UnionType | types.GenericAlias):
                 text = str(alias).replace("torch.Tensor", "Tensor").replace("NoneType", "None")
+                text = text.replace("collections.abc.", "")
                 return ast.parse(text, mode="eval").body
             return node
 

@@ -26,6 +26,7 @@ from layerzero.kernel import (
     Tiling,
 )
 from layerzero.ops import masks
+from layerzero.ops.lse import sunk
 from layerzero.ops.request import Request
 from layerzero.reasons import Reason
 
@@ -51,9 +52,16 @@ _SAME_HEAD_SIZES = SameAs("D", "Dv", Reason.HEAD_DIMS_DIFFER)
 
 def math(
     q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None, is_causal: bool, scale: float | None,
-    dropout_p: float, window: masks.Window, softcap: float | None, alibi_slopes: Tensor | None, *_: Any,
+    dropout_p: float, window: masks.Window, softcap: float | None, alibi_slopes: Tensor | None,
+    layout: str = "BHSD", return_lse: bool = False, combine_mask: bool = False, rows_nonempty: bool = False,
+    sinks: Tensor | None = None, score_mod: Any = None, block_mask: Any = None,
 ) -> Tensor:  # fmt: skip
     """Softmax of the whole score matrix, step by step; half precision keeps float32 in between."""
+    if block_mask is not None:
+        attn_mask = masks.with_blocks(attn_mask, block_mask, q.shape[0], q.shape[1])
+    if sinks is not None:
+        q, k, v, attn_mask = _with_sink(q, k, v, sinks, attn_mask, is_causal, window, alibi_slopes)
+        is_causal, window, alibi_slopes = False, None, None
     bias, causal = masks.fold(q, k, attn_mask, is_causal, window, alibi_slopes)
     grouped = q.shape[1] != k.shape[1]
     out: Tensor = _math(q, k, v, bias, dropout_p, causal, None, scale=scale, enable_gqa=grouped)[0]
@@ -63,18 +71,38 @@ def math(
 def flash_cpu(
     q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None, is_causal: bool, scale: float | None,
     dropout_p: float, window: masks.Window, softcap: float | None, alibi_slopes: Tensor | None, layout: str,
-    return_lse: bool, *_: Any,
+    return_lse: bool, combine_mask: bool = False, rows_nonempty: bool = False, sinks: Tensor | None = None,
+    score_mod: Any = None, block_mask: Any = None, *_: Any,
 ) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
     """The CPU's tiled kernel, which never writes the score matrix."""
+    if block_mask is not None:
+        attn_mask = masks.with_blocks(attn_mask, block_mask, q.shape[0], q.shape[1])
     bias, causal = masks.fold(q, k, attn_mask, is_causal, window, alibi_slopes)
     if bias is not None and bias.dim() != 2:  # the operator takes two or four axes
         bias = bias.expand(q.shape[0], q.shape[1], q.shape[2], k.shape[2])
     out, lse = _flash_cpu(q, k, v, dropout_p, causal, attn_mask=bias, scale=scale)
-    if not return_lse:
+    if not return_lse and sinks is None:
         return out  # type: ignore[no-any-return]
     if bias is not None:
         lse = lse.masked_fill(masks.sees_nothing(bias), -torch.inf)
-    return out, lse.float()
+    if sinks is not None:
+        out, lse = sunk(out, lse, sinks)
+    return (out, lse.float()) if return_lse else out
+
+
+def _with_sink(
+    q: Tensor, k: Tensor, v: Tensor, sinks: Tensor, attn_mask: Tensor | None, is_causal: bool,
+    window: masks.Window, slopes: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """Operands with one more key, of zeros: its score is the sink, its value nothing; and the whole bias."""
+    dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
+    bias = masks.additive(q, k, attn_mask, is_causal, window, slopes, dtype)
+    if bias is None:
+        bias = q.new_zeros((), dtype=dtype)
+    batch, heads, rows, keys = q.shape[0], q.shape[1], q.shape[2], k.shape[2]
+    column = sinks.to(dtype)[:, None, None].expand(batch, heads, rows, 1)
+    whole = torch.cat([bias.expand(batch, heads, rows, keys), column], -1)
+    return q, functional.pad(k, (0, 0, 0, 1)), functional.pad(v, (0, 0, 0, 1)), whole
 
 
 def by_sequence(q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None, *rest: Any) -> Any:
@@ -223,7 +251,7 @@ _AS_DISPATCHED = "ATen/native/transformers/attention.cpp; run against float64 on
 # The tiled kernel of the CPU, in one call or in one a sequence.
 _TILED: dict[str, Any] = {
     "platforms": frozenset({"cpu"}),
-    "features": _ANYWHERE | {"gqa", "empty_rows", "lse"},
+    "features": _ANYWHERE | {"gqa", "empty_rows", "lse", "sinks"},
     "last_stride1": True,
     "limits": (_SAME_HEAD_SIZES,),
 }
@@ -248,7 +276,8 @@ KERNELS: tuple[Kernel, ...] = (
         80,
         workspace_bytes=_score_bytes,
         source=_AS_DISPATCHED,
-        features=_ANYWHERE | {"gqa", "dropout", "empty_rows", "mask_grad"},
+        features=_ANYWHERE
+        | {"gqa", "dropout", "empty_rows", "mask_grad", "sinks", "sinks_grad", "block_mask"},
         graph_safe=True,
     ),
     _kernel(
@@ -257,7 +286,7 @@ KERNELS: tuple[Kernel, ...] = (
         Efficiency(0.4, 0.8, 9.0, _CPU),
         40,
         source="ATen/native/cpu/FlashAttentionKernel.cpp; run against float64 on torch 2.13 CPU",
-        **_TILED,
+        **{**_TILED, "features": _TILED["features"] | {"block_mask"}},
     ),
     _kernel(
         "by_sequence",

@@ -19,16 +19,18 @@ from layerzero import log
 from layerzero.api.calls import device_here
 
 NAME = "layerzero"
+# For models that do not know SDPA: that they are causal stands in their masks alone, so none is left out.
+MASKED = "layerzero_masked"
 FELL_BACK = "transformers.own_attention"
 
 # What says nothing beside the mask, or speaks to other parts of the model.
 _ELSEWHERE = frozenset(
     {
-        "cache_position", "num_items_in_batch", "output_hidden_states", "output_router_logits", "position_ids",
-        "sliding_window", "use_cache",
+        "cache_position", "num_items_in_batch", "output_hidden_states", "output_router_logits",
+        "position_ids", "sliding_window", "use_cache",
     }
 )  # fmt: skip
-_TAKEN = _ELSEWHERE | {"position_bias", "softcap"}
+_TAKEN = _ELSEWHERE | {"position_bias", "s_aux", "softcap"}
 # What a model puts into the mask instead where it believes to run on SDPA, as a patched one does.
 _IN_THE_MASK = frozenset({"block_indices", "indices"})
 _WARNED: set[tuple[str, str]] = set()
@@ -42,16 +44,21 @@ class Patched(str):
 
     own: str
 
-    def __new__(cls, own: str) -> Patched:
-        made = super().__new__(cls, NAME)
+    def __new__(cls, own: str, name: str = NAME) -> Patched:
+        made = super().__new__(cls, name)
         made.own = own
         return made
 
-    def __getnewargs__(self) -> tuple[str]:
-        return (self.own,)
+    def __getnewargs__(self) -> tuple[str, str]:  # type: ignore[override]
+        return self.own, str.__str__(self)
+
+    @property
+    def masked(self) -> bool:
+        """Whether a call without a mask sees everything."""
+        return str.__str__(self) == MASKED
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, str) and str.__str__(other) in (NAME, "sdpa")
+        return isinstance(other, str) and str.__str__(other) in (NAME, MASKED, "sdpa")
 
     def __ne__(self, other: object) -> bool:
         return not self == other
@@ -70,7 +77,8 @@ def patch(model: Any) -> Any:
         raise ValueError(f"model needs transformers' attention interface, {type(model).__name__} lacks it")
     for config, own in before:
         if config._attn_implementation == NAME:
-            config._attn_implementation_internal = Patched(own or "eager")
+            known = _knows_sdpa(model, config)
+            config._attn_implementation_internal = Patched(own or "eager", NAME if known else MASKED)
     return model
 
 
@@ -82,6 +90,14 @@ def unpatch(model: Any) -> Any:
         if isinstance(config._attn_implementation, Patched):
             config._attn_implementation_internal = config._attn_implementation.own
     return model
+
+
+def _knows_sdpa(model: Any, config: Any) -> bool:
+    """Whether every model inside that has this configuration says that it works with SDPA."""
+    owners = [
+        m for m in model.modules() if getattr(m, "config", None) is config and hasattr(m, "_supports_sdpa")
+    ]
+    return all(owner._supports_sdpa for owner in owners)
 
 
 def _configs(model: Any) -> list[Any]:
@@ -104,8 +120,13 @@ def _register() -> None:
     masking: Any = importlib.import_module("transformers.masking_utils")
     if NAME not in modeling.ALL_ATTENTION_FUNCTIONS:
         modeling.ALL_ATTENTION_FUNCTIONS.register(NAME, forward)
+        modeling.ALL_ATTENTION_FUNCTIONS.register(MASKED, forward)
         # Boolean masks, left out where causal alone says it all.
-        masking.ALL_MASK_ATTENTION_FUNCTIONS.register(NAME, masking.ALL_MASK_ATTENTION_FUNCTIONS["sdpa"])
+        boolean = masking.ALL_MASK_ATTENTION_FUNCTIONS["sdpa"]
+        masking.ALL_MASK_ATTENTION_FUNCTIONS.register(NAME, boolean)
+        masking.ALL_MASK_ATTENTION_FUNCTIONS.register(
+            MASKED, lambda *args, **kwargs: boolean(*args, **{**kwargs, "allow_is_causal_skip": False})
+        )
 
 
 def forward(
@@ -125,6 +146,9 @@ def forward(
     """
     queries = query.shape[2]
     wanted = is_causal if is_causal is not None else getattr(module, "is_causal", True)
+    name = getattr(getattr(module, "config", None), "_attn_implementation", None)
+    if isinstance(name, Patched) and name.masked:
+        wanted = False
     causal = bool(wanted) and attention_mask is None and queries > 1
     if torch.compiler.is_compiling():
         return _own(module, query, key, value, attention_mask, causal, dropout, scaling, kwargs)
@@ -147,6 +171,7 @@ def forward(
         scale=scaling,
         dropout_p=dropout,
         softcap=kwargs.get("softcap"),
+        sinks=kwargs.get("s_aux"),
     )
     return out.transpose(1, 2).contiguous(), None
 
@@ -187,8 +212,7 @@ def _own(
     inside = sorted(_IN_THE_MASK & set(_strange(kwargs)))
     if inside and not isinstance(name, Patched):
         raise ValueError(f"{inside[0]} of {type(module).__name__} needs a model given to layerzero.patch")
-    plain = own == "sdpa" and kwargs.get("softcap") is None
-    if plain:
+    if own == "sdpa" and kwargs.get("softcap") is None and kwargs.get("s_aux") is None:
         sdpa: Any = importlib.import_module("transformers.integrations.sdpa_attention")
         given = {"dropout": dropout, "scaling": scaling, "is_causal": causal, **kwargs}
         result: tuple[Tensor, Tensor | None] = sdpa.sdpa_attention_forward(

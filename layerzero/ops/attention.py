@@ -1,20 +1,24 @@
-"""Scaled dot product attention: MHA, GQA, MQA; causal, masks, sliding window, soft cap, ALiBi, dropout.
+"""Scaled dot product attention: MHA, GQA, MQA; masks, window, soft cap, ALiBi, sinks, modifiers, dropout.
 
 `attention_checks` holds what is checked, `attention_batching` how callers share a launch.
 """
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-from layerzero.ops import checks
+from layerzero.ops import checks, masks
 from layerzero.ops.attention_batching import SameShapes
-from layerzero.ops.attention_checks import bounds, check, head_axes, infer_layout
+from layerzero.ops.attention_checks import ScoreMod, bounds, check, head_axes, infer_layout, modifiers
 from layerzero.ops.op import NO_SHAPE, Args, Call, Layouts, Op, Split, register, signature_of
 from layerzero.ops.request import OutSpec, Request, Work
 
+# What torch.vmap maps of a score and its place, innermost first: keys, queries, heads, sequences.
+_AXES = tuple((0, *(0 if axis == own else None for axis in range(4))) for own in (3, 2, 1, 0))
 # The reference holds at most this many scores at once: 64 MiB of float32.
 MAX_SCORES = 1 << 24
 
@@ -35,6 +39,9 @@ def attention(
     return_lse: bool = False,
     combine_mask: bool = False,
     rows_nonempty: bool = False,
+    sinks: Tensor | None = None,
+    score_mod: ScoreMod | None = None,
+    block_mask: Any = None,
 ) -> Call:
     """Attend `q` to `k` and `v`: softmax(scale * q k^T + bias) v.
 
@@ -45,10 +52,14 @@ def attention(
         scale defaults to D**-0.5. window=(left, right) keys around the diagonal, -1 is unbounded.
         softcap c turns scores s into c * tanh(s / c). alibi_slopes (Hq,) or (B, Hq) subtract
         slope * |distance to the diagonal|. rows_nonempty asserts that the mask leaves each query a key.
+        sinks (Hq,) are logits that join each softmax's denominator, and nothing else. score_mod(score, b,
+        h, q_idx, kv_idx), as torch's flex_attention takes it, changes scaled and capped scores before ALiBi
+        and masks. block_mask is a torch BlockMask of Sq and Sk: what it hides is hidden, a mask beside it
+        holds too, and with is_causal it needs `combine_mask=True`.
     Returns: (B, Hq, Sq, Dv) in q's dtype, in q's layout; with return_lse also the natural log of the
-        softmax's denominator, float32 (B, Hq, Sq). A query that sees no key gives 0, and -inf.
+        softmax's denominator, float32 (B, Hq, Sq). A query that sees no key gives 0, and -inf or its sink.
     Raises: ValueError, TypeError: an argument does not fit, by name.
-    Source: arXiv 1706.03762; GQA 2305.13245; ALiBi 2108.12409.
+    Source: arXiv 1706.03762; GQA 2305.13245; ALiBi 2108.12409; sinks 2309.17453, arXiv 2508.10925.
     """
     if layout is None:
         layout = infer_layout(q, k, v)
@@ -56,9 +67,12 @@ def attention(
         window = tuple(window)
     args = (
         q, k, v, attn_mask, is_causal, scale, dropout_p, window, softcap, alibi_slopes,
-        layout, return_lse, combine_mask, rows_nonempty,
+        layout, return_lse, combine_mask, rows_nonempty, sinks, score_mod, block_mask,
     )  # fmt: skip
+    more: Any = None
     try:
+        if sinks is not None or score_mod is not None or block_mask is not None:
+            more = modifiers(sinks, score_mod, block_mask)
         return (
             "attention", q.shape, q.stride(), q.dtype, q.device, q.requires_grad,
             k.shape, k.stride(), k.dtype, k.device, k.requires_grad,
@@ -66,6 +80,7 @@ def attention(
             attn_mask if attn_mask is None else signature_of(attn_mask),
             alibi_slopes if alibi_slopes is None else signature_of(alibi_slopes),
             is_causal, scale, dropout_p, window, softcap, layout, return_lse, combine_mask, rows_nonempty,
+            more,
         ), args  # fmt: skip
     except NO_SHAPE:
         check(args)  # names the operand that is no tensor
@@ -87,6 +102,9 @@ def attention_reference(
     return_lse: bool = False,
     combine_mask: bool = False,
     rows_nonempty: bool = False,
+    sinks: Tensor | None = None,
+    score_mod: ScoreMod | None = None,
+    block_mask: Any = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """The op in plain torch: scores in float32 (float64 stays), a block of queries at a time."""
     swapped = layout == "BSHD"
@@ -96,6 +114,8 @@ def attention_reference(
     left, right = bounds(is_causal, window)
     factor = width**-0.5 if scale is None else scale
     wide = torch.float64 if torch.float64 in (q.dtype, k.dtype, v.dtype) else torch.float32
+    if block_mask is not None:
+        attn_mask = masks.with_blocks(attn_mask, block_mask, batch, heads)
     mask = None if attn_mask is None else attn_mask.expand(batch, heads, q_len, k_len)
     rows = max(1, MAX_SCORES // max(1, batch * heads * k_len))
     outs: list[Tensor] = []
@@ -106,11 +126,13 @@ def attention_reference(
         scores = _scores(query[:, :, start:stop], key[:, :, first:last], factor, wide)
         if softcap is not None:
             scores = softcap * torch.tanh(scores / softcap)
+        if score_mod is not None:
+            scores = _modified(scores, score_mod, start, first)
         scores = _biased(
             scores, start + k_len - q_len, first, left, right, alibi_slopes,
             None if mask is None else mask[:, :, start:stop, first:last],
         )  # fmt: skip
-        out, lse = _weighted(scores, value[:, :, first:last], dropout_p)
+        out, lse = _weighted(scores, value[:, :, first:last], dropout_p, sinks)
         outs.append(out)
         lses.append(lse)
     result = (outs[0] if len(outs) == 1 else torch.cat(outs, 2)).to(q.dtype)
@@ -167,15 +189,34 @@ def _biased(
     return scores + mask.to(scores.dtype)
 
 
-def _weighted(scores: Tensor, value: Tensor, dropout_p: float) -> tuple[Tensor, Tensor]:
-    """softmax(scores) value and the log of its denominator; a row of -inf gives 0 and -inf.
+def _modified(scores: Tensor, score_mod: ScoreMod, row: int, column: int) -> Tensor:
+    """Every score (B, H, n, m) as `score_mod` gives it; the first is of query `row` and key `column`."""
+    mapped: Any = score_mod
+    for axes in _AXES:
+        mapped = torch.vmap(mapped, in_dims=axes)
+    firsts = (0, 0, row, column)
+    places = [
+        torch.arange(first, first + size, device=scores.device)
+        for first, size in zip(firsts, scores.shape, strict=True)
+    ]
+    changed: Tensor = mapped(scores, *places)
+    return changed.to(scores.dtype)
+
+
+def _weighted(scores: Tensor, value: Tensor, dropout_p: float, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
+    """softmax(scores) value and the log of its denominator; a row of -inf gives 0 and -inf, or its sink.
 
     The row maximum only shifts the exponent, so no gradient flows through it.
     """
     peak = scores.detach().amax(-1, keepdim=True)
+    if sinks is not None:
+        sinks = sinks.to(scores.dtype)[:, None, None]
+        peak = torch.maximum(peak, sinks.detach())
     peak = peak.masked_fill(peak == -torch.inf, 0.0)
     weights = torch.exp(scores - peak)
     total = weights.sum(-1, keepdim=True)
+    if sinks is not None:
+        total = total + torch.exp(sinks - peak)
     hidden = total == 0
     total = total.masked_fill(hidden, 1.0)
     weights = weights / total
@@ -209,12 +250,21 @@ def empty(args: Args) -> Tensor | tuple[Tensor, Tensor] | None:
     out = q.new_zeros(specs[0].shape)
     if len(specs) == 1:
         return out
-    return out, q.new_full(specs[1].shape, -torch.inf, dtype=torch.float32)
+    lse = q.new_full(specs[1].shape, -torch.inf, dtype=torch.float32)
+    sinks = args[14]
+    return out, lse if sinks is None else sinks[None, :, None].expand_as(lse).float().clone()
 
 
 def cut(args: Args, start: int, stop: int) -> Args:
-    """The call of sequences [start, stop): mask and slopes are cut where they differ between sequences."""
+    """The call of sequences [start, stop): masks and slopes are cut where they differ between sequences."""
     own = list(args)
+    score_mod, block_mask = args[15], args[16]
+    if score_mod is not None:
+        own[15] = lambda score, b, *place: score_mod(score, b + start, *place)
+    if block_mask is not None:
+        q, heads = args[0], head_axes(args[10])[0]
+        own[3], own[16] = masks.with_blocks(args[3], block_mask, q.shape[0], q.shape[heads]), None
+        args = tuple(own)
     for position in (0, 1, 2):
         own[position] = args[position][start:stop]
     mask, slopes = args[3], args[9]

@@ -58,8 +58,8 @@ GATHER_BYTES_ELSEWHERE = 1 << 23
 class SameShapes(Rule):
     """Calls of one (Sq, Sk) become one launch; other lengths in the same group get their own.
 
-    Calls with a mask, dropout or slopes per sequence run alone, and so do large ones that would have to be
-    copied.
+    Calls with a mask, a score modifier, dropout or slopes per sequence run alone, and so do large ones
+    that would have to be copied.
     """
 
     @property
@@ -76,6 +76,8 @@ class SameShapes(Rule):
         """Everything but lengths: dtype, device, heads, head sizes."""
         q, k, v, mask, dropout_p, slopes, layout = (args[i] for i in (0, 1, 2, 3, 6, 9, 10))
         if mask is not None or dropout_p or (slopes is not None and slopes.dim() != 1):
+            return None
+        if args[15] is not None or args[16] is not None:  # functions of the batch index
             return None
         heads = 1 if layout == "BHSD" else 2
         return q.dtype, k.dtype, v.dtype, q.device, q.shape[heads], k.shape[heads], q.shape[3], v.shape[3]
@@ -136,6 +138,8 @@ def _ragged(calls: Sequence[Args], shapes: int, launch: Launch) -> list[Any] | N
     )
     op = table.get("ragged_attention")
     if layout != "BSHD" or slopes is not None or lse or window is not None or softcap is not None:
+        return None
+    if first[14] is not None:
         return None
     if not isinstance(launch, Launcher) or not launch.free or any(args[0].shape[0] != 1 for args in calls):
         return None

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from layerzero.ops import checks
-from layerzero.ops.op import Args
+from layerzero.ops.op import Args, signature_of
 from layerzero.ops.request import Request
 
 LAYOUTS = ("BHSD", "BSHD")
+ScoreMod = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
 
 
 def head_axes(layout: str) -> tuple[int, int]:
@@ -23,6 +26,22 @@ def bounds(is_causal: bool, window: tuple[int, int] | None) -> tuple[int, int]:
     """How far left and right of the diagonal a query sees; -1 is unbounded."""
     left, right = window if window is not None else (-1, -1)
     return left, 0 if is_causal else right
+
+
+def modifiers(sinks: Any, score_mod: Any, block_mask: Any) -> tuple[Any, ...]:
+    """What a signature holds of them: whether they fit is decided by that, whose they are is not."""
+    blocks = None
+    if block_mask is not None:
+        blocks = _blocks_of(block_mask)
+    return signature_of(sinks), score_mod if score_mod is None else callable(score_mod), blocks
+
+
+def _blocks_of(block_mask: Any) -> tuple[Any, ...]:
+    """Type, (B, H, Sq, Sk), block sizes and device of a torch BlockMask; the type alone of anything else."""
+    flex = sys.modules.get("torch.nn.attention.flex_attention")  # who has a mask has imported it
+    if flex is None or not isinstance(block_mask, flex.BlockMask):
+        return (type(block_mask),)
+    return type(block_mask), block_mask.shape, block_mask.BLOCK_SIZE, block_mask.kv_num_blocks.device
 
 
 def infer_layout(q: Tensor, k: Tensor, v: Tensor) -> str:
@@ -61,7 +80,7 @@ def _fits(q: Tensor, k: Tensor, v: Tensor, axes: tuple[int, int]) -> bool:
 def check(args: Args) -> Request:
     """Validate a call and describe it; see `attention` for the arguments."""
     (q, k, v, attn_mask, is_causal, scale, dropout_p, window, softcap, alibi_slopes,
-     layout, return_lse, combine_mask, rows_nonempty) = args  # fmt: skip
+     layout, return_lse, combine_mask, rows_nonempty, sinks, score_mod, block_mask) = args  # fmt: skip
     checks.need_choice("layout", layout, LAYOUTS)
     for name, value in (
         ("is_causal", is_causal),
@@ -76,6 +95,12 @@ def check(args: Args) -> Request:
     if alibi_slopes is not None:
         _check_slopes(alibi_slopes, q, dims)
     _check_numbers(scale, dropout_p, softcap)
+    if sinks is not None:
+        _check_sinks(sinks, q, dims)
+    if score_mod is not None and not callable(score_mod):
+        raise TypeError(f"score_mod needs a callable of (score, b, h, q_idx, kv_idx), got {score_mod!r}")
+    if block_mask is not None:
+        _check_blocks(block_mask, q, dims, is_causal and not combine_mask)
     if window is not None:
         check_window(window)
         if min(window) >= 0:
@@ -157,6 +182,33 @@ def _check_slopes(slopes: Any, q: Tensor, dims: dict[str, int]) -> None:
     checks.need_same_device("q", q, alibi_slopes=slopes)
 
 
+def _check_sinks(sinks: Any, q: Tensor, dims: dict[str, int]) -> None:
+    checks.need_tensor("sinks", sinks)
+    if tuple(sinks.shape) != (dims["Hq"],):
+        raise ValueError(
+            f"sinks needs shape ({dims['Hq']},), one logit a query head, got {tuple(sinks.shape)}"
+        )
+    checks.need_same_device("q", q, sinks=sinks)
+
+
+def _check_blocks(block_mask: Any, q: Tensor, dims: dict[str, int], with_causal: bool) -> None:
+    facts = _blocks_of(block_mask)
+    if len(facts) == 1:
+        wanted = "torch.nn.attention.flex_attention.BlockMask"
+        raise TypeError(f"block_mask needs a {wanted}, got {type(block_mask).__name__}")
+    if with_causal:
+        raise ValueError("block_mask with is_causal=True needs combine_mask=True, got combine_mask=False")
+    target, shape = (dims["B"], dims["Hq"], dims["Sq"], dims["Sk"]), tuple(facts[1])
+    if shape[2:] != target[2:] or any(
+        size not in (1, full) for size, full in zip(shape, target, strict=True)
+    ):
+        raise ValueError(
+            f"block_mask needs (B, Hq, Sq, Sk) = {target}, 1 for each of B and Hq or not, got {shape}"
+        )
+    if facts[3] != q.device:
+        raise ValueError(f"block_mask needs to be on {q.device} like q, got {facts[3]}")
+
+
 def _check_numbers(scale: Any, dropout_p: Any, softcap: Any) -> None:
     if scale is not None:
         checks.need_number("scale", scale)
@@ -176,12 +228,14 @@ def check_window(window: Any) -> None:
 
 def _features(args: Args, dims: dict[str, int]) -> frozenset[str]:
     mask, causal, scale, dropout_p, window, softcap, slopes = args[3:10]
+    sinks, score_mod, block_mask = args[14:17]
+    hiding = mask is not None or block_mask is not None
     asked = {
         "causal": causal,
         "mask_bool": mask is not None and mask.dtype is torch.bool,
         "mask_float": mask is not None and mask.dtype is not torch.bool,
         "mask_and_causal": mask is not None and causal,
-        "empty_rows": (mask is not None and not args[13]) or _hides_rows(causal, window, dims),
+        "empty_rows": (hiding and not args[13]) or _hides_rows(causal, window, dims),
         "gqa": dims["G"] > 1,
         "scale": scale is not None and scale != dims["D"] ** -0.5,
         "dropout": dropout_p > 0,
@@ -189,6 +243,13 @@ def _features(args: Args, dims: dict[str, int]) -> frozenset[str]:
         "softcap": softcap is not None,
         "alibi": slopes is not None,
         "lse": args[11],
+        "sinks": sinks is not None,
+        # The mode is part of every table: parameters that want no gradient now cost nothing.
+        "sinks_grad": sinks is not None
+        and torch.is_grad_enabled()
+        and any(t.requires_grad for t in (*args[:3], sinks)),
+        "score_mod": score_mod is not None,
+        "block_mask": block_mask is not None,
         # Gradients that fused kernels leave out, and a mask that q's dtype cannot hold.
         "lse_grad": args[11] and any(t.requires_grad for t in args[:3]),
         "mask_grad": any(t is not None and t.requires_grad for t in (mask, slopes)),

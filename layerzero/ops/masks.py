@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -99,3 +101,56 @@ def _as_bias(seen: Tensor, dtype: torch.dtype) -> Tensor:
 def sees_nothing(bias: Tensor) -> Tensor:
     """The bias's rows in which every key is hidden: the bias's shape without its last axis."""
     return (bias == -torch.inf).all(-1)
+
+
+def with_blocks(attn_mask: Tensor | None, block_mask: Any, batch: int, heads: int) -> Tensor:
+    """`attn_mask` with what a torch BlockMask hides hidden, too; broadcasts to (B, H, Sq, Sk)."""
+    seen = dense(block_mask, batch, heads)
+    if attn_mask is None:
+        return seen
+    return attn_mask & seen if attn_mask.dtype is torch.bool else attn_mask.masked_fill(~seen, -torch.inf)
+
+
+def dense(block_mask: Any, batch: int, heads: int) -> Tensor:
+    """(B or 1, H or 1, Sq, Sk) bool of a torch BlockMask: partial blocks by its function, full ones whole.
+
+    The function is asked about every sequence and head, as torch does it, also where blocks do not differ.
+    """
+    listed = _listed(block_mask.kv_num_blocks, block_mask.kv_indices, block_mask)
+    seen = _asked(block_mask, batch, heads) & listed
+    if block_mask.full_kv_num_blocks is None:
+        return seen
+    return seen | _listed(block_mask.full_kv_num_blocks, block_mask.full_kv_indices, block_mask)
+
+
+def _asked(block_mask: Any, batch: int, heads: int) -> Tensor:
+    """What the function says, over sequences and heads only where that depends on them."""
+    device = block_mask.kv_num_blocks.device
+    places = [torch.arange(size, device=device) for size in (batch, heads, *block_mask.shape[2:])]
+    mapped = torch.vmap(block_mask.mask_mod, in_dims=(None, None, None, 0))
+    mapped = torch.vmap(mapped, in_dims=(None, None, 0, None))
+    for by_batch, by_head in ((None, None), (0, None), (None, 0), (0, 0)):
+        inner = torch.vmap(mapped, in_dims=(None, 0, None, None), out_dims=by_head)
+        try:
+            seen: Tensor = torch.vmap(inner, in_dims=(0, None, None, None), out_dims=by_batch)(*places)
+        except ValueError:  # a value that differs along an axis which it was to be without
+            if by_batch == by_head == 0:
+                raise
+            continue
+        return seen.reshape(
+            1 if by_batch is None else batch, 1 if by_head is None else heads, *seen.shape[-2:]
+        )
+    raise AssertionError("the last of them raises")
+
+
+def _listed(counts: Tensor, indices: Tensor, block_mask: Any) -> Tensor:
+    """(B, H, Sq, Sk) bool: the elements of the first `counts` blocks that `indices` name, row by row."""
+    rows, columns = block_mask.BLOCK_SIZE
+    sq, sk = block_mask.shape[2:]
+    many = indices.shape[-1]
+    named = torch.arange(many, device=indices.device) < counts[..., None]
+    # What is not named goes to a column of its own, which is cut off.
+    table = torch.zeros((*indices.shape[:-1], many + 1), dtype=torch.bool, device=indices.device)
+    table.scatter_(-1, torch.where(named, indices.long(), many), True)
+    spread = table[..., :-1].repeat_interleave(rows, -2).repeat_interleave(columns, -1)
+    return spread[..., :sq, :sk]

@@ -77,7 +77,8 @@ def _attention(case: Case, rand: Any, generator: torch.Generator) -> tuple[list[
         named["attn_mask"] = rand(hq, sq, sk)
     if "mask_wide" in asks:
         named["attn_mask"] = rand(sq, sk, kind=torch.float32)
-    if "attn_mask" in named:
+    named |= _modifiers(asks, b, hq, sq, sk, generator)
+    if "attn_mask" in named or "block_mask" in named:
         named["combine_mask"] = named["is_causal"]
         named["rows_nonempty"] = "empty_rows" not in asks
     if "scale" in asks:
@@ -89,6 +90,37 @@ def _attention(case: Case, rand: Any, generator: torch.Generator) -> tuple[list[
     if "alibi" in asks:
         named["alibi_slopes"] = torch.rand(hq, generator=generator)
     return [q, k, v], named
+
+
+def _modifiers(
+    asks: set[str], b: int, hq: int, sq: int, sk: int, generator: torch.Generator
+) -> dict[str, Any]:
+    """Sinks, a score modifier that reads a table of the heads, a block mask."""
+    named: dict[str, Any] = {}
+    if "block_mask" in asks:
+        named["block_mask"] = _blocks(b, sq, sk, "empty_rows" in asks, generator)
+    if "sinks" in asks:
+        named["sinks"] = torch.randn(hq, generator=generator)
+    if "score_mod" in asks:
+        heads = torch.randn(hq, generator=generator)
+        named["score_mod"] = lambda score, b, h, i, j: (
+            score * (1 + 0.1 * b) - heads.to(score.device)[h] * (i - j).abs() / 8
+        )
+    return named
+
+
+def _blocks(batch: int, sq: int, sk: int, hiding: bool, generator: torch.Generator) -> Any:
+    """A block mask that differs between sequences: some blocks full, some partial, some not there."""
+    from torch.nn.attention.flex_attention import create_block_mask
+
+    seen = torch.rand(batch, sq, sk, generator=generator) > 0.4
+    seen[:, : sq // 2, : sk // 2] = True
+    seen[:, sq // 2 :, sk // 2 :] = False
+    seen[..., 0] = True
+    seen[0, 0] &= not hiding
+    seen = seen.to(DEVICE)
+    size = 128 if sq % 128 == 0 else 3
+    return create_block_mask(lambda b, h, i, j: seen[b, i, j], batch, None, sq, sk, DEVICE, BLOCK_SIZE=size)
 
 
 def _rope(case: Case, rand: Any, generator: torch.Generator) -> tuple[list[Any], dict[str, Any]]:

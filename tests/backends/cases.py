@@ -60,7 +60,7 @@ RUNNABLE = [k for k in KERNELS if not why_not_here(k)]
 ASKS: dict[str, tuple[str, ...]] = {
     "attention": (
         "causal", "mask_bool", "mask_float", "mask_wide", "empty_rows", "gqa", "scale", "window", "softcap",
-        "alibi", "lse", "bshd",
+        "alibi", "lse", "bshd", "sinks", "score_mod", "block_mask",
     ),
     "paged_attention": (
         "causal", "prefill", "gqa", "scale", "window", "softcap", "lse", "hnd", "kv_float32", "kv_bfloat16",

@@ -113,7 +113,7 @@ def test_every_claimed_feature_is_exercised(kernel: Kernel) -> None:
     asked: set[str] = set()
     for call in ran(kernel):
         asked |= op.check(call.args).features
-    by_hand = {"dropout", "mask_grad", "lse_grad"}  # tested below and in test_torch_sdpa.py
+    by_hand = {"dropout", "mask_grad", "lse_grad", "sinks_grad"}  # tested below and in test_torch_sdpa.py
     claimed = kernel.capability.features - by_hand
     if kernel.backend == "reference":
         return

@@ -125,14 +125,54 @@ def sparse(**more: Any) -> Any:
 
 @pytest.mark.parametrize("make", [gpt_oss, sparse])
 @torch.no_grad()
-def test_what_a_model_says_beside_the_mask_counts(make: Any) -> None:
+def test_what_a_model_says_beside_the_mask_counts(runtime: lz.Runtime, make: Any) -> None:
     """Sinks, and indices of the keys that a query sees, change the logits as they do unpatched."""
     model, given = make(), batch(9, 4, 6)
     before = model(**given).logits
     during = lz.patch(model)(**given).logits
     real = given["attention_mask"].bool()
     torch.testing.assert_close(during[real], before[real], atol=2e-6, rtol=1e-4)
+    assert runtime.device().counters.total("own_attention") == 0
     torch.testing.assert_close(lz.unpatch(model)(**given).logits, before, atol=0, rtol=0)
+
+
+def bigbird(**more: Any) -> Any:
+    """A small decoder whose layers do not say that they are causal: its masks do, and it knows no SDPA."""
+    torch.manual_seed(0)
+    config = transformers.BigBirdPegasusConfig(
+        vocab_size=97, d_model=64, decoder_layers=2, encoder_layers=2, decoder_attention_heads=4,
+        encoder_attention_heads=4, decoder_ffn_dim=96, encoder_ffn_dim=96, max_position_embeddings=64,
+        pad_token_id=0, is_decoder=True, is_encoder_decoder=False, **more,
+    )  # fmt: skip
+    return transformers.BigBirdPegasusForCausalLM(config).eval()
+
+
+@pytest.mark.parametrize("lengths", [(9,), (9, 4)])
+@torch.no_grad()
+def test_a_model_whose_masks_alone_are_causal_stays_causal(lengths: tuple[int, ...]) -> None:
+    """No mask is left out for a model that does not know SDPA, in a copy of it either."""
+    model, given = bigbird(), batch(*lengths)
+    given = given if len(lengths) > 1 else {"input_ids": given["input_ids"]}
+    before = model(**given).logits
+    real = batch(*lengths)["attention_mask"].bool()
+    for patched in (lz.patch(model), copy.deepcopy(model)):
+        torch.testing.assert_close(patched(**given).logits[real], before[real], atol=2e-6, rtol=1e-4)
+
+
+def test_sinks_learn(runtime: lz.Runtime) -> None:
+    """Their gradient, and every other, through a patched model equals the model's own."""
+    model, given = gpt_oss(), batch(9, 4)
+
+    def gradients() -> list[Tensor]:
+        model.zero_grad()
+        model(**given).logits[given["attention_mask"].bool()].pow(2).sum().backward()
+        return [p.grad.clone() for p in model.parameters() if p.grad is not None]
+
+    before = gradients()
+    lz.patch(model)
+    for ours, theirs in zip(gradients(), before, strict=True):
+        torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=1e-3)
+    assert runtime.device().counters.total("own_attention") == 0
 
 
 def own_calls(opened: lz.Runtime, argument: str) -> float:
@@ -218,7 +258,7 @@ def test_a_mask_that_only_a_patched_model_makes_is_asked_for() -> None:
     """Named in the configuration alone, a sparse model would see every key: an error says what to do."""
     lz.patch(llama())
     model = sparse(attn_implementation="layerzero")
-    with pytest.raises(ValueError, match="indices of .* needs a model given to layerzero.patch"):
+    with pytest.raises(ValueError, match=r"indices of .* needs a model given to layerzero.patch"):
         model(**batch(9))
 
 

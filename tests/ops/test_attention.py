@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn import functional as F
+from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 from torch.testing import assert_close
 
 import layerzero.ops.attention as module
@@ -30,6 +31,8 @@ def score(
     s = dot * factor
     if cap is not None:
         s = cap * math.tanh(s / cap)
+    if options.get("modified") is not None:
+        s = options["modified"](s)
     s -= slope * abs(away)
     if mask is None:
         return s
@@ -45,6 +48,9 @@ def oracle(
     is_causal: bool = False,
     scale: float | None = None,
     alibi_slopes: Tensor | None = None,
+    sinks: Tensor | None = None,
+    score_mod: Any = None,
+    block_mask: Any = None,
     **options: Any,
 ) -> tuple[Tensor, Tensor]:
     """Attention in float64, one score at a time; BHSD."""
@@ -60,14 +66,36 @@ def oracle(
         for j in range(k_len):
             dot = float(q[b, h, i].double() @ k[b, h // group, j].double())
             one = None if mask is None else mask[b, h, i, j]
+            if score_mod is not None:
+                place = [torch.tensor(at) for at in (b, h, i, j)]
+                options["modified"] = lambda s, at=place: float(score_mod(torch.tensor(s).double(), *at))
+            if block_mask is not None and not sees(block_mask, b, h, i, j):
+                scores.append(-INF)
+                continue
             scores.append(score(dot, j - (i + k_len - q_len), float(slopes[b, h]), one, options, is_causal))
         total = sum(math.exp(s) for s in scores)
+        if sinks is not None:
+            total += math.exp(float(sinks[h]))
         if total == 0:
             continue
         lse[b, h, i] = math.log(total)
         for j, s in enumerate(scores):
             out[b, h, i] += math.exp(s) / total * v[b, h // group, j].double()
     return out, lse
+
+
+def sees(block_mask: Any, b: int, h: int, i: int, j: int) -> bool:
+    """What a block mask says of one score: its block is full, or partial and its function agrees."""
+    rows, columns = block_mask.BLOCK_SIZE
+    at = (min(b, block_mask.shape[0] - 1), min(h, block_mask.shape[1] - 1), i // rows)
+
+    def listed(counts: Any, indices: Any) -> bool:
+        return counts is not None and j // columns in indices[at][: int(counts[at])].tolist()
+
+    if listed(block_mask.full_kv_num_blocks, block_mask.full_kv_indices):
+        return True
+    partly = listed(block_mask.kv_num_blocks, block_mask.kv_indices)
+    return partly and bool(block_mask.mask_mod(*(torch.tensor(at) for at in (b, h, i, j))))
 
 
 def run(*operands: Tensor, **options: Any) -> Any:
@@ -116,6 +144,18 @@ def calls(draw: st.DrawFn) -> tuple[tuple[Tensor, Tensor, Tensor], dict[str, Any
     options["softcap"] = draw(st.sampled_from([None, 1.5]))
     if draw(st.booleans()):
         options["alibi_slopes"] = torch.rand(heads) if draw(st.booleans()) else torch.rand(batch, heads)
+    if draw(st.booleans()):
+        options["sinks"] = torch.randn(heads)
+    if draw(st.booleans()):
+        table = torch.randn(batch, heads, q_len, k_len)
+        options["score_mod"] = lambda s, b, h, i, j: s * (1 + i) + table[b, h, i, j]
+    if draw(st.booleans()):
+        tiles = torch.rand(batch, heads, q_len, k_len) < draw(st.sampled_from([0.3, 0.95]))
+        sizes = (draw(st.sampled_from([1, batch])), draw(st.sampled_from([1, heads])))
+        options["block_mask"] = create_block_mask(
+            lambda b, h, i, j: tiles[b, h, i, j], *sizes, q_len, k_len, "cpu", BLOCK_SIZE=2
+        )
+        options["combine_mask"] = True
     return qkv, options
 
 
@@ -333,3 +373,71 @@ def test_work_counts_the_pairs_that_causal_leaves(q_len: int, k_len: int) -> Non
     assert ATTENTION.work(request).flops == 2 * 2 * 4 * (8 + 6) * pairs
     full = ATTENTION.work(ATTENTION.check(attention(q, k, v)[1]))
     assert full.bytes == 4 * sum(t.numel() for t in (q, k, v)) + 4 * 2 * 4 * q_len * 6
+
+
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+def test_modifiers_mean_what_torchs_flex_attention_means() -> None:
+    """A score modifier and a block mask give what torch gives, eager, in float64."""
+    q, k, v = (t.double() for t in operands(q_len=6, k_len=6))
+    bias = torch.randn(4, 6, 6).double()
+
+    def mod(s: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        return torch.where(i - j > 2, s * 2, s) + bias[h, i, j]
+
+    blocks = create_block_mask(
+        lambda b, h, i, j: (i >= j) & (i - j < 3 + b), 2, None, 6, 6, "cpu", BLOCK_SIZE=2
+    )
+    theirs = flex_attention(q, k, v, score_mod=mod, block_mask=blocks, enable_gqa=True)
+    assert_close(run(q, k, v, score_mod=mod, block_mask=blocks), theirs)
+
+
+def test_gradients_reach_sinks_and_what_a_modifier_holds() -> None:
+    """Sinks are learnt, and so are tables that a score modifier reads."""
+    q, k, v = (t.double().requires_grad_() for t in operands(q_len=3, k_len=4, d=3, dv=2))
+    sinks, bias = torch.randn(4).double().requires_grad_(), torch.randn(4, 3, 4).double().requires_grad_()
+
+    def call(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor, bias: Tensor) -> Any:
+        mod = lambda s, b, h, i, j: s + bias[h, i, j]  # noqa: E731
+        return attention_reference(q, k, v, sinks=sinks, score_mod=mod, return_lse=False)
+
+    assert torch.autograd.gradcheck(call, (q, k, v, sinks, bias))
+
+
+def test_a_sink_takes_its_share() -> None:
+    """A sink of -inf is none, a great one takes everything; the denominator counts it."""
+    q, k, v = operands()
+    plain, lse = run(q, k, v, return_lse=True)
+    out, same = run(q, k, v, return_lse=True, sinks=torch.full((4,), -INF))
+    assert_close(out, plain)
+    assert_close(same, lse)
+    out, great = run(q, k, v, return_lse=True, sinks=torch.full((4,), 80.0))
+    assert out.abs().max() < 1e-20
+    assert_close(great, torch.full_like(great, 80.0))
+    hidden, alone = run(
+        q, k, v, return_lse=True, sinks=torch.ones(4), attn_mask=torch.zeros(5, 7, dtype=torch.bool)
+    )
+    assert not hidden.any() and (alone == 1).all()
+
+
+@pytest.mark.parametrize(
+    ("wrong", "kind", "words"),
+    [
+        ({"sinks": torch.randn(3)}, ValueError, r"sinks needs shape \(4,\)"),
+        ({"sinks": torch.ones(4, dtype=torch.long)}, TypeError, "sinks needs a floating"),
+        ({"sinks": [1.0] * 4}, TypeError, "sinks needs a torch.Tensor"),
+        ({"score_mod": 3}, TypeError, "score_mod needs a callable"),
+        ({"block_mask": torch.ones(5, 7)}, TypeError, "block_mask needs a torch.nn.attention"),
+        ({"block_mask": (5, 5)}, ValueError, "block_mask needs .B, Hq, Sq, Sk."),
+        ({"block_mask": (5, 7), "is_causal": True}, ValueError, "combine_mask=True"),
+    ],
+)  # fmt: skip
+def test_wrong_modifiers_are_named(wrong: dict[str, Any], kind: Any, words: str) -> None:
+    """Each by its argument, what it needs and what it got."""
+    if isinstance(wrong.get("block_mask"), tuple):
+        sizes = wrong["block_mask"]
+        wrong = {
+            **wrong,
+            "block_mask": create_block_mask(lambda b, h, i, j: i >= j, None, None, *sizes, "cpu"),
+        }
+    with pytest.raises(kind, match=words):
+        run(*operands(), **wrong)

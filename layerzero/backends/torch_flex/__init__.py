@@ -35,12 +35,12 @@ def _attention() -> Callable[..., Any]:
 
 def _unit(request: Request) -> str:
     sizes = "x".join(str(request.dim(name)) for name in ("B", "Hq", "Hk", "Sq", "Sk", "D"))
-    return " ".join([sizes, *sorted(request.features & {"softcap", "mask_bool"})])
+    return " ".join([sizes, *sorted(request.features & {"softcap", "mask_bool", "block_mask"})])
 
 
 def _mask_bytes(request: Request) -> int:
     """The mask for every head, and which of its blocks are seen."""
-    if "mask_bool" not in request.features:
+    if not request.features & {"mask_bool", "block_mask"}:
         return 0
     return 2 * request.dim("B") * request.dim("Hq") * request.dim("Sq") * request.dim("Sk")
 
@@ -48,6 +48,7 @@ def _mask_bytes(request: Request) -> int:
 _FEATURES = frozenset(
     {
         "causal", "scale", "gqa", "window", "softcap", "alibi", "mask_bool", "mask_and_causal", "empty_rows",
+        "block_mask",
     }
 )  # fmt: skip
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from layerzero.ops.attention_checks import bounds
-from layerzero.ops.masks import Window
+from layerzero.ops.masks import Window, with_blocks
 from layerzero.ops.request import Request
 
 BLOCK = 128
@@ -41,7 +41,7 @@ def shape_of(request: Request) -> Shape:
     size, asks = request.dim, request.features
     return Shape(
         size("B"), size("Hq"), size("Hk"), size("Sq"), size("Sk"), size("D"),
-        "softcap" in asks, "mask_bool" in asks,
+        "softcap" in asks, bool(asks & {"mask_bool", "block_mask"}),
     )  # fmt: skip
 
 
@@ -184,9 +184,13 @@ PROGRAMS = Programs()
 
 def attention(
     q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None, is_causal: bool, scale: float | None,
-    dropout_p: float, window: Window, softcap: float | None, alibi_slopes: Tensor | None, *_: Any,
+    dropout_p: float, window: Window, softcap: float | None, alibi_slopes: Tensor | None,
+    layout: str = "BHSD", return_lse: bool = False, combine_mask: bool = False, rows_nonempty: bool = False,
+    sinks: Tensor | None = None, score_mod: Any = None, block_mask: Any = None,
 ) -> Tensor:  # fmt: skip
     """The program of the call's shape; a mask is spread over batch and heads."""
+    if block_mask is not None:
+        attn_mask = with_blocks(attn_mask, block_mask, q.shape[0], q.shape[1])
     batch, heads, queries, width = q.shape
     shape = Shape(
         batch, heads, k.shape[1], queries, k.shape[2], width,

@@ -1,0 +1,258 @@
+"""Compare the logits of every causal family of transformers, patched and as it was, on small random models.
+
+Run `OMP_NUM_THREADS=1 python -m benchmarks.families --json benchmarks/results/families_cpu.json`. A family
+is one entry of transformers' mapping for causal language models; its configuration is made small, its weights
+are random, float32. Two batches, one of them padded, go through the model before and after `lz.patch`; what
+is compared is the largest difference of a logit at a real token, beside the largest logit.
+"""
+
+from __future__ import annotations
+
+import argparse
+import signal
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import layerzero as lz
+from benchmarks.harness import environment, write
+from layerzero.integrations import transformers as integration
+
+
+# Sizes by the names that configurations have for them; what a configuration does not name is left out.
+def _sizes(**names: str) -> dict[str, Any]:
+    """Every name with its size: `_8="rotary_dim"` is {"rotary_dim": 8}."""
+    return {name: int(size[1:]) for size, listed in names.items() for name in listed.split()}
+
+
+_WIDTH = _sizes(
+    _64="hidden_size d_model n_embd dim word_embed_proj_dim embedding_size",
+)
+_INNER = _sizes(
+    _96=(
+        "intermediate_size ffn_dim n_inner ffn_hidden_size d_ff encoder_ffn_dim decoder_ffn_dim "
+        "dense_intermediate_size block_ff_dim "
+    ),
+    _32=(
+        "moe_intermediate_size shared_expert_intermediate_size shared_intermediate_size "
+        "expert_ffn_hidden_size "
+    ),
+)
+_LAYERS = _sizes(
+    _2=("num_hidden_layers n_layer n_layers num_layers encoder_layers decoder_layers attn_layer_period "),
+    _1="first_k_dense_replace num_dense_layers attn_layer_offset num_mem_blocks",
+    _0="num_kv_shared_layers num_nextn_predict_layers",
+)
+_HEADS = _sizes(
+    _4=(
+        "num_attention_heads n_head n_heads num_heads encoder_attention_heads decoder_attention_heads "
+        "swa_num_attention_heads "
+    ),
+    _2="num_key_value_heads num_kv_heads swa_num_key_value_heads num_global_key_value_heads",
+    _16=("head_dim kv_channels attention_head_dim swa_head_dim swa_v_head_dim global_head_dim v_head_dim "),
+    _8="rotary_dim attention_window",
+    _64="attention_hidden_size",
+)
+_EXPERTS = _sizes(
+    _4="num_experts n_routed_experts num_local_experts moe_num_experts",
+    _2="num_experts_per_tok moe_topk moe_k top_k_experts num_experts_per_token",
+    _1="n_group topk_group n_shared_experts zero_expert_num",
+)
+_LATENT = _sizes(
+    _16="kv_lora_rank q_lora_rank o_lora_rank index_head_dim",
+    _8="qk_rope_head_dim qk_nope_head_dim",
+    _3="index_topk",
+    _2="index_n_heads",
+)
+_STATE = _sizes(
+    _4="mamba_n_heads mamba_num_heads linear_num_value_heads mamba_dt_rank",
+    _32="mamba_d_head mamba_head_dim",
+    _16="mamba_d_state ssm_state_size state_size linear_key_head_dim linear_value_head_dim",
+    _1="mamba_n_groups n_groups",
+    _8="mamba_chunk_size chunk_size",
+    _2="linear_num_key_heads",
+    _64="lru_width",
+    _128="mamba_d_ssm",
+)
+_OTHER = _sizes(
+    _97="vocab_size vocab_size_per_layer_input",
+    _64="max_position_embeddings n_positions max_seq_len seq_length",
+    _5="sliding_window",
+    _0="pad_token_id",
+    _1="bos_token_id",
+    _2="eos_token_id",
+    _16="hidden_size_per_layer_input",
+)
+_LAYERS["hybrid_layer_ids"] = [1]
+_OTHER["is_decoder"] = True
+# What is tried in turn until a family builds and runs: fewer and fewer names, and as many key heads as heads.
+ATTEMPTS: tuple[dict[str, Any], ...] = (
+    {**_WIDTH, **_INNER, **_LAYERS, **_HEADS, **_EXPERTS, **_LATENT, **_STATE, **_OTHER},
+    {**_WIDTH, **_INNER, **_LAYERS, **_HEADS, **_EXPERTS, **_LATENT, **_STATE, **_OTHER,
+     "num_key_value_heads": 4, "num_kv_heads": 4, "num_hidden_layers": 4},
+    {**_WIDTH, **_INNER, **_LAYERS, **_HEADS, **_EXPERTS, **_OTHER, "head_dim": None},
+    {**_WIDTH, **_LAYERS, "num_attention_heads": 4, "num_key_value_heads": 4, **_OTHER},
+    {"num_hidden_layers": 2, "n_layer": 2, "num_layers": 2, "vocab_size": 97},
+)  # fmt: skip
+MOST_PARAMETERS = 60_000_000
+SECONDS = 60
+# Of the largest logit: what other sums of the same numbers differ by.
+EQUAL = 2e-4
+
+
+def small(kind: Any, sizes: dict[str, Any]) -> Any:
+    """A configuration of its kind with the sizes that it names, nested ones too."""
+    default = kind()
+    own = {name: size for name, size in sizes.items() if size is not None and hasattr(default, name)}
+    for name, nested in kind.sub_configs.items():
+        if name == "text_config" and hasattr(nested, "sub_configs"):
+            own[name] = small(nested, sizes).to_dict()
+    return kind(**own)
+
+
+def build(family: str) -> tuple[Any, str]:
+    """A small random model of the family, and why it could not be built where there is none."""
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+
+    why = ""
+    for sizes in ATTEMPTS:
+        try:
+            kind = CONFIG_MAPPING[family]
+            made: Any = MODEL_FOR_CAUSAL_LM_MAPPING[kind]
+            config = small(kind, sizes)
+            if not hasattr(config, "vocab_size"):  # of several parts, of which this is the language model's
+                config = config.get_text_config()
+            with torch.device("meta"):
+                many = sum(p.numel() for p in made(config).parameters())
+            if many > MOST_PARAMETERS:
+                raise ValueError(f"{many} parameters")
+            torch.manual_seed(0)
+            model = made(config).eval().float()
+            for name, parameter in model.named_parameters():
+                if name.endswith("sinks") or not parameter.isfinite().all():
+                    torch.nn.init.normal_(parameter)
+            with torch.no_grad():
+                for given in batches():
+                    logits(model, given)
+        except Exception as error:
+            why = f"{type(error).__name__}: {error}".splitlines()[0][:160]
+            continue
+        return model, ""
+    return None, why
+
+
+def batches() -> list[dict[str, Tensor]]:
+    """One batch without padding, and one padded on the left."""
+    ids = torch.randint(3, 97, (2, 12), generator=torch.Generator().manual_seed(1))
+    mask = torch.arange(12).flip(0) < torch.tensor([12, 7])[:, None]
+    return [{"input_ids": ids}, {"input_ids": ids, "attention_mask": mask.long()}]
+
+
+def logits(model: Any, given: dict[str, Tensor]) -> Tensor:
+    """The logits at real tokens."""
+    found: Tensor = model(**given, use_cache=False).logits
+    mask = given.get("attention_mask")
+    return found if mask is None else found[mask.bool()]
+
+
+@contextmanager
+def counted(calls: list[str]) -> Iterator[None]:
+    """Note each call that a patched model makes of the op."""
+    real = integration.sync
+
+    class Counting:
+        @staticmethod
+        def attention(*args: Any, **kwargs: Any) -> Any:
+            calls.append("attention")
+            return real.attention(*args, **kwargs)
+
+    integration.sync = Counting  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        integration.sync = real
+
+
+def compare(family: str, runtime: lz.Runtime) -> dict[str, Any]:
+    """What became of a family: its state, the largest difference and logit, and what fell back."""
+    model, why = build(family)
+    if model is None:
+        return {"state": "not built", "why": why}
+    counters = runtime.device().counters
+    before = {s.labels[0][1]: v for s, v in counters.snapshot().items() if s.name == "own_attention"}
+    calls: list[str] = []
+    with torch.no_grad():
+        theirs = [logits(model, given) for given in batches()]
+        own = str(model.config._attn_implementation)
+        try:
+            lz.patch(model)
+        except ValueError as error:
+            return {"state": "no attention interface", "why": str(error)}
+        with counted(calls):
+            ours = [logits(model, given) for given in batches()]
+    after = {s.labels[0][1]: v for s, v in counters.snapshot().items() if s.name == "own_attention"}
+    fell = {name: int(n - before.get(name, 0)) for name, n in after.items() if n > before.get(name, 0)}
+    apart = max(float((a - b).abs().max()) for a, b in zip(ours, theirs, strict=True))
+    largest = max(float(t.abs().max()) for t in theirs)
+    row = {"before": own, "calls": len(calls), "apart": apart, "largest": largest}
+    state = "equal" if apart <= EQUAL * largest else "differs"
+    if fell:
+        return {"state": f"{state}, falls back", "arguments": fell, **row}
+    return {"state": state if calls else f"{state}, without the op", **row}
+
+
+class Slow(Exception):
+    """A family took too long."""
+
+
+def _stop(*_: Any) -> None:
+    raise Slow(f"more than {SECONDS} s")
+
+
+def all_families() -> list[str]:
+    """Every family of the mapping that has a configuration."""
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    return sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
+
+
+def main() -> None:
+    """Compare, print, write."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("families", nargs="*")
+    parser.add_argument("--json", type=Path)
+    options = parser.parse_args()
+    warnings.simplefilter("ignore")
+    found: dict[str, dict[str, Any]] = {}
+    signal.signal(signal.SIGALRM, _stop)
+    with lz.start(lz.Settings.load(warm="off", device="cpu")) as runtime:
+        for family in options.families or all_families():
+            signal.alarm(SECONDS)
+            try:
+                found[family] = compare(family, runtime)
+            except Exception as error:
+                words = f"{type(error).__name__}: {error}".splitlines()[0][:160]
+                found[family] = {"state": "failed", "why": words}
+            finally:
+                signal.alarm(0)
+            print(family, found[family], flush=True)
+        troubled = [standing.kernel for standing in runtime.device().health.standings()]
+    states: dict[str, int] = {}
+    for row in found.values():
+        states[row["state"]] = states.get(row["state"], 0) + 1
+    print(states, troubled)
+    if options.json is not None:
+        record = {"environment": environment(("transformers",)), "equal_below": EQUAL, "states": states,
+                  "kernels_in_trouble": troubled, "families": found}  # fmt: skip
+        write(options.json, record)
+
+
+if __name__ == "__main__":
+    with suppress(KeyboardInterrupt):
+        main()

@@ -1,0 +1,58 @@
+"""The comparison of transformers' families, patched and as they were."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+import layerzero as lz
+
+pytest.importorskip("transformers", reason="the model library is missing: .[hf]")
+
+from benchmarks import families
+
+RECORD = Path(families.__file__).with_name("results") / "families_cpu.json"
+
+
+@pytest.mark.parametrize(
+    ("family", "state"),
+    [
+        ("llama", "equal"),
+        ("gpt_oss", "equal"),
+        ("bigbird_pegasus", "equal"),
+        ("inkling2_text", "equal, falls back"),
+        ("falcon", "no attention interface"),
+    ],
+)
+def test_a_family_is_compared(family: str, state: str) -> None:
+    """Small models of families of each kind end in the state that the record has for them."""
+    with lz.start(lz.Settings.load(warm="off", device="cpu")) as runtime:
+        found = families.compare(family, runtime)
+    assert found["state"] == state
+    assert json.loads(RECORD.read_text())["families"][family]["state"] == state
+
+
+def test_no_family_differs() -> None:
+    """What was run gives its own logits, and no kernel was blamed."""
+    record = json.loads(RECORD.read_text())
+    wrong = {
+        name: row
+        for name, row in record["families"].items()
+        if row["state"].startswith(("differs", "failed"))
+    }
+    assert not wrong and record["kernels_in_trouble"] == []
+    assert sum(row["state"].startswith("equal") for row in record["families"].values()) >= 120
+
+
+def test_a_difference_would_be_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sinks that are dropped make another state."""
+    real = families.integration.sync.attention
+
+    def without(*args: object, **kwargs: object) -> object:
+        return real(*args, **{**kwargs, "sinks": None})  # type: ignore[arg-type]
+
+    monkeypatch.setattr(families.integration.sync, "attention", without)
+    with lz.start(lz.Settings.load(warm="off", device="cpu")) as runtime:
+        assert families.compare("gpt_oss", runtime)["state"] == "differs"
