@@ -12,6 +12,8 @@ from layerzero.ops.op import Args
 from layerzero.ops.request import Request
 
 LAYOUTS = ("BHSD", "BSHD")
+# No sequence is as long; a position and this many keys fit in the 32 bits that kernels count with.
+WIDEST = 1 << 30
 
 
 def head_axes(layout: str) -> tuple[int, int]:
@@ -23,6 +25,13 @@ def bounds(is_causal: bool, window: tuple[int, int] | None) -> tuple[int, int]:
     """How far left and right of the diagonal a query sees; -1 is unbounded."""
     left, right = window if window is not None else (-1, -1)
     return left, 0 if is_causal else right
+
+
+def as_window(window: Any) -> Any:
+    """`window` as a tuple; a side of WIDEST keys or more is -1, so that no kernel's integers overflow."""
+    if not isinstance(window, list | tuple):
+        return window
+    return tuple(-1 if isinstance(side, int) and side >= WIDEST else side for side in window)
 
 
 def infer_layout(q: Tensor, k: Tensor, v: Tensor) -> str:
@@ -184,6 +193,7 @@ def _features(args: Args, dims: dict[str, int]) -> frozenset[str]:
         "empty_rows": (mask is not None and not args[13]) or _hides_rows(causal, window, dims),
         "gqa": dims["G"] > 1,
         "scale": scale is not None and scale != dims["D"] ** -0.5,
+        "scale_not_positive": scale is not None and scale <= 0,
         "dropout": dropout_p > 0,
         "window": window is not None and max(window) >= 0,
         "softcap": softcap is not None,
