@@ -30,7 +30,7 @@ from layerzero.dispatch import (
     positional,
 )
 from layerzero.errors import KernelExecutionError, NoKernelFoundError, RuntimeClosedError
-from layerzero.hardware import Hardware, kind_of, probe
+from layerzero.hardware import Hardware, kind_of, probe, settle_vector_math
 from layerzero.health import Health, Store, Transition
 from layerzero.kernel import Kernel
 from layerzero.ops.op import Args, Op, Signature
@@ -86,6 +86,8 @@ class LocalDevice:
         self.snapshot = Snapshot(1, policy)
         self.registry = registry
         self.hardware = hardware or probe(self.device)
+        if self.device.type == "cpu":
+            settle_vector_math()
         self.clock: Clock = clock or MonotonicClock()
         self._proofs: Proofs | None = None
         self.counters = counters if counters is not None else Counters()

@@ -6,6 +6,7 @@ import functools
 import os
 import platform as host
 import re
+import threading
 from collections.abc import Mapping
 from enum import IntEnum, StrEnum
 from pathlib import Path
@@ -219,6 +220,19 @@ _ISA_NAMES = {
     "avx", "avx2", "fma", "avx512f", "avx512bw", "avx512_vnni", "avx512_bf16",
     "amx_bf16", "amx_int8", "neon", "asimd", "sve",
 }  # fmt: skip
+
+
+@functools.cache
+def settle_vector_math() -> None:
+    """Make the process's first call of MKL's vector functions from one thread, once.
+
+    Where several threads make that call at once, some of them may take a less exact variant: the first
+    large `exp` (or `sqrt`, `sin`, ...) of one process in seventy was off by 1e-4 (torch 2.13, Intel CPU). A
+    thread of its own, since torch's modes are the caller's.
+    """
+    first = threading.Thread(target=lambda: torch.exp(torch.zeros(1, device="cpu")), name="layerzero-settle")
+    first.start()
+    first.join()
 
 
 def _cpu_identity() -> tuple[str, str, set[str]]:

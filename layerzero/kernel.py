@@ -151,6 +151,7 @@ FEATURE_REASONS: Mapping[str, Reason] = {
     "gqa": Reason.GQA_UNSUPPORTED,
     "dropout": Reason.DROPOUT_UNSUPPORTED,
     "scale": Reason.SCALE_UNSUPPORTED,
+    "scale_not_positive": Reason.SCALE_UNSUPPORTED,
     "window": Reason.WINDOW_UNSUPPORTED,
     "softcap": Reason.SOFTCAP_UNSUPPORTED,
     "alibi": Reason.ALIBI_UNSUPPORTED,

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
 
 from layerzero.kernel import ACTIVATIONS, FEATURE_REASONS, Capability, Efficiency, Kernel
 from layerzero.ops.op import Op
@@ -31,6 +35,19 @@ CAPTURED = frozenset(
 )  # fmt: skip
 
 
+def without_autocast(run: Callable[..., Any]) -> Callable[..., Any]:
+    """`run` as written, whatever the caller's autocast: that rounds products, and refuses some joins."""
+    on = torch._C._is_any_autocast_enabled
+
+    def exact(*args: Any) -> Any:
+        if not on():
+            return run(*args)
+        with torch.autocast(args[0].device.type, enabled=False):
+            return run(*args)
+
+    return exact
+
+
 @functools.cache
 def reference_kernel(op: Op) -> Kernel:
     """`op.reference` as the kernel `reference.<op>`."""
@@ -46,7 +63,7 @@ def reference_kernel(op: Op) -> Kernel:
             batch_invariant=op.name in BATCH_INVARIANT,
             graph_safe=op.name in CAPTURED,
         ),
-        load=lambda: op.reference,
+        load=lambda: without_autocast(op.reference),
         efficiency=Efficiency(
             0.1,
             0.2,

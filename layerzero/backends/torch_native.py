@@ -14,18 +14,24 @@ from torch.nn import functional
 
 from layerzero.kernel import ACTIVATIONS, AtLeast, Capability, Efficiency, Kernel, Limit
 from layerzero.ops import append
+from layerzero.ops.linear import dense_if_odd
 from layerzero.ops.mlp import activate
+from layerzero.ops.norm import layer_norm_reference, rms_norm_reference
 
 
 def rms_norm(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
-    """`torch.nn.functional.rms_norm` over the last axis."""
+    """`torch.nn.functional.rms_norm` over the last axis of dense rows, whose sums it takes in one order."""
+    if not x.is_contiguous():
+        x = x.contiguous()
     return functional.rms_norm(x, x.shape[-1:], weight, eps)
 
 
 def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor | None, eps: float) -> tuple[Tensor, Tensor]:
-    """The sum, then its norm: two launches."""
+    """The sum, then its norm, in float32 beside a weight of another dtype: two launches."""
     total = x + residual
-    return functional.rms_norm(total, x.shape[-1:], weight, eps), total
+    if weight is None or weight.dtype is total.dtype:
+        return rms_norm(total, weight, eps), total
+    return rms_norm_reference(total, weight, eps), total
 
 
 def layer_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
@@ -36,21 +42,24 @@ def layer_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float
 def add_layer_norm(
     x: Tensor, residual: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float
 ) -> tuple[Tensor, Tensor]:
-    """The sum, then its norm: two launches."""
+    """The sum, then its norm, in float32 beside a weight or bias of another dtype: two launches."""
     total = x + residual
-    return functional.layer_norm(total, x.shape[-1:], weight, bias, eps), total
+    dtype = total.dtype
+    if (weight is None or weight.dtype is dtype) and (bias is None or bias.dtype is dtype):
+        return functional.layer_norm(total, x.shape[-1:], weight, bias, eps), total
+    return layer_norm_reference(total, weight, bias, eps), total
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """`torch.nn.functional.linear`."""
-    return functional.linear(x, weight, bias)
+    return functional.linear(x if x.is_contiguous() else dense_if_odd(x), weight, bias)
 
 
 def mlp(
     x: Tensor, w_up: Tensor, w_down: Tensor, b_up: Tensor | None, b_down: Tensor | None, activation: str
 ) -> Tensor:
     """Projection, activation, projection; what stands between has the operands' dtype."""
-    return functional.linear(activate(functional.linear(x, w_up, b_up), activation), w_down, b_down)
+    return functional.linear(activate(linear(x, w_up, b_up), activation), w_down, b_down)
 
 
 def embedding(ids: Tensor, weight: Tensor, padding_idx: int | None) -> Tensor:
@@ -90,6 +99,7 @@ def append_kv(k: Tensor, v: Tensor, k_pages: Tensor, v_pages: Tensor, slots: Ten
     if layout != "NHD" or not (k_pages.is_contiguous() and v_pages.is_contiguous()):
         return append.append_kv_reference(*args)
     append.guard(args)
+    k, v = append.apart(k, k_pages, v_pages), append.apart(v, k_pages, v_pages)
     for pool, rows in ((k_pages, k), (v_pages, v)):
         pool.flatten(0, 1).index_copy_(0, slots.long(), rows.to(pool.dtype))
     return slots
@@ -105,7 +115,7 @@ def linear_cross_entropy(
     reduction: str,
 ) -> Tensor:
     """The projection in the operands' dtype, then `cross_entropy`: all logits are written and read."""
-    logits = functional.linear(x, weight, bias)
+    logits = linear(x, weight, bias)
     return cross_entropy(logits, target, None, ignore_index, label_smoothing, reduction)
 
 
@@ -175,6 +185,9 @@ _TABLE: tuple[tuple[str, Callable[..., Any], frozenset[str], bool, Efficiency, E
     ),
 )  # fmt: skip
 
+
+# Their operands may be of several dtypes.
+_MIXED = frozenset({"add_layer_norm", "add_rms_norm"})
 
 # In half precision the CPU's layer norm computes x * rstd - mean * rstd in float32, so a row of equal numbers
 # gives up to 6e-5 where the truth is 0. With one column every row is such a row.
@@ -258,6 +271,7 @@ def _kernels() -> Iterator[Kernel]:
             cpu,
             platforms=frozenset({"cpu"}),
             batch_invariant=own_bits,
+            mixed_dtypes=op in _MIXED,
             limits=_LIMITS.get(op, ()),
         )
         yield _native(
@@ -267,6 +281,7 @@ def _kernels() -> Iterator[Kernel]:
             cuda,
             platforms=frozenset({"cuda", "rocm"}),
             graph_safe=op in _CAPTURED,
+            mixed_dtypes=op in _MIXED,
         )
     yield _by_row("linear", linear_by_row, frozenset({"bias"}), 15.0)
     yield _by_row("mlp", mlp_by_row, _ACTIVATIONS | {"bias"}, 30.0)

@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from layerzero.kernel import AtLeast, Capability, Efficiency, Kernel, MultipleOf
+from layerzero.ops.linear import dense_if_odd
 from layerzero.ops.quantize import FORMAT_OF, decode, dequantize_reference, quantize_reference
 
 _FORMATS = frozenset({"quant_int8", "quant_fp8_e4m3", "quant_fp8_e5m2"})
@@ -24,7 +25,8 @@ def widened(x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None, input
         codes, spread = quantize_reference(x, FORMAT_OF[weight.dtype], "row", 0, None)
         out = functional.linear(codes.to(kind), decode(weight, scale.to(kind))) * spread.to(kind)
         return (out if bias is None else out + bias.to(kind)).to(x.dtype)
-    return functional.linear(x, decode(weight, scale.to(kind)).to(x.dtype), shift)
+    rows = x if x.is_contiguous() else dense_if_odd(x)
+    return functional.linear(rows, decode(weight, scale.to(kind)).to(x.dtype), shift)
 
 
 def exact_products(x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None, _: str) -> Tensor:
@@ -153,11 +155,15 @@ KERNELS: tuple[Kernel, ...] = (
         Efficiency(
             0.4, 0.9, 8.0, "an estimate: below bfloat16's time for one row on an AMD EPYC with AVX-512"
         ),
-        "torch._weight_int8pack_mm; " + _HERE + "; inner sizes that are no multiple of 16 read past the rows",
+        "torch._weight_int8pack_mm; "
+        + _HERE
+        + "; inner sizes that are no multiple of 16 read past the rows; "
+        "loads of 32 bytes of a row, 16 of the weight, that end the process at other addresses",
         platforms=frozenset({"cpu"}),
         isa=frozenset({"avx512f"}),
         features=frozenset({"quant_int8", "scale_per_tensor", "scale_per_row", "bias", "inputs_float"}),
         contiguous=True,
+        alignment=32,
         limits=(MultipleOf("K", 32),),
         dtypes=frozenset({"bfloat16", "float16"}),
         mixed_dtypes=True,

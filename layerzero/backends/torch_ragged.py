@@ -118,9 +118,10 @@ KERNELS: tuple[Kernel, ...] = (
             source="torch.nn.functional.scaled_dot_product_attention on the CPU, sequences padded by length",
             platforms=frozenset({"cpu"}),
             dtypes=frozenset({"float32", "bfloat16"}),
-            features=frozenset({"causal", "gqa", "scale"}),
+            features=frozenset({"causal", "gqa", "scale", "scale_not_positive"}),
             limits=(AtMost("D", 512, Reason.HEAD_DIM_TOO_LARGE),),
             gradient=False,
+            autocast=False,  # the products' dtype would not be the rows'
         ),
         load=_load,
         efficiency=Efficiency(

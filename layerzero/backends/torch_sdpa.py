@@ -26,6 +26,7 @@ from layerzero.kernel import (
     Tiling,
 )
 from layerzero.ops import masks
+from layerzero.ops.batching import cat
 from layerzero.ops.lse import sunk
 from layerzero.ops.request import Request
 from layerzero.reasons import Reason
@@ -62,7 +63,7 @@ def math(
     if sinks is not None:
         q, k, v, attn_mask = _with_sink(q, k, v, sinks, attn_mask, is_causal, window, alibi_slopes)
         is_causal, window, alibi_slopes = False, None, None
-    bias, causal = masks.fold(q, k, attn_mask, is_causal, window, alibi_slopes)
+    bias, causal = masks.fold(q, k, attn_mask, is_causal, window, alibi_slopes, scale=scale)
     grouped = q.shape[1] != k.shape[1]
     out: Tensor = _math(q, k, v, bias, dropout_p, causal, None, scale=scale, enable_gqa=grouped)[0]
     return out
@@ -77,7 +78,7 @@ def flash_cpu(
     """The CPU's tiled kernel, which never writes the score matrix."""
     if block_mask is not None:
         attn_mask = masks.with_blocks(attn_mask, block_mask, q.shape[0], q.shape[1])
-    bias, causal = masks.fold(q, k, attn_mask, is_causal, window, alibi_slopes)
+    bias, causal = masks.fold(q, k, attn_mask, is_causal, window, alibi_slopes, scale=scale)
     if bias is not None and bias.dim() != 2:  # the operator takes two or four axes
         bias = bias.expand(q.shape[0], q.shape[1], q.shape[2], k.shape[2])
     out, lse = _flash_cpu(q, k, v, dropout_p, causal, attn_mask=bias, scale=scale)
@@ -119,8 +120,8 @@ def by_sequence(q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None, *rest
             flash_cpu(q[mine].clone(), k[mine].clone(), v[mine].clone(), mask, *rest[:5], own, *rest[6:])
         )
     if isinstance(outs[0], tuple):
-        return tuple(torch.cat(parts) for parts in zip(*outs, strict=True))
-    return torch.cat(outs)
+        return tuple(cat(parts) for parts in zip(*outs, strict=True))
+    return cat(outs)
 
 
 def flash(
@@ -189,7 +190,7 @@ def default(
     if attn_mask is None and not is_causal and window is None and alibi_slopes is None:
         return _sdpa(q, k, v, None, dropout_p, False, scale=scale, enable_gqa=grouped)
     dtype = None if q.device.type == "cpu" else q.dtype
-    bias, causal = masks.fold(q, k, attn_mask, is_causal, window, alibi_slopes, dtype)
+    bias, causal = masks.fold(q, k, attn_mask, is_causal, window, alibi_slopes, dtype, scale)
     return _sdpa(q, k, v, bias, dropout_p, causal, scale=scale, enable_gqa=grouped)
 
 
@@ -246,7 +247,7 @@ _EFFICIENT_TILES = Tiling(
     splits=False,
     source="ATen/native/transformers/cuda/mem_eff_attention/kernels/cutlassF.h, half precision from sm80 on",
 )
-_ANYWHERE = _FUSED | _MASKS | _WIDE_BIAS
+_ANYWHERE = _FUSED | _MASKS | _WIDE_BIAS | {"scale_not_positive"}
 _AS_DISPATCHED = "ATen/native/transformers/attention.cpp; run against float64 on torch 2.13 CPU"
 # The tiled kernel of the CPU, in one call or in one a sequence.
 _TILED: dict[str, Any] = {

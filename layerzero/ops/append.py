@@ -127,6 +127,12 @@ def _name_wrong_slot(places: list[int], count: int) -> None:
         seen[place] = at
 
 
+def apart(rows: Tensor, *pools: Tensor) -> Tensor:
+    """`rows`, copied where they lie in a pool's memory: an earlier token may be written over a later one."""
+    where = rows.untyped_storage().data_ptr()
+    return rows.clone() if any(pool.untyped_storage().data_ptr() == where for pool in pools) else rows
+
+
 def append_kv_reference(
     k: Tensor, v: Tensor, k_pages: Tensor, v_pages: Tensor, slots: Tensor, layout: str = "NHD"
 ) -> Tensor:
@@ -135,6 +141,7 @@ def append_kv_reference(
     tokens = page_axes(layout)[0]
     places = slots.long()
     page, token = places // k_pages.shape[tokens], places % k_pages.shape[tokens]
+    k, v = apart(k, k_pages, v_pages), apart(v, k_pages, v_pages)
     for pool, rows in ((k_pages, k), (v_pages, v)):
         by_token = pool if tokens == 1 else pool.transpose(1, 2)
         by_token[page, token] = rows.to(pool.dtype)

@@ -13,7 +13,15 @@ from torch.nn import functional
 
 from layerzero.ops import checks, masks
 from layerzero.ops.attention_batching import SameShapes
-from layerzero.ops.attention_checks import ScoreMod, bounds, check, head_axes, infer_layout, modifiers
+from layerzero.ops.attention_checks import (
+    ScoreMod,
+    as_window,
+    bounds,
+    check,
+    head_axes,
+    infer_layout,
+    modifiers,
+)
 from layerzero.ops.op import NO_SHAPE, Args, Call, Layouts, Op, Split, register, signature_of
 from layerzero.ops.request import OutSpec, Request, Work
 
@@ -49,8 +57,8 @@ def attention(
         with `layout="BSHD"`; `layout=None` infers it from shapes and strides and raises where both fit.
         attn_mask broadcasts to (B, Hq, Sq, Sk): bool, True attends, or any float dtype, added.
         is_causal is aligned at the last query and the last key; with a mask it needs `combine_mask=True`.
-        scale defaults to D**-0.5. window=(left, right) keys around the diagonal, -1 is unbounded.
-        softcap c turns scores s into c * tanh(s / c). alibi_slopes (Hq,) or (B, Hq) subtract
+        scale defaults to D**-0.5. window=(left, right) keys around the diagonal, -1 is unbounded, and so are
+        2**30 and more. softcap c turns scores s into c * tanh(s / c). alibi_slopes (Hq,) or (B, Hq) subtract
         slope * |distance to the diagonal|. rows_nonempty asserts that the mask leaves each query a key.
         sinks (Hq,) are logits that join each softmax's denominator, and nothing else. score_mod(score, b,
         h, q_idx, kv_idx), as torch's flex_attention takes it, changes scaled and capped scores before ALiBi
@@ -63,8 +71,8 @@ def attention(
     """
     if layout is None:
         layout = infer_layout(q, k, v)
-    if isinstance(window, list):
-        window = tuple(window)
+    if window is not None:
+        window = as_window(window)
     args = (
         q, k, v, attn_mask, is_causal, scale, dropout_p, window, softcap, alibi_slopes,
         layout, return_lse, combine_mask, rows_nonempty, sinks, score_mod, block_mask,

@@ -15,6 +15,8 @@ from layerzero.ops.request import Request
 
 LAYOUTS = ("BHSD", "BSHD")
 ScoreMod = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
+# No sequence is as long; a position and this many keys fit in the 32 bits that kernels count with.
+WIDEST = 1 << 30
 
 
 def head_axes(layout: str) -> tuple[int, int]:
@@ -42,6 +44,13 @@ def _blocks_of(block_mask: Any) -> tuple[Any, ...]:
     if flex is None or not isinstance(block_mask, flex.BlockMask):
         return (type(block_mask),)
     return type(block_mask), block_mask.shape, block_mask.BLOCK_SIZE, block_mask.kv_num_blocks.device
+
+
+def as_window(window: Any) -> Any:
+    """`window` as a tuple; a side of WIDEST keys or more is -1, so that no kernel's integers overflow."""
+    if not isinstance(window, list | tuple):
+        return window
+    return tuple(-1 if isinstance(side, int) and side >= WIDEST else side for side in window)
 
 
 def infer_layout(q: Tensor, k: Tensor, v: Tensor) -> str:
@@ -238,6 +247,7 @@ def _features(args: Args, dims: dict[str, int]) -> frozenset[str]:
         "empty_rows": (hiding and not args[13]) or _hides_rows(causal, window, dims),
         "gqa": dims["G"] > 1,
         "scale": scale is not None and scale != dims["D"] ** -0.5,
+        "scale_not_positive": scale is not None and scale <= 0,
         "dropout": dropout_p > 0,
         "window": window is not None and max(window) >= 0,
         "softcap": softcap is not None,

@@ -53,6 +53,14 @@ def rejoin(pieces: Sequence[Tensor]) -> Tensor | None:
     return first.as_strided(((expected - start) // step, *first.shape[1:]), stride)
 
 
+def cat(pieces: Sequence[Tensor]) -> Tensor:
+    """`torch.cat` in front; under autocast that refuses pieces of the other half precision."""
+    if not torch._C._is_any_autocast_enabled():
+        return torch.cat(list(pieces))
+    with torch.autocast(pieces[0].device.type, enabled=False):
+        return torch.cat(list(pieces))
+
+
 def join_rows(pieces: Sequence[Tensor]) -> Tensor:
     """All rows in one tensor: the shared base where there is one, one gather otherwise."""
     if len(pieces) == 1:
@@ -62,7 +70,7 @@ def join_rows(pieces: Sequence[Tensor]) -> Tensor:
         joined = HOT.module.rejoin(pieces)
     if joined is NotImplemented:
         joined = rejoin(pieces)
-    return joined if joined is not None else torch.cat(list(pieces))
+    return joined if joined is not None else cat(pieces)
 
 
 class Rule:

@@ -72,6 +72,15 @@ def linear_reference(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     return F.linear(wide, weight.to(wide.dtype), shift).to(x.dtype)
 
 
+def dense_if_odd(x: Tensor) -> Tensor:
+    """Rows as `torch.nn.functional.linear` may read them: dense where they are of odd length.
+
+    oneDNN multiplies half precision in pairs (AMX, torch 2.13 CPU), and the element behind such a row of a
+    larger matrix by zero: NaN there makes the row NaN.
+    """
+    return x.contiguous() if x.shape[-1] % 2 else x
+
+
 def _work(request: Request) -> Work:
     """A multiplication and an addition an element of the three-way product; every tensor moves once."""
     n, c, k = request.dim("N"), request.dim("C"), request.dim("K")

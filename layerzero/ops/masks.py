@@ -37,15 +37,17 @@ def fold(
     window: Window,
     slopes: Tensor | None = None,
     dtype: torch.dtype | None = None,
+    scale: float | None = None,
 ) -> tuple[Tensor | None, bool]:
     """(bias, is_causal), never both, for an operator whose causal flag is top-left aligned.
 
-    `dtype` is the bias's; left out it is q's where that loses nothing, else the next wider one.
+    `dtype` is the bias's; left out it is q's where that loses nothing, else the next wider one. With a
+    `scale` of zero or less causality is a bias: torch hides scores by -inf before it scales them.
     """
     if attn_mask is None and window is None and slopes is None and not is_causal:
         return None, False
     causal = is_causal and q.shape[2] > 1  # one query, at the last key, sees every key
-    plain = window is None and (not causal or q.shape[2] == k.shape[2])
+    plain = window is None and (not causal or (q.shape[2] == k.shape[2] and (scale is None or scale > 0)))
     if plain and attn_mask is None and slopes is None:
         return None, causal
     return additive(

@@ -101,6 +101,7 @@ def check(args: Args) -> Request:
         "causal": is_causal,
         "prefill": cu is not None,
         "lse": return_lse,
+        "scale_not_positive": scale <= 0,
         **pool_features(q_nope, ckv, kpe),
     }
     queries = [q_nope, q_pe]
@@ -114,7 +115,7 @@ def check(args: Args) -> Request:
         features=frozenset(name for name, wanted in asked.items() if wanted),
         contiguous=checks.is_plain_contiguous(queries),
         last_stride1=checks.last_stride_is_one(queries),
-        alignment=checks.alignment_of(queries),
+        alignment=checks.alignment_of([*queries, ckv, kpe]),
     )
 
 
@@ -190,6 +191,7 @@ MLA_ATTENTION = register(
         outputs=outputs,
         work=work,
         operands=(0, 1),
+        fixed=(2, 3),
         exact=frozenset({"Hq", "Hk", "G", "C", "R", "P"}),
         empty=empty,
         guard=guard,

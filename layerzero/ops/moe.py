@@ -94,10 +94,13 @@ def route(router_logits: Tensor, top_k: int, scoring: str, renormalize: bool) ->
     wide = router_logits if router_logits.dtype == torch.float64 else router_logits.float()
     ordered, experts = wide.sort(dim=-1, descending=True, stable=True)
     chosen = ordered[..., :top_k]
-    scores = chosen.sigmoid() if scoring == "sigmoid" else (chosen - wide.logsumexp(-1, keepdim=True)).exp()
     if renormalize:
         # From the logits: where all scores round to zero, their ratios are still what they are.
-        scores = chosen.softmax(-1) if scoring == "softmax" else scores / scores.sum(-1, keepdim=True)
+        scores = (chosen if scoring == "softmax" else F.logsigmoid(chosen)).softmax(-1)
+    elif scoring == "softmax":
+        scores = (chosen - wide.logsumexp(-1, keepdim=True)).exp()
+    else:
+        scores = chosen.sigmoid()
     return experts[..., :top_k], scores
 
 
@@ -120,7 +123,7 @@ def moe_reference(
         row, place = (experts == expert).nonzero(as_tuple=True)
         up = F.linear(wide[row], w_up[expert].to(wide.dtype))
         down = F.linear(activate(up, activation), w_down[expert].to(wide.dtype))
-        parts = parts.index_put((row, place), down)
+        parts = parts.index_put((row, place), down.to(parts.dtype))  # autocast rounds products
     # Answers are added in the order of their scores, whatever the order of the experts.
     return (parts * scores.to(wide.dtype).unsqueeze(-1)).sum(1).to(x.dtype).view(x.shape)
 

@@ -80,7 +80,8 @@ def rms_norm_reference(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
 
 
 def _widen(x: Tensor) -> Tensor:
-    return x if x.dtype == torch.float64 else x.float()
+    """Dense rows in float32 at least: torch sums rows in another order where a column is dense instead."""
+    return (x if x.dtype == torch.float64 else x.float()).contiguous()
 
 
 def _norm_work(request: Request) -> Work:
@@ -184,6 +185,7 @@ ADD_RMS_NORM = register(
         operands=(0, 1, 2),
         exact=frozenset({"C"}),
         empty=_empty_pair,
+        castable=False,  # the sum that is normed is the one returned
         batching=Rows(along=(0, 1)),
     )
 )
@@ -305,6 +307,7 @@ ADD_LAYER_NORM = register(
         operands=(0, 1, 2, 3),
         exact=frozenset({"C"}),
         empty=_empty_pair,
+        castable=False,  # the sum that is normed is the one returned
         batching=Rows(along=(0, 1)),
     )
 )

@@ -119,6 +119,7 @@ ADD_RMS_NORM_QUANTIZE = register(
         operands=(0, 1, 2),
         exact=frozenset({"C", "S"}),
         empty=_empty,
+        castable=False,
         batching=Rows(along=(0, 1)),
         differentiable=False,
         wide_outputs=frozenset({0, 1}),

@@ -121,13 +121,15 @@ class Op:
     calls; with `guard_joined` once at the whole batch instead, at its merged arguments, and only where that
     fails at smaller parts until the culprit stands alone.
 
-    `reference(*args)` is plain torch, accumulates in float32 (float64 inputs stay float64), and is right
-    for everything `check` lets through. `outputs(args)` gives shapes and dtypes; `empty(args)` the result
-    of a call that has nothing to compute, else None; `work(request)` the least work. `operands` are the
-    positions of the tensors that layout, contiguity and alignment speak of; `exact` the sizes that keys
-    never round; `split` says how a call above a kernel's bound is cut; `wide_outputs` the outputs whose dtype
-    does not follow the operands'. `writes` are the positions of the tensors that the op changes; an op that
-    changes any is not `pure`: no fallback, probe or search for a culprit runs it a second time.
+    `reference(*args)` is plain torch, accumulates in float32 (float64 inputs stay float64), and is right for
+    everything `check` lets through. `outputs(args)` gives shapes and dtypes; `empty(args)` the result of a
+    call that has nothing to compute, else None; `work(request)` the least work. `operands` are the positions
+    of the tensors that layout, contiguity and alignment speak of; `fixed` those of more tensors that
+    alignment speaks of and that no transform copies (pools, codes); `exact` the sizes that keys never round;
+    `split` says how a call above a kernel's bound is cut; `wide_outputs` the outputs whose dtype does not
+    follow the operands'. `writes` are the positions of the tensors that the op changes; an op that changes
+    any is not `pure`: no fallback, probe or search for a culprit runs it a second time. An op one of whose
+    outputs is made of another, as rounded, is not `castable`: in a wider dtype it would mean less rounding.
     """
 
     name: str
@@ -137,6 +139,7 @@ class Op:
     outputs: Callable[[Args], tuple[OutSpec, ...]]
     work: Callable[[Request], Work]
     operands: tuple[int, ...]
+    fixed: tuple[int, ...] = ()
     exact: frozenset[str] = field(default_factory=frozenset)
     empty: Callable[[Args], Any] | None = None
     guard: Callable[[Args], Args] | None = None
@@ -146,6 +149,7 @@ class Op:
     split: Split | None = None
     pure: bool = True
     writes: tuple[int, ...] = ()
+    castable: bool = True
     differentiable: bool = True
     stochastic: bool = False
     wide_outputs: frozenset[int] = field(default_factory=frozenset)

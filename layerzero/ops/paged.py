@@ -7,7 +7,7 @@ from torch import Tensor
 
 from layerzero.ops import checks
 from layerzero.ops.attention import attention_reference
-from layerzero.ops.attention_checks import check_window
+from layerzero.ops.attention_checks import as_window, check_window
 from layerzero.ops.op import NO_SHAPE, Args, Call, Op, register, signature_of
 from layerzero.ops.paged_batching import OverOnePool
 from layerzero.ops.paged_checks import (
@@ -55,8 +55,8 @@ def paged_attention(
         range or twice in one sequence, and a length that the tables cannot hold.
     Source: arXiv 2309.06180.
     """
-    if isinstance(window, list):
-        window = tuple(window)
+    if window is not None:
+        window = as_window(window)
     args = (
         q, k_pages, v_pages, block_tables, context_lens, cu_seqlens, is_causal, scale, window, softcap,
         layout, return_lse,
@@ -96,6 +96,7 @@ def check(args: Args) -> Request:
         "prefill": cu is not None,
         "gqa": dims["G"] > 1,
         "scale": scale is not None and scale != dims["D"] ** -0.5,
+        "scale_not_positive": scale is not None and scale <= 0,
         "window": window is not None and max(window) >= 0,
         "softcap": softcap is not None,
         "lse": return_lse,
@@ -112,7 +113,7 @@ def check(args: Args) -> Request:
         layout=layout,
         contiguous=checks.is_plain_contiguous([q]),
         last_stride1=checks.last_stride_is_one([q]),
-        alignment=checks.alignment_of([q]),
+        alignment=checks.alignment_of([q, k_pages, v_pages]),
     )
 
 
@@ -256,6 +257,7 @@ PAGED_ATTENTION = register(
         outputs=outputs,
         work=work,
         operands=(0,),  # a pool is never copied to suit a kernel
+        fixed=(1, 2),
         exact=frozenset({"Hq", "Hk", "G", "D", "Dv", "P"}),
         empty=empty,
         guard=guard,

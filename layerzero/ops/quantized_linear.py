@@ -71,7 +71,7 @@ def _check(args: Args) -> Request:
         features=frozenset(features if bias is None else features | {"bias"}),
         contiguous=x.is_contiguous(),
         last_stride1=checks.last_stride_is_one([x]),
-        alignment=checks.alignment_of([x]),
+        alignment=checks.alignment_of([x, weight]),
     )
 
 
@@ -106,6 +106,7 @@ QUANTIZED_LINEAR = register(
         ),
         work=_work,
         operands=(0, 3),  # a cast must not touch the weight's codes
+        fixed=(1,),
         exact=frozenset({"C", "K", "S"}),
         empty=lambda args: (
             args[0].new_empty((*args[0].shape[:-1], args[1].shape[0])) if args[0].numel() == 0 else None

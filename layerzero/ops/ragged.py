@@ -11,7 +11,7 @@ from torch import Tensor
 
 from layerzero.ops import checks
 from layerzero.ops.attention_batching import GATHER_BYTES, GATHER_BYTES_ELSEWHERE
-from layerzero.ops.attention_checks import check_window
+from layerzero.ops.attention_checks import as_window, check_window
 from layerzero.ops.batching import Rule, join_rows, rejoin
 from layerzero.ops.op import NO_SHAPE, Args, Call, Launch, Op, register, signature_of
 from layerzero.ops.paged import attend
@@ -44,8 +44,8 @@ def ragged_attention(
     Raises: ValueError, TypeError: an argument does not fit, by name; on the CPU also offsets that do not
         start at 0, fall, or do not end at the number of rows.
     """
-    if isinstance(window, list):
-        window = tuple(window)
+    if window is not None:
+        window = as_window(window)
     if cu_seqlens_k is None:
         cu_seqlens_k = cu_seqlens
     args = (q, k, v, cu_seqlens, cu_seqlens_k, is_causal, scale, window, softcap, return_lse)
@@ -85,6 +85,7 @@ def check(args: Args) -> Request:
         "causal": is_causal,
         "gqa": dims["G"] > 1,
         "scale": scale is not None and scale != dims["D"] ** -0.5,
+        "scale_not_positive": scale is not None and scale <= 0,
         "window": window is not None and max(window) >= 0,
         "softcap": softcap is not None,
         "lse": return_lse,

@@ -38,7 +38,7 @@ SIBLING_OCTAVES = 0.5
 # Another layout of the same call counts as this far away.
 LAYOUT_OCTAVES = 0.5
 # What does not change how long a kernel takes.
-INVISIBLE = frozenset({"scale", "rows_nonempty"})
+INVISIBLE = frozenset({"scale", "scale_not_positive", "rows_nonempty"})
 _TIMELESS = INVISIBLE | {"gqa", "lse"}
 
 Position = Mapping[str, float]

@@ -17,6 +17,7 @@ from torch import Tensor
 from layerzero.foreign import has_memory
 from layerzero.hardware import Hardware
 from layerzero.kernel import AtMost, Capability, Kernel, ProductAtMost, judge
+from layerzero.ops.batching import cat
 from layerzero.ops.checks import address_of
 from layerzero.ops.op import Op, Split
 from layerzero.ops.request import Request
@@ -51,6 +52,8 @@ def adapt(
     transforms: list[Transform] = []
     now = request
     if reasons & _CAST:
+        if not op.castable:
+            return None
         target = _cast_target(capability, request)
         if target is None:
             return None
@@ -58,6 +61,8 @@ def adapt(
         transforms.append(Transform("cast", "/".join(dict.fromkeys(request.dtypes)), target, price))
         dtypes = tuple(target if d in _BYTES else d for d in request.dtypes)
         now = now.replace(dtype=target, dtypes=dtypes)
+    if Reason.MISALIGNED in reasons and op.fixed:
+        return None
     if reasons & _LAYOUT:
         if op.layouts is None or request.layout not in op.layouts.names:
             return None
@@ -175,8 +180,8 @@ def _in_parts(split: Split, size: int, run: Callable[..., Any]) -> Callable[...,
         each = -(-whole // -(-whole // size))
         outs = [run(*split.cut(args, start, min(start + each, whole))) for start in range(0, whole, each)]
         if isinstance(outs[0], tuple):
-            return tuple(torch.cat(pieces) for pieces in zip(*outs, strict=True))
-        return torch.cat(outs)
+            return tuple(cat(pieces) for pieces in zip(*outs, strict=True))
+        return cat(outs)
 
     return parted
 
@@ -215,7 +220,7 @@ def with_memory(op: Op, run: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def keep_aligned(op: Op, alignment: int, run: Callable[..., Any]) -> Callable[..., Any]:
-    """`run` with operands copied where their address is not a multiple of `alignment` bytes.
+    """`run` with tensors copied where the address of an operand is not a multiple of `alignment` bytes.
 
     A signature does not hold addresses, so a plan made for aligned operands may meet others. A tensor that a
     functorch transform wraps has no address; torch's own operators see to the memory under it.
@@ -223,7 +228,7 @@ def keep_aligned(op: Op, alignment: int, run: Callable[..., Any]) -> Callable[..
     if alignment <= 1:
         return run
 
-    operands = op.operands
+    operands = (*op.operands, *op.fixed)
 
     def aligned(*args: Any) -> Any:
         off = False

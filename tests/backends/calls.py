@@ -81,8 +81,7 @@ def _attention(case: Case, rand: Any, generator: torch.Generator) -> tuple[list[
     if "attn_mask" in named or "block_mask" in named:
         named["combine_mask"] = named["is_causal"]
         named["rows_nonempty"] = "empty_rows" not in asks
-    if "scale" in asks:
-        named["scale"] = 0.37
+    named["scale"] = _scale(case)
     if "window" in asks:
         named["window"] = (3, 2)
     if "softcap" in asks:
@@ -121,6 +120,10 @@ def _blocks(batch: int, sq: int, sk: int, hiding: bool, generator: torch.Generat
     seen = seen.to(DEVICE)
     size = 128 if sq % 128 == 0 else 3
     return create_block_mask(lambda b, h, i, j: seen[b, i, j], batch, None, sq, sk, DEVICE, BLOCK_SIZE=size)
+
+
+def _scale(case: Case) -> float | None:
+    return -0.37 if "scale_not_positive" in case.asks else 0.37 if "scale" in case.asks else None
 
 
 def _rope(case: Case, rand: Any, generator: torch.Generator) -> tuple[list[Any], dict[str, Any]]:
@@ -162,12 +165,12 @@ def _latent(case: Case, rand: Any, generator: torch.Generator) -> tuple[list[Any
     sizes = case.dims | {"Hk": 1, "D": case.dims.get("C", case.dims.get("D", 16))}
     wide = Case(case.op, tuple(a for a in case.asks if a not in ("gqa", "hnd")), sizes)
     (_, ckv, _, tables, lens), named = _paged(wide, rand, generator)
-    del named["scale"], named["window"], named["softcap"]
+    del named["window"], named["softcap"]
     heads, tokens = 1 if "gqa" not in case.asks else 3, len(lens) * (3 if "prefill" in case.asks else 1)
     rotary = case.dims.get("R", 8)
     ckv, kpe = ckv[:, :, 0], rand(*ckv.shape[:2], rotary).to(ckv.dtype)
     return [rand(tokens, heads, ckv.shape[2]), rand(tokens, heads, rotary), ckv, kpe, tables, lens], named | {
-        "scale": 0.3 if "C" not in case.dims else 0.07
+        "scale": named["scale"] or (0.3 if "C" not in case.dims else 0.07)
     }
 
 
@@ -193,7 +196,7 @@ def _flags(case: Case) -> dict[str, Any]:
     return {
         "is_causal": "causal" in asks,
         "return_lse": "lse" in asks,
-        "scale": 0.37 if "scale" in asks else None,
+        "scale": _scale(case),
         "window": (3, 2) if "window" in asks else None,
         "softcap": 1.5 if "softcap" in asks else None,
     }

@@ -59,16 +59,18 @@ RUNNABLE = [k for k in KERNELS if not why_not_here(k)]
 
 ASKS: dict[str, tuple[str, ...]] = {
     "attention": (
-        "causal", "mask_bool", "mask_float", "mask_wide", "empty_rows", "gqa", "scale", "window", "softcap",
-        "alibi", "lse", "bshd", "sinks", "score_mod", "block_mask",
+        "causal", "mask_bool", "mask_float", "mask_wide", "empty_rows", "gqa", "scale", "scale_not_positive",
+        "window", "softcap", "alibi", "lse", "bshd", "sinks", "score_mod", "block_mask",
     ),
     "paged_attention": (
-        "causal", "prefill", "gqa", "scale", "window", "softcap", "lse", "hnd", "kv_float32", "kv_bfloat16",
-        "kv_float16",
+        "causal", "prefill", "gqa", "scale", "scale_not_positive", "window", "softcap", "lse", "hnd",
+        "kv_float32", "kv_bfloat16", "kv_float16",
     ),
     "append_kv": ("hnd", "kv_strided", "kv_float32", "kv_bfloat16", "kv_float16", "kv_float64"),
-    "ragged_attention": ("causal", "gqa", "scale", "window", "softcap", "lse"),
-    "mla_attention": ("causal", "prefill", "gqa", "lse", "kv_float32", "kv_bfloat16", "kv_float16"),
+    "ragged_attention": ("causal", "gqa", "scale", "scale_not_positive", "window", "softcap", "lse"),
+    "mla_attention": (
+        "causal", "prefill", "gqa", "scale_not_positive", "lse", "kv_float32", "kv_bfloat16", "kv_float16",
+    ),
     "rms_norm": ("no_weight",),
     "add_rms_norm": ("no_weight",),
     "add_rms_norm_quantize": ("quant_fp8_e4m3", "quant_fp8_e5m2", "scale_per_group", "no_weight"),

@@ -20,6 +20,7 @@ from layerzero.ops.norm import rms_norm_reference
 from layerzero.ops.op import Args
 from tests import kernels
 from tests.backends import cases
+from tests.backends.placed import at, strides
 
 CLAIMING = [k for k in cases.RUNNABLE if k.capability.batch_invariant]
 ROWS = 37
@@ -173,6 +174,39 @@ def test_a_row_has_its_own_bits_alone_and_in_any_batch_at_any_place(kernel: Kern
                 assert not (found := differing(kernel, loaded(kernel), dtype, dims, ask)), found
                 tried += 1
     assert tried
+
+
+@pytest.mark.parametrize("kernel", CLAIMING, ids=[k.id for k in CLAIMING])
+def test_a_row_has_its_own_bits_however_the_batch_lies_in_memory(kernel: Kernel) -> None:
+    """Rows of a larger matrix, rows whose columns are dense: a row alone is always dense."""
+    op, batch = table.get(kernel.op), {"attention": "B", "alibi": "Hq"}.get(kernel.op, "N")
+    device = kernels.device([kernel], lz.Settings(determinism="strict", warm="off"))
+    asked = [("inputs_quantized",)] if kernel.op == "quantized_linear" else asks(kernel.op)[:3]
+    compared = 0
+    for dtype in cases.dtypes(kernel):
+        for dims, ask in itertools.product(SIZES.get(kernel.op, ({},))[:3], asked):
+            args = cases.call(cases.Case(kernel.op, ask, {**dims, batch: ROWS}), dtype)
+            args = sequences(args) if kernel.op == "ragged_attention" else args
+            each = per_row(kernel.op, args, ROWS)
+            positions = ALONG.get(kernel.op, (0, 1, 2))
+            for way in ("gaps between rows", "columns first"):
+                lying = tuple(
+                    at(a, 1, strides(a)[way])
+                    if p in positions and isinstance(a, Tensor) and a.dim() > 1
+                    else a
+                    for p, a in enumerate(args)
+                )
+                try:
+                    dense, other = (
+                        pieces(kernel.op, lambda *own: device.launch(op, own), own, ROWS, each)
+                        for own in (args, lying)
+                    )
+                except lz.NoKernelFoundError:
+                    continue
+                for row, (mine, theirs) in enumerate(zip(dense, other, strict=True)):
+                    assert all(map(torch.equal, mine, theirs)), (dtype, dims, ask, way, row)
+                compared += 1
+    assert compared
 
 
 def test_every_op_can_be_served_under_strict_determinism() -> None:

@@ -47,7 +47,7 @@ def right(kernel: Kernel, *args: object) -> Tensor:
 
 
 def kept_of(limit: int = 1 << 30) -> packed.Kept:
-    return packed.Kept(products.library().pack, limit)
+    return packed.Kept(products.library().pack, limit, products.library().equal)
 
 
 HALF = (torch.bfloat16, torch.float16)
@@ -172,6 +172,47 @@ def test_a_product_follows_its_weight() -> None:
         del x, weight
 
 
+FUSED = ("SGD", "Adam", "AdamW", "Adagrad")
+
+
+@pytest.mark.parametrize("name", FUSED)
+@pytest.mark.parametrize("seen", [lambda weight: weight, torch.Tensor.detach], ids=["itself", "detached"])
+def test_a_step_of_a_fused_optimizer_is_seen(name: str, seen: Callable[[Tensor], Tensor]) -> None:
+    """torch counts no version for it; here it changes one column, which no compared element stands in."""
+    weight, x = torch.nn.Parameter(torch.randn(48, 64)), torch.zeros(3, 64)
+    x[:, 1] = 10.0
+    kept, optimizer = packed.kept(), getattr(torch.optim, name)([weight], lr=1.0, fused=True)
+    with torch.no_grad():
+        assert wrong(LINEAR, x, seen(weight), None) == []
+        before, version = kept.of(seen(weight)), weight._version
+        weight.grad = torch.zeros(48, 64)
+        weight.grad[0, 1] = 5.0
+        optimizer.step()
+        assert weight._version == version, "torch counts fused steps now: the hook is no longer needed"
+        assert wrong(LINEAR, x, seen(weight), None) == []
+        assert kept.of(seen(weight)) is not before
+
+
+def test_a_step_over_other_memory_forgets_nothing() -> None:
+    """A small model that learns beside a large one that serves costs the large one nothing."""
+    weight, other = torch.randn(48, 64), torch.nn.Parameter(torch.randn(8, 8))
+    panels, other.grad = packed.kept().of(weight), torch.ones(8, 8)
+    torch.optim.SGD([other], lr=0.1, fused=True).step()
+    assert packed.kept().of(weight) is panels is not None
+
+
+def test_another_tensor_over_the_memory_is_compared() -> None:
+    """`.data` counts changes by itself: at the same number, other numbers may stand there."""
+    x, weight = torch.eye(64), torch.randn(48, 64)
+    weight.add_(1)
+    assert wrong(LINEAR, x, weight, None) == []
+    alias = weight.data
+    alias[5, 7].add_(3.0)
+    assert alias._version == weight._version
+    assert wrong(LINEAR, x, alias, None) == []
+    assert wrong(LINEAR, x, weight, None) == []
+
+
 def test_both_weights_of_a_feed_forward_block_are_followed() -> None:
     """An edit of either one that torch does not count is seen, for plain and for gated activations."""
     torch.manual_seed(4)
@@ -192,7 +233,7 @@ def test_a_weight_is_laid_out_once_for_a_hundred_calls() -> None:
         panels: Tensor = lay_out(weight)
         return panels
 
-    kept, weight = packed.Kept(counted, 1 << 30), torch.randn(64, 64)
+    kept, weight = packed.Kept(counted, 1 << 30, products.library().equal), torch.randn(64, 64)
     first = kept.of(weight)
     assert all(kept.of(weight[:]) is first for _ in range(100))
     assert len(made) == 1

@@ -238,3 +238,45 @@ def test_the_table_says_what_is_written() -> None:
     """`append_kv` alone changes operands, and says which."""
     impure = {name: table.get(name).writes for name in table.names() if not table.get(name).pure}
     assert impure == {"append_kv": (2, 3)}
+
+
+@pytest.mark.parametrize("kernel", KERNELS, ids=[k.id for k in KERNELS])
+@pytest.mark.parametrize("layout", ["NHD", "HND"])
+def test_rows_of_the_pool_itself_are_read_before_any_is_written(kernel: lz.Kernel, layout: str) -> None:
+    """Tokens that move up by one place in their pool, keys out of values, and rows with gaps between them."""
+    slots = [1, 2, 3, 6]
+    for dtype, step, crossed in itertools.product((torch.float32, torch.bfloat16), (1, 2), (False, True)):
+        _, _, k_pages, v_pages, places, _ = call(slots, layout=layout, dtype=dtype)
+        for pool in (k_pages, v_pages):
+            pool.normal_()
+        k, v = (_rows_of(pool, layout, step) for pool in (k_pages, v_pages))
+        if crossed:
+            k, v = v, k
+        copies = [rows.clone() for rows in (k, v)]
+        wanted = [pool.clone() for pool in (k_pages, v_pages)]
+        APPEND_KV.reference(*copies, *wanted, places, layout)
+        kernel.load()(k, v, k_pages, v_pages, places, layout)
+        assert torch.equal(k_pages, wanted[0]) and torch.equal(v_pages, wanted[1]), (dtype, step, crossed)
+
+
+def _rows_of(pool: Tensor, layout: str, step: int) -> Tensor:
+    """The first page's tokens 0 to 3, or every second one, as a view (4, Hk, D)."""
+    page = pool[0] if layout == "NHD" else pool[0].transpose(0, 1)
+    return page[: 4 * step : step]
+
+
+def test_rows_of_the_pool_itself_are_copied_for_a_user_too() -> None:
+    """`[0, 1, 2]` to the places 1, 2, 3 gives 0, 0, 1, 2, blocking and awaited."""
+    for awaited in (False, True):
+        pool = torch.arange(4.0).view(1, 4, 1, 1).repeat(1, 1, 1, 8)
+        other, places = pool.clone(), torch.tensor([1, 2, 3])
+        args = pool[0, :3], other[0, :3], pool, other, places
+        if awaited:
+
+            async def main(args: Args = args) -> None:
+                await lz.append_kv(*args)
+
+            asyncio.run(main())
+        else:
+            lz.sync.append_kv(*args)
+        assert pool[0, :, 0, 0].tolist() == other[0, :, 0, 0].tolist() == [0, 0, 1, 2]

@@ -13,6 +13,7 @@ from torch.nn import functional
 
 from layerzero.backends.flashinfer.library import DISTRIBUTIONS, HALF, SOURCE, estimate, module
 from layerzero.kernel import AtLeast, Capability, Efficiency, Kernel, Limit, MultipleOf, OneOf, SameAs
+from layerzero.ops.append import apart
 from layerzero.ops.quantize import quantize_reference
 from layerzero.ops.request import Request
 from layerzero.reasons import Reason
@@ -131,6 +132,7 @@ def _append() -> Callable[..., Any]:
         pages, size = k_pages.shape[0], k_pages.shape[1 if layout == "NHD" else 2]
         ids, bounds, last, first = _whole_pool(pages, size, k.shape[0], k.device)
         places = slots.to(torch.int32).contiguous()
+        k, v = apart(k, k_pages, v_pages), apart(v, k_pages, v_pages)
         kernel(
             _loadable(k), _loadable(v), first, places, (k_pages, v_pages), ids, bounds, last, kv_layout=layout
         )

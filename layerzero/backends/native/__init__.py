@@ -147,7 +147,7 @@ KERNELS: tuple[Kernel, ...] = (
         op="paged_attention",
         backend="native",
         capability=_capability(
-            _MIXED | {"gqa", "prefill", "scale", "window", "softcap"},
+            _MIXED | {"gqa", "prefill", "scale", "scale_not_positive", "window", "softcap"},
             layouts=frozenset({"NHD", "HND"}),
             limits=_WIDTHS,
         ),
@@ -160,7 +160,9 @@ KERNELS: tuple[Kernel, ...] = (
         id="native.ragged_attention.cpu",
         op="ragged_attention",
         backend="native",
-        capability=_capability(frozenset({"gqa", "scale", "window", "softcap"}), limits=_WIDTHS),
+        capability=_capability(
+            frozenset({"gqa", "scale", "scale_not_positive", "window", "softcap"}), limits=_WIDTHS
+        ),
         load=_ragged,
         efficiency=_EFFICIENCY,
         rank=20,
@@ -170,7 +172,9 @@ KERNELS: tuple[Kernel, ...] = (
         id="native.mla_attention.cpu",
         op="mla_attention",
         backend="native",
-        capability=_capability(_MIXED | {"prefill"}, limits=(AtMost("C", 1024), AtMost("R", 1024))),
+        capability=_capability(
+            _MIXED | {"prefill", "scale_not_positive"}, limits=(AtMost("C", 1024), AtMost("R", 1024))
+        ),
         load=_latent,
         efficiency=_EFFICIENCY,
         rank=20,

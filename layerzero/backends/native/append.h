@@ -78,13 +78,37 @@ bool run(const Target& keys, const Target& values, const at::Tensor& slots, int6
   return true;
 }
 
+// The bytes that a tensor's elements lie between.
+struct Span {
+  explicit Span(const at::Tensor& t) : begin(static_cast<const char*>(t.const_data_ptr())), end(begin) {
+    int64_t last = 0;
+    for (int64_t axis = 0; axis < t.dim(); ++axis) last += (t.size(axis) - 1) * t.stride(axis);
+    if (t.numel() > 0) end += (last + 1) * int64_t(t.element_size());
+  }
+  bool meets(const Span& other) const { return begin < other.end && other.begin < end; }
+  const char *begin, *end;
+};
+
+// Rows as they are written to `pool`: negated where one of the two only says so by a flag, copied where they may
+// be rows of a pool themselves, which an earlier token would change under a later one.
+inline at::Tensor ready(const at::Tensor& rows, const at::Tensor& pool, const Span& first, const Span& second) {
+  const at::Tensor plain = pool.is_neg() ? rows.neg() : rows.resolve_neg();
+  const Span own(plain);
+  return own.meets(first) || own.meets(second) ? plain.clone() : plain;
+}
+
+inline at::Tensor plain(const at::Tensor& pool) { return pool.is_neg() ? pool._neg_view() : pool; }
+
 // False where the slots do not fit; nothing is written then.
 inline bool append(
-    const at::Tensor& k, const at::Tensor& v, const at::Tensor& k_pages, const at::Tensor& v_pages,
+    const at::Tensor& k_in, const at::Tensor& v_in, const at::Tensor& k_pool, const at::Tensor& v_pool,
     const at::Tensor& slots, bool heads_first) {
   TORCH_CHECK(
-      k.scalar_type() == k_pages.scalar_type() && v.scalar_type() == v_pages.scalar_type(),
+      k_in.scalar_type() == k_pool.scalar_type() && v_in.scalar_type() == v_pool.scalar_type(),
       "rows need the pool's dtype");
+  const at::Tensor k_pages = plain(k_pool), v_pages = plain(v_pool);
+  const Span first(k_pages), second(v_pages);
+  const at::Tensor k = ready(k_in, k_pool, first, second), v = ready(v_in, v_pool, first, second);
   const Target keys = target_of(k, k_pages, heads_first), values = target_of(v, v_pages, heads_first);
   const int64_t page_size = k_pages.size(heads_first ? 2 : 1), places = k_pages.size(0) * page_size;
   bool done;
@@ -94,7 +118,7 @@ inline bool append(
                                             : run<int32_t>(keys, values, slots, page_size, places);
   }
   if (done)  // as torch's own in-place functions do, so that autograd sees the change
-    for (const at::Tensor* pool : {&k_pages, &v_pages})
+    for (const at::Tensor* pool : {&k_pool, &v_pool})
       if (!pool->is_inference()) pool->unsafeGetTensorImpl()->bump_version();
   return done;
 }

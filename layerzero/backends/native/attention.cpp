@@ -603,10 +603,12 @@ void put_tables(Call& c, const at::Tensor& tables, const at::Tensor& lens, const
   if (cu) c.cu = indices(*cu);
 }
 
+// Memory is read: what only a flag negates is negated before.
 bool paged(
-    const at::Tensor& out, const std::optional<at::Tensor>& lse, const at::Tensor& q, const at::Tensor& k,
-    const at::Tensor& v, const at::Tensor& tables, const at::Tensor& lens, const std::optional<at::Tensor>& cu,
+    const at::Tensor& out, const std::optional<at::Tensor>& lse, const at::Tensor& q_in, const at::Tensor& k_in,
+    const at::Tensor& v_in, const at::Tensor& tables, const at::Tensor& lens, const std::optional<at::Tensor>& cu,
     double scale, int64_t left, int64_t right, double softcap, bool heads_first) {
+  const at::Tensor q = q_in.resolve_neg(), k = k_in.resolve_neg(), v = v_in.resolve_neg();
   Call c = common(out, lse, q, scale, left, right, softcap);
   const int token = heads_first ? 2 : 1, head = heads_first ? 1 : 2;
   c.k[0] = {k.const_data_ptr(), k.stride(0), k.stride(token), k.stride(head), k.size(3), whole(k.size(3))};
@@ -622,9 +624,11 @@ bool paged(
 }
 
 bool latent(
-    const at::Tensor& out, const std::optional<at::Tensor>& lse, const at::Tensor& q, const at::Tensor& q_pe,
-    const at::Tensor& ckv, const at::Tensor& kpe, const at::Tensor& tables, const at::Tensor& lens,
+    const at::Tensor& out, const std::optional<at::Tensor>& lse, const at::Tensor& q_in, const at::Tensor& q_pe_in,
+    const at::Tensor& ckv_in, const at::Tensor& kpe_in, const at::Tensor& tables, const at::Tensor& lens,
     const std::optional<at::Tensor>& cu, double scale, int64_t right) {
+  const at::Tensor q = q_in.resolve_neg(), q_pe = q_pe_in.resolve_neg();
+  const at::Tensor ckv = ckv_in.resolve_neg(), kpe = kpe_in.resolve_neg();
   Call c = common(out, lse, q, scale, -1, right, 0.0);
   c.latent = true;
   c.q[1] = rows(q_pe);
@@ -642,9 +646,10 @@ bool latent(
 }
 
 bool ragged(
-    const at::Tensor& out, const std::optional<at::Tensor>& lse, const at::Tensor& q, const at::Tensor& k,
-    const at::Tensor& v, const at::Tensor& cu, const at::Tensor& cu_k, double scale, int64_t left, int64_t right,
+    const at::Tensor& out, const std::optional<at::Tensor>& lse, const at::Tensor& q_in, const at::Tensor& k_in,
+    const at::Tensor& v_in, const at::Tensor& cu, const at::Tensor& cu_k, double scale, int64_t left, int64_t right,
     double softcap) {
+  const at::Tensor q = q_in.resolve_neg(), k = k_in.resolve_neg(), v = v_in.resolve_neg();
   Call c = common(out, lse, q, scale, left, right, softcap);
   c.k[0] = rows(k);
   c.v = rows(v);

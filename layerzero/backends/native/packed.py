@@ -9,13 +9,14 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from layerzero.backends.native.products import ACTIVATIONS, in_panels, library
 from layerzero.hardware import free_memory
@@ -33,25 +34,39 @@ Place = tuple[int, torch.dtype, torch.Size, tuple[int, ...]]
 
 @dataclass(frozen=True, slots=True)
 class _Held:
-    """A weight that was seen: its storage while that lives, its version then, its panels or None."""
+    """A weight that was seen: its storage while that lives, its version then, its panels or None.
+
+    `tensor` is the object whose counter the version is of: `.data` of it counts changes of the same memory
+    by itself.
+    """
 
     storage: weakref.ref[Any]
     version: int
     panels: Tensor | None
+    tensor: weakref.ref[Tensor]
 
 
 class Kept:
     """Panels of weights, `limit` bytes of them at most.
 
     A weight is known by its address, dtype, shape and strides. Its panels are freed with its storage and made
-    anew when torch has counted a change of it. Changes that torch does not count, through `.data` or numpy,
-    are seen where they change one of the elements that the kernel compares, one a row. Not kept: weights made
-    in inference mode, whose changes torch never counts, and what comes when the limit is reached; such a
-    weight stays so until it changes, so that equal calls take equal ways.
+    anew when the tensor at hand has counted a change, or an optimizer of torch's has taken a step over its
+    memory, which fused ones do not count. Another tensor over the same memory has a counter of its own: its
+    elements are compared, all of them, when it comes. Changes that nobody counts, through `.data` of this
+    very tensor, numpy or a fused function called by hand, are seen where they change one of the elements that
+    the kernel compares, one a row. Not kept: weights made in inference mode, whose changes torch never
+    counts, and what comes when the limit is reached; such a weight stays so until it changes, so that equal
+    calls take equal ways.
     """
 
-    def __init__(self, lay_out: Callable[[Tensor], Tensor], limit: int) -> None:
+    def __init__(
+        self,
+        lay_out: Callable[[Tensor], Tensor],
+        limit: int,
+        equal: Callable[[Tensor, Tensor], bool],
+    ) -> None:
         self._lay_out = lay_out
+        self._equal = equal
         self._limit = limit
         self._held: dict[Place, _Held] = {}
 
@@ -67,7 +82,29 @@ class Kept:
         held = self._held.get((weight.data_ptr(), weight.dtype, weight.shape, weight.stride()))
         if held is None or held.version != weight._version or held.storage() is not weight.untyped_storage():
             return self.anew(weight)
+        if held.tensor() is not weight:
+            return self._of_another(weight, held)
         return held.panels
+
+    def _of_another(self, weight: Tensor, held: _Held) -> Tensor | None:
+        """The panels for another tensor over the memory, whose counter may stand there by chance."""
+        if held.panels is None or not self._equal(held.panels, weight):
+            return self.anew(weight)
+        place = (weight.data_ptr(), weight.dtype, weight.shape, weight.stride())
+        self._held[place] = replace(held, tensor=weakref.ref(weight))
+        return held.panels
+
+    def stepped(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        """Forget what lies in memory that an optimizer has just written; fused ones count no version."""
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        if not all(type(p) in (Tensor, torch.nn.Parameter) for p in parameters):
+            self._held.clear()  # whose memory a subclass writes is its own affair
+            return
+        written = {p.untyped_storage().data_ptr() for p in parameters}
+        for place, held in list(self._held.items()):
+            storage = held.storage()
+            if storage is None or storage.data_ptr() in written:
+                self._held.pop(place, None)
 
     def anew(self, weight: Tensor) -> Tensor | None:
         """Panels of `weight` as it is now, in place of those there are; None where it is not kept."""
@@ -79,7 +116,8 @@ class Kept:
         version, gone = weight._version, functools.partial(self._gone, place)
         fits = self.nbytes + 4 * weight.numel() <= self._limit
         panels = self._lay_out(weight) if fits else None
-        self._held[place] = _Held(weakref.ref(weight.untyped_storage(), gone), version, panels)
+        storage = weakref.ref(weight.untyped_storage(), gone)
+        self._held[place] = _Held(storage, version, panels, weakref.ref(weight))
         return panels
 
     def _gone(self, place: Place, storage: weakref.ref[Any]) -> None:
@@ -101,7 +139,9 @@ def _allowed() -> int:
 @functools.cache
 def kept() -> Kept:
     """The panels of this process."""
-    return Kept(library().pack, int(SHARE * _allowed()))
+    panels = Kept(library().pack, int(SHARE * _allowed()), library().equal)
+    register_optimizer_step_post_hook(panels.stepped)
+    return panels
 
 
 def _linear() -> Callable[..., Any]:

@@ -169,6 +169,28 @@ const float* lay_out(float* to, const at::Tensor& weight) {
 }
 
 template <typename Stored>
+bool rows_equal(const float* panels, const at::Tensor& weight) {
+  const int64_t columns = weight.size(0), inner = weight.size(1);
+  const int64_t down = weight.stride(0), along = weight.stride(1);
+  const auto* from = static_cast<const Stored*>(weight.const_data_ptr());
+  std::atomic<bool> equal{true};
+  spread(ceil_div(columns, WIDTH), [&](int64_t panel, int64_t) {
+    const float* kept = panels + panel * inner * WIDTH;
+    const int64_t many = std::min<int64_t>(WIDTH, columns - panel * WIDTH);
+    constexpr int64_t STEP = 16;  // as in laying out
+    uint32_t differ = 0;
+    for (int64_t first = 0; first < inner; first += STEP)
+      for (int64_t j = 0; j < many; ++j)
+        for (int64_t k = first; k < std::min(inner, first + STEP); ++k) {
+          const auto now = static_cast<float>(from[(panel * WIDTH + j) * down + k * along]);
+          differ |= std::bit_cast<uint32_t>(kept[k * WIDTH + j]) ^ std::bit_cast<uint32_t>(now);
+        }
+    if (differ != 0) equal.store(false, std::memory_order_relaxed);
+  });
+  return equal.load();
+}
+
+template <typename Stored>
 bool rows_unchanged(const float* panels, const at::Tensor& weight) {
   const int64_t columns = weight.size(0), inner = weight.size(1);
   const int64_t down = weight.stride(0), along = weight.stride(1);
@@ -193,6 +215,21 @@ bool unchanged(const float* panels, const at::Tensor& weight) {
       return rows_unchanged<at::Half>(panels, weight);
     default:
       return rows_unchanged<float>(panels, weight);
+  }
+}
+
+// Whether every element is what it was when the panels were made.
+bool equal(const at::Tensor& kept, const at::Tensor& weight) {
+  const pybind11::gil_scoped_release released;
+  const float* panels = kept.const_data_ptr<float>();
+  if (weight.is_neg() || size_of(weight) != kept.numel()) return false;
+  switch (weight.scalar_type()) {
+    case at::kBFloat16:
+      return rows_equal<at::BFloat16>(panels, weight);
+    case at::kHalf:
+      return rows_equal<at::Half>(panels, weight);
+    default:
+      return rows_equal<float>(panels, weight);
   }
 }
 
@@ -329,28 +366,37 @@ void feed_forward(const at::Tensor& out, const at::Tensor& x, const Panels& up, 
   });
 }
 
+// As it reads: negated where only a flag says so.
+std::optional<at::Tensor> plain(const std::optional<at::Tensor>& tensor) {
+  return tensor ? std::optional(tensor->resolve_neg()) : std::nullopt;
+}
+
 // out (N, C) = x (N, K) weight^T + bias; all float32 and contiguous.
-void linear(const at::Tensor& out, const at::Tensor& x, const at::Tensor& weight,
+void linear(const at::Tensor& out, const at::Tensor& x, const at::Tensor& weight_in,
             const std::optional<at::Tensor>& bias) {
   const pybind11::gil_scoped_release released;
+  const at::Tensor weight = weight_in.resolve_neg();
+  const auto added = plain(bias);
   const Room room(UP, size_of(weight));
-  multiply(out, x, {lay_out(room.data(), weight), weight, bias});
+  multiply(out, x.resolve_neg(), {lay_out(room.data(), weight), weight, added});
 }
 
 // out (N, C) = down(activation(up(x))); all float32 and contiguous.
-void mlp(const at::Tensor& out, const at::Tensor& x, const at::Tensor& w_up, const at::Tensor& w_down,
+void mlp(const at::Tensor& out, const at::Tensor& x, const at::Tensor& up_in, const at::Tensor& down_in,
          const std::optional<at::Tensor>& b_up, const std::optional<at::Tensor>& b_down, int64_t activation) {
   const pybind11::gil_scoped_release released;
+  const at::Tensor w_up = up_in.resolve_neg(), w_down = down_in.resolve_neg();
+  const auto above = plain(b_up), below = plain(b_down);
   const Room first(UP, size_of(w_up)), second(DOWN, size_of(w_down));
-  feed_forward(out, x, {lay_out(first.data(), w_up), w_up, b_up}, {lay_out(second.data(), w_down), w_down, b_down},
-               activation);
+  feed_forward(out, x.resolve_neg(), {lay_out(first.data(), w_up), w_up, above},
+               {lay_out(second.data(), w_down), w_down, below}, activation);
 }
 
 // A weight of any strides and floating point dtype in panels of float32, to be kept.
 at::Tensor pack(const at::Tensor& weight) {
   const pybind11::gil_scoped_release released;
   at::Tensor panels = at::empty({size_of(weight)}, at::kFloat);
-  lay_out(panels.data_ptr<float>(), weight.to(at::kFloat));
+  lay_out(panels.data_ptr<float>(), weight.to(at::kFloat).resolve_neg());
   return panels;
 }
 
@@ -404,6 +450,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("linear", reading(&linear));
   m.def("mlp", reading(&mlp));
   m.def("pack", reading(&pack));
+  m.def("equal", reading(&equal));
   m.def("linear_kept", reading(&linear_kept));
   m.def("mlp_kept", reading(&mlp_kept));
 }

@@ -96,13 +96,16 @@ void norm_rows(const at::Tensor& out, const at::Tensor& x, const std::optional<a
 void norm(
     const at::Tensor& out, const at::Tensor& x, const std::optional<at::Tensor>& residual,
     const std::optional<at::Tensor>& total, const std::optional<at::Tensor>& weight, double eps) {
-  const std::optional<at::Tensor> by = weight ? std::optional(weight->to(at::kFloat)) : std::nullopt;
+  // Memory is read: what only a flag negates is negated before.
+  const at::Tensor rows = x.resolve_neg();
+  const auto beside = residual ? std::optional(residual->resolve_neg()) : std::nullopt;
+  const auto by = weight ? std::optional(weight->to(at::kFloat).resolve_neg()) : std::nullopt;
   const float* factors = by ? by->const_data_ptr<float>() : nullptr;
   pybind11::gil_scoped_release release;
   if (x.scalar_type() == at::kBFloat16)
-    norm_rows<Brain>(out, x, residual, total, factors, float(eps));
+    norm_rows<Brain>(out, rows, beside, total, factors, float(eps));
   else
-    norm_rows<Single>(out, x, residual, total, factors, float(eps));
+    norm_rows<Single>(out, rows, beside, total, factors, float(eps));
 }
 
 struct Heads {  // (T, H, D), the last axis dense
@@ -147,8 +150,10 @@ bool rotate(
 
 // q and k (T, H, D) turned by halves into dense outputs; False where the tables lack a position.
 bool rope(
-    const at::Tensor& q_out, const at::Tensor& k_out, const at::Tensor& q, const at::Tensor& k,
-    const at::Tensor& positions, const at::Tensor& cos, const at::Tensor& sin) {
+    const at::Tensor& q_out, const at::Tensor& k_out, const at::Tensor& q_in, const at::Tensor& k_in,
+    const at::Tensor& positions, const at::Tensor& cos_in, const at::Tensor& sin_in) {
+  const at::Tensor q = q_in.resolve_neg(), k = k_in.resolve_neg();
+  const at::Tensor cos = cos_in.resolve_neg(), sin = sin_in.resolve_neg();
   const Heads queries = heads_of(q_out, q), keys = heads_of(k_out, k);
   const int64_t width = q.size(2);
   pybind11::gil_scoped_release release;

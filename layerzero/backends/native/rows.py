@@ -85,6 +85,7 @@ def _capability(dtypes: frozenset[str], features: frozenset[str], **more: Any) -
     )
 
 
+_WEIGHTLESS = frozenset({"no_weight"})
 _NORMED, _TURNED = frozenset({"float32", "bfloat16"}), frozenset({"float32"})
 _SOURCE = "an estimate, a few microseconds a call where torch's parts take several times that, on an AMD EPYC"
 
@@ -97,7 +98,9 @@ def _kernel(op: str, load: Callable[[], Callable[..., Any]], capability: Capabil
 
 
 KERNELS: tuple[Kernel, ...] = (
-    _kernel("rms_norm", _rms_norm, _capability(_NORMED, frozenset({"no_weight"}), contiguous=True)),
-    _kernel("add_rms_norm", _add_rms_norm, _capability(_NORMED, frozenset({"no_weight"}), contiguous=True)),
+    _kernel("rms_norm", _rms_norm, _capability(_NORMED, _WEIGHTLESS, contiguous=True, mixed_dtypes=True)),
+    _kernel(
+        "add_rms_norm", _add_rms_norm, _capability(_NORMED, _WEIGHTLESS, contiguous=True, mixed_dtypes=True)
+    ),
     _kernel("rope", _rope, _capability(_TURNED, frozenset({"partial_rotary"}), last_stride1=True)),
 )

@@ -47,8 +47,8 @@ def _mask_bytes(request: Request) -> int:
 
 _FEATURES = frozenset(
     {
-        "causal", "scale", "gqa", "window", "softcap", "alibi", "mask_bool", "mask_and_causal", "empty_rows",
-        "block_mask",
+        "causal", "scale", "scale_not_positive", "gqa", "window", "softcap", "alibi", "mask_bool",
+        "mask_and_causal", "empty_rows", "block_mask",
     }
 )  # fmt: skip
 

@@ -199,6 +199,7 @@ def attention(
     if attn_mask is not None:
         attn_mask = attn_mask.expand(batch, heads, queries, k.shape[2]).contiguous()
     program = PROGRAMS.get(shape)
+    q, k, v = q.resolve_neg(), k.resolve_neg(), v.resolve_neg()  # a program reads memory
     with torch.no_grad():
         return attention_of(
             program, q, k, v, attn_mask, bounds(is_causal, window), scale, softcap, alibi_slopes
