@@ -111,6 +111,18 @@ def test_results_are_within_tolerance(kernel: Kernel) -> None:
     assert not wrong, "\n".join(wrong[:20])
 
 
+@pytest.mark.parametrize("name", sorted(BOUNDS))
+def test_a_kernel_is_held_to_the_bound_of_its_document(name: str) -> None:
+    """A little less than so many times torch's own error passes, a little more does not; no bound is zero."""
+    truth = torch.randn(64, 64, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    off = torch.randn(64, 64, generator=torch.Generator().manual_seed(1), dtype=torch.float64) / 10
+    base, bound = (truth + off).float(), BOUNDS[name]
+    assert 1.0 <= bound <= tolerances.FACTOR
+    good, bad = ((truth + off * bound * share).float() for share in (0.95, 1.05))
+    assert tolerances.disagreements(good, truth, base, factor=bound) == []
+    assert tolerances.disagreements(bad, truth, base, factor=bound)
+
+
 @every_kernel
 def test_every_claimed_feature_is_exercised(kernel: Kernel) -> None:
     """No claim goes untested: the generated calls ask for each feature that the op's kernels can have."""
