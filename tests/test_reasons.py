@@ -33,7 +33,7 @@ def test_a_code_is_its_own_name() -> None:
 
 def test_every_category_is_that_of_its_reasons() -> None:
     """A reason speaks about one side of the call; no category stands empty."""
-    assert {name: Reason(name).category for name in KNOWN} == KNOWN
+    assert {name: Reason[name].category for name in KNOWN} == KNOWN
     assert {reason.category for reason in Reason} == set(Category) == set(KNOWN.values())
 
 

@@ -41,7 +41,9 @@ def a_million_hits_a_second() -> bool:
 def of_copy(page: int) -> float:
     """The best share of the copy bandwidth for 64 sequences in pages of so many tokens."""
     rows = record("regret_h200.json")["decode"]
-    return max(r["of_copy"] for r in rows if " q=64x" in r["shape"] and f"x{page}x8x128:" in r["shape"])
+    return max(
+        float(r["of_copy"]) for r in rows if " q=64x" in r["shape"] and f"x{page}x8x128:" in r["shape"]
+    )
 
 
 def decode_fills_memory() -> bool:
@@ -52,7 +54,7 @@ def decode_fills_memory() -> bool:
 def products_fill_the_card() -> bool:
     """800 TFLOP/s to the nearest ten, replayed."""
     products = record("regret_h200.json")["products"]
-    return round(max(p["tflops"] for p in products if p["shape"].startswith("graph ")), -1) >= 800
+    return round(max(float(p["tflops"]) for p in products if p["shape"].startswith("graph ")), -1) >= 800
 
 
 def the_soak_ran_as_long_as_is_said() -> bool:

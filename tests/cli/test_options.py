@@ -10,7 +10,7 @@ from typing import Any
 import click
 import pytest
 
-from layerzero.cli import main, pytest_consistency
+from layerzero.cli import deployment, main, pytest_consistency
 from layerzero.hardware import imagined_gpu
 from layerzero.settings import Settings
 from tests.cli.command import Lz
@@ -127,7 +127,7 @@ def test_the_pytest_plugin_compares_the_cluster_it_is_told(
     options = {"--lz-cluster": "b:2", "--lz-manifest": str(path)}
     config = SimpleNamespace(getoption=options.get)
     session = SimpleNamespace(stash=pytest.Stash())
-    teller = Teller(pytest_consistency.check)
+    teller = Teller(deployment.check)
     monkeypatch.setattr(pytest_consistency, "check", teller)
     item = SimpleNamespace(session=session, config=config, _what="devices")
     with pytest.raises(Asked):
