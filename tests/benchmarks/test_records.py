@@ -40,10 +40,8 @@ def a_million_hits_a_second() -> bool:
 
 def of_copy(page: int) -> float:
     """The best share of the copy bandwidth for 64 sequences in pages of so many tokens."""
-    rows = record("regret_h200.json")["decode"]
-    return max(
-        float(r["of_copy"]) for r in rows if " q=64x" in r["shape"] and f"x{page}x8x128:" in r["shape"]
-    )
+    rows, pool = record("regret_h200.json")["decode"], f"x{page}x8x128:"
+    return max(float(r["of_copy"]) for r in rows if " q=64x" in r["shape"] and pool in r["shape"])
 
 
 def decode_fills_memory() -> bool:
