@@ -41,19 +41,21 @@ def need_full_float32() -> None:
         )
 
 
-def disagreements(out: Tensor, truth: Tensor, baseline: Tensor, *, softcap: bool = False) -> list[str]:
+def disagreements(
+    out: Tensor, truth: Tensor, baseline: Tensor, *, softcap: bool = False, factor: float = FACTOR
+) -> list[str]:
     """Why `out` is not good enough, in words; empty where it is.
 
     `truth` is float64, `out` and `baseline` are in the output's dtype, all of one shape. Checked are the
     places of NaN and infinity, the largest error, the relative L2 error of the whole and of each tile of
-    128 rows, against the same of the baseline.
+    128 rows, against `factor` times the same of the baseline, half as much again where scores were capped.
     """
     if out.shape != truth.shape:
         return [f"shape {tuple(out.shape)}, not {tuple(truth.shape)}"]
     if out.numel() == 0:
         return []
     problems = _special_values(out, truth.to(out.dtype))
-    factor = SOFTCAP_FACTOR if softcap else FACTOR
+    factor *= SOFTCAP_FACTOR / FACTOR if softcap else 1.0
     finite = torch.isfinite(truth.to(out.dtype)) & torch.isfinite(out)
     zero = torch.zeros((), dtype=torch.float64)
     exact = torch.where(finite, truth.double(), zero)

@@ -365,7 +365,14 @@ def arguments() -> argparse.ArgumentParser:
 def main(words: Sequence[str] | None = None, source: Path = ROOT) -> int:
     """Run what the command line asks for, print each verdict, and return the exit status."""
     options = arguments().parse_args(words)
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    try:
+        return _asked(options, source)
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def _asked(options: argparse.Namespace, source: Path) -> int:
     try:
         rows = ledger.rows(source / "docs" / "ledger.md")
         every = mutations.read(source / "tests" / "mutations", rows)

@@ -87,7 +87,8 @@ def _mutation(place: str, entry: dict[str, Any], by_id: dict[str, Row]) -> Mutat
     if missing := REQUIRED.keys() - entry.keys():
         raise MutationError(f"{place}: needs {', '.join(sorted(missing))}")
     for name, value in entry.items():
-        if not isinstance(value, known[name]) or (not value and name != "new"):
+        empty = name != "new" and not value
+        if empty or not isinstance(value, known[name]):
             raise MutationError(f"{place}: {name} needs a {known[name].__name__} that is not empty")
     if entry["old"] == entry["new"]:
         raise MutationError(f"{place}: old and new are the same")

@@ -18,6 +18,9 @@ from subprocess import CompletedProcess
 FORKS = multiprocessing.get_context("forkserver")
 FORKS.set_forkserver_preload(["pytest", "torch"])
 _NUMBERS = itertools.count()
+# A little less than pytest gives a test: this limit is for telling what a child that hangs has said, and no
+# child should meet it because the machine has other work.
+PATIENCE_S = 270.0
 
 
 def _main(program: str, arguments: tuple[str, ...], variables: dict[str, str], out: str, err: str) -> None:
@@ -48,7 +51,7 @@ class Child:
         )
         self.process.start()
 
-    def ended(self, timeout: float = 120.0) -> CompletedProcess[str]:
+    def ended(self, timeout: float = PATIENCE_S) -> CompletedProcess[str]:
         """What it printed and its exit status, once it has ended; one that does not is killed.
 
         Raises: TimeoutError: it did not end in so many seconds.
@@ -66,7 +69,11 @@ class Child:
 
 
 def run(
-    program: str, *arguments: str, folder: Path, variables: Mapping[str, str] | None = None
+    program: str,
+    *arguments: str,
+    folder: Path,
+    variables: Mapping[str, str] | None = None,
+    timeout: float = PATIENCE_S,
 ) -> CompletedProcess[str]:
     """Run a program to its end; `folder` is for what it prints."""
-    return Child(program, *arguments, folder=folder, variables=variables).ended()
+    return Child(program, *arguments, folder=folder, variables=variables).ended(timeout)

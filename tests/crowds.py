@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from typing import Any
 
 from layerzero.actors.local import LocalDevice
 from layerzero.dispatch import Table
@@ -45,5 +46,6 @@ class Crowd:
         if self._table is None:
             return True
         flights = list(self._table._flights.values())
-        waiting = sum(len(flight.done._cond._waiters) for flight in flights)  # type: ignore[attr-defined]
+        events: list[Any] = [flight.done for flight in flights]  # nothing public says who waits for an event
+        waiting = sum(len(event._cond._waiters) for event in events)
         return waiting + len(flights) >= self.count or self.decisions > len(flights)

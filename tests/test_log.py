@@ -47,7 +47,11 @@ def test_without_structlog_events_go_to_the_stdlib_logger(
     with caplog.at_level(logging.INFO, "layerzero"):
         log.info("kernel.chosen", kernel="a.b", dims=[1, 2])
         log.debug("kernel.chosen", kernel="hidden")
-    assert [r.getMessage() for r in caplog.records] == ["kernel.chosen kernel='a.b' dims=[1, 2]"]
+        log.warning("hub.fetched", hf_token=TOKEN, note=f"with {TOKEN}")
+    assert [r.getMessage() for r in caplog.records] == [
+        "kernel.chosen kernel='a.b' dims=[1, 2]",
+        "hub.fetched hf_token='[hidden]' note='with [hidden]'",
+    ]
     assert capsys.readouterr().out == ""
 
 

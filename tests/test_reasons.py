@@ -26,14 +26,14 @@ KNOWN = {
 
 
 def test_a_code_is_its_own_name() -> None:
-    """What is written to logs, files and metrics is the name in the source, and each has a text of its own."""
+    """What is written to logs, files and metrics is the name in the source; each has a text of its own."""
     assert {reason.value: reason.name for reason in Reason} == {name: name for name in Reason.__members__}
     assert len({reason.summary for reason in Reason}) == len(Reason)
 
 
 def test_every_category_is_that_of_its_reasons() -> None:
     """A reason speaks about one side of the call; no category stands empty."""
-    assert {name: Reason(name).category for name in KNOWN} == KNOWN
+    assert {name: Reason[name].category for name in KNOWN} == KNOWN
     assert {reason.category for reason in Reason} == set(Category) == set(KNOWN.values())
 
 

@@ -7,7 +7,7 @@ import inspect
 from collections.abc import Callable
 from typing import Any
 
-LIMIT_S = 120.0
+LIMIT_S = 240.0
 EVERY_S = 0.005
 
 

@@ -207,9 +207,12 @@ def _planned(
         need_choice("batching", batching, BATCHING)
     signature, full = checked_build(op, args, kwargs)
     device = device_here(full)
+    current = device.snapshot
     snapshot = snapshot_here(device, op.name, backend)
+    # Asked before planning: a generation that begins meanwhile does not make this caller's policy its own.
+    shared = snapshot is current or snapshot is device.snapshot
     plan = device.plan(op, signature, full, device.mode(), snapshot)
-    return device, None if snapshot is device.snapshot else snapshot, plan, full
+    return device, None if shared else snapshot, plan, full
 
 
 def _ticket(

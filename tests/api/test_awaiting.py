@@ -14,6 +14,7 @@ from torch.overrides import TorchFunctionMode
 
 import layerzero as lz
 import layerzero.sync
+from layerzero.actors.local import LocalDevice
 from layerzero.runtime import Runtime
 from tests.clocks import run_virtually
 from tests.native.twins import both_paths as both_paths
@@ -41,6 +42,26 @@ async def test_concurrent_callers_share_a_launch(runtime: Runtime) -> None:
     for x, out in zip(inputs, outs, strict=True):
         torch.testing.assert_close(out, torch.nn.functional.linear(x, WEIGHT))
     assert sizes(runtime) == {64: 1}
+
+
+@pytest.mark.asyncio
+async def test_a_kernel_that_finishes_loading_meanwhile_sets_nobody_apart(
+    runtime: Runtime, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A generation that begins while a call is planned is not a policy of that caller's own."""
+    plan, planned = LocalDevice.plan, list[int]()
+
+    def slowly(own: LocalDevice, *args: Any) -> Any:
+        found = plan(own, *args)
+        planned.append(len(planned))
+        if len(planned) in (1, 5):
+            own.refresh()  # what the background thread does when a kernel has been loaded
+        return found
+
+    monkeypatch.setattr(LocalDevice, "plan", slowly)
+    await asyncio.gather(*[lz.linear(torch.randn(rows, 16), WEIGHT) for rows in range(1, 9)])
+    assert len(planned) >= 8, "each of these calls is new"
+    assert sizes(runtime) == {8: 1}
 
 
 @pytest.mark.asyncio

@@ -10,12 +10,15 @@ import torch
 from torch import Tensor
 
 from layerzero import tolerances
+from layerzero.capabilities import export
 from layerzero.kernel import Kernel, judge
 from layerzero.ops import checks, table
 from layerzero.ops.op import Args
 from tests.backends import cases
 
 IDS = [k.id for k in cases.RUNNABLE]
+# What the capability document says of each kernel is what it is held to.
+BOUNDS = {name: entry.error_factor for name, entry in export(cases.KERNELS).kernels.items()}
 # All tests of one kernel follow each other, so that they share its first results.
 every_kernel = pytest.mark.parametrize("kernel", cases.RUNNABLE, ids=IDS, scope="module")
 # On a device the order in which threads meet differs from run to run.
@@ -101,9 +104,23 @@ def test_results_are_within_tolerance(kernel: Kernel) -> None:
                 continue
             base = bases[index].to(out.dtype)
             softcap = "softcap" in case.asks
-            for problem in tolerances.disagreements(out.cpu(), truths[index], base, softcap=softcap):
+            for problem in tolerances.disagreements(
+                out.cpu(), truths[index], base, softcap=softcap, factor=BOUNDS[kernel.id]
+            ):
                 wrong.append(f"{case} {args[0].dtype} output {index}: {problem}")
     assert not wrong, "\n".join(wrong[:20])
+
+
+@pytest.mark.parametrize("name", sorted(BOUNDS))
+def test_a_kernel_is_held_to_the_bound_of_its_document(name: str) -> None:
+    """A little less than so many times torch's own error passes, a little more does not; no bound is zero."""
+    truth = torch.randn(64, 64, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    off = torch.randn(64, 64, generator=torch.Generator().manual_seed(1), dtype=torch.float64) / 10
+    base, bound = (truth + off).float(), BOUNDS[name]
+    assert 1.0 <= bound <= tolerances.FACTOR
+    good, bad = ((truth + off * bound * share).float() for share in (0.95, 1.05))
+    assert tolerances.disagreements(good, truth, base, factor=bound) == []
+    assert tolerances.disagreements(bad, truth, base, factor=bound)
 
 
 @every_kernel

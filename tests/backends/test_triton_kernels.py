@@ -18,6 +18,8 @@ from layerzero.kernel import Capability, judge
 from layerzero.ops.request import Request
 from tests import children, interpreter
 
+# Triton's compiler and its interpreter take a core for as long as they need one.
+pytestmark = pytest.mark.timeout(900)
 needs_triton = pytest.mark.skipif(
     importlib.util.find_spec("triton") is None, reason="triton is not installed"
 )
@@ -31,6 +33,7 @@ def printed(code: str, folder: Path, **variables: str) -> Any:
         f"import runpy; runpy.run_path({str(program)!r}, run_name='__main__')",
         folder=folder,
         variables=os.environ | variables,
+        timeout=800.0,
     )
     assert run.returncode == 0, run.stderr[-3000:]
     return json.loads(run.stdout.splitlines()[-1])
@@ -195,6 +198,31 @@ def launch(**changes: Any) -> TritonLaunch:
     out = torch.empty(3)
     plain: dict[str, Any] = {"grid": (3,), "arguments": (out,), "constants": {"BLOCK": 64}, "result": out}
     return TritonLaunch(**(plain | changes))
+
+
+@needs_triton
+def test_a_wrong_launch_does_not_reach_the_function() -> None:
+    """What `prepare` returns is looked at first, at every new shape of a launch; a right one is launched."""
+    launched: list[tuple[int, ...]] = []
+
+    class Function:
+        def run(self) -> None: ...
+
+        def __getitem__(self, grid: tuple[int, ...]) -> Any:
+            launched.append(grid)
+            return lambda *_, **__: None
+
+    grids = iter([(3,), (0,), (3,)])
+    kernel = triton_kernel(
+        "acme.rms_norm.looked_at", "rms_norm", Function(), lambda *_: launch(grid=next(grids)),
+        Capability(source="a test"),
+    )  # fmt: skip
+    run = kernel.load()
+    run()
+    with pytest.raises(ValueError, match=r"grid\[0\] needs an int"):
+        run()
+    run()
+    assert launched == [(3,), (3,)]
 
 
 @pytest.mark.parametrize(

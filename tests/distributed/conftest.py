@@ -6,6 +6,7 @@ import os
 import secrets
 import shutil
 import tempfile
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -18,6 +19,11 @@ os.environ.setdefault("RAY_DEDUP_LOGS", "0")
 os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
 # What else this machine runs is no reason to kill a worker here.
 os.environ.setdefault("RAY_memory_monitor_refresh_ms", "0")
+
+# How long a node may take to start: its server's port, its first answer, its raylet.
+START_S = 240
+os.environ.setdefault("RAY_gcs_server_port_wait_time_s", str(START_S))
+os.environ.setdefault("RAY_gcs_server_request_timeout_seconds", str(START_S))
 
 # What no test asks: the log's way to the driver, the autoscaler, the agent's page with its well-known port.
 BARE = {
@@ -58,17 +64,27 @@ def ray_head(ray: Any) -> Iterator[str]:
 
 
 def _begun(node: dict[str, Any]) -> Any:
-    """A cluster of one node, begun up to thrice: Ray gives one up that needs above 30 s to start."""
+    """A cluster of one node. Ray would give up one that takes above 30 s, as a busy machine makes it."""
+    from ray._private import services
     from ray.cluster_utils import Cluster
 
-    cluster = Cluster()
-    for last in (False, False, True):
-        try:
-            cluster.add_node(**node)
-            break
-        except Exception as error:
-            if last or "timed out during startup" not in str(error):
-                raise
+    cluster, look = Cluster(), services.get_node
+
+    def patient(*args: Any, **named: Any) -> Any:
+        until = time.monotonic() + START_S
+        while True:
+            try:
+                return look(*args, **named)
+            except RuntimeError:  # what Ray itself takes for "not yet"
+                if time.monotonic() > until:
+                    raise
+                time.sleep(0.2)
+
+    services.get_node = patient
+    try:
+        cluster.add_node(**node)
+    finally:
+        services.get_node = look
     return cluster
 
 

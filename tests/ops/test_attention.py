@@ -346,6 +346,7 @@ def test_gradient_of_a_mask_and_of_slopes() -> None:
 
 def test_long_contexts_need_no_full_score_matrix(monkeypatch: pytest.MonkeyPatch) -> None:
     """No block of scores is larger than the limit, and causal blocks leave out the keys they cannot see."""
+    assert module.MAX_SCORES * 4 <= 64 << 20, "64 MiB of float32"
     sizes: list[int] = []
     inner = module._scores
 

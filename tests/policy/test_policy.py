@@ -299,7 +299,7 @@ RULES = [
 ]
 
 
-# Those that concern every call of attention: a chain of them is seldom without two that contradict each other.
+# Those that concern every call of attention: a chain of them seldom agrees with itself.
 MEETING = [
     make_rule(action, pattern, op="attention" if action == "lock" else "*", layer=layer)
     for action in ("lock", "deny", "allow")

@@ -157,6 +157,12 @@ def test_pressure_from_outside_is_followed_and_nothing_is_retried(monkeypatch: p
             seen.append("none")
         assert len(runs) - before <= 2, "one kernel and one fallback, whatever the memory does"
     assert seen[0] == seen[1] == "big" and "none" in seen and seen.count("small") >= 1
+    for step, (free, kernel_id) in enumerate([(3 * GIB, "middle"), (GIB // 2, "small"), (3 * GIB, "middle")]):
+        card.free, now = free, now + 2.0
+        before = len(runs)
+        own.launch_planned(NORM, args(30 + step))
+        assert runs[before:] == [kernel_id], "followed, and not found out by failing"
+    card.free = 64 * GIB
     for step in range(3):
         now += 2.0
         assert own.launch_planned(NORM, args(20 + step))[1].kernel == "big.rms_norm"

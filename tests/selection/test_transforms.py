@@ -83,7 +83,9 @@ def test_mixed_operands_are_cast_to_one_dtype() -> None:
     full = ATTENTION.build(q.half(), q.bfloat16(), q.bfloat16())[1]
     out, plan = own.launch_planned(ATTENTION, full)
     assert out.dtype == torch.float16
-    assert [t.kind for t in plan.record().transforms] == ["cast"]
+    assert [(t.kind, t.after) for t in plan.record().transforms] == [("cast", "float32")]
+    wide = ATTENTION.reference(*(t.float() for t in full[:3]), *full[3:])
+    assert torch.equal(out, wide.half()), "rounded once, behind the kernel"
     strict = device([kernel("a.attention", mixed_dtypes=False)], Settings(strict=True))
     with pytest.raises(NoKernelFoundError, match="DTYPES_MIXED"):
         strict.launch(ATTENTION, full)
