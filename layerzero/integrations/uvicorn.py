@@ -56,7 +56,7 @@ def descriptors_left() -> int:
     return (soft if soft != resource.RLIM_INFINITY else 1 << 20) - used
 
 
-class Bounded(_Base):
+class Bounded(_Base):  # type: ignore[misc]  # uvicorn chooses it
     """uvicorn's protocol, which knows since when it waits for a request."""
 
     most: int
