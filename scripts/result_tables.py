@@ -222,7 +222,8 @@ def on_gpu(record: dict[str, Any]) -> Table:
                     row.get(key) for key in ("tokens_per_s", "of_by_hand", "over_one_by_one", "mean_batch")
                 ]
                 beyond = row.get("us_an_await_beyond_by_hand")
-                rows.append([f"{layers}, {context}", side, *numbers, beyond])
+                shown = side.replace("by hand", "by hand, launched op by op, without a graph")
+                rows.append([f"{layers}, {context}", shown, *numbers, beyond])
     return {"columns": columns, "rows": rows}
 
 
