@@ -125,7 +125,7 @@ class Carried(Coroutine[Any, Any, Any]):
     """A coroutine whose steps have torch's modes to themselves; the compiled twin has the same methods."""
 
     def __init__(self, inner: Coroutine[Any, Any, Any]) -> None:
-        self._inner = inner
+        self._inner: Any = inner
         self._own = Surroundings()
         self._born = self._own.facts
         self._ended = False
