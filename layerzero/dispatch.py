@@ -38,11 +38,12 @@ if TYPE_CHECKING:
     from layerzero.selection.solved import Solved
     from layerzero.selection.terms import Terms
 
-GRAD, DETERMINISTIC, AUTOCAST, CAPTURE = 1, 2, 4, 8
-_MODES = 16
+GRAD, DETERMINISTIC, AUTOCAST, CAPTURE, FORWARD = 1, 2, 4, 8, 16
+_MODES = 16  # what a plan is remembered under; FORWARD never is
 _is_grad_enabled = torch.is_grad_enabled
 _is_deterministic = torch.are_deterministic_algorithms_enabled
 _is_autocast = torch._C._is_any_autocast_enabled
+_forward_ad: Any = torch.autograd.forward_ad
 # What `torch.cuda.is_current_stream_capturing` calls; a torch without CUDA has only that.
 _is_capturing = getattr(torch._C, "_cuda_isCurrentStreamCapturing", torch.cuda.is_current_stream_capturing)
 
@@ -57,6 +58,8 @@ def mode() -> int:
         bits |= DETERMINISTIC
     if _is_autocast():
         bits |= AUTOCAST
+    if _forward_ad._current_level >= 0:
+        bits |= FORWARD
     return bits
 
 
@@ -240,7 +243,7 @@ class Table:
     ) -> None:
         self.op = op
         self._rehearsed = rehearsed
-        self.hot: list[dict[Signature, Plan]] = [{} for _ in range(_MODES)]
+        self.hot: list[dict[Signature, Plan]] = [{} for _ in range(2 * _MODES)]
         self.keyed: dict[Hashable, Plan] = {}
         self.generation = generation
         self.fingerprint = rules.fingerprint(op.name)
@@ -261,6 +264,11 @@ class Table:
         """
         if foreign.transformed(args):
             return composed(self.op, self.describe(args, bits))  # not kept: it is no choice
+        if bits & FORWARD:
+            if foreign.has_tangents(args):
+                return composed(self.op, self.describe(args, bits))
+            bits &= ~FORWARD
+            return self.hot[bits].get(signature) or self.miss(signature, args, bits)
         hash(signature)
         request = self.describe(args, bits)
         empty = self.op.empty

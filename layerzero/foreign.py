@@ -40,6 +40,12 @@ def transformed(values: Iterable[Any]) -> bool:
     return any(isinstance(value, Tensor) and not has_memory(value) for value in values)
 
 
+def has_tangents(values: Iterable[Any]) -> bool:
+    """Whether an operand carries a tangent, which a kernel of ours would drop and many of torch's refuse."""
+    unpack = torch.autograd.forward_ad.unpack_dual
+    return any(isinstance(value, Tensor) and unpack(value).tangent is not None for value in values)
+
+
 def has_memory(tensor: Tensor) -> bool:
     """Whether the tensor's own memory holds its values, so that a kernel may read it."""
     if tensor.__class__ in _PLAIN:

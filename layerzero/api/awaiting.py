@@ -82,6 +82,7 @@ WAITING_DOC = """    Waiting: backend is a kernel's id or a backend's name, for 
 def _unknown(op: Op, known: Known) -> Callable[..., Any]:
     """The op for a call that no memo knows: every step in Python."""
     build, name, active, scoped, last = op.build, op.name, ACTIVE, SCOPE.get, LAST
+    forward: Any = torch.autograd.forward_ad
 
     async def call(
         args: tuple[Any, ...], kwargs: dict[str, Any], backend: str | None, priority: int,
@@ -92,7 +93,8 @@ def _unknown(op: Op, known: Known) -> Callable[..., Any]:
             signature, full = build(*args, **kwargs)
             device = active.devices[full[0].device]
             modes = device.capture()
-            if backend is not None or batching is not None or scoped() is not None:
+            own = backend is not None or batching is not None or scoped() is not None
+            if own or forward._current_level >= 0:
                 raise KeyError("a call of its own kind")  # found below, as one whose signature is new
             if device.capturing is None:
                 plan = device.snapshot.tables[name].hot[modes.bits & device.counted][signature]

@@ -139,11 +139,12 @@ def _guarded_exactly(
     binding: Binding, device: LocalDevice, tail: Args, exact: Check, otherwise: Callable[..., Any]
 ) -> Callable[..., Any]:
     """Calls whose tensors are the example's in everything, under plain modes; `otherwise` takes the rest."""
+    forward: Any = torch.autograd.forward_ad
     deterministic, autocast = torch.are_deterministic_algorithms_enabled, torch._C._is_any_autocast_enabled
 
     def bound(*tensors: Any) -> Any:
         try:
-            if not exact(*tensors) or deterministic() or autocast():
+            if not exact(*tensors) or deterministic() or autocast() or forward._current_level >= 0:
                 return otherwise(*tensors)
         except TypeError:  # another number of arguments, or no tensors
             return otherwise(*tensors)

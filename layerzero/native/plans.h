@@ -88,7 +88,7 @@ PyObject* recovered(PyObject* recover, PyObject* device, PyObject* plan, PyObjec
 PyObject* run_known(Plans* self, PyObject* args, PyObject* kwargs) {
   if (self->by_place->empty()) return not_ours();
   const int modes = modes_here();
-  if (modes < 0) return not_ours();
+  if (modes < 0 || forward_level()) return not_ours();
   PyObject* scope = nullptr;
   if (PyContextVar_Get(self->scope, nullptr, &scope)) return nullptr;
   Ref held(scope);
@@ -134,7 +134,7 @@ PyObject* plans_remember(Plans* self, PyObject* given) {
   const int here = modes_here();
   const Py_ssize_t all = PyTuple_GET_SIZE(self->names);
   PyObject* values[MAX_PARAMETERS];
-  if (here < 0 || PyTuple_GET_SIZE(full) != all || !bind(self, args, kwargs, values)) Py_RETURN_FALSE;
+  if (here < 0 || forward_level() || PyTuple_GET_SIZE(full) != all || !bind(self, args, kwargs, values)) Py_RETURN_FALSE;
   const int place = place_of_call(values);
   if (place == ELSEWHERE || !usual(self, place)) Py_RETURN_FALSE;
   Ref constants(constants_of(full, values));

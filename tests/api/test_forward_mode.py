@@ -36,6 +36,32 @@ def derivatives() -> None:
             tripled(forward.make_dual(torch.ones(1), torch.ones(1)))
 
 
+@pytest.mark.parametrize("bound", [False, True])
+@pytest.mark.parametrize("op", ["rms_norm", "linear", "attention"])
+def test_tangents_come_through_blocking_and_bound_calls(op: str, bound: bool) -> None:
+    """Of a call that is known from before as well; no kernel is blamed, and plain calls go on as before."""
+    args = (
+        tuple(torch.randn(1, 2, 4, 8) for _ in range(3)) if op == "attention" else (torch.randn(2, 8), WEIGHT)
+    )
+    args = (args[0], torch.randn(8)) if op == "rms_norm" else args
+    call = lz.bind(op, *args) if bound else getattr(lz.sync, op)
+    plain = [call(*args) for _ in range(4)][-1]
+    with forward.dual_level():
+        direction = torch.randn_like(args[0])
+        out = call(forward.make_dual(args[0], direction), *args[1:])
+        assert forward.unpack_dual(call(*args)).tangent is None
+        tangent = forward.unpack_dual(out).tangent
+        assert tangent is not None
+    step = 1e-3
+    slope = (call(args[0] + step * direction, *args[1:]) - call(args[0] - step * direction, *args[1:])) / (
+        2 * step
+    )
+    torch.testing.assert_close(tangent, slope, atol=2e-2, rtol=2e-2)
+    torch.testing.assert_close(call(*args), plain)
+    selection = lz.select(op, *args)
+    assert not any(r.reason.value == "CIRCUIT_OPEN" for c in selection.trace for r in c.rejected)
+
+
 @pytest.mark.asyncio
 @pytest.mark.parametrize("name", CALLS)
 async def test_tangents_come_back(name: str) -> None:
