@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import importlib
 import os
 import sqlite3
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
@@ -27,10 +29,9 @@ from layerzero.perfdb.rows import (
     written_by,
 )
 
-try:
-    import fcntl
-except ImportError:  # Windows
-    fcntl = None  # type: ignore[assignment]
+fcntl: Any = None  # Windows has none
+with contextlib.suppress(ImportError):
+    fcntl = importlib.import_module("fcntl")
 
 SET_ASIDE = "perfdb.set_aside"
 REBUILT = "perfdb.rebuilt"
