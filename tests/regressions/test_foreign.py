@@ -36,7 +36,10 @@ def own() -> Iterator[LocalDevice]:
         lz.sync.rms_norm(X, W)
         scope = SCOPE.get()
         assert scope is not None and scope.runtime is not None
-        yield scope.runtime.device(X.device)
+        device = scope.runtime.device(X.device)
+        device.expected()  # measurements that arrive later have everything decided again
+        lz.sync.rms_norm(X, W)
+        yield device
 
 
 def trouble(own: LocalDevice) -> Any:
