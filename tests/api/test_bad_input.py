@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -77,8 +78,11 @@ def own_runtime() -> Iterator[None]:
 
 def state() -> Any:
     """What a refused call must leave alone: policy, generation, health, plans by signature."""
-    device = current().device("cpu")
+    device, looked = current().device("cpu"), threading.Event()
+    device._loading.submit(looked.set)  # behind the look at free memory that a first call asks for
+    assert looked.wait(60)
     plans = {name: [len(h) for h in table.hot] for name, table in device.snapshot.tables.items()}
+    plans = {name: counts for name, counts in plans.items() if any(counts)}
     return current().policy, device.generation, device.health.blocked(), plans
 
 
