@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -70,8 +71,12 @@ CASES: list[tuple[str, str, tuple[Any, ...], dict[str, Any], Refusal, str]] = [
 
 @pytest.fixture(autouse=True)
 def own_runtime() -> Iterator[None]:
-    """A runtime of the test's own."""
+    """A runtime of the test's own, which knows what memory is free: the first look makes plans anew."""
     with lz.start(lz.Settings(warm="off")):
+        device, looked = current().device("cpu"), threading.Event()
+        device._look_at_memory()
+        device._loading.submit(looked.set)
+        assert looked.wait(60)
         yield
 
 
