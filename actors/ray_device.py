@@ -180,21 +180,6 @@ class RayDevice(SupervisedDevice):
         why = "" if self.state is DeviceState.RUNNING else self._why
         return health_of(self, self._life, self._facts, self._lifetimes.restarts, why)
 
-    async def drain(self, timeout_s: float) -> bool:
-        """Take no more calls; those that run end."""
-        if self.state is DeviceState.RUNNING:
-            self.state = DeviceState.DRAINING
-        return await self._asked_to_drain(timeout_s)
-
-    async def _asked_to_drain(self, timeout_s: float) -> bool:
-        life = self._life
-        if life is None or life.over.done():
-            return False
-        try:
-            return bool(await life.channel.ask("drain", timeout_s))
-        except DeviceLostError:
-            return False
-
     async def prepare(self, fn: Callable[..., Any], /, *args: Any) -> Any:
         """Run `fn` now and at the start of every later life."""
         payload = payload_of(fn, args, {})

@@ -296,6 +296,21 @@ class SupervisedDevice:
         assert self._life is not None
         return self._life
 
+    async def drain(self, timeout_s: float) -> bool:
+        """Take no more calls; those that run end."""
+        if self.state is DeviceState.RUNNING:
+            self.state = DeviceState.DRAINING
+        return await self._asked_to_drain(timeout_s)
+
+    async def _asked_to_drain(self, timeout_s: float) -> bool:
+        life = self._life
+        if life is None or life.over.done():
+            return False
+        try:
+            return bool(await life.channel.ask("drain", timeout_s))
+        except DeviceLostError:
+            return False
+
     async def restart(self, *, drain_s: float = 30.0) -> None:
         """Drain, end the process, and wait for the next life.
 
