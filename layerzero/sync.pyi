@@ -2,7 +2,7 @@
 
 Written by scripts/make_stubs.py; do not edit.
 """
-# ruff: noqa: ASYNC109, E501
+# ruff: noqa: E501
 # fmt: off
 
 from collections.abc import Callable, Sequence
