@@ -154,7 +154,8 @@ def blocking_stub() -> str:
         function(table.get(name), "def", BLOCKING, getattr(layerzero.sync, name)) for name in ops
     )
     names = "".join(f'    "{name}",\n' for name in ops)
-    return f"{HEADER.format(SYNC_DOC)}{LONG_LINES}\n{typing_imports(functions)}{functions}__all__ = [\n{names}]\n"
+    head = f"{HEADER.format(SYNC_DOC)}{LONG_LINES}\n{typing_imports(functions)}"
+    return f"{head}{functions}__all__ = [\n{names}]\n"
 
 
 def bind_stub() -> str:

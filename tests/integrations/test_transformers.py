@@ -72,7 +72,7 @@ def test_a_patched_model_computes_the_same(make: Any, lengths: tuple[int, ...]) 
 def test_every_layer_goes_through_the_op() -> None:
     """With every kernel denied the model cannot answer: its attention is ours."""
     model = lz.patch(llama())
-    with torch.no_grad(), lz.disabled("*"), pytest.raises(lz.NoKernelFoundError):
+    with torch.no_grad(), lz.disable("*"), pytest.raises(lz.NoKernelFoundError):
         model(**batch(9))
 
 
