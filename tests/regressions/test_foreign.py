@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -22,6 +23,7 @@ from layerzero.ops import table as ops_table
 from layerzero.settings import Settings
 from tests.clocks import FakeClock
 from tests.kernels import device, kernel
+from tests.waiting import LIMIT_S
 
 RMS = ops_table.get("rms_norm")
 X, W = torch.randn(4, 8, 64), torch.randn(64)
@@ -37,7 +39,12 @@ def own() -> Iterator[LocalDevice]:
         scope = SCOPE.get()
         assert scope is not None and scope.runtime is not None
         device = scope.runtime.device(X.device)
-        device.expected()  # measurements that arrive later have everything decided again
+        # Measurements and free memory that are known later have calls decided again.
+        device.expected()
+        looked = threading.Event()
+        device._look_at_memory()
+        device._loading.submit(looked.set)
+        assert looked.wait(LIMIT_S)
         lz.sync.rms_norm(X, W)
         yield device
 
