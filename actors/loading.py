@@ -13,6 +13,8 @@ from layerzero.ops.request import Request
 
 if TYPE_CHECKING:
     from layerzero.actors.local import LocalDevice
+    from layerzero.selection.solved import Solved
+    from layerzero.settings import Settings
 
 _DELAY_S = 0.1
 
@@ -39,6 +41,21 @@ class Loading:
             return False
         self._thread.submit(job)
         return True
+
+    def behind(self, job: Callable[[], object]) -> threading.Event:
+        """Run `job` on the thread when the call that asked has had time to end; the event is set after it."""
+        ended = threading.Event()
+
+        def run() -> None:
+            try:
+                if self.rested():
+                    job()
+            finally:
+                ended.set()
+
+        if not self.submit(run):
+            ended.set()
+        return ended
 
     def rested(self) -> bool:
         """On the thread: let the call that asked have time to end; False where thread or process are ending.
@@ -87,3 +104,16 @@ class Loading:
         """Begin nothing more, and wait for what runs."""
         self._closing.set()
         self._thread.close(timeout_s)
+
+
+def solved_under(device: LocalDevice, settings: Settings) -> Solved | None:
+    """The dispatch table of `settings`, refused where it does not hold for the device.
+
+    Raises: ConfigurationError: it does not, and the settings are strict.
+    """
+    if settings.dispatch_table is None:
+        return None
+    from layerzero.selection.solved import in_force
+
+    kernels = device.registry.all()
+    return in_force(settings.dispatch_table, device.hardware, kernels, strict=settings.strict)

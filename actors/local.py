@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from layerzero.actors.loading import Loading
+from layerzero.actors.loading import Loading, solved_under
 from layerzero.actors.memory import Room
 from layerzero.actors.placed import placed
 from layerzero.actors.recovery import Recovery, blamed, guarded_on
@@ -100,12 +100,11 @@ class LocalDevice:
         self.reaper = Worker(f"layerzero-reap-{self.device}")
         self._loading = Loading(self)
         self._cost = cost
-        self._expected = threading.Event()
-        self._expected.set()
+        self._expected: threading.Event | None = None  # of what is read last
         self._watchers: tuple[Watcher, ...] = ()
         self._samplers: tuple[NumericsGuard | DriftWatch | Spans, ...] = ()
         self.spans: Spans | None = None
-        self.solved = self.solved_under(settings)  # the dispatch table, where there is one
+        self.solved = solved_under(self, settings)  # the dispatch table, where there is one
         self._sized: dict[str, bool] = {}
         self.room = Room(self.device, self.hardware, self.clock.now)
         self._sample()
@@ -162,17 +161,6 @@ class LocalDevice:
             look()
         else:
             self._loading.submit(look)
-
-    def solved_under(self, settings: Settings) -> Solved | None:
-        """The dispatch table of `settings`, refused where it does not hold for this device.
-
-        Raises: ConfigurationError: it does not, and the settings are strict.
-        """
-        if settings.dispatch_table is None:
-            return None
-        from layerzero.selection.solved import in_force
-
-        return in_force(settings.dispatch_table, self.hardware, self.registry.all(), strict=settings.strict)
 
     def _sample(self) -> None:
         """Have sampled calls checked or timed, or no longer, as the settings say."""
@@ -247,8 +235,7 @@ class LocalDevice:
         self._lock = threading.RLock()
         self._timer = None
         self._loading.reset_after_fork()
-        self._expected = threading.Event()
-        self._expected.set()
+        self._expected = None
         self._views = {}
         self.snapshot = Snapshot(self.snapshot.generation + 1, self.snapshot.policy)
 
@@ -360,21 +347,13 @@ class LocalDevice:
         """
         if at_once:
             self.set_costs(build())
-            return
-        read = self._expected = threading.Event()  # one each: what is read last is waited for
-        if not self._loading.submit(lambda: self._expect_soon(build, read)):
-            read.set()
-
-    def _expect_soon(self, build: Callable[[], CostModel], read: threading.Event) -> None:
-        try:
-            if self._loading.rested():
-                self.set_costs(build())
-        finally:
-            read.set()
+        else:
+            self._expected = self._loading.behind(lambda: self.set_costs(build()))
 
     def expected(self, timeout_s: float = 5.0) -> None:
         """Wait until the measurements on file are read, if they are being read."""
-        self._expected.wait(timeout_s)
+        if self._expected is not None:
+            self._expected.wait(timeout_s)
 
     def set_costs(self, cost: CostModel) -> None:
         """Price with other expectations from now on; tables of ops that they do not touch are kept."""
@@ -466,7 +445,7 @@ class LocalDevice:
 
     def load_behind(self, load: Callable[[], object]) -> None:
         """Run `load` on the thread that loads kernels, when the call that asked has had time to end."""
-        self._loading.submit(lambda: self._loading.rested() and load())
+        self._loading.behind(load)
 
     def stop_loading(self, timeout_s: float) -> None:
         """Begin no more background loads, and wait for the one that runs."""

@@ -163,7 +163,7 @@ class Soak:
                 raise
             except lz.DeadlineExceededError:
                 self.ended["expired"] += 1
-            except lz.Overloaded:
+            except lz.OverloadedError:
                 self.ended["rejected"] += 1
             except Poisoned:
                 self.ended["failed"] += 1

@@ -125,7 +125,7 @@ class Service:
                 async for piece in pieces:
                     yield piece
             outcome = "done"
-        except (PagesExhaustedError, lz.Overloaded) as error:
+        except (PagesExhaustedError, lz.OverloadedError) as error:
             outcome = "rejected"
             raise Full(str(error), getattr(error, "retry_after", 1.0)) from error
         except Exception:

@@ -46,7 +46,7 @@ class Config:
     eps: float
     rope_base: float
     positions: int
-    scaling: lz.Linear | lz.Llama3 | lz.Yarn | None = None
+    scaling: lz.LinearScaling | lz.Llama3Scaling | lz.YarnScaling | None = None
     tied: bool = False
     attention_bias: bool = False
     mlp_bias: bool = False
@@ -85,17 +85,19 @@ class Config:
         )
 
 
-def _scaling(given: Mapping[str, Any], positions: int) -> lz.Linear | lz.Llama3 | lz.Yarn | None:
+def _scaling(
+    given: Mapping[str, Any], positions: int
+) -> lz.LinearScaling | lz.Llama3Scaling | lz.YarnScaling | None:
     kind = given.get("rope_type", given.get("type", "default"))
     if kind == "default":
         return None
     factor, trained = given["factor"], given.get("original_max_position_embeddings", positions)
     if kind == "linear":
-        return lz.Linear(factor)
+        return lz.LinearScaling(factor)
     if kind == "llama3":
-        return lz.Llama3(factor, given["low_freq_factor"], given["high_freq_factor"], trained)
+        return lz.Llama3Scaling(factor, given["low_freq_factor"], given["high_freq_factor"], trained)
     if kind == "yarn":
-        return lz.Yarn(factor, trained, given.get("beta_fast", 32.0), given.get("beta_slow", 1.0))
+        return lz.YarnScaling(factor, trained, given.get("beta_fast", 32.0), given.get("beta_slow", 1.0))
     raise ValueError(f"rope_scaling needs default, linear, llama3 or yarn, got {kind!r}")
 
 

@@ -18,7 +18,7 @@ from layerzero.api.batched import batched as batched
 from layerzero.api.calls import last_selection as last_selection
 from layerzero.api.configuration import add_policy as add_policy
 from layerzero.api.configuration import configure as configure
-from layerzero.api.configuration import disabled as disabled
+from layerzero.api.configuration import disable as disable
 from layerzero.api.configuration import get_config as get_config
 from layerzero.api.configuration import get_locks as get_locks
 from layerzero.api.configuration import load_config as load_config
@@ -67,7 +67,7 @@ from layerzero.errors import LayerZeroError as LayerZeroError
 from layerzero.errors import ModeChangedError as ModeChangedError
 from layerzero.errors import NoKernelAvailableError as NoKernelAvailableError
 from layerzero.errors import NoKernelFoundError as NoKernelFoundError
-from layerzero.errors import Overloaded as Overloaded
+from layerzero.errors import OverloadedError as OverloadedError
 from layerzero.errors import PolicyLoadError as PolicyLoadError
 from layerzero.errors import PolicyValidationError as PolicyValidationError
 from layerzero.errors import RuntimeClosedError as RuntimeClosedError
@@ -80,11 +80,11 @@ from layerzero.kernel import Capability as Capability
 from layerzero.kernel import Efficiency as Efficiency
 from layerzero.kernel import Kernel as Kernel
 from layerzero.ops.alibi import alibi_slopes as alibi_slopes
-from layerzero.ops.rope_scaling import NTK as NTK
-from layerzero.ops.rope_scaling import DynamicNTK as DynamicNTK
-from layerzero.ops.rope_scaling import Linear as Linear
-from layerzero.ops.rope_scaling import Llama3 as Llama3
-from layerzero.ops.rope_scaling import Yarn as Yarn
+from layerzero.ops.rope_scaling import DynamicNTKScaling as DynamicNTKScaling
+from layerzero.ops.rope_scaling import LinearScaling as LinearScaling
+from layerzero.ops.rope_scaling import Llama3Scaling as Llama3Scaling
+from layerzero.ops.rope_scaling import NTKScaling as NTKScaling
+from layerzero.ops.rope_scaling import YarnScaling as YarnScaling
 from layerzero.ops.rope_scaling import rope_tables as rope_tables
 from layerzero.ops.rope_scaling import xpos_table as xpos_table
 from layerzero.ops.verify import tree_mask as tree_mask
@@ -276,8 +276,8 @@ async def attention(
         with `layout="BSHD"`; `layout=None` infers it from shapes and strides and raises where both fit.
         attn_mask broadcasts to (B, Hq, Sq, Sk): bool, True attends, or any float dtype, added.
         is_causal is aligned at the last query and the last key; with a mask it needs `combine_mask=True`.
-        scale defaults to D**-0.5. window=(left, right) keys around the diagonal, -1 is unbounded.
-        softcap c turns scores s into c * tanh(s / c). alibi_slopes (Hq,) or (B, Hq) subtract
+        scale defaults to D**-0.5. window=(left, right) keys around the diagonal, -1 is unbounded, and so are
+        2**30 and more. softcap c turns scores s into c * tanh(s / c). alibi_slopes (Hq,) or (B, Hq) subtract
         slope * |distance to the diagonal|. rows_nonempty asserts that the mask leaves each query a key.
         sinks (Hq,) are logits that join each softmax's denominator, and nothing else. score_mod(score, b,
         h, q_idx, kv_idx), as torch's flex_attention takes it, changes scaled and capped scores before ALiBi

@@ -53,8 +53,9 @@ def own_folder(path: Path, *, default: bool = False) -> Path:
     """
     if not path.parent.exists():
         own_folder(path.parent)
-    with suppress(FileExistsError):
-        path.mkdir(mode=0o700)
+    if not os.path.lexists(path):
+        with suppress(FileExistsError):
+            path.mkdir(mode=0o700)
     if not _POSIX:
         return path
     link = os.lstat(path)

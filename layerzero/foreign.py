@@ -42,7 +42,7 @@ def transformed(values: Iterable[Any]) -> bool:
 
 def has_tangents(values: Iterable[Any]) -> bool:
     """Whether an operand carries a tangent, which a kernel of ours would drop and many of torch's refuse."""
-    unpack = torch.autograd.forward_ad.unpack_dual
+    unpack: Any = torch.autograd.forward_ad.unpack_dual
     return any(isinstance(value, Tensor) and unpack(value).tangent is not None for value in values)
 
 

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from itertools import accumulate
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from layerzero.runtime import Runtime
-from layerzero.telemetry import Collector
+
+if TYPE_CHECKING:
+    from layerzero.telemetry import Collector
 
 BATCH_SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 _OUTCOMES = ("done", "failed", "cancelled", "expired", "rejected")

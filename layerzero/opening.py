@@ -65,7 +65,7 @@ def open_device(
 
 
 def resettle(device: LocalDevice, settings: Settings, solved: Solved | None) -> None:
-    """Put other settings in force on an open device, and `solved`, what its `solved_under` made of them."""
+    """Put other settings in force on an open device, and `solved`, what `solved_under` made of them."""
     before = device.settings
     device.set_settings(settings, solved)
     device.fronts.set_settings(settings)

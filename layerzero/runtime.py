@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 import torch
 
 from layerzero import log
+from layerzero.actors.loading import solved_under
 from layerzero.actors.local import LocalDevice
 from layerzero.backends import load_builtin, load_plugins
 from layerzero.clock import Clock, MonotonicClock, Timer
@@ -291,7 +292,7 @@ class Runtime:
                 if getattr(settings, name) != getattr(self.settings, name):
                     raise ConfigurationError(f"{name} is read when a runtime opens: open another", field=name)
             # Before anything changes: a strict runtime refuses a table that does not hold.
-            solved = [device.solved_under(settings) for device in self.devices.values()]
+            solved = [solved_under(device, settings) for device in self.devices.values()]
             before, outside = self.settings, self._outside
             try:
                 self.settings = settings

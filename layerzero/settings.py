@@ -81,7 +81,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         max_inline_us: inline work after which the next await suspends (microseconds).
         max_items, max_tokens, max_bytes: the most one batch holds.
         queue_items, queue_bytes: the most a lane queues.
-        overload: at that limit callers "wait", or the call is "reject"ed with `Overloaded`.
+        overload: at that limit callers "wait", or the call is "reject"ed with `OverloadedError`.
         completion: a CUDA batch's callers go on when it is launched ("stream"), or when it has run ("host"),
             with at most two batches under way.
         ageing_ms: waiting time that lifts a call by one priority class (milliseconds).

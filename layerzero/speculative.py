@@ -278,6 +278,12 @@ class Generation:
                 f"draft needs the target's vocabulary of {logits.shape[-1]} tokens, got "
                 f"{drafts.probs.shape[-1]}"
             )
+        if logits.device.type == "cpu" and not bool(logits.amax(-1).isfinite().all()):
+            place = len(self._text)
+            raise ValueError(
+                f"target needs logits with a finite largest value in each row, got others behind "
+                f"{place} tokens or later"
+            )
         p = self._shares(logits[-len(drafts.tokens) - 1 :])
         return p if self._known is None else torch.cat([self._known.unsqueeze(0), p])
 

@@ -137,8 +137,8 @@ def attention(
         with `layout="BSHD"`; `layout=None` infers it from shapes and strides and raises where both fit.
         attn_mask broadcasts to (B, Hq, Sq, Sk): bool, True attends, or any float dtype, added.
         is_causal is aligned at the last query and the last key; with a mask it needs `combine_mask=True`.
-        scale defaults to D**-0.5. window=(left, right) keys around the diagonal, -1 is unbounded.
-        softcap c turns scores s into c * tanh(s / c). alibi_slopes (Hq,) or (B, Hq) subtract
+        scale defaults to D**-0.5. window=(left, right) keys around the diagonal, -1 is unbounded, and so are
+        2**30 and more. softcap c turns scores s into c * tanh(s / c). alibi_slopes (Hq,) or (B, Hq) subtract
         slope * |distance to the diagonal|. rows_nonempty asserts that the mask leaves each query a key.
         sinks (Hq,) are logits that join each softmax's denominator, and nothing else. score_mod(score, b,
         h, q_idx, kv_idx), as torch's flex_attention takes it, changes scaled and capped scores before ALiBi

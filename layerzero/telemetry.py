@@ -7,8 +7,7 @@ import re
 import threading
 import weakref
 from collections.abc import Iterator
-from html import escape
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
@@ -25,10 +24,13 @@ class Series(msgspec.Struct, frozen=True, order=True):
     labels: tuple[tuple[str, str], ...] = ()
 
 
-class Collector(Protocol):
-    """What a Prometheus registry scrapes."""
+if TYPE_CHECKING:  # a protocol is hundreds of objects, and nobody's first call waits for them
+    from typing import Protocol
 
-    def collect(self) -> Iterator[Any]: ...
+    class Collector(Protocol):
+        """What a Prometheus registry scrapes."""
+
+        def collect(self) -> Iterator[Any]: ...
 
 
 class Counters:
@@ -60,6 +62,8 @@ class Counters:
         return "\n".join(lines) or "nothing was counted"
 
     def _repr_html_(self) -> str:
+        from html import escape  # nobody's first call waits for it
+
         return f"<pre>{escape(str(self))}</pre>"
 
     def add(self, counter: str, value: int | float = 1, /, **labels: object) -> None:

@@ -18,7 +18,7 @@ import torch
 
 from layerzero import log
 from layerzero.actors.worker import Worker
-from layerzero.errors import DeadlineExceededError, Overloaded, RuntimeClosedError
+from layerzero.errors import DeadlineExceededError, OverloadedError, RuntimeClosedError
 from layerzero.native import HOT
 from layerzero.scheduler.blame import Executor, run_blaming
 from layerzero.scheduler.lane import Lane
@@ -101,7 +101,7 @@ class Front:
     def submit(self, ticket: Ticket) -> Ticket:
         """Queue a call of the current task; await what comes back.
 
-        Raises: Overloaded: the queue is full and the settings reject; RuntimeClosedError: the front is
+        Raises: OverloadedError: the queue is full and the settings reject; RuntimeClosedError: the front is
             stopped, or drains and this task is new to it.
         """
         loop = self.loop
@@ -208,7 +208,7 @@ class Front:
         if self.state != OPEN:
             raise RuntimeClosedError(f"this event loop's front is {self.state}")
         lane = self.lane
-        raise Overloaded(
+        raise OverloadedError(
             f"the lane is full: {lane.queued} calls, {lane.queued_bytes} bytes are queued",
             retry_after=lane.retry_after_s,
         )

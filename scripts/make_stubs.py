@@ -33,6 +33,7 @@ BLOCKING = ("backend: str | None = None",)
 HEADER = '"""{}\n\nWritten by scripts/make_stubs.py; do not edit.\n"""\n'
 # A call's `timeout` is its deadline in the lane; a cancel scope around the await could not keep it queued.
 NO_LINT = "# ruff: noqa: ASYNC109, E501\n# fmt: off\n"
+LONG_LINES = "# ruff: noqa: E501\n# fmt: off\n"
 SYNC_DOC = "The ops, blocking: same names and signatures as the awaitable ones in `layerzero`."
 
 
@@ -153,9 +154,8 @@ def blocking_stub() -> str:
         function(table.get(name), "def", BLOCKING, getattr(layerzero.sync, name)) for name in ops
     )
     names = "".join(f'    "{name}",\n' for name in ops)
-    return (
-        f"{HEADER.format(SYNC_DOC)}{NO_LINT}\n{typing_imports(functions)}{functions}__all__ = [\n{names}]\n"
-    )
+    head = f"{HEADER.format(SYNC_DOC)}{LONG_LINES}\n{typing_imports(functions)}"
+    return f"{head}{functions}__all__ = [\n{names}]\n"
 
 
 def bind_stub() -> str:

@@ -19,7 +19,7 @@ PARENTS = {
     "PolicyLoadError": "PolicyValidationError",
     "SelectionTimeoutError": "LayerZeroError",
     "CacheCorruptionError": "LayerZeroError",
-    "Overloaded": "LayerZeroError",
+    "OverloadedError": "LayerZeroError",
     "DeadlineExceededError": "LayerZeroError",
     "ModeChangedError": "LayerZeroError",
     "DeviceLostError": "LayerZeroError",
@@ -46,7 +46,7 @@ def test_an_error_carries_its_facts() -> None:
     """Context, and the attributes that a handler needs, are on the error."""
     error = errors.PolicyLoadError("p.yaml:3: wrong", path="p.yaml", line=3)
     assert (error.path, error.line, dict(error.context)) == ("p.yaml", 3, {"path": "p.yaml", "line": 3})
-    assert errors.Overloaded("full", retry_after=0.5).retry_after == 0.5
+    assert errors.OverloadedError("full", retry_after=0.5).retry_after == 0.5
     assert errors.DeviceLostError("gone", retryable=True).retryable
     assert errors.ConsistencyError("differ", votes={0: "a", 1: "b"}).votes == {0: "a", 1: "b"}
     assert issubclass(errors.DeadlineExceededError, TimeoutError)

@@ -13,7 +13,7 @@ import weakref
 from collections.abc import Awaitable, Callable, Hashable, Iterator, MutableMapping, Sequence
 from functools import partial
 from types import CellType, FunctionType, MethodType
-from typing import Any, Generic, ParamSpec, TypeVar
+from typing import Any, Generic, ParamSpec, TypeVar, overload
 
 import torch
 from torch import Tensor
@@ -37,6 +37,7 @@ from layerzero.settings import BATCHING
 
 P = ParamSpec("P")
 R = TypeVar("R")
+T = TypeVar("T")
 Args = tuple[Any, ...]
 _NEWEST = 0.25
 _MAX_KINDS = 1024
@@ -376,6 +377,38 @@ HOT.on_ready(_adopt)
 ACTIVE.on_change(_forget)
 
 
+@overload
+def batched(
+    fn: Callable[..., Tensor],
+    *,
+    pure: bool = False,
+    key: str | None = None,
+    device: str | torch.device | None = None,
+) -> Callable[..., Awaitable[Tensor]]: ...
+@overload
+def batched(
+    fn: Callable[..., tuple[Tensor, Tensor]],
+    *,
+    pure: bool = False,
+    key: str | None = None,
+    device: str | torch.device | None = None,
+) -> Callable[..., Awaitable[tuple[Tensor, Tensor]]]: ...
+@overload
+def batched(
+    fn: Callable[..., list[T]],
+    *,
+    pure: bool = False,
+    key: str | None = None,
+    device: str | torch.device | None = None,
+) -> Callable[..., Awaitable[T]]: ...
+@overload
+def batched(
+    fn: Callable[..., Any],
+    *,
+    pure: bool = False,
+    key: str | None = None,
+    device: str | torch.device | None = None,
+) -> Callable[..., Awaitable[Any]]: ...
 def batched(
     fn: Callable[P, R],
     *,

@@ -132,7 +132,7 @@ def prefer(*kernels: str, op: str = "*") -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def disabled(*kernels: str, op: str = "*") -> Iterator[None]:
+def disable(*kernels: str, op: str = "*") -> Iterator[None]:
     """Inside the block, never take matching kernels; without any, take nothing but the references.
 
     Raises: PolicyValidationError: a pattern does not parse.

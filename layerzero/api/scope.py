@@ -1,4 +1,4 @@
-"""Context-local overrides: what `prefer`, `disabled` and `backend=` add to the process's policy.
+"""Context-local overrides: what `prefer`, `disable` and `backend=` add to the process's policy.
 
 A ContextVar names overrides only (and the runtime of a test that opened one `scoped`): handlers, pool
 threads and second loops must all see the one runtime of the process.

@@ -133,6 +133,7 @@ KERNELS: tuple[Kernel, ...] = (
         "ATen/native/cuda/Blas.cpp: more than 16 rows, inner and outer sizes of 8; tried with 32",
         platforms=frozenset({"cuda"}),
         sm_min=80,
+        alignment=16,
         limits=(AtLeast("N", 17), MultipleOf("K", 32), MultipleOf("C", 32)),
         graph_safe=True,
         **_INT8,
@@ -147,6 +148,7 @@ KERNELS: tuple[Kernel, ...] = (
         features=frozenset({"quant_fp8_e4m3", "scale_per_row", "bias", "inputs_quantized"}),
         limits=(MultipleOf("K", 32), MultipleOf("C", 32)),
         dtypes=frozenset({"bfloat16"}),
+        alignment=16,
         graph_safe=True,
     ),
     _kernel(

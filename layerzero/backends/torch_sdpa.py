@@ -314,8 +314,10 @@ KERNELS: tuple[Kernel, ...] = (
         Efficiency(0.51, 0.63, 9.2, _H200),
         45,
         default=True,
-        # cuDNN, which torch takes where it can, writes garbage for rows that see nothing.
+        # cuDNN, which torch takes where it can, writes garbage for rows that see nothing, and reads other
+        # numbers than it was given where rows do not begin at multiples of 16 bytes (H100, torch 2.11).
         source="torch docs, scaled_dot_product_attention; run on an H200, torch 2.11",
+        alignment=16,
         platforms=frozenset({"cuda", "rocm"}),
         features=_FUSED | _MASKS | {"gqa", "dropout"},
         graph_safe=True,
@@ -327,8 +329,10 @@ KERNELS: tuple[Kernel, ...] = (
         40,
         source="ATen/native/transformers/cuda/sdp_utils.cpp; alignment: torch/nn/attention/bias.py",
         dtypes=frozenset({"float16", "bfloat16"}),
-        # Rows that see nothing come out right, but not their gradient (torch 2.11, bfloat16).
+        # Rows that see nothing come out right, but not their gradient (torch 2.11, bfloat16). Misaligned rows
+        # end the process's use of the device (H100, torch 2.11).
         features=_FUSED | {"gqa", "dropout", "lse"},
+        alignment=16,
         limits=(*_HEAD_SIZES, ProductAtMost(("B", "Hq"), 65535)),
         **_FUSED_CUDA,
     ),
@@ -358,6 +362,7 @@ KERNELS: tuple[Kernel, ...] = (
         source="ATen/native/transformers/cuda/sdp_utils.cpp; run on an H200, torch 2.11, cuDNN 9.19",
         dtypes=frozenset({"float16", "bfloat16"}),
         features=_FUSED | _MASKS | {"gqa", "dropout", "lse"},
+        alignment=16,
         limits=(
             *_HEAD_SIZES,
             AtMost("B", 65535, Reason.CUDA_BLOCK_LIMIT_EXCEEDED),

@@ -98,6 +98,7 @@ KERNELS: tuple[Kernel, ...] = (
         default=True,
         dtypes=frozenset({"float16", "bfloat16"}),
         features=frozenset({"causal", "scale", "gqa", "window", "lse"}),
+        alignment=16,
         limits=(
             AtMost("D", 256, Reason.HEAD_DIM_TOO_LARGE),
             MultipleOf("D", 8, Reason.HEAD_DIM_ALIGNMENT),

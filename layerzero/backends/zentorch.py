@@ -40,7 +40,7 @@ def operators() -> Any:
         warnings.simplefilter("ignore", DeprecationWarning)
         importlib.import_module("zentorch")
     if not torch.ops.zentorch.zentorch_is_avx512_supported():
-        raise ImportError("zentorch says that this CPU has no AVX-512")
+        raise ImportError("zentorch refuses this CPU: it needs an AMD CPU with AVX-512")
     return torch.ops.zentorch
 
 

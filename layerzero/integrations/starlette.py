@@ -22,7 +22,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from layerzero.api.start import start
 from layerzero.api.warming import readiness_check
-from layerzero.errors import Overloaded
+from layerzero.errors import OverloadedError
 from layerzero.ops.checks import need_int, need_number
 from layerzero.runtime import Runtime
 from layerzero.settings import Settings
@@ -87,10 +87,10 @@ def install(
     app.add_route("/metrics", _metrics(registry))
 
     async def overloaded(request: Request, error: Exception) -> Response:
-        assert isinstance(error, Overloaded)
+        assert isinstance(error, OverloadedError)
         return answer(503, str(error), error.retry_after)
 
-    app.add_exception_handler(Overloaded, overloaded)
+    app.add_exception_handler(OverloadedError, overloaded)
     app.add_middleware(Admission, **bounds, body_timeout_s=body_timeout_s, refuse=answer)
 
 

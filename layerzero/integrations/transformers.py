@@ -7,6 +7,7 @@ that names it and a count; none is dropped.
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import sys
 from collections.abc import Iterator
 from typing import Any
@@ -239,3 +240,7 @@ def _additive(query: Tensor, key: Tensor, mask: Tensor | None, causal: bool) -> 
     if mask is None or mask.dtype is not torch.bool:
         return mask
     return torch.zeros_like(mask, dtype=query.dtype).masked_fill(~mask, torch.finfo(query.dtype).min)
+
+
+if importlib.util.find_spec("transformers") is not None:
+    _register()  # `from_config(attn_implementation="layerzero")` asks for no patch before it

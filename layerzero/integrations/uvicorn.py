@@ -7,7 +7,6 @@ the place of the one that has been idle longest, and one whose headers do not ar
 
 from __future__ import annotations
 
-import resource
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +49,8 @@ def config(
 
 def descriptors_left() -> int:
     """Descriptors that this process may still open."""
+    import resource  # which only Unix has
+
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     folder = Path("/proc/self/fd")
     used = sum(1 for _ in folder.iterdir()) if folder.exists() else 32

@@ -216,14 +216,20 @@ def address_of(tensor: Tensor) -> int:
 
 
 def alignment_of(tensors: Iterable[Tensor]) -> int:
-    """The largest power of two, at most 64, that divides every tensor's address (64 for what has none)."""
-    best = MAX_ALIGNMENT
+    """The largest power of two, at most 64, that divides every tensor's address (64 for what has none).
+
+    Of a tensor with gaps it divides the address of every row, too.
+    """
+    together = MAX_ALIGNMENT
     for tensor in tensors:
         if tensor.device.type == "meta" or tensor.numel() == 0:
             continue
-        address = address_of(tensor)
-        best = min(best, address & -address) if address else best
-    return best
+        together |= address_of(tensor)
+        if not tensor.is_contiguous():
+            sizes, steps = tensor.shape[:-1], tensor.stride()
+            for size, step in zip(sizes, steps, strict=False):
+                together |= step * tensor.element_size() if size > 1 else 0
+    return together & -together
 
 
 def _short(value: Any) -> str:

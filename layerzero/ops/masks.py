@@ -7,6 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from layerzero.ops.checks import alignment_of
+
 Window = tuple[int, int] | None
 
 
@@ -82,11 +84,16 @@ def additive(
         if attn_mask.dtype == torch.bool:
             seen = attn_mask if seen is None else attn_mask & seen
         else:
-            added = attn_mask.to(dtype)
+            added = _loadable(attn_mask.to(dtype))
             bias = added if bias is None else bias + added
     if seen is None:
         return bias
     return _as_bias(seen, dtype) if bias is None else bias.masked_fill(~seen, -torch.inf)
+
+
+def _loadable(mask: Tensor) -> Tensor:
+    """`mask`, copied where torch's kernels on a GPU cannot read its rows: they end the use of the device."""
+    return mask.clone() if mask.is_cuda and alignment_of([mask]) < 16 else mask
 
 
 def _alibi(slopes: Tensor, sq: int, sk: int, dtype: torch.dtype) -> Tensor:

@@ -17,7 +17,7 @@ class Request(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     `dims` are sizes by axis name; `features` are what the call needs beyond the plain op (`"causal"`,
     `"mask_bool"`, `"lse"`, ...); `modes` are what surrounds it (`"grad"`, `"deterministic"`,
     `"batch_invariant"`, `"capture"`, `"autocast"`). `alignment` is the largest power of two, at most
-    64, that divides every operand's address, in bytes.
+    64, that divides every operand's address, in bytes, and with gaps between its rows theirs.
     """
 
     op: str

@@ -30,7 +30,7 @@ def frequencies(width: int, base: float) -> Tensor:
 
 
 @dataclass(frozen=True, slots=True)
-class Linear:
+class LinearScaling:
     """Positions divided by `factor`. Source: arXiv 2306.15595."""
 
     factor: float
@@ -43,7 +43,7 @@ class Linear:
 
 
 @dataclass(frozen=True, slots=True)
-class NTK:
+class NTKScaling:
     """A larger base, so that the slowest pair turns `factor` times slower and the fastest as before."""
 
     factor: float
@@ -56,7 +56,7 @@ class NTK:
 
 
 @dataclass(frozen=True, slots=True)
-class DynamicNTK:
+class DynamicNTKScaling:
     """NTK with a base that grows with the sequence at hand, `seq_len`, beyond the trained length."""
 
     factor: float
@@ -82,7 +82,7 @@ def _ntk_base(width: int, base: float, factor: float) -> float:
 
 
 @dataclass(frozen=True, slots=True)
-class Yarn:
+class YarnScaling:
     """Fast pairs as they are, slow ones `factor` times slower, a ramp between. Source: arXiv 2309.00071.
 
     A pair is fast if it turns more than `beta_fast` times within the `trained` length, slow below
@@ -134,7 +134,7 @@ class Yarn:
 
 
 @dataclass(frozen=True, slots=True)
-class Llama3:
+class Llama3Scaling:
     """Long wavelengths stretched by `factor`, short ones kept, blended between, as Llama 3.1 does.
 
     A wavelength is long above trained / low, short below trained / high.
@@ -169,8 +169,8 @@ def rope_tables(
 ) -> tuple[Tensor, Tensor]:
     """(cos, sin), each (positions, R / 2) float32, for heads of `head_dim` of which R features turn.
 
-    Args: R is `rotary_dim`, or the whole head; `scaling` is None or a `Linear`, `NTK`, `DynamicNTK`, `Yarn`
-        or `Llama3`.
+    Args: R is `rotary_dim`, or the whole head; `scaling` is None or a `LinearScaling`, `NTKScaling`,
+        `DynamicNTKScaling`, `YarnScaling` or `Llama3Scaling`.
     Raises: ValueError, TypeError: an argument does not fit, by name.
     """
     width = _rotated(head_dim, rotary_dim)
@@ -179,7 +179,8 @@ def rope_tables(
         raise ValueError("base needs a number > 1, got 1.0")
     if scaling is not None and not hasattr(scaling, "stretch"):
         raise TypeError(
-            f"scaling needs None, Linear, NTK, DynamicNTK, Yarn or Llama3, got {type(scaling).__name__}"
+            "scaling needs None, LinearScaling, NTKScaling, DynamicNTKScaling, YarnScaling or Llama3Scaling, "
+            f"got {type(scaling).__name__}"
         )
     speeds, factor = (frequencies(width, base), 1.0) if scaling is None else scaling.stretch(width, base)
     angles = torch.outer(torch.arange(positions, dtype=torch.float64), speeds)

@@ -90,7 +90,7 @@ def disabling(
     *patterns: str, op: str = "*", until: float | None = None, layer: Layer = Layer.CONTEXT
 ) -> Policy:
     """A layer that denies matching kernels."""
-    rule = make_rule("deny", patterns, op=op, until=until, layer=layer, source=_call("disabled", patterns))
+    rule = make_rule("deny", patterns, op=op, until=until, layer=layer, source=_call("disable", patterns))
     return Policy((rule,))
 
 

@@ -6,7 +6,6 @@ Where a kernel was found, those made for another kind of device share one line; 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from html import escape
 
 from layerzero.ops.request import Request
 from layerzero.reasons import Reason
@@ -35,6 +34,8 @@ def render(selection: Selection) -> str:
 
 def html(selection: Selection) -> str:
     """The explanation as an HTML table, for notebooks."""
+    from html import escape
+
     shown, elsewhere = folded(selection)
     rows = "".join(
         f"<tr><td>{'<b>' if c.kernel == selection.kernel else ''}{escape(c.kernel)}"

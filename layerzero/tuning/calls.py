@@ -196,7 +196,9 @@ def _described(value: Any) -> Operand | Plain:
     if not isinstance(value, Tensor):
         if isinstance(value, torch.dtype):
             return str(value).removeprefix("torch.")
-        return value  # type: ignore[no-any-return]
+        if not isinstance(value, int | float | bool | str | tuple | None):
+            raise ConfigurationError(f"a call is described by values, got a {type(value).__name__}")
+        return value
     dtype = str(value.dtype).removeprefix("torch.")
     strides = None if value.is_contiguous() else tuple(value.stride())
     shape = tuple(value.shape)

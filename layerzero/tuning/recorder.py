@@ -9,12 +9,14 @@ from typing import Any
 
 from layerzero import log
 from layerzero.dispatch import positional
+from layerzero.errors import ConfigurationError
 from layerzero.ops.op import Args, Op
 from layerzero.selection.record import Selection
 from layerzero.tuning.calls import Call, Workload
 
 MAX_CALLS = 10_000
 CALLS_DROPPED = "recording.calls_dropped"
+CALL_NOT_DESCRIBED = "recording.call_not_described"
 
 
 class Recorder:
@@ -48,8 +50,12 @@ class Recorder:
                 if self.dropped == 1:
                     log.warning(CALLS_DROPPED, kept=MAX_CALLS)
                 return
+            try:
+                self._calls[signature] = Call.of(op, args)
+            except ConfigurationError as error:  # a function among its arguments
+                self.dropped += 1
+                log.warning(CALL_NOT_DESCRIBED, op=op.name, why=str(error))
             self._counts[signature] = 1
-            self._calls[signature] = Call.of(op, args)
 
     def workload(self, name: str = "") -> Workload:
         """What was seen so far, the most frequent first."""

@@ -123,7 +123,7 @@ def sizes(at: Site) -> Any:
 
 def refused(at: Site) -> Any:
     """How many of eight callers the queue had no room for."""
-    return sum(isinstance(result, lz.Overloaded) for result in at.run(crowd()))
+    return sum(isinstance(result, lz.OverloadedError) for result in at.run(crowd()))
 
 
 def where(at: Site) -> Any:

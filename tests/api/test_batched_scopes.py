@@ -38,7 +38,7 @@ async def test_a_policy_around_the_callers_holds_in_their_run() -> None:
     async with lz.start(lz.Settings(warm="off")):
         for _ in range(2):  # of a known kind too
             SEEN.clear()
-            crowd = [lz.disabled("torch") for _ in range(3)] + [nullcontext() for _ in range(4)]
+            crowd = [lz.disable("torch") for _ in range(3)] + [nullcontext() for _ in range(4)]
             await asyncio.gather(*map(called, crowd))
             assert sorted(rows for rows, _, _ in SEEN) == [3, 4]
             under = {rows: kernel for rows, kernel, _ in SEEN}
@@ -50,7 +50,7 @@ async def test_a_run_alone_obeys_too() -> None:
     """Also where nobody may share it, on whatever thread."""
     async with lz.start(lz.Settings(warm="off", batching="off")):
         SEEN.clear()
-        await asyncio.gather(*(called(lz.disabled("torch")) for _ in range(3)))
+        await asyncio.gather(*(called(lz.disable("torch")) for _ in range(3)))
         assert [kernel.startswith("torch.") for _, kernel, _ in SEEN] == [False] * 3
 
 

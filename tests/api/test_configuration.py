@@ -86,7 +86,7 @@ def test_prefer_and_disabled_are_local_to_their_context() -> None:
             entered.set()
             await leave.wait()
             seen["inside"] = lz.which("rms_norm", X)
-            with lz.disabled("reference.*"):
+            with lz.disable("reference.*"):
                 seen["nested"] = lz.which("rms_norm", X)
 
     async def main() -> None:
@@ -105,8 +105,8 @@ def test_prefer_and_disabled_are_local_to_their_context() -> None:
 
 
 def test_disabled_without_names_leaves_the_references() -> None:
-    """`disabled()` is fallback only."""
-    with lz.disabled():
+    """`disable()` is fallback only."""
+    with lz.disable():
         assert lz.which("rms_norm", X) == "reference.rms_norm"
 
 

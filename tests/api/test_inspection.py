@@ -100,7 +100,7 @@ def test_a_refusal_lists_every_kernel_and_the_nearest_counterfactual() -> None:
     """EC-026: nothing accepted means every kernel's reasons, and what would help."""
     x = torch.randn(3, 8)
     lz.lock("rms_norm", "torch")
-    with lz.disabled("*", op="rms_norm"), pytest.raises(lz.NoKernelFoundError) as caught:
+    with lz.disable("*", op="rms_norm"), pytest.raises(lz.NoKernelFoundError) as caught:
         layerzero.sync.rms_norm(x)
     text = str(caught.value)
     assert all(info.id in text for info in lz.list_kernels("rms_norm"))

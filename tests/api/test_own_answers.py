@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.nn.attention.flex_attention import create_block_mask
 
 import layerzero as lz
 import layerzero.sync
@@ -42,6 +43,7 @@ def column(*values: float) -> Tensor:
 
 
 SLOPES = column(0.5, 0.25)
+BLOCKS = create_block_mask(lambda b, h, i, j: i >= j - 3, None, None, 3, 5, "cpu", BLOCK_SIZE=2)
 HEADS: Call = {"q": draw(1, 2, 3, 8), "k": draw(1, 2, 5, 8), "v": draw(1, 2, 5, 8)}
 CUBE: Call = {name: draw(1, 2, 2, 8) for name in "qkv"}  # heads and tokens in either order
 LOSS: Call = {"target": ids(7, 4), "reduction": "none"}
@@ -153,6 +155,8 @@ CALLS: list[tuple[str, Call, Call]] = [
     ("attention", HEADS, {"alibi_slopes": SLOPES, "attn_mask": draw(3, 5), "window": (1, 1)}),
     ("attention", {**HEADS, "alibi_slopes": draw(1, 2)}, {}),
     ("attention", {**HEADS, "attn_mask": draw(3, 5), "combine_mask": True}, {"is_causal": True}),
+    ("attention", {**HEADS, "sinks": column(0.3, -0.7)}, {}),
+    ("attention", HEADS, {"score_mod": lambda score, b, h, i, j: score * 2, "block_mask": BLOCKS}),
     ("attention", {**CUBE, "alibi_slopes": SLOPES, "layout": "BHSD"}, {"layout": "BSHD"}),
     (
         "ragged_attention",

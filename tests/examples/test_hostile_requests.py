@@ -92,19 +92,22 @@ def test_a_body_beyond_the_limit_is_413(server: Running) -> None:
 
 
 def test_a_long_prompt_is_not_tokenized_on_the_loop(server: Running, monkeypatch: Any) -> None:
-    """While one is taken apart the loop answers others: no call of the tokenizer runs on its thread."""
+    """While one is encoded the loop answers others; one that cannot fit is refused by its length."""
     held: list[bool] = []
     tokenizer = server.service.tokenizer
 
     class Watched:
-        def encode(self, text: str) -> Any:
+        def encode_batch_fast(self, texts: list[str]) -> Any:
             held.append(threading.get_ident() == loops)
-            return tokenizer.encode(text)
+            return tokenizer.encode_batch_fast(texts)
 
     loops = server.inside(threading.get_ident)
     monkeypatch.setattr(server.service, "tokenizer", Watched())
-    given = httpx.post(f"{server.url}/v1/completions", json=asked(prompt="word " * 50_000))
-    assert given.status_code == 400
+    most = server.service.most_characters
+    for characters in (most - most % 5, most + 1):
+        prompt = ("word " * characters)[:characters]
+        given = httpx.post(f"{server.url}/v1/completions", json=asked(prompt=prompt))
+        assert given.status_code == 400
     assert held == [False]
 
 

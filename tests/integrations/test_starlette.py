@@ -20,7 +20,7 @@ from starlette.responses import JSONResponse, Response  # noqa: E402
 from starlette.types import Message  # noqa: E402
 
 import layerzero as lz  # noqa: E402
-from layerzero.errors import Overloaded  # noqa: E402
+from layerzero.errors import OverloadedError  # noqa: E402
 from layerzero.integrations.starlette import Admission, install, lifespan  # noqa: E402
 
 pytestmark = pytest.mark.asyncio
@@ -33,7 +33,7 @@ async def echo(request: Request) -> Response:
 
 async def full(request: Request) -> Response:
     """What an op raises where its queue is full."""
-    raise Overloaded("the lane holds 4096 calls", retry_after=1.2)
+    raise OverloadedError("the lane holds 4096 calls", retry_after=1.2)
 
 
 def service(**bounds: Any) -> Starlette:

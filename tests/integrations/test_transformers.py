@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from torch import Tensor
 
 import layerzero as lz
 from layerzero.integrations import transformers as integration
+from tests import children
 
 transformers: Any = pytest.importorskip("transformers", reason="the model library is missing: .[hf]")
 
@@ -72,7 +74,7 @@ def test_a_patched_model_computes_the_same(make: Any, lengths: tuple[int, ...]) 
 def test_every_layer_goes_through_the_op() -> None:
     """With every kernel denied the model cannot answer: its attention is ours."""
     model = lz.patch(llama())
-    with torch.no_grad(), lz.disabled("*"), pytest.raises(lz.NoKernelFoundError):
+    with torch.no_grad(), lz.disable("*"), pytest.raises(lz.NoKernelFoundError):
         model(**batch(9))
 
 
@@ -268,3 +270,27 @@ def test_what_cannot_be_patched_is_named() -> None:
         lz.patch(torch.nn.Linear(2, 2))
     with pytest.raises(ValueError, match="this LlamaForCausalLM is not"):
         lz.unpatch(llama())
+
+
+FROM_CONFIG = """
+import torch
+import layerzero.integrations.transformers
+from transformers import AutoModelForCausalLM, LlamaConfig
+
+sizes = dict(hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, vocab_size=64)
+ids = torch.arange(9)[None]
+logits = []
+for name in ("sdpa", "layerzero"):
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(LlamaConfig(**sizes), attn_implementation=name).eval()
+    logits.append(model(input_ids=ids).logits)
+torch.testing.assert_close(*logits)
+import layerzero as lz
+print(lz.last_selection().op)
+"""
+
+
+def test_a_model_is_built_with_the_implementation_by_name(tmp_path: Path) -> None:
+    """Importing the integration is enough; nothing has to be patched before."""
+    ended = children.run(FROM_CONFIG, folder=tmp_path)
+    assert ended.stdout.strip() == "attention", ended.stderr

@@ -8,6 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from layerzero.backends import load_builtin
+from layerzero.ops import checks
 from layerzero.ops.attention import ATTENTION, attention
 from layerzero.ops.attention_checks import infer_layout
 from layerzero.ops.request import Request
@@ -277,3 +279,20 @@ def test_signature_changes_with_every_property() -> None:
         operands = [changed.pop(name) for name in "qkv"]
         signatures.append(build(*operands, **changed)[0])
     assert len(set(signatures)) == len(CHANGES) + 1
+
+
+def test_rows_between_two_loads_count_as_their_addresses_do() -> None:
+    """A tensor with gaps is as aligned as its rows; a dense one, whose rows kernels pad, as its start."""
+    wide = torch.zeros(2, 4, 8, 80, dtype=torch.bfloat16)
+    assert checks.alignment_of([wide[..., :64]]) == 32
+    assert checks.alignment_of([torch.zeros(4, 65, dtype=torch.bfloat16)[:, :64]]) == 2
+    assert checks.alignment_of([torch.zeros(4, 65, dtype=torch.bfloat16)]) == 64
+    assert checks.alignment_of([wide.transpose(1, 2)]) == 32
+    assert checks.alignment_of([wide[:1, :1, :1, 1:65]]) == 2
+
+
+@pytest.mark.parametrize("variant", ["sdpa", "sdpa_flash", "sdpa_cudnn", "sdpa_efficient"])
+def test_torchs_attention_on_a_gpu_reads_sixteen_bytes_at_once(variant: str) -> None:
+    """cuDNN answers misaligned rows wrongly without a word, FlashAttention ends the use of the device."""
+    kernel = next(k for k in load_builtin() if k.id == f"torch.attention.{variant}")
+    assert kernel.capability.alignment == 16

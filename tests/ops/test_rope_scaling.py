@@ -8,12 +8,12 @@ import torch
 from torch.testing import assert_close
 
 from layerzero.ops.rope_scaling import (
-    NTK,
-    DynamicNTK,
-    Linear,
-    Llama3,
+    DynamicNTKScaling,
+    LinearScaling,
+    Llama3Scaling,
+    NTKScaling,
     RopeScaling,
-    Yarn,
+    YarnScaling,
     frequencies,
     rope_tables,
     xpos_table,
@@ -63,26 +63,26 @@ YARN = {"factor": 4.0, "original_max_position_embeddings": 2048}
 @pytest.mark.parametrize(
     ("scaling", "kind", "parameters", "seq_len"),
     [
-        (Linear(4.0), "linear", {"factor": 4.0}, None),
-        (DynamicNTK(2.0, 2048, 1000), "dynamic", {"factor": 2.0}, 1000),
-        (DynamicNTK(2.0, 2048, 8192), "dynamic", {"factor": 2.0}, 8192),
-        (Yarn(4.0, 2048), "yarn", YARN, None),
+        (LinearScaling(4.0), "linear", {"factor": 4.0}, None),
+        (DynamicNTKScaling(2.0, 2048, 1000), "dynamic", {"factor": 2.0}, 1000),
+        (DynamicNTKScaling(2.0, 2048, 8192), "dynamic", {"factor": 2.0}, 8192),
+        (YarnScaling(4.0, 2048), "yarn", YARN, None),
         (
-            Yarn(4.0, 2048, beta_fast=16.0, beta_slow=2.0),
+            YarnScaling(4.0, 2048, beta_fast=16.0, beta_slow=2.0),
             "yarn",
             YARN | {"beta_fast": 16, "beta_slow": 2},
             None,
         ),
-        (Yarn(4.0, 2048, attention_factor=1.3), "yarn", YARN | {"attention_factor": 1.3}, None),
+        (YarnScaling(4.0, 2048, attention_factor=1.3), "yarn", YARN | {"attention_factor": 1.3}, None),
         (
-            Yarn(4.0, 2048, mscale=1.0, mscale_all_dim=0.7),
+            YarnScaling(4.0, 2048, mscale=1.0, mscale_all_dim=0.7),
             "yarn",
             YARN | {"mscale": 1.0, "mscale_all_dim": 0.7},
             None,
         ),
-        (Yarn(4.0, 2048, truncate=False), "yarn", YARN | {"truncate": False}, None),
+        (YarnScaling(4.0, 2048, truncate=False), "yarn", YARN | {"truncate": False}, None),
         (
-            Llama3(8.0, 1.0, 4.0, 1024),
+            Llama3Scaling(8.0, 1.0, 4.0, 1024),
             "llama3",
             {
                 "factor": 8.0,
@@ -112,7 +112,7 @@ def test_scalings_equal_transformers(
 def test_ntk_keeps_the_fastest_pair_and_stretches_the_slowest() -> None:
     """The first frequency is unchanged, the last is divided by the factor."""
     plain = frequencies(64, 10000.0)
-    ours, factor = NTK(4.0).stretch(64, 10000.0)
+    ours, factor = NTKScaling(4.0).stretch(64, 10000.0)
     assert factor == 1.0
     assert float(ours[0]) == float(plain[0]) == 1.0
     assert float(plain[-1] / ours[-1]) == pytest.approx(4.0)
@@ -121,7 +121,13 @@ def test_ntk_keeps_the_fastest_pair_and_stretches_the_slowest() -> None:
 def test_a_factor_of_one_changes_nothing() -> None:
     """Every scaling by 1 is the plain table."""
     plain = rope_tables(32, 64)
-    for scaling in (Linear(1.0), NTK(1.0), DynamicNTK(1.0, 64, 64), Yarn(1.0, 64), Llama3(1.0)):
+    for scaling in (
+        LinearScaling(1.0),
+        NTKScaling(1.0),
+        DynamicNTKScaling(1.0, 64, 64),
+        YarnScaling(1.0, 64),
+        Llama3Scaling(1.0),
+    ):
         assert_close(rope_tables(32, 64, scaling=scaling), plain)
 
 
@@ -148,19 +154,19 @@ def test_xpos_table() -> None:
         (lambda: rope_tables(8, 4, rotary_dim=3), ValueError, "rotary_dim needs an even number, got 3"),
         (lambda: rope_tables(8, 4, base=1.0), ValueError, "base needs a number > 1"),
         (lambda: rope_tables(8, 4, base="x"), TypeError, "base needs a number, got str"),  # type: ignore[arg-type]
-        (lambda: rope_tables(8, 4, scaling="yarn"), TypeError, "scaling needs None, Linear"),  # type: ignore[arg-type]
-        (lambda: Linear(0.5), ValueError, "factor needs"),
-        (lambda: NTK(math.nan), ValueError, "factor needs"),
-        (lambda: DynamicNTK(2.0, 0, 4), ValueError, "trained needs an int >= 1, got 0"),
-        (lambda: DynamicNTK(2.0, 4, 0), ValueError, "seq_len needs an int >= 1, got 0"),
+        (lambda: rope_tables(8, 4, scaling="yarn"), TypeError, "scaling needs None, LinearScaling"),  # type: ignore[arg-type]
+        (lambda: LinearScaling(0.5), ValueError, "factor needs"),
+        (lambda: NTKScaling(math.nan), ValueError, "factor needs"),
+        (lambda: DynamicNTKScaling(2.0, 0, 4), ValueError, "trained needs an int >= 1, got 0"),
+        (lambda: DynamicNTKScaling(2.0, 4, 0), ValueError, "seq_len needs an int >= 1, got 0"),
         (
-            lambda: Yarn(2.0, 64, beta_fast=1.0),
+            lambda: YarnScaling(2.0, 64, beta_fast=1.0),
             ValueError,
             "beta_slow needs to be between 0 and beta_fast 1.0",
         ),
-        (lambda: Llama3(low=4.0, high=4.0), ValueError, "low needs to be between 0 and high 4.0"),
+        (lambda: Llama3Scaling(low=4.0, high=4.0), ValueError, "low needs to be between 0 and high 4.0"),
         (
-            lambda: rope_tables(2, 4, scaling=NTK(2.0)),
+            lambda: rope_tables(2, 4, scaling=NTKScaling(2.0)),
             ValueError,
             "NTK scaling needs at least 4 rotated features",
         ),

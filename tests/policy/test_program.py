@@ -91,7 +91,7 @@ def test_prefer_disabled_only_and_backend_make_layers() -> None:
     value = merge(disabling("flashinfer"), narrowed, asked)
     assert value.verdict(*FLASHINFER, ATTENTION).allowed and not value.verdict(*TORCH, ATTENTION).allowed
     assert {r.layer for r in preferring("a").rules} == {Layer.CONTEXT}
-    assert [r.source for r in disabling("a", "b").rules] == ["disabled('a', 'b')"]
+    assert [r.source for r in disabling("a", "b").rules] == ["disable('a', 'b')"]
 
 
 def test_a_backend_that_does_not_exist_raises() -> None:

@@ -37,7 +37,7 @@ async def _request(draw: random.Random, spoil: Any) -> None:
                 await lz.rms_norm(x, NORM, timeout=timeout), WEIGHT, priority=draw.randrange(3)
             )
             x = await spoil(x, draw.random() < 0.05)
-        except (lz.DeadlineExceededError, lz.Overloaded, Poisoned):
+        except (lz.DeadlineExceededError, lz.OverloadedError, Poisoned):
             return
 
 

@@ -70,12 +70,12 @@ def llama3(width: int, factor: float, trained: int) -> list[float]:
 # name: our scaling and base, the frequencies, what the scaling multiplies cosine and sine by
 VARIANTS: dict[str, tuple[Any, float, list[float], float]] = {
     "plain": (None, 10000.0, plain(WIDTH), 1.0),
-    "NTK": (lz.NTK(4.0), 10000.0, ntk(WIDTH, 4.0), 1.0),
+    "NTK": (lz.NTKScaling(4.0), 10000.0, ntk(WIDTH, 4.0), 1.0),
     "YaRN": (
-        lz.Yarn(4.0, 256), 10000.0, yarn(WIDTH, 4.0, 256), 0.1 * math.log(4.0) + 1.0,
+        lz.YarnScaling(4.0, 256), 10000.0, yarn(WIDTH, 4.0, 256), 0.1 * math.log(4.0) + 1.0,
     ),
     "Llama 3": (
-        lz.Llama3(8.0, trained=256), 500000.0, llama3(WIDTH, 8.0, 256), 1.0,
+        lz.Llama3Scaling(8.0, trained=256), 500000.0, llama3(WIDTH, 8.0, 256), 1.0,
     ),
 }  # fmt: skip
 
@@ -147,7 +147,7 @@ def test_xpos_scores_decay_as_the_paper_says() -> None:
 
 def test_what_no_table_can_be_made_for_is_refused() -> None:
     """E6.19: a scaling that is none of ours, and tables wider than a head, are named."""
-    with pytest.raises(TypeError, match="scaling needs None, Linear"):
+    with pytest.raises(TypeError, match="scaling needs None, LinearScaling"):
         lz.rope_tables(WIDTH, 8, scaling="longrope")  # type: ignore[arg-type]
     q = torch.zeros(3, 2, 8)
     cos, sin = lz.rope_tables(16, 4)

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from layerzero.actors.worker import Worker
-from layerzero.errors import DeadlineExceededError, Overloaded, RuntimeClosedError
+from layerzero.errors import DeadlineExceededError, OverloadedError, RuntimeClosedError
 from layerzero.scheduler.driver import Front
 from layerzero.scheduler.fronts import Fronts
 from layerzero.scheduler.ticket import TICKETS, Ticket
@@ -145,7 +145,7 @@ async def test_a_full_lane_rejects_or_lets_wait_in_order(worker: Worker) -> None
     fronts = Fronts(Device(), worker, Settings(queue_items=2, max_items=1, overload="reject"))
     front = fronts.current()
     kept = [front.submit(ticket(i)) for i in range(2)]
-    with pytest.raises(Overloaded) as refused:
+    with pytest.raises(OverloadedError) as refused:
         front.submit(ticket(2))
     assert refused.value.retry_after > 0
     assert [await t for t in kept] == [0, 2]

@@ -251,3 +251,18 @@ def test_cuda_kernels_take_a_batch_beyond_their_grid_in_parts() -> None:
     assert adapted is not None
     now, transforms = adapted
     assert not judge(flash, now, gpu) and [t.size for t in transforms] == [2047]
+
+
+@pytest.mark.parametrize("op", ["add_rms_norm", "add_layer_norm", "add_rms_norm_quantize"])
+def test_no_cast_stands_before_a_sum_that_is_rounded_and_normed(op: str) -> None:
+    """In float32 it would be normed unrounded; a norm alone is cast there and back."""
+    features = frozenset({"no_weight", "quant_int8", "scale_per_row"})
+    x = torch.randn(3, 8).bfloat16()
+
+    def launched(name: str, *operands: torch.Tensor) -> Any:
+        wide = kernel(f"a.{name}", op=name, dtypes=frozenset({"float32"}), features=features)
+        return device([wide]).launch_planned(ops_table.get(name), ops_table.get(name).build(*operands)[1])
+
+    with pytest.raises(NoKernelFoundError, match="DTYPE_UNSUPPORTED"):
+        launched(op, x, x)
+    assert [t.kind for t in launched("rms_norm", x)[1].record().transforms] == ["cast"]

@@ -42,7 +42,7 @@ def inspected(q: Tensor) -> None:
     assert_type(lz.get_config(), lz.Settings)
     assert_type(lz.get_locks(), dict[str, str])
     assert_type([kernel.state for kernel in lz.list_kernels("attention")], list[str])
-    with lz.disabled("zentorch.*"), lz.prefer("torch", op="rms_norm") as nothing:
+    with lz.disable("zentorch.*"), lz.prefer("torch", op="rms_norm") as nothing:
         assert_type(nothing, None)
     assert_type(lz.__version__, str)
 
@@ -60,3 +60,17 @@ def chosen_words(q: Tensor) -> None:
     lz.sync.mlp(q, q, q, activation="swigly")  # type: ignore[arg-type]  # pyright: ignore
     assert_type(lz.bind("rms_norm", q)(q), Tensor)
     assert_type(lz.bind("add_rms_norm", q, q)(q, q), tuple[Tensor, Tensor])
+
+
+def _rows(x: Tensor) -> Tensor:
+    return x
+
+
+def _words(texts: list[str]) -> list[int]:
+    return [len(text) for text in texts]
+
+
+async def own_functions(q: Tensor) -> None:
+    """A function of one's own gives each caller rows, or its entry of the list."""
+    assert_type(await lz.batched(_rows)(q), Tensor)
+    assert_type(await lz.batched(_words)("a"), int)

@@ -85,6 +85,7 @@ def _capability(*, limits: tuple[Any, ...] = (), **more: Any) -> Capability:
         features=FEATURES | {"lse"},
         limits=(OneOf("D", (64, 128)), SAME_HEAD_SIZES, *limits),
         last_stride1=True,
+        alignment=16,
         gradient=False,
         **more,
     )

@@ -80,6 +80,7 @@ _capability = functools.partial(
     hopper,
     "hopper/flash_attn_interface.py as flash-attn 2.8.3.post2 ships it; not executed here",
     cuda_min="12.3",
+    alignment=16,
 )
 _make = functools.partial(kernel, "flash_attn_3", rank=37, distribution="flash-attn-3>=3.0.0b1")
 

@@ -15,7 +15,15 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from layerzero.backends.flashinfer.library import DISTRIBUTIONS, HALF, SOURCE, estimate, module, planned_bytes
+from layerzero.backends.flashinfer.library import (
+    DISTRIBUTIONS,
+    HALF,
+    LOAD_BYTES,
+    SOURCE,
+    estimate,
+    module,
+    planned_bytes,
+)
 from layerzero.kernel import Capability, Efficiency, Kernel, OneOf, SameAs, Tiling
 from layerzero.ops import mirrors
 from layerzero.ops.rehearsal import rehearse
@@ -177,6 +185,7 @@ def _capability(what: str, *, sm_min: int, sm_max: int, **more: Any) -> Capabili
         sm_max=sm_max,
         dtypes=HALF,
         last_stride1=True,
+        alignment=LOAD_BYTES,
         gradient=False,
         **more,
     )

@@ -8,7 +8,15 @@ from typing import Any
 
 from torch import Tensor
 
-from layerzero.backends.flashinfer.library import DISTRIBUTIONS, HALF, SOURCE, estimate, module, planned_bytes
+from layerzero.backends.flashinfer.library import (
+    DISTRIBUTIONS,
+    HALF,
+    LOAD_BYTES,
+    SOURCE,
+    estimate,
+    module,
+    planned_bytes,
+)
 from layerzero.kernel import Capability, Kernel, OneOf
 from layerzero.ops.rehearsal import rehearse
 
@@ -75,6 +83,7 @@ def _kernel(variant: str, low: int, high: int) -> Kernel:
             features=frozenset({"causal", "prefill", "lse"}),
             limits=(OneOf("C", (512,)), OneOf("R", (64,))),
             contiguous=True,
+            alignment=LOAD_BYTES,
             gradient=False,
         ),
         load=run,

@@ -14,6 +14,8 @@ from layerzero.ops.request import Request
 DISTRIBUTIONS = ("flashinfer-python>=0.7",)
 SOURCE = "flashinfer-python 0.7.2.post1, {}; run against float64 on an H200"
 HALF = frozenset({"float16", "bfloat16"})
+# What its templates read at once.
+LOAD_BYTES = 16
 
 # Its norms exist twice: compiled anew for every row width (CuTe DSL), or once for all (CUDA).
 _CUDA_NORM = "FLASHINFER_USE_CUDA_NORM"

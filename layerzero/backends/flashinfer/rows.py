@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from layerzero.backends.flashinfer.library import DISTRIBUTIONS, HALF, SOURCE, estimate, module
+from layerzero.backends.flashinfer.library import DISTRIBUTIONS, HALF, LOAD_BYTES, SOURCE, estimate, module
 from layerzero.kernel import AtLeast, Capability, Efficiency, Kernel, Limit, MultipleOf, OneOf, SameAs
 from layerzero.ops.append import apart
 from layerzero.ops.quantize import quantize_reference
@@ -51,21 +51,17 @@ def _add_rms_norm() -> Callable[..., Any]:
     return add_rms_norm
 
 
-# What its templates read at once.
-_LOAD_BYTES = 16
-
-
 def _loadable(x: Tensor) -> Tensor:
     """`x` (..., H, D), copied only where its heads lie apart or a row begins between two loads.
 
     The keys of a projection that made queries, keys and values at once are read where they stand.
     """
-    if x.data_ptr() % _LOAD_BYTES == 0:
+    if x.data_ptr() % LOAD_BYTES == 0:
         if x.is_contiguous():
             return x
         if x.dim() == 3:
             row, head, one = x.stride()
-            if one == 1 and head == x.shape[2] and row * x.element_size() % _LOAD_BYTES == 0:
+            if one == 1 and head == x.shape[2] and row * x.element_size() % LOAD_BYTES == 0:
                 return x
     return x.clone(memory_format=torch.contiguous_format)
 
@@ -223,8 +219,11 @@ _HEADS = (OneOf("D", (64, 128, 256)),)  # what its templates exist for
 _ROWS = estimate(0.1, 0.7, 8.0, "bound by memory")
 
 KERNELS: tuple[Kernel, ...] = (
-    _kernel("rms_norm", "rmsnorm", _rms_norm, _ROWS, limits=(AtLeast("C", 2),)),
-    _kernel("add_rms_norm", "fused_add_rmsnorm", _add_rms_norm, _ROWS, limits=(AtLeast("C", 2),)),
+    _kernel("rms_norm", "rmsnorm", _rms_norm, _ROWS, limits=(AtLeast("C", 2),), alignment=LOAD_BYTES),
+    _kernel(
+        "add_rms_norm", "fused_add_rmsnorm", _add_rms_norm, _ROWS, limits=(AtLeast("C", 2),),
+        alignment=LOAD_BYTES,
+    ),
     _kernel(
         "rope", "cos_sin_cache", _rope, _ROWS,
         frozenset({"interleaved", "partial_rotary"}),
