@@ -138,7 +138,9 @@ async def test_unfinished_bodies_share_a_bound() -> None:
     admission = Admission(app.router, **bounds)  # type: ignore[arg-type]
     first, second = Slow(admission), Slow(admission)
     await first.give(b"x" * 900)
-    await second.give(b"x" * 700)
+    await second.give(b"x" * 500)
+    assert (admission.requests, admission.unread) == (2, 1400)
+    await second.give(b"x" * 200)
     assert await second.task == 503
     assert (admission.requests, admission.unread) == (1, 900)
     third = Slow(admission, announced=700)
@@ -174,6 +176,8 @@ async def test_a_body_that_does_not_come_is_408() -> None:
 
     async def late(request: Request) -> Response:
         await anyio.sleep(0.3)
+        whole = {"type": "http.request", "body": b"x", "more_body": False}
+        asyncio.get_running_loop().call_soon(patient.pieces.put_nowait, whole)
         return JSONResponse(len(await request.body()))
 
     app.add_route("/late", late, methods=["POST"])
@@ -185,7 +189,6 @@ async def test_a_body_that_does_not_come_is_408() -> None:
     assert (b"connection", b"close") in slow.sent[0]["headers"]
     assert (admission.requests, admission.unread) == (0, 0)
     patient = Slow(admission, "/late")
-    await patient.give(b"x", more=False)
     assert await patient.task == 200
 
 

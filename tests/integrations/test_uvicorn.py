@@ -71,11 +71,18 @@ def connect(port: int) -> socket.socket:
 
 
 def test_health_is_answered_beside_more_silent_connections_than_descriptors() -> None:
-    """400 that never finish their headers take no descriptor from who does, and nothing is logged of them."""
+    """400 that never finish their headers take no descriptor from who does, and nothing is logged of them.
+
+    Who has been silent longest makes room.
+    """
     for port, process in serve("60"):
         silent = [connect(port) for _ in range(400)]
         for _ in range(20):
             assert httpx.get(f"http://127.0.0.1:{port}/health", timeout=30).status_code == 200
+        assert silent[0].recv(1) == b""
+        silent[-1].setblocking(False)
+        with pytest.raises(BlockingIOError):
+            silent[-1].recv(1)
         for one in silent:
             one.close()
         process.terminate()
