@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor
@@ -164,19 +165,15 @@ def logits(model: Any, given: dict[str, Tensor]) -> Tensor:
 @contextmanager
 def counted(calls: list[str]) -> Iterator[None]:
     """Note each call that a patched model makes of the op."""
-    real = integration.sync
 
     class Counting:
         @staticmethod
         def attention(*args: Any, **kwargs: Any) -> Any:
             calls.append("attention")
-            return real.attention(*args, **kwargs)
+            return lz.sync.attention(*args, **kwargs)
 
-    integration.sync = Counting  # type: ignore[assignment]
-    try:
+    with mock.patch.object(integration, "sync", Counting):
         yield
-    finally:
-        integration.sync = real
 
 
 def compare(family: str, runtime: lz.Runtime) -> dict[str, Any]:

@@ -25,7 +25,7 @@ from typing import Any
 if __package__:
     from benchmarks.provenance import provenance
 else:  # run as a script, beside its neighbours
-    from provenance import provenance
+    from provenance import provenance  # type: ignore[import-not-found, no-redef]
 
 Call = Callable[[], Any]
 

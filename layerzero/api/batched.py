@@ -10,9 +10,8 @@ from __future__ import annotations
 import inspect
 import time
 import weakref
-from collections.abc import Awaitable, Callable, Hashable, Iterator, MutableMapping, Sequence
-from functools import partial
-from types import CellType, FunctionType, MethodType
+from collections.abc import Awaitable, Callable, Hashable, MutableMapping, Sequence
+from types import FunctionType, MethodType
 from typing import Any, Generic, ParamSpec, TypeVar, overload
 
 import torch
@@ -23,9 +22,19 @@ from layerzero import log
 from layerzero.actors.local import LocalDevice
 from layerzero.api.awaiting import Group, away, hurry, parts
 from layerzero.api.calls import LAST, runtime_here
+from layerzero.api.functions import (
+    Args,
+    as_columns,
+    held_by,
+    kind_of,
+    needs_grad,
+    takes_counts,
+    trains,
+    unbound,
+    wants_gradient,
+)
 from layerzero.api.scope import SCOPE, Scope
 from layerzero.native import HOT
-from layerzero.ops.batching import join_rows
 from layerzero.ops.checks import need_choice, need_number
 from layerzero.runtime import ACTIVE
 from layerzero.scheduler.driver import QUEUE, Front
@@ -38,7 +47,6 @@ from layerzero.settings import BATCHING
 P = ParamSpec("P")
 R = TypeVar("R")
 T = TypeVar("T")
-Args = tuple[Any, ...]
 _NEWEST = 0.25
 _MAX_KINDS = 1024
 RUNS_ALONE = "batched.runs_alone"
@@ -51,17 +59,17 @@ class Batched(Generic[P, R]):
     batches, microseconds a row.
     """
 
-    def __init__(self, fn: Callable[P, R], *, pure: bool, name: str, device: torch.device | None) -> None:
+    def __init__(self, fn: Callable[P, Any], *, pure: bool, name: str, device: torch.device | None) -> None:
         owner = fn.__self__ if isinstance(fn, MethodType) else None
         self._owner = weakref.ref(owner) if owner is not None else None
-        self._function: Callable[..., Any] = _unbound(fn)
-        self._wants_counts = _takes_counts(fn)
+        self._function: Callable[..., Any] = unbound(fn)
+        self._wants_counts = takes_counts(fn)
         self._device = device
         self.name = name
         self.pure = pure
         self.us_per_row = float("inf")
         # Whether results want a gradient that no argument shows: of weights. Each run says so again.
-        self._weights_want = any(map(_trains, _held(fn)))
+        self._weights_want = any(map(trains, held_by(fn)))
         self._said_alone = False
         self._groups: dict[Hashable, Group] = {}
         self._scoped: MutableMapping[Hashable, _Scoped] = weakref.WeakValueDictionary()
@@ -83,7 +91,7 @@ class Batched(Generic[P, R]):
         priority: int = 1,
         timeout: float | None = None,
         batching: str | None = None,
-    ) -> Awaitable[Any]:
+    ) -> Awaitable[R]:
         """Run for this caller's rows, together with whoever calls at the same time; a coroutine.
 
         Tensors carry rows along their first axis, the same number in each; every other argument reaches
@@ -94,7 +102,7 @@ class Batched(Generic[P, R]):
         """
         if self._kinds is None or priority != 1 or timeout is not None or batching is not None:
             return self._asked(args, priority, timeout, batching)
-        call: Awaitable[Any] = self._kinds.call(args)
+        call: Awaitable[R] = self._kinds.call(args)
         return call
 
     async def _asked(
@@ -140,7 +148,7 @@ class Batched(Generic[P, R]):
         """A call of a kind that the compiled twin does not know: every step in Python."""
         if batching is not None:
             need_choice("batching", batching, BATCHING)
-        rows, size, where, kinds = _seen(self.name, args)
+        rows, size, where, kinds = kind_of(self.name, args)
         device = None if where is None or SCOPE.get() is not None else ACTIVE.devices.get(where)
         if device is None:
             device = runtime_here().device(where or self._device)
@@ -159,7 +167,7 @@ class Batched(Generic[P, R]):
         if for_weights:
             self._say_alone()
         off = (batching or device.settings.batching) == "off"
-        apart = for_weights or off or (differentiates and _needs_grad(args))
+        apart = for_weights or off or (differentiates and needs_grad(args))
         # Only a call outside of every scope is the function's own: the others' runs enter theirs.
         scope = SCOPE.get()
         around = None if scope is None else scope.key
@@ -227,12 +235,12 @@ class Batched(Generic[P, R]):
             if owner is None:
                 raise ReferenceError(f"the object that {self.name} belongs to is gone")
             function = MethodType(function, owner)
-        counts, columns = _columns(calls)
+        counts, columns = as_columns(calls)
         started = time.perf_counter()
         out = function(*columns, counts=counts) if self._wants_counts else function(*columns)
         self._learn((time.perf_counter() - started) * 1e6 / max(1, sum(counts)))
-        if torch.is_grad_enabled() and not any(_needs_grad(args) for args in calls):
-            self._see_gradient(_wants_gradient(out))
+        if torch.is_grad_enabled() and not any(needs_grad(args) for args in calls):
+            self._see_gradient(wants_gradient(out))
         return self._split(out, counts)
 
     def _see_gradient(self, wanted: bool) -> None:
@@ -295,44 +303,6 @@ class _Scoped:
             SCOPE.reset(token)
 
 
-def _unbound(fn: Any) -> Any:
-    return fn.__func__ if isinstance(fn, MethodType) else fn
-
-
-def _takes_counts(fn: Any) -> bool:
-    """Whether `fn` names a keyword `counts`; functions of C may have no signature to read."""
-    try:
-        parameters = inspect.signature(fn.forward if isinstance(fn, torch.nn.Module) else fn).parameters
-    except ValueError:
-        return False
-    counts = parameters.get("counts")
-    return counts is not None and counts.kind in (counts.POSITIONAL_OR_KEYWORD, counts.KEYWORD_ONLY)
-
-
-_EMPTY = CellType()
-
-
-def _held(fn: Any) -> Iterator[Any]:
-    """What `fn` computes with beside its arguments, as far as one can see from outside."""
-    yield fn
-    owner = getattr(fn, "__self__", None)
-    yield owner
-    yield from getattr(owner, "__dict__", {}).values()
-    if isinstance(fn, partial):
-        yield from (*fn.args, *fn.keywords.values(), *_held(fn.func))
-    plain = inspect.unwrap(_unbound(fn))
-    if isinstance(plain, FunctionType):
-        cells = plain.__closure__ or ()
-        yield from (cell.cell_contents for cell in cells if cell != _EMPTY)
-        yield from (plain.__globals__.get(name) for name in plain.__code__.co_names)
-
-
-def _trains(value: Any) -> bool:
-    if isinstance(value, torch.nn.Module):
-        return any(parameter.requires_grad for parameter in value.parameters())
-    return isinstance(value, Tensor) and value.requires_grad
-
-
 # By identity: equal objects may compute other things. A function made inside another, and an object that is
 # called, live as long as somebody keeps their wrapping; it holds them, so that this table must not hold it.
 _FUNCTIONS: MutableMapping[Any, dict[Hashable, Batched[..., Any]]] = WeakIdKeyDictionary()
@@ -384,7 +354,7 @@ def batched(
     pure: bool = False,
     key: str | None = None,
     device: str | torch.device | None = None,
-) -> Callable[..., Awaitable[Tensor]]: ...
+) -> Batched[..., Tensor]: ...
 @overload
 def batched(
     fn: Callable[..., tuple[Tensor, Tensor]],
@@ -392,7 +362,7 @@ def batched(
     pure: bool = False,
     key: str | None = None,
     device: str | torch.device | None = None,
-) -> Callable[..., Awaitable[tuple[Tensor, Tensor]]]: ...
+) -> Batched[..., tuple[Tensor, Tensor]]: ...
 @overload
 def batched(
     fn: Callable[..., list[T]],
@@ -400,7 +370,7 @@ def batched(
     pure: bool = False,
     key: str | None = None,
     device: str | torch.device | None = None,
-) -> Callable[..., Awaitable[T]]: ...
+) -> Batched[..., T]: ...
 @overload
 def batched(
     fn: Callable[..., Any],
@@ -408,14 +378,14 @@ def batched(
     pure: bool = False,
     key: str | None = None,
     device: str | torch.device | None = None,
-) -> Callable[..., Awaitable[Any]]: ...
+) -> Batched[..., Any]: ...
 def batched(
     fn: Callable[P, R],
     *,
     pure: bool = False,
     key: str | None = None,
     device: str | torch.device | None = None,
-) -> Callable[..., Awaitable[Any]]:
+) -> Batched[..., Any]:
     """An awaitable of `fn` whose concurrent calls, from any number of tasks, run as one.
 
     `fn` gets the tensors of all callers with their rows behind each other (no copy where they already
@@ -441,7 +411,7 @@ def batched(
         raise TypeError(
             f"fn needs a plain function, since a lane runs it, got the coroutine function {called}"
         )
-    plain = _unbound(fn)
+    plain = unbound(fn)
     name = getattr(plain, "__qualname__", type(fn).__name__)
     if key is None and "<l" in name:  # <lambda>, <locals>
         raise TypeError(f"fn needs a name that outlives one call, or key=..., got {name}")
@@ -455,58 +425,3 @@ def batched(
     if found is None:
         found = entries[entry] = Batched(fn, pure=pure, name=key or name, device=where)
     return found
-
-
-def _seen(name: str, args: Args) -> tuple[int, int, torch.device | None, Hashable]:
-    """Rows and bytes of one call's tensors, the first one's device, and what tells kinds of calls apart."""
-    rows, size, where = -1, 0, None
-    kinds: list[Hashable] = []
-    for position, value in enumerate(args):
-        if not isinstance(value, Tensor):
-            kinds.append(value.__class__)
-            continue
-        shape = value.shape
-        if not shape:
-            raise ValueError(
-                f"{name} needs rows along the first axis of argument {position}, got a scalar tensor"
-            )
-        if rows != shape[0]:
-            if rows >= 0:
-                raise ValueError(f"{name} needs {rows} rows in argument {position}, got {shape[0]}")
-            rows = shape[0]
-        device = value.device
-        where = where or device
-        size += value.nbytes
-        kinds.append((value.__class__, value.dtype, device, shape[1:]))
-    return (1 if rows < 0 else rows), size, where, tuple(kinds)
-
-
-def _columns(calls: Sequence[Args]) -> tuple[list[int], Sequence[Any]]:
-    """The rows of each call, and the calls' arguments as columns."""
-    columns = NotImplemented if HOT.module is None else HOT.module.columns(calls)
-    if columns is not NotImplemented:
-        found: tuple[list[int], Sequence[Any]] = columns
-        return found
-    return [_rows(args) for args in calls], [_column(values) for values in zip(*calls, strict=True)]
-
-
-def _rows(args: Args) -> int:
-    """Rows of one call whose tensors were seen to agree."""
-    for value in args:
-        if isinstance(value, Tensor):
-            return value.shape[0]
-    return 1
-
-
-def _column(values: tuple[Any, ...]) -> Any:
-    return join_rows(values) if isinstance(values[0], Tensor) else list(values)
-
-
-def _wants_gradient(out: Any) -> bool:
-    if isinstance(out, tuple):
-        return any(_wants_gradient(part) for part in out)
-    return isinstance(out, Tensor) and out.requires_grad
-
-
-def _needs_grad(args: Args) -> bool:
-    return torch.is_grad_enabled() and any(isinstance(a, Tensor) and a.requires_grad for a in args)

@@ -139,7 +139,7 @@ def test_inference_mode_leaking_from_a_neighbour_is_a_named_error() -> None:
         await lz.linear(torch.randn(1, 16), WEIGHT)
 
     async def both() -> list[Any]:
-        return await asyncio.gather(victim(), leaks(), return_exceptions=True)
+        return list(await asyncio.gather(victim(), leaks(), return_exceptions=True))
 
     async def twice() -> tuple[list[Any], list[Any]]:
         return await both(), await both()

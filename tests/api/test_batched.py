@@ -125,7 +125,7 @@ async def test_wrong_functions_and_results_are_named() -> None:
     with pytest.raises(TypeError, match="coroutine function gather"):
         lz.batched(gather)
     with pytest.raises(TypeError, match="fn needs a function, got int"):
-        lz.batched(3)  # type: ignore[arg-type]
+        lz.batched(3)  # type: ignore[call-overload]
     async with runtime():
         with pytest.raises(ValueError, match="total needs to return tensors of 3 rows"):
             await lz.batched(total)(torch.ones(3, 4))

@@ -51,7 +51,7 @@ async def sweep(runtime: Runtime, way: str, victim: int, at: int) -> bool:
     """Whether the victim, ended in turn `at`, was hit; the others have their values and nothing stays."""
     shift, refs = Shift(), list[weakref.ref[Tensor]]()
     # Known to be short, so that every batch runs in the loop's own turns and turn k is the same each time.
-    lz.batched(shift.rows).us_per_row = 1.0  # type: ignore[attr-defined]
+    lz.batched(shift.rows).us_per_row = 1.0
     start: Any = runtime.spawn if way == "spawned" else asyncio.ensure_future
     calls = [start(request(runtime, shift, float(index), refs)) for index in range(CALLERS)]
     waits = [asyncio.ensure_future(outcome(call)) for call in calls]

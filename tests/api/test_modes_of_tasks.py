@@ -280,11 +280,9 @@ async def test_tasks_are_made_as_before_and_a_closed_runtime_leaves_the_loop_as_
     try:
         async with lz.start(lz.Settings(warm="off")):
             task = asyncio.create_task(asks(), name="asker")
-            assert (
-                "asks" in repr(task)
-                and task.get_name() == "asker"
-                and task.get_coro().cr_code.co_name == "asks"
-            )
+            coroutine: Any = task.get_coro()
+            assert "asks" in repr(task) and task.get_name() == "asker"
+            assert coroutine.cr_code.co_name == "asks"
             await task
             with pytest.raises(TypeError, match="a coroutine was expected, got 5"):
                 await loop.create_task(5)  # type: ignore[arg-type]
@@ -307,7 +305,7 @@ def test_tasks_made_before_the_loops_first_call_share_modes_and_that_is_said(
     async def asks() -> torch.dtype:
         return (await CALL()).dtype
 
-    async def crowd() -> list[Any]:
+    async def crowd() -> tuple[None, torch.dtype, torch.dtype]:
         await asyncio.gather(casts(), asks(), return_exceptions=True)
         return await asyncio.gather(casts(), asks(), asks())
 

@@ -122,6 +122,7 @@ def test_what_was_checked_is_what_runs(shelf: Shelf, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(importlib, "import_module", late)
     module = shelf.hub().load(REPOSITORY)
     assert shelf.ran.exists() and not (tmp_path / "planted").exists()
+    assert module.__file__ is not None
     assert Path(module.__file__).is_relative_to(tmp_path / "cache" / "layerzero" / "hub")
     assert (tmp_path / "cache" / "layerzero" / "hub").stat().st_mode & 0o077 == 0
 

@@ -21,7 +21,7 @@ from tests import kernels
 from tests.backends import cases
 
 
-def of(*ops: str) -> Any:
+def of(*ops: str) -> pytest.MarkDecorator:
     """Every kernel of these ops that runs here."""
     found = [k for k in cases.RUNNABLE if k.op in ops]
     return pytest.mark.parametrize("kernel", found, ids=[k.id for k in found])

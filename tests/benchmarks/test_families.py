@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -48,11 +49,11 @@ def test_no_family_differs() -> None:
 
 def test_a_difference_would_be_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     """Sinks that are dropped make another state."""
-    real = families.integration.sync.attention
+    real: Any = lz.sync.attention
 
-    def without(*args: object, **kwargs: object) -> object:
-        return real(*args, **{**kwargs, "sinks": None})  # type: ignore[arg-type]
+    def without(*args: Any, **kwargs: Any) -> Any:
+        return real(*args, **{**kwargs, "sinks": None})
 
-    monkeypatch.setattr(families.integration.sync, "attention", without)
+    monkeypatch.setattr(lz.sync, "attention", without)
     with lz.start(lz.Settings.load(warm="off", device="cpu")) as runtime:
         assert families.compare("gpt_oss", runtime)["state"] == "differs"

@@ -14,6 +14,7 @@ import json
 import os
 import sys
 import time
+from collections.abc import Awaitable, Callable
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -239,7 +240,7 @@ async def trees_together(runtime: lz.Runtime) -> dict[str, Any]:
     return said if RANK else {**said, "alone": [found for _, found in sorted(whole.said.items())]}
 
 
-ALTERED = {
+ALTERED: dict[str, Callable[[lz.Runtime, Shard], Awaitable[dict[str, Any]]]] = {
     "alter-late": partial(altered, op="late"),
     "alter-known": partial(altered, op="known"),
     "leaves": leaves,

@@ -195,5 +195,6 @@ async def test_a_body_that_does_not_come_is_408() -> None:
 async def test_a_bound_that_is_none_is_named() -> None:
     """Zero requests serve nobody."""
     for name in ("max_requests", "max_body", "max_unread"):
+        none: dict[str, Any] = {name: 0}
         with pytest.raises(ValueError, match=name):
-            install(Starlette(), **{name: 0})
+            install(Starlette(), **none)

@@ -117,8 +117,8 @@ async def history(told: list[Any], module: Any) -> tuple[Any, ...]:
         lz.Settings(warm="off", inline_limit_us=1e12, max_inline_us=1e12, ageing_ms=1e9)
     ) as runtime:
         for function in (model.double, model.both):
-            lz.batched(function).us_per_row = 1.0  # type: ignore[attr-defined]
-        lz.batched(model.picky, pure=True).us_per_row = 1.0  # type: ignore[attr-defined]
+            lz.batched(function).us_per_row = 1.0
+        lz.batched(model.picky, pure=True).us_per_row = 1.0
         outcomes = []
         for _ in range(2):
             outcomes += await asyncio.gather(*(caller(model, i, *one) for i, one in enumerate(told)))
@@ -288,8 +288,10 @@ async def test_of_two_that_await_one_call_the_second_is_told_so() -> None:
 
         for _ in range(3):  # the first time nothing is known of its kind
             for first in (awaits, asyncio.create_task):
-                one = call(x, "a")
-                outs = await asyncio.gather(first(one), awaits(one), call(x, "b"), return_exceptions=True)
+                one: Any = call(x, "a")
+                outs: Any = await asyncio.gather(
+                    first(one), awaits(one), call(x, "b"), return_exceptions=True
+                )
                 assert outs[0].tolist() == outs[2].tolist() == [[2.0] * WIDTH]
                 assert isinstance(outs[1], RuntimeError) and "awaited already" in str(outs[1])
 

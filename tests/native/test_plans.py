@@ -106,7 +106,7 @@ def test_modes_and_scopes_are_other_calls(runtime: lz.Runtime) -> None:
         def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
             return func(*args, **(kwargs or {}))
 
-    with Seen():
+    with Seen():  # type: ignore[no-untyped-call]
         assert not answers(x, weight)
     assert answers(x, weight)
 

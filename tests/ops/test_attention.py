@@ -435,10 +435,10 @@ def test_a_sink_takes_its_share() -> None:
 def test_wrong_modifiers_are_named(wrong: dict[str, Any], kind: Any, words: str) -> None:
     """Each by its argument, what it needs and what it got."""
     if isinstance(wrong.get("block_mask"), tuple):
-        sizes = wrong["block_mask"]
+        queries, keys = wrong["block_mask"]
         wrong = {
             **wrong,
-            "block_mask": create_block_mask(lambda b, h, i, j: i >= j, None, None, *sizes, "cpu"),
+            "block_mask": create_block_mask(lambda b, h, i, j: i >= j, None, None, queries, keys, "cpu"),
         }
     with pytest.raises(kind, match=words):
         run(*operands(), **wrong)

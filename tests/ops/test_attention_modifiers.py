@@ -131,7 +131,7 @@ def test_a_modifier_that_is_none_is_refused_after_one_that_is() -> None:
     q, k, v = operands()
     lz.sync.attention(q, k, v, score_mod=closer)
     with pytest.raises(TypeError, match="score_mod needs a callable"):
-        lz.sync.attention(q, k, v, score_mod=3)
+        lz.sync.attention(q, k, v, score_mod=3)  # type: ignore[call-overload]
     lz.sync.attention(q, k, v, block_mask=create_block_mask(causal, None, None, 6, 6, "cpu"))
     with pytest.raises(TypeError, match="block_mask needs a"):
         lz.sync.attention(q, k, v, block_mask=torch.ones(6, 6))
@@ -143,5 +143,7 @@ def test_parts_of_a_call_keep_their_places() -> None:
     blocks = create_block_mask(lambda b, h, i, j: i - j < b + 1, 3, None, 6, 6, "cpu")
     args = attention(q, k, v, score_mod=closer, block_mask=blocks)[1]
     assert ATTENTION.split is not None
-    parts = [attention_reference(*ATTENTION.split.cut(args, start, stop)) for start, stop in ((0, 1), (1, 3))]
+    parts: list[Any] = [
+        attention_reference(*ATTENTION.split.cut(args, start, stop)) for start, stop in ((0, 1), (1, 3))
+    ]
     torch.testing.assert_close(torch.cat(parts), attention_reference(*args))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
 import anyio
 import pytest
@@ -44,7 +44,9 @@ def dense(
 @pytest.mark.parametrize("scoring", ["softmax", "sigmoid"])
 @pytest.mark.parametrize("renormalize", [True, False])
 @pytest.mark.parametrize("top_k", [1, 2, 4])
-def test_it_equals_every_expert_on_every_row(scoring: str, renormalize: bool, top_k: int) -> None:
+def test_it_equals_every_expert_on_every_row(
+    scoring: Literal["softmax", "sigmoid"], renormalize: bool, top_k: int
+) -> None:
     """Routing, experts and sums agree with a dense computation that knows no batches."""
     calls = operands()
     out = lz.sync.moe(*calls, top_k=top_k, scoring=scoring, renormalize=renormalize)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -16,7 +16,10 @@ from layerzero.ops.norm_quantize import add_rms_norm_quantize_reference
 @pytest.mark.parametrize(("granularity", "group"), [("row", 0), ("group", 8)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_it_is_the_ops_one_after_the_other(
-    form: str, granularity: str, group: int, dtype: torch.dtype
+    form: Literal["int8", "fp8_e4m3", "fp8_e5m2"],
+    granularity: Literal["row", "group"],
+    group: int,
+    dtype: torch.dtype,
 ) -> None:
     """The sum in its own dtype, the norm in float32, then the codes and scales of that."""
     torch.manual_seed(0)

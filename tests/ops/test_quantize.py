@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal, cast
 
 import anyio
 import pytest
@@ -15,7 +15,9 @@ import layerzero as lz
 from layerzero.ops.quantize import FORMATS, Format, scale_shape
 from layerzero.ops.quantize import quantize_reference as reference
 
-FORMAT_NAMES = tuple(FORMATS)
+FormatName = Literal["int8", "fp8_e4m3", "fp8_e5m2"]
+Granularity = Literal["tensor", "row", "group"]
+FORMAT_NAMES = cast(tuple[FormatName, ...], tuple(FORMATS))
 
 
 def code_points(form: Format) -> Tensor:
@@ -27,7 +29,7 @@ def code_points(form: Format) -> Tensor:
 
 
 @pytest.mark.parametrize("name", FORMAT_NAMES)
-def test_every_code_point_survives(name: str) -> None:
+def test_every_code_point_survives(name: FormatName) -> None:
     """What a code stands for comes back as that code."""
     points = code_points(FORMATS[name])
     assert len(points) == {"int8": 255, "fp8_e4m3": 253, "fp8_e5m2": 247}[name]
@@ -37,7 +39,7 @@ def test_every_code_point_survives(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", FORMAT_NAMES)
-def test_numbers_between_codes_go_to_the_nearest(name: str) -> None:
+def test_numbers_between_codes_go_to_the_nearest(name: FormatName) -> None:
     """No code is nearer than the one given, and halves go to the even one."""
     points = code_points(FORMATS[name])
     between = (points[1:] + points[:-1]) / 2
@@ -50,7 +52,7 @@ def test_numbers_between_codes_go_to_the_nearest(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", FORMAT_NAMES)
-def test_beyond_the_format_is_clamped_and_never_nan(name: str) -> None:
+def test_beyond_the_format_is_clamped_and_never_nan(name: FormatName) -> None:
     """A given scale that is too small gives the largest code, where a plain cast may give NaN."""
     largest = FORMATS[name].largest
     x = torch.tensor([largest * 1.2, -largest * 40, 1e30, -1e38])
@@ -61,7 +63,9 @@ def test_beyond_the_format_is_clamped_and_never_nan(name: str) -> None:
 @pytest.mark.parametrize("name", FORMAT_NAMES)
 @pytest.mark.parametrize("granularity", ["tensor", "row", "group"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
-def test_errors_stay_within_half_a_step(name: str, granularity: str, dtype: torch.dtype) -> None:
+def test_errors_stay_within_half_a_step(
+    name: FormatName, granularity: Granularity, dtype: torch.dtype
+) -> None:
     """Each number comes back within half the distance of the codes around it."""
     x = torch.randn(5, 3, 24, generator=torch.Generator().manual_seed(0)).to(dtype)
     size = 8 if granularity == "group" else 0
@@ -186,7 +190,9 @@ def test_concurrent_callers_get_what_they_get_alone() -> None:
 @pytest.mark.parametrize("name", FORMAT_NAMES)
 @pytest.mark.parametrize("inputs", ["float", "dynamic"])
 @pytest.mark.parametrize("granularity", ["tensor", "row", "group"])
-def test_a_quantized_product_is_near_the_plain_one(name: str, inputs: str, granularity: str) -> None:
+def test_a_quantized_product_is_near_the_plain_one(
+    name: FormatName, inputs: Literal["float", "dynamic"], granularity: Granularity
+) -> None:
     """The error is what the format's last bit costs on both sides, and no more."""
     generator = torch.Generator().manual_seed(0)
     x, weight = torch.randn(6, 64, generator=generator), torch.randn(32, 64, generator=generator)

@@ -36,7 +36,7 @@ def test_the_modes_of_the_caller_do_not_see_it() -> None:
             raise RuntimeError("no operation is expected here")
 
     hardware.settle_vector_math.cache_clear()
-    with Refuses():
+    with Refuses():  # type: ignore[no-untyped-call]
         hardware.settle_vector_math()
-    with Refuses(), pytest.raises(RuntimeError, match="no operation"):
+    with Refuses(), pytest.raises(RuntimeError, match="no operation"):  # type: ignore[no-untyped-call]
         torch.exp(torch.zeros(1))

@@ -146,17 +146,19 @@ def test_activation_checkpointing_works(own: LocalDevice, op: str, reentrant: bo
 class Elsewhere(Tensor):
     """A tensor that keeps its values in another one, and has no memory itself."""
 
-    inner: Tensor
+    backing: Tensor
 
     @staticmethod
-    def __new__(cls, inner: Tensor) -> Elsewhere:
-        made = Tensor._make_wrapper_subclass(cls, inner.shape, dtype=inner.dtype, device=inner.device)  # type: ignore[attr-defined]
-        made.inner = inner
-        return made  # type: ignore[no-any-return]
+    def __new__(cls, backing: Tensor) -> Elsewhere:
+        made = Tensor._make_wrapper_subclass(cls, backing.shape, dtype=backing.dtype, device=backing.device)
+        made.backing = backing
+        return made
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        plain = tree_map(lambda t: t.inner if isinstance(t, Elsewhere) else t, (args, kwargs or {}))
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        plain = tree_map(lambda t: t.backing if isinstance(t, Elsewhere) else t, (args, kwargs or {}))
         return tree_map(lambda t: cls(t) if isinstance(t, Tensor) else t, func(*plain[0], **plain[1]))
 
 
@@ -180,7 +182,7 @@ def test_a_tensor_without_memory_is_not_read(own: LocalDevice, op: str) -> None:
         wrapped = call(*(Elsewhere(a) if a.is_floating_point() else a for a in args))
         parts = wrapped if isinstance(wrapped, tuple) else (wrapped,)
         for part, whole in zip(parts, plain if isinstance(plain, tuple) else (plain,), strict=True):
-            inner = part.inner if isinstance(part, Elsewhere) else part
+            inner = part.backing if isinstance(part, Elsewhere) else part
             torch.testing.assert_close(inner, whole, atol=1e-4, rtol=1e-4)
     assert trouble(own) == counted and counted[0] == ()
 
@@ -216,7 +218,7 @@ def test_a_kernel_that_fails_under_a_mode_is_replaced_and_not_blamed() -> None:
     """The next one answers, and the circuit stays closed; without the mode it opens."""
     own = failing(RuntimeError("planted"))
     full = RMS.build(X, W)[1]
-    with Forwarding():
+    with Forwarding():  # type: ignore[no-untyped-call]
         for _ in range(6):
             torch.testing.assert_close(own.launch(RMS, full), NORMED)
     assert own.health.standings() == ()
@@ -232,7 +234,7 @@ def test_an_operator_that_fails_beneath_a_mode_is_the_operators() -> None:
         return x @ torch.zeros(3, 3)
 
     own = device([kernel("bad.rms_norm", run, launch_us=0.1), kernel("good.rms_norm", launch_us=9.0)])
-    with Forwarding():
+    with Forwarding():  # type: ignore[no-untyped-call]
         torch.testing.assert_close(own.launch(RMS, RMS.build(X, W)[1]), NORMED)
 
 
@@ -269,7 +271,7 @@ def test_a_probe_is_not_spent_on_a_transformed_call() -> None:
     assert "bad.rms_norm" in own.health.blocked()
     clock.advance(own.settings.cooldown_s * 2)
     assert own.health.probing() == {"bad.rms_norm"}
-    with Forwarding():
+    with Forwarding():  # type: ignore[no-untyped-call]
         torch.testing.assert_close(own.launch(RMS, full), NORMED)
     assert own.health.probing() == {"bad.rms_norm"}
 
@@ -283,7 +285,7 @@ def test_a_kernel_is_loaded_outside_the_callers_modes() -> None:
         return RMS.reference
 
     own = device([kernel("first.rms_norm", load=load)])
-    with torch.device("meta"), pytest.raises(LookupError), Broken():
+    with torch.device("meta"), pytest.raises(LookupError), Broken():  # type: ignore[no-untyped-call]
         own.launch(RMS, RMS.build(X, W)[1])
     assert own.registry.blocked() == {} and type(loaded[0]) is Tensor and loaded[0].device.type == "cpu"
 

@@ -8,7 +8,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -172,7 +172,7 @@ def test_patches_of_either_format_go_where_their_strides_fit() -> None:
 @pytest.mark.parametrize("rows", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("activation", ["gelu", "swiglu"])
 def test_embedding_norm_and_mlp_in_mixed_dtypes(
-    weights: torch.dtype, rows: torch.dtype, activation: str
+    weights: torch.dtype, rows: torch.dtype, activation: Literal["gelu", "swiglu"]
 ) -> None:
     """E6.15: rows, norms and matrices of different dtypes; results in the rows' dtype, near float64."""
     generator = torch.Generator().manual_seed(5)

@@ -321,7 +321,7 @@ def next_by_search(sweep: Sweep, held: set[Group]) -> tuple[Slot | None, int]:
     """The slot to serve next as a look at every waiting one finds it, and how many rounds end before it."""
     waiting = sorted((slot for slot in sweep.pending if slot.group not in held), key=lambda slot: slot.place)
     ahead = [slot for slot in waiting if slot.place > sweep._place]
-    return (ahead or waiting or [None])[0], int(not ahead and bool(waiting))
+    return next(iter(ahead or waiting), None), int(not ahead and bool(waiting))
 
 
 @given(
@@ -340,7 +340,8 @@ def test_the_sweep_finds_what_a_search_of_all_places_finds(
 ) -> None:
     """Whatever came, went, was forgotten or is held back."""
     lane = Lane(Caps(slots=slots))
-    sweep, callers, tickets = lane.sweep, [Caller() for _ in range(6)], []
+    sweep, callers = lane.sweep, [Caller() for _ in range(6)]
+    tickets: list[Ticket] = []
     for what, number, more in steps:
         if what == "call":
             tickets += put(lane, call(more, callers[number]))

@@ -1,0 +1,114 @@
+"""What a batched function is made of, and what its calls carry: looked at from outside, before any run."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Hashable, Iterator, Sequence
+from functools import partial
+from types import CellType, FunctionType, MethodType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from layerzero.native import HOT
+from layerzero.ops.batching import join_rows
+
+Args = tuple[Any, ...]
+
+
+def unbound(fn: Any) -> Any:
+    """A method's function; anything else as it is."""
+    return fn.__func__ if isinstance(fn, MethodType) else fn
+
+
+def takes_counts(fn: Any) -> bool:
+    """Whether `fn` names a keyword `counts`; functions of C may have no signature to read."""
+    try:
+        parameters = inspect.signature(fn.forward if isinstance(fn, torch.nn.Module) else fn).parameters
+    except ValueError:
+        return False
+    counts = parameters.get("counts")
+    return counts is not None and counts.kind in (counts.POSITIONAL_OR_KEYWORD, counts.KEYWORD_ONLY)
+
+
+_EMPTY = CellType()
+
+
+def held_by(fn: Any) -> Iterator[Any]:
+    """What `fn` computes with beside its arguments, as far as one can see from outside."""
+    yield fn
+    owner = getattr(fn, "__self__", None)
+    yield owner
+    yield from getattr(owner, "__dict__", {}).values()
+    if isinstance(fn, partial):
+        yield from (*fn.args, *fn.keywords.values(), *held_by(fn.func))
+    plain = inspect.unwrap(unbound(fn))
+    if isinstance(plain, FunctionType):
+        cells = plain.__closure__ or ()
+        yield from (cell.cell_contents for cell in cells if cell != _EMPTY)
+        yield from (plain.__globals__.get(name) for name in plain.__code__.co_names)
+
+
+def trains(value: Any) -> bool:
+    """Whether a tensor, or a parameter of a module, wants a gradient."""
+    if isinstance(value, torch.nn.Module):
+        return any(parameter.requires_grad for parameter in value.parameters())
+    return isinstance(value, Tensor) and value.requires_grad
+
+
+def kind_of(name: str, args: Args) -> tuple[int, int, torch.device | None, Hashable]:
+    """Rows and bytes of one call's tensors, the first one's device, and what tells kinds of calls apart."""
+    rows, size, where = -1, 0, None
+    kinds: list[Hashable] = []
+    for position, value in enumerate(args):
+        if not isinstance(value, Tensor):
+            kinds.append(value.__class__)
+            continue
+        shape = value.shape
+        if not shape:
+            raise ValueError(
+                f"{name} needs rows along the first axis of argument {position}, got a scalar tensor"
+            )
+        if rows != shape[0]:
+            if rows >= 0:
+                raise ValueError(f"{name} needs {rows} rows in argument {position}, got {shape[0]}")
+            rows = shape[0]
+        device = value.device
+        where = where or device
+        size += value.nbytes
+        kinds.append((value.__class__, value.dtype, device, shape[1:]))
+    return (1 if rows < 0 else rows), size, where, tuple(kinds)
+
+
+def as_columns(calls: Sequence[Args]) -> tuple[list[int], Sequence[Any]]:
+    """The rows of each call, and the calls' arguments as columns."""
+    columns = NotImplemented if HOT.module is None else HOT.module.columns(calls)
+    if columns is not NotImplemented:
+        found: tuple[list[int], Sequence[Any]] = columns
+        return found
+    return [_rows(args) for args in calls], [_column(values) for values in zip(*calls, strict=True)]
+
+
+def _rows(args: Args) -> int:
+    """Rows of one call whose tensors were seen to agree."""
+    for value in args:
+        if isinstance(value, Tensor):
+            return value.shape[0]
+    return 1
+
+
+def _column(values: tuple[Any, ...]) -> Any:
+    return join_rows(values) if isinstance(values[0], Tensor) else list(values)
+
+
+def wants_gradient(out: Any) -> bool:
+    """Whether a result has a graph, or a part of it."""
+    if isinstance(out, tuple):
+        return any(wants_gradient(part) for part in out)
+    return isinstance(out, Tensor) and out.requires_grad
+
+
+def needs_grad(args: Args) -> bool:
+    """Whether a gradient is on that one of the arguments wants."""
+    return torch.is_grad_enabled() and any(isinstance(a, Tensor) and a.requires_grad for a in args)
