@@ -110,9 +110,12 @@ def test_bad_data_in_company_fails_alone(runtime: Runtime, op: str, name: str, n
 
 
 @pytest.mark.parametrize("op", OPS)
-@pytest.mark.parametrize("way", ["blocking", "alone", "in company", "known"])
+@pytest.mark.parametrize("way", ["blocking", "alone", "in company", "known", "waiting"])
 def test_what_was_checked_is_what_is_read(runtime: Runtime, op: str, way: str) -> None:
-    """A caller that writes over its ids, tables, lengths or offsets while a kernel runs changes no answer."""
+    """A caller that writes over its ids, tables, lengths or offsets changes no answer.
+
+    While a kernel runs, or, "waiting", once its call stands in line.
+    """
     own = fresh(op)
     wanted = answer(op, own, getattr(lz.sync, op)(**own))
     spy = Spy(runtime, op)
@@ -124,10 +127,15 @@ def test_what_was_checked_is_what_is_read(runtime: Runtime, op: str, way: str) -
                 call[name].fill_(2_000_000_000)
 
     async def awaited(count: int) -> list[Any]:
-        return await asyncio.gather(*[getattr(lz, op)(**one) for one in mine[:count]])
+        async def overwrite() -> None:
+            if way == "waiting":
+                scribble()
+
+        calls = [getattr(lz, op)(**one) for one in mine[:count]]
+        return (await asyncio.gather(*calls, overwrite()))[:-1]
 
     async def rounds() -> None:
-        for _ in range(3 if way == "known" else 1):
+        for _ in range(3 if way in ("known", "waiting") else 1):
             mine[:] = [fresh(op) for _ in range(1 if way == "alone" else 3)]
             spy.first = scribble
             for call, result in zip(mine, await awaited(len(mine)), strict=True):

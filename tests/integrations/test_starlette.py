@@ -177,7 +177,7 @@ async def test_a_body_that_does_not_come_is_408() -> None:
     async def late(request: Request) -> Response:
         await anyio.sleep(0.3)
         whole = {"type": "http.request", "body": b"x", "more_body": False}
-        asyncio.get_running_loop().call_soon(patient.pieces.put_nowait, whole)
+        asyncio.get_running_loop().call_later(0.02, patient.pieces.put_nowait, whole)
         return JSONResponse(len(await request.body()))
 
     app.add_route("/late", late, methods=["POST"])
