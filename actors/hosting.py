@@ -60,7 +60,7 @@ class Outcome:
     __slots__ = ("detail", "packed", "status", "value")
 
     def __init__(self, status: Status, value: Any = None, detail: str = "") -> None:
-        self.status = status
+        self.status: Status = status
         self.value = value
         self.detail = detail
         self.packed: Outcome | None = None

@@ -49,7 +49,7 @@ def has_tangents(values: Iterable[Any]) -> bool:
 def has_memory(tensor: Tensor) -> bool:
     """Whether the tensor's own memory holds its values, so that a kernel may read it."""
     if tensor.__class__ in _PLAIN:
-        return not _is_wrapped(tensor) and not torch._is_functional_tensor(tensor)
+        return not _is_wrapped(tensor) and not torch._is_functional_tensor(tensor)  # pyright: ignore[reportPrivateImportUsage]
     return not _C._dispatch_keys(tensor).has(_PYTHON)
 
 

@@ -351,7 +351,9 @@ def wanted(every: list[Mutation], options: argparse.Namespace, names: dict[str, 
 
 def arguments() -> argparse.ArgumentParser:
     """The command line."""
-    parser = argparse.ArgumentParser(prog="python -m scripts.mutate", description=__doc__.split("\n")[0])
+    parser = argparse.ArgumentParser(
+        prog="python -m scripts.mutate", description=(__doc__ or "").split("\n")[0]
+    )
     parser.add_argument("--rows", nargs="+", metavar="ID", help="only the mutations of these rows")
     parser.add_argument("--sample", type=int, metavar="N", help="only as many, drawn at random")
     parser.add_argument("--seed", type=int, default=0, help="what --sample draws with")

@@ -12,7 +12,7 @@ import time
 import weakref
 from collections.abc import Awaitable, Callable, Hashable, MutableMapping, Sequence
 from types import FunctionType, MethodType
-from typing import Any, Generic, ParamSpec, TypeVar, overload
+from typing import Any, Generic, TypeVar, overload
 
 import torch
 from torch import Tensor
@@ -44,7 +44,6 @@ from layerzero.scheduler.ticket import TICKETS, Ticket
 from layerzero.selection.transform import without_graph
 from layerzero.settings import BATCHING
 
-P = ParamSpec("P")
 R = TypeVar("R")
 T = TypeVar("T")
 _NEWEST = 0.25
@@ -52,14 +51,14 @@ _MAX_KINDS = 1024
 RUNS_ALONE = "batched.runs_alone"
 
 
-class Batched(Generic[P, R]):
+class Batched(Generic[R]):
     """A function over rows, awaited; what `batched` returns.
 
     It stands in a lane where an op stands: `name`, `pure`, `run`. `expected_us` is learned from its own
     batches, microseconds a row.
     """
 
-    def __init__(self, fn: Callable[P, Any], *, pure: bool, name: str, device: torch.device | None) -> None:
+    def __init__(self, fn: Callable[..., Any], *, pure: bool, name: str, device: torch.device | None) -> None:
         owner = fn.__self__ if isinstance(fn, MethodType) else None
         self._owner = weakref.ref(owner) if owner is not None else None
         self._function: Callable[..., Any] = unbound(fn)
@@ -288,7 +287,7 @@ class _Scoped:
 
     __slots__ = ("__weakref__", "_function", "_scope", "name", "pure")
 
-    def __init__(self, function: Batched[..., Any], scope: Scope) -> None:
+    def __init__(self, function: Batched[Any], scope: Scope) -> None:
         self._function = function
         self._scope = scope
         self.name = function.name
@@ -305,13 +304,11 @@ class _Scoped:
 
 # By identity: equal objects may compute other things. A function made inside another, and an object that is
 # called, live as long as somebody keeps their wrapping; it holds them, so that this table must not hold it.
-_FUNCTIONS: MutableMapping[Any, dict[Hashable, Batched[..., Any]]] = WeakIdKeyDictionary()
-_PASSING: MutableMapping[Any, weakref.WeakValueDictionary[Hashable, Batched[..., Any]]] = (
-    WeakIdKeyDictionary()
-)
+_FUNCTIONS: MutableMapping[Any, dict[Hashable, Batched[Any]]] = WeakIdKeyDictionary()
+_PASSING: MutableMapping[Any, weakref.WeakValueDictionary[Hashable, Batched[Any]]] = WeakIdKeyDictionary()
 
 
-def _entries(fn: Any, name: str) -> MutableMapping[Hashable, Batched[..., Any]]:
+def _entries(fn: Any, name: str) -> MutableMapping[Hashable, Batched[Any]]:
     """Where the wrappings of `fn` stand.
 
     Raises: TypeError: nothing can refer to what `fn` belongs to without keeping it alive.
@@ -328,7 +325,7 @@ def _entries(fn: Any, name: str) -> MutableMapping[Hashable, Batched[..., Any]]:
         ) from None
 
 
-def _every() -> list[Batched[..., Any]]:
+def _every() -> list[Batched[Any]]:
     tables = [*list(_FUNCTIONS.values()), *list(_PASSING.values())]
     return [function for entries in tables for function in list(entries.values())]
 
@@ -354,7 +351,7 @@ def batched(
     pure: bool = False,
     key: str | None = None,
     device: str | torch.device | None = None,
-) -> Batched[..., Tensor]: ...
+) -> Batched[Tensor]: ...
 @overload
 def batched(
     fn: Callable[..., tuple[Tensor, Tensor]],
@@ -362,7 +359,7 @@ def batched(
     pure: bool = False,
     key: str | None = None,
     device: str | torch.device | None = None,
-) -> Batched[..., tuple[Tensor, Tensor]]: ...
+) -> Batched[tuple[Tensor, Tensor]]: ...
 @overload
 def batched(
     fn: Callable[..., list[T]],
@@ -370,7 +367,7 @@ def batched(
     pure: bool = False,
     key: str | None = None,
     device: str | torch.device | None = None,
-) -> Batched[..., T]: ...
+) -> Batched[T]: ...
 @overload
 def batched(
     fn: Callable[..., Any],
@@ -378,14 +375,14 @@ def batched(
     pure: bool = False,
     key: str | None = None,
     device: str | torch.device | None = None,
-) -> Batched[..., Any]: ...
+) -> Batched[Any]: ...
 def batched(
-    fn: Callable[P, R],
+    fn: Callable[..., Any],
     *,
     pure: bool = False,
     key: str | None = None,
     device: str | torch.device | None = None,
-) -> Batched[..., Any]:
+) -> Batched[Any]:
     """An awaitable of `fn` whose concurrent calls, from any number of tasks, run as one.
 
     `fn` gets the tensors of all callers with their rows behind each other (no copy where they already

@@ -196,7 +196,7 @@ class Member:
         self._steps.close()
 
 
-class Step(Batched[Any, Any]):
+class Step(Batched[Any]):
     """A function with collectives: however short, it waits for other ranks, never on a loop's thread."""
 
     def _learn(self, us_per_row: float) -> None:

@@ -183,7 +183,7 @@ def load_plugins(names: Collection[str]) -> list[Kernel]:
 
 
 def _load_plugin(name: str) -> list[Kernel]:
-    found = tuple(importlib.metadata.entry_points(group=ENTRY_POINT_GROUP, name=name))
+    found = list(importlib.metadata.entry_points(group=ENTRY_POINT_GROUP, name=name))
     if not found:
         raise BackendNotAvailableError(
             f"backend plugin {name!r} is allowed but no installed distribution announces it in the entry "

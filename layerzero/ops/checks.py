@@ -78,7 +78,7 @@ def need_index(name: str, value: Any, *, rank: int | tuple[int, ...] | None = No
 
 _transforms = torch._C._functorch.maybe_current_level  # pyright: ignore[reportAttributeAccessIssue]
 _dispatch_modes = torch._C._len_torch_dispatch_stack
-_PLAIN: Any = Tensor.__torch_dispatch__
+_PLAIN: Any = Tensor.__torch_dispatch__  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def readable(tensor: Tensor) -> bool:
@@ -89,7 +89,7 @@ def readable(tensor: Tensor) -> bool:
     """
     return (
         tensor.is_cpu
-        and type(tensor).__torch_dispatch__ is _PLAIN
+        and type(tensor).__torch_dispatch__ is _PLAIN  # pyright: ignore[reportAttributeAccessIssue]
         and not _dispatch_modes()
         and _transforms() is None
     )

@@ -220,6 +220,7 @@ def loaded(at: Site) -> Any:
 
 def fitting(at: Site) -> Any:
     """The kernel of a call for which one wants a workspace."""
+    chosen: Any = None
     for _ in range(2):
         chosen = lz.which("layer_norm", X, WEIGHT)
         layerzero.sync.layer_norm(X, WEIGHT)

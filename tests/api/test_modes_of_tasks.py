@@ -43,7 +43,7 @@ def modes() -> tuple[Any, ...]:
         torch._C._is_fwd_grad_enabled(), torch._C._is_multithreading_enabled(),
         torch._C._len_torch_function_stack(), torch._C._len_torch_dispatch_stack(),
         torch.empty(0).device.type,
-        torch._C._autograd._top_saved_tensors_default_hooks(True) is not None,
+        torch._C._autograd._top_saved_tensors_default_hooks(True) is not None,  # pyright: ignore[reportAttributeAccessIssue]
     )  # fmt: skip
 
 

@@ -153,7 +153,7 @@ def test_what_only_a_flag_negates_is_read_negated(kernel: Kernel) -> None:
         for at, value in enumerate(args):
             if not isinstance(value, Tensor) or not value.is_floating_point():
                 continue
-            negated = torch._neg_view(-value) if value.itemsize > 1 else value
+            negated = torch._neg_view(-value) if value.itemsize > 1 else value  # pyright: ignore[reportPrivateImportUsage]
             got = run((*args[:at], negated, *args[at + 1 :])) if at not in op.writes else _into(run, args, at)
             for mine, right in zip(got, wanted, strict=True):
                 same = torch.allclose(mine.float(), right.float(), atol=1e-2, rtol=1e-2, equal_nan=True)
@@ -166,7 +166,7 @@ def _into(run: Any, args: Args, at: int) -> tuple[Tensor, ...]:
     """The results of a call that writes into a negative view at `at`, which no copy of it would be."""
     op = table.get("append_kv")
     own = [a.clone() if position in op.writes else a for position, a in enumerate(args)]
-    own[at] = torch._neg_view(-own[at])
+    own[at] = torch._neg_view(-own[at])  # pyright: ignore[reportPrivateImportUsage]
     outs = cases.as_tuple(run.device.launch(op, tuple(own)))
     return (*outs, *(own[position] for position in op.writes))
 

@@ -300,5 +300,5 @@ def test_a_default_device_is_no_foreign_mode() -> None:
 def test_a_trace_holds_the_computation(own: LocalDevice) -> None:
     """A traced function computes its result from its input, not from the example."""
     lz.sync.rms_norm(X[0], W)
-    traced = torch.jit.trace(lambda x: lz.sync.rms_norm(x, W), (X[0],), check_trace=False)
+    traced: Any = torch.jit.trace(lambda x: lz.sync.rms_norm(x, W), (X[0],), check_trace=False)
     torch.testing.assert_close(traced(X[1]), NORMED[1])

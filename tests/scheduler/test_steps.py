@@ -270,6 +270,7 @@ def test_a_choice_that_differs_is_noticed_at_the_next_step() -> None:
 def test_another_sequence_of_known_ops_is_noticed_at_the_next_step() -> None:
     """No choice is new in it: a step's message says what all steps before it ran."""
     first, other = walking()
+    theirs: Any = None
     for _ in range(2):
         mine, (_, theirs) = first.take("step", ["a"]), other.next(5.0)
         assert chosen(first.gang.device, mine) == chosen(other.gang.device, theirs)
