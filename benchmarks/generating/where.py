@@ -24,6 +24,7 @@ PARTS = (
     ("actors/local.py", "plans looked up and run"),
     ("layerzero/selection/", "plans looked up and run"),
     ("layerzero/api/batched.py", "awaits: batched functions"),
+    ("layerzero/api/functions.py", "awaits: batched functions"),
     ("layerzero/api/", "awaits: ops"),
     ("scheduler/modes.py", "torch's modes"),
     ("scheduler/readback.py", "results read back"),
