@@ -58,6 +58,10 @@ def calls(record: dict[str, Any]) -> Table:
     return {"columns": ["microseconds", "measured", "floor", "met", "aim", "met"], "rows": rows}
 
 
+def _over_kernel(item: tuple[str, dict[str, Any]]) -> float:
+    return float(item[1]["real"]["over"]["wall_us"]["median"])
+
+
 def ops(record: dict[str, Any]) -> Table:
     """Return what each blocking op costs over the kernel it chose, called directly in the same rounds."""
     rows = [
@@ -65,7 +69,7 @@ def ops(record: dict[str, Any]) -> Table:
             f"`{op}`", f"`{row['real']['kernel']}`", row["real"]["kernel_us"]["wall_us"]["median"],
             row["real"]["over"]["wall_us"]["median"], row["real"]["over"]["wall_us"]["p99"],
         ]
-        for op, row in record["rows"]["b"].items()
+        for op, row in sorted(record["rows"]["b"].items(), key=_over_kernel)
     ]  # fmt: skip
     return {"columns": ["op", "kernel", "the kernel, us", "over it, us", "p99 of the rounds"], "rows": rows}
 

@@ -49,7 +49,7 @@ def at(tensor: Tensor, offset: int, stride: Stride | None = None) -> Tensor:
     """The same numbers `offset` elements behind a multiple of 64 bytes, with these strides, amid NaN."""
     steps = tensor.stride() if stride is None else stride
     span = 1 + sum((size - 1) * step for size, step in zip(tensor.shape, steps, strict=True))
-    room = torch.empty(span + offset + 128 // tensor.itemsize, dtype=tensor.dtype)
+    room = torch.empty(span + offset + 128 // tensor.itemsize, dtype=tensor.dtype, device=tensor.device)
     room.view(torch.uint8).fill_(0xFF)
     first = -room.data_ptr() % 64 // tensor.itemsize + offset
     return room.as_strided(tensor.shape, steps, first).copy_(tensor)
