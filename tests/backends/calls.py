@@ -53,8 +53,8 @@ def call(case: Case, dtype: torch.dtype, seed: int = 0) -> Args:
 
 
 def to(device: str, args: Args) -> Args:
-    """The arguments with every tensor on a device, the same tensor staying the same."""
-    moved = {id(a): a.to(device) for a in args if isinstance(a, Tensor)}
+    """The arguments with every tensor and block mask on a device, the same tensor staying the same."""
+    moved = {id(a): a.to(device) for a in args if isinstance(a, Tensor) or hasattr(a, "kv_num_blocks")}
     return tuple(moved.get(id(a), a) for a in args)
 
 
@@ -117,9 +117,13 @@ def _blocks(batch: int, sq: int, sk: int, hiding: bool, generator: torch.Generat
     seen[:, sq // 2 :, sk // 2 :] = False
     seen[..., 0] = True
     seen[0, 0] &= not hiding
-    seen = seen.to(DEVICE)
+    places = {torch.device(name).type: seen.to(name) for name in ("cpu", DEVICE)}  # truths ask on the CPU
     size = 128 if sq % 128 == 0 else 3
-    return create_block_mask(lambda b, h, i, j: seen[b, i, j], batch, None, sq, sk, DEVICE, BLOCK_SIZE=size)
+
+    def shown(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        return places[b.device.type][b, i, j]
+
+    return create_block_mask(shown, batch, None, sq, sk, DEVICE, BLOCK_SIZE=size)
 
 
 def _scale(case: Case) -> float | None:
