@@ -1,7 +1,7 @@
 """Where a number comes from: the script and its options, the commit, whether the tree was clean, the machine.
 
 Every record under `benchmarks/results` has these four; `tests/benchmarks/test_records.py` refuses others.
-A copy of the tree without its history takes the commit from LAYERZERO_COMMIT, set by whoever copied a
+A copy of the tree without its history takes the commit from LZ_SOURCE_COMMIT, set by whoever copied a
 clean tree.
 """
 
@@ -25,7 +25,7 @@ def provenance() -> dict[str, Any]:
     if commit is not None:
         changed = git("status", "--porcelain", "--untracked-files=no", "--", ".", *WRITTEN)
     else:
-        commit = os.environ.get("LAYERZERO_COMMIT") or None
+        commit = os.environ.get("LZ_SOURCE_COMMIT") or None
         changed = None if commit is None else ""
     return {
         "script": command(),

@@ -108,7 +108,7 @@ def test_a_change_of_code_is_told_from_a_written_record(monkeypatch: pytest.Monk
     assert provenance()["clean"] is False
     assert ":!benchmarks/results" in asked[-1]
     monkeypatch.setattr(module, "git", lambda *_: None)
-    monkeypatch.delenv("LAYERZERO_COMMIT", raising=False)
+    monkeypatch.delenv("LZ_SOURCE_COMMIT", raising=False)
     assert provenance()["commit"] is None and provenance()["clean"] is None
-    monkeypatch.setenv("LAYERZERO_COMMIT", "b" * 40)
+    monkeypatch.setenv("LZ_SOURCE_COMMIT", "b" * 40)
     assert provenance()["commit"] == "b" * 40 and provenance()["clean"] is True
