@@ -16,8 +16,9 @@ from uvicorn.protocols.http.auto import AutoHTTPProtocol
 from layerzero import log
 from layerzero.ops.checks import need_int, need_number
 
-# asyncio accepts so many connections before any of them is looked at.
-BACKLOG = 64
+# asyncio accepts a backlog of connections at a time, some such times before it looks at the first of them.
+BACKLOG = 128
+TIMES = 4
 # What files, pipes and the event loop need beside connections.
 RESERVE = 64
 CLOSED = "server.connection_closed"
@@ -38,13 +39,15 @@ def config(
         seconds that a connection may take until the headers of its next request are complete.
     Raises: ValueError, TypeError: a bound is no positive number, or does not fit the descriptors.
     """
-    most = descriptors_left() - RESERVE - BACKLOG
+    left = descriptors_left()
+    backlog = min(BACKLOG, max(8, left // 16))
+    most = left - RESERVE - TIMES * backlog
     if max_connections is None:
         max_connections = max(1, most)
     need_int("max_connections", max_connections, low=1, high=max(1, most))
     need_number("header_timeout_s", header_timeout_s, low=0.0)
     bounds = {"most": max_connections, "header_timeout_s": header_timeout_s}
-    return uvicorn.Config(app, http=type("Bounded", (Bounded,), bounds), backlog=BACKLOG, **options)
+    return uvicorn.Config(app, http=type("Bounded", (Bounded,), bounds), backlog=backlog, **options)
 
 
 def descriptors_left() -> int:
