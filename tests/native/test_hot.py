@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import gc
 import weakref
-from collections.abc import Iterator
 from typing import Any
 
 import msgspec
@@ -18,24 +17,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import layerzero as lz
 from layerzero.api.calls import last_selection
-from layerzero.errors import BackendNotAvailableError
 from layerzero.native import HOT
 from layerzero.ops import batching
 from layerzero.scheduler import modes
 from layerzero.scheduler.ticket import TICKETS, Ticket
 from layerzero.selection.record import Selection
-
-
-@pytest.fixture(autouse=True)
-def compiled() -> Iterator[Any]:
-    """The module, in use while a test runs."""
-    before = HOT.module
-    try:
-        yield HOT.load()
-    except BackendNotAvailableError as error:
-        pytest.skip(f"nothing to compile with: {error}")
-    finally:
-        HOT.use(before)
+from tests.native.twins import compiled as compiled
 
 
 def in_python(pieces: list[Tensor]) -> Tensor | None:

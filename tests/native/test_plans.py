@@ -14,24 +14,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import layerzero as lz
 from layerzero.api.known import KnownPlans
-from layerzero.errors import BackendNotAvailableError
-from layerzero.native import HOT
 from tests.children import Child
 from tests.kernels import kernel
 
 WIDTH = 8
-
-
-@pytest.fixture(autouse=True)
-def compiled() -> Iterator[Any]:
-    """The module, in use while a test runs."""
-    before = HOT.module
-    try:
-        yield HOT.load()
-    except BackendNotAvailableError as error:
-        pytest.skip(f"nothing to compile with: {error}")
-    finally:
-        HOT.use(before)
 
 
 @pytest.fixture
@@ -171,6 +157,7 @@ import time
 import torch
 import layerzero as lz
 from layerzero.native import COMPILING, HOT, UNUSED
+from tests.native.twins import compiled as compiled
 
 x = torch.randn(1, 8)
 for _ in range(3):

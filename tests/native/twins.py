@@ -1,11 +1,24 @@
 """Runs a test twice, with the compiled twin of the awaited path and with Python alone."""
 
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
 from layerzero.errors import BackendNotAvailableError
 from layerzero.native import HOT
+
+
+@pytest.fixture(autouse=True)
+def compiled() -> Iterator[Any]:
+    """The module, in use while a test runs; import it into a test module."""
+    before = HOT.module
+    try:
+        yield HOT.load()
+    except BackendNotAvailableError as error:
+        pytest.skip(f"nothing to compile with: {error}")
+    finally:
+        HOT.use(before)
 
 
 @pytest.fixture(params=["compiled", "python"], autouse=True)
