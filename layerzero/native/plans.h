@@ -7,7 +7,6 @@
 
 struct RunnablePlan {
   Ref plan, constants;  // constants: values by position, Ellipsis where the call's own tensor stands
-  int place;
 };
 
 // What is known for one device; valid while its runtime and its generation are in force.
@@ -155,7 +154,7 @@ PyObject* plans_remember(Plans* self, PyObject* given) {
       known_here->device = Ref::to(device);
       known_here->snapshot = Ref::to(snapshot);
     }
-    RunnablePlan entry{Ref::to(plan), std::move(constants), place};
+    RunnablePlan entry{Ref::to(plan), std::move(constants)};
     // An entry that is replaced dies after the map is whole again.
     auto [at, fresh] = known_here->entries.try_emplace(std::string(key.view()));
     std::swap(at->second, entry);
