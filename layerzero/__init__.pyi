@@ -11,9 +11,9 @@ from typing import Any, Literal, overload
 from torch import Tensor
 
 from layerzero import kvcache as kvcache
-from layerzero.api import metrics as metrics
 from layerzero import speculative as speculative
 from layerzero import sync as sync
+from layerzero.api import metrics as metrics
 from layerzero.api.config import add_policy as add_policy
 from layerzero.api.config import configure as configure
 from layerzero.api.config import disable as disable
