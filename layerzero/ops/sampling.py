@@ -195,6 +195,9 @@ def _check_topp(args: Args) -> Request:
 
 def _guard_rows(args: Args, **bounds: tuple[float, float]) -> Args:
     """The arguments behind the logits as copies within their bounds; each row's largest logit is finite."""
+    checked: Args | None = checks.compiled("rows_within", args, bounds)
+    if checked is not None:
+        return checked
     logits: Tensor = args[0]
     if logits.shape[0] == 0 or not checks.readable(logits):
         return args

@@ -171,6 +171,9 @@ def _check_tree(args: Args) -> Request:
 
 def _guard(args: Args) -> Args:
     """Tokens in the vocabulary, as a copy; probabilities that are some."""
+    checked: Args | None = checks.compiled("proposals", args)
+    if checked is not None:
+        return checked
     draft, tokens, target = args[:3]
     if not checks.readable(draft) or not checks.readable(tokens) or not checks.readable(target):
         return args
