@@ -139,6 +139,7 @@ PyObject* rows_within(PyObject*, PyObject* const* given, Py_ssize_t count) {
   return guarded([&]() -> PyObject* {
     if (!each_row<FiniteLargest>(logits)) return none();
     Ref own[MAX_PARAMETERS];
+    bool copied = false;
     Py_ssize_t at = 0, position = 0;
     while (PyDict_Next(given[1], &at, &name, &bounds)) {
       if (++position >= all) return not_ours();
@@ -155,7 +156,9 @@ PyObject* rows_within(PyObject*, PyObject* const* given, Py_ssize_t count) {
       if (fits != YES) return fits == NO ? none() : not_ours();
       own[position] = Ref(THPVariable_Wrap(std::move(copy)));
       if (!own[position]) return nullptr;
+      copied = true;
     }
+    if (!copied) return Ref::to(args).release();
     return replaced(args, 0, own, all);
   });
 }

@@ -193,11 +193,20 @@ def _check_topp(args: Args) -> Request:
     return _request("sample_topp", logits, seed, offset, temperature)
 
 
-def _guard_rows(args: Args, **bounds: tuple[float, float]) -> Args:
+Bounds = dict[str, tuple[float, float]]  # of the arguments behind the logits, in order
+_HEAT = (0, HOTTEST)
+_SAMPLE_BOUNDS: Bounds = {"temperature": _HEAT, "top_k": (0, MOST_TOKENS), "top_p": (0, 1)}
+_TOPK_BOUNDS: Bounds = {"k": (1, MOST_TOKENS), "temperature": _HEAT}
+_TOPP_BOUNDS: Bounds = {"p": (0, 1), "temperature": _HEAT}
+
+
+def _guard_rows(args: Args, bounds: Bounds) -> Args:
     """The arguments behind the logits as copies within their bounds; each row's largest logit is finite."""
-    checked: Args | None = checks.compiled("rows_within", args, bounds)
-    if checked is not None:
-        return checked
+    own: Args | None = checks.compiled("rows_within", args, bounds)
+    return _looked_through(args, bounds) if own is None else own
+
+
+def _looked_through(args: Args, bounds: Bounds) -> Args:
     logits: Tensor = args[0]
     if logits.shape[0] == 0 or not checks.readable(logits):
         return args
@@ -218,15 +227,15 @@ def _guard_rows(args: Args, **bounds: tuple[float, float]) -> Args:
 
 
 def _guard_sample(args: Args) -> Args:
-    return _guard_rows(args, temperature=(0, HOTTEST), top_k=(0, MOST_TOKENS), top_p=(0, 1))
+    return _guard_rows(args, _SAMPLE_BOUNDS)
 
 
 def _guard_topk(args: Args) -> Args:
-    return _guard_rows(args, k=(1, MOST_TOKENS), temperature=(0, HOTTEST))
+    return _guard_rows(args, _TOPK_BOUNDS)
 
 
 def _guard_topp(args: Args) -> Args:
-    return _guard_rows(args, p=(0, 1), temperature=(0, HOTTEST))
+    return _guard_rows(args, _TOPP_BOUNDS)
 
 
 # -- references -----------------------------------------------------------------------------------------
