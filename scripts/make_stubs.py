@@ -31,7 +31,7 @@ WAITING = (
 )  # fmt: skip
 BLOCKING = ("backend: str | None = None",)
 HEADER = '"""{}\n\nWritten by scripts/make_stubs.py; do not edit.\n"""\n'
-# A call's `timeout` is its deadline in the lane; a cancel scope around the await could not keep it queued.
+# A call's `timeout` is its deadline in the batcher; a cancel scope around the await could not keep it queued.
 NO_LINT = "# ruff: noqa: ASYNC109, E501\n# fmt: off\n"
 LONG_LINES = "# ruff: noqa: E501\n# fmt: off\n"
 SYNC_DOC = "The ops, blocking: same names and signatures as the awaitable ones in `layerzero`."
@@ -141,7 +141,7 @@ def typing_imports(text: str) -> str:
     """The import lines for what `text` uses of collections, typing and torch."""
     abstract = [name for name in ("Callable", "Sequence") if f"{name}[" in text]
     head = f"from collections.abc import {', '.join(abstract)}\n" if abstract else ""
-    used = [name for name in ("Any", "Literal", "overload") if re.search(rf"\b{name}\b", text)]
+    used = [name for name in ("Any", "Literal", "queue_full_policy") if re.search(rf"\b{name}\b", text)]
     if used:
         head += f"from typing import {', '.join(used)}\n"
     return f"{head}\nfrom torch import Tensor\n\n"
