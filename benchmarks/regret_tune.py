@@ -54,9 +54,14 @@ def tune(record: dict[str, Any], device: LocalDevice, options: argparse.Namespac
 
 
 def to_tune(
-    device: LocalDevice, known: set[BenchmarkCase], shipped: Sequence[ShippedTable], quick: bool, first: Sequence[str] = (),
-    *, only_missing: bool = False,
-) -> list[Call]:  # fmt: skip
+    device: LocalDevice,
+    known: set[BenchmarkCase],
+    shipped: Sequence[ShippedTable],
+    quick: bool,
+    first: Sequence[str] = (),
+    *,
+    only_missing: bool = False,
+) -> list[Call]:
     """The standard calls that are not `known`: those the shipped table misses, then those of ops `first`.
 
     A call is missing where the table has no row of it, or none of a kernel that came later. Where time ends,
@@ -71,9 +76,12 @@ def to_tune(
 
 
 def _write_table(
-    rows: Sequence[Measurement], shipped: Sequence[ShippedTable], device: LocalDevice, options: argparse.Namespace,
+    rows: Sequence[Measurement],
+    shipped: Sequence[ShippedTable],
+    device: LocalDevice,
+    options: argparse.Namespace,
     report: TuneReport,
-) -> None:  # fmt: skip
+) -> None:
     kept = to_keep(rows, shipped, Environment.of_hardware(device.hardware))
     sites, older = len({row.case for row in rows}), len({row.case for row in kept})
     note = f"{sites} sites, {report.skipped} calls left out for time"

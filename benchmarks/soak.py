@@ -278,10 +278,18 @@ def main() -> int:
     parser.add_argument("--out", type=Path, default=None, help="where the JSON goes")
     options = parser.parse_args()
     settings = lz.Settings(
-        device="cpu", inference=True, warm="eager", freeze_gc=True, max_queue_size=48, queue_full_policy="reject",
-        window_s=2.0, cooldown_s=0.2, cooldown_max_s=1.0,
-        shipped_tables=False, perfdb=None,  # no measurement goes before the flaky kernel's word
-    )  # fmt: skip
+        device="cpu",
+        inference=True,
+        warm="eager",
+        freeze_gc=True,
+        max_queue_size=48,
+        queue_full_policy="reject",
+        window_s=2.0,
+        cooldown_s=0.2,
+        cooldown_max_s=1.0,
+        shipped_tables=False,
+        perfdb=None,  # no measurement goes before the flaky kernel's word
+    )
     flaky = Flaky(options.seed)
     with lz.start(settings) as runtime:
         runtime.device("cpu")  # kernels are imported when a device opens: not on the loop

@@ -253,9 +253,8 @@ def on_ranks(options: argparse.Namespace) -> int:
     tokens = record["tokens"]
     same = all(each["settled"][n][: len(text)] == text for each in everybody for n, text in tokens.items())
     right = sum(tokens[number] == text for number, text in record["alone"].items())
-    print(
-        f"{record['ranks']} ranks, plan {record['plan']}: every rank accepted {'alike' if same else 'otherwise'}"
-    )
+    accepted = "alike" if same else "otherwise"
+    print(f"{record['ranks']} ranks, plan {record['plan']}: every rank accepted {accepted}")
     print(f"{right} of {len(record['alone'])} texts are those of one process, {leaked} pages leaked")
     if options.json:
         options.json.write_text(json.dumps(everybody, indent=1) + "\n")

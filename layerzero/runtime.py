@@ -320,11 +320,12 @@ class Runtime:
         self._closers.append(closer)
 
     def rank_group(self, ranks: int | Sequence[str] | None = None, **options: Any) -> Any:
-        """The rank group that this process is a rank of: `async with rt.rank_group(ranks, rank=...) as group`.
+        """The rank group that this process is a rank of: `async with rt.rank_group(ranks, rank=...) as
+        group`.
 
         With `build=`, one on the devices of this runtime's pool, led from here. Options and errors as in
-        `layerzero.actors.group.join.join_rank_group` and `layerzero.actors.group.cluster.remote_rank_group`; those stand
-        above, and so come by name.
+        `layerzero.actors.group.join.join_rank_group` and `layerzero.actors.group.cluster.remote_rank_group`;
+        those stand above, and so come by name.
         """
         if "build" in options:
             return importlib.import_module("layerzero.actors.group.cluster").remote_rank_group(
@@ -333,7 +334,8 @@ class Runtime:
         return importlib.import_module("layerzero.actors.group.join").join_rank_group(self, ranks, **options)
 
     def spawn(self, coro: Coroutine[Any, Any, T], *, device: torch.device | str | None = None) -> Spawned[T]:
-        """Step a request's coroutine from the batcher of `device`, cheaper than a task; await it for its result.
+        """Step a request's coroutine from the batcher of `device`, cheaper than a task; await it for its
+        result.
 
         What asks for the current task (`asyncio.timeout`, task groups) does not work inside it.
         Raises: RuntimeClosedError: after close. RuntimeError: no event loop runs in this thread.

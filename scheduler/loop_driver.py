@@ -1,8 +1,9 @@
 """The driver, where a batcher meets asyncio: loop turns become batcher events, batches become results.
 
-A loop driver serves one event loop. Its callers' tasks wait on pending calls; a batch's pending calls are resumed in one
-callback, each in its task's context, so no caller costs the loop a handle of its own. While those callers
-submit their next calls the loop driver has one turn scheduled behind them: that is the batcher's "one turn".
+A loop driver serves one event loop. Its callers' tasks wait on pending calls; a batch's pending calls are
+resumed in one callback, each in its task's context, so no caller costs the loop a handle of its own. While
+those callers submit their next calls the loop driver has one turn scheduled behind them: that is the
+batcher's "one turn".
 """
 
 from __future__ import annotations
@@ -137,7 +138,8 @@ class LoopDriver:
     def submit(self, call: PendingCall) -> PendingCall:
         """Queue a call of the current task; await what comes back.
 
-        Raises: OverloadedError: the queue is full and the settings reject; RuntimeClosedError: the loop driver is
+        Raises: OverloadedError: the queue is full and the settings reject; RuntimeClosedError: the loop
+        driver is
             stopped, or drains and this task is new to it.
         """
         loop = self.loop
@@ -415,7 +417,8 @@ class LoopDriver:
             raise
 
     def resume(self, calls: Sequence[PendingCall]) -> None:
-        """Send the callers of pending calls on that have ended elsewhere; what they submit comes at one time."""
+        """Send the callers of pending calls on that have ended elsewhere; what they submit comes at one
+        time."""
         self._now_s = self.loop.time()
         try:
             self._wake(iter(calls))
@@ -507,8 +510,8 @@ class LoopDriver:
 class FastQueue:
     """The shortest way into a lane.
 
-    `known(front, pending call)` queues a call without a deadline whose caller, group and place are known, and says
-    whether it did; where it did not, `Front.submit` does the work.
+    `known(front, pending call)` queues a call without a deadline whose caller, group and place are known, and
+    says whether it did; where it did not, `Front.submit` does the work.
     """
 
     __slots__ = ("try_submit",)

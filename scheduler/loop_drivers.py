@@ -164,7 +164,8 @@ class LoopDrivers:
         return driver
 
     def set_settings(self, settings: Settings) -> None:
-        """Put other limits in force: at once on a loop driver of this thread, on others with their next turn."""
+        """Put other limits in force: at once on a loop driver of this thread, on others with their next
+        turn."""
         with self._lock:
             self._settings = settings
             if self._streams is not None:
@@ -178,7 +179,8 @@ class LoopDrivers:
                 driver.loop.call_soon_threadsafe(self._apply_settings, driver)
 
     def _apply_settings(self, driver: LoopDriver) -> None:
-        """On a loop driver's own thread: go by the settings of now; who waits for room gets what there is more."""
+        """On a loop driver's own thread: go by the settings of now; who waits for room gets what there is
+        more."""
         settings, limits = self._settings, driver.batcher.limits
         limits.update(settings)
         host = self._streams is not None and self._streams.completion == HOST

@@ -49,7 +49,8 @@ class DeviceStreams:
     def default_stream(self) -> Stream:
         """The device's default stream: what the loop's thread is on while callers of other streams wait.
 
-        What is in force when a loop driver is made would not do: its first caller may be inside its own stream.
+        What is in force when a loop driver is made would not do: its first caller may be inside its own
+        stream.
         """
         default = torch.cuda.default_stream(self._index)
         return default.stream_id, default.device_index, default.device_type
@@ -139,7 +140,8 @@ class AmbientModes(Protocol):
 def suspend_modes(modes: Modes, driver: AmbientModes) -> None:
     """Put the loop's own grad mode and stream in force while a caller waits."""
     if not modes.inference:
-        # A loop driver whose first caller was inside a block without gradients took that for the loop's own mode.
+        # A loop driver whose first caller was inside a block without gradients took that for the loop's own
+        # mode.
         driver.ambient_grad = driver.ambient_grad or modes.grad
         torch._C._set_grad_enabled(driver.ambient_grad)
     if modes.stream != driver.ambient_stream:

@@ -141,7 +141,7 @@ def typing_imports(text: str) -> str:
     """The import lines for what `text` uses of collections, typing and torch."""
     abstract = [name for name in ("Callable", "Sequence") if f"{name}[" in text]
     head = f"from collections.abc import {', '.join(abstract)}\n" if abstract else ""
-    used = [name for name in ("Any", "Literal", "queue_full_policy") if re.search(rf"\b{name}\b", text)]
+    used = [name for name in ("Any", "Literal", "overload") if re.search(rf"\b{name}\b", text)]
     if used:
         head += f"from typing import {', '.join(used)}\n"
     return f"{head}\nfrom torch import Tensor\n\n"

@@ -440,7 +440,8 @@ class LocalDevice:
         args = validated_args(plan.op, args, error)
         if snapshot is not None and snapshot.agreed_terms is not None:
             self.counters.add("failures", kernel=plan.kernel)
-            message = f"{plan.kernel} raised {type(error).__name__}: {error}; no rank of a rank group falls back alone"
+            raised = f"{plan.kernel} raised {type(error).__name__}: {error}"
+            message = f"{raised}; no rank of a rank group falls back alone"
             raise KernelExecutionError(message, kernel=plan.kernel) from error
         return self._recovery.recover(plan, args, error, snapshot)
 

@@ -101,7 +101,8 @@ class Recovery:
             torch.cuda.empty_cache()
         if device.workspace_budget.refresh(device.settings):
             device.refresh()
-        usage = f"{format_bytes(free_memory(device.device))} of {format_bytes(device.hardware.memory_bytes)} are free"
+        free, total = free_memory(device.device), device.hardware.memory_bytes
+        usage = f"{format_bytes(free)} of {format_bytes(total)} are free"
         failed = device.registry.get(plan.kernel)
         others = [
             kernel

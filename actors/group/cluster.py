@@ -1,8 +1,10 @@
-"""A rank group on the devices of a device pool: `async with rt.rank_group(2, build=load) as group`, from the driver.
+"""A rank group on the devices of a device pool: `async with rt.rank_group(2, build=load) as group`, from the
+driver.
 
 Each rank lives in its device's process. When one fails or dies, all of them end, begin again as new processes
 and meet under the next epoch; what was running resumes there or is told. Ray carries the code and the store
-where ranks meet; step messages go over the rank group's own line and tensors over the process group of the ranks.
+where ranks meet; step messages go over the rank group's own line and tensors over the process group of the
+ranks.
 """
 
 from __future__ import annotations
@@ -229,9 +231,10 @@ class RemoteRankGroup:
     ) -> Any:
         """Run `fn(model, *args, **kwargs)` beside rank 0's model, which `build` gave; its result.
 
-        A call that had not started when the rank group was lost runs in the next epoch; `idempotent` ones that had
-        started, too.
-        Raises: what `fn` raises. DeviceLostError: the rank group was lost; `retryable` says whether nothing ran.
+        A call that had not started when the rank group was lost runs in the next epoch; `idempotent` ones
+        that had started, too.
+        Raises: what `fn` raises. DeviceLostError: the rank group was lost; `retryable` says whether nothing
+        ran.
         """
         for attempt in range(_MAX_ATTEMPTS):
             epoch = await self._serving_epoch()
@@ -297,7 +300,8 @@ def remote_rank_group(
     """
     if runtime.settings.cluster is None:
         raise ConfigurationError(
-            "build needs a device pool, Settings(cluster=...), got none; a process that is a rank itself gives rank"
+            "build needs a device pool, Settings(cluster=...), got none; a process that is a rank itself "
+            "gives rank"
         )
     pool = runtime.device_pool
     if isinstance(ranks, int) or ranks is None:

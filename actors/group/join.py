@@ -1,7 +1,8 @@
-"""`rt.rank_group`: ranks that meet in collectives run the same requests in the same order under the same plan.
+"""`rt.rank_group`: ranks that meet in collectives run the same requests in the same order under the same
+plan.
 
-Rank 0 has the coroutines, the queue and every decision; what it runs for a batch is announced by a step message
-that every other rank obeys (`follow`) or compares its own batch with, before the first collective.
+Rank 0 has the coroutines, the queue and every decision; what it runs for a batch is announced by a step
+message that every other rank obeys (`follow`) or compares its own batch with, before the first collective.
 """
 
 from __future__ import annotations
@@ -105,7 +106,8 @@ class RankHandle:
         under_way: set[RequestId] = set()
 
         async def step(request: RequestId, *args: Any, **options: Any) -> Any:
-            # Both are known before a step message exists, so that they cost the neighbours in a batch nothing.
+            # Both are known before a step message exists, so that they cost the neighbours in a batch
+            # nothing.
             if request in under_way:
                 raise ValueError(
                     f"request needs to be once in a step of {function_name}, got {request!r} again"

@@ -119,7 +119,8 @@ class AgreedPlan(msgspec.Struct, frozen=True):
     def terms(self, hardware_class: str, cost: CostModel) -> AgreedTerms:
         """What selections of one capability group follow from, beside the policy.
 
-        `cost` is what the rank had when it joined: later measurements are its own and count for no rank group.
+        `cost` is what the rank had when it joined: later measurements are its own and count for no rank
+        group.
         """
         return AgreedTerms(
             frozenset(self.kernels[hardware_class]),

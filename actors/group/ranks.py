@@ -1,7 +1,7 @@
 """A rank of a rank group inside a pool's device: what `actors/group/cluster.py` sends there.
 
-`sit` joins, makes the process group and the model, and stays until the rank group ends; while it does, `ask` and
-`listen` run code with the model of rank 0.
+`sit` joins, makes the process group and the model, and stays until the rank group ends; while it does, `ask`
+and `listen` run code with the model of rank 0.
 """
 
 from __future__ import annotations
@@ -67,7 +67,8 @@ _RUNNING: dict[str, RunningRank] = {}
 async def run_rank(spec: RankSpec) -> AsyncIterator[str]:
     """Be one rank: yield the plan's digest when everything is ready, and end when the rank group does.
 
-    Raises: ConsistencyError, DeviceLostError: the ranks do not agree, or the rank group has failed. What `build`
+    Raises: ConsistencyError, DeviceLostError: the ranks do not agree, or the rank group has failed. What
+    `build`
         raises.
     """
     loop = asyncio.get_running_loop()
@@ -176,7 +177,8 @@ def _running_rank(group: str, epoch: int) -> RunningRank:
 
 @contextmanager
 def _as_group_failure(running: RunningRank) -> Iterator[None]:
-    """Raise an error of hosted code as the rank group's failure where it has failed, whatever came of that."""
+    """Raise an error of hosted code as the rank group's failure where it has failed, whatever came of
+    that."""
     try:
         yield
     except Exception as error:

@@ -1,8 +1,9 @@
-"""Step messages: which requests a step runs, in which order, under which plan; rank 0 writes them, the rest obey.
+"""Step messages: which requests a step runs, in which order, under which plan; rank 0 writes them, the rest
+obey.
 
 Two ranks that batch by their own clocks add the rows of A to the rows of B: both get wrong sums and no error.
-So one rank decides, and every other compares what it is about to run with the step message of that step, before
-the first collective of the step.
+So one rank decides, and every other compares what it is about to run with the step message of that step,
+before the first collective of the step.
 """
 
 from __future__ import annotations
@@ -26,9 +27,9 @@ RequestId = int | str
 class StepMessage(msgspec.Struct, frozen=True, array_like=True):
     """One step: `asked` are its requests, encoded, `name` what runs, `plan` and `decided` are digests.
 
-    `epoch` and `number` say which step of which life of the rank group; `decided` is the digest of what rank 0's
-    selections were up to here; `values` are the step's arguments for ranks that have no coroutines of their
-    own, packed by `pack`, empty where each rank brings its own. An empty `name` ends the rank group.
+    `epoch` and `number` say which step of which life of the rank group; `decided` is the digest of what rank
+    0's selections were up to here; `values` are the step's arguments for ranks that have no coroutines of
+    their own, packed by `pack`, empty where each rank brings its own. An empty `name` ends the rank group.
     """
 
     epoch: int

@@ -1,4 +1,5 @@
-"""The steps of a rank group: rank 0 sends a step message before each, the others obey it or compare with it."""
+"""The steps of a rank group: rank 0 sends a step message before each, the others obey it or compare with
+it."""
 
 from __future__ import annotations
 
@@ -24,9 +25,10 @@ from layerzero.spec.errors import ConsistencyError, DeviceLostError
 class Steps:
     """One rank's walk through the steps of its rank group.
 
-    Rank 0 calls `take(name, requests, values)` before a step's first collective, which sends the step message.
-    A follower takes `next()` and runs what it says, or, where it forms batches itself, calls `take` too: its
-    batch is compared with the step message. Each gives the Snapshot that the step's selections are made in.
+    Rank 0 calls `take(name, requests, values)` before a step's first collective, which sends the step
+    message. A follower takes `next()` and runs what it says, or, where it forms batches itself, calls `take`
+    too: its batch is compared with the step message. Each gives the Snapshot that the step's selections are
+    made in.
     """
 
     def __init__(self, group: RankGroup) -> None:
@@ -41,7 +43,8 @@ class Steps:
     ) -> DispatchState:
         """Before a step's first collective: lead it, or make sure that this rank runs what rank 0 runs.
 
-        Raises: ConsistencyError: this rank would run something else, so the rank group has failed. DeviceLostError:
+        Raises: ConsistencyError: this rank would run something else, so the rank group has failed.
+        DeviceLostError:
             it had failed before, or a rank is gone. TypeError, ValueError: `values` cannot be sent.
         """
         group = self.group
@@ -104,7 +107,8 @@ class Steps:
     def end_step(self, name: str) -> None:
         """After a step, before anybody has its results: all ranks ran the same ops in it.
 
-        Raises: ConsistencyError: one ran others, so the rank group has failed. DeviceLostError: a rank is gone.
+        Raises: ConsistencyError: one ran others, so the rank group has failed. DeviceLostError: a rank is
+        gone.
         """
         if name not in self.rank_specific:
             with self.group.fail_on_error():

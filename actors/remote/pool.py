@@ -148,9 +148,10 @@ class DevicePool:
     ) -> Any:
         """Run `fn(*args, **kwargs)` on a device and return its result; there, `layerzero.*` is local.
 
-        A coroutine function runs on the device's event loop, where concurrent calls meet in one batcher; a plain
-        function on a thread. Without `on`, a call that has not started moves on when its device is lost, and
-        so does an `idempotent` one that has; where no device serves it waits `Settings.placement_timeout_s`.
+        A coroutine function runs on the device's event loop, where concurrent calls meet in one batcher; a
+        plain function on a thread. Without `on`, a call that has not started moves on when its device is
+        lost, and so does an `idempotent` one that has; where no device serves it waits
+        `Settings.placement_timeout_s`.
 
         Raises: what `fn` raises. DeviceLostError, DeadlineExceededError, TypeError: see `DevicePort.run`.
             TypeError, ValueError: `fn` is no function, `timeout_s` no number of seconds.

@@ -181,7 +181,8 @@ class RestartPolicy:
     @property
     def verdict(self) -> str:
         """Why there is no further life."""
-        return f"it died {len(self._crashes)} times within {WINDOW_S:.0f} s, more than max_restarts={self._max_restarts}"
+        times, most = len(self._crashes), self._max_restarts
+        return f"it died {times} times within {WINDOW_S:.0f} s, more than max_restarts={most}"
 
     @property
     def delay_s(self) -> float:

@@ -69,7 +69,7 @@ class IdempotencyLog(Generic[T]):
 
 
 class _ClientLog(Generic[T]):
-    __slots__ = ("ack_watermark", "entries", "settled")
+    __slots__ = ("ack_watermark", "acked", "entries")
 
     def __init__(self) -> None:
         self.ack_watermark = 0

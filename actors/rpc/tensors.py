@@ -96,9 +96,8 @@ class RemoteTensorStore:
         tensor = self._tensors.get(handle.key)
         if tensor is None:
             lost = "was lost with an earlier life of its device"
-            raise LookupError(
-                f"{handle!r} {'was freed' if handle.incarnation == self._incarnation else lost}; ship it again"
-            )
+            why = "was freed" if handle.incarnation == self._incarnation else lost
+            raise LookupError(f"{handle!r} {why}; ship it again")
         return tensor
 
     def free(self, key: str) -> None:

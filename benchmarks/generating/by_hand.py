@@ -142,7 +142,12 @@ def chosen_attention(model: Llama, sequences: int = 64, context: int = 2048) -> 
     tables = torch.zeros(sequences, -(-context // model.cache.page_size), dtype=torch.int32)
     lengths = torch.full((sequences,), context, dtype=torch.int32)
     bound: Attention = lz.bind(
-        "paged_attention", q, like, layer.v_cache, to_device_with_host_copy(tables, device), to_device_with_host_copy(lengths, device),
+        "paged_attention",
+        q,
+        like,
+        layer.v_cache,
+        to_device_with_host_copy(tables, device),
+        to_device_with_host_copy(lengths, device),
         guard=False,
-    )  # fmt: skip
+    )
     return bound

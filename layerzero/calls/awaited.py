@@ -195,7 +195,8 @@ def modes_differ(modes: Modes, driver: LoopDriver) -> bool:
 
 
 async def await_with_modes(pending: PendingCall, modes: Modes, driver: LoopDriver) -> Any:
-    """Await a pending call under another grad mode or stream than the loop's: they leave with their caller."""
+    """Await a pending call under another grad mode or stream than the loop's: they leave with their
+    caller."""
     suspend_modes(modes, driver)
     try:
         result, LAST.plan = await pending

@@ -1,10 +1,10 @@
 """What is known about calls, kept where the compiled twin finds it in one step.
 
 For a blocking op these are the plans of one generation (`KnownPlans`). For an awaited op a memo holds
-everything between a call's arguments and its pending call: plan, group, size, modes. Both belong to one generation
-of a device of the process's runtime; another runtime, policy or health verdict empties them. Calls that more
-than bits describe (scopes, subclasses, autocast, modes that see every operation, CUDA streams beside the
-default one) never enter.
+everything between a call's arguments and its pending call: plan, group, size, modes. Both belong to one
+generation of a device of the process's runtime; another runtime, policy or health verdict empties them. Calls
+that more than bits describe (scopes, subclasses, autocast, modes that see every operation, CUDA streams
+beside the default one) never enter.
 """
 
 from __future__ import annotations
@@ -125,7 +125,16 @@ class AwaitedCallCache:
         if device.capture_modes() is not modes or ACTIVE.devices.get(device.device) is not device:
             return False
         remembered: bool = self.entries.remember(
-            args, kwargs, full, facts.shared_positions, (ACTIVE.devices, device, device.snapshot, device.loop_drivers.by_loop),
-            plan, pending.batch_key, pending.modes, facts.tokens, facts.size_bytes, plan.expected_us,
-        )  # fmt: skip
+            args,
+            kwargs,
+            full,
+            facts.shared_positions,
+            (ACTIVE.devices, device, device.snapshot, device.loop_drivers.by_loop),
+            plan,
+            pending.batch_key,
+            pending.modes,
+            facts.tokens,
+            facts.size_bytes,
+            plan.expected_us,
+        )
         return remembered

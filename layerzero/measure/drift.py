@@ -206,9 +206,13 @@ class DriftWatch:
         self._device.counters.add("drifts", kernel=kernel)
         sizes = " ".join(f"{name}={size}" for name, size in selection.request.dims.items())
         log.warning(
-            KERNEL_DRIFTED, **what, expected_us=round(selection.expected_us, 1), seconds=round(slowdown.seconds),
-            sizes=sizes, why="its measurement no longer counts: tune again",
-        )  # fmt: skip
+            KERNEL_DRIFTED,
+            **what,
+            expected_us=round(selection.expected_us, 1),
+            seconds=round(slowdown.seconds),
+            sizes=sizes,
+            why="its measurement no longer counts: tune again",
+        )
         threading.Thread(target=self.forget, args=(kernel, key), name="layerzero-drift", daemon=True).start()
 
     def forget(self, kernel: str, key: Hashable) -> None:

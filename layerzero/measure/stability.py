@@ -61,8 +61,16 @@ def winner_changes(
             host = host_ratio(tuned.times_us, other.times_us, replayed)
             tuned, other = _at_host_speed(tuned, 1 / host, replayed), _at_host_speed(other, host, replayed)
         outside = tuned.winner not in other.tied or other.winner not in tuned.tied
-        differing.append(WinnerChange(call, launch, first_by_call[call, launch].winner, second_by_call[call, launch].winner, outside,
-                            round(host, 3)))  # fmt: skip
+        differing.append(
+            WinnerChange(
+                call,
+                launch,
+                first_by_call[call, launch].winner,
+                second_by_call[call, launch].winner,
+                outside,
+                round(host, 3),
+            )
+        )
     return compared, tuple(differing)
 
 

@@ -172,6 +172,6 @@ class NativeModule:
 
 _ENDING = threading.Event()
 FAST_PATH: Final = NativeModule()
-# What notes the kernels in flight (`actors/device/running_kernels.py`): small, so that a device of a device pool
-# waits for it.
+# What notes the kernels in flight (`actors/device/running_kernels.py`): small, so that a device of a device
+# pool waits for it.
 KERNEL_NOTES: Final = NativeModule("noting")

@@ -76,9 +76,9 @@ def concat_rows(pieces: Sequence[Tensor]) -> Tensor:
 class BatchingRule:
     """What tells callers apart: whatever a rule does not put together has to be the same for all of a batch.
 
-    A rule names the operands that its `run` joins (`concat_positions`), and what those need in common (`compatibility`). Every
-    other tensor is in the group by its memory and every other value by itself, so that an argument which a
-    rule does not know keeps callers apart.
+    A rule names the operands that its `run` joins (`concat_positions`), and what those need in common
+    (`compatibility`). Every other tensor is in the group by its memory and every other value by itself, so
+    that an argument which a rule does not know keeps callers apart.
     """
 
     __slots__ = ()
@@ -111,10 +111,12 @@ class BatchingRule:
 
 @dataclass(frozen=True, slots=True)
 class RowBatching(BatchingRule):
-    """Calls over rows: `row_operands` are the operands whose leading axes are rows, the rest must be the same.
+    """Calls over rows: `row_operands` are the operands whose leading axes are rows, the rest must be the
+    same.
 
-    `trailing_axes` is how many trailing axes of those operands are not rows (1 for (..., C); 0 for ids (...)), one
-    number for all or one for each; `output_trailing_axes` is the same for the outputs. `accepts(args)` may refuse a call.
+    `trailing_axes` is how many trailing axes of those operands are not rows (1 for (..., C); 0 for ids
+    (...)), one number for all or one for each; `output_trailing_axes` is the same for the outputs.
+    `accepts(args)` may refuse a call.
     """
 
     row_operands: tuple[int, ...] = (0,)

@@ -31,11 +31,12 @@ class RejectedCall:
 
 @runtime_checkable
 class Launcher(Protocol):
-    """A launch that can be asked first, and that launches other ops too; what a batcher gives a batching rule.
+    """A launch that can be asked first, and that launches other ops too; what a batcher gives a batching
+    rule.
 
-    `is_unconstrained` says that no policy speaks about the op and nothing asks for its own bits, so that the rule may
-    launch another op that means the same; `expected_us` is what a launch would cost, infinite where no
-    kernel takes it.
+    `is_unconstrained` says that no policy speaks about the op and nothing asks for its own bits, so that the
+    rule may launch another op that means the same; `expected_us` is what a launch would cost, infinite where
+    no kernel takes it.
     """
 
     @property
@@ -73,8 +74,8 @@ class Batching(Protocol):
     def run(self, calls: Sequence[Args], launch: LaunchFunction) -> list[Any]:
         """Run `calls`, of one group, through as few `launch`es as pay off; one result a call, in order.
 
-        A call that must not run beside the others has `RejectedCall` for its result, in an op that is not pure.
-        `launch` takes the arguments of one (merged) call, selects a kernel for it and runs it.
+        A call that must not run beside the others has `RejectedCall` for its result, in an op that is not
+        pure. `launch` takes the arguments of one (merged) call, selects a kernel for it and runs it.
         """
         ...
 
@@ -114,22 +115,23 @@ class Op:
 
     `check(args)` validates (ValueError/TypeError naming the argument, what it needs, what it got) and
     describes the call as a CallSpec; it runs once per new signature, so it may take its time, but it must
-    not read tensor data. `validate_values(args)` does (ids in range), before the kernel of any call runs, and gives the
-    arguments to run with: whatever says where a kernel reads or writes is a copy made while it was checked,
-    so that what was checked is what is read. It looks at CPU tensors alone: those of other devices come back
-    as they are, since looking would wait for the device. Of callers in a batch it looks at each when it
-    calls; with `validate_values_per_batch` once at the whole batch instead, at its merged arguments, and only where that
-    fails at smaller parts until the culprit stands alone.
+    not read tensor data. `validate_values(args)` does (ids in range), before the kernel of any call runs, and
+    gives the arguments to run with: whatever says where a kernel reads or writes is a copy made while it was
+    checked, so that what was checked is what is read. It looks at CPU tensors alone: those of other devices
+    come back as they are, since looking would wait for the device. Of callers in a batch it looks at each
+    when it calls; with `validate_values_per_batch` once at the whole batch instead, at its merged arguments,
+    and only where that fails at smaller parts until the culprit stands alone.
 
     `reference(*args)` is plain torch, accumulates in float32 (float64 inputs stay float64), and is right for
     everything `check` lets through. `outputs(args)` gives shapes and dtypes; `empty(args)` the result of a
     call that has nothing to compute, else None; `work(request)` the least work. `operands` are the positions
-    of the tensors that layout, contiguity and alignment speak of; `uncopied_operands` those of more tensors that
-    alignment speaks of and that no transform copies (pools, codes); `exact_dims` the sizes that keys never round;
-    `split` says how a call above a kernel's bound is cut; `wide_outputs` the outputs whose dtype does not
-    follow the operands'. `writes` are the positions of the tensors that the op changes; an op that changes
-    any is not `pure`: no fallback, probe or search for a culprit runs it a second time. An op one of whose
-    outputs is made of another, as rounded, is not `castable`: in a wider dtype it would mean less rounding.
+    of the tensors that layout, contiguity and alignment speak of; `uncopied_operands` those of more tensors
+    that alignment speaks of and that no transform copies (pools, codes); `exact_dims` the sizes that keys
+    never round; `split` says how a call above a kernel's bound is cut; `wide_outputs` the outputs whose dtype
+    does not follow the operands'. `writes` are the positions of the tensors that the op changes; an op that
+    changes any is not `pure`: no fallback, probe or search for a culprit runs it a second time. An op one of
+    whose outputs is made of another, as rounded, is not `castable`: in a wider dtype it would mean less
+    rounding.
     """
 
     name: str

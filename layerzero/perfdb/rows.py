@@ -179,11 +179,21 @@ def decode_row(record: tuple[Any, ...], cases: dict[bytes, BenchmarkCase | None]
         launch, cache = values[0].split("/")
         return msgspec.convert(
             {
-                "case": case, "kernel": kernel, "version": version, "launch": launch, "cache": cache,
-                "median_us": values[1], "p95_us": values[2], "variance": values[3], "samples": values[4],
-                "timestamp": values[5], "temperature_c": values[6], "power_w": values[7], "free_bytes": values[8],
+                "case": case,
+                "kernel": kernel,
+                "version": version,
+                "launch": launch,
+                "cache": cache,
+                "median_us": values[1],
+                "p95_us": values[2],
+                "variance": values[3],
+                "samples": values[4],
+                "timestamp": values[5],
+                "temperature_c": values[6],
+                "power_w": values[7],
+                "free_bytes": values[8],
             },
             Measurement,
-        )  # fmt: skip
+        )
     except (msgspec.MsgspecError, ValueError, TypeError, AttributeError):
         return None

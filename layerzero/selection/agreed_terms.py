@@ -8,7 +8,8 @@ from layerzero.selection.decide import CostModel, SelectionOptions
 
 
 class AgreedTerms:
-    """What the ranks of a rank group agreed on, in place of one device's own health, readiness and measurements.
+    """What the ranks of a rank group agreed on, in place of one device's own health, readiness and
+    measurements.
 
     `kernels` are the ids that may be chosen, `knobs` hold in place of this rank's settings, `modes` for every
     request; `cost` is what the ranks compared when they agreed, None where they price by estimates alone.

@@ -66,8 +66,8 @@ class KernelStatus:
 class SelectionOptions:
     """The settings that bear on a decision; `room` is what a workspace may take, in bytes.
 
-    `agreed` says that the room is what the poorest rank of a rank group has. `overlay` is the digest of what the
-    deployment took from the kernels' capabilities.
+    `agreed` says that the room is what the poorest rank of a rank group has. `overlay` is the digest of what
+    the deployment took from the kernels' capabilities.
     """
 
     strict: bool = False

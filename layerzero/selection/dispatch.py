@@ -93,7 +93,8 @@ def capturing_mode_bits_without_grad() -> int:
 
 
 class BatchFacts:
-    """What a call of one signature means to a batcher: its size, and its groups by the addresses that decide."""
+    """What a call of one signature means to a batcher: its size, and its groups by the addresses that
+    decide."""
 
     __slots__ = ("batch_keys", "shared_positions", "size_bytes", "tokens")
 
@@ -483,8 +484,8 @@ def reference_plan(op: Op, request: CallSpec) -> Plan:
 class DispatchState:
     """One generation of a device's tables, filled op by op as they are first used.
 
-    `terms` are those of a rank group whose snapshot this is; `rehearsed` are the plans for captures of ops whose
-    table an earlier generation had.
+    `terms` are those of a rank group whose snapshot this is; `rehearsed` are the plans for captures of ops
+    whose table an earlier generation had.
     """
 
     __slots__ = ("agreed_terms", "policy", "rehearsed_plans", "tables", "version")

@@ -274,15 +274,15 @@ class Kernel:
     """One implementation of one op from one backend.
 
     `load()` imports what is needed and returns the callable that takes the op's full argument tuple; it may
-    raise ImportError. `slow_import` says that loading is slow (vendor import, compilation), so that a call never
-    waits for it. `distributions` are the installed distributions it needs, as requirement strings; where
-    the first of a pair in `co_requirements` is installed, it needs the second, too.
-    `tie_break_order` orders kernels inside the tie band: lower wins. `default` marks the library default of the op.
-    `workspace_bytes(spec)` is what it allocates beyond its outputs; `copied_bytes(spec)` the part of it
-    that operands are copied into. `tiling` says how it cuts a call, where the last wave of blocks tells.
+    raise ImportError. `slow_import` says that loading is slow (vendor import, compilation), so that a call
+    never waits for it. `distributions` are the installed distributions it needs, as requirement strings;
+    where the first of a pair in `co_requirements` is installed, it needs the second, too.
+    `tie_break_order` orders kernels inside the tie band: lower wins. `default` marks the library default of
+    the op. `workspace_bytes(spec)` is what it allocates beyond its outputs; `copied_bytes(spec)` the part of
+    it that operands are copied into. `tiling` says how it cuts a call, where the last wave of blocks tells.
     `descriptor` marks data alone: nothing here can run it, on any machine.
-    `compile_key(spec)` names what is compiled together for a request, where loading alone compiles nothing, and
-    `compile(spec)` compiles it; until then the kernel is not ready for requests of that unit.
+    `compile_key(spec)` names what is compiled together for a request, where loading alone compiles nothing,
+    and `compile(spec)` compiles it; until then the kernel is not ready for requests of that unit.
     """
 
     id: str

@@ -216,9 +216,15 @@ FIELDS: tuple[str, ...] = Settings.__struct_fields__
 _HINTS: Mapping[str, Any] = get_type_hints(Settings)
 
 _AT_LEAST_ONE = (
-    "max_keys", "max_batch_size", "max_num_batched_tokens", "max_batch_bytes", "max_queue_size", "max_queue_bytes",
-    "failures_to_open", "probes",
-)  # fmt: skip
+    "max_keys",
+    "max_batch_size",
+    "max_num_batched_tokens",
+    "max_batch_bytes",
+    "max_queue_size",
+    "max_queue_bytes",
+    "failures_to_open",
+    "probes",
+)
 _NOT_NEGATIVE = (
     "max_restarts",
     "inline_limit_us",

@@ -5,8 +5,8 @@ Every method takes `now` in seconds; a driver feeds it events and runs the batch
 slots are served in the order in which they first appeared, round and round. Models are loops over the same
 ops, so a sweep in program order walks with the largest group of callers and picks up every one it passes.
 
-All waiting pending calls of a group may join whichever of its slots is being served. Where callers are away with
-a device that answers early, what they will ask next is held for them (`expected_callers.py`).
+All waiting pending calls of a group may join whichever of its slots is being served. Where callers are away
+with a device that answers early, what they will ask next is held for them (`expected_callers.py`).
 """
 
 from __future__ import annotations
@@ -358,7 +358,8 @@ class Batcher:
         return next((call for call in self._urgent if call.point.queue not in deferred), None)
 
     def _latest_start(self) -> float:
-        """When the queued pending call with the nearest deadline may not wait any longer; infinite without one."""
+        """When the queued pending call with the nearest deadline may not wait any longer; infinite without
+        one."""
         nearest = self.next_deadline
         if nearest == math.inf:
             return math.inf
@@ -370,7 +371,8 @@ class Batcher:
         )
 
     def _take_batch(self, queue: BatchQueue, first: PendingCall | None, now_s: float) -> list[PendingCall]:
-        """The pending calls of `group` that go into one batch, best class first, oldest first inside a class."""
+        """The pending calls of `group` that go into one batch, best class first, oldest first inside a
+        class."""
         limits = self.limits
         fits = (
             queue.count <= limits.max_batch_size

@@ -15,8 +15,8 @@ from layerzero.native import FAST_PATH
 from layerzero.spec.errors import RuntimeClosedError
 
 # States of a ticket. NEW -> WAITING (no room yet) -> QUEUED -> RUNNING -> DONE | FAILED, with the side exits
-# CANCELLED, EXPIRED, REJECTED; DETACHED is a running pending call whose caller has gone. To its caller a call has
-# ended above RUNNING, to the batcher above DETACHED.
+# CANCELLED, EXPIRED, REJECTED; DETACHED is a running pending call whose caller has gone. To its caller a call
+# has ended above RUNNING, to the batcher above DETACHED.
 NEW: Final = 0
 WAITING: Final = 1
 QUEUED: Final = 2
@@ -212,7 +212,8 @@ class PendingCallClass:
         self.cls: type[PendingCall] = PendingCall
 
     def install(self, module: Any) -> None:
-        """Take up the compiled twin, or with None the Python class; pending calls of both may share a batch."""
+        """Take up the compiled twin, or with None the Python class; pending calls of both may share a
+        batch."""
         if module is None:
             self.cls = PendingCall
             return

@@ -21,9 +21,9 @@ from layerzero.scheduler.core.pending_call import PendingCall
 class BatchQueue:
     """The waiting pending calls of one compatibility class, one line a priority; a dict is an ordered set.
 
-    A `solo` group serves an op's calls that batch with nothing: one pending call a batch. `busy` are its slots
-    with tickets. Of its batches on a device that answers early: `launched_at` of the last, the time between
-    two, and how long one runs, in seconds.
+    A `solo` group serves an op's calls that batch with nothing: one pending call a batch. `busy` are its
+    slots with tickets. Of its batches on a device that answers early: `launched_at` of the last, the time
+    between two, and how long one runs, in seconds.
     """
 
     __slots__ = (
@@ -76,8 +76,8 @@ class RoundRobin:
     """Which slot is next; `pending` holds those with pending calls, `arrived` those that came to have some.
 
     `limit` bounds how many slots are remembered that have no tickets. Of those that have, a heap holds what
-    this round still reaches, another the next round's; an entry whose slot has no pending calls any more goes when
-    it is met.
+    this round still reaches, another the next round's; an entry whose slot has no pending calls any more goes
+    when it is met.
     """
 
     __slots__ = (
@@ -123,7 +123,8 @@ class RoundRobin:
         """Remember a slot that was not seen before: the one next to `behind`, or the last of the order."""
         if self.size >= self._prune_at:
             self._prune(queue)
-            # What has pending calls stays: searched again at the next slot, all would be looked at for each slot.
+            # What has pending calls stays: searched again at the next slot, all would be looked at for each
+            # slot.
             self._prune_at = max(self.limit, int(self.size * _GROWTH))
         order = self._order_after(after)
         point = queue.points[predecessor] = ProgramPoint(queue, predecessor, order, last_used)
@@ -146,7 +147,8 @@ class RoundRobin:
         return orders[-1] + _GAP if orders else 0
 
     def next_queue(self, deferred: Set[BatchQueue] = _NONE) -> BatchQueue | None:
-        """The group to serve: the current one's while pending calls from when it was reached wait, else the next.
+        """The group to serve: the current one's while pending calls from when it was reached wait, else the
+        next.
 
         Groups in `held` are passed over; None where no other waits.
         """
@@ -210,7 +212,8 @@ class RoundRobin:
         self.activated[:] = self.active_points
 
     def on_batch_taken(self, queue: BatchQueue, count: int) -> None:
-        """`count` pending calls of `group` were taken; those that came after the sweep reached it wait a round."""
+        """`count` pending calls of `group` were taken; those that came after the sweep reached it wait a
+        round."""
         if self._current is not None and self._current.queue is queue:
             self._remaining -= count
 

@@ -35,7 +35,7 @@ class Compiler:
 
     def kernel(self) -> Kernel:
         plain = kernel("units.rms_norm", launch_us=0.1)
-        return replace(plain, unit=lambda request: request.dtype, build=self.build)
+        return replace(plain, compile_key=lambda request: request.dtype, compile=self.build)
 
     def build(self, request: CallSpec) -> None:
         self.release.wait(10)

@@ -107,7 +107,8 @@ def test_every_thread_gets_what_it_would_get_alone(
 
 
 def test_awaits_of_every_threads_loop_are_all_answered(runtime: lz.Runtime) -> None:
-    """32 event loops on 32 streams, 4 callers each: every caller its own result, and the batchers lost none."""
+    """32 event loops on 32 streams, 4 callers each: every caller its own result, and the batchers lost
+    none."""
     weight = torch.eye(256, device="cuda")
     before = runtime.device("cuda").loop_drivers.stats()
 

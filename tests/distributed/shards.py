@@ -1,4 +1,5 @@
-"""Models of rank groups on a device pool, imported by name in the devices: partial sums that an all-reduce completes."""
+"""Models of rank groups on a device pool, imported by name in the devices: partial sums that an all-reduce
+completes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Rank groups on the devices of a device pool: real actors, gloo between them, one rank killed in the middle."""
+"""Rank groups on the devices of a device pool: real actors, gloo between them, one rank killed in the
+middle."""
 
 from __future__ import annotations
 

@@ -99,11 +99,11 @@ def serving(options: Any) -> Iterator[Running]:
     server = uvicorn.Server(uvicorn.Config(app, host="127.0.0.1", port=0, log_level="warning"))
     running = Running(server, app)
 
-    async def serve() -> None:
+    async def run() -> None:
         running.loop = asyncio.get_running_loop()
         await server.serve()
 
-    thread = threading.Thread(target=lambda: asyncio.run(serve()), name="server")
+    thread = threading.Thread(target=lambda: asyncio.run(run()), name="server")
     thread.start()
     try:
         until = time.monotonic() + 60

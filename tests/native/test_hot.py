@@ -1,4 +1,5 @@
-"""The compiled twin against the Python it stands for: rows, modes, pending calls, and what a memo may answer."""
+"""The compiled twin against the Python it stands for: rows, modes, pending calls, and what a memo may
+answer."""
 
 from __future__ import annotations
 

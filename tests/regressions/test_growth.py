@@ -42,7 +42,8 @@ async def _request(draw: random.Random, spoil: Any) -> None:
 
 
 async def _churn(seed: int, spoil: Any) -> Counter[str]:
-    """Some hundred requests, a third of them given up; how many of what a batcher makes is alive afterwards."""
+    """Some hundred requests, a third of them given up; how many of what a batcher makes is alive
+    afterwards."""
     draw = random.Random(seed)
     for _ in range(6):
         requests = [asyncio.ensure_future(_request(draw, spoil)) for _ in range(48)]

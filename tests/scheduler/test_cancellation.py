@@ -125,7 +125,8 @@ def left_behind(refs: list[weakref.ref[Number]]) -> bool:
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("victim", [0, 3, CALLERS - 1])
 async def test_cancelling_at_every_point_leaves_no_trace(way: str, victim: int) -> None:
-    """For every k: cancelled at turn k, the others get their results and no pending call or argument is left."""
+    """For every k: cancelled at turn k, the others get their results and no pending call or argument is
+    left."""
     hits, hit = 0, False
     for at in range(200):
         hit, leaked = await sweep(victim, at, WAYS[way])

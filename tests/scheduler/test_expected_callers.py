@@ -33,9 +33,8 @@ class Machine:
         loop = asyncio.get_running_loop()
         self.loop = loop
         self.device = Later(loop, pass_s)
-        self.front = LoopDriver(
-            loop, self.device, worker, Settings(), always_inline=True, streams=self.device
-        )  # type: ignore[arg-type]
+        streams: Any = self.device
+        self.front = LoopDriver(loop, self.device, worker, Settings(), always_inline=True, streams=streams)
         self.readback = Readback(self.front, self.device, self.device)  # type: ignore[arg-type]
 
     async def step(self, group: str = "step", **more: Any) -> Any:

@@ -231,7 +231,8 @@ async def test_draining_lets_known_callers_end_and_refuses_new_ones(worker: Work
 
 
 def test_every_loop_has_its_own_front(worker: Worker) -> None:
-    """A second run, two loops in two threads and a loop after a closed one work; old loop drivers are dropped."""
+    """A second run, two loops in two threads and a loop after a closed one work; old loop drivers are
+    dropped."""
     fronts = LoopDrivers(Device(), worker)
 
     async def run() -> int:

@@ -24,8 +24,10 @@ def append_kv(
 
     Args: k (T, Hk, D) and v (T, Hk, Dv), of one dtype. k_cache (N, P, Hk, D) and v_cache (N, P, Hk, Dv), or
         heads before tokens with `layout="HND"`, are changed; a pool of another dtype takes the numbers
-        rounded to it. slot_mapping (T,), int32 or int64, is each token's place: page * P + its position in the page.
-    Returns: `slot_mapping`. Awaited before `paged_attention` over the same pool, it says that the tokens are there.
+        rounded to it. slot_mapping (T,), int32 or int64, is each token's place: page * P + its position in
+        the page.
+    Returns: `slot_mapping`. Awaited before `paged_attention` over the same pool, it says that the tokens are
+    there.
     Raises: ValueError, TypeError: an argument does not fit, by name; on the CPU also a slot that the pool
         does not have, or that two tokens share, within a call or across the callers of a batch: nothing of
         theirs is written. KernelExecutionError: a kernel raised; what it wrote is unknown.
@@ -171,7 +173,8 @@ def work(spec: CallSpec) -> WorkEstimate:
 
 @dataclass(frozen=True, slots=True)
 class AppendBatching(BatchingRule):
-    """Appends to one pool: rows and slot_mapping stand behind each other; each caller gets its own slot_mapping back."""
+    """Appends to one pool: rows and slot_mapping stand behind each other; each caller gets its own
+    slot_mapping back."""
 
     @property
     def rowwise(self) -> bool:

@@ -43,9 +43,9 @@ def paged_attention(
     """Attend the queries of several sequences to their keys and values in a shared pool of pages.
 
     Args: q (T, Hq, D), all sequences' queries behind each other, sequence b's from cu_seqlens_q[b] to
-        cu_seqlens_q[b + 1]; without cu_seqlens_q q is (B, Hq, D), one query a sequence. k_cache (N, P, Hk, D) and
-        v_cache (N, P, Hk, Dv), or heads before tokens with `layout="HND"`; Hq % Hk == 0. block_tables (B, M)
-        names sequence b's pages in order; seq_lens (B,) counts its keys, those of these queries included,
+        cu_seqlens_q[b + 1]; without cu_seqlens_q q is (B, Hq, D), one query a sequence. k_cache (N, P, Hk, D)
+        and v_cache (N, P, Hk, Dv), or heads before tokens with `layout="HND"`; Hq % Hk == 0. block_tables (B,
+        M) names sequence b's pages in order; seq_lens (B,) counts its keys, those of these queries included,
         and what a table holds behind that is never read. All metadata is int32 or int64.
         is_causal is aligned at the last query and the last key. scale defaults to D**-0.5; window=(left,
         right) keys around the diagonal, -1 is unbounded; softcap c turns scores s into c * tanh(s / c).

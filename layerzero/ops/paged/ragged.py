@@ -36,9 +36,9 @@ def ragged_attention(
     """Attend each sequence's queries to its own keys and values, without padding.
 
     Args: q (T, Hq, D), k (S, Hk, D) and v (S, Hk, Dv) with Hq % Hk == 0, sequences behind each other:
-        b has q's rows cu_seqlens_q[b] to cu_seqlens_q[b + 1], and k's and v's along cu_seqlens_k, which defaults
-        to cu_seqlens_q. Offsets are (B + 1,), int32 or int64. is_causal is aligned at a sequence's last query
-        and last key; scale defaults to D**-0.5; window and softcap as in `attention`.
+        b has q's rows cu_seqlens_q[b] to cu_seqlens_q[b + 1], and k's and v's along cu_seqlens_k, which
+        defaults to cu_seqlens_q. Offsets are (B + 1,), int32 or int64. is_causal is aligned at a sequence's
+        last query and last key; scale defaults to D**-0.5; window and softcap as in `attention`.
     Returns: (T, Hq, Dv) in q's dtype; with return_lse also the natural log of the softmax's denominator,
         float32 (T, Hq). A query that sees no key gives 0, and -inf.
     Raises: ValueError, TypeError: an argument does not fit, by name; on the CPU also offsets that do not

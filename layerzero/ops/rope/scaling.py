@@ -57,7 +57,8 @@ class NTKScaling:
 
 @dataclass(frozen=True, slots=True)
 class DynamicNTKScaling:
-    """NTK with a base that grows with the sequence at hand, `seq_len`, beyond `original_max_position_embeddings`."""
+    """NTK with a base that grows with the sequence at hand, `seq_len`, beyond
+    `original_max_position_embeddings`."""
 
     factor: float
     original_max_position_embeddings: int
@@ -88,9 +89,9 @@ def _ntk_base(width: int, base: float, factor: float) -> float:
 class YarnScaling:
     """Fast pairs as they are, slow ones `factor` times slower, a ramp between. Source: arXiv 2309.00071.
 
-    A pair is fast if it turns more than `beta_fast` times within the `original_max_position_embeddings`, slow below
-    `beta_slow`. `attention_factor` multiplies cos and sin; None takes the paper's 0.1 ln(factor) + 1, or the
-    ratio of two such terms where both `mscale`s are given. `truncate` rounds the ramp's ends outwards.
+    A pair is fast if it turns more than `beta_fast` times within the `original_max_position_embeddings`, slow
+    below `beta_slow`. `attention_factor` multiplies cos and sin; None takes the paper's 0.1 ln(factor) + 1,
+    or the ratio of two such terms where both `mscale`s are given. `truncate` rounds the ramp's ends outwards.
     """
 
     factor: float
@@ -144,7 +145,8 @@ class YarnScaling:
 class Llama3Scaling:
     """Long wavelengths stretched by `factor`, short ones kept, blended between, as Llama 3.1 does.
 
-    A wavelength is long above original_max_position_embeddings / low_freq_factor, short below it / high_freq_factor.
+    A wavelength is long above original_max_position_embeddings / low_freq_factor, short below it /
+    high_freq_factor.
     """
 
     factor: float = 8.0
@@ -157,7 +159,8 @@ class Llama3Scaling:
         checks.need_int("original_max_position_embeddings", self.original_max_position_embeddings, low=1)
         if not 0 < self.low_freq_factor < self.high_freq_factor:
             raise ValueError(
-                f"low_freq_factor needs to be between 0 and high_freq_factor {self.high_freq_factor}, got {self.low_freq_factor}"
+                f"low_freq_factor needs to be between 0 and high_freq_factor {self.high_freq_factor}, "
+                f"got {self.low_freq_factor}"
             )
 
     def inv_freq(self, width: int, base: float) -> tuple[Tensor, float]:

@@ -183,7 +183,8 @@ def roomy(free: int) -> LocalDevice:
 
 @pytest.mark.parametrize("poor", [0, 1, 2])
 def test_the_poorest_ranks_memory_bounds_every_rank(poor: int) -> None:
-    """Alone the ranks choose apart; in the rank group all take what fits the least, and say whose memory it was."""
+    """Alone the ranks choose apart; in the rank group all take what fits the least, and say whose memory it
+    was."""
     own = [roomy(10 * GIB if rank == poor else 64 * GIB) for rank in range(3)]
     alone = ["small.rms_norm" if rank == poor else "big.rms_norm" for rank in range(3)]
     assert [chosen(each, None) for each in own] == alone

@@ -23,9 +23,16 @@ KERNELS = [k for k in cases.RUNNABLE if k.op == "append_kv"]
 
 
 def call(
-    slot_mapping: list[int], *, pages: int = 4, page_size: int = 8, layout: str = "NHD", dtype: Any = torch.float32,
-    index: torch.dtype = torch.int64, heads: int = 2, widths: tuple[int, int] = (8, 8),
-) -> Args:  # fmt: skip
+    slot_mapping: list[int],
+    *,
+    pages: int = 4,
+    page_size: int = 8,
+    layout: str = "NHD",
+    dtype: Any = torch.float32,
+    index: torch.dtype = torch.int64,
+    heads: int = 2,
+    widths: tuple[int, int] = (8, 8),
+) -> Args:
     """A call whose rows are random and whose pool is full of sevens."""
     k, v = (torch.randn(len(slot_mapping), heads, width).to(dtype) for width in widths)
     inner = (page_size, heads) if layout == "NHD" else (heads, page_size)
@@ -91,8 +98,16 @@ def changed(args: Args, **changes: Any) -> Args:
         ({"v": torch.zeros(3, 2, 8)}, ValueError, "v needs the tokens and heads of k"),
         ({"v": torch.zeros(2, 2, 8).half()}, TypeError, "v needs dtype float32 like k, got float16"),
         ({"slot_mapping": torch.zeros(2)}, TypeError, "slot_mapping needs dtype int32 or int64, got float32"),
-        ({"slot_mapping": torch.zeros(2).short()}, TypeError, "slot_mapping needs dtype int32 or int64, got int16"),
-        ({"slot_mapping": torch.zeros(3).long()}, ValueError, "slot_mapping needs 2 places like k's tokens, got 3"),
+        (
+            {"slot_mapping": torch.zeros(2).short()},
+            TypeError,
+            "slot_mapping needs dtype int32 or int64, got int16",
+        ),
+        (
+            {"slot_mapping": torch.zeros(3).long()},
+            ValueError,
+            "slot_mapping needs 2 places like k's tokens, got 3",
+        ),
         ({"layout": "HND"}, ValueError, "k_cache needs heads and head size"),
         ({"layout": "DHN"}, ValueError, "layout needs one of NHD, HND"),
         ({"k_cache": torch.zeros(4, 8, 2, 4)}, ValueError, r"k_cache needs heads and head size \(2, 8\)"),
@@ -102,7 +117,7 @@ def changed(args: Args, **changes: Any) -> Args:
         ({"k_cache": torch.zeros(8, 2, 8).expand(4, 8, 2, 8)}, ValueError, "k_cache needs memory of its own"),
         ({"k_cache": torch.zeros(4, 8, 2, 8, device="meta")}, ValueError, "k_cache needs to be on cpu"),
     ],
-)  # fmt: skip
+)
 def test_arguments_that_do_not_fit_are_named(changes: dict[str, Any], error: Any, message: str) -> None:
     """Before any kernel is asked, and nothing is written."""
     args = call([1, 2])

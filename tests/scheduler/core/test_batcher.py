@@ -1,4 +1,5 @@
-"""The batcher's rules without a loop: order, caps, priorities, deadlines, limits, cancellation, conservation."""
+"""The batcher's rules without a loop: order, caps, priorities, deadlines, limits, cancellation,
+conservation."""
 
 from __future__ import annotations
 
@@ -133,8 +134,11 @@ def test_a_place_is_found_between_any_two() -> None:
             lane.round_robin.queues["first"].points[None],
         )
         put(lane, call(number, caller))
-    place = [group.points[lane.round_robin.queues["first"]].order for key, group in lane.round_robin.queues.items()
-             if isinstance(key, int)]  # fmt: skip
+    place = [
+        group.points[lane.round_robin.queues["first"]].order
+        for key, group in lane.round_robin.queues.items()
+        if isinstance(key, int)
+    ]
     assert place == sorted(place, reverse=True)
     assert len(set(place)) == 700
     assert [pick(lane)[0].batch_key for _ in range(700)] == list(reversed(range(700)))
@@ -210,7 +214,8 @@ def test_waiting_lifts_a_low_priority() -> None:
 
 
 def test_a_near_deadline_cuts_in() -> None:
-    """A pending call whose deadline does not allow a sweep goes first, even behind a full line of its group."""
+    """A pending call whose deadline does not allow a sweep goes first, even behind a full line of its
+    group."""
     lane = Batcher(BatchLimits(max_batch_size=2))
     put(lane, *(call("a") for _ in range(6)), *(call("b") for _ in range(6)))
     lane.on_turn(0.0)
@@ -474,9 +479,17 @@ class LaneMachine(RuleBasedStateMachine):
         self, items: int, tokens: int, queue: int, reject: bool, slots: int, ahead: int, early: bool
     ) -> None:
         caps = BatchLimits(
-            max_batch_size=items, max_num_batched_tokens=tokens, max_batch_bytes=30, max_queue_size=queue, max_queue_bytes=60, reject_when_full=reject,
-            priority_aging_s=0.5, max_program_points=slots, max_inflight_batches=ahead, max_defer_s=HOLD_S,
-        )  # fmt: skip
+            max_batch_size=items,
+            max_num_batched_tokens=tokens,
+            max_batch_bytes=30,
+            max_queue_size=queue,
+            max_queue_bytes=60,
+            reject_when_full=reject,
+            priority_aging_s=0.5,
+            max_program_points=slots,
+            max_inflight_batches=ahead,
+            max_defer_s=HOLD_S,
+        )
         self.lane = Batcher(caps)
         if early:  # the device answers before it has run
             self.lane.readback_hold = ExpectedCallers(caps)
@@ -629,9 +642,14 @@ TestLaneMachine = LaneMachine.TestCase
 def test_the_limits_of_a_lane_are_those_of_the_settings() -> None:
     """Every one of them, by its name: a setting that is not read changes nothing."""
     given = Settings(
-        max_batch_size=3, max_num_batched_tokens=5, max_batch_bytes=7, max_queue_size=11, max_queue_bytes=13, priority_aging_ms=17.0,
+        max_batch_size=3,
+        max_num_batched_tokens=5,
+        max_batch_bytes=7,
+        max_queue_size=11,
+        max_queue_bytes=13,
+        priority_aging_ms=17.0,
         queue_full_policy="reject",
-    )  # fmt: skip
+    )
     caps = BatchLimits.from_settings(given)
     assert (caps.max_batch_size, caps.max_num_batched_tokens, caps.max_batch_bytes) == (3, 5, 7)
     assert (caps.max_queue_size, caps.max_queue_bytes) == (11, 13)

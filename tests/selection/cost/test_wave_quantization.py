@@ -150,9 +150,14 @@ def test_a_call_of_one_more_wave_is_priced_as_such() -> None:
         timed = attention(1, heads, heads, 2048, 2048, 64, causal=False)
         us = 1.2 * tile_waves_us(FOURTH.tiling, timed.request(H200), H200)
         measured = Measurement(
-            case=timed.benchmark_case(H200), kernel=FOURTH.id, launch="graph", median_us=us, p95_us=us, variance=0.0,
+            case=timed.benchmark_case(H200),
+            kernel=FOURTH.id,
+            launch="graph",
+            median_us=us,
+            p95_us=us,
+            variance=0.0,
             samples=9,
-        )  # fmt: skip
+        )
         rows.append(SourcedMeasurement(measured, SHIPPED))
     model = MeasuredCosts(rows, KERNELS, H200)
     found = []
