@@ -2,10 +2,10 @@
 //
 // Everything in this file has a twin in Python that gives the same results; nothing here decides anything.
 // `Memo` remembers, for one op, what the Python path has found out about a call, under a key made of all that
-// can change the answer. `Ticket` is the future of one queued call. `rejoin`, `gather` and `split` put rows
+// can change the answer. `PendingCall` is the future of one queued call. `rejoin`, `gather` and `split` put rows
 // together and take them apart; `begin`, `land` and `resume` take a whole batch of tickets through its states.
 // `Kinds` (functions.h) is the memo of a batched function, `queue` (queue.h) the way of a known call into its line,
-// `Call` (calls.h) what awaits one, `Carried` (carried.h) a coroutine that has torch's modes to itself. What an op
+// `Call` (calls.h) what awaits one, `IsolatedCoroutine` (carried.h) a coroutine that has torch's modes to itself. What an op
 // reads places from is copied while it is checked (indices.h, numbers.h); `Plans` (plans.h) knows an op's blocking calls.
 // A function that meets what it does not know returns None or NotImplemented, and Python does the work.
 

@@ -1,4 +1,4 @@
-// The journal's twin of `Journal.watched`: a callable that notes its kernel in a slot of the thread while it runs.
+// The journal's twin of `RunningKernelLog.watched`: a callable that notes its kernel in a slot of the thread while it runs.
 //
 // A slot is two words of memory that outlives the process: the number of the kernel, and when it began on the
 // monotonic clock, in nanoseconds; 0 when it has ended.

@@ -146,7 +146,7 @@ class Batcher:
 
     def next_batch(self, now_s: float) -> Batch | None:
         """The next batch to run, or None: nothing waits, a turn is owed, enough is in flight, or all that
-        waits is held for callers that are expected, until `held_until` or news of the device."""
+        waits is held for callers that are expected, until `deferred_until` or news of the device."""
         self.deferred_until = math.inf
         if not self.queued or self._turn_due or self.inflight_batches >= self.limits.max_inflight_batches:
             return None
