@@ -467,7 +467,7 @@ class Queue:
         if module is None:
             self.known = _never
             return
-        module.layout(Front, Lane, Group, Slot, Caller, Caps, Stats, Sweep)
+        module.attributes(Front, Lane, Group, Slot, Caller, Caps, Stats, Sweep)
         self.known = module.queue
 
 

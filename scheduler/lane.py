@@ -47,7 +47,7 @@ class Lane:
     """The queue in front of one device."""
 
     __slots__ = (
-        "_backlog", "_cut_last", "_deadlines", "_seq", "_turn_owed", "_urgent", "_watched", "batch_s", "caps",
+        "_backlog", "_cut_last", "_deadlines", "_turn_owed", "_urgent", "_watched", "batch_s", "caps",
         "draining", "expected", "held_until", "in_flight", "queued", "queued_bytes", "running", "stats",
         "sweep",
     )  # fmt: skip
@@ -64,7 +64,6 @@ class Lane:
         self.in_flight = self.running = 0  # batches, tickets
         self.batch_s = 0.0
         self.draining = False
-        self._seq = 0
         self._turn_owed = False
         self._cut_last = False
         # A plain dict looks through all that it has lost for its first key.
@@ -102,8 +101,8 @@ class Lane:
         """Take a new ticket; False where it was rejected (the queue is full, or the lane drains)."""
         if ticket.state != NEW:
             raise ValueError("a ticket is submitted once")
-        self.stats.submitted += 1
-        self._seq = ticket.seq = self._seq + 1
+        stats = self.stats
+        stats.submitted = ticket.seq = stats.submitted + 1
         ticket.at = now
         queued = self.queued
         if not queued:
@@ -266,7 +265,7 @@ class Lane:
         before: Group | None = caller.last
         slot = group.slots.get(before)
         if slot is None:
-            slot = sweep.new_slot(group, before, self._seq, caller.slot)
+            slot = sweep.new_slot(group, before, self.stats.submitted, caller.slot)
         caller.last = group
         caller.slot = slot
         if slot.count:
@@ -305,7 +304,7 @@ class Lane:
         self.queued_bytes -= ticket.bytes
         slot.count -= 1
         if not slot.count:
-            slot.used = self._seq
+            slot.used = self.stats.submitted
             del group.busy[slot]
             del self.sweep.pending[slot]
 
@@ -369,7 +368,7 @@ class Lane:
         self.queued -= group.count
         self.queued_bytes -= group.bytes
         group.count = group.tokens = group.bytes = 0
-        pending, seq = self.sweep.pending, self._seq
+        pending, seq = self.sweep.pending, self.stats.submitted
         for slot in group.busy:
             slot.count = 0
             slot.used = seq

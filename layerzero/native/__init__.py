@@ -16,6 +16,7 @@ from typing import Any, Final
 
 from layerzero import log
 from layerzero.errors import BackendNotAvailableError
+from layerzero.reasons import Reason
 
 UNUSED: Final = "not asked for yet"
 OFF: Final = "off"
@@ -117,14 +118,14 @@ class Hot:
         Raises: what an adopter raises; then Python alone is in use everywhere.
         """
         self.module = module
-        self.state = READY if module is not None else OFF
-        self.detail = ""
         try:
             for adopt in self._adopters:
                 adopt(module)
         except Exception as error:
             self._failed(error)
             raise
+        self.state = READY if module is not None else OFF
+        self.detail = ""
 
     @property
     def compiled(self) -> bool:
@@ -159,15 +160,23 @@ class Hot:
 
     def _failed(self, error: Exception) -> None:
         """Use Python alone, all of it: nobody keeps a part of a module that the others do not have."""
-        if self.module is not None:
-            self.module = None
-            for adopt in self._adopters:
-                adopt(None)
+        taken_up, self.module = self.module is not None, None
         self.state = UNAVAILABLE
         self.detail = str(error)
-        # Without a compiler nothing is wrong; everything else is worth a look.
-        told = log.info if isinstance(error, BackendNotAvailableError) else log.warning
-        told("native.unavailable", error=self.detail)
+        log.warning("native.unavailable", module=self._name, error=self.detail, reason=reason_of(error))
+        for adopt in self._adopters if taken_up else ():
+            try:
+                adopt(None)
+            except Exception as stuck:  # the others still have to give it back
+                log.warning(
+                    "native.unavailable", module=self._name, error=str(stuck), reason=reason_of(stuck)
+                )
+
+
+def reason_of(error: Exception) -> str:
+    """The reason code of an error that keeps a compiled module from being used."""
+    reason = error.context.get("reason") if isinstance(error, BackendNotAvailableError) else None
+    return str(reason or Reason.KERNEL_LOAD_FAILED)
 
 
 _ENDING = threading.Event()

@@ -20,7 +20,11 @@ from layerzero.api.calls import last_selection
 from layerzero.native import HOT
 from layerzero.ops import batching
 from layerzero.scheduler import modes
-from layerzero.scheduler.ticket import TICKETS, Ticket
+from layerzero.scheduler.driver import QUEUE, Front
+from layerzero.scheduler.lane import Lane
+from layerzero.scheduler.limits import Caps, Stats
+from layerzero.scheduler.sweep import Group, Slot, Sweep
+from layerzero.scheduler.ticket import TICKETS, Caller, Ticket
 from layerzero.selection.record import Selection
 from tests.native.twins import compiled as compiled
 
@@ -276,3 +280,58 @@ def test_a_ticket_without_a_context_is_not_entered() -> None:
     ticket.wake, ticket.context = print, 5
     with pytest.raises(TypeError, match="needs a context"):
         HOT.module.resume(iter([ticket]))
+
+
+class Renamed:
+    """A class that has lost the slots that the module wants."""
+
+    __slots__ = ("other",)
+
+
+class Computed:
+    """A class whose attribute runs Python's code."""
+
+    @property
+    def submitted(self) -> int:
+        """How many."""
+        return 0
+
+
+CLASSES: tuple[type, ...] = (Front, Lane, Group, Slot, Caller, Caps, Stats, Sweep)
+
+
+@pytest.mark.parametrize("position", range(len(CLASSES)))
+def test_a_renamed_slot_is_refused_and_nothing_queues_by_it(position: int) -> None:
+    """Whichever class it is; what was in use before is not in use half."""
+    classes = [*CLASSES[:position], Renamed, *CLASSES[position + 1 :]]
+    front = object.__new__(Front)  # of which nothing may be read
+    try:
+        with pytest.raises(AttributeError, match="Renamed"):
+            HOT.module.attributes(*classes)
+        assert HOT.module.queue(front, HOT.module.Ticket("op", (), "group")) is False
+    finally:
+        QUEUE.adopt(HOT.module)
+
+
+def test_an_attribute_that_is_no_slot_is_refused() -> None:
+    """A property would run Python's code in the middle of a change."""
+    try:
+        with pytest.raises(TypeError, match="submitted needs to be a slot"):
+            HOT.module.attributes(*(Computed if kind is Stats else kind for kind in CLASSES))
+    finally:
+        QUEUE.adopt(HOT.module)
+
+
+def test_an_object_of_another_class_is_named_not_followed() -> None:
+    """A lane whose counters are somebody else's: an error, and no memory is read as if they were its own."""
+    loop = asyncio.new_event_loop()
+    try:
+        front = Front(loop, None, None)  # type: ignore[arg-type]
+        front.stepping = Caller()
+        group = front.lane.sweep.groups["group"] = Group("group", False)
+        front.lane.sweep.new_slot(group, None, 0)
+        front.lane.stats = Renamed()  # type: ignore[assignment]
+        with pytest.raises(TypeError, match="submitted needs an object of .*Stats.*, got .*Renamed"):
+            HOT.module.queue(front, HOT.module.Ticket("op", (), "group"))
+    finally:
+        loop.close()
