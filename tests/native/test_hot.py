@@ -331,7 +331,7 @@ def test_an_object_of_another_class_is_named_not_followed() -> None:
         group = front.lane.sweep.groups["group"] = Group("group", False)
         front.lane.sweep.new_slot(group, None, 0)
         front.lane.stats = Renamed()  # type: ignore[assignment]
-        with pytest.raises(TypeError, match="submitted needs an object of .*Stats.*, got .*Renamed"):
+        with pytest.raises(TypeError, match=r"submitted needs an object of .*Stats.*, got .*Renamed"):
             HOT.module.queue(front, HOT.module.Ticket("op", (), "group"))
     finally:
         loop.close()
