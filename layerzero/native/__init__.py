@@ -11,7 +11,6 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any, Final
 
 from layerzero import log
@@ -29,7 +28,7 @@ _DELAY_S = 1.0
 
 
 class Hot:
-    """What `name`.cpp compiles to, once it is there: `module`, else None; `state` and `detail` say why."""
+    """The module of `name`.cpp, once it is there: `module`, else None; `state` and `detail` say why."""
 
     __slots__ = ("_adopters", "_error", "_lock", "_name", "detail", "module", "requested", "state")
 
@@ -47,11 +46,7 @@ class Hot:
         # Imported here: it needs what only Unix has, and nobody else needs it at import.
         from layerzero.native import compiling
 
-        return compiling.Library(
-            f"layerzero_{self._name}",
-            Path(__file__).with_name(f"{self._name}.cpp"),
-            ("-O2", "-std=c++20", "-fPIC", "-shared", "-fvisibility=hidden"),
-        )
+        return compiling.library(f"layerzero_{self._name}")
 
     def on_ready(self, adopt: Callable[[Any], None]) -> None:
         """Call `adopt(module)` when the module is there, now if it is; with None when it is put aside."""
@@ -75,7 +70,7 @@ class Hot:
             self.state = COMPILING
         try:
             library = self._library()
-            compiled = library.target().exists()
+            compiled = library.ready
         except Exception as error:
             self._failed(error)
             return
@@ -131,7 +126,7 @@ class Hot:
     def compiled(self) -> bool:
         """Whether the library is there already, loaded or not."""
         try:
-            return self.module is not None or bool(self._library().target().exists())
+            return self.module is not None or bool(self._library().ready)
         except BackendNotAvailableError:
             return False
 
