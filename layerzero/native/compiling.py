@@ -68,16 +68,11 @@ class Library(building.Source):
 
     def shipped(self) -> Path | None:
         """The wheel's module where it fits this process; a wheel's that does not is logged, once."""
-        unfit = _unfit()
-        if unfit is None:
+        if _unfit() != "":
             return None
-        here = cpu_flags().split()
         for name, _ in self.variants():
             path = building.SHIPPED / name
-            needs = next(
-                (need for level, need in building.LEVELS.items() if f".{level}." in name), frozenset()
-            )
-            if not unfit and path.exists() and needs.issubset(here):
+            if path.exists() and _runs_here(name):
                 return path
         return None
 
@@ -202,6 +197,12 @@ def _unfit() -> str | None:
     why = f"the installed wheel's compiled modules are for {'; '.join(differences)}"
     log.warning(WHEEL_UNUSED, reason=Reason.BACKEND_VERSION_MISMATCH, why=why)
     return why
+
+
+def _runs_here(name: str) -> bool:
+    """Whether this CPU has the instructions that a wheel's module of that file name takes."""
+    level = name.removesuffix(".so").partition(".")[2]
+    return not level or building.LEVELS[level].issubset(cpu_flags().split())
 
 
 def need_lock() -> None:
