@@ -71,12 +71,13 @@ class Wheel(bdist_wheel):
         """Name the wheel by what it carries."""
         if WANTED not in ("auto", "native", "pure"):
             sys.exit(f"layerzero: LZ_BUILD needs auto, native or pure, got {WANTED!r}")
-        folder = Path(tempfile.mkdtemp(prefix="layerzero-build-"))
-        asked = "bdist_wheel" in getattr(
-            self.distribution, "commands", ()
-        )  # an editable install is a checkout
-        if asked and self.distribution.built is None and compiled(folder):
-            self.distribution.built = folder
+        # An editable install is a checkout, and asks for another command.
+        if self.distribution.built is None and "bdist_wheel" in getattr(self.distribution, "commands", ()):
+            folder = Path(tempfile.mkdtemp(prefix="layerzero-build-"))
+            if compiled(folder):
+                self.distribution.built = folder
+            else:
+                shutil.rmtree(folder)
         super().finalize_options()
 
     def run(self) -> None:
