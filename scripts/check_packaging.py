@@ -259,7 +259,7 @@ def main(arguments: list[str] | None = None) -> int:
         begin = time.perf_counter()
         wheel, sdist = build(tree, work / "dist")
         print(f"built {wheel.name} and {sdist.name} in {time.perf_counter() - begin:.1f} s")
-        ways = (  # the longest first
+        ways: tuple[Install, ...] = (  # the longest first
             Install("git tree", (f"git+file://{ROOT}",), offline=False),
             Install("wheel", (str(wheel),), offline=False),
             Install("sdist", (str(sdist),), offline=True),

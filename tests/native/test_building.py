@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 
 from layerzero.errors import BackendNotAvailableError
 from layerzero.native import UNAVAILABLE, Hot, building, compiling
@@ -74,6 +75,16 @@ def test_a_wheel_for_something_else_is_named_once_and_left_alone(
     monkeypatch.delenv("CXX")
     library.get()
     assert library.target().exists()
+
+
+@pytest.mark.parametrize(("local", "fits"), [("+cu999", True), ("", True), ("dev1+cpu", False)])
+def test_a_wheel_fits_every_build_of_its_torch_release(
+    local: str, fits: bool, wheel: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """CPU and CUDA builds of one release share their C++; another version does not."""
+    release = str(torch.__version__).partition("+")[0]
+    monkeypatch.setattr(torch, "__version__", release + local)
+    assert (compiling.library(NAME).shipped() is not None) is fits
 
 
 @pytest.mark.parametrize("text", ["{", "[]", "null"])
