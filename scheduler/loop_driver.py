@@ -524,7 +524,7 @@ class FastQueue:
         if module is None:
             self.try_submit = _not_queued
             return
-        module.layout(
+        module.attributes(
             LoopDriver, Batcher, BatchQueue, ProgramPoint, Caller, BatchLimits, BatcherStats, RoundRobin
         )
         self.try_submit = module.queue
