@@ -215,7 +215,7 @@ async def serve(options: argparse.Namespace, device: torch.device) -> dict[str, 
     config, get = config_and_weights(options, like)
     tokenizer = load_tokenizer(options.folder)
     prompts = [tokenizer.encode(PROMPTS[n % len(PROMPTS)]).ids for n in range(options.requests)]
-    async with lz.start(lz.Settings(device=str(device), inference=True)) as runtime:
+    async with lz.start(lz.Settings(device=str(device), inference=True)):
         async with lz.rank_group(timeout_s=120.0) as member:
             model: RankLlama = (
                 PipelineLlama(config, get, member, like) if options.stages else _shard(options, member, like)
@@ -314,7 +314,7 @@ async def run_on_cluster(options: argparse.Namespace) -> dict[str, Any]:
     )
     tokenizer = load_tokenizer(options.folder)
     prompts = [tokenizer.encode(PROMPTS[n % len(PROMPTS)]).ids for n in range(options.requests)]
-    async with lz.start(settings) as runtime:
+    async with lz.start(settings):
         build, over = partial(build_shard, options), options.collectives
         async with lz.remote_rank_group(build, options.ranks, collectives=over, timeout_s=120.0) as group:
 

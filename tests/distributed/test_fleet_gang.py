@@ -136,7 +136,7 @@ async def test_a_rank_that_hangs_fails_the_gang_whole(runtime: lz.Runtime, tmp_p
 
 async def test_without_a_cluster_there_is_no_fleet_for_a_gang() -> None:
     """The message says what to set, and what a rank of its own passes."""
-    async with lz.start(scoped=True) as runtime:
+    async with lz.start(scoped=True):
         with pytest.raises(
             lz.ConfigurationError, match=r"build needs a device pool, Settings\(cluster=\.\.\.\), got none"
         ):

@@ -26,7 +26,7 @@ async def model() -> AsyncIterator[Any]:
     config = llama.LlamaConfig.read(llama.FOLDER)
     get = llama.weights_of(llama.FOLDER, "cpu", torch.float32)
     async with (
-        lz.start(lz.Settings(device="cpu", inference=True)) as runtime,
+        lz.start(lz.Settings(device="cpu", inference=True)),
         lz.rank_group(1, rank=0, store=HashStore(), epoch=0) as member,
     ):
         made = rank_llama.RankLlama(config, get, llama.kv_pool(config, "cpu", torch.float32, 128, 16))

@@ -88,7 +88,7 @@ def rank_group(ranks: int, lead: Any, follow: Any = None) -> tuple[list[Shared],
     async def main(rank: int) -> None:
         settings = lz.Settings(inference=True, perfdb=None)
         async with (
-            lz.start(settings, scoped=True) as runtime,
+            lz.start(settings, scoped=True),
             lz.rank_group(ranks, rank=rank, store=store, epoch=0, timeout_s=90.0) as member,
         ):
             seen[rank] = own = Shared(member, meeting)

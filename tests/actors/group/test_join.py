@@ -49,7 +49,7 @@ def rank_group(bodies: list[Body], **options: Any) -> tuple[list[Rank], list[Bas
 
     async def main(index: int) -> None:
         async with (
-            lz.start(scoped=True) as runtime,
+            lz.start(scoped=True),
             lz.rank_group(len(bodies), rank=index, store=store, epoch=0, timeout_s=10.0, **options) as member,
         ):
             await bodies[index](member, seen[index])
@@ -216,7 +216,7 @@ def test_rank_and_store_come_from_torchrun_or_are_asked_for(monkeypatch: pytest.
     """Outside torchrun the error names argument and variable."""
     for name in ("RANK", "WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)
-    with lz.start(scoped=True) as runtime:
+    with lz.start(scoped=True):
         with pytest.raises(ConfigurationError, match="rank needs a number, or the variable RANK"):
             lz.rank_group(2, store=HashStore())
         with pytest.raises(ConfigurationError, match=r"init_process_group\(\) before, got None"):
@@ -324,7 +324,7 @@ def test_a_cancelled_joiner_leaves_nothing_behind() -> None:
     store = HashStore()
 
     async def main() -> RankGroup:
-        async with lz.start(scoped=True) as runtime:
+        async with lz.start(scoped=True):
             joining = lz.rank_group(2, rank=0, store=store, epoch=0, timeout_s=5.0)
             task = asyncio.ensure_future(joining.__aenter__())
             await asyncio.to_thread(TorchStore(store).get, "rank_group/0/profile/0", 20.0)
@@ -347,7 +347,7 @@ def test_a_rank_joins_an_epoch_once() -> None:
     store = HashStore()
 
     async def joins(errors: list[BaseException | None]) -> None:
-        async with lz.start(scoped=True) as runtime:
+        async with lz.start(scoped=True):
             for _ in range(2):
                 try:
                     async with lz.rank_group(1, rank=0, store=store, epoch=3, timeout_s=5.0):
