@@ -1,13 +1,13 @@
 """Plan agreement: how the ranks vote on a plan through a store that they share.
 
-Rank 0 publishes a plan, every other rank votes, rank 0 decides by writing the outcome where none is stored yet.
-A rank that waits too long writes an abort under the same key. The store keeps the first value, so that every
-rank that learns an outcome learns the same one, whichever rank crashed, lagged or refused. No rank decides
-alone, and no collective is used: a rank that hangs breaks nothing for the others.
+Rank 0 publishes a plan, every other rank votes, rank 0 decides by writing the outcome where none is stored
+yet. A rank that waits too long writes an abort under the same key. The store keeps the first value, so that
+every rank that learns an outcome learns the same one, whichever rank crashed, lagged or refused. No rank
+decides alone, and no collective is used: a rank that hangs breaks nothing for the others.
 
-A rank that refuses writes the abort before it votes, so that rank 0 waits for votes and reads none. Each round
-trip to the store costs every rank its time. The model check in the tests runs `propose` and `answer` against a
-store that returns every possible reply in every possible order.
+A rank that refuses writes the abort before it votes, so that rank 0 waits for votes and reads none. Each
+round trip to the store costs every rank its time. The model check in the tests runs `propose` and `answer`
+against a store that returns every possible reply in every possible order.
 """
 
 from __future__ import annotations
@@ -98,8 +98,9 @@ class PlanSchedule:
     """Which of the agreed plans a rank has in force at which step; knows neither store nor clock.
 
     The ranks learn an outcome at different moments, so a step's number alone does not say which plan holds.
-    Rank 0 takes the newest plan whose step has come (`lead`) and names it in its step message; a follower takes
-    the plan that the step message names (`follow`). A plan that is agreed late holds from rank 0's next step.
+    Rank 0 takes the newest plan whose step has come (`lead`) and names it in its step message; a follower
+    takes the plan that the step message names (`follow`). A plan that is agreed late holds from rank 0's next
+    step.
     """
 
     def __init__(self) -> None:

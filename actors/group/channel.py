@@ -3,8 +3,8 @@
 A follower reports the digest of the ops that it ran in a step, and failures. Rank 0 sends heartbeats to
 followers that have read everything: they notice a rank 0 that is frozen, or whose host is gone.
 A follower authenticates with a token that rank 0 published in the store, or that both were given; other
-connections are closed. Ranks of one host use a Unix socket where the system has them, at a third of the cost of
-TCP.
+connections are closed. Ranks of one host use a Unix socket where the system has them, at a third of the cost
+of TCP.
 """
 
 from __future__ import annotations

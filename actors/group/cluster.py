@@ -1,8 +1,8 @@
 """`lz.remote_rank_group`: a rank group on the devices of a device pool, driven from one process.
 
 Each rank runs in its device's process. When one fails or dies, all of them end, start again as new processes
-and meet under the next epoch; what was running resumes there, or its caller is notified. Ray carries the code,
-rank 0's channel the step messages, and the ranks' process group the tensors.
+and meet under the next epoch; what was running resumes there, or its caller is notified. Ray carries the
+code, rank 0's channel the step messages, and the ranks' process group the tensors.
 """
 
 from __future__ import annotations
@@ -43,7 +43,8 @@ _POLL_S = 0.05
 class RemoteRankGroup:
     """Ranks on a pool's devices that live and end together; `run` and `stream` send code to rank 0.
 
-    `devices` are the ranks in order, `plan_digest` is the plan that they agreed on, `epoch` counts their lives.
+    `devices` are the ranks in order, `plan_digest` is the plan that they agreed on, `epoch` counts their
+    lives.
     """
 
     def __init__(
@@ -241,9 +242,10 @@ class RemoteRankGroup:
     ) -> Any:
         """Run `fn(model, *args, **kwargs)` beside rank 0's model, which `build` gave; its result.
 
-        A call that had not started when the rank group was lost runs in the next epoch; `idempotent` ones that had
-        started, too.
-        Raises: what `fn` raises. DeviceLostError: the rank group was lost; `retryable` says whether nothing ran.
+        A call that had not started when the rank group was lost runs in the next epoch; `idempotent` ones
+        that had started, too.
+        Raises: what `fn` raises. DeviceLostError: the rank group was lost; `retryable` says whether nothing
+            ran.
         """
         for attempt in range(_MAX_ATTEMPTS):
             epoch = await self._serving_epoch()
@@ -312,8 +314,8 @@ def remote_rank_group(
     runtime = context_runtime()
     if runtime.settings.cluster is None:
         raise ConfigurationError(
-            "build needs a device pool, Settings(cluster=...), got none; a process that is a rank itself calls "
-            "rank_group"
+            "build needs a device pool, Settings(cluster=...), got none; a process that is a rank itself "
+            "calls rank_group"
         )
     pool = runtime.device_pool
     if isinstance(ranks, int) or ranks is None:

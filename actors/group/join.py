@@ -1,7 +1,8 @@
-"""`lz.rank_group`: ranks that meet in collectives run the same requests in the same order under the same plan.
+"""`lz.rank_group`: ranks that meet in collectives run the same requests in the same order under the same
+plan.
 
-Rank 0 has the coroutines, the queue and every decision. It announces each batch by a step message, which every
-other rank obeys (`follow`), or compares its own batch with, before the first collective.
+Rank 0 has the coroutines, the queue and every decision. It announces each batch by a step message, which
+every other rank obeys (`follow`), or compares its own batch with, before the first collective.
 """
 
 from __future__ import annotations
@@ -108,7 +109,8 @@ class RankHandle:
         under_way: set[RequestId] = set()
 
         async def step(request: RequestId, *args: Any, **options: Any) -> Any:
-            # Both are known before a step message exists, so that they cost the neighbours in a batch nothing.
+            # Both are known before a step message exists, so that they cost the neighbours in a batch
+            # nothing.
             if request in under_way:
                 raise ValueError(
                     f"request needs to be once in a step of {function_name}, got {request!r} again"
@@ -264,9 +266,7 @@ class JoinContext:
     ) -> None:
         if error is not None and not isinstance(error, LayerZeroError):
             self._group.fail(f"rank {self._group.rank} left with {type(error).__name__}: {error}"[:300])
-        with anyio.CancelScope(
-            shield=True
-        ):  # the other ranks block until this one leaves, whatever the reason
+        with anyio.CancelScope(shield=True):  # the other ranks block until this one leaves
             await anyio.to_thread.run_sync(self._handle.close)
 
 
@@ -338,6 +338,7 @@ def _default_store() -> Store:
 
     if not (distributed.is_available() and distributed.is_initialized()):
         raise ConfigurationError(
-            "store needs a torch.distributed.Store, or torch.distributed.init_process_group() before, got None"
+            "store needs a torch.distributed.Store, or torch.distributed.init_process_group() before, "
+            "got None"
         )
     return _get_default_store()

@@ -3,8 +3,8 @@
 A plan is what every selection follows from: the kernels that may be chosen, the policy, whether measurements
 count, the memory of the poorest rank. Ranks with one plan make the same choices for the same step without
 another word. Rank 0 proposes it, all vote, one outcome holds (`agreement.py`), and it comes in force at a
-named step. A rank that cannot follow fails the rank group; nobody falls back alone. `actors/group/steps.py` takes
-the steps.
+named step. A rank that cannot follow fails the rank group; nobody falls back alone. `actors/group/steps.py`
+takes the steps.
 
 This file blocks; `actors/group/join.py` runs it beside an event loop.
 """
@@ -96,8 +96,8 @@ class RankGroup:
         nonce = secrets.token_hex(8).encode()
         if self._store.compare_set(f"{prefix}/joined/{self.rank}", b"", nonce) != nonce:
             raise ConsistencyError(
-                f"rank {self.rank} needs to join epoch {self.epoch} once, and another process has joined as it; "
-                "ranks that start again need a new epoch"
+                f"rank {self.rank} needs to join epoch {self.epoch} once, and another process has "
+                "joined as it; ranks that start again need a new epoch"
             )
         self.device.wait_for_costs(self.timeout_s)
         self._costs = self.device.costs
@@ -277,7 +277,9 @@ class RankGroup:
             )
 
     def failure_reason(self) -> str | None:
-        """Why the rank group has failed, waiting a moment for what a rank said before it broke a collective."""
+        """Why the rank group has failed, waiting a moment for what a rank said before it broke a
+        collective.
+        """
         if self.failure is None and isinstance(self.channel, LeaderChannel):
             self.channel.wait_for_reason()
             return self.failure or self.channel.failure
@@ -286,7 +288,9 @@ class RankGroup:
     # -- failing and closing ----------------------------------------------------------------------
 
     def fail(self, why: str) -> None:
-        """End the rank group for every rank: tell rank 0, let `on_failure` break what this rank is waiting in."""
+        """End the rank group for every rank: tell rank 0, let `on_failure` break what this rank is waiting
+        in.
+        """
         with self._lock:
             if self._ended:
                 return

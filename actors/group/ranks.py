@@ -1,7 +1,8 @@
 """One rank of a rank group inside a pool's device: what `actors/group/cluster.py` runs there.
 
-`run_rank` joins, makes the process group and the model, and stays until the group ends; meanwhile `call_rank0` and
-`stream_rank0` run code with the model of rank 0. Rank 0's process holds the store in which the ranks meet.
+`run_rank` joins, makes the process group and the model, and stays until the group ends; meanwhile
+`call_rank0` and `stream_rank0` run code with the model of rank 0. Rank 0's process holds the store in which
+the ranks meet.
 """
 
 from __future__ import annotations
@@ -77,7 +78,9 @@ def node_address() -> str:
 
 
 def open_store(group: str, timeout_s: float) -> tuple[str, int]:
-    """On rank 0's device: the host and port of a new store for the next epoch of `group`; ends the one before."""
+    """On rank 0's device: the host and port of a new store for the next epoch of `group`; ends the one
+    before.
+    """
     host = node_address()
     store = _STORES[group] = TCPStore(
         host, 0, None, True, timedelta(seconds=timeout_s), wait_for_workers=False
@@ -195,7 +198,9 @@ def _running_rank(group: str, epoch: int) -> RunningRank:
 
 @contextmanager
 def _as_group_failure(running: RunningRank) -> Iterator[None]:
-    """Raise an error of hosted code as the rank group's failure where it has failed, whatever came of that."""
+    """Raise an error of hosted code as the rank group's failure where it has failed, whatever came of
+    that.
+    """
     try:
         yield
     except Exception as error:

@@ -27,8 +27,8 @@ class Steps:
 
     Rank 0 calls `take(name, requests, values)` before a step's first collective, which sends the step
     message. A follower takes `next()` and runs what it says, or, where it forms batches itself, calls `take`
-    too: its batch is compared with the step message. Each gives the DispatchState that the step's selections are
-    made in.
+    too: its batch is compared with the step message. Each gives the DispatchState that the step's selections
+    are made in.
     """
 
     def __init__(self, group: RankGroup) -> None:

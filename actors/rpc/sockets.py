@@ -21,7 +21,8 @@ def framed(data: bytes) -> bytes:
 
 
 def abstract_name() -> str:
-    """A new name for a Unix socket in Linux's abstract namespace, which vanishes with its owner; "" elsewhere.
+    """A new name for a Unix socket in Linux's abstract namespace, which vanishes with its owner; ""
+    elsewhere.
 
     It begins with "@", which `system_name` replaces by the zero byte that the system wants.
     """
@@ -44,7 +45,9 @@ def listen_unix(name: str, backlog: int) -> socket.socket | None:
 
 
 def connect_unix(name: str, timeout_s: float) -> socket.socket | None:
-    """A connection to a listener of this host; None where it is on another, or in another network namespace."""
+    """A connection to a listener of this host; None where it is on another, or in another network
+    namespace.
+    """
     if not name or not _ABSTRACT:
         return None
     peer = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -65,7 +68,8 @@ def send_small_frames(peer: socket.socket) -> None:
 
 
 def limit_waits(peer: socket.socket, option: int, timeout_s: float | None) -> None:
-    """Let a blocking socket wait at most `timeout_s` seconds, None for ever; `option` SO_SNDTIMEO or SO_RCVTIMEO.
+    """Let a blocking socket wait at most `timeout_s` seconds, None for ever; `option` SO_SNDTIMEO or
+    SO_RCVTIMEO.
 
     A call that has waited so long raises BlockingIOError. The system keeps the limit: Python's own timeout
     would ask before each call whether the socket is ready, which costs a second system call.

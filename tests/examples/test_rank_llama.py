@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import pytest_asyncio
 import torch
+from torch.distributed import HashStore  # type: ignore[attr-defined]  # public, not declared
 
 import layerzero as lz
-from torch.distributed import HashStore  # type: ignore[attr-defined]  # public, not declared
 
 llama = pytest.importorskip("models.llama", reason="the example needs safetensors")
 generate = pytest.importorskip("generate", reason="the example needs tokenizers")

@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.distributed import HashStore  # type: ignore[attr-defined]  # public, not declared
 
 import layerzero as lz
 from layerzero import sync
 from layerzero.actors.group.join import RankHandle
-from torch.distributed import HashStore  # type: ignore[attr-defined]  # public, not declared
 from layerzero.kvcache import PageAllocator, PagesExhaustedError
 from layerzero.spec.errors import ConsistencyError, DeviceLostError
 from layerzero.speculative import generation as speculative
