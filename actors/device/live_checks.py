@@ -11,8 +11,10 @@ if TYPE_CHECKING:
     from layerzero.observe.spans import Spans
 
 
-def make_live_checks(device: LocalDevice) -> tuple[NumericsGuard | DriftWatch | Spans, ...]:
-    """One watcher for each kind that is switched on; what is off is not even imported.
+def make_live_checks(
+    device: LocalDevice,
+) -> tuple[tuple[NumericsGuard | DriftWatch | Spans, ...], Spans | None]:
+    """One check for each kind that is switched on, and the spans among them; what is off is not imported.
 
     Raises: ConfigurationError: spans are asked for without opentelemetry.
     """
@@ -21,15 +23,15 @@ def make_live_checks(device: LocalDevice) -> tuple[NumericsGuard | DriftWatch | 
     if settings.check_rate > 0:
         from layerzero.actors.device.numerics_guard import NumericsGuard
 
-        live_checks.append(NumericsGuard(device, settings.check_rate))
+        live_checks.append(NumericsGuard(device.device, device.health, device.counters, settings.check_rate))
     if settings.drift_rate > 0:
         from layerzero.measure.drift import DriftWatch
 
         live_checks.append(DriftWatch(device, settings.drift_rate))
-    device.spans = None
+    spans = None
     if settings.spans:
         from layerzero.observe.spans import Spans
 
-        device.spans = Spans()
-        live_checks.append(device.spans)
-    return tuple(live_checks)
+        spans = Spans()
+        live_checks.append(spans)
+    return tuple(live_checks), spans

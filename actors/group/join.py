@@ -210,7 +210,7 @@ class RankHandle:
 class CollectiveFunction(Batched[Any]):
     """A function with collectives: however short, it waits for other ranks, never on a loop's thread."""
 
-    def _learn(self, us_per_row: float) -> None:
+    def _update_us_per_row(self, us_per_row: float) -> None:
         """Nothing: a step stays off the loop however short it proves."""
 
 

@@ -255,7 +255,7 @@ def safe(at: Site) -> Any:
 
 def sampled(at: Site) -> Any:
     """What stands around the plans that are made."""
-    return [type(watcher).__name__ for watcher in at.cpu._middlewares]
+    return [type(watcher).__name__ for watcher in at.cpu.compiler.middlewares]
 
 
 def default_device(at: Site) -> Any:

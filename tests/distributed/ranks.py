@@ -188,7 +188,7 @@ async def poor(runtime: lz.Runtime, shard: Shard) -> dict[str, Any]:
         )
     own = runtime.device("cpu")
     free = (64, 40, 20, 5)[RANK - RANKS] * GIB
-    own.workspace_budget = WorkspaceBudget(own.device, own.hardware, own.clock.now, lambda _: free)
+    own._inputs.budget = WorkspaceBudget(own.device, own.hardware, own.clock.now, lambda _: free)
     own.workspace_budget.refresh(own.settings)
     own.refresh()
     shard.step(row(0))

@@ -180,7 +180,7 @@ def sized(kernel_id: str, workspace: int, us: float) -> Kernel:
 def roomy(free: int) -> LocalDevice:
     """A device with so much free memory, whose cheapest kernel wants 8 GiB of it."""
     own = device([sized("big.rms_norm", 8 * GIB, 0.1), sized("small.rms_norm", 0, 90.0)])
-    own.workspace_budget = WorkspaceBudget(own.device, own.hardware, own.clock.now, lambda _: free)
+    own._inputs.budget = WorkspaceBudget(own.device, own.hardware, own.clock.now, lambda _: free)
     own.workspace_budget._total = 80 * GIB
     own.workspace_budget.refresh(own.settings)
     return own
