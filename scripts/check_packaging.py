@@ -145,7 +145,7 @@ def build(tree: Path, out: Path) -> tuple[Path, Path]:
         "LICENSE",
         "README.md",
         "CHANGELOG.md",
-        "docs/policy.md",
+        "docs/guide/policy.md",
         "examples/generate_server.py",
     ):
         if needed not in packed:

@@ -13,7 +13,7 @@ from scripts import ledger
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "benchmarks" / "results"
-ROWS = {row.name: row for row in ledger.rows(ROOT / "docs" / "ledger.md")}
+ROWS = {row.name: row for row in ledger.rows(ROOT / "REQUIREMENTS.md")}
 
 
 def record(name: str) -> Any:

@@ -15,9 +15,9 @@ def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "docs").mkdir()
     (tmp_path / "Makefile").write_text("demo: x\n\ttrue\n")
     (tmp_path / "README.md").write_text(
-        "# A b\n[x](docs/ledger.md) [y](#a-b)\n```sh\nmake demo\nlz doctor\n```\n"
+        "# A b\n[x](REQUIREMENTS.md) [y](#a-b)\n```sh\nmake demo\nlz doctor\n```\n"
     )
-    (tmp_path / "docs" / "ledger.md").write_text(
+    (tmp_path / "REQUIREMENTS.md").write_text(
         "| T1 | a | `docs/a.py` | `tests/test_a.py::test_a` | done |\n"
         "| T2 | b | `docs/a.py` | `tests/test_a.py::A::test_b[x]`, `::test_a` | done: here |\n"
         "| T3 | c | - | - | open |\n"
@@ -43,42 +43,42 @@ def test_a_project_in_order_has_no_complaint(root: Path) -> None:
 @pytest.mark.parametrize(
     ("file", "old", "new", "said"),
     [
-        ("README.md", "docs/ledger.md", "docs/gone.md", "the link docs/gone.md leads nowhere"),
+        ("README.md", "REQUIREMENTS.md", "docs/gone.md", "the link docs/gone.md leads nowhere"),
         ("README.md", "#a-b", "#c", "README.md has no heading #c"),
         ("README.md", "make demo", "make tea", "make has no target tea"),
         ("README.md", "lz doctor", "A=1 lz heal", "lz has no command heal"),
         ("README.md", "lz doctor", ".venv/bin/python examples/x.py", "examples/x.py does not exist"),
-        ("docs/ledger.md", "`tests/test_a.py::test_a` | done", " | done", "T1 is done and its proof is ''"),
-        ("docs/ledger.md", "`tests/test_a.py::test_a` | done", "- | done", "T1 is done and its proof is '-'"),
-        ("docs/ledger.md", "| - | open", "| - | done: so", "T3 is done and its proof is '-'"),
+        ("REQUIREMENTS.md", "`tests/test_a.py::test_a` | done", " | done", "T1 is done and its proof is ''"),
+        ("REQUIREMENTS.md", "`tests/test_a.py::test_a` | done", "- | done", "T1 is done and its proof is '-'"),
+        ("REQUIREMENTS.md", "| - | open", "| - | done: so", "T3 is done and its proof is '-'"),
         (
-            "docs/ledger.md",
+            "REQUIREMENTS.md",
             "`tests/test_a.py::test_a` | done",
             "`docs/a.py` | done",
             "T1 is done and its proof is its own source: docs/a.py",
         ),
         (
-            "docs/ledger.md",
+            "REQUIREMENTS.md",
             "`docs/a.py` | `tests/test_a.py::test_a`",
             "`tests/test_a.py` | `docs/a.py`",
             "T1 is done and its proof is no test: `docs/a.py`",
         ),
-        ("docs/ledger.md", "- | open", "`docs/gone.py` | partly", "T3 names docs/gone.py, which does not"),
-        ("docs/ledger.md", "open", "partly: in `docs/gone.py`", "T3 names docs/gone.py, which does not"),
+        ("REQUIREMENTS.md", "- | open", "`docs/gone.py` | partly", "T3 names docs/gone.py, which does not"),
+        ("REQUIREMENTS.md", "open", "partly: in `docs/gone.py`", "T3 names docs/gone.py, which does not"),
         (
-            "docs/ledger.md",
+            "REQUIREMENTS.md",
             "`tests/test_a.py::test_a` | done |",
             "`tests/test_b.py::test_a` | done |",
             "T1 names tests/test_b.py, which does not exist",
         ),
         (
-            "docs/ledger.md",
+            "REQUIREMENTS.md",
             "`tests/test_a.py::test_a` | done |",
             "`tests/test_a.py::test_z` | done |",
             "T1 names tests/test_a.py::test_z, which tests/test_a.py does not define",
         ),
-        ("docs/ledger.md", "A::test_b[x]", "A::test_a[x]", "which tests/test_a.py does not define"),
-        ("docs/ledger.md", ", `::test_a`", ", `::test_c`", "T2 names tests/test_a.py::test_c, which"),
+        ("REQUIREMENTS.md", "A::test_b[x]", "A::test_a[x]", "which tests/test_a.py does not define"),
+        ("REQUIREMENTS.md", ", `::test_a`", ", `::test_c`", "T2 names tests/test_a.py::test_c, which"),
     ],
 )
 def test_each_broken_promise_is_named(root: Path, file: str, old: str, new: str, said: str) -> None:
