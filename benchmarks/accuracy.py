@@ -22,9 +22,9 @@ from typing import Any
 import torch
 
 from benchmarks.harness import environment, write
-from layerzero import tolerances
-from layerzero.kernel import Kernel, judge
 from layerzero.ops import table
+from layerzero.spec import tolerances
+from layerzero.spec.kernel import Kernel, judge
 from tests.backends import cases
 
 DISTRIBUTIONS = (

@@ -14,7 +14,7 @@ from harness import Plan, summary
 from torch import Tensor
 
 import layerzero as lz
-from layerzero.actors.local import LocalDevice
+from layerzero.actors.device.local_device import LocalDevice
 from layerzero.ops import table as ops_table
 from layerzero.runtime import current
 

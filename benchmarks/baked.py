@@ -27,15 +27,15 @@ import torch
 from harness import environment, summary, write
 
 import layerzero as lz
-from layerzero.actors.local import LocalDevice
-from layerzero.actors.registry import Registry
-from layerzero.api.tuning import solve, tune_blocking
+from layerzero.actors.device.local_device import LocalDevice
+from layerzero.actors.device.registry import Registry
+from layerzero.api.tune import solve, tune_blocking
 from layerzero.backends import availability, load_builtin
+from layerzero.measure.shapes import standard
 from layerzero.ops import table as ops_table
 from layerzero.perfdb import Measurement
 from layerzero.runtime import Runtime, install, uninstall
-from layerzero.selection.measured import MEASURED, MeasuredCosts, Row
-from layerzero.tuning.shapes import standard
+from layerzero.selection.cost.measured import MEASURED, MeasuredCosts, Row
 
 OPS = ("rms_norm", "linear", "attention")
 SPREADS = (0.01, 0.05, 0.1, 0.3, 0.6)
@@ -135,7 +135,7 @@ def _quantiles(samples: list[float]) -> list[float]:
 _COLD = """
 import json, time, torch
 import layerzero as lz
-from layerzero.tuning.calls import Call
+from layerzero.measure.calls import Call
 from layerzero.ops import table
 warmed, table_path = {warmed}, {table!r}
 lz.configure(perfdb=None, shipped_tables=False, dispatch_table=table_path)

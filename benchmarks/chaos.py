@@ -42,7 +42,7 @@ import layerzero as lz
 from benchmarks.cluster import RESULTS, mark, tokens
 from benchmarks.harness import environment, write
 from benchmarks.hosts import Hosts, cut, mend, why_not
-from layerzero.actors.fleet import Fleet
+from layerzero.actors.remote.pool import Fleet
 
 CANCELLED, LIMITED = 0.1, 0.1  # shares of the calls
 SOON_S = 0.03  # until a cancel or a limit; a call takes about half of it

@@ -36,7 +36,7 @@ import torch
 
 import layerzero as lz
 from benchmarks.harness import environment, percentile, summary, write
-from layerzero.actors.fleet import Fleet
+from layerzero.actors.remote.pool import Fleet
 
 RESULTS = Path(__file__).parent / "results"
 CALLERS = 64

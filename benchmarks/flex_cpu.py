@@ -20,9 +20,9 @@ import torch
 
 from benchmarks.harness import Arm, environment, us, write
 from layerzero.backends import availability, load_builtin
-from layerzero.hardware import probe
-from layerzero.kernel import judge
 from layerzero.ops import table
+from layerzero.spec.hardware import probe
+from layerzero.spec.kernel import judge
 
 HEADS, WIDTH = 8, 64
 ROUNDS = 5

@@ -30,12 +30,12 @@ import torch.distributed as dist
 
 import layerzero as lz
 from benchmarks.harness import distribution, environment, show, write
-from layerzero.actors.broadcast import Follower, Leader
-from layerzero.actors.gang import Gang
-from layerzero.actors.profiles import Agreed
-from layerzero.actors.stores import TorchStore
-from layerzero.scheduler.manifest import pack
-from layerzero.scheduler.steps import Steps
+from layerzero.actors.group.channel import Follower, Leader
+from layerzero.actors.group.plan import Agreed
+from layerzero.actors.group.rank_group import Gang
+from layerzero.actors.group.step_message import pack
+from layerzero.actors.group.steps import Steps
+from layerzero.actors.group.stores import TorchStore
 
 REQUESTS = [f"cmpl-{number:08d}" for number in range(64)]
 WARM = 20

@@ -24,7 +24,7 @@ from torch import Tensor
 
 import layerzero as lz
 from benchmarks.provenance import provenance
-from layerzero.hardware import probe
+from layerzero.spec.hardware import probe
 
 ROUNDS, CALLS = 15, 20
 HIDDEN, INNER, HEADS, KV_HEADS, HEAD_DIM = 4096, 14336, 32, 8, 128

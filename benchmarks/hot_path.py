@@ -28,7 +28,7 @@ from harness import Plan, distribution, environment, interleave, over, show, sin
 from torch import Tensor
 
 import layerzero as lz
-from layerzero.actors.local import LocalDevice
+from layerzero.actors.device.local_device import LocalDevice
 from layerzero.native import HOT
 from layerzero.ops import table as ops_table
 from tests.backends import calls as sample_calls

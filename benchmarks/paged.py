@@ -25,7 +25,7 @@ from torch.nn import functional
 from benchmarks.harness import environment, write
 from layerzero.backends.native import KERNELS
 from layerzero.kvcache import PagedCache, PagedSequence, Spec
-from layerzero.ops.paged import PAGED_ATTENTION
+from layerzero.ops.paged.attention import PAGED_ATTENTION
 
 RESULTS = Path(__file__).parent / "results" / "paged_cpu.json"
 # Sequences, query heads, key heads, head size, context.

@@ -14,9 +14,9 @@ from pathlib import Path
 import anyio
 
 from benchmarks.harness import environment, write
-from layerzero.hardware import probe
 from layerzero.perfdb import Environment, Measurement, Site
 from layerzero.perfdb.store import PerfDB, read_rows
+from layerzero.spec.hardware import probe
 
 BATCH = 5000
 KERNELS = 5

@@ -21,7 +21,8 @@ import torch
 from benchmarks.harness import environment
 from benchmarks.rows_cuda import timed
 from layerzero.backends import load_builtin
-from layerzero.ops import mirrors, table
+from layerzero.ops import host_copies as mirrors
+from layerzero.ops import table
 
 PAGE, QUERY_HEADS, HEADS, WIDTH = 16, 32, 8, 128
 # Sequences, shared keys, keys of each sequence's own.
@@ -47,7 +48,8 @@ def indices(batch: int, shared: int, own: int) -> tuple[torch.Tensor, torch.Tens
 
 def measure(run: Any, batch: int, shared: int, own: int) -> dict[str, Any]:
     """One row: both ways on the same pools, and how far their results are apart."""
-    from layerzero.backends.flashinfer import planning, prefix
+    from layerzero.backends.flashinfer import cascade as prefix
+    from layerzero.backends.flashinfer import planning
 
     usual, arms, outs = prefix.WORTH_BYTES, dict[str, Any](), dict[str, torch.Tensor]()
     q, pools = operands(batch, shared, own)

@@ -45,8 +45,8 @@ def machine() -> str:
     """The class of machine that a number holds for, as the shipped tables have it."""
     import torch
 
-    from layerzero.hardware import probe
     from layerzero.perfdb.record import Environment
+    from layerzero.spec.hardware import probe
 
     cpu = Environment.of(probe("cpu"))
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()

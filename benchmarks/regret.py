@@ -30,15 +30,15 @@ from benchmarks.harness import environment, show, write
 from benchmarks.regret_build import CACHES, build, in_order
 from benchmarks.regret_shapes import PARTS, asked, shapes
 from benchmarks.regret_tune import tune
-from layerzero.actors.local import LocalDevice
-from layerzero.kernel import Kernel
+from layerzero.actors.device.local_device import LocalDevice
+from layerzero.measure.calls import Call
+from layerzero.measure.timing import QUICK, Effort, Timing, copies_for, time_kernels
 from layerzero.ops import table as ops_table
 from layerzero.ops.op import Args, Op
 from layerzero.perfdb.record import Environment, Launch
-from layerzero.selection.memory import needs
 from layerzero.selection.record import Selection
-from layerzero.tuning.calls import Call
-from layerzero.tuning.timing import QUICK, Effort, Timing, copies_for, time_kernels
+from layerzero.selection.workspace import needs
+from layerzero.spec.kernel import Kernel
 
 VERSION = 2
 OURS = "lz"

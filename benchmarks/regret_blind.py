@@ -14,8 +14,8 @@ from collections.abc import Callable
 
 import msgspec
 
-from layerzero.tuning.calls import Call
-from layerzero.tuning.shapes import attention, norm, paged, ragged, sample
+from layerzero.measure.calls import Call
+from layerzero.measure.shapes import attention, norm, paged, ragged, sample
 
 # The seeds of sets whose results were read, and of the one that nobody has looked at.
 SEEN = (20_261_122,)

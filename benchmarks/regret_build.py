@@ -23,14 +23,14 @@ import torch
 
 import layerzero as lz
 from benchmarks.regret_shapes import asked, shapes
-from layerzero.actors.local import LocalDevice
-from layerzero.api.tuning import missing_of
-from layerzero.kernel import Kernel
+from layerzero.actors.device.local_device import LocalDevice
+from layerzero.api.tune import missing_of
+from layerzero.measure.calls import Call
+from layerzero.measure.shapes import standard
 from layerzero.ops import table as ops_table
 from layerzero.perfdb.shipped import fitting_tables
-from layerzero.selection.expectations import TABLES
-from layerzero.tuning.calls import Call
-from layerzero.tuning.shapes import standard
+from layerzero.selection.cost.cost_model import TABLES
+from layerzero.spec.kernel import Kernel
 
 # FlashAttention-4 keeps what it compiled on disk where it is told to.
 CACHES = {"FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED": "1"}

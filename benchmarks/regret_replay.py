@@ -23,19 +23,19 @@ from benchmarks.harness import write
 from benchmarks.regret_blind import seen
 from benchmarks.regret_shapes import shapes
 from layerzero.backends import load_builtin
-from layerzero.errors import NoKernelFoundError
-from layerzero.hardware import Hardware, imagined_gpu, probe
-from layerzero.kernel import Kernel
+from layerzero.measure.calls import Call
 from layerzero.ops import table as ops_table
-from layerzero.ops.request import Request, Work
 from layerzero.perfdb.record import Launch, Measurement, Site, plausible
 from layerzero.perfdb.shipped import Table, read_table
-from layerzero.policy import Policy
+from layerzero.selection.cost.measured import SHIPPED, MeasuredCosts, Row, bucket_of, request_of
 from layerzero.selection.decide import CostModel, Knobs, Standing, decide
 from layerzero.selection.key import KeyMaker
-from layerzero.selection.measured import SHIPPED, MeasuredCosts, Row, bucket_of, request_of
+from layerzero.selection.policy import Policy
 from layerzero.selection.record import Selection
-from layerzero.tuning.calls import Call
+from layerzero.spec.call_spec import Request, Work
+from layerzero.spec.errors import NoKernelFoundError
+from layerzero.spec.hardware import Hardware, imagined_gpu, probe
+from layerzero.spec.kernel import Kernel
 
 LEFT_OUT = "left out"
 BLIND_ONCE = "blind once"

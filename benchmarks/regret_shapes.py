@@ -7,8 +7,8 @@ from itertools import zip_longest
 from typing import Literal, NamedTuple, get_args
 
 from benchmarks.regret_blind import blind, seen
-from layerzero.tuning.calls import Call
-from layerzero.tuning.shapes import attention, linear, mlp, norm, paged, ragged, rope, sample, standard
+from layerzero.measure.calls import Call
+from layerzero.measure.shapes import attention, linear, mlp, norm, paged, ragged, rope, sample, standard
 
 Named = tuple[str, Call]  # the group a shape is reported under, and the call
 Part = Literal["held out", "blind", "tuned"]

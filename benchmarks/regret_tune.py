@@ -12,15 +12,15 @@ import msgspec
 
 from benchmarks.harness import write
 from benchmarks.regret_build import in_order
-from layerzero.actors.local import LocalDevice
-from layerzero.api.tuning import TuneReport, missing_of, table_of, tune_blocking
+from layerzero.actors.device.local_device import LocalDevice
+from layerzero.api.tune import TuneReport, missing_of, table_of, tune_blocking
+from layerzero.measure.calls import Call
+from layerzero.measure.shapes import standard
+from layerzero.measure.stability import changes
 from layerzero.perfdb.record import Environment, Measurement, Site
 from layerzero.perfdb.shipped import Table, fitting_tables
 from layerzero.perfdb.store import read_rows
-from layerzero.selection.expectations import TABLES
-from layerzero.tuning.calls import Call
-from layerzero.tuning.shapes import standard
-from layerzero.tuning.steady import changes
+from layerzero.selection.cost.cost_model import TABLES
 
 
 def tune(record: dict[str, Any], device: LocalDevice, options: argparse.Namespace, deadline: float) -> None:

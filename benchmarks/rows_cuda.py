@@ -20,10 +20,10 @@ from torch import Tensor
 
 from benchmarks.harness import environment
 from layerzero.backends import availability, load_builtin
-from layerzero.hardware import probe
-from layerzero.kernel import Kernel, judge
 from layerzero.ops import table
 from layerzero.ops.op import Args
+from layerzero.spec.hardware import probe
+from layerzero.spec.kernel import Kernel, judge
 
 DISTRIBUTIONS = ("torch", "triton", "liger-kernel", "flashinfer-python")
 ROUNDS = 7

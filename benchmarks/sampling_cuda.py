@@ -23,8 +23,8 @@ from torch import Tensor
 from benchmarks.harness import environment, write
 from benchmarks.rows_cuda import candidates, compared
 from layerzero.ops import table
-from layerzero.ops.drawing import token_weights
 from layerzero.ops.op import Args
+from layerzero.ops.sampling.draw import token_weights
 
 DISTRIBUTIONS = ("torch", "triton", "flashinfer-python")
 FILTERS: dict[str, dict[str, Any]] = {

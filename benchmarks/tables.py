@@ -19,12 +19,12 @@ from harness import Plan, distribution, interleave, singles, summary, us
 from torch import Tensor
 
 import layerzero as lz
-from layerzero.actors.local import LocalDevice
-from layerzero.actors.registry import Registry
+from layerzero.actors.device.local_device import LocalDevice
+from layerzero.actors.device.registry import Registry
 from layerzero.backends import load_builtin
 from layerzero.ops import table as ops_table
-from layerzero.policy import program
-from layerzero.policy.policy import EMPTY, Policy
+from layerzero.selection.policy import program
+from layerzero.selection.policy.policy import EMPTY, Policy
 
 FEATURES = frozenset({"causal", "scale", "gqa", "bias", "mask_bool", "mask_float", "window", "empty_rows"})
 THREADS = (1, 4, 16, 64)

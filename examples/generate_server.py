@@ -38,7 +38,7 @@ from starlette.types import Receive, Scope, Send
 from tokenizers import Tokenizer
 
 import layerzero as lz
-from layerzero import metrics
+from layerzero.api import metrics
 from layerzero.integrations import uvicorn as bounded
 from layerzero.integrations.starlette import install, lifespan
 from layerzero.kvcache import PagesExhaustedError

@@ -12,7 +12,7 @@ from llama import FOLDER, Draw, Llama
 from tokenizers import Tokenizer
 
 import layerzero as lz
-from layerzero.ops.mirrors import on_device
+from layerzero.ops.host_copies import on_device
 
 # Rows of a prompt that one step takes: longer prompts go in pieces, so that nobody's next token waits long.
 PREFILL = 256

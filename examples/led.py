@@ -22,7 +22,7 @@ from torch import Tensor
 
 import layerzero as lz
 from layerzero.kvcache import Rows, Span
-from layerzero.ops.mirrors import on_device
+from layerzero.ops.host_copies import on_device
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,7 +23,7 @@ from torch import Tensor
 
 import layerzero as lz
 from layerzero.kvcache import PagedCache, PagedSequence, Rows, Span, Spec
-from layerzero.ops.mirrors import on_device
+from layerzero.ops.host_copies import on_device
 
 FOLDER = Path(__file__).parent / "data" / "generate"
 T = TypeVar("T")

@@ -39,8 +39,8 @@ from torch import Tensor
 from tp_generate import shard_of, sharded
 
 import layerzero as lz
-from layerzero.coordinated import Coordinated
 from layerzero.kvcache import PagedSequence
+from layerzero.speculative.tensor_parallel import Coordinated
 
 PROMPTS = (
     "In the beginning God created the heaven and the earth.",

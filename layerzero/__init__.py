@@ -2,14 +2,19 @@
 
 General layout, from the top down (a module imports only what stands below it):
 
-    api, sync     the public functions: thin
-    runtime       opens and closes everything; the only place that wires parts together
-    lanes         what a lane runs a batch with
-    scheduler     lanes, batching, modes, single flight (asyncio in one file)
-    actors        the device of this process: kernels, health, plans
-    dispatch      the hot path; read it first
-    selection     judge all kernels, price, decide, trace
-    policy, health, telemetry, backends, kernel, ops, hardware, settings, log, reasons, errors
+    cli, integrations, speculative    the `lz` command; frameworks; a draft and a target
+    api, sync                         the public functions: thin
+    actors.group                      the ranks of a tensor-parallel model
+    calls                             how one call runs: blocking, awaited, bound, batched
+    runtime, open_device              open and close everything; the only places that wire parts together
+    scheduler                         batching, modes, streams, readback
+    actors.remote, actors.rpc         devices in Ray actors, and the wire to them
+    actors.device                     the device of this process: kernels, health, plans
+    warmup, measure, observe, graphs  ready before traffic; tuning; counters and spans; CUDA graphs
+    selection                         judge, price, decide, trace; read `dispatch`, the hot path, first
+    health, kvcache, perfdb           breakers; KV caches; measurements on disk
+    backends, ops, native             kernels; what they compute; the compiled part
+    spec, _util                       values; small parts
 """
 
 import importlib
@@ -25,10 +30,10 @@ __version__ = "0.1.0"
 # runs through is imported with the package; everything else when it is first used: nobody's first call waits
 # for a command's tables, and `lz --help` does not wait for torch.
 _HOMES = {
-    "layerzero.api.batched": ("batched",),
-    "layerzero.api.binding": ("bind",),
-    "layerzero.api.calls": ("last_selection",),
-    "layerzero.api.configuration": (
+    "layerzero.calls.batched": ("batched",),
+    "layerzero.calls.bound": ("bind",),
+    "layerzero.calls.blocking": ("last_selection",),
+    "layerzero.api.config": (
         "add_policy",
         "configure",
         "disable",
@@ -47,8 +52,8 @@ _HOMES = {
         "rehearse_capture",
         "validate_graph_capture",
     ),
-    "layerzero.api.host": ("to_host",),
-    "layerzero.api.inspection": (
+    "layerzero.api.readback": ("to_host",),
+    "layerzero.api.inspect": (
         "dry_run",
         "explain",
         "list_kernels",
@@ -58,13 +63,13 @@ _HOMES = {
         "which",
     ),
     "layerzero.api.start": ("start",),
-    "layerzero.api.tokenizing": ("detokenize", "tokenize"),
-    "layerzero.api.tuning": ("TuneReport", "record", "solve", "tune", "tune_blocking"),
-    "layerzero.api.warming": ("readiness_check", "warmup", "warmup_blocking"),
+    "layerzero.api.tokenize": ("detokenize", "tokenize"),
+    "layerzero.api.tune": ("TuneReport", "record", "solve", "tune", "tune_blocking"),
+    "layerzero.api.warmup": ("readiness_check", "warmup", "warmup_blocking"),
     "layerzero.backends.hub": ("Hub", "hub_kernel"),
-    "layerzero.backends.triton_kernels.own": ("TritonLaunch", "triton_kernel"),
-    "layerzero.doctor": ("doctor",),
-    "layerzero.errors": (
+    "layerzero.backends.triton_kernels.user_kernel": ("TritonLaunch", "triton_kernel"),
+    "layerzero.api.doctor": ("doctor",),
+    "layerzero.spec.errors": (
         "BackendNotAvailableError",
         "CacheCorruptionError",
         "ConfigurationError",
@@ -84,11 +89,11 @@ _HOMES = {
         "SelectionTimeoutError",
         "UnknownOpError",
     ),
-    "layerzero.hardware": ("Hardware",),
+    "layerzero.spec.hardware": ("Hardware",),
     "layerzero.integrations": ("patch", "unpatch"),
-    "layerzero.kernel": ("Capability", "Efficiency", "Kernel"),
-    "layerzero.ops.alibi": ("alibi_slopes",),
-    "layerzero.ops.rope_scaling": (
+    "layerzero.spec.kernel": ("Capability", "Efficiency", "Kernel"),
+    "layerzero.ops.attention.alibi": ("alibi_slopes",),
+    "layerzero.ops.rope.scaling": (
         "DynamicNTKScaling",
         "LinearScaling",
         "Llama3Scaling",
@@ -97,17 +102,22 @@ _HOMES = {
         "rope_tables",
         "xpos_table",
     ),
-    "layerzero.ops.verify": ("tree_mask",),
-    "layerzero.reasons": ("Reason", "Rejected"),
+    "layerzero.ops.sampling.verify": ("tree_mask",),
+    "layerzero.spec.reasons": ("Reason", "Rejected"),
     "layerzero.runtime": ("Runtime",),
     "layerzero.selection.record": ("Accepted", "Selection"),
-    "layerzero.settings": ("Settings",),
+    "layerzero.spec.settings": ("Settings",),
     "layerzero.warmup.manifest": ("Manifest",),
-    "layerzero.tokenization.tokenizer": ("Tokenizer", "Tokens"),
+    "layerzero.api.tokenizer": ("Tokenizer", "Tokens"),
 }
 _HOME = {name: module for module, names in _HOMES.items() for name in names}
 
-_MODULES = ("kvcache", "metrics", "speculative", "sync")
+_MODULES = {
+    "kvcache": "layerzero.kvcache",
+    "metrics": "layerzero.api.metrics",
+    "speculative": "layerzero.speculative",
+    "sync": "layerzero.sync",
+}
 
 __all__ = sorted({*_HOME, *_FILES, *_MODULES})
 _PUBLIC = frozenset(__all__)
@@ -119,7 +129,7 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(f"module 'layerzero' has no attribute {name!r}")
     _load()
     if name in _MODULES:
-        return importlib.import_module(f"layerzero.{name}")
+        return importlib.import_module(_MODULES[name])
     value = _op(name) if name in _FILES else getattr(importlib.import_module(_HOME[name]), name)
     globals()[name] = value
     return value
@@ -127,12 +137,12 @@ def __getattr__(name: str) -> Any:
 
 def _load() -> None:
     """Import what a call runs through, after the torch that it needs has been looked at."""
-    importlib.import_module("layerzero.requirements")
-    importlib.import_module("layerzero.api.awaiting")
+    importlib.import_module("layerzero._util.requirements")
+    importlib.import_module("layerzero.calls.awaited")
 
 
 def _op(name: str) -> Any:
-    from layerzero.api.awaiting import awaited
+    from layerzero.calls.awaited import awaited
     from layerzero.ops import table
 
     return awaited(table.get(name))

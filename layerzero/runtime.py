@@ -18,25 +18,25 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
 
-from layerzero import log
-from layerzero.actors.loading import solved_under
-from layerzero.actors.local import LocalDevice
+from layerzero._util import log
+from layerzero._util.clock import Clock, MonotonicClock, Timer
+from layerzero.actors.device.loading import solved_under
+from layerzero.actors.device.local_device import LocalDevice
 from layerzero.backends import load_builtin, load_plugins
-from layerzero.clock import Clock, MonotonicClock, Timer
-from layerzero.errors import ConfigurationError, PolicyValidationError, RuntimeClosedError
-from layerzero.hardware import probe
 from layerzero.health import JsonStore, Store
-from layerzero.kernel import Kernel
-from layerzero.opening import move_state, open_device, resettle
+from layerzero.observe.counters import Counters
+from layerzero.open_device import move_state, open_device, resettle
 from layerzero.ops import table as ops_table
-from layerzero.policy import EMPTY, Policy, check_names, environment_policy, load_policy, merge
 from layerzero.scheduler.spawn import Spawned, spawn
-from layerzero.settings import AT_OPENING, SETTING_OVERRIDDEN, Settings
-from layerzero.telemetry import Counters
+from layerzero.selection.policy import EMPTY, Policy, check_names, environment_policy, load_policy, merge
+from layerzero.spec.errors import ConfigurationError, PolicyValidationError, RuntimeClosedError
+from layerzero.spec.hardware import probe
+from layerzero.spec.kernel import Kernel
+from layerzero.spec.settings import AT_OPENING, SETTING_OVERRIDDEN, Settings
 
 if TYPE_CHECKING:
-    from layerzero.actors.fleet import Fleet
-    from layerzero.capabilities import Overlay
+    from layerzero.actors.remote.pool import Fleet
+    from layerzero.spec.capability_overlays import Overlay
 
 T = TypeVar("T")
 SETTINGS_HERE_ALONE = "settings.here_alone"
@@ -139,7 +139,7 @@ class Runtime:
         """What the settings' file takes from the kernels; nothing is imported where there is none."""
         if self.settings.capabilities is None:
             return None
-        from layerzero.capabilities import load_overlay
+        from layerzero.spec.capability_overlays import load_overlay
 
         return load_overlay(self.settings.capabilities, [*self._kernels(), *self._plugins])
 
@@ -201,7 +201,7 @@ class Runtime:
                     f"cluster={self.settings.cluster!r} needs `async with layerzero.start(settings)`",
                     field="cluster",
                 )
-            from layerzero.actors.fleet import local_fleet
+            from layerzero.actors.remote.pool import local_fleet
 
             self._fleet = local_fleet(self.device())
         return self._fleet
@@ -323,12 +323,12 @@ class Runtime:
         """The gang that this process is a rank of: `async with rt.gang(ranks, rank=...) as gang`.
 
         With `build=`, one on the devices of this runtime's fleet, led from here. Options and errors as in
-        `layerzero.api.gang.open_gang` and `layerzero.api.fleet_gang.on_fleet`; those stand above, and so come
-        by name.
+        `layerzero.actors.group.join.open_gang` and `layerzero.actors.group.cluster.on_fleet`; those stand
+        above, and so come by name.
         """
         if "build" in options:
-            return importlib.import_module("layerzero.api.fleet_gang").on_fleet(self, ranks, **options)
-        return importlib.import_module("layerzero.api.gang").open_gang(self, ranks, **options)
+            return importlib.import_module("layerzero.actors.group.cluster").on_fleet(self, ranks, **options)
+        return importlib.import_module("layerzero.actors.group.join").open_gang(self, ranks, **options)
 
     def spawn(self, coro: Coroutine[Any, Any, T], *, device: torch.device | str | None = None) -> Spawned[T]:
         """Step a request's coroutine from the lane of `device`, cheaper than a task; await it for its result.

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from layerzero.api.calls import blocking as _blocking
+from layerzero.calls.blocking import blocking as _blocking
 from layerzero.ops import table as _table
 
 __all__ = sorted(_table.FILES)

@@ -14,12 +14,12 @@ from typing import Any, Final, Protocol
 import torch
 from torch import Tensor
 
-from layerzero.actors.worker import Worker
+from layerzero.actors.device.worker import Worker
 from layerzero.native import HOT
-from layerzero.scheduler.driver import Cancelled, Front
-from layerzero.scheduler.modes import Stream
+from layerzero.scheduler.core.pending_call import CANCELLED, DONE, FAILED, RUNNING, TICKETS, Failed, Ticket
+from layerzero.scheduler.loop_driver import Cancelled, Front
 from layerzero.scheduler.streams import stream_of, wait
-from layerzero.scheduler.ticket import CANCELLED, DONE, FAILED, RUNNING, TICKETS, Failed, Ticket
+from layerzero.scheduler.torch_modes import Stream
 
 # Rows up to this size are copied with their neighbours and cut apart on the host.
 SMALL_BYTES = 4096

@@ -11,8 +11,8 @@ import threading
 from collections.abc import Callable, Hashable
 from typing import Generic, TypeVar
 
-from layerzero.actors.forks import renew_after_fork
-from layerzero.errors import SelectionTimeoutError
+from layerzero._util.fork_safety import renew_after_fork
+from layerzero.spec.errors import SelectionTimeoutError
 
 T = TypeVar("T")
 Told = Callable[[], None]

@@ -11,9 +11,9 @@ from collections.abc import Coroutine, Generator
 from contextvars import copy_context
 from typing import Any, Generic, TypeVar
 
-from layerzero.scheduler.carried import CARRYING
-from layerzero.scheduler.driver import Cancelled, Front
-from layerzero.scheduler.ticket import RUNNING, TICKETS, Ticket
+from layerzero.scheduler.core.pending_call import RUNNING, TICKETS, Ticket
+from layerzero.scheduler.loop_driver import Cancelled, Front
+from layerzero.scheduler.task_modes import CARRYING
 
 T = TypeVar("T")
 

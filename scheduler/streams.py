@@ -15,9 +15,9 @@ from typing import Any, Final, Protocol
 import torch
 from torch import Tensor
 
-from layerzero.actors.worker import Worker
-from layerzero.scheduler.modes import Modes, Stream, on_stream
-from layerzero.scheduler.ticket import Ticket
+from layerzero.actors.device.worker import Worker
+from layerzero.scheduler.core.pending_call import Ticket
+from layerzero.scheduler.torch_modes import Modes, Stream, on_stream
 
 HOST: Final = "host"
 

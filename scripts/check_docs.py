@@ -147,7 +147,7 @@ def command_names() -> set[str]:
 def is_module(name: str) -> bool:
     """Whether `python -m name` finds one; a library that is not installed counts, a part of ours has to be there."""
     top = name.partition(".")[0]
-    if top not in ("layerzero", "scripts", "benchmarks"):
+    if top not in ("layerzero", "scripts", "benchmarks", "tests"):
         return True
     try:
         return importlib.util.find_spec(name) is not None

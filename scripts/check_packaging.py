@@ -45,7 +45,7 @@ runpy.run_path(sys.argv[0], run_name="__main__")
 
 MISUSE = """
 from layerzero.actors import __name__ as name
-from layerzero.errors import LayerZeroError
+from layerzero.spec.errors import LayerZeroError
 
 number: int = LayerZeroError(name)
 """

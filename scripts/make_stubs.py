@@ -177,7 +177,8 @@ def bind_stub() -> str:
 
 def awaitable_stub() -> str:
     """The text of `layerzero/__init__.pyi`: the public names from where they are defined, then the ops."""
-    imports = "".join(f"from layerzero import {name} as {name}\n" for name in layerzero._MODULES)  # type: ignore[attr-defined]
+    modules = sorted(module.rpartition(".") for module in layerzero._MODULES.values())  # type: ignore[attr-defined]
+    imports = "".join(f"from {package} import {name} as {name}\n" for package, _, name in modules)
     for module, names in sorted(layerzero._HOMES.items()):  # type: ignore[attr-defined]
         shown = sorted((name for name in names if name != "bind"), key=_as_ruff)
         imports += "".join(f"from {module} import {name} as {name}\n" for name in shown)

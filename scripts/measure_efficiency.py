@@ -2,7 +2,8 @@
 
 Usage: OMP_NUM_THREADS=1 python scripts/measure_efficiency.py [--op rms_norm] [--repeats 30]
 The smallest call gives the launch cost; the best of the larger ones the fractions of the peak FLOP/s and of
-the bandwidth that `layerzero.hardware.probe` states. The backends' `Efficiency` values are these, rounded.
+the bandwidth that `layerzero.spec.hardware.probe` states. The backends' `Efficiency` values are these,
+rounded.
 """
 
 from __future__ import annotations
@@ -18,10 +19,10 @@ from rich.table import Table
 from torch import Tensor
 
 from layerzero.backends import availability, load_builtin
-from layerzero.hardware import Hardware, probe
-from layerzero.kernel import Kernel, judge
 from layerzero.ops import table as ops
 from layerzero.ops.op import Args
+from layerzero.spec.hardware import Hardware, probe
+from layerzero.spec.kernel import Kernel, judge
 
 Shapes = tuple[tuple[int, ...], ...]
 SHAPES: dict[str, Shapes] = {

@@ -4,7 +4,7 @@ One file a section of the ledger; each entry is a table:
 
     [[mutation]]
     rows = ["T2"]                 # ids or names of rows of the ledger
-    file = "layerzero/kernel.py"  # from the root of the checkout
+    file = "layerzero/spec/kernel.py"  # from the root of the checkout
     old = "x < y"                 # stands once in the file
     new = "x <= y"
     kills = "A limit is one too wide."

@@ -18,10 +18,10 @@ from tests import lock_order
 
 lock_order.watch()  # before the library makes its first lock
 
-from layerzero.errors import BackendNotAvailableError
 from layerzero.native import HOT
 from layerzero.native.compiling import cache_folder
-from layerzero.tolerances import need_full_float32
+from layerzero.spec.errors import BackendNotAvailableError
+from layerzero.spec.tolerances import need_full_float32
 
 # No deadlines: they would time a shared machine, not the code.  The CI profile is derandomised so that a red
 # build is a change in the code; the default one looks somewhere new on every run.
@@ -97,7 +97,7 @@ AT_FIRST_USE = (
 # does now and then, and a side channel makes and removes its socket's folder once in a device's life.
 BY_HAND = (
     "tests/cuda/", "tests/distributed/", "tests/examples/", "tests/perfdb/", "tests/warmup/",
-    "tests/actors/test_channel.py",
+    "tests/actors/rpc/test_channel.py",
 )  # fmt: skip
 
 

@@ -6,13 +6,13 @@ import threading
 import time
 from typing import Any
 
-from layerzero.actors.local import LocalDevice
-from layerzero.dispatch import Table
-from layerzero.hardware import Hardware
-from layerzero.kernel import Kernel
+from layerzero.actors.device.local_device import LocalDevice
 from layerzero.ops.op import Op
-from layerzero.ops.request import Request, Work
 from layerzero.selection.decide import roofline
+from layerzero.selection.dispatch import Table
+from layerzero.spec.call_spec import Request, Work
+from layerzero.spec.hardware import Hardware
+from layerzero.spec.kernel import Kernel
 
 
 class Crowd:

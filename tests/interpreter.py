@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from importlib import metadata
 
-from layerzero.kernel import version
+from layerzero.spec.kernel import version
 
 
 @functools.cache

@@ -7,12 +7,12 @@ from typing import Any
 
 import torch
 
-from layerzero.actors.local import LocalDevice
-from layerzero.actors.registry import Registry
-from layerzero.kernel import Capability, Efficiency, Kernel
-from layerzero.lanes import attach
+from layerzero.actors.device.local_device import LocalDevice
+from layerzero.actors.device.registry import Registry
 from layerzero.ops import table as ops_table
-from layerzero.settings import Settings
+from layerzero.scheduler.batch_executor import attach
+from layerzero.spec.kernel import Capability, Efficiency, Kernel
+from layerzero.spec.settings import Settings
 
 EVERYTHING = frozenset(
     {

@@ -13,8 +13,8 @@ import torch
 
 import layerzero as lz
 from layerzero.cli import COMMANDS, main
+from layerzero.observe.counters import Counters
 from layerzero.ops import table as ops_table
-from layerzero.telemetry import Counters
 
 ROOT = Path(__file__).resolve().parents[1]
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from layerzero.telemetry import Counters
+from layerzero.observe.counters import Counters
 from tests.kernels import device, kernel
 from tests.lock_order import _LOCK, _RLOCK, LockOrder, Watched
 
@@ -94,7 +94,7 @@ def test_a_condition_lets_go_while_it_waits(order: LockOrder, make: Any) -> None
 def test_the_librarys_own_locks_are_watched() -> None:
     """Locks of a device and of its counters tell the suite's order; those of others are plain."""
     own = device([kernel("some.rms_norm")])
-    assert isinstance(own._lock, Watched) and "actors/local.py:" in own._lock.site
+    assert isinstance(own._lock, Watched) and "actors/device/local_device.py:" in own._lock.site
     assert isinstance(Counters()._lock, Watched)
     assert not isinstance(threading.Lock(), Watched)
     own.close()

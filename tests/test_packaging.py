@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from layerzero.requirements import TORCH_MIN
+from layerzero._util.requirements import TORCH_MIN
 from tests import children
 
 ROOT = Path(__file__).resolve().parents[1]

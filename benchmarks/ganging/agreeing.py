@@ -15,9 +15,9 @@ import layerzero as lz
 from benchmarks import gang as measured
 from benchmarks.ganging.rank import Rank
 from benchmarks.harness import distribution
-from layerzero.actors.gang import Gang
-from layerzero.actors.stores import TorchStore
-from layerzero.scheduler.steps import Steps
+from layerzero.actors.group.rank_group import Gang
+from layerzero.actors.group.steps import Steps
+from layerzero.actors.group.stores import TorchStore
 
 WIDE = 256
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn.functional import linear, rms_norm, scaled_dot_product_attention, silu
 
 import layerzero as lz
-from layerzero.ops.mirrors import on_device
+from layerzero.ops.host_copies import on_device
 
 Attention = Callable[..., Any]
 

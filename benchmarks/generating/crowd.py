@@ -19,7 +19,7 @@ from llama import Draw, Llama, Per
 
 import layerzero as lz
 from generating import by_hand
-from layerzero.ops.mirrors import on_device
+from layerzero.ops.host_copies import on_device
 
 FEWEST, MOST = 16, 48  # tokens of a request, uniformly drawn
 Lengths = Callable[[], int]

@@ -10,12 +10,10 @@ import msgspec
 import torch
 from torch import Tensor
 
-from layerzero import log
-from layerzero.actors.local import LocalDevice
-from layerzero.api.calls import checked_build, device_here, runtime_here, snapshot_here
-from layerzero.api.scope import SCOPE
-from layerzero.dispatch import CAPTURE
-from layerzero.errors import CudaGraphUnsafeError, NoKernelFoundError
+from layerzero._util import log
+from layerzero.actors.device.local_device import LocalDevice
+from layerzero.calls.blocking import checked_build, device_here, runtime_here, snapshot_here
+from layerzero.calls.scope import SCOPE
 from layerzero.graphs.observe import changed, observe
 from layerzero.graphs.proof import Proof
 from layerzero.graphs.rehearsal import rehearsal
@@ -23,7 +21,9 @@ from layerzero.graphs.step import BUCKETS, Step
 from layerzero.graphs.verdict import Finding, findings
 from layerzero.ops import table as ops_table
 from layerzero.ops.op import Args, Op
+from layerzero.selection.dispatch import CAPTURE
 from layerzero.selection.record import Selection
+from layerzero.spec.errors import CudaGraphUnsafeError, NoKernelFoundError
 
 GRAPH_PROVED = "graph.proved"
 GRAPH_REFUSED = "graph.refused"

@@ -7,12 +7,12 @@ from contextvars import Token
 from types import TracebackType
 from typing import Any
 
-from layerzero.actors.fleet import open_fleet
-from layerzero.api.scope import SCOPE, Scope
-from layerzero.errors import ConfigurationError
+from layerzero.actors.remote.pool import open_fleet
+from layerzero.calls.scope import SCOPE, Scope
 from layerzero.runtime import Runtime, install, uninstall
-from layerzero.scheduler.fronts import begin_carrying, end_carrying
-from layerzero.settings import Settings
+from layerzero.scheduler.loop_drivers import begin_carrying, end_carrying
+from layerzero.spec.errors import ConfigurationError
+from layerzero.spec.settings import Settings
 
 DRAIN_S = 30.0
 OPENER = "layerzero.api.start:open_hosted"

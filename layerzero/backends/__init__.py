@@ -17,18 +17,18 @@ from types import MappingProxyType
 import msgspec
 
 from layerzero.backends.reference import reference_kernel
-from layerzero.errors import BackendNotAvailableError, ConfigurationError
-from layerzero.kernel import Kernel, version
 from layerzero.ops import table
-from layerzero.reasons import Reason, Rejected
+from layerzero.spec.errors import BackendNotAvailableError, ConfigurationError
+from layerzero.spec.kernel import Kernel, version
+from layerzero.spec.reasons import Reason, Rejected
 
 # The backends, and the ops that each has kernels for: a call imports the files that can serve it, no others.
 BUILTIN: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {
         "layerzero.backends.flash_attn": ("attention", "paged_attention", "ragged_attention"),
         "layerzero.backends.flashinfer.attention": ("attention", "paged_attention", "ragged_attention"),
-        "layerzero.backends.flashinfer.latent": ("mla_attention",),
-        "layerzero.backends.flashinfer.rows": (
+        "layerzero.backends.flashinfer.mla": ("mla_attention",),
+        "layerzero.backends.flashinfer.norm_rope": (
             "add_rms_norm",
             "append_kv",
             "mlp",
@@ -95,8 +95,8 @@ CUDA_ALONE = frozenset(
     {
         "layerzero.backends.flash_attn",
         "layerzero.backends.flashinfer.attention",
-        "layerzero.backends.flashinfer.latent",
-        "layerzero.backends.flashinfer.rows",
+        "layerzero.backends.flashinfer.mla",
+        "layerzero.backends.flashinfer.norm_rope",
         "layerzero.backends.flashinfer.sampling",
         "layerzero.backends.xformers",
     }

@@ -23,10 +23,10 @@ from typing import Any
 
 import msgspec
 
-from layerzero.errors import BackendNotAvailableError, ConfigurationError
-from layerzero.files import decoded, own_user_folder, read_bounded, read_given
-from layerzero.kernel import Capability, Efficiency, Kernel
-from layerzero.reasons import Reason
+from layerzero._util.files import decoded, own_user_folder, read_bounded, read_given
+from layerzero.spec.errors import BackendNotAvailableError, ConfigurationError
+from layerzero.spec.kernel import Capability, Efficiency, Kernel
+from layerzero.spec.reasons import Reason
 
 # Owner and name as the hub spells them; no dot in front, so that no part can be `..`.
 _REPOSITORY = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,95}/[A-Za-z0-9][A-Za-z0-9._-]{0,95}")

@@ -15,10 +15,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from layerzero.kernel import AtLeast, AtMost, Capability, Efficiency, Kernel, Limit, MultipleOf
 from layerzero.ops.checks import dtype_bytes
-from layerzero.ops.request import Request
-from layerzero.reasons import Reason
+from layerzero.spec.call_spec import Request
+from layerzero.spec.kernel import AtLeast, AtMost, Capability, Efficiency, Kernel, Limit, MultipleOf
+from layerzero.spec.reasons import Reason
 
 _DISTRIBUTIONS = ("liger-kernel>=0.8,<0.9",)
 # Everything in float32 and one rounding at the end; "llama" rounds before the weight.

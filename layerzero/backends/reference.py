@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
-from layerzero.kernel import ACTIVATIONS, FEATURE_REASONS, Capability, Efficiency, Kernel
 from layerzero.ops.op import Op
+from layerzero.spec.kernel import ACTIVATIONS, FEATURE_REASONS, Capability, Efficiency, Kernel
 
 EVERY_FEATURE = frozenset(FEATURE_REASONS) | {f"act_{name}" for name in ACTIVATIONS}
 EVERY_FEATURE |= {"lse_grad", "mask_grad", "mask_wide", "xpos"}

@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from layerzero.kernel import Capability, Efficiency, Kernel, MultipleOf
-from layerzero.ops.mlp import activate
-from layerzero.ops.moe import route
+from layerzero.ops.linear.mlp import activate
+from layerzero.ops.linear.moe import route
+from layerzero.spec.kernel import Capability, Efficiency, Kernel, MultipleOf
 
 _GATES = frozenset({"act_swiglu", "act_geglu", "act_geglu_tanh", "act_reglu"})
 _FEATURES = _GATES | {"scores_sigmoid", "scores_raw"}

@@ -12,11 +12,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from layerzero.kernel import ACTIVATIONS, AtLeast, Capability, Efficiency, Kernel, Limit
-from layerzero.ops import append
-from layerzero.ops.linear import dense_if_odd
-from layerzero.ops.mlp import activate
-from layerzero.ops.norm import layer_norm_reference, rms_norm_reference
+from layerzero.ops.linear.linear import dense_if_odd
+from layerzero.ops.linear.mlp import activate
+from layerzero.ops.norm.norm import layer_norm_reference, rms_norm_reference
+from layerzero.ops.paged import append
+from layerzero.spec.kernel import ACTIVATIONS, AtLeast, Capability, Efficiency, Kernel, Limit
 
 
 def rms_norm(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from layerzero.kernel import AtLeast, Capability, Efficiency, Kernel, MultipleOf
-from layerzero.ops.linear import dense_if_odd
-from layerzero.ops.quantize import FORMAT_OF, decode, dequantize_reference, quantize_reference
+from layerzero.ops.linear.linear import dense_if_odd
+from layerzero.ops.quantize.quantize import FORMAT_OF, decode, dequantize_reference, quantize_reference
+from layerzero.spec.kernel import AtLeast, Capability, Efficiency, Kernel, MultipleOf
 
 _FORMATS = frozenset({"quant_int8", "quant_fp8_e4m3", "quant_fp8_e5m2"})
 _SCALES = frozenset({"scale_per_tensor", "scale_per_row", "scale_per_group"})

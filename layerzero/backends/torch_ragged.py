@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from layerzero.kernel import AtMost, Capability, Efficiency, Kernel
-from layerzero.reasons import Reason
+from layerzero.spec.kernel import AtMost, Capability, Efficiency, Kernel
+from layerzero.spec.reasons import Reason
 
 # Lengths are rounded up to a multiple of this; a larger step means fewer launches and more padding.
 STEP = 8

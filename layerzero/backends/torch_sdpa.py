@@ -15,7 +15,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from layerzero.kernel import (
+from layerzero.ops.attention import masks
+from layerzero.ops.attention.lse import sunk
+from layerzero.ops.batching import cat
+from layerzero.spec.call_spec import Request
+from layerzero.spec.kernel import (
     AtMost,
     Capability,
     Efficiency,
@@ -25,11 +29,7 @@ from layerzero.kernel import (
     SameAs,
     Tiling,
 )
-from layerzero.ops import masks
-from layerzero.ops.batching import cat
-from layerzero.ops.lse import sunk
-from layerzero.ops.request import Request
-from layerzero.reasons import Reason
+from layerzero.spec.reasons import Reason
 
 
 def _operator(name: str) -> Callable[..., Any]:

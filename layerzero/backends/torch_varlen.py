@@ -13,9 +13,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from layerzero.kernel import AtMost, Capability, Efficiency, Kernel, Limit, MultipleOf, ProductAtMost, SameAs
-from layerzero.ops.mirrors import longest
-from layerzero.reasons import Reason
+from layerzero.ops.host_copies import longest
+from layerzero.spec.kernel import (
+    AtMost,
+    Capability,
+    Efficiency,
+    Kernel,
+    Limit,
+    MultipleOf,
+    ProductAtMost,
+    SameAs,
+)
+from layerzero.spec.reasons import Reason
 
 aten = torch.ops.aten
 Result = Tensor | tuple[Tensor, Tensor]

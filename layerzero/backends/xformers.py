@@ -19,10 +19,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from layerzero.kernel import AtMost, Capability, Efficiency, Kernel, MultipleOf, OneOf, SameAs
-from layerzero.ops import masks
-from layerzero.ops.request import Request
-from layerzero.reasons import Reason
+from layerzero.ops.attention import masks
+from layerzero.spec.call_spec import Request
+from layerzero.spec.kernel import AtMost, Capability, Efficiency, Kernel, MultipleOf, OneOf, SameAs
+from layerzero.spec.reasons import Reason
 
 
 @functools.cache

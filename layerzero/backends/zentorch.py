@@ -20,9 +20,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from layerzero.kernel import AtLeast, Capability, Efficiency, Kernel, SameAs
-from layerzero.ops import masks
-from layerzero.reasons import Reason
+from layerzero.ops.attention import masks
+from layerzero.spec.kernel import AtLeast, Capability, Efficiency, Kernel, SameAs
+from layerzero.spec.reasons import Reason
 
 WEIGHT_CACHE = "ZENDNNL_MATMUL_WEIGHT_CACHE"
 
@@ -116,7 +116,9 @@ def _quantized_linear() -> Callable[..., Any]:
 
 
 def _moe() -> Callable[..., Any]:
-    from layerzero.ops.moe import route  # a first call of attention reads this file, and needs no experts
+    from layerzero.ops.linear.moe import (
+        route,  # a first call of attention reads this file, and needs no experts
+    )
 
     kernel = operators().zentorch_fused_moe
     _refuse_stale_weights(operators().zentorch_linear_unary)

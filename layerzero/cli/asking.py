@@ -8,17 +8,17 @@ from typing import Any
 
 import click
 
-from layerzero.api.calls import snapshot_here
-from layerzero.api.inspection import complete, dry_run, merged
+from layerzero.api.inspect import complete, dry_run, merged
+from layerzero.calls.blocking import snapshot_here
 from layerzero.cli import show, spec
 from layerzero.cli.options import json_option, op_named, runtime_of, standing_options
-from layerzero.errors import NoKernelFoundError, PolicyValidationError
-from layerzero.hardware import Hardware, imagined_gpu
 from layerzero.ops.op import Args, Op
-from layerzero.reasons import Category, Rejected
 from layerzero.runtime import Runtime
 from layerzero.selection.record import Candidate, Selection, nothing_to_do
 from layerzero.selection.render import folded, headline, ranked
+from layerzero.spec.errors import NoKernelFoundError, PolicyValidationError
+from layerzero.spec.hardware import Hardware, imagined_gpu
+from layerzero.spec.reasons import Category, Rejected
 
 # The sides of a call that its caller decides.
 CALLERS = frozenset({Category.DTYPE, Category.SHAPE, Category.MEMORY_LAYOUT, Category.FEATURE, Category.MODE})

@@ -5,11 +5,11 @@ from __future__ import annotations
 import click
 
 from layerzero.backends import load_builtin
-from layerzero.capabilities import export, load_overlay, read, write
 from layerzero.cli import show
 from layerzero.cli.options import json_option
-from layerzero.errors import LayerZeroError
-from layerzero.settings import Settings
+from layerzero.spec.capability_overlays import export, load_overlay, read, write
+from layerzero.spec.errors import LayerZeroError
+from layerzero.spec.settings import Settings
 
 _PATH = click.argument("path", type=click.Path(dir_okay=False))
 

@@ -10,8 +10,8 @@ import click
 from layerzero.cli import show
 from layerzero.cli.deployment import Report, check, load
 from layerzero.cli.options import json_option
-from layerzero.errors import ConfigurationError, LayerZeroError
-from layerzero.settings import Settings
+from layerzero.spec.errors import ConfigurationError, LayerZeroError
+from layerzero.spec.settings import Settings
 
 
 @click.command()

@@ -20,22 +20,22 @@ import torch
 from packaging.specifiers import InvalidSpecifier, SpecifierSet
 from packaging.version import InvalidVersion
 
-from layerzero import log
-from layerzero.actors.fleet import Fleet
-from layerzero.actors.identity import kernels_digest
-from layerzero.actors.local import LocalDevice
-from layerzero.actors.port import DeviceFacts
-from layerzero.api.awaiting import awaited
-from layerzero.api.calls import last_selection, runtime_here
+from layerzero._util import log
+from layerzero._util.strict_yaml import YamlError, parse_file
+from layerzero.actors.device.local_device import LocalDevice
+from layerzero.actors.remote.pool import Fleet
+from layerzero.actors.rpc.client import DeviceFacts
+from layerzero.actors.rpc.identity import kernels_digest
 from layerzero.api.start import start
+from layerzero.calls.awaited import awaited
+from layerzero.calls.blocking import last_selection, runtime_here
 from layerzero.cli import spec
-from layerzero.dispatch import positional
-from layerzero.errors import ConfigurationError, LayerZeroError
 from layerzero.ops import table as ops_table
 from layerzero.ops.op import Args, Op
-from layerzero.settings import Settings
-from layerzero.strict_yaml import YamlError, parse_file
-from layerzero.tolerances import disagreements
+from layerzero.selection.dispatch import positional
+from layerzero.spec.errors import ConfigurationError, LayerZeroError
+from layerzero.spec.settings import Settings
+from layerzero.spec.tolerances import disagreements
 
 FORMAT_VERSION = 1
 SEED = 20_26

@@ -5,14 +5,14 @@ from __future__ import annotations
 import click
 import msgspec
 
-from layerzero.api.inspection import KernelInfo, list_kernels
+from layerzero.api.doctor import doctor as examine
+from layerzero.api.doctor import unfit
+from layerzero.api.inspect import KernelInfo, list_kernels
 from layerzero.backends import installed_plugins
 from layerzero.cli import show
 from layerzero.cli.options import json_option, op_named, runtime_of, standing_options
-from layerzero.doctor import doctor as examine
-from layerzero.doctor import unfit
-from layerzero.kernel import Capability
 from layerzero.runtime import Runtime
+from layerzero.spec.kernel import Capability
 
 
 @click.command()

@@ -10,17 +10,17 @@ from typing import Any
 import click
 import msgspec
 
-from layerzero.api.tuning import TuneReport, bench_call, kept_rows, table_of, tune_blocking
-from layerzero.api.tuning import solve as solve_buckets
+from layerzero._util.files import need_own
+from layerzero.api.tune import TuneReport, bench_call, kept_rows, table_of, tune_blocking
+from layerzero.api.tune import solve as solve_buckets
 from layerzero.cli import show, spec
 from layerzero.cli.options import json_option, op_named, runtime_of
-from layerzero.errors import LayerZeroError
-from layerzero.files import need_own
+from layerzero.measure.calls import Call
+from layerzero.measure.tuner import Tuned
 from layerzero.perfdb.record import Environment
 from layerzero.perfdb.store import read_rows
-from layerzero.selection.expectations import perfdb_path
-from layerzero.tuning.calls import Call
-from layerzero.tuning.tuner import Tuned
+from layerzero.selection.cost.cost_model import perfdb_path
+from layerzero.spec.errors import LayerZeroError
 
 device_option = click.option("--device", default=None, help="cpu, cuda or cuda:<index>.")
 

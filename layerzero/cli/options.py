@@ -10,11 +10,11 @@ from typing import Any, TypeVar
 import click
 
 from layerzero.api.start import start
-from layerzero.errors import BackendNotAvailableError, ConfigurationError, UnknownOpError
 from layerzero.ops import table as ops_table
 from layerzero.ops.op import Op
 from layerzero.runtime import Runtime
-from layerzero.settings import Settings
+from layerzero.spec.errors import BackendNotAvailableError, ConfigurationError, UnknownOpError
+from layerzero.spec.settings import Settings
 
 F = TypeVar("F", bound=Callable[..., Any])
 

@@ -7,11 +7,11 @@ import click
 from layerzero.backends import load_builtin
 from layerzero.cli import show
 from layerzero.cli.options import json_option
-from layerzero.errors import PolicyLoadError
 from layerzero.ops import table as ops_table
-from layerzero.policy import load_policy
-from layerzero.policy.policy import describe
-from layerzero.settings import Settings
+from layerzero.selection.policy import load_policy
+from layerzero.selection.policy.policy import describe
+from layerzero.spec.errors import PolicyLoadError
+from layerzero.spec.settings import Settings
 
 
 @click.group()

@@ -13,7 +13,7 @@ import anyio
 import pytest
 
 from layerzero.cli.deployment import Report, check, load
-from layerzero.settings import Settings
+from layerzero.spec.settings import Settings
 
 CHECKS = (
     "devices", "versions", "kernels", "policy", "settings", "plans", "numerics", "batch order",

@@ -10,7 +10,7 @@ from typing import Any, TextIO
 import click
 import msgspec
 
-from layerzero.doctor import aligned
+from layerzero.api.doctor import aligned
 
 
 def on_terminal(stream: TextIO | None) -> bool:

@@ -5,10 +5,10 @@ from __future__ import annotations
 import click
 import msgspec
 
-from layerzero.api.warming import WarmupReport, readiness_check, warmup_blocking
+from layerzero.api.warmup import WarmupReport, readiness_check, warmup_blocking
 from layerzero.cli import show
 from layerzero.cli.options import json_option, runtime_of
-from layerzero.errors import ConfigurationError
+from layerzero.spec.errors import ConfigurationError
 from layerzero.warmup import Manifest, Warmed
 
 manifest_argument = click.argument("manifest", type=click.Path(exists=True))

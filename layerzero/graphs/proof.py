@@ -18,10 +18,10 @@ from pathlib import Path
 
 import msgspec
 
-from layerzero import files, log
+from layerzero._util import files, log
 from layerzero.graphs.verdict import Finding, Problem
-from layerzero.hardware import Hardware
-from layerzero.kernel import Kernel
+from layerzero.spec.hardware import Hardware
+from layerzero.spec.kernel import Kernel
 
 SCHEMA = 1
 MAX_BYTES = 4 << 20

@@ -6,11 +6,11 @@ import time
 from collections.abc import Callable, Iterable
 from enum import StrEnum
 
-from layerzero import log
+from layerzero._util import log
 from layerzero.health.breaker import MAX_WHY, Breaker, Probe, Standing, State, Transition
 from layerzero.health.store import QuarantineRecord, Store
-from layerzero.reasons import Reason, Rejected
-from layerzero.settings import Settings
+from layerzero.spec.reasons import Reason, Rejected
+from layerzero.spec.settings import Settings
 
 KERNEL_FAILED = "kernel.failed"
 KERNEL_QUARANTINED = "kernel.quarantined"

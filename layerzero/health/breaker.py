@@ -13,7 +13,7 @@ from types import TracebackType
 
 import msgspec
 
-from layerzero.settings import Settings
+from layerzero.spec.settings import Settings
 
 MAX_WHY = 500
 

@@ -17,7 +17,7 @@ from typing import Protocol
 
 import msgspec
 
-from layerzero import files, log
+from layerzero._util import files, log
 
 SCHEMA = 1
 MAX_BYTES = 65_536

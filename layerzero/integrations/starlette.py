@@ -21,11 +21,11 @@ from starlette.responses import JSONResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from layerzero.api.start import start
-from layerzero.api.warming import readiness_check
-from layerzero.errors import OverloadedError
+from layerzero.api.warmup import readiness_check
 from layerzero.ops.checks import need_int, need_number
 from layerzero.runtime import Runtime
-from layerzero.settings import Settings
+from layerzero.spec.errors import OverloadedError
+from layerzero.spec.settings import Settings
 
 PROBES = ("/health", "/ready", "/metrics")
 MIB = 1 << 20
@@ -121,7 +121,7 @@ def _ready(missing: Callable[[], Sequence[str]] | None) -> Any:
 def _metrics(registry: Callable[[], Any] | None) -> Any:
     from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
 
-    from layerzero import metrics
+    from layerzero.api import metrics
 
     own: dict[Runtime, Any] = {}
 

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 import layerzero.sync as sync
-from layerzero import log
-from layerzero.api.calls import device_here
+from layerzero._util import log
+from layerzero.calls.blocking import device_here
 
 NAME = "layerzero"
 # For models that do not know SDPA: that they are causal stands in their masks alone, so none is left out.

@@ -13,7 +13,7 @@ from typing import Any
 import uvicorn
 from uvicorn.protocols.http.auto import AutoHTTPProtocol
 
-from layerzero import log
+from layerzero._util import log
 from layerzero.ops.checks import need_int, need_number
 
 # asyncio accepts a backlog of connections at a time, some such times before it looks at the first of them.

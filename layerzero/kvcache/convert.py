@@ -6,9 +6,9 @@ import msgspec
 import torch
 from torch import Tensor
 
-from layerzero.hardware import Hardware
 from layerzero.ops import checks
-from layerzero.ops.paged_checks import LAYOUTS
+from layerzero.ops.paged.checks import LAYOUTS
+from layerzero.spec.hardware import Hardware
 
 
 class Conversion(msgspec.Struct, frozen=True, kw_only=True):

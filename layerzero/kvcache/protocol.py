@@ -9,8 +9,8 @@ from typing import Generic, NoReturn, Protocol, TypeVar
 import torch
 from torch import Tensor
 
-from layerzero.errors import LayerZeroError
 from layerzero.ops import checks
+from layerzero.spec.errors import LayerZeroError
 
 T = TypeVar("T")
 

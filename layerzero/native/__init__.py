@@ -14,8 +14,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Final
 
-from layerzero import log
-from layerzero.errors import BackendNotAvailableError
+from layerzero._util import log
+from layerzero.spec.errors import BackendNotAvailableError
 
 UNUSED: Final = "not asked for yet"
 OFF: Final = "off"
@@ -172,5 +172,6 @@ class Hot:
 
 _ENDING = threading.Event()
 HOT: Final = Hot()
-# What notes the kernels in flight (`actors/journal.py`): small, so that a device of a fleet waits for it.
+# What notes the kernels in flight (`actors/device/running_kernels.py`): small, so that a device of a fleet
+# waits for it.
 NOTING: Final = Hot("noting")

@@ -5,8 +5,8 @@ from __future__ import annotations
 import sys
 import time
 
-from layerzero.errors import BackendNotAvailableError
 from layerzero.native import HOT, NOTING
+from layerzero.spec.errors import BackendNotAvailableError
 
 
 def main() -> int:

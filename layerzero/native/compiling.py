@@ -25,9 +25,9 @@ from typing import Any
 
 import torch
 
-from layerzero import files
-from layerzero.errors import BackendNotAvailableError
-from layerzero.reasons import Reason
+from layerzero._util import files
+from layerzero.spec.errors import BackendNotAvailableError
+from layerzero.spec.reasons import Reason
 
 COMPILE_TIMEOUT_S = 600
 

@@ -52,7 +52,7 @@ TORCH_API void set_autocast_cache_enabled(bool enabled);
 
 namespace {
 
-// As in scheduler/ticket.py.
+// As in scheduler/core/pending_call.py.
 enum State { NEW, WAITING, QUEUED, RUNNING, DETACHED, DONE, FAILED, CANCELLED, EXPIRED, REJECTED };
 
 // -- references ---------------------------------------------------------------------------------------
@@ -168,7 +168,7 @@ Ref loop_here(Loop& last) {
 
 constexpr int GRAD = 1, INFERENCE = 2, DETERMINISTIC = 4;
 
-// The mask of `scheduler/modes.py`, or -1 where autocast, a dispatch or function mode or a functorch transform
+// The mask of `scheduler/torch_modes.py`, or -1 where autocast, a dispatch or function mode or a functorch transform
 // is in force: each of those changes this thread's dispatch keys, or stands on the function mode stack.
 int modes_here() {
   const auto local = c10::impl::tls_local_dispatch_key_set();
@@ -411,7 +411,7 @@ PyMemberDef ticket_members[] = {FIELD("op", T_OBJECT, op),
 #undef FIELD
 
 PyType_Slot ticket_slots[] = {
-    {Py_tp_doc, const_cast<char*>("One call on its way through a lane; layerzero.scheduler.ticket.Ticket.")},
+    {Py_tp_doc, const_cast<char*>("One call on its way through a lane; layerzero.scheduler.core.pending_call.Ticket.")},
     {Py_tp_new, reinterpret_cast<void*>(ticket_new)},
     {Py_tp_dealloc, reinterpret_cast<void*>(ticket_dealloc)},
     {Py_tp_traverse, reinterpret_cast<void*>(ticket_traverse)},

@@ -1,6 +1,6 @@
 // A part of hot.cpp: `Plans`, the plans of one op's blocking calls, under a key made of all that can change the choice.
 //
-// `run` does for a call that is known what `layerzero.api.calls.blocking` does in Python, and answers NotImplemented
+// `run` does for a call that is known what `layerzero.calls.blocking.blocking` does in Python, and answers NotImplemented
 // for every other call. The alignment of each tensor is part of the key: capabilities may depend on it.
 
 #pragma once

@@ -12,7 +12,7 @@ from typing import Any, Protocol, runtime_checkable
 
 from torch import Tensor
 
-from layerzero.ops.request import OutSpec, Request, Work
+from layerzero.spec.call_spec import OutSpec, Request, Work
 
 Signature = tuple[Any, ...]
 Args = tuple[Any, ...]

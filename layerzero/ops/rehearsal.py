@@ -12,9 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from layerzero.ops import mirrors, table
+from layerzero.ops import host_copies as mirrors
+from layerzero.ops import table
 from layerzero.ops.op import Args
-from layerzero.ops.request import Request
+from layerzero.spec.call_spec import Request
 
 
 def rehearse(run: Callable[..., Any], request: Request) -> None:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import difflib
 import importlib
 
-from layerzero.errors import UnknownOpError
 from layerzero.ops.files import FILES as FILES
 from layerzero.ops.op import OPS, Op
+from layerzero.spec.errors import UnknownOpError
 
 
 def get(name: str) -> Op:

@@ -9,9 +9,9 @@ from typing import Literal
 
 import msgspec
 
-from layerzero.hardware import Hardware
-from layerzero.kernel import Kernel
-from layerzero.ops.request import Request
+from layerzero.spec.call_spec import Request
+from layerzero.spec.hardware import Hardware
+from layerzero.spec.kernel import Kernel
 
 Launch = Literal["eager", "graph"]
 Cache = Literal["cold", "warm"]

@@ -14,7 +14,7 @@ from typing import Any
 
 import msgspec
 
-from layerzero import files, log
+from layerzero._util import files, log
 from layerzero.perfdb.record import Environment, Measurement, Site
 from layerzero.perfdb.rows import (
     DAMAGE,

@@ -16,7 +16,7 @@ from typing import Any
 
 import msgspec
 
-from layerzero import log
+from layerzero._util import log
 from layerzero.perfdb.record import Environment, Measurement, Site
 
 SCHEMA = 1

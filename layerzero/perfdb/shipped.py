@@ -16,11 +16,11 @@ from pathlib import Path
 
 import msgspec
 
-from layerzero import log
-from layerzero.errors import CacheCorruptionError
-from layerzero.files import decoded, read_given, replace_own
-from layerzero.hardware import Hardware
+from layerzero._util import log
+from layerzero._util.files import decoded, read_given, replace_own
 from layerzero.perfdb.record import Environment, Measurement, Site
+from layerzero.spec.errors import CacheCorruptionError
+from layerzero.spec.hardware import Hardware
 
 FORMAT = 1
 TABLE_REFUSED = "shipped_table.refused"

@@ -12,7 +12,7 @@ from typing import Any
 
 import anyio
 
-from layerzero import log
+from layerzero._util import log
 from layerzero.perfdb import rows as sql
 from layerzero.perfdb.record import Environment, Measurement
 from layerzero.perfdb.repair import need_place, ours, prepare, salvaged, tells_damage

@@ -11,18 +11,18 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from layerzero.errors import NoKernelFoundError
-from layerzero.hardware import Hardware
-from layerzero.kernel import Kernel, judge
 from layerzero.ops.op import Op
-from layerzero.ops.request import Request, Work
-from layerzero.policy.policy import Policy, RequestPolicy
-from layerzero.policy.rules import Rule
-from layerzero.reasons import Reason, Rejected
-from layerzero.selection.cost import ROOFLINE, TIMED, roofline_us
-from layerzero.selection.memory import needs, temporaries, too_large
+from layerzero.selection.cost.roofline import ROOFLINE, TIMED, roofline_us
+from layerzero.selection.policy.policy import Policy, RequestPolicy
+from layerzero.selection.policy.rules import Rule
 from layerzero.selection.record import Accepted, Candidate, Selection
 from layerzero.selection.transform import adapt
+from layerzero.selection.workspace import needs, temporaries, too_large
+from layerzero.spec.call_spec import Request, Work
+from layerzero.spec.errors import NoKernelFoundError
+from layerzero.spec.hardware import Hardware
+from layerzero.spec.kernel import Kernel, judge
+from layerzero.spec.reasons import Reason, Rejected
 
 # Said of a kernel that is data alone, wherever it is accepted or chosen.
 DESCRIPTOR_ONLY = "descriptor only"

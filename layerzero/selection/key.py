@@ -9,10 +9,10 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Mapping
 
-from layerzero.kernel import Kernel, Limit
 from layerzero.ops.op import Op
-from layerzero.ops.request import Request
-from layerzero.policy.condition import Condition
+from layerzero.selection.policy.condition import Condition
+from layerzero.spec.call_spec import Request
+from layerzero.spec.kernel import Kernel, Limit
 
 GRID_VERSION = 1
 

@@ -10,8 +10,8 @@ from typing import Any, Literal
 
 import msgspec
 
-from layerzero.ops.request import Request
-from layerzero.reasons import Rejected, as_plain
+from layerzero.spec.call_spec import Request
+from layerzero.spec.reasons import Rejected, as_plain
 
 
 class Transform(msgspec.Struct, frozen=True, tag=True, gc=False):

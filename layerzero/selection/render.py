@@ -7,10 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from layerzero.ops.request import Request
-from layerzero.reasons import Reason
-from layerzero.selection.memory import in_words
 from layerzero.selection.record import Candidate, Selection
+from layerzero.selection.workspace import in_words
+from layerzero.spec.call_spec import Request
+from layerzero.spec.reasons import Reason
 
 
 def render(selection: Selection) -> str:

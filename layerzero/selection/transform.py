@@ -14,15 +14,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from layerzero.foreign import has_memory
-from layerzero.hardware import Hardware
-from layerzero.kernel import AtMost, Capability, Kernel, ProductAtMost, judge
+from layerzero._util.foreign import has_memory
 from layerzero.ops.batching import cat
 from layerzero.ops.checks import address_of
 from layerzero.ops.op import Op, Split
-from layerzero.ops.request import Request
-from layerzero.reasons import Reason, Rejected
 from layerzero.selection.record import Transform
+from layerzero.spec.call_spec import Request
+from layerzero.spec.hardware import Hardware
+from layerzero.spec.kernel import AtMost, Capability, Kernel, ProductAtMost, judge
+from layerzero.spec.reasons import Reason, Rejected
 
 COPY_LAUNCH_US = 2.0
 VIEW_US = 0.5

@@ -10,9 +10,9 @@ from typing import Any
 
 import msgspec
 
-from layerzero.errors import ConfigurationError
-from layerzero.files import decoded, read_given
-from layerzero.tuning.calls import Call, Workload, call, tensor
+from layerzero._util.files import decoded, read_given
+from layerzero.measure.calls import Call, Workload, call, tensor
+from layerzero.spec.errors import ConfigurationError
 
 FORMAT = 1
 _PAGE = 16

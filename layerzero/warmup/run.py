@@ -12,14 +12,14 @@ from typing import Any, Literal, Protocol
 import msgspec
 import torch
 
-from layerzero import files, log
-from layerzero.dispatch import GRAD, Plan, Snapshot, positional
+from layerzero._util import files, log
 from layerzero.graphs.rehearsal import rehearsal
-from layerzero.hardware import Hardware
+from layerzero.measure.calls import Call
 from layerzero.ops import table as ops_table
 from layerzero.ops.op import Args, Op, Signature
-from layerzero.ops.request import Request
-from layerzero.tuning.calls import Call
+from layerzero.selection.dispatch import GRAD, Plan, Snapshot, positional
+from layerzero.spec.call_spec import Request
+from layerzero.spec.hardware import Hardware
 from layerzero.warmup.monitor import Event, watching
 
 WARMED = "warmup.call_ready"

@@ -10,15 +10,15 @@ from typing import Any
 import pytest
 import torch
 
-from layerzero.actors.local import LocalDevice
-from layerzero.dispatch import mode, positional
-from layerzero.kernel import Kernel
+from layerzero.actors.device.local_device import LocalDevice
 from layerzero.ops import table as ops_table
 from layerzero.ops.rehearsal import arguments
-from layerzero.ops.request import Request
-from layerzero.reasons import Reason
+from layerzero.selection.dispatch import mode, positional
 from layerzero.selection.record import Selection
-from layerzero.settings import Settings
+from layerzero.spec.call_spec import Request
+from layerzero.spec.kernel import Kernel
+from layerzero.spec.reasons import Reason
+from layerzero.spec.settings import Settings
 from tests.backends import cases
 from tests.kernels import device, kernel
 

@@ -14,16 +14,16 @@ import pytest
 
 import layerzero as lz
 import layerzero.sync
-from layerzero.api.tuning import solve
-from layerzero.errors import BackendNotAvailableError
-from layerzero.hardware import probe
+from layerzero.api.tune import solve
 from layerzero.health import JsonStore
 from layerzero.health.store import QuarantineRecord
 from layerzero.native import HOT
 from layerzero.perfdb.store import PerfDB
 from layerzero.runtime import Runtime, install, uninstall
-from layerzero.settings import AT_OPENING, FIELDS
-from tests.api.seen import (
+from layerzero.spec.errors import BackendNotAvailableError
+from layerzero.spec.hardware import probe
+from layerzero.spec.settings import AT_OPENING, FIELDS
+from tests.calls.seen import (
     FAST,
     WEIGHT,
     Site,
@@ -182,7 +182,7 @@ def test_a_setting_takes_hold_as_if_the_runtime_had_been_opened_with_it(
     except BackendNotAvailableError as error:
         pytest.skip(f"nothing to compile with: {error}")
     if name == "completion":
-        monkeypatch.setattr("layerzero.opening.attach", attach_streams)
+        monkeypatch.setattr("layerzero.open_device.attach", attach_streams)
     if name == "spans":
         pytest.importorskip("opentelemetry.trace", reason="spans need opentelemetry-api")
     settings: dict[str, Any] = {"perfdb": None, "shipped_tables": False, "warm": "off", **case.around}

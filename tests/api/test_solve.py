@@ -15,13 +15,13 @@ import pytest
 import torch
 
 import layerzero as lz
-from layerzero.api.tuning import publish, solve, tune_blocking
-from layerzero.errors import CacheCorruptionError, ConfigurationError
-from layerzero.reasons import Reason
+from layerzero.api.tune import publish, solve, tune_blocking
+from layerzero.measure.shapes import norm
 from layerzero.runtime import Runtime, install, uninstall
-from layerzero.selection.solved import DispatchTable, content_hash
-from layerzero.tuning.shapes import norm
-from tests.api.test_tuning import clock, kernels, taking
+from layerzero.selection.dispatch_table import DispatchTable, content_hash
+from layerzero.spec.errors import CacheCorruptionError, ConfigurationError
+from layerzero.spec.reasons import Reason
+from tests.api.test_tune import clock, kernels, taking
 from tests.kernels import kernel
 
 __all__ = ["clock"]  # the fixture that gives these tests a clock of their own

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from layerzero.ops import table
-from layerzero.ops.mlp import is_gated
+from layerzero.ops.linear.mlp import is_gated
 from layerzero.ops.op import Args
-from layerzero.ops.quantize import quantize_reference, scale_shape
+from layerzero.ops.quantize.quantize import quantize_reference, scale_shape
 
 DEVICE = os.environ.get("LAYERZERO_TEST_DEVICE", "cpu")
 # Gaps between rows that leave addresses of rows multiples of 16 bytes on a device that asks for that.

@@ -18,9 +18,9 @@ import pytest
 import torch
 
 from layerzero.backends import availability, load_builtin
-from layerzero.hardware import Hardware, imagined_gpu, probe
-from layerzero.kernel import ACTIVATIONS, FLOATS, AtLeast, Kernel, MultipleOf, OneOf, judge
-from layerzero.ops.request import Request
+from layerzero.spec.call_spec import Request
+from layerzero.spec.hardware import Hardware, imagined_gpu, probe
+from layerzero.spec.kernel import ACTIVATIONS, FLOATS, AtLeast, Kernel, MultipleOf, OneOf, judge
 from tests.backends.calls import DEVICE as DEVICE
 from tests.backends.calls import Case as Case
 from tests.backends.calls import call as call

@@ -14,13 +14,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from layerzero import tolerances
-from layerzero.actors.local import LocalDevice
-from layerzero.errors import NoKernelFoundError
-from layerzero.kernel import Kernel
+from layerzero.actors.device.local_device import LocalDevice
 from layerzero.ops import table
 from layerzero.ops.op import Args
-from layerzero.settings import Settings
+from layerzero.spec import tolerances
+from layerzero.spec.errors import NoKernelFoundError
+from layerzero.spec.kernel import Kernel
+from layerzero.spec.settings import Settings
 from tests import kernels
 from tests.backends import cases
 

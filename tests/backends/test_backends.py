@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 
 from layerzero import backends
-from layerzero.errors import BackendNotAvailableError, ConfigurationError
-from layerzero.kernel import Kernel
 from layerzero.ops import table
-from layerzero.reasons import Reason
+from layerzero.spec.errors import BackendNotAvailableError, ConfigurationError
+from layerzero.spec.kernel import Kernel
+from layerzero.spec.reasons import Reason
 from tests import children
 
 KERNELS = backends.load_builtin()
@@ -78,7 +78,7 @@ def test_a_call_imports_only_the_backends_of_its_op(tmp_path: Path) -> None:
         "import sys, torch, layerzero as lz; lz.sync.rms_norm(torch.ones(2, 8))\n"
         "files = ('native.products', 'torch_sdpa', 'torch_native')\n"
         "print([name for name in files if f'layerzero.backends.{name}' in sys.modules])\n"
-        "print('layerzero.ops.paged' in sys.modules, 'layerzero.doctor' in sys.modules)"
+        "print('layerzero.ops.paged.attention' in sys.modules, 'layerzero.api.doctor' in sys.modules)"
     )
     run = children.run(code, folder=tmp_path)
     assert run.returncode == 0, run.stderr

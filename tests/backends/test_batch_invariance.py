@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 
 import layerzero as lz
-from layerzero.kernel import Kernel, judge
 from layerzero.ops import table
-from layerzero.ops.norm import rms_norm_reference
+from layerzero.ops.norm.norm import rms_norm_reference
 from layerzero.ops.op import Args
+from layerzero.spec.kernel import Kernel, judge
 from tests import kernels
 from tests.backends import cases
 from tests.backends.placed import at, strides

@@ -9,11 +9,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from layerzero import tolerances
-from layerzero.capabilities import export
-from layerzero.kernel import Kernel, judge
 from layerzero.ops import checks, table
 from layerzero.ops.op import Args
+from layerzero.spec import tolerances
+from layerzero.spec.capability_overlays import export
+from layerzero.spec.kernel import Kernel, judge
 from tests.backends import cases
 
 IDS = [k.id for k in cases.RUNNABLE]

@@ -8,19 +8,19 @@ import pytest
 import torch
 
 import layerzero as lz
-from layerzero.actors.registry import Registry
+from layerzero.actors.device.registry import Registry
 from layerzero.backends import availability, load_builtin
 from layerzero.backends.descriptors import DEVICES, FAMILIES, described, imagined
-from layerzero.capabilities import problems
-from layerzero.errors import BackendNotAvailableError, ConfigurationError, NoKernelFoundError
-from layerzero.hardware import Hardware
-from layerzero.kernel import Kernel, judge
 from layerzero.ops import table as ops_table
-from layerzero.ops.request import Request
-from layerzero.policy.policy import EMPTY
-from layerzero.reasons import Reason
 from layerzero.selection.decide import DESCRIPTOR_ONLY, Knobs, Standing, decide
+from layerzero.selection.policy.policy import EMPTY
 from layerzero.selection.record import Selection
+from layerzero.spec.call_spec import Request
+from layerzero.spec.capability_overlays import problems
+from layerzero.spec.errors import BackendNotAvailableError, ConfigurationError, NoKernelFoundError
+from layerzero.spec.hardware import Hardware
+from layerzero.spec.kernel import Kernel, judge
+from layerzero.spec.reasons import Reason
 
 ATTENTION = ops_table.get("attention")
 EVERY = (*load_builtin(op="attention"), *described("attention"))

@@ -11,7 +11,8 @@ from torch import Tensor
 
 from layerzero.backends.flash_attn import fa4
 from layerzero.backends.flash_attn.shared import Dense, Paged, Ragged, flags, takes
-from layerzero.ops import mirrors, table
+from layerzero.ops import host_copies as mirrors
+from layerzero.ops import table
 
 
 @pytest.mark.parametrize(

@@ -13,12 +13,12 @@ import layerzero as lz
 import layerzero.sync
 from layerzero.backends.torch_flex import BATCHES, KERNELS, LENGTHS, programs
 from layerzero.backends.torch_flex.programs import BLOCK
-from layerzero.hardware import probe
-from layerzero.kernel import judge
 from layerzero.ops import table
-from layerzero.reasons import Reason
 from layerzero.runtime import current
 from layerzero.selection.key import grid
+from layerzero.spec.hardware import probe
+from layerzero.spec.kernel import judge
+from layerzero.spec.reasons import Reason
 from tests.backends.cases import why_not_here
 
 ATTENTION = table.get("attention")

@@ -16,8 +16,8 @@ import torch
 
 import layerzero as lz
 from layerzero.backends.hub import Hub, hub_kernel, lock_folder
-from layerzero.errors import BackendNotAvailableError, ConfigurationError
-from layerzero.kernel import Capability, Efficiency
+from layerzero.spec.errors import BackendNotAvailableError, ConfigurationError
+from layerzero.spec.kernel import Capability, Efficiency
 
 REPOSITORY = "acme/norms"
 CODE = """

@@ -13,8 +13,9 @@ import pytest
 
 import layerzero
 from layerzero.backends import load_builtin
-from layerzero.hardware import Hardware, MMAFamily
-from layerzero.kernel import (
+from layerzero.spec.call_spec import Request
+from layerzero.spec.hardware import Hardware, MMAFamily
+from layerzero.spec.kernel import (
     ACTIVATIONS,
     FEATURE_REASONS,
     INDEX_DTYPES,
@@ -30,8 +31,7 @@ from layerzero.kernel import (
     SameAs,
     judge,
 )
-from layerzero.ops.request import Request
-from layerzero.reasons import Reason
+from layerzero.spec.reasons import Reason
 
 # A kernel that has every limit there is: what no real kernel claims yet is judged here all the same.
 FULL = Kernel(

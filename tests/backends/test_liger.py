@@ -12,10 +12,10 @@ import torch
 
 from layerzero.backends import availability
 from layerzero.backends.liger import KERNELS
-from layerzero.hardware import imagined_gpu, probe
-from layerzero.kernel import judge
 from layerzero.ops import table
-from layerzero.ops.request import Request
+from layerzero.spec.call_spec import Request
+from layerzero.spec.hardware import imagined_gpu, probe
+from layerzero.spec.kernel import judge
 from tests import children, interpreter
 from tests.backends import cases
 

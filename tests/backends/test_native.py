@@ -13,18 +13,18 @@ import pytest
 import torch
 from torch import Tensor
 
-from layerzero import tolerances
-from layerzero.actors.registry import Registry
+from layerzero.actors.device.registry import Registry
 from layerzero.backends import native
-from layerzero.errors import BackendNotAvailableError
-from layerzero.kernel import Kernel, judge
 from layerzero.ops import table
 from layerzero.ops.op import Args
-from layerzero.reasons import Reason
+from layerzero.spec import tolerances
+from layerzero.spec.errors import BackendNotAvailableError
+from layerzero.spec.kernel import Kernel, judge
+from layerzero.spec.reasons import Reason
 from tests.backends import cases
-from tests.ops.paging import paged_call
-from tests.ops.test_mla import latent_call
-from tests.ops.test_ragged import operands
+from tests.ops.paged.paging import paged_call
+from tests.ops.paged.test_mla import latent_call
+from tests.ops.paged.test_ragged import operands
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the kernels are compiled on Linux only")
 needs_compiler = pytest.mark.skipif(

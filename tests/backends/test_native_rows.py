@@ -6,12 +6,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from layerzero import tolerances
 from layerzero.backends.native import rows
-from layerzero.kernel import Kernel, judge
 from layerzero.ops import table
 from layerzero.ops.op import Args
-from layerzero.reasons import Reason
+from layerzero.spec import tolerances
+from layerzero.spec.kernel import Kernel, judge
+from layerzero.spec.reasons import Reason
 from tests.backends import cases
 
 NORM, ADDED, ROPE = rows.KERNELS

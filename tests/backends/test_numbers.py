@@ -12,11 +12,11 @@ import torch
 from torch import Tensor
 
 import layerzero as lz
-from layerzero.errors import NoKernelFoundError
-from layerzero.kernel import ACTIVATIONS, Kernel
 from layerzero.ops import table
 from layerzero.ops.op import Args
-from layerzero.settings import Settings
+from layerzero.spec.errors import NoKernelFoundError
+from layerzero.spec.kernel import ACTIVATIONS, Kernel
+from layerzero.spec.settings import Settings
 from tests import kernels
 from tests.backends import cases
 

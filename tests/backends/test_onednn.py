@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from layerzero.backends import onednn
-from layerzero.kernel import Kernel, judge
 from layerzero.ops import table
 from layerzero.ops.op import Args
+from layerzero.spec.kernel import Kernel, judge
 from tests.backends import cases
 
 LINEAR, MLP = onednn.KERNELS

@@ -10,11 +10,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from layerzero import tolerances
 from layerzero.backends.native import packed, products
-from layerzero.kernel import Kernel, judge
 from layerzero.ops import table
 from layerzero.ops.op import Args
+from layerzero.spec import tolerances
+from layerzero.spec.kernel import Kernel, judge
 from tests.backends import cases
 
 LINEAR, MLP = packed.KERNELS

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from layerzero.backends.reference import EVERY_FEATURE
-from layerzero.kernel import Kernel, judge
 from layerzero.ops import table
-from layerzero.reasons import Reason
-from layerzero.settings import Settings
+from layerzero.spec.kernel import Kernel, judge
+from layerzero.spec.reasons import Reason
+from layerzero.spec.settings import Settings
 from tests import children, kernels
 from tests.backends import cases
 from tests.backends.placed import at

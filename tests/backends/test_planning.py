@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from layerzero.backends.flashinfer.planning import MAX_PLANS, Lengths, Stage, passing_captures
-from layerzero.errors import CudaGraphUnsafeError
+from layerzero.measure.timing import QUICK, time_kernels
 from layerzero.ops import table
-from layerzero.tuning.timing import QUICK, time_kernels
+from layerzero.spec.errors import CudaGraphUnsafeError
 from tests.backends.test_vendors import BY_ID, loaded, near, paged_call, rand
 
 

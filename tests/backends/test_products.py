@@ -11,12 +11,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from layerzero import tolerances
 from layerzero.backends.native import products
-from layerzero.kernel import Kernel, judge
 from layerzero.ops import table
 from layerzero.ops.op import Args
-from layerzero.reasons import Reason
+from layerzero.spec import tolerances
+from layerzero.spec.kernel import Kernel, judge
+from layerzero.spec.reasons import Reason
 from tests.backends import cases
 
 LINEAR, MLP = products.KERNELS

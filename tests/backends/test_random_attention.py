@@ -9,10 +9,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from layerzero.backends import availability, load_builtin
-from layerzero.hardware import probe
-from layerzero.kernel import judge
 from layerzero.ops import table as ops_table
-from layerzero.tolerances import disagreements
+from layerzero.spec.hardware import probe
+from layerzero.spec.kernel import judge
+from layerzero.spec.tolerances import disagreements
 from tests.backends import cases
 
 ATTENTION = ops_table.get("attention")

@@ -8,11 +8,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from layerzero.hardware import Hardware
-from layerzero.kernel import Kernel, judge
 from layerzero.ops import table
 from layerzero.ops.op import Args
-from layerzero.reasons import Reason
+from layerzero.spec.hardware import Hardware
+from layerzero.spec.kernel import Kernel, judge
+from layerzero.spec.reasons import Reason
 from tests.backends import cases
 
 ATTENTION = table.get("attention")

@@ -12,10 +12,10 @@ import pytest
 import torch
 
 from layerzero.backends.triton_kernels import KERNELS
-from layerzero.backends.triton_kernels.own import TritonLaunch, check_launch, triton_kernel
-from layerzero.hardware import imagined_gpu, probe
-from layerzero.kernel import Capability, judge
-from layerzero.ops.request import Request
+from layerzero.backends.triton_kernels.user_kernel import TritonLaunch, check_launch, triton_kernel
+from layerzero.spec.call_spec import Request
+from layerzero.spec.hardware import imagined_gpu, probe
+from layerzero.spec.kernel import Capability, judge
 from tests import children, interpreter
 
 # Triton's compiler and its interpreter take a core for as long as they need one.
@@ -48,8 +48,8 @@ def interpreted(code: str, folder: Path) -> Any:
 
 DRAWN = """
 import json, torch
-from layerzero.backends.triton_kernels.drawing import sample
-from layerzero.ops.sampling import sample_reference
+from layerzero.backends.triton_kernels.sampling import sample
+from layerzero.ops.sampling.sampling import sample_reference
 logits = torch.randn(3, 11, generator=torch.Generator().manual_seed(0)) * 2
 logits[1, 3:7] = 1.5
 logits[2, ::2] = -torch.inf
@@ -75,8 +75,8 @@ def test_rows_are_drawn_as_the_reference_draws_them(tmp_path: Path) -> None:
 
 PROPOSED = """
 import json, torch
-from layerzero.backends.triton_kernels.drawing import sample_proposed
-from layerzero.ops.sampling import sample_reference
+from layerzero.backends.triton_kernels.sampling import sample_proposed
+from layerzero.ops.sampling.sampling import sample_reference
 logits = torch.randn(4, 11, generator=torch.Generator().manual_seed(0)) * 2
 logits[1, 3:7] = 1.5
 logits[2, ::2] = -0.0
@@ -107,8 +107,8 @@ def test_what_a_filter_proposes_is_proved(tmp_path: Path) -> None:
 
 VERIFIED = """
 import json, torch
-from layerzero.backends.triton_kernels.verifying import verify_chain
-from layerzero.ops.verify import verify_chain_reference
+from layerzero.backends.triton_kernels.verify import verify_chain
+from layerzero.ops.sampling.verify import verify_chain_reference
 source = torch.Generator().manual_seed(3)
 draft = torch.rand(4, 2, 11, generator=source).softmax(-1)
 target = torch.rand(4, 3, 11, generator=source).softmax(-1)
@@ -143,8 +143,8 @@ OWN = """
 import json, torch, triton
 import triton.language as tl
 import layerzero as lz
-from layerzero.backends.triton_kernels.own import TritonLaunch, triton_kernel
-from layerzero.kernel import Capability, Efficiency
+from layerzero.backends.triton_kernels.user_kernel import TritonLaunch, triton_kernel
+from layerzero.spec.kernel import Capability, Efficiency
 
 @triton.jit
 def norm(x_ptr, out_ptr, width, eps, BLOCK: tl.constexpr):
@@ -262,8 +262,8 @@ def test_what_is_no_triton_function_is_refused() -> None:
 AHEAD = """
 import json, triton
 import triton.language as tl
-from layerzero.backends.triton_kernels.own import compile_ahead
-from layerzero.errors import BackendNotAvailableError
+from layerzero.backends.triton_kernels.user_kernel import compile_ahead
+from layerzero.spec.errors import BackendNotAvailableError
 
 @triton.jit
 def copy(x_ptr, out_ptr, n, BLOCK: tl.constexpr):

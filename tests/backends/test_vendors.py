@@ -14,15 +14,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from layerzero import tolerances
 from layerzero.backends import availability
 from layerzero.backends.flashinfer import planning
-from layerzero.hardware import imagined_gpu
-from layerzero.kernel import Kernel, judge
 from layerzero.kvcache import PagedCache, Spec
-from layerzero.ops import mirrors, table
+from layerzero.ops import host_copies as mirrors
+from layerzero.ops import table
 from layerzero.ops.op import Args
-from layerzero.reasons import Reason
+from layerzero.spec import tolerances
+from layerzero.spec.hardware import imagined_gpu
+from layerzero.spec.kernel import Kernel, judge
+from layerzero.spec.reasons import Reason
 from tests.backends import cases
 
 BY_ID = {k.id: k for k in cases.KERNELS}
@@ -240,7 +241,7 @@ def test_pages_that_are_shared_are_read_once(
     kernel: Kernel, queries: int, worth: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Sequences with a common beginning: the same numbers and log-sum-exps whichever way they are read."""
-    from layerzero.backends.flashinfer import prefix
+    from layerzero.backends.flashinfer import cascade as prefix
 
     run = loaded(kernel)
     monkeypatch.setattr(prefix, "WORTH_BYTES", worth)

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from layerzero.backends.flashinfer import planning
-from layerzero.kernel import Kernel, judge
 from layerzero.ops import table
+from layerzero.spec.kernel import Kernel, judge
 from tests.backends import cases
 from tests.backends.test_vendors import BY_ID, VENDORS, loaded, of
 

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from layerzero.backends import availability, xformers
-from layerzero.ops import masks
-from layerzero.reasons import Reason
+from layerzero.ops.attention import masks
+from layerzero.spec.reasons import Reason
 
 
 def test_a_mask_for_the_split_kernel_has_no_infinity() -> None:

@@ -12,7 +12,7 @@ from torch.nn import functional
 
 from layerzero.backends import zentorch
 from layerzero.ops import table
-from layerzero.tolerances import disagreements
+from layerzero.spec.tolerances import disagreements
 from tests.backends import cases
 
 BY_ID = {k.id: k for k in cases.KERNELS}

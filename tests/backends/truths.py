@@ -16,9 +16,9 @@ from torch.nn import functional
 
 from layerzero.backends.torch_moe import by_expert
 from layerzero.ops import table
-from layerzero.ops.cross_entropy import cross_entropy_reference
+from layerzero.ops.linear.cross_entropy import cross_entropy_reference
 from layerzero.ops.op import Args, Op
-from layerzero.ops.paged_checks import gather, page_axes, query_offsets
+from layerzero.ops.paged.checks import gather, page_axes, query_offsets
 from tests.backends.calls import DEVICE, OVER_SEQUENCES, Case, call, to
 
 

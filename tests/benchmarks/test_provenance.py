@@ -102,7 +102,7 @@ def test_a_change_of_code_is_told_from_a_written_record(monkeypatch: pytest.Monk
 
     def git(*arguments: str) -> str | None:
         asked.append(arguments)
-        return "a" * 40 if arguments[0] == "rev-parse" else " M layerzero/dispatch.py"
+        return "a" * 40 if arguments[0] == "rev-parse" else " M layerzero/selection/dispatch.py"
 
     monkeypatch.setattr(module, "git", git)
     assert provenance()["clean"] is False

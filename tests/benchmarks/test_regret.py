@@ -18,12 +18,12 @@ from benchmarks.regret_blind import RANGES, blind, seen
 from benchmarks.regret_build import in_order, jobs
 from benchmarks.regret_shapes import PARTS, asked, shapes
 from benchmarks.regret_tune import to_keep, to_tune
-from layerzero.hardware import imagined_gpu
+from layerzero.measure.calls import Call
+from layerzero.measure.shapes import standard
 from layerzero.ops import table as ops_table
 from layerzero.perfdb.record import Environment, Measurement
 from layerzero.perfdb.shipped import Provenance, Table
-from layerzero.tuning.calls import Call
-from layerzero.tuning.shapes import standard
+from layerzero.spec.hardware import imagined_gpu
 
 
 def options(out: Path) -> argparse.Namespace:

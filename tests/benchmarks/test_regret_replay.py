@@ -10,11 +10,11 @@ import pytest
 from benchmarks.regret_blind import seen
 from benchmarks.regret_replay import cases, choose, left_out, model_of, part_of
 from layerzero.backends import load_builtin
-from layerzero.errors import NoKernelFoundError
-from layerzero.hardware import imagined_gpu
+from layerzero.measure.shapes import norm
 from layerzero.perfdb import Measurement
 from layerzero.perfdb.record import Launch
-from layerzero.tuning.shapes import norm
+from layerzero.spec.errors import NoKernelFoundError
+from layerzero.spec.hardware import imagined_gpu
 
 H200 = imagined_gpu(90)
 KERNELS = {kernel.id: kernel for kernel in load_builtin()}

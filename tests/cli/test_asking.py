@@ -8,8 +8,8 @@ import torch
 
 import layerzero
 from layerzero.cli.asking import nearest
-from layerzero.reasons import Reason, Rejected
 from layerzero.selection.record import Candidate
+from layerzero.spec.reasons import Reason, Rejected
 from tests.cli.command import Lz
 
 GQA = (

@@ -15,8 +15,8 @@ from layerzero.api.start import start
 from layerzero.cli import main
 from layerzero.cli.deployment import Answer, Call, Examined, Manifest, check, compare, examine, load
 from layerzero.cli.pytest_consistency import CHECKS
-from layerzero.errors import ConfigurationError
-from layerzero.settings import Settings
+from layerzero.spec.errors import ConfigurationError
+from layerzero.spec.settings import Settings
 from tests import children
 from tests.cli.command import Lz
 from tests.kernels import kernel

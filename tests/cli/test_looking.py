@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 
 import layerzero
+from layerzero.api.doctor import Report
 from layerzero.cli import looking
-from layerzero.doctor import Report
 from tests.cli.command import Lz
 
 

@@ -10,9 +10,9 @@ import torch
 from click.testing import CliRunner, Result
 
 from layerzero.cli import main
+from layerzero.measure.calls import Workload
+from layerzero.measure.shapes import norm
 from layerzero.perfdb.shipped import read_table
-from layerzero.tuning.calls import Workload
-from layerzero.tuning.shapes import norm
 
 NORM = ("rms_norm", "x=16x64", "weight=64")
 

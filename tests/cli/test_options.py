@@ -11,8 +11,8 @@ import click
 import pytest
 
 from layerzero.cli import deployment, main, pytest_consistency
-from layerzero.hardware import imagined_gpu
-from layerzero.settings import Settings
+from layerzero.spec.hardware import imagined_gpu
+from layerzero.spec.settings import Settings
 from tests.cli.command import Lz
 
 MANIFEST = "calls:\n  - {op: rms_norm, arguments: [x=4x16]}\n"

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from layerzero.tuning.calls import call, tensor
+from layerzero.measure.calls import call, tensor
 from layerzero.warmup import Manifest
 from tests.cli.command import Lz
 

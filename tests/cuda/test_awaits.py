@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 import layerzero as lz
-from layerzero.dispatch import REHEARSAL
-from layerzero.errors import BackendNotAvailableError
 from layerzero.native import HOT
+from layerzero.selection.dispatch import REHEARSAL
+from layerzero.spec.errors import BackendNotAvailableError
 
 pytestmark = [
     pytest.mark.gpu,

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 import layerzero as lz
-from layerzero import tolerances
-from layerzero.tuning import conditions
+from layerzero.measure import conditions
+from layerzero.spec import tolerances
 from tests import children
 
 pytestmark = [

@@ -28,7 +28,7 @@ def test_the_tokens_of_the_reference(vocab: int, dtype: torch.dtype) -> None:
     """Top-k, top-p and both, as numbers and by row, over rows with ties, zeros, hidden tokens and NaN."""
     pytest.importorskip("flashinfer", reason="FlashInfer is not installed")
     from layerzero.backends.flashinfer.sampling import KERNELS
-    from layerzero.ops.sampling import sample_reference
+    from layerzero.ops.sampling.sampling import sample_reference
 
     sample = KERNELS[0].load()
     seeds = torch.arange(ROWS, device="cuda") * 10**15 - 3

@@ -13,8 +13,8 @@ from torch import Tensor
 from torch.nn import functional
 
 import layerzero as lz
-from layerzero.dispatch import REHEARSAL
 from layerzero.graphs.verdict import Problem
+from layerzero.selection.dispatch import REHEARSAL
 from tests.kernels import kernel
 
 pytestmark = [

@@ -11,16 +11,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from layerzero.actors.local import LocalDevice
-from layerzero.actors.memory import LOOK_EVERY_S, Room
-from layerzero.actors.registry import Registry
-from layerzero.errors import KernelExecutionError
-from layerzero.hardware import free_memory
-from layerzero.kernel import Kernel
-from layerzero.lanes import attach
+from layerzero.actors.device.local_device import LocalDevice
+from layerzero.actors.device.memory import LOOK_EVERY_S, Room
+from layerzero.actors.device.registry import Registry
 from layerzero.ops import table as ops_table
-from layerzero.reasons import Reason
-from layerzero.settings import Settings
+from layerzero.scheduler.batch_executor import attach
+from layerzero.spec.errors import KernelExecutionError
+from layerzero.spec.hardware import free_memory
+from layerzero.spec.kernel import Kernel
+from layerzero.spec.reasons import Reason
+from layerzero.spec.settings import Settings
 from tests import children
 from tests.kernels import kernel
 

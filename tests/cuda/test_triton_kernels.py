@@ -43,8 +43,8 @@ def logits_of(vocab: int, dtype: torch.dtype, seed: int) -> Tensor:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_the_same_tokens_as_the_reference(vocab: int, dtype: torch.dtype) -> None:
     """Temperatures, top-k, top-p, seeds and offsets as numbers and by row."""
-    from layerzero.backends.triton_kernels.drawing import sample
-    from layerzero.ops.sampling import sample_reference
+    from layerzero.backends.triton_kernels.sampling import sample
+    from layerzero.ops.sampling.sampling import sample_reference
 
     seeds = torch.arange(ROWS, device="cuda") * 10**15 - 3
     # Each is compiled anew for a vocabulary that is a multiple of 16.
@@ -61,7 +61,7 @@ def test_the_same_tokens_as_the_reference(vocab: int, dtype: torch.dtype) -> Non
 def test_the_same_codes_as_the_reference(form: str, dtype: torch.dtype) -> None:
     """Rows and groups, scales found and given, numbers over the whole range of the dtype."""
     from layerzero.backends.triton_kernels.rows import quantize
-    from layerzero.ops.quantize import quantize_reference
+    from layerzero.ops.quantize.quantize import quantize_reference
 
     source = torch.Generator().manual_seed(0)
     spread = torch.exp(torch.randn(257, 1, generator=source) * 4)

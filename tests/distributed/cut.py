@@ -8,7 +8,7 @@ import sys
 
 import layerzero as lz
 from benchmarks.hosts import cut, mend
-from layerzero.actors.ray_device import RayDevice
+from layerzero.actors.remote.ray_device import RayDevice
 from tests.distributed import hosted
 from tests.waiting import LIMIT_S, until
 

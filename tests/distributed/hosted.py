@@ -15,11 +15,11 @@ from typing import Any
 import torch
 
 import layerzero as lz
-from layerzero.actors.hosting import here
-from layerzero.actors.tensors import RemoteTensor
-from layerzero.kernel import Capability, Efficiency, Kernel
+from layerzero.actors.rpc.server import here
+from layerzero.actors.rpc.tensors import RemoteTensor
 from layerzero.ops import table as ops_table
 from layerzero.runtime import current
+from layerzero.spec.kernel import Capability, Efficiency, Kernel
 from tests.kernels import EVERYTHING
 
 COUNTS: Counter[Any] = Counter()

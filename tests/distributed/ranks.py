@@ -24,10 +24,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 import layerzero as lz
-from layerzero.actors.memory import Room
-from layerzero.kernel import Capability, Efficiency, Kernel
-from layerzero.libraries import DISTRIBUTION
+from layerzero._util.libraries import DISTRIBUTION
+from layerzero.actors.device.memory import Room
 from layerzero.ops import table as ops_table
+from layerzero.spec.kernel import Capability, Efficiency, Kernel
 from tests.distributed import trees
 
 RANK, RANKS = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])

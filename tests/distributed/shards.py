@@ -13,11 +13,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 import layerzero as lz
-from layerzero.actors.hosting import here
-from layerzero.api.gang import Member
-from layerzero.kernel import Capability, Efficiency, Kernel
+from layerzero.actors.group.join import Member
+from layerzero.actors.rpc.server import here
 from layerzero.ops import table as ops_table
 from layerzero.runtime import current
+from layerzero.spec.kernel import Capability, Efficiency, Kernel
 from tests.kernels import EVERYTHING
 
 WIDE, OUT = 64, 8

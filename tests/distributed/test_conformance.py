@@ -18,10 +18,10 @@ import pytest_asyncio
 import torch
 
 import layerzero as lz
-from layerzero.actors.fleet import Fleet
-from layerzero.actors.inprocess import LocalPort
-from layerzero.actors.port import DevicePort, DeviceState
-from layerzero.actors.tensors import RemoteTensor
+from layerzero.actors.remote.pool import Fleet
+from layerzero.actors.rpc.client import DevicePort, DeviceState
+from layerzero.actors.rpc.local_client import LocalPort
+from layerzero.actors.rpc.tensors import RemoteTensor
 from tests.distributed import hosted
 from tests.waiting import LIMIT_S, until
 

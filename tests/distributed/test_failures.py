@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 import layerzero as lz
-from layerzero.actors.fleet import Fleet
-from layerzero.actors.port import DeviceState
+from layerzero.actors.remote.pool import Fleet
+from layerzero.actors.rpc.client import DeviceState
 from tests.distributed import hosted
 from tests.waiting import LIMIT_S, until
 

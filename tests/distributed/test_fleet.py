@@ -16,8 +16,8 @@ import pytest_asyncio
 import torch
 
 import layerzero as lz
-from layerzero.actors.fleet import Fleet
-from layerzero.elsewhere import elsewhere
+from layerzero.actors.remote.pool import Fleet
+from layerzero.speculative.remote import elsewhere
 from tests.distributed import drafts, hosted
 from tests.waiting import LIMIT_S, until
 

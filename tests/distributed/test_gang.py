@@ -17,10 +17,10 @@ import msgspec
 import pytest
 import torch
 
-from layerzero.hardware import probe
 from layerzero.ops import table as ops_table
 from layerzero.perfdb import Environment, Site
 from layerzero.perfdb.store import PerfDB
+from layerzero.spec.hardware import probe
 from tests.distributed import forked
 from tests.perfdb.rows import row
 

@@ -13,7 +13,7 @@ import pytest
 import pytest_asyncio
 
 import layerzero as lz
-from layerzero.actors.port import DeviceState
+from layerzero.actors.rpc.client import DeviceState
 from tests.distributed import forked, hosted, shards
 from tests.distributed.conftest import BARE
 from tests.waiting import LIMIT_S, until

@@ -17,10 +17,10 @@ import pytest
 import pytest_asyncio
 
 import layerzero as lz
-from layerzero.actors.fleet import Fleet
-from layerzero.actors.hosting import Outcome
-from layerzero.actors.port import DeviceState
-from layerzero.actors.ray_device import RayDevice
+from layerzero.actors.remote.pool import Fleet
+from layerzero.actors.remote.ray_device import RayDevice
+from layerzero.actors.rpc.client import DeviceState
+from layerzero.actors.rpc.server import Outcome
 from tests.distributed import hosted
 from tests.waiting import LIMIT_S, until
 

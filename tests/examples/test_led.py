@@ -11,7 +11,7 @@ import pytest_asyncio
 import torch
 
 import layerzero as lz
-from layerzero.actors.stores import LocalStore
+from layerzero.actors.group.stores import LocalStore
 
 llama = pytest.importorskip("llama", reason="the example needs safetensors")
 generation = pytest.importorskip("generation", reason="the example needs tokenizers")

@@ -7,15 +7,15 @@ from pathlib import Path
 import pytest
 import torch
 
-from layerzero.dispatch import CAPTURE, REHEARSAL, mode, positional
-from layerzero.errors import CudaGraphUnsafeError
 from layerzero.graphs.proof import Proofs, ProofStore
 from layerzero.graphs.rehearsal import rehearsal
 from layerzero.graphs.verdict import Finding, Problem
-from layerzero.hardware import probe
 from layerzero.ops import table as ops_table
-from layerzero.reasons import Reason
-from layerzero.settings import Settings
+from layerzero.selection.dispatch import CAPTURE, REHEARSAL, mode, positional
+from layerzero.spec.errors import CudaGraphUnsafeError
+from layerzero.spec.hardware import probe
+from layerzero.spec.reasons import Reason
+from layerzero.spec.settings import Settings
 from tests.kernels import device, kernel
 
 CPU = probe("cpu")

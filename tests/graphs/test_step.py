@@ -14,12 +14,12 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import layerzero as lz
-from layerzero.actors.local import LocalDevice
-from layerzero.dispatch import capturing_mode
+from layerzero.actors.device.local_device import LocalDevice
 from layerzero.graphs.step import CudaGraph, Step
-from layerzero.kernel import Kernel
 from layerzero.ops import table as ops_table
 from layerzero.runtime import Runtime, current, install, uninstall
+from layerzero.selection.dispatch import capturing_mode
+from layerzero.spec.kernel import Kernel
 from tests.kernels import kernel
 
 WEIGHT = torch.linspace(0.5, 1.5, 8)
@@ -165,7 +165,7 @@ def captured(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., lz.Runti
         device = runtime.device("cpu")
         device.mode = capturing_mode
         capture, stream = Capture(lambda: between(device)), SimpleNamespace(wait_stream=lambda _: None)
-        monkeypatch.setattr("layerzero.dispatch._is_capturing", lambda: Capture.on)
+        monkeypatch.setattr("layerzero.selection.dispatch._is_capturing", lambda: Capture.on)
         monkeypatch.setattr("layerzero.graphs.step.Rerun", CudaGraph)
         for name in ("Stream", "current_stream"):
             monkeypatch.setattr(f"torch.cuda.{name}", lambda *_: stream)

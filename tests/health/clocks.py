@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from layerzero.settings import Settings
+from layerzero.spec.settings import Settings
 
 SETTINGS = Settings(
     failures_to_open=3, window_s=10.0, cooldown_s=4.0, cooldown_max_s=16.0, probes=2, probe_timeout_s=5.0

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from layerzero.health import Health, JsonStore, Level, QuarantineRecord, State, Transition
-from layerzero.reasons import Reason
-from layerzero.settings import Settings
+from layerzero.spec.reasons import Reason
+from layerzero.spec.settings import Settings
 from tests.health.clocks import SETTINGS, Clock
 
 

@@ -20,8 +20,8 @@ from starlette.responses import JSONResponse, Response  # noqa: E402
 from starlette.types import Message  # noqa: E402
 
 import layerzero as lz  # noqa: E402
-from layerzero.errors import OverloadedError  # noqa: E402
 from layerzero.integrations.starlette import Admission, install, lifespan  # noqa: E402
+from layerzero.spec.errors import OverloadedError  # noqa: E402
 
 pytestmark = pytest.mark.asyncio
 

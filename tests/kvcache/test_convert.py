@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from layerzero.hardware import Hardware
 from layerzero.kvcache import conversion, convert
+from layerzero.spec.hardware import Hardware
 
 FAST = Hardware(platform="cpu", device="cpu", name="x", vendor="x", bandwidth=1e9)
 

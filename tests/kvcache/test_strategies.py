@@ -21,8 +21,8 @@ from layerzero.kvcache import (
     Span,
     Spec,
 )
-from layerzero.ops.append import APPEND_KV
-from layerzero.ops.paged import PAGED_ATTENTION, attend
+from layerzero.ops.paged.append import APPEND_KV
+from layerzero.ops.paged.attention import PAGED_ATTENTION, attend
 
 SPEC = Spec(heads=2, width=4, value_width=6)
 

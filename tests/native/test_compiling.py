@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 import torch
 
-from layerzero.errors import BackendNotAvailableError
 from layerzero.native import HOT, READY, UNAVAILABLE, UNUSED, Hot, compiling
 from layerzero.native.compiling import Library, cache_folder
+from layerzero.spec.errors import BackendNotAvailableError
 from tests.users import NOBODY, needs_root
 
 

@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import layerzero as lz
-from layerzero.errors import BackendNotAvailableError
 from layerzero.native import HOT
+from layerzero.spec.errors import BackendNotAvailableError
 
 WIDTH = 4
 COUNTED = ("submitted", "done", "failed", "cancelled", "expired", "rejected", "batches", "tokens", "sizes")

@@ -16,11 +16,11 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import layerzero as lz
-from layerzero.api.calls import last_selection
+from layerzero.calls.blocking import last_selection
 from layerzero.native import HOT
 from layerzero.ops import batching
-from layerzero.scheduler import modes
-from layerzero.scheduler.ticket import TICKETS, Ticket
+from layerzero.scheduler import torch_modes as modes
+from layerzero.scheduler.core.pending_call import TICKETS, Ticket
 from layerzero.selection.record import Selection
 from tests.native.twins import compiled as compiled
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import layerzero as lz
-from layerzero.api.known import KnownPlans
+from layerzero.calls.call_cache import KnownPlans
 from tests.children import Child
 from tests.kernels import kernel
 

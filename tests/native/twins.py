@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
-from layerzero.errors import BackendNotAvailableError
 from layerzero.native import HOT
+from layerzero.spec.errors import BackendNotAvailableError
 
 
 @pytest.fixture(autouse=True)

@@ -9,10 +9,10 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from layerzero.ops.batching import Rows, identity, join_rows, rejoin
-from layerzero.ops.embedding import EMBEDDING
-from layerzero.ops.linear import LINEAR
-from layerzero.ops.mlp import MLP
-from layerzero.ops.norm import ADD_RMS_NORM, LAYER_NORM, RMS_NORM
+from layerzero.ops.linear.embedding import EMBEDDING
+from layerzero.ops.linear.linear import LINEAR
+from layerzero.ops.linear.mlp import MLP
+from layerzero.ops.norm.norm import ADD_RMS_NORM, LAYER_NORM, RMS_NORM
 from layerzero.ops.op import Args, Op
 from tests.native.twins import both_paths as both_paths
 from tests.ops.calls import assert_same, together

@@ -9,10 +9,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from layerzero.kernel import AtMost, MultipleOf, SameAs
-from layerzero.ops.attention import ATTENTION, attention
-from layerzero.ops.attention_checks import infer_layout
+from layerzero.ops.attention.attention import ATTENTION, attention
+from layerzero.ops.attention.checks import infer_layout
 from layerzero.selection.key import KeyMaker, grid
+from layerzero.spec.kernel import AtMost, MultipleOf, SameAs
 from tests.kernels import kernel
 from tests.profiles import many_examples
 

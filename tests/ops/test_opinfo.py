@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 import torch
 
-from layerzero.ops.embedding import EMBEDDING
-from layerzero.ops.linear import LINEAR
-from layerzero.ops.norm import LAYER_NORM, RMS_NORM
+from layerzero.ops.linear.embedding import EMBEDDING
+from layerzero.ops.linear.linear import LINEAR
+from layerzero.ops.norm.norm import LAYER_NORM, RMS_NORM
 from layerzero.ops.op import Op
 from tests.ops.calls import call
 

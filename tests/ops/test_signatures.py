@@ -9,8 +9,8 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from layerzero.dispatch import positional
 from layerzero.ops import table
+from layerzero.selection.dispatch import positional
 from tests.backends import cases
 
 

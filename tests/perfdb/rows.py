@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from layerzero.hardware import probe
 from layerzero.perfdb import Environment, Measurement, Site
+from layerzero.spec.hardware import probe
 
 HERE = Environment.of(probe("cpu"))
 

@@ -7,11 +7,11 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from layerzero.errors import CacheCorruptionError
-from layerzero.hardware import imagined_gpu, probe
 from layerzero.perfdb import Environment, plausible
 from layerzero.perfdb.shipped import Provenance, Table, condensed, fitting_tables, read_table, write_table
-from layerzero.selection.expectations import TABLES
+from layerzero.selection.cost.cost_model import TABLES
+from layerzero.spec.errors import CacheCorruptionError
+from layerzero.spec.hardware import imagined_gpu, probe
 from tests.perfdb.rows import HERE, row
 
 PROVENANCE = Provenance(command="a test", date="2026-01-01", version="0", environment=HERE)

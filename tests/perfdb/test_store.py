@@ -15,11 +15,11 @@ import anyio
 import msgspec
 import pytest
 
-from layerzero import files
-from layerzero.hardware import imagined_gpu
+from layerzero._util import files
 from layerzero.perfdb import Environment, Measurement, rows
 from layerzero.perfdb.rows import wal_is_safe
 from layerzero.perfdb.store import PerfDB, read_rows
+from layerzero.spec.hardware import imagined_gpu
 from tests import children
 from tests.perfdb.rows import HERE, row, site
 from tests.users import NOBODY, needs_root, planted, shared

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 import layerzero.sync as sync
-from layerzero.ops.lse import to_base_2
+from layerzero.ops.attention.lse import to_base_2
 from tests.references.definitions import Definition
 
 MAX_BYTES = 160 << 20

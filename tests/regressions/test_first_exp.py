@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from layerzero import hardware
+from layerzero.spec import hardware
 from tests import children
 
 OPENED = """

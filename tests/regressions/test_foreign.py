@@ -16,11 +16,11 @@ from torch.utils._pytree import tree_map
 from torch.utils.checkpoint import checkpoint
 
 import layerzero as lz
-from layerzero import foreign
-from layerzero.actors.local import LocalDevice
-from layerzero.api.scope import SCOPE
+from layerzero._util import foreign
+from layerzero.actors.device.local_device import LocalDevice
+from layerzero.calls.scope import SCOPE
 from layerzero.ops import table as ops_table
-from layerzero.settings import Settings
+from layerzero.spec.settings import Settings
 from tests.clocks import FakeClock
 from tests.kernels import device, kernel
 from tests.waiting import LIMIT_S

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 import layerzero as lz
-from layerzero.scheduler.ticket import Batch, Caller, Failed, Ticket
+from layerzero.scheduler.core.pending_call import Batch, Caller, Failed, Ticket
 
 OWN = (Ticket, Caller, Batch, Failed, asyncio.Task, asyncio.TimerHandle, Tensor)
 NORM, WEIGHT = torch.ones(16), torch.randn(16, 16)

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from layerzero.errors import KernelExecutionError
 from layerzero.ops import table
+from layerzero.spec.errors import KernelExecutionError
 from tests.kernels import device, kernel
 
 OP = table.get("rms_norm")

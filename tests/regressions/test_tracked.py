@@ -6,12 +6,12 @@ import gc
 
 import torch
 
-from layerzero.actors.local import LocalDevice
-from layerzero.actors.registry import Registry
+from layerzero.actors.device.local_device import LocalDevice
+from layerzero.actors.device.registry import Registry
 from layerzero.backends import load_builtin
-from layerzero.dispatch import mode
 from layerzero.ops import table as ops_table
-from layerzero.settings import Settings
+from layerzero.selection.dispatch import mode
+from layerzero.spec.settings import Settings
 
 ATTENTION = ops_table.get("attention")
 CALLS = 300

@@ -17,9 +17,9 @@ from torch.nn import functional
 
 import layerzero as lz
 import layerzero.sync
-from layerzero.hardware import imagined_gpu
 from layerzero.ops import table
 from layerzero.runtime import current
+from layerzero.spec.hardware import imagined_gpu
 from tests import children
 from tests.kernels import device, kernel
 
@@ -235,8 +235,8 @@ PIPELINE = """
 import json, sys, torch
 import layerzero as lz, layerzero.sync
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from layerzero.parity.model import Config, llama, random_llama
-from layerzero.parity.truth import Ours
+from tests.parity.model import Config, llama, random_llama
+from tests.parity.truth import Ours
 
 text = sys.argv[1]
 made = Tokenizer(models.BPE())

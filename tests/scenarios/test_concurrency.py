@@ -13,18 +13,18 @@ import torch
 
 import layerzero as lz
 import layerzero.sync
-from layerzero.actors.local import LocalDevice
-from layerzero.actors.registry import Registry
-from layerzero.dispatch import Plan, Snapshot, mode, positional
-from layerzero.errors import SelectionTimeoutError
-from layerzero.hardware import Hardware
-from layerzero.kernel import Kernel
+from layerzero.actors.device.local_device import LocalDevice
+from layerzero.actors.device.registry import Registry
 from layerzero.ops import table as ops_table
-from layerzero.ops.request import Request, Work
-from layerzero.policy import Policy, make_rule
 from layerzero.selection.decide import roofline
+from layerzero.selection.dispatch import Plan, Snapshot, mode, positional
 from layerzero.selection.key import KeyMaker
-from layerzero.settings import Settings
+from layerzero.selection.policy import Policy, make_rule
+from layerzero.spec.call_spec import Request, Work
+from layerzero.spec.errors import SelectionTimeoutError
+from layerzero.spec.hardware import Hardware
+from layerzero.spec.kernel import Kernel
+from layerzero.spec.settings import Settings
 from tests.crowds import Crowd
 from tests.kernels import device, kernel
 

@@ -12,16 +12,16 @@ from torch import Tensor
 
 import layerzero as lz
 import layerzero.sync
-from layerzero.actors.local import LocalDevice
-from layerzero.dispatch import CAPTURE, mode, positional
+from layerzero.actors.device.local_device import LocalDevice
 from layerzero.graphs.rehearsal import rehearsal
-from layerzero.hardware import Hardware, probe
-from layerzero.kernel import AtMost
 from layerzero.ops import table as ops_table
-from layerzero.ops.request import Request
-from layerzero.policy import Policy, make_rule
-from layerzero.reasons import Reason
+from layerzero.selection.dispatch import CAPTURE, mode, positional
 from layerzero.selection.key import KeyMaker, grid
+from layerzero.selection.policy import Policy, make_rule
+from layerzero.spec.call_spec import Request
+from layerzero.spec.hardware import Hardware, probe
+from layerzero.spec.kernel import AtMost
+from layerzero.spec.reasons import Reason
 from tests.kernels import device, kernel
 
 ATTENTION = ops_table.get("attention")

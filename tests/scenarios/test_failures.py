@@ -12,10 +12,10 @@ import torch
 
 import layerzero as lz
 import layerzero.sync
-from layerzero.dispatch import mode, positional
-from layerzero.kernel import Capability, Efficiency, Kernel
 from layerzero.ops import table as ops_table
-from layerzero.reasons import Reason
+from layerzero.selection.dispatch import mode, positional
+from layerzero.spec.kernel import Capability, Efficiency, Kernel
+from layerzero.spec.reasons import Reason
 from tests.kernels import device, kernel
 
 RMS = ops_table.get("rms_norm")

@@ -13,7 +13,7 @@ from torch.profiler import ProfilerActivity, profile
 
 import layerzero as lz
 import layerzero.sync
-from layerzero.ops.attention import MAX_SCORES
+from layerzero.ops.attention.attention import MAX_SCORES
 
 WIDTH, PAGE = 64, 16
 

@@ -10,12 +10,12 @@ import torch
 
 import layerzero as lz
 import layerzero.sync
-from layerzero.actors.local import LocalDevice
-from layerzero.dispatch import Plan, mode, positional
+from layerzero.actors.device.local_device import LocalDevice
 from layerzero.ops import table as ops_table
 from layerzero.ops.op import Op
-from layerzero.reasons import Reason
 from layerzero.runtime import current
+from layerzero.selection.dispatch import Plan, mode, positional
+from layerzero.spec.reasons import Reason
 from tests.kernels import device, kernel
 
 ATTENTION = ops_table.get("attention")

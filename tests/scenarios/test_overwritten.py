@@ -17,7 +17,7 @@ import asyncio, dataclasses, sys, threading
 import torch
 import layerzero as lz
 import layerzero.sync
-from layerzero.errors import NoKernelFoundError
+from layerzero.spec.errors import NoKernelFoundError
 from layerzero.native import HOT
 from tests.ops.wild import GOOD, INDICES, answer, fresh, same
 

@@ -14,12 +14,12 @@ import torch
 import layerzero as lz
 import layerzero.sync
 from layerzero.backends import load_builtin
-from layerzero.dispatch import mode, positional
-from layerzero.errors import BackendNotAvailableError
 from layerzero.native import HOT
 from layerzero.ops import table as ops_table
-from layerzero.policy import Policy, make_rule
-from layerzero.settings import Settings
+from layerzero.selection.dispatch import mode, positional
+from layerzero.selection.policy import Policy, make_rule
+from layerzero.spec.errors import BackendNotAvailableError
+from layerzero.spec.settings import Settings
 from tests.kernels import device, kernel
 
 RMS = ops_table.get("rms_norm")

@@ -12,10 +12,10 @@ from torch import Tensor
 
 import layerzero as lz
 import layerzero.sync
-from layerzero.hardware import imagined_gpu
-from layerzero.kernel import Kernel, judge
 from layerzero.ops import table
-from layerzero.reasons import Reason
+from layerzero.spec.hardware import imagined_gpu
+from layerzero.spec.kernel import Kernel, judge
+from layerzero.spec.reasons import Reason
 from tests.backends import cases
 
 ATTENTION = table.get("attention")

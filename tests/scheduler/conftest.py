@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 from blockbuster import blockbuster_ctx
 
-from layerzero.actors.worker import Worker
+from layerzero.actors.device.worker import Worker
 
 
 @pytest.fixture(autouse=True)

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
-from layerzero.scheduler.ticket import Failed
+from layerzero.scheduler.core.pending_call import Failed
 
 
 class Double:

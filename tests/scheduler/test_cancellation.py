@@ -12,15 +12,15 @@ from typing import Any, cast
 
 import pytest
 
-from layerzero.actors.worker import Worker
-from layerzero.errors import RuntimeClosedError
-from layerzero.scheduler.driver import Front
-from layerzero.scheduler.fronts import Fronts
-from layerzero.scheduler.ticket import TICKETS, Ticket
-from layerzero.settings import Settings
+from layerzero.actors.device.worker import Worker
+from layerzero.scheduler.core.pending_call import TICKETS, Ticket
+from layerzero.scheduler.loop_driver import Front
+from layerzero.scheduler.loop_drivers import Fronts
+from layerzero.spec.errors import RuntimeClosedError
+from layerzero.spec.settings import Settings
 from tests.native.twins import both_paths as both_paths
 from tests.scheduler.devices import Device, Double
-from tests.scheduler.test_driver import settled
+from tests.scheduler.test_loop_driver import settled
 from tests.waiting import until
 
 OP = Double()

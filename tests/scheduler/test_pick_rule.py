@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from layerzero.scheduler.lane import Caps, Lane
-from layerzero.scheduler.ticket import Batch, Caller, Ticket
+from layerzero.scheduler.core.batcher import Caps, Lane
+from layerzero.scheduler.core.pending_call import Batch, Caller, Ticket
 
 CALLERS = 64
 ARRIVE_S = 0.020

@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
-from layerzero.actors.worker import Worker
-from layerzero.errors import SelectionTimeoutError
-from layerzero.scheduler.fronts import join
+from layerzero.actors.device.worker import Worker
+from layerzero.scheduler.loop_drivers import join
 from layerzero.scheduler.single_flight import SingleFlight
+from layerzero.spec.errors import SelectionTimeoutError
 
 
 class Slow:

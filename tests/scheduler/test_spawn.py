@@ -9,15 +9,15 @@ from typing import Any, cast
 
 import pytest
 
-from layerzero.actors.worker import Worker
-from layerzero.errors import RuntimeClosedError
-from layerzero.scheduler.driver import Front
+from layerzero.actors.device.worker import Worker
+from layerzero.scheduler.core.pending_call import TICKETS, Ticket
+from layerzero.scheduler.loop_driver import Front
 from layerzero.scheduler.spawn import Spawned, spawn
-from layerzero.scheduler.ticket import TICKETS, Ticket
+from layerzero.spec.errors import RuntimeClosedError
 from tests.native.twins import both_paths as both_paths
 from tests.scheduler.devices import Device, Double
 from tests.scheduler.test_cancellation import PROGRAM, HandWorker, Number, left_behind
-from tests.scheduler.test_driver import settled
+from tests.scheduler.test_loop_driver import settled
 
 OP = Double()
 NAME: ContextVar[str] = ContextVar("NAME", default="unset")

@@ -7,17 +7,17 @@ from typing import Any
 import pytest
 import torch
 
-from layerzero.actors.local import LocalDevice
-from layerzero.dispatch import mode, positional
-from layerzero.kernel import Kernel
+from layerzero.actors.device.local_device import LocalDevice
 from layerzero.ops import table as ops_table
-from layerzero.ops.request import Request
-from layerzero.policy import Policy, make_rule
-from layerzero.reasons import Reason, Rejected
 from layerzero.selection.decide import Knobs, Standing, decide
+from layerzero.selection.dispatch import mode, positional
 from layerzero.selection.key import grid
+from layerzero.selection.policy import Policy, make_rule
 from layerzero.selection.record import Selection
-from layerzero.settings import Settings
+from layerzero.spec.call_spec import Request
+from layerzero.spec.kernel import Kernel
+from layerzero.spec.reasons import Reason, Rejected
+from layerzero.spec.settings import Settings
 from tests.kernels import device, kernel
 
 RMS = ops_table.get("rms_norm")

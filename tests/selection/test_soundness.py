@@ -9,13 +9,13 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from layerzero.dispatch import AUTOCAST, DETERMINISTIC, GRAD, mode, positional
-from layerzero.errors import NoKernelFoundError
-from layerzero.kernel import AtLeast, AtMost, Kernel, MultipleOf, OneOf, ProductAtMost, SameAs
 from layerzero.ops import table as ops_table
-from layerzero.policy import Policy, make_rule
+from layerzero.selection.dispatch import AUTOCAST, DETERMINISTIC, GRAD, mode, positional
+from layerzero.selection.policy import Policy, make_rule
 from layerzero.selection.record import Selection
-from layerzero.settings import Settings
+from layerzero.spec.errors import NoKernelFoundError
+from layerzero.spec.kernel import AtLeast, AtMost, Kernel, MultipleOf, OneOf, ProductAtMost, SameAs
+from layerzero.spec.settings import Settings
 from tests.kernels import device, kernel
 
 ATTENTION = ops_table.get("attention")

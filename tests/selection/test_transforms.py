@@ -9,15 +9,15 @@ import pytest
 import torch
 
 from layerzero.backends import load_builtin
-from layerzero.dispatch import mode, positional
-from layerzero.errors import NoKernelFoundError
-from layerzero.hardware import imagined_gpu
-from layerzero.kernel import AtMost, Kernel, Limit, ProductAtMost, judge
 from layerzero.ops import table as ops_table
-from layerzero.reasons import Reason
+from layerzero.selection.dispatch import mode, positional
 from layerzero.selection.render import render
 from layerzero.selection.transform import _copy_us, adapt, keep_aligned
-from layerzero.settings import Settings
+from layerzero.spec.errors import NoKernelFoundError
+from layerzero.spec.hardware import imagined_gpu
+from layerzero.spec.kernel import AtMost, Kernel, Limit, ProductAtMost, judge
+from layerzero.spec.reasons import Reason
+from layerzero.spec.settings import Settings
 from tests.kernels import device, kernel
 
 ATTENTION = ops_table.get("attention")

@@ -14,12 +14,12 @@ import pytest
 import torch
 
 import layerzero as lz
-from layerzero.api.warming import warmup_blocking
-from layerzero.errors import ConfigurationError
+from layerzero.api.warmup import warmup_blocking
+from layerzero.measure.calls import Call, Workload, call, tensor
 from layerzero.native.compiling import cache_folder
 from layerzero.ops import table as ops_table
-from layerzero.reasons import Reason
-from layerzero.tuning.calls import Call, Workload, call, tensor
+from layerzero.spec.errors import ConfigurationError
+from layerzero.spec.reasons import Reason
 from layerzero.warmup import Manifest, manifest_of, watching
 from tests.children import Child
 from tests.kernels import kernel
@@ -231,9 +231,9 @@ import json, os, subprocess, sys
 from pathlib import Path
 import torch
 import layerzero as lz
-from layerzero.api.warming import warmup_blocking
+from layerzero.api.warmup import warmup_blocking
 from layerzero.ops import table
-from layerzero.tuning.calls import call, tensor
+from layerzero.measure.calls import call, tensor
 from tests.kernels import kernel
 
 folder = Path(sys.argv[1])

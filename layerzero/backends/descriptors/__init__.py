@@ -10,11 +10,11 @@ from __future__ import annotations
 import functools
 from collections.abc import Mapping
 
+from layerzero._util.strict_yaml import near
 from layerzero.backends.descriptors import amd, apple, arm, gaudi, nvidia
-from layerzero.errors import ConfigurationError
-from layerzero.hardware import Hardware
-from layerzero.kernel import Kernel
-from layerzero.strict_yaml import near
+from layerzero.spec.errors import ConfigurationError
+from layerzero.spec.hardware import Hardware
+from layerzero.spec.kernel import Kernel
 
 FAMILIES: Mapping[str, tuple[Kernel, ...]] = {
     "NVIDIA": nvidia.KERNELS,

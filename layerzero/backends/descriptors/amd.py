@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from layerzero.backends.descriptors.mould import HALF, described, device
-from layerzero.kernel import AtMost, Capability, Kernel, MultipleOf, OneOf, SameAs
-from layerzero.reasons import Reason
+from layerzero.backends.descriptors.template import HALF, described, device
+from layerzero.spec.kernel import AtMost, Capability, Kernel, MultipleOf, OneOf, SameAs
+from layerzero.spec.reasons import Reason
 
 _ROCM = frozenset({"rocm"})
 _CDNA = frozenset({"gfx90a", "gfx942", "gfx950"})

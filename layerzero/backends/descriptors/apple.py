@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from layerzero.backends.descriptors.mould import HALF, described, device
-from layerzero.kernel import Capability, Kernel
+from layerzero.backends.descriptors.template import HALF, described, device
+from layerzero.spec.kernel import Capability, Kernel
 
 _MPS = frozenset({"mps"})
 _FLOATS = HALF | {"float32"}

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from layerzero.backends.descriptors.mould import described, device
-from layerzero.kernel import Capability, Kernel, MultipleOf
+from layerzero.backends.descriptors.template import described, device
+from layerzero.spec.kernel import Capability, Kernel, MultipleOf
 
 _CPU = frozenset({"cpu"})
 _ARM = frozenset({"arm"})

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from layerzero.backends.descriptors.mould import described, device
-from layerzero.kernel import Capability, Kernel, SameAs
-from layerzero.reasons import Reason
+from layerzero.backends.descriptors.template import described, device
+from layerzero.spec.kernel import Capability, Kernel, SameAs
+from layerzero.spec.reasons import Reason
 
 _HPU = frozenset({"hpu"})
 _WIDE = frozenset({"bfloat16", "float32"})

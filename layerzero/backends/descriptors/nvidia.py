@@ -7,10 +7,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from layerzero.backends.descriptors.mould import HALF, described, device
-from layerzero.hardware import MMAFamily
-from layerzero.kernel import AtMost, Capability, Kernel, MultipleOf, OneOf, SameAs
-from layerzero.reasons import Reason
+from layerzero.backends.descriptors.template import HALF, described, device
+from layerzero.spec.hardware import MMAFamily
+from layerzero.spec.kernel import AtMost, Capability, Kernel, MultipleOf, OneOf, SameAs
+from layerzero.spec.reasons import Reason
 
 _FA4 = "flash-attn-4 4.0.0b36, flash_attn/cute/interface.py; compiled for 10.0 without a GPU, never run there"
 _FEATURES = frozenset({"causal", "scale", "gqa", "window", "softcap", "lse"})

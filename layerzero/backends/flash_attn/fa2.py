@@ -23,7 +23,7 @@ from layerzero.backends.flash_attn.shared import (
     kernel,
     takes,
 )
-from layerzero.kernel import Capability, Efficiency, Kernel, MultipleOf, OneOf
+from layerzero.spec.kernel import Capability, Efficiency, Kernel, MultipleOf, OneOf
 
 
 @functools.cache

@@ -21,8 +21,8 @@ from layerzero.backends.flash_attn.shared import (
     kernel,
     takes,
 )
-from layerzero.kernel import Kernel
-from layerzero.ops.mirrors import longest
+from layerzero.ops.host_copies import longest
+from layerzero.spec.kernel import Kernel
 
 
 @functools.cache

@@ -27,11 +27,11 @@ from layerzero.backends.flash_attn.shared import (
     kernel,
     takes,
 )
-from layerzero.kernel import AtLeast, AtMost, Capability, Efficiency, Kernel, MultipleOf, Tiling
-from layerzero.ops.mirrors import longest
+from layerzero.ops.host_copies import longest
 from layerzero.ops.rehearsal import rehearse
-from layerzero.ops.request import Request
-from layerzero.reasons import Reason
+from layerzero.spec.call_spec import Request
+from layerzero.spec.kernel import AtLeast, AtMost, Capability, Efficiency, Kernel, MultipleOf, Tiling
+from layerzero.spec.reasons import Reason
 
 
 @functools.cache

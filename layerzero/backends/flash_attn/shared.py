@@ -9,10 +9,10 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from layerzero.kernel import AtMost, Capability, Efficiency, Kernel, Limit, MultipleOf, SameAs
-from layerzero.ops.mirrors import longest
-from layerzero.ops.request import Request
-from layerzero.reasons import Reason
+from layerzero.ops.host_copies import longest
+from layerzero.spec.call_spec import Request
+from layerzero.spec.kernel import AtMost, Capability, Efficiency, Kernel, Limit, MultipleOf, SameAs
+from layerzero.spec.reasons import Reason
 
 HALF = frozenset({"float16", "bfloat16"})
 FEATURES = frozenset({"causal", "scale", "gqa", "window", "softcap"})

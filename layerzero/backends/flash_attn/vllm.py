@@ -32,9 +32,9 @@ from layerzero.backends.flash_attn.shared import (
     takes,
     workspace_bytes,
 )
-from layerzero.kernel import AtMost, Kernel, Tiling
-from layerzero.ops.mirrors import longest
-from layerzero.ops.request import Request
+from layerzero.ops.host_copies import longest
+from layerzero.spec.call_spec import Request
+from layerzero.spec.kernel import AtMost, Kernel, Tiling
 
 _EXTENSION = "_vllm_fa3_C"
 # What none of our calls sets; other arguments that a call leaves out are optional.

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from layerzero.backends.flashinfer.library import (
+from layerzero.backends.flashinfer.common import (
     DISTRIBUTIONS,
     HALF,
     LOAD_BYTES,
@@ -24,11 +24,11 @@ from layerzero.backends.flashinfer.library import (
     module,
     planned_bytes,
 )
-from layerzero.kernel import Capability, Efficiency, Kernel, OneOf, SameAs, Tiling
-from layerzero.ops import mirrors
+from layerzero.ops import host_copies as mirrors
 from layerzero.ops.rehearsal import rehearse
-from layerzero.ops.request import Request
-from layerzero.reasons import Reason
+from layerzero.spec.call_spec import Request
+from layerzero.spec.kernel import Capability, Efficiency, Kernel, OneOf, SameAs, Tiling
+from layerzero.spec.reasons import Reason
 
 if TYPE_CHECKING:
     from layerzero.backends.flashinfer import planning
@@ -41,7 +41,7 @@ def _ragged_wrapper(backend: str, floats: Tensor) -> Any:
 
 
 def _paged_wrapper(backend: str, layout: str, floats: Tensor) -> Any:
-    from layerzero.backends.flashinfer.prefix import Layered
+    from layerzero.backends.flashinfer.cascade import Layered
 
     made = functools.partial(module().BatchPrefillWithPagedKVCacheWrapper, floats, layout, backend=backend)
     return Layered(made)

@@ -26,9 +26,9 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from layerzero.backends.flashinfer.library import WORKSPACE_BYTES
-from layerzero.errors import CudaGraphUnsafeError
-from layerzero.ops import mirrors
+from layerzero.backends.flashinfer.common import WORKSPACE_BYTES
+from layerzero.ops import host_copies as mirrors
+from layerzero.spec.errors import CudaGraphUnsafeError
 
 # Wrappers of a stage beyond this are planned again, the longest unused first; each holds 16 MiB.
 MAX_PLANS = 16
@@ -118,7 +118,8 @@ class Stage:
         if capturing:
             raise CudaGraphUnsafeError(
                 f"FlashInfer {kind} needs a plan for these lengths that the capturing stream made before the "
-                "capture, and has none: lengths without a host copy (layerzero.ops.mirrors) are planned anew"
+                "capture, and has none: lengths without a host copy (layerzero.ops.host_copies) are "
+                "planned anew"
             )
         mine = self._free(kind) or Planned(make(self.floats), kind, torch.cuda.Event())
         mine.copied.synchronize()

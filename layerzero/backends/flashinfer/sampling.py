@@ -14,11 +14,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from layerzero.backends.flashinfer.library import DISTRIBUTIONS, module
+from layerzero.backends.flashinfer.common import DISTRIBUTIONS, module
 from layerzero.backends.flashinfer.planning import MEETING_BYTES, meeting
-from layerzero.kernel import Capability, Efficiency, Kernel
-from layerzero.ops.drawing import Count, Number, always
-from layerzero.ops.request import Request
+from layerzero.ops.sampling.draw import Count, Number, always
+from layerzero.spec.call_spec import Request
+from layerzero.spec.kernel import Capability, Efficiency, Kernel
 
 
 def masked(library: Any, logits: Tensor, top_k: Count) -> Tensor | None:
@@ -54,7 +54,7 @@ def share_of_all(top_p: Number, top_k: Count, mask: Tensor | None, weights: Tens
 
 
 def _sample() -> Callable[..., Any]:
-    from layerzero.backends.triton_kernels.drawing import sample_proposed
+    from layerzero.backends.triton_kernels.sampling import sample_proposed
 
     sampling = module("flashinfer.sampling")
     library = sampling.get_sampling_module()

@@ -13,11 +13,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from layerzero.kernel import AtMost, Capability, Efficiency, Kernel
 from layerzero.ops import table
-from layerzero.ops.attention_checks import bounds
+from layerzero.ops.attention.checks import bounds
 from layerzero.ops.op import Args
-from layerzero.reasons import Reason
+from layerzero.spec.kernel import AtMost, Capability, Efficiency, Kernel
+from layerzero.spec.reasons import Reason
 
 
 def _compiled() -> Any:

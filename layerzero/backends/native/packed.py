@@ -19,10 +19,10 @@ from torch.nn import functional
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from layerzero.backends.native.products import ACTIVATIONS, in_panels, library
-from layerzero.hardware import free_memory
-from layerzero.kernel import Capability, Efficiency, Kernel
-from layerzero.ops.mlp import GATES, PLAIN, activate
-from layerzero.ops.request import Request
+from layerzero.ops.linear.mlp import GATES, PLAIN, activate
+from layerzero.spec.call_spec import Request
+from layerzero.spec.hardware import free_memory
+from layerzero.spec.kernel import Capability, Efficiency, Kernel
 
 # Of the memory that is free when the first weight comes.
 SHARE = 0.25

@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from layerzero.kernel import Capability, Efficiency, Kernel
-from layerzero.ops.request import Request
+from layerzero.spec.call_spec import Request
+from layerzero.spec.kernel import Capability, Efficiency, Kernel
 
 SOURCE = Path(__file__).with_name("products.cpp")
 # As the order of `Activation` there.

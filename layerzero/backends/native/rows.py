@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from layerzero.kernel import Capability, Efficiency, Kernel
-from layerzero.ops.rope import guard_rope
+from layerzero.ops.rope.rope import guard_rope
+from layerzero.spec.kernel import Capability, Efficiency, Kernel
 
 
 @functools.cache

@@ -12,9 +12,9 @@ import importlib
 from collections.abc import Callable
 from typing import Any
 
-from layerzero.kernel import Capability, Efficiency, Kernel, OneOf, SameAs
-from layerzero.ops.request import Request
-from layerzero.reasons import Reason
+from layerzero.spec.call_spec import Request
+from layerzero.spec.kernel import Capability, Efficiency, Kernel, OneOf, SameAs
+from layerzero.spec.reasons import Reason
 
 # Points of the grid that keys keep sizes on: there one key is one shape, and a plan whose program is compiled
 # is never given a shape whose program is not. They also bound how many programs there can be.

@@ -14,9 +14,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from layerzero.ops.attention_checks import bounds
-from layerzero.ops.masks import Window, with_blocks
-from layerzero.ops.request import Request
+from layerzero.ops.attention.checks import bounds
+from layerzero.ops.attention.masks import Window, with_blocks
+from layerzero.spec.call_spec import Request
 
 BLOCK = 128
 # Further than any key: what stands for no bound.

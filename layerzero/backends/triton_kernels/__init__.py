@@ -11,8 +11,8 @@ import importlib
 from collections.abc import Callable
 from typing import Any
 
-from layerzero.kernel import AtMost, Capability, Efficiency, Kernel, Limit, OneOf
-from layerzero.reasons import Reason
+from layerzero.spec.kernel import AtMost, Capability, Efficiency, Kernel, Limit, OneOf
+from layerzero.spec.reasons import Reason
 
 _DISTRIBUTIONS = ("triton>=3.6",)
 _HERE = "our own source; run on one H200, torch 2.11, Triton 3.6"

@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from layerzero.ops.quantize import FORMATS, SMALLEST_SCALE
+from layerzero.ops.quantize.quantize import FORMATS, SMALLEST_SCALE
 
 # Adding and taking 1.5 * 2**23 leaves the nearest whole number, halves to even, of what is below 2**22.
 MAGIC = tl.constexpr(12582912.0)

@@ -1,0 +1,1 @@
+"""One device of this process: kernels, health, plans, its thread."""

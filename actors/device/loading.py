@@ -1,0 +1,119 @@
+"""What a device does on a thread of its own so that no call waits for it: imports, compiles, files read."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from layerzero._util import log
+from layerzero.actors.device.ending import ENDING
+from layerzero.actors.device.worker import Worker
+from layerzero.spec.call_spec import Request
+
+if TYPE_CHECKING:
+    from layerzero.actors.device.local_device import LocalDevice
+    from layerzero.selection.dispatch_table import Solved
+    from layerzero.spec.settings import Settings
+
+_DELAY_S = 0.1
+
+
+class Loading:
+    """The background thread of one device; a kernel is loaded once at a time."""
+
+    __slots__ = ("_closing", "_device", "_lock", "_thread", "_underway")
+
+    def __init__(self, device: LocalDevice) -> None:
+        self._device = device
+        self._thread = Worker(f"layerzero-warm-{device.device}")
+        self.reset_after_fork()
+
+    def reset_after_fork(self) -> None:
+        """Nothing is under way in a forked child."""
+        self._lock = threading.Lock()
+        self._closing = threading.Event()
+        self._underway: set[str] = set()
+
+    def submit(self, job: Callable[[], object]) -> bool:
+        """Run `job` on the thread; False where that is being closed."""
+        if self._closing.is_set():
+            return False
+        self._thread.submit(job)
+        return True
+
+    def behind(self, job: Callable[[], object]) -> threading.Event:
+        """Run `job` on the thread when the call that asked has had time to end; the event is set after it."""
+        ended = threading.Event()
+
+        def run() -> None:
+            try:
+                if self.rested():
+                    job()
+            finally:
+                ended.set()
+
+        if not self.submit(run):
+            ended.set()
+        return ended
+
+    def rested(self) -> bool:
+        """On the thread: let the call that asked have time to end; False where thread or process are ending.
+
+        An import holds the interpreter for tens of milliseconds at a time; the first call would wait for it.
+        """
+        return not (self._closing.wait(_DELAY_S) or ENDING.is_set())
+
+    def soon(self, kernel_id: str, request: Request) -> None:
+        """Load a kernel, and compile what `request` needs, behind the call that found it cold."""
+        with self._lock:
+            if kernel_id in self._underway or self._closing.is_set():
+                return
+            self._underway.add(kernel_id)
+        self._thread.submit(lambda: self._after_the_call(kernel_id, request))
+
+    def _after_the_call(self, kernel_id: str, request: Request) -> None:
+        if self.rested():
+            self.now(kernel_id, request)
+
+    def now(self, kernel_id: str, request: Request | None = None) -> None:
+        """Load a kernel in this thread; a failure blocks it, with its reason."""
+        device = self._device
+        started = device.clock.now()
+        try:
+            device.registry.callable_of(kernel_id)
+            if request is not None:
+                device.registry.build(kernel_id, request)
+        except Exception as error:
+            if not threading.main_thread().is_alive():
+                return  # the process is ending and takes no more threads: that says nothing of the kernel
+            device.counters.add("load_failures", kernel=kernel_id)
+            log.warning("kernel.load_failed", kernel=kernel_id, error=f"{type(error).__name__}: {error}")
+        else:
+            log.info("kernel.loaded", kernel=kernel_id, seconds=round(device.clock.now() - started, 3))
+        finally:
+            with self._lock:
+                self._underway.discard(kernel_id)
+            device.refresh()
+
+    def stop(self) -> None:
+        """Begin nothing more."""
+        self._closing.set()
+
+    def close(self, timeout_s: float | None = None) -> None:
+        """Begin nothing more, and wait for what runs."""
+        self._closing.set()
+        self._thread.close(timeout_s)
+
+
+def solved_under(device: LocalDevice, settings: Settings) -> Solved | None:
+    """The dispatch table of `settings`, refused where it does not hold for the device.
+
+    Raises: ConfigurationError: it does not, and the settings are strict.
+    """
+    if settings.dispatch_table is None:
+        return None
+    from layerzero.selection.dispatch_table import in_force
+
+    kernels = device.registry.all()
+    return in_force(settings.dispatch_table, device.hardware, kernels, strict=settings.strict)

@@ -1,0 +1,52 @@
+"""The room that kernels' workspaces have on one device: looked at on misses, at most once a second."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from layerzero.selection.workspace import room_for
+from layerzero.spec.hardware import Hardware, free_memory
+from layerzero.spec.settings import Settings
+
+LOOK_EVERY_S = 1.0
+
+
+class Room:
+    """`bytes` is what one workspace may take; it moves in steps, so that choices seldom are made anew."""
+
+    def __init__(
+        self,
+        device: torch.device,
+        hardware: Hardware,
+        clock: Callable[[], float],
+        free: Callable[[torch.device], int] = free_memory,
+    ) -> None:
+        self._device = device
+        self._total = hardware.memory_bytes
+        self._clock = clock
+        self._free = free
+        self._looked: float | None = None
+        self.bytes: int | None = None
+        # The system's free memory stands in a file, which nobody reads on an event loop's thread.
+        self.quick = free is not free_memory or device.type == "cuda"
+
+    def due(self) -> bool:
+        """Whether the last look was long enough ago; whoever is told so looks."""
+        now = self._clock()
+        if self._looked is not None and now - self._looked < LOOK_EVERY_S:
+            return False
+        self._looked = now
+        return True
+
+    def moved(self, settings: Settings) -> bool:
+        """Look, and say whether the room is another than before."""
+        self._looked = self._clock()
+        before, self.bytes = self.bytes, self.now(settings, self.bytes)
+        return self.bytes != before
+
+    def now(self, settings: Settings, before: int | None = None) -> int | None:
+        """The room of this moment, `before` while free memory is near it; None where nobody knows."""
+        free, limit = self._free(self._device), settings.workspace_limit_bytes
+        return room_for(free, self._total, settings.memory_headroom, limit, before) if free > 0 else limit

@@ -1,0 +1,216 @@
+"""What happens when a kernel raises: the next one answers inside the same call, and health is told.
+
+A failure counts against a kernel only if another kernel answers the same call: when all raise, the data
+is at fault, not the kernel. Nor does it count where the caller's transforms, modes or hooks had a part in it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+import torch
+
+from layerzero._util import foreign, log
+from layerzero.ops.op import Args, Op
+from layerzero.selection.dispatch import Plan, Snapshot, composed
+from layerzero.selection.outputs import check_outputs
+from layerzero.selection.record import Selection
+from layerzero.selection.workspace import in_words, needs
+from layerzero.spec.errors import CudaGraphUnsafeError, KernelExecutionError, LayerZeroError
+from layerzero.spec.hardware import free_memory
+
+if TYPE_CHECKING:
+    from layerzero.actors.device.local_device import LocalDevice
+
+_is_traced = torch.compiler.is_dynamo_compiling
+_ARGUMENT_ERRORS = (ValueError, TypeError, IndexError)
+
+
+class Recovery:
+    """Fallback inside one call, and probes of kernels that rest."""
+
+    def __init__(self, device: LocalDevice) -> None:
+        self._device = device
+
+    def recover(
+        self, plan: Plan, args: Args, error: Exception, snapshot: Snapshot | None
+    ) -> tuple[Any, Plan]:
+        """Run the kernels after `plan.kernel` in its selection's order until one answers."""
+        op = plan.op
+        if isinstance(error, LayerZeroError) or foreign.raised_outside(error):
+            raise error
+        if foreign.transformed(args):
+            return self._composed(plan, args, error)
+        if "capture" in plan.request.modes:
+            raise CudaGraphUnsafeError(
+                f"{plan.kernel} raised {_short(error)} during a graph capture, which can take no other",
+                kernel=plan.kernel,
+            ) from error
+        quiet = foreign.surrounded()
+        if not op.pure:
+            if quiet:
+                raise error
+            raise self._failed(
+                plan.kernel, error, f"{op.name} changes its inputs, so no other kernel may repeat it"
+            )
+        if is_out_of_memory(error):
+            return self._smaller(plan, args, error)
+        return self._next(plan, args, error, quiet)
+
+    def _next(self, plan: Plan, args: Args, error: Exception, quiet: bool) -> tuple[Any, Plan]:
+        """The next kernel's answer, and a count against those that gave none unless `quiet`."""
+        op, device = plan.op, self._device
+        failed = [(plan.kernel, error)]
+        for kernel_id in plan.selection.order:
+            if kernel_id == plan.kernel or kernel_id in device.health.blocked():
+                continue
+            try:
+                result = device.callable_for(op, plan.selection, kernel_id)(*args)
+                check_outputs(op, args, result, dtypes="autocast" not in plan.request.modes)
+            except Exception as other:
+                failed.append((kernel_id, other))
+                continue
+            if not quiet:
+                for broken, why in failed:
+                    self._count(plan, broken, kernel_id, why)
+                device.health.success(kernel_id)
+            return result, self._note(plan, kernel_id, error)
+        if quiet or isinstance(error, _ARGUMENT_ERRORS):
+            raise error
+        device.counters.add("failures", kernel=plan.kernel)
+        device.health.failure(plan.kernel, _short(error), op=op.name)
+        raise self._failed(plan.kernel, error, "no other kernel could answer")
+
+    def _composed(self, plan: Plan, args: Args, error: Exception) -> tuple[Any, Plan]:
+        """Plain torch's answer to a transformed call; the kernel's error where there is none either."""
+        plain = composed(plan.op, plan.request)
+        if plan.call is plain.call:
+            raise error
+        try:
+            return plain.call(*args), plain
+        except Exception as other:
+            raise error from other
+
+    def _smaller(self, plan: Plan, args: Args, error: Exception) -> tuple[Any, Plan]:
+        """Run the kernel that states the smallest workspace, once; memory is not the first kernel's fault."""
+        device, op, request = self._device, plan.op, plan.request
+        device.counters.add("out_of_memory", kernel=plan.kernel)
+        if device.device.type == "cuda":
+            torch.cuda.empty_cache()
+        if device.room.moved(device.settings):
+            device.refresh()
+        usage = f"{in_words(free_memory(device.device))} of {in_words(device.hardware.memory_bytes)} are free"
+        failed = device.registry.get(plan.kernel)
+        others = [
+            kernel
+            for kernel_id in plan.selection.order
+            if kernel_id != plan.kernel
+            and kernel_id not in device.health.blocked()
+            and (kernel := device.registry.get(kernel_id)) is not None
+            and (failed is None or needs(kernel, request) <= needs(failed, request))
+        ]
+        if not others:
+            raise self._failed(plan.kernel, error, f"no smaller kernel takes the call, and {usage}")
+        smallest = min(others, key=lambda kernel: needs(kernel, request)).id
+        log.warning("kernel.out_of_memory", kernel=plan.kernel, used=smallest, op=op.name, usage=usage)
+        try:
+            result = device.callable_for(op, plan.selection, smallest)(*args)
+            check_outputs(op, args, result, dtypes="autocast" not in request.modes)
+        except Exception as other:
+            message = f"so did {smallest} ({_short(other)}); {usage}: make the call smaller"
+            raise self._failed(plan.kernel, error, message) from other
+        return result, self._note(plan, smallest, error)
+
+    def _count(self, plan: Plan, broken: str, used: str, error: Exception) -> None:
+        device = self._device
+        device.counters.add("fallbacks", kernel=broken)
+        log.warning("kernel.fell_back", kernel=broken, used=used, op=plan.op.name, error=_short(error))
+        device.health.failure(broken, _short(error), op=plan.op.name)
+
+    def _note(self, plan: Plan, used: str, error: Exception) -> Plan:
+        """The plan as it really ran, for `last_selection`."""
+        if self._device.spans is not None:
+            self._device.spans.fell_back(plan, used, error)
+        record = msgspec.structs.replace(
+            plan.selection,
+            kernel=used,
+            request=plan.request,
+            why=f"fallback: {plan.kernel} raised {_short(error)}",
+            fallback=plan.kernel,
+        )
+        return Plan(plan.op, plan.call, record, plan.request)
+
+    def _failed(self, kernel: str, error: Exception, what: str) -> KernelExecutionError:
+        failure = KernelExecutionError(f"{kernel} raised {_short(error)}; {what}", kernel=kernel)
+        failure.__cause__ = error
+        return failure
+
+    def probe(
+        self, op: Op, kernel_id: str, call: Callable[..., Any], selection: Selection
+    ) -> Callable[..., Any]:
+        """`call` for callers that get a probe token of a half-open circuit, the next kernel for others."""
+        device = self._device
+
+        def probing(*args: Any) -> Any:
+            if foreign.surrounded() or foreign.transformed(args):
+                return self._others(op, kernel_id, selection, args)
+            token = device.health.take_probe(kernel_id)
+            if token is None:
+                return self._others(op, kernel_id, selection, args)
+            with token:
+                result = call(*args)
+                check_outputs(op, args, result, dtypes="autocast" not in selection.request.modes)
+                return result
+
+        return probing
+
+    def _others(self, op: Op, kernel_id: str, selection: Selection, args: Args) -> Any:
+        for other in selection.order:
+            if other != kernel_id:
+                return self._device.callable_for(op, selection, other)(*args)
+        raise KernelExecutionError(f"{kernel_id} rests and no other kernel takes the call", kernel=kernel_id)
+
+
+def guarded_on(device: torch.device, op: Op, call: Callable[..., Any]) -> Callable[..., Any]:
+    """`call` behind the op's guard, on the device whose data a guard may look at.
+
+    torch's compiler sees the call alone. `.behind` is for arguments that a guard has given.
+    """
+    guard = op.guard
+    if guard is None or device.type != "cpu":
+        return call
+
+    def guarded(*args: Any) -> Any:
+        return call(*args) if _is_traced() else call(*guard(args))
+
+    guarded.behind = call  # type: ignore[attr-defined]
+    return guarded
+
+
+def blamed(op: Op, args: Args, error: Exception) -> Args:
+    """The arguments as the op's guard gives them, after a call with them raised `error`.
+
+    Raises: ValueError: the data was wrong: what the guard said before the kernel, or what it says now.
+    """
+    if op.guard is None:
+        return args
+    try:
+        return op.guard(args)
+    except ValueError as fault:
+        if type(error) is ValueError and error.args == fault.args:
+            raise error from None
+        raise fault from error
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an allocation failed, on a GPU or on the CPU, where torch has no type of its own for it."""
+    if isinstance(error, torch.OutOfMemoryError | MemoryError):
+        return True
+    return isinstance(error, RuntimeError) and "DefaultCPUAllocator: can't allocate memory" in str(error)
+
+
+def _short(error: BaseException) -> str:
+    text = f"{type(error).__name__}: {error}"
+    return text if len(text) <= 200 else text[:197] + "..."

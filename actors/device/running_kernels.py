@@ -1,0 +1,247 @@
+"""Which kernel was running when the process died: a few bytes that outlive it, written around each kernel.
+
+A journal is a file mapped into memory. Each thread has a slot of two words: the number of its kernel, and
+when it began (0: it has ended). The kernel keeps what was written when the process is killed, so that the
+next life of the device, or a watchdog outside, reads who was in flight. Two deaths under one kernel
+quarantine it.
+"""
+
+from __future__ import annotations
+
+import itertools
+import mmap
+import os
+import re
+import struct
+import threading
+import time
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from layerzero._util import files, log
+
+_MAGIC = b"LZJ1"
+_HEADER = 64
+_SLOTS = 256
+_WORDS = 2
+_SIZE = _HEADER + _SLOTS * _WORDS * 8
+DEATHS_TO_QUARANTINE = 2
+_MOST_NAMES = 1 << 20
+FORGIVEN_S = 24 * 3600.0
+
+_now = time.monotonic_ns
+_journals = itertools.count(1)  # of this process
+
+
+class Flight(msgspec.Struct, frozen=True):
+    """A kernel in flight, and for how many seconds."""
+
+    kernel: str
+    seconds: float
+
+
+class Death(msgspec.Struct, frozen=True):
+    """One death of a device's process under a kernel; `at` is wall-clock time in seconds since 1970."""
+
+    kernel: str
+    at: float
+
+
+class _Local(threading.local):
+    slot = -1
+
+
+class Journal:
+    """The journal of one life of a device; `watched` wraps a callable, `close` says that all is well.
+
+    `twin` is the compiled module that notes a call in less time, `layerzero.native.NOTING`'s.
+    """
+
+    def __init__(self, folder: Path, name: str, generation: str, twin: Any = None) -> None:
+        self._twin, self._id = twin, next(_journals)
+        stem = f"{_plain(name)}.{generation}"
+        self.path = folder / f"{stem}.journal"
+        self._names_path = folder / f"{stem}.kernels"
+        while True:
+            files.own_folder(folder)
+            try:
+                os.close(files.create_own(self._names_path))
+                break
+            except FileNotFoundError:  # a neighbour that closed has taken the empty folder away
+                continue
+        with os.fdopen(files.create_own(self.path), "r+b") as file:
+            file.write(struct.pack("=4sQ", _MAGIC, os.getpid()).ljust(_HEADER, b"\0"))
+            file.truncate(_SIZE)
+            file.flush()
+            self._map = mmap.mmap(file.fileno(), _SIZE)
+        self._words = memoryview(self._map).cast("Q")
+        self._names: list[str] = []
+        self._local = _Local()
+        self._taken = 0
+        self._lock = threading.Lock()
+        self._closed = False
+
+    def watched(self, kernel: str, call: Callable[..., Any]) -> Callable[..., Any]:
+        """`call`, noted in the journal while it runs."""
+        number = self._number(kernel)
+        if self._twin is not None:
+            noted_by_twin: Callable[..., Any] = self._twin.watched(
+                call, number, self._map, self._id, self._slot
+            )
+            return noted_by_twin
+        words, local, now, claim = self._words, self._local, _now, self._claim
+
+        def noted(*args: Any) -> Any:
+            slot = local.slot
+            if slot < 0:
+                slot = claim()
+            words[slot] = number
+            words[slot + 1] = now()
+            try:
+                return call(*args)
+            finally:
+                words[slot + 1] = 0
+
+        return noted
+
+    def _slot(self) -> int:
+        """The calling thread's slot."""
+        slot = self._local.slot
+        return self._claim() if slot < 0 else slot
+
+    def _number(self, kernel: str) -> int:
+        with self._lock:
+            if kernel in self._names:
+                return self._names.index(kernel)
+            self._names.append(kernel)
+            if self._closed:
+                return len(self._names) - 1
+            # Before the first call: the number must mean something to whoever finds the file.
+            handle = os.open(self._names_path, os.O_WRONLY | os.O_APPEND | getattr(os, "O_NOFOLLOW", 0))
+            with os.fdopen(handle, "a", encoding="utf-8") as file:
+                file.write(kernel + "\n")
+            return len(self._names) - 1
+
+    def _claim(self) -> int:
+        with self._lock:
+            # Threads beyond the last slot share it: one of theirs may be missed, none is made up.
+            index = min(self._taken, _SLOTS - 1)
+            self._taken += 1
+        slot = self._local.slot = _HEADER // 8 + index * _WORDS
+        return slot
+
+    def flights(self) -> list[Flight]:
+        """The kernels in flight now, longest first."""
+        if self._closed:
+            return []
+        return _flights(bytes(self._map), self._names)
+
+    def recent(self) -> list[str]:
+        """The last kernel of every thread: who is suspect of an error that a device reports late."""
+        words, first = self._words, _HEADER // 8
+        numbers = {words[first + i * _WORDS] for i in range(min(self._taken, _SLOTS))}
+        return sorted(self._names[n] for n in numbers)
+
+    def accuse(self) -> None:
+        """Leave the last kernel of every thread as in flight: the process ends on an error reported late."""
+        for index in range(min(self._taken, _SLOTS)):
+            self._words[_HEADER // 8 + index * _WORDS + 1] = _now()
+
+    def close(self) -> None:
+        """Remove the files: this life ended in order, and nobody is to blame."""
+        self._closed = True
+        for path in (self.path, self._names_path):
+            path.unlink(missing_ok=True)
+        with suppress(OSError):  # others live there, or their deaths are noted
+            self.path.parent.rmdir()
+
+
+def _flights(data: bytes, names: list[str]) -> list[Flight]:
+    now = _now()
+    found = []
+    for index in range(_SLOTS):
+        number, began = struct.unpack_from("=QQ", data, _HEADER + index * _WORDS * 8)
+        if began and number < len(names):
+            found.append(Flight(names[number], max(0.0, (now - began) / 1e9)))
+    return sorted(found, key=lambda flight: -flight.seconds)
+
+
+def read(path: Path) -> list[Flight]:
+    """The kernels that a journal shows in flight; a file that is none, or is cut short, shows nobody.
+
+    Reads another process's journal as well as that of a dead one.
+    """
+    try:
+        data = files.read_bounded(path, _SIZE)
+        names = files.read_bounded(path.with_suffix(".kernels"), _MOST_NAMES).decode().split("\n")[:-1]
+    except FileNotFoundError:
+        return []
+    except (OSError, ValueError) as error:
+        log.warning("journal.unreadable", path=str(path), why=str(error))
+        return []
+    if len(data) != _SIZE or data[:4] != _MAGIC:
+        log.warning("journal.unreadable", path=str(path), bytes=len(data))
+        return []
+    return _flights(data, names)
+
+
+def bury(folder: Path, name: str) -> list[str]:
+    """The kernels that were in flight in earlier lives of a device; their journals are removed.
+
+    Only the caller knows that no earlier life runs any more.
+    Raises: PermissionError: others can write the folder; whom its journals blame says nothing.
+    """
+    blamed: list[str] = []
+    if folder.is_dir():
+        files.own_folder(folder)
+    pattern = re.compile(re.escape(_plain(name)) + r"\.[0-9a-f]+\.journal")
+    for path in sorted(folder.glob("*.journal")) if folder.is_dir() else ():
+        if pattern.fullmatch(path.name):
+            blamed += [flight.kernel for flight in read(path)]
+            path.unlink(missing_ok=True)
+            path.with_suffix(".kernels").unlink(missing_ok=True)
+    return sorted(set(blamed))
+
+
+class Deaths:
+    """The deaths of one device, remembered in a file beside its journals.
+
+    A death older than a day is forgiven: a process may be killed from outside under an innocent kernel.
+    """
+
+    def __init__(self, folder: Path, name: str) -> None:
+        self._path = folder / f"{_plain(name)}.deaths"
+        self._deaths: list[Death] = self._load()
+
+    def _load(self) -> list[Death]:
+        try:
+            return files.decoded(files.read_bounded(self._path, _MOST_NAMES), list[Death])
+        except FileNotFoundError:
+            return []
+        except (OSError, ValueError, msgspec.MsgspecError) as error:
+            aside = self._path.with_name(self._path.name + ".damaged")
+            log.error("deaths.set_aside", path=str(self._path), moved_to=str(aside), why=str(error))
+            os.replace(self._path, aside)
+            return []
+
+    def add(self, kernels: Iterable[str], at: float) -> list[str]:
+        """Note one death under each of `kernels`; the ones that have now died too often."""
+        kernels = list(kernels)
+        self._deaths = [death for death in self._deaths if at - death.at < FORGIVEN_S]
+        self._deaths += [Death(kernel, at) for kernel in kernels]
+        if kernels:
+            files.write_whole(self._path, msgspec.json.encode(self._deaths))
+        counts = [(kernel, self.count(kernel)) for kernel in kernels]
+        return [kernel for kernel, count in counts if count >= DEATHS_TO_QUARANTINE]
+
+    def count(self, kernel: str) -> int:
+        """How often the device died under a kernel."""
+        return sum(death.kernel == kernel for death in self._deaths)
+
+
+def _plain(name: str) -> str:
+    return re.sub(r"[^A-Za-z0-9_-]", "-", name)

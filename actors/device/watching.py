@@ -1,0 +1,31 @@
+"""What may stand around the plans of a device."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, Protocol
+
+from layerzero._util import foreign
+
+if TYPE_CHECKING:
+    from layerzero.ops.op import Op
+    from layerzero.selection.record import Selection
+
+
+class Watcher(Protocol):
+    """What sees the calls of a device: a recorder, a guard of numerics; without one nothing is paid."""
+
+    def around(self, op: Op, selection: Selection, call: Callable[..., Any]) -> Callable[..., Any]:
+        """`call`, watched; `call` itself where there is nothing to see."""
+        ...
+
+
+def unless_foreign(watched: Callable[..., Any], call: Callable[..., Any]) -> Callable[..., Any]:
+    """`watched`, and `call` itself where the caller's transforms, modes or hooks would be watched with it."""
+    if watched is call:
+        return call
+
+    def either(*args: Any) -> Any:
+        return (call if foreign.surrounded() or foreign.transformed(args) else watched)(*args)
+
+    return either

@@ -1,0 +1,317 @@
+"""`rt.gang`: ranks that meet in collectives run the same requests in the same order under the same plan.
+
+Rank 0 has the coroutines, the queue and every decision; what it runs for a batch is announced by a manifest
+that every other rank obeys (`follow`) or compares its own batch with, before the first collective.
+"""
+
+from __future__ import annotations
+
+import inspect
+import os
+from collections.abc import Awaitable, Callable, Hashable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+import anyio
+import anyio.to_thread
+import torch
+
+from layerzero.actors.device.local_device import LocalDevice
+from layerzero.actors.group.agreement import AgreementStore
+from layerzero.actors.group.plan import Agreed, Mode
+from layerzero.actors.group.rank_group import Gang
+from layerzero.actors.group.step_message import Request, laid, need_sendable
+from layerzero.actors.group.steps import Steps
+from layerzero.calls.batched import Batched
+from layerzero.calls.scope import SCOPE, Scope
+from layerzero.spec.errors import ConfigurationError, ConsistencyError, DeviceLostError, LayerZeroError
+
+if TYPE_CHECKING:
+    from layerzero.runtime import Runtime
+    from layerzero.selection.dispatch import Snapshot
+
+Function = Callable[..., Any]
+
+
+class Member:
+    """One rank of a gang, joined; what `async with rt.gang(...)` gives.
+
+    `rank` and `ranks` say who this is, `agreed` which plan is in force.
+    """
+
+    def __init__(self, gang: Gang, runtime: Runtime) -> None:
+        self._gang = gang
+        self._runtime = runtime
+        self._steps = Steps(gang)
+        self._functions: dict[str, tuple[Function, bool]] = {}
+        self.rank, self.ranks, self.epoch = gang.rank, gang.ranks, gang.epoch
+
+    @property
+    def agreed(self) -> Agreed:
+        """The plan in force."""
+        assert self._gang.agreed is not None
+        return self._gang.agreed
+
+    @property
+    def plan(self) -> str:
+        """The digest of the plan in force: equal on every rank."""
+        return self._gang.plan
+
+    @property
+    def failure(self) -> str | None:
+        """Why the gang has failed; None while it has not."""
+        return self._gang.failure
+
+    def batched(
+        self,
+        fn: Function,
+        *,
+        name: str | None = None,
+        send: bool = True,
+        model: str = "",
+        alike: bool = True,
+    ) -> Callable[..., Awaitable[Any]]:
+        """`lz.batched` for a function with collectives in it: `await step(request, *args)`.
+
+        `request` (int or str) names the caller's request, once in a batch. On every rank the function has to
+        be given under the same `name`. `send=True` sends the batch's arguments along, for followers that
+        `follow`; `send=False` is for ranks that all form batches themselves and only compare them. Functions
+        of one `model` share its selections; other models, under the same plan, choose for themselves.
+        `alike=False` is for stages of a pipeline: ranks run different ops, whose choices are not compared.
+        Raises: ConfigurationError: another function has the name. When awaited, for the caller at fault
+            alone: ValueError: its request is under way already. TypeError: an argument cannot be sent.
+        """
+        called = name or str(getattr(fn, "__qualname__", type(fn).__name__))
+        if called in self._functions:
+            raise ConfigurationError(f"name needs to be new in this gang, got {called!r} again")
+        wants_counts = "counts" in inspect.signature(fn).parameters
+        self._functions[called] = (fn, wants_counts)
+        self._steps.models[called] = model if alike else f"{model or called}, apart"
+        if not alike:
+            self._steps.apart.add(called)
+
+        def run(requests: list[Request], *columns: Any, counts: list[int]) -> Any:
+            values = (counts, list(columns)) if send else ()
+            own = [laid(c) if isinstance(c, torch.Tensor) else c for c in columns] if send else columns
+            with self._here(), self._scope(self._steps.take(called, requests, values)):
+                return self._call(called, own, counts)
+
+        together = Step(run, pure=False, name=called, device=self._gang.device.device)
+        under_way: set[Request] = set()
+
+        async def step(request: Request, *args: Any, **options: Any) -> Any:
+            # Both are known before a manifest exists, so that they cost the neighbours in a batch nothing.
+            if request in under_way:
+                raise ValueError(f"request needs to be once in a step of {called}, got {request!r} again")
+            if send:
+                need_sendable(args, called)
+            under_way.add(request)
+            try:
+                return await together(request, *args, **options)
+            finally:
+                under_way.discard(request)
+
+        return step
+
+    def _call(self, name: str, columns: Sequence[Any], counts: list[int]) -> Any:
+        fn, wants_counts = self._functions[name]
+        try:
+            out = fn(*columns, counts=counts) if wants_counts else fn(*columns)
+        except BaseException as error:
+            # A rank that left breaks the others' collectives, whose error does not say why it left.
+            if isinstance(error, RuntimeError) and (why := self._gang.why()) is not None:
+                raise DeviceLostError(f"the gang failed in {name}: {why}", retryable=False) from error
+            # Other ranks are in the same step: nobody can tell whether they wait in a collective of it.
+            self._gang.fail(f"{name} raised {type(error).__name__}: {error}"[:300])
+            raise
+        self._steps.ran(name)
+        return out
+
+    def under(self, model: str) -> AbstractContextManager[None]:
+        """A block whose ops are chosen for `model` under the gang's plan, on this rank alone.
+
+        For what no other rank runs: a draft model beside a target that all ranks share. The ops inside are
+        blocking ones.
+        """
+        return self._scope(self._gang.under(model))
+
+    def _here(self) -> AbstractContextManager[object]:
+        """A block on this rank's GPU: a new thread's current one is the first, whichever this rank's is."""
+        device = self._gang.device.device
+        return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
+
+    @contextmanager
+    def _scope(self, snapshot: Snapshot) -> Iterator[None]:
+        plan = -1 - self.agreed.version - (self.epoch << 32)
+        token = SCOPE.set(Agreeing(snapshot, self._runtime, plan))
+        try:
+            yield
+        finally:
+            SCOPE.reset(token)
+
+    async def follow(self) -> None:
+        """On a follower: run what rank 0 announces, until rank 0 closes the gang.
+
+        Raises: ConsistencyError: this rank cannot follow. DeviceLostError: rank 0, or another rank, is gone.
+            What a function raises.
+        """
+        if self.rank == 0:
+            raise ConfigurationError("follow needs a follower, got rank 0: it decides")
+        await anyio.to_thread.run_sync(self._follow, abandon_on_cancel=True)
+
+    def _follow(self) -> None:
+        inference = self._gang.device.settings.inference is not False
+        with self._here(), torch.inference_mode(inference):
+            while True:
+                manifest, snapshot = self._steps.next()
+                if not manifest.name:
+                    return
+                if manifest.name not in self._functions:
+                    with self._gang.failing():
+                        raise ConsistencyError(
+                            f"rank {self.rank} needs the function {manifest.name!r} that rank 0 runs, got "
+                            f"{', '.join(sorted(self._functions)) or 'none'}"
+                        )
+                counts, columns = self._steps.values(manifest)
+                with self._scope(snapshot):
+                    self._call(manifest.name, columns, counts)
+
+    async def propose(self, plan: Agreed) -> Agreed:
+        """On rank 0: agree on another plan, with followers that call `agree(plan.version)` meanwhile.
+
+        Raises: ConsistencyError: a rank refused or did not answer in time; the old plan stays in force.
+        """
+        return await anyio.to_thread.run_sync(self._gang.propose, plan)
+
+    async def agree(self, version: int) -> Agreed:
+        """On a follower: answer rank 0's proposal of plan `version`.
+
+        Raises: ConsistencyError: this or another rank refused; the old plan stays in force.
+        """
+        return await anyio.to_thread.run_sync(self._gang.agree, version)
+
+    def close(self) -> None:
+        """Leave the gang; on rank 0 the followers' `follow` returns."""
+        self._steps.close()
+
+
+class Step(Batched[Any]):
+    """A function with collectives: however short, it waits for other ranks, never on a loop's thread."""
+
+    def _learn(self, us_per_row: float) -> None:
+        """Nothing: a step stays off the loop however short it proves."""
+
+
+class Agreeing(Scope):
+    """The scope of a gang's step: every selection is made in the snapshot that all ranks agreed on."""
+
+    __slots__ = ("_agreed", "_plan")
+
+    def __init__(self, snapshot: Snapshot, runtime: Runtime, plan: int) -> None:
+        """`plan` is a number of the plan in force, below 0."""
+        super().__init__(runtime=runtime)
+        self._agreed = snapshot
+        self._plan = plan
+
+    @property
+    def key(self) -> Hashable:
+        """Itself: no other step's selections are its own."""
+        return self
+
+    def generation(self, device: LocalDevice) -> int:
+        """The plan's: a change on one rank alone must not make it capture what no other captures."""
+        return self._plan
+
+    def snapshot(self, device: Any, op: str, backend: str | None) -> Snapshot:
+        """The gang's snapshot.
+
+        Raises: ConfigurationError: `backend=` asks for what one rank alone would do.
+        """
+        if backend is not None:
+            raise ConfigurationError(
+                f"backend needs None inside a gang's step, got {backend!r}: put it into rank 0's policy"
+            )
+        return self._agreed
+
+
+class Joining:
+    """A gang to be entered; what `rt.gang` returns."""
+
+    def __init__(self, gang: Gang, runtime: Runtime) -> None:
+        self._gang = gang
+        self._member = Member(gang, runtime)
+
+    async def __aenter__(self) -> Member:
+        try:
+            await anyio.to_thread.run_sync(self._gang.join, abandon_on_cancel=True)
+        except BaseException:
+            self._gang.close()  # a cancelled joiner is heard no more, but its thread still joins
+            raise
+        return self._member
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is not None and not isinstance(error, LayerZeroError):
+            self._gang.fail(f"rank {self._gang.rank} left with {type(error).__name__}: {error}"[:300])
+        with anyio.CancelScope(shield=True):  # the others wait for it, whyever this rank leaves
+            await anyio.to_thread.run_sync(self._member.close)
+
+
+def open_gang(
+    runtime: Runtime,
+    ranks: int | None = None,
+    *,
+    rank: int | None = None,
+    store: AgreementStore | None = None,
+    mode: Mode = "inference",
+    tp_invariant: bool = False,
+    epoch: int | None = None,
+    device: torch.device | str | None = None,
+    host: str = "127.0.0.1",
+    timeout_s: float = 30.0,
+    on_failure: Callable[[str], None] | None = None,
+) -> Joining:
+    """The gang that this process is a rank of; `async with` joins it.
+
+    `rank`, `ranks` and `epoch` default to torchrun's RANK, WORLD_SIZE and TORCHELASTIC_RESTART_COUNT, `store`
+    to the store of torch.distributed, which has to be initialised then. `host` is where the other ranks reach
+    rank 0. A dead gang never returns: its ranks restart together, under a new `epoch`.
+    Raises: ConfigurationError: something is not given and cannot be found.
+    """
+    gang = Gang(
+        runtime.device(device),
+        store if store is not None else _default_store(),
+        rank=_number("rank", rank, "RANK"),
+        ranks=_number("ranks", ranks, "WORLD_SIZE"),
+        epoch=epoch if epoch is not None else int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")),
+        mode=mode,
+        tp_invariant=tp_invariant,
+        host=host,
+        timeout_s=timeout_s,
+        on_failure=on_failure,
+    )
+    return Joining(gang, runtime)
+
+
+def _number(name: str, given: int | None, variable: str) -> int:
+    if given is not None:
+        return given
+    text = os.environ.get(variable, "")
+    if not text.isdigit():
+        raise ConfigurationError(f"{name} needs a number, or the variable {variable}, got {text!r}")
+    return int(text)
+
+
+def _default_store() -> AgreementStore:
+    from torch import distributed
+    from torch.distributed.distributed_c10d import _get_default_store
+
+    from layerzero.actors.group.stores import TorchStore
+
+    if not (distributed.is_available() and distributed.is_initialized()):
+        raise ConfigurationError(
+            "store needs an AgreementStore, or torch.distributed.init_process_group() before, got None"
+        )
+    return TorchStore(_get_default_store(), "layerzero-gang")

@@ -1,0 +1,255 @@
+"""What each rank of a gang brings, and the plan that all of them can follow.
+
+A profile says what one rank has; the plan is a pure function of all profiles, rank 0's policy and the mode,
+so that every rank can check it. `gang.py` carries the plan to the ranks.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import hashlib
+import importlib.metadata
+from collections.abc import Iterable, Sequence
+from typing import Literal
+
+import msgspec
+
+from layerzero._util import log
+from layerzero._util.libraries import DISTRIBUTION
+from layerzero.actors.device.local_device import LocalDevice
+from layerzero.actors.group.agreement import digest_of
+from layerzero.perfdb import versions_of
+from layerzero.selection.agreed_terms import Terms
+from layerzero.selection.decide import CostModel, Knobs
+from layerzero.selection.policy.policy import Policy
+from layerzero.selection.policy.rules import Action, Layer, Rule, make_rule
+from layerzero.spec.errors import ConsistencyError
+from layerzero.spec.hardware import Hardware
+from layerzero.spec.kernel import Kernel
+
+Mode = Literal["inference", "training"]
+
+
+class Profile(msgspec.Struct, frozen=True):
+    """What one rank brings: its hardware's `group`, versions, ready kernels with a digest of each.
+
+    `memory` is what one workspace may take there, in bytes, or None where nobody knows.
+    """
+
+    rank: int
+    group: str
+    versions: dict[str, str]
+    kernels: dict[str, str]
+    policy: str
+    costs: str
+    memory: int | None
+    knobs: Knobs = Knobs()
+
+
+class Spelled(msgspec.Struct, frozen=True):
+    """A rule of a policy as it is written, so that a rank that receives it checks it again."""
+
+    action: Action
+    patterns: tuple[str, ...]
+    op: str
+    when: tuple[str, ...]
+    factor: float
+    add_us: float
+    layer: int
+    source: str
+    note: str
+
+    @classmethod
+    def of(cls, rule: Rule) -> Spelled:
+        """The rule's spelling; a timeboxed one is in the plan while it holds."""
+        boost = rule.boost
+        return cls(
+            rule.action,
+            rule.patterns,
+            rule.target,
+            tuple(map(str, rule.when)),
+            boost.factor,
+            boost.add_us,
+            rule.layer.value,
+            rule.source,
+            rule.note,
+        )
+
+    def rule(self) -> Rule:
+        """The rule.
+
+        Raises: PolicyValidationError: it is none.
+        """
+        return make_rule(
+            self.action,
+            self.patterns,
+            op=self.op,
+            when=self.when,
+            factor=self.factor,
+            add_us=self.add_us,
+            layer=Layer(self.layer),
+            source=self.source,
+            note=self.note,
+        )
+
+
+class Agreed(msgspec.Struct, frozen=True):
+    """A plan: what every selection of the gang follows from.
+
+    `kernels` are the ids that each capability group may choose among; `memory` is what one workspace may take
+    on the rank that has the least, in bytes, None where no rank knows; `measured` says whether all ranks hold
+    the same measurements, so that these count; `knobs` are rank 0's; `activate_at` is the number of the step
+    from which it holds, or from the next one where the ranks agree later than that.
+    """
+
+    version: int
+    kernels: dict[str, tuple[str, ...]]
+    rules: tuple[Spelled, ...]
+    memory: int | None
+    measured: bool
+    tp_invariant: bool
+    activate_at: int
+    knobs: Knobs = Knobs()
+
+    def encoded(self) -> bytes:
+        """The canonical bytes that ranks vote on."""
+        return msgspec.json.encode(self, order="deterministic")
+
+    def terms(self, group: str, cost: CostModel) -> Terms:
+        """What selections of one capability group follow from, beside the policy.
+
+        `cost` is what the rank had when it joined: later measurements are its own and count for no gang.
+        """
+        return Terms(
+            frozenset(self.kernels[group]),
+            frozenset({"tp_invariant"}) if self.tp_invariant else frozenset(),
+            cost=cost if self.measured else None,
+            knobs=dataclasses.replace(self.knobs, room=self.memory, agreed=True),
+        )
+
+    def policy(self) -> Policy:
+        """The policy of the plan.
+
+        Raises: PolicyValidationError: a rule is none.
+        """
+        return Policy(tuple(rule.rule() for rule in self.rules))
+
+
+def common_plan(
+    profiles: Sequence[Profile],
+    policy: Policy,
+    mode: Mode,
+    *,
+    version: int = 1,
+    activate_at: int = 1,
+    tp_invariant: bool = False,
+) -> Agreed:
+    """The plan that all `profiles` can follow; a pure function of them, so that every rank can check it.
+
+    Raises: ConsistencyError: a rank brings other versions or another policy, in training mode; no kernel is
+        common to a group.
+    """
+    first = profiles[0]
+    for other in profiles[1:]:
+        found = _differences(first, other)
+        if found and mode == "training":
+            raise ConsistencyError(
+                f"rank {other.rank} needs what rank 0 has, got other {'; '.join(found)}",
+                votes={p.rank: digest_of(msgspec.json.encode(p.versions)) for p in profiles},
+            )
+        if found:
+            log.warning("gang.ranks_differ", rank=other.rank, differences=found, mode=mode)
+    kernels: dict[str, tuple[str, ...]] = {}
+    for group in sorted({p.group for p in profiles}):
+        held = [p.kernels for p in profiles if p.group == group]
+        common = tuple(sorted(k for k, d in held[0].items() if all(h.get(k) == d for h in held[1:])))
+        if not common:
+            raise ConsistencyError(f"ranks of {group} need a kernel in common, got none")
+        kernels[group] = common
+    return Agreed(
+        version=version,
+        kernels=kernels,
+        rules=tuple(Spelled.of(rule) for rule in policy.rules),
+        memory=min((p.memory for p in profiles if p.memory is not None), default=None),
+        measured=len({p.costs for p in profiles}) == 1,
+        tp_invariant=tp_invariant,
+        activate_at=activate_at,
+        knobs=first.knobs,
+    )
+
+
+def _differences(first: Profile, other: Profile) -> list[str]:
+    found = [
+        f"{name} {other.versions.get(name, 'none')} for {first.versions.get(name, 'none')}"
+        for name in sorted({*first.versions, *other.versions})
+        if other.versions.get(name) != first.versions.get(name)
+    ]
+    if other.policy != first.policy:
+        found.append(f"policy {other.policy[:12] or 'none'} for {first.policy[:12] or 'none'}")
+    if other.knobs != first.knobs:
+        found.append(f"settings {other.knobs} for {first.knobs}")
+    if other.group == first.group and other.kernels != first.kernels:
+        missing = sorted(first.kernels.items() ^ other.kernels.items())
+        found.append("kernels " + ", ".join(dict.fromkeys(name for name, _ in missing)))
+    return found
+
+
+def profile_of(device: LocalDevice, rank: int) -> Profile:
+    """What `device` brings to a gang; loads nothing, so kernels that are not ready are not in it."""
+    hardware = device.hardware
+    fingerprint = getattr(device.costs, "fingerprint", None)
+    ops = sorted({kernel.op for kernel in device.kernels()})
+    costs = [] if fingerprint is None else [str(fingerprint(op)) for op in ops]
+    return Profile(
+        rank=rank,
+        group=_group_of(hardware),
+        versions={
+            "layerzero": importlib.metadata.version(DISTRIBUTION),
+            "torch": hardware.torch,
+            "cuda": hardware.cuda or "",
+            "driver": hardware.driver or "",
+        },
+        kernels={kernel.id: _digest_of_kernel(kernel) for kernel in able(device)},
+        policy=device.snapshot.policy.digest if device.snapshot.policy else "",
+        costs=hashlib.sha256("\n".join(costs).encode()).hexdigest()[:16],
+        memory=device.room.now(device.settings),
+        knobs=Knobs(device.settings.strict, device.settings.tie_band, device.settings.default_gain),
+    )
+
+
+def _group_of(hardware: Hardware) -> str:
+    """The name that only ranks which price alike share: the hardware's, and its roofs."""
+    roofs = msgspec.json.encode((hardware.peak_flops, hardware.bandwidth), order="deterministic")
+    sm = f" sm{hardware.sm}" if hardware.sm is not None else ""
+    return f"{hardware.name}{sm} ({digest_of(roofs)[:8]})"
+
+
+def able(device: LocalDevice) -> list[Kernel]:
+    """The kernels that a device could run this moment."""
+    platform = device.hardware.platform
+    kernels = [k for k in device.kernels() if platform in k.capability.platforms]
+    absent = {*device.registry.blocked(), *device.health.blocked(), *device.registry.unready()}
+    return [kernel for kernel in kernels if kernel.id not in absent]
+
+
+def lacking(device: LocalDevice, kernels: Iterable[str]) -> list[str]:
+    """Those of `kernels`, by id, that a device could not run this moment."""
+    registry, platform = device.registry, device.hardware.platform
+    absent = {*registry.blocked(), *device.health.blocked(), *registry.unready()}
+    missing = []
+    for name in kernels:
+        kernel = None if name in absent else registry.get(name)
+        if kernel is None or platform not in kernel.capability.platforms:
+            missing.append(name)
+    return missing
+
+
+@functools.lru_cache(maxsize=4096)
+def _digest_of_kernel(kernel: Kernel) -> str:
+    """What two ranks compare of a kernel: its capability and the versions of its libraries."""
+    what = msgspec.json.encode(
+        (versions_of(kernel), msgspec.to_builtins(kernel.capability, order="deterministic")),
+        order="deterministic",
+    )
+    return hashlib.sha256(what).hexdigest()[:16]

@@ -1,0 +1,1 @@
+"""Devices that live in Ray actors."""

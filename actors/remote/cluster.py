@@ -1,0 +1,245 @@
+"""Joining a Ray cluster: authentication, what is there, and a place for each device."""
+
+from __future__ import annotations
+
+import asyncio
+import ipaddress
+import os
+import secrets
+import socket
+import sys
+import uuid
+from collections.abc import Mapping
+from typing import Any
+
+from layerzero._util import log
+from layerzero._util.fork_safety import renew_after_fork
+from layerzero.actors.remote.ray_actor import Spec, actor_class
+from layerzero.actors.remote.ray_device import RayDevice
+from layerzero.spec.errors import BackendNotAvailableError, ConfigurationError
+from layerzero.spec.settings import Settings
+
+_KNOCK_S = 10.0
+_MODE, _TOKEN, _TOKEN_PATH = "RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"
+
+
+class Cluster:
+    """A joined cluster: its placement group and the devices placed in it. `leave` undoes what joining did."""
+
+    def __init__(self, settings: Settings, ours: bool) -> None:
+        self.name = uuid.uuid4().hex[:8]
+        self._settings = settings
+        self._ours = ours  # we called ray.init, so we shut it down
+        self._group: Any = None
+        self.devices: list[RayDevice] = []
+
+    async def place(self, opener: str) -> list[RayDevice]:
+        """Reserve a place for every device and open one in each.
+
+        Raises: ConfigurationError: the places do not become free in time; the message says what is there.
+            DeviceLostError: a device did not start.
+        """
+        bundles = self._bundles()
+        self._group = await self._reserve(bundles)
+        secret = secrets.token_bytes(32)
+        for index, bundle in enumerate(bundles):
+            spec = Spec(
+                name=f"{'gpu' if 'GPU' in bundle else 'cpu'}-{index}",
+                fleet=self.name,
+                settings=self._settings.replace(cluster=None, cluster_devices=None),
+                opener=opener,
+                secret=secret,
+            )
+            self.devices.append(self._device(spec, bundle, index))
+        limit = self._settings.placement_timeout_s
+        opened = [asyncio.ensure_future(device.open(limit)) for device in self.devices]
+        try:
+            await asyncio.gather(*opened)
+        except BaseException:
+            for task in opened:
+                task.cancel()
+            await asyncio.gather(*opened, return_exceptions=True)
+            await self.leave()
+            raise
+        return self.devices
+
+    def _bundles(self) -> list[dict[str, float]]:
+        """One GPU each, or one CPU on each node where the cluster has no GPU."""
+        import ray
+
+        total = ray.cluster_resources()
+        gpus = int(total.get("GPU", 0))
+        wanted = self._settings.cluster_devices
+        if gpus:
+            return [{"GPU": 1.0}] * (gpus if wanted is None else wanted)
+        alive = len([node for node in ray.nodes() if node["Alive"]])
+        return [{"CPU": 1.0}] * (max(1, alive) if wanted is None else wanted)
+
+    async def _reserve(self, bundles: list[dict[str, float]]) -> Any:
+        import ray
+        from ray.util.placement_group import placement_group, remove_placement_group
+
+        group = placement_group(bundles, strategy="SPREAD", name=f"layerzero-{self.name}")
+        limit = self._settings.placement_timeout_s
+        try:
+            await asyncio.wait_for(_value(group.ready()), limit)
+        except TimeoutError:
+            free, total = ray.available_resources(), ray.cluster_resources()
+            remove_placement_group(group)
+            raise ConfigurationError(
+                f"the cluster gave no place for {_sum(bundles)} within placement_timeout_s={limit}: it has "
+                f"{_plain(total)}, of which free {_plain(free)}; add nodes, free some, or ask for less with "
+                "cluster_devices",
+                field="cluster_devices",
+            ) from None
+        return group
+
+    def _device(self, spec: Spec, bundle: Mapping[str, float], index: int) -> RayDevice:
+        import ray
+        from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+        made = actor_class().options(
+            name=f"layerzero-{self.name}-{spec.name}",
+            num_cpus=bundle.get("CPU", 0.0),
+            num_gpus=bundle.get("GPU", 0.0),
+            scheduling_strategy=PlacementGroupSchedulingStrategy(
+                self._group, placement_group_bundle_index=index
+            ),
+        )
+        node = ray.get_runtime_context().get_node_id()
+        return RayDevice(spec, made.remote, node=node)
+
+    async def leave(self) -> None:
+        """Close every device, give the places back, and leave Ray where we joined it."""
+        import ray
+        from ray.util.placement_group import remove_placement_group
+
+        await asyncio.gather(*(device.close() for device in self.devices))
+        if self._group is not None:
+            remove_placement_group(self._group)
+            self._group = None
+        if self._ours and ray.is_initialized():
+            ray.shutdown()
+
+
+class _Client:
+    """Ray's client of this process, which a forked child must not call: its threads and locks stay behind.
+
+    A child that only collects an old handle would wait for ever for a lock that one of those threads held.
+    """
+
+    def __init__(self) -> None:
+        self._parents: Any = None
+
+    def after_fork(self) -> None:
+        """Let Ray's destructors find no client; it is kept itself, for its end would be a call too."""
+        ray = sys.modules.get("ray")
+        if ray is not None and ray.is_initialized():
+            worker = ray._private.worker.global_worker
+            self._parents, worker.core_worker = worker.core_worker, None
+            worker.set_is_connected(False)
+
+
+_CLIENT = _Client()
+renew_after_fork(_CLIENT)
+
+
+def join(settings: Settings) -> Cluster:
+    """Join the cluster that `Settings.cluster` names, or the one that this process is in already.
+
+    "auto" finds a cluster of this machine, "local" starts one for this process alone.
+
+    Raises: BackendNotAvailableError: ray is not installed. ConfigurationError: there is no such cluster, or
+        it is reachable from other machines and asks for no token.
+    """
+    address = settings.cluster
+    assert address is not None
+    if address == "local" and "ray" not in sys.modules:
+        _own_token()  # Ray reads its mode when it is imported
+    try:
+        import ray
+        from ray.exceptions import RayError
+    except ImportError as error:
+        raise BackendNotAvailableError(
+            "cluster needs ray: pip install 'layerzero-runtime[ray]'", backend="ray"
+        ) from error
+    if ray.is_initialized():
+        return Cluster(settings, ours=False)
+    local: dict[str, Any] = {"include_dashboard": False} if address == "local" else {}
+    try:
+        _knock(address)
+        ray.init(
+            address=address,
+            log_to_driver=False,
+            configure_logging=False,
+            **local,
+        )
+    except (ConnectionError, RuntimeError, ValueError, OSError, RayError) as error:
+        raise ConfigurationError(
+            f"cluster={address!r} cannot be joined: {error}; start one with `ray start --head` and see that "
+            f"this process has its token ({_TOKEN} or {_TOKEN_PATH})",
+            field="cluster",
+        ) from error
+    try:
+        _refuse_open_doors(ray.util.get_node_ip_address())
+    except ConfigurationError:
+        ray.shutdown()
+        raise
+    return Cluster(settings, ours=True)
+
+
+def _knock(address: str) -> None:
+    """See that somebody listens at host:port: Ray itself would wait for minutes.
+
+    Raises: OSError: nobody does.
+    """
+    from ray.util import get_node_ip_address
+
+    host, _, port = address.rpartition(":")
+    if not host or not port.isdigit() or "/" in address:
+        return  # auto, local, a client's URL
+    hosts = [host.strip("[]")]
+    if hosts[0] in ("localhost", "127.0.0.1", "::1"):
+        hosts.append(get_node_ip_address())  # where Ray looks instead
+    for number, each in enumerate(hosts, 1):
+        try:
+            socket.create_connection((each, int(port)), _KNOCK_S).close()
+            return
+        except OSError:
+            if number == len(hosts):
+                raise
+
+
+def _own_token() -> None:
+    """Whoever reaches a port of Ray's runs code as us: a cluster that we start asks for a token."""
+    mode = os.environ.setdefault(_MODE, "token")
+    if mode == "token" and not (os.environ.get(_TOKEN) or os.environ.get(_TOKEN_PATH)):
+        os.environ[_TOKEN] = secrets.token_hex(32)
+
+
+def _refuse_open_doors(host: str) -> None:
+    mode = os.environ.get(_MODE, "")
+    if mode == "token" or ipaddress.ip_address(host).is_loopback:
+        return
+    if mode == "disabled":
+        log.warning("cluster.unauthenticated", host=host)
+        return
+    raise ConfigurationError(
+        f"the cluster at {host} asks for no token, so whoever reaches its ports runs code in it: make one "
+        f"with `ray get-auth-token --generate` and set {_MODE}=token, for Ray and before this process "
+        f"imports ray; {_MODE}=disabled takes the risk",
+        field="cluster",
+    )
+
+
+def _sum(bundles: list[dict[str, float]]) -> str:
+    (kind,) = bundles[0]
+    return f"{len(bundles)} x 1 {kind}"
+
+
+def _plain(resources: Mapping[str, float]) -> str:
+    return f"{resources.get('GPU', 0):g} GPU and {resources.get('CPU', 0):g} CPU"
+
+
+async def _value(ref: Any) -> Any:
+    return await ref

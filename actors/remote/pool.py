@@ -1,0 +1,298 @@
+"""Fleet: every device of a runtime, here or in a cluster, and code sent to them. Imports no ray.
+
+Code moves to a device, tensors do not move to the code: inside `run`, `layerzero.*` is local.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import anyio
+from torch import Tensor
+
+from layerzero.actors.device.local_device import LocalDevice
+from layerzero.actors.remote.losses import Losses
+from layerzero.actors.rpc.client import DeviceFacts, DeviceHealth, DevicePort, DeviceState
+from layerzero.actors.rpc.local_client import LocalPort
+from layerzero.actors.rpc.tensors import RemoteTensor
+from layerzero.ops.checks import need_number
+from layerzero.spec.errors import DeadlineExceededError, DeviceLostError, RuntimeClosedError
+from layerzero.spec.settings import Settings
+
+On = str | DevicePort | None
+_COMING = (DeviceState.STARTING, DeviceState.RESTARTING, DeviceState.HUNG)  # it will run again, or try to
+
+
+class Fleet:
+    """The devices of a runtime by name; `on` takes a name, a device, or None for the least loaded one.
+
+    `leave` is awaited by `close`, after the devices are closed. `patience_s` bounds how long a call waits in
+    all where no device serves.
+    """
+
+    def __init__(
+        self,
+        devices: Mapping[str, DevicePort],
+        leave: Callable[[], Awaitable[None]] | None = None,
+        patience_s: float = 60.0,
+    ) -> None:
+        self.devices = dict(devices)
+        self._leave = leave
+        self._patience_s = patience_s
+        self._closed = False
+
+    def __repr__(self) -> str:
+        return f"Fleet({', '.join(f'{d.name}: {d.state.value}' for d in self.devices.values())})"
+
+    @property
+    def facts(self) -> tuple[DeviceFacts, ...]:
+        """What each device is."""
+        return tuple(device.facts for device in self.devices.values())
+
+    @property
+    def nodes(self) -> dict[str, list[str]]:
+        """The names of the devices on each node."""
+        found: dict[str, list[str]] = {}
+        for facts in self.facts:
+            found.setdefault(facts.node, []).append(facts.name)
+        return found
+
+    def device(self, on: On = None) -> DevicePort:
+        """The device of a name, or the one that a call without `on` would get now.
+
+        Raises: ValueError: no device has that name; the message lists them. RuntimeClosedError: after close.
+            DeviceLostError: no device takes calls.
+        """
+        self._refuse_closed()
+        if on is None:
+            return self._least()
+        if not isinstance(on, str):
+            return on
+        found = self.devices.get(on)
+        if found is None:
+            raise ValueError(f"on needs one of {', '.join(map(repr, self.devices))}, got {on!r}")
+        return found
+
+    def _refuse_closed(self) -> None:
+        if self._closed:
+            raise RuntimeClosedError("this fleet is closed; open a runtime with layerzero.start()")
+
+    def _running(self) -> list[DevicePort]:
+        self._refuse_closed()
+        return [device for device in self.devices.values() if device.state is DeviceState.RUNNING]
+
+    def _least(self) -> DevicePort:
+        # None runs: one that will.
+        coming = [device for device in self.devices.values() if device.state in _COMING]
+        for group in (self._running(), coming):
+            if group:
+                return min(group, key=lambda device: device.load)
+        raise DeviceLostError(f"no device takes calls: {self._states}", retryable=True)
+
+    @property
+    def _states(self) -> str:
+        return ", ".join(f"{d.name} is {d.state.value}" for d in self.devices.values())
+
+    async def _coming(self, patience_s: float, deadline: float | None) -> float:
+        """Wait until some device may serve again; what is left of the patience.
+
+        Raises: DeviceLostError: none came back, or none will. DeadlineExceededError: the deadline has passed.
+        """
+        coming = [device for device in self.devices.values() if device.state in _COMING]
+        if not coming:
+            raise DeviceLostError(f"no device takes calls: {self._states}", retryable=True)
+        now = anyio.current_time()
+        until = now + patience_s if deadline is None else min(now + patience_s, deadline)
+        with anyio.move_on_at(until) as waited:
+            async with anyio.create_task_group() as tasks:
+
+                async def first(device: DevicePort) -> None:
+                    await device.back()
+                    tasks.cancel_scope.cancel()
+
+                for device in coming:
+                    tasks.start_soon(first, device)
+        if not waited.cancelled_caught:
+            return patience_s - (anyio.current_time() - now)
+        if deadline is not None and until == deadline:
+            raise DeadlineExceededError(f"no device came back in time: {self._states}")
+        what = f"no device came back within placement_timeout_s={self._patience_s:g}"
+        raise DeviceLostError(f"{what}: {self._states}", retryable=True)
+
+    async def _pick(self, losses: Losses) -> DevicePort:
+        """The least loaded device, of those that the call has not lost where there are such; waits for one.
+
+        Raises: DeviceLostError: none takes calls. DeadlineExceededError, RuntimeClosedError.
+        """
+        try:
+            while not (running := self._running()):
+                losses.patience_s = await self._coming(losses.patience_s, losses.deadline)
+        except DeviceLostError as nowhere:
+            raise (losses.gave_up(nowhere) if losses.begun else nowhere) from losses.last
+        fresh = [each for each in running if each.name not in losses.tried]
+        return min(fresh or running, key=lambda each: each.load)
+
+    # -- code ------------------------------------------------------------------------------------
+
+    async def run(
+        self,
+        fn: Callable[..., Any],
+        /,
+        *args: Any,
+        on: On = None,
+        timeout_s: float | None = None,
+        idempotent: bool = False,
+        **kwargs: Any,
+    ) -> Any:
+        """Run `fn(*args, **kwargs)` on a device and return its result; there, `layerzero.*` is local.
+
+        A coroutine function runs on the device's event loop, where concurrent calls meet in one lane; a plain
+        function on a thread. Without `on`, a call that has not started moves on when its device is lost, and
+        so does an `idempotent` one that has; where no device serves it waits `Settings.placement_timeout_s`.
+
+        Raises: what `fn` raises. DeviceLostError, DeadlineExceededError, TypeError: see `DevicePort.run`.
+            TypeError, ValueError: `fn` is no function, `timeout_s` no number of seconds.
+        """
+        if not callable(fn):
+            raise TypeError(f"fn needs a function, got {type(fn).__name__}")
+        if timeout_s is not None:
+            need_number("timeout_s", timeout_s, low=0.0)
+        if on is not None:
+            device = self.device(on)
+            return await device.run(fn, *args, timeout_s=timeout_s, idempotent=idempotent, **kwargs)
+        losses = Losses(idempotent, self._patience_s, timeout_s)
+        while True:
+            device = await self._pick(losses)
+            try:
+                left = losses.left_s
+                return await device.run(fn, *args, timeout_s=left, wait_for_restart=False, **kwargs)
+            except DeviceLostError as error:
+                losses.add(error, device.name)
+
+    async def stream(
+        self, fn: Callable[..., Any], /, *args: Any, on: On = None, resume: bool = False, **kwargs: Any
+    ) -> AsyncIterator[Any]:
+        """The items that the async generator function `fn` yields on a device; see `DevicePort.stream`.
+
+        With `resume` and without `on`, a stream goes on elsewhere when its device is lost.
+        """
+        if on is not None:
+            device = self.device(on)
+            async for item in device.stream(fn, *args, resume=resume, **kwargs):
+                yield item
+            return
+        so_far: list[Any] = list(kwargs.pop("so_far", ())) if resume else []
+        losses = Losses(resume, self._patience_s, None)
+        while True:
+            device = await self._pick(losses)
+            named = {**kwargs, "so_far": list(so_far)} if resume else kwargs
+            try:
+                async for item in device.stream(fn, *args, wait_for_restart=False, **named):
+                    if resume:
+                        so_far.append(item)
+                    losses.begun = 0  # it gets on
+                    yield item
+                return
+            except DeviceLostError as error:
+                losses.add(error, device.name)
+
+    async def prepare(self, fn: Callable[..., Any], /, *args: Any) -> dict[str, Any]:
+        """Run `fn(*args)` on every device now, and on each again at the start of its later lives.
+
+        What loads a model, registers a kernel or puts a policy in force belongs here. The results by device.
+        """
+        results: dict[str, Any] = {}
+        with _single():
+            async with anyio.create_task_group() as tasks:
+                for device in self.devices.values():
+                    tasks.start_soon(_keep, results, device.name, lambda d=device: d.prepare(fn, *args))
+        return {name: results[name] for name in self.devices}
+
+    # -- tensors ---------------------------------------------------------------------------------
+
+    async def ship(self, tensor: Tensor | RemoteTensor, *, to: On) -> RemoteTensor:
+        """Move a tensor, or one that lives on another device, to a device; a compact copy.
+
+        Raises: DeviceLostError: the tensor was lost with its device. TypeError: it is none.
+        """
+        if not isinstance(tensor, Tensor | RemoteTensor):
+            raise TypeError(f"tensor needs a torch.Tensor or a handle of one, got {type(tensor).__name__}")
+        target = self.device(to)
+        if isinstance(tensor, RemoteTensor) and tensor.device != target.name:
+            return await target.put(tensor, self.device(tensor.device))  # type: ignore[call-arg]
+        return await target.put(tensor)
+
+    async def fetch(self, handle: RemoteTensor) -> Tensor:
+        """A copy, in this process, of a tensor that lives on a device."""
+        return await self.device(handle.device).fetch(handle)
+
+    # -- health and the end ----------------------------------------------------------------------
+
+    async def health(self) -> tuple[DeviceHealth, ...]:
+        """How each device is."""
+        return tuple([await device.health() for device in self.devices.values()])
+
+    async def drain(self, timeout_s: float = 30.0, *, on: On = None) -> bool:
+        """Let a device, or all, take no more calls and end those that run; False if some were cut off."""
+        devices = list(self.devices.values()) if on is None else [self.device(on)]
+        ended: dict[str, Any] = {}
+        with _single():
+            async with anyio.create_task_group() as tasks:
+                for device in devices:
+                    tasks.start_soon(_keep, ended, device.name, lambda d=device: d.drain(timeout_s))
+        return all(ended.values())
+
+    async def rolling_restart(self, *, drain_s: float = 30.0) -> None:
+        """Restart the devices one after another, each only when the one before serves again.
+
+        Raises: DeviceLostError: a device did not come back; those after it were not touched.
+        """
+        for device in self.devices.values():
+            await device.restart(drain_s=drain_s)
+
+    async def close(self) -> None:
+        """Close every device and leave the cluster. Idempotent."""
+        if self._closed:
+            return
+        self._closed = True
+        for device in self.devices.values():
+            await device.close()
+        if self._leave is not None:
+            await self._leave()
+
+
+async def _keep(results: dict[str, Any], name: str, work: Callable[[], Awaitable[Any]]) -> None:
+    results[name] = await work()
+
+
+@contextmanager
+def _single() -> Iterator[None]:
+    """Let the first of a task group's errors out as itself: callers know it by its type."""
+    try:
+        yield
+    except BaseExceptionGroup as group:
+        error: BaseException = group
+        while isinstance(error, BaseExceptionGroup):
+            error = error.exceptions[0]
+        raise error from group
+
+
+def local_fleet(device: LocalDevice) -> Fleet:
+    """The fleet of one process: its default device, under torch's name for it."""
+    name = str(device.device)
+    return Fleet({name: LocalPort(device, name)})
+
+
+async def open_fleet(settings: Settings, opener: str) -> Fleet:
+    """The fleet of the cluster that `settings` name; each actor opens its device with the function `opener`.
+
+    Raises: ConfigurationError: the cluster cannot be joined or gives no place in time. DeviceLostError: a
+        device did not start. BackendNotAvailableError: ray is not installed.
+    """
+    from layerzero.actors.remote.cluster import join  # imports ray
+
+    cluster = join(settings)
+    devices = await cluster.place(opener)
+    return Fleet({d.name: d for d in devices}, cluster.leave, settings.placement_timeout_s)

@@ -1,0 +1,229 @@
+"""One life of a remote device as its client knows it, and how many lives it may have."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from typing import Any
+
+import msgspec
+
+from layerzero._util import log
+from layerzero._util.clock import Clock
+from layerzero.actors.remote.ray_actor import Life, Pulse, Spec
+from layerzero.actors.rpc.client import DeviceFacts, DeviceHealth
+from layerzero.actors.rpc.connection import Connection
+from layerzero.actors.rpc.frames import Address
+from layerzero.actors.rpc.server import MAX_DECIDED
+from layerzero.actors.rpc.settling import Numbers
+from layerzero.spec.settings import Settings
+
+WINDOW_S = 300.0
+FIRST_DELAY_S = 0.1
+MAX_DELAY_S = 10.0
+_REST_S = 10.0
+
+
+class LostLife(Exception):
+    """The life that had a request is over; the text says why."""
+
+
+class RunningLife:
+    """What the client holds for one life: its channel, its request numbers, which requests may have begun.
+
+    A request begins only when the client has said that it may, so one that is not in `started` never ran in
+    this life and never will, whatever became of the network.
+
+    `over` is resolved with the reason when the life has ended, after everything that the process had
+    written to the channel has been read.
+    """
+
+    def __init__(self, generation: str, address: Address) -> None:
+        self.generation = generation
+        self.address = address
+        self.numbers = Numbers()
+        self.started: set[int] = set()
+        self._ended: set[int] = set()
+        self.pulse: Pulse | None = None
+        self.known = 0  # of its decisions
+        self.sending = 0  # requests without an answer
+        self.over: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        self._sinks: dict[int, Items] = {}
+        self._channel: Connection | None = None
+        self._loop = asyncio.get_running_loop()
+
+    @property
+    def channel(self) -> Connection:
+        """The side channel."""
+        assert self._channel is not None
+        return self._channel
+
+    def attach(self, channel: Connection) -> None:
+        """Use a channel; its end is the end of this life."""
+        self._channel = channel
+        channel.when_closed(lambda: self.end("its process or its node has gone"))
+
+    def begin(self, number: int, channel: Connection) -> bool:
+        """Whether the host may begin a request; from here on it may have begun."""
+        if self.over.done() or not self.numbers.waits_for(number) or channel.hung_up:
+            return False
+        self.started.add(number)
+        if len(self.started) > 2 * self.numbers.open + 256:
+            self.started = {n for n in self.started if n >= self.numbers.floor}
+        return True
+
+    def note_ended(self, number: int, _: Connection) -> None:
+        """The host has sent the answer to a request."""
+        if self.numbers.waits_for(number):
+            self._ended.add(number)
+
+    def silent(self, number: int) -> bool:
+        """Whether a message of this request seems lost: it has not begun, or has ended without an answer."""
+        return number not in self.started or number in self._ended
+
+    def forget(self, number: int) -> None:
+        """The request was answered."""
+        self._ended.discard(number)
+
+    def note_item(self, body: tuple[int, int, Any], _: Connection) -> None:
+        """An item of a stream has come."""
+        sink = self._sinks.get(body[0])
+        if sink is not None:
+            sink.add(body[2])
+
+    def sink(self, number: int) -> Items:
+        """Where the items of a request go."""
+        made = self._sinks[number] = Items()
+        return made
+
+    def drop(self, number: int) -> None:
+        """Forget a request's items."""
+        self._sinks.pop(number, None)
+
+    def release(self, key: str) -> None:
+        """Free a kept tensor, from whatever thread collected its handle."""
+        if not self.over.done() and not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(self.channel.tell, "free", key)
+
+    def end(self, why: str) -> None:
+        """Say that the life is over."""
+        if not self.over.done():
+            self.over.set_result(why)
+        if self._channel is not None:
+            self._channel.close()
+
+
+class Items:
+    """The items of one stream, in order."""
+
+    def __init__(self) -> None:
+        self._items: list[Any] = []
+        self._taken = 0
+        self._more = asyncio.Event()
+
+    def add(self, item: Any) -> None:
+        """One more."""
+        self._items.append(item)
+        self._more.set()
+
+    async def until(self, request: asyncio.Future[Any]) -> AsyncIterator[Any]:
+        """The items that come before `request` is answered, each as soon as it is there."""
+        request.add_done_callback(lambda _: self._more.set())
+        while True:
+            while self._taken < len(self._items):
+                self._taken += 1
+                yield self._items[self._taken - 1]
+            if request.done():
+                return
+            self._more.clear()
+            await self._more.wait()
+
+    async def rest(self, count: int) -> list[Any]:
+        """What is missing of `count` items after the answer came: the channel may be slower than Ray."""
+        async with asyncio.timeout(_REST_S):
+            while len(self._items) < count:
+                self._more.clear()
+                await self._more.wait()
+        return self._items[self._taken : count]
+
+
+class Lifetimes:
+    """The crash-loop breaker: how long to wait before the next life, and when to give up.
+
+    More than `Settings.max_restarts` deaths within five minutes are too many; each death within that time
+    doubles the delay. Restarts on request do not count.
+    """
+
+    def __init__(self, settings: Settings, clock: Clock) -> None:
+        self._most = settings.max_restarts
+        self._clock = clock
+        self._deaths: list[float] = []
+        self.restarts = 0
+
+    def died(self) -> bool:
+        """Note a death; False where there shall be no further life."""
+        now = self._clock.now()
+        self._deaths = [at for at in self._deaths if now - at < WINDOW_S] + [now]
+        if len(self._deaths) > self._most:
+            return False
+        self.restarts += 1
+        return True
+
+    def restarted(self) -> None:
+        """Note a restart on request."""
+        self.restarts += 1
+
+    def forgive(self) -> None:
+        """Forget every death: somebody wants it to begin anew."""
+        self._deaths.clear()
+        self.restarts += 1
+
+    @property
+    def verdict(self) -> str:
+        """Why there is no further life."""
+        return (
+            f"it died {len(self._deaths)} times within {WINDOW_S:.0f} s, more than max_restarts={self._most}"
+        )
+
+    @property
+    def delay_s(self) -> float:
+        """Seconds to wait before the next life."""
+        now = self._clock.now()
+        recent = sum(now - at < WINDOW_S for at in self._deaths)
+        return 0.0 if recent < 2 else min(FIRST_DELAY_S * 2.0 ** (recent - 2), MAX_DELAY_S)
+
+
+def learned(spec: Spec, started: Life) -> Spec:
+    """What the next life begins with, now that this one has said what the last one died of."""
+    if started.blamed or started.condemned:
+        log.warning("device.blamed", device=spec.name, kernels=started.blamed, quarantined=started.condemned)
+    condemned = tuple(dict.fromkeys((*spec.condemned, *started.condemned)))
+    return msgspec.structs.replace(spec, condemned=condemned)
+
+
+def remembered(spec: Spec, pulse: Pulse) -> Spec:
+    """What the next life begins with, with the decisions that a sign of life has told."""
+    told = {repr(request): request for request in (*spec.decided, *pulse.decided)}
+    return msgspec.structs.replace(spec, decided=tuple(told.values())[-MAX_DECIDED:])
+
+
+def health_of(
+    device: Any, life: RunningLife | None, facts: DeviceFacts | None, restarts: int, why: str
+) -> DeviceHealth:
+    """How a device is, as of the last sign of its life."""
+    pulse = None if life is None else life.pulse
+    flight = pulse.flights[0] if pulse is not None and pulse.flights else None
+    return DeviceHealth(
+        name=device.name,
+        state=device.state,
+        generation="" if life is None else life.generation,
+        node="" if facts is None else facts.node,
+        pid=0 if facts is None else facts.pid,
+        in_flight=0 if pulse is None else pulse.in_flight,
+        waiting=device.load,
+        restarts=restarts,
+        kernel="" if flight is None else flight.kernel,
+        kernel_s=0.0 if flight is None else flight.seconds,
+        blocked={} if pulse is None else pulse.blocked,
+        why=why,
+    )

@@ -1,0 +1,173 @@
+"""Requests on their way to a Ray actor: packed, sent as often as it takes, and their answers opened."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor
+
+from layerzero.actors.remote.ray_actor import Kind
+from layerzero.actors.remote.restarts import LostLife, RunningLife
+from layerzero.actors.rpc.parcels import Parcel, Payload, parcelled, unpacked
+from layerzero.actors.rpc.server import Envelope, Outcome
+from layerzero.actors.rpc.tensors import Cargo
+from layerzero.spec.errors import DeadlineExceededError, DeviceLostError
+
+_GRACE_S = 1.0
+_RESEND_S = 0.1
+_RESEND_MAX_S = 2.0
+
+
+class Sender:
+    """Sends the requests of one client to one device."""
+
+    def __init__(self, device: str, client: str) -> None:
+        self._device = device
+        self._client = client
+
+    async def send(
+        self,
+        actor: Any,
+        life: RunningLife,
+        number: int,
+        kind: Kind,
+        payload: Payload,
+        cargo: Any,
+        deadline: float | None,
+    ) -> Outcome:
+        """The outcome of one request in one life, sent as often as it takes.
+
+        Ray needs seconds to report a lost message. The channel says at once that a request begins and that
+        it has ended; a copy is sent where that or the answer does not come soon.
+
+        Raises: LostLife: the life is over; another one's answer to a copy says so too, and nothing of the
+            first one, which may have begun. DeadlineExceededError: the deadline has passed.
+        """
+        loop = asyncio.get_running_loop()
+        replies: set[asyncio.Future[Any]] = set()
+        coming: asyncio.Future[Outcome] | None = None  # the answer, of which a long value is on its way
+        patience = _RESEND_S
+        life.sending += 1
+        try:
+            while True:
+                left = None if deadline is None else deadline - loop.time()
+                if left is not None and left < -_GRACE_S:
+                    life.channel.tell("cancel", (self._client, number))
+                    raise DeadlineExceededError(f"device {self._device!r} did not answer in time")
+                if not replies or (coming is None and life.silent(number)):
+                    ref = actor.serve.remote(self._envelope(life, number, left), kind, payload, cargo)
+                    replies.add(asyncio.ensure_future(value(ref)))
+                wait_s = patience if left is None else min(patience, max(0.0, left) + _GRACE_S)
+                done, _ = await asyncio.wait(
+                    {*replies, life.over}, timeout=wait_s, return_when=asyncio.FIRST_COMPLETED
+                )
+                for reply in done - {life.over}:
+                    replies.discard(reply)
+                    outcome = _replied(reply)
+                    if reply is coming:
+                        coming = None
+                    if outcome is None or coming is not None:
+                        continue
+                    if isinstance(outcome.value, Parcel):
+                        coming = asyncio.ensure_future(_whole(outcome))
+                        replies.add(coming)
+                        continue
+                    if outcome.status == "stale":
+                        life.end(f"it is over: {outcome.detail}")
+                        break
+                    return outcome
+                if life.over.done():
+                    raise LostLife(life.over.result())
+                patience = min(patience * 2, _RESEND_MAX_S)
+        except asyncio.CancelledError:
+            life.channel.tell("cancel", (self._client, number))
+            raise
+        finally:
+            for reply in replies:
+                reply.cancel()
+            life.sending -= 1
+            life.forget(number)
+
+    def _envelope(self, life: RunningLife, number: int, left: float | None) -> Envelope:
+        numbers = life.numbers
+        left = None if left is None else max(0.0, left)
+        return Envelope(self._client, number, numbers.floor, life.generation, numbers.settled(), left)
+
+
+def payload_of(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Payload:
+    """A call as bytes, or the parcel of a long one.
+
+    Raises: TypeError: it cannot travel.
+    """
+    from ray.cloudpickle import dumps  # pyright: ignore[reportAttributeAccessIssue]
+
+    try:
+        data: bytes = dumps((fn, args, kwargs))
+    except Exception as error:
+        name = getattr(fn, "__qualname__", repr(fn))
+        raise TypeError(
+            f"{name} and its arguments need to travel to the device, and cannot: {error}"
+        ) from error
+    return parcelled(data)
+
+
+async def _whole(outcome: Outcome) -> Outcome:
+    return Outcome(outcome.status, await unpacked(outcome.value), outcome.detail)
+
+
+def opened(outcome: Outcome) -> Outcome:
+    """The outcome with its value unpacked."""
+    if outcome.status in ("done", "failed", "lost"):
+        from ray import cloudpickle
+
+        return Outcome(outcome.status, cloudpickle.loads(outcome.value), outcome.detail)
+    return outcome
+
+
+async def loaded(tensor: Tensor) -> Cargo:
+    """A kept tensor, as it leaves its process; runs in the actor."""
+    return Cargo.load(tensor)
+
+
+def _replied(reply: asyncio.Future[Any]) -> Outcome | None:
+    """The outcome, or None where Ray says that the message, its answer or what that refers to was lost."""
+    from ray import exceptions
+
+    try:
+        outcome: Outcome = reply.result()
+    except (exceptions.RayActorError, exceptions.ObjectLostError):
+        return None
+    return outcome
+
+
+def lost_call(device: str, lost: object, begun: int = 0) -> DeviceLostError:
+    """What the caller of a call that had begun is told; `begun`: lives lost by one that may run again."""
+    what = f"device {device!r} was lost while the call ran there ({lost}); it had started"
+    if begun:
+        what += f" and lost its device {begun} times, so it is not run again"
+    else:
+        what += ", so it may have had effects; pass idempotent=True where it may run again"
+    return DeviceLostError(what, retryable=False)
+
+
+def lost_stream(device: str, lost: object, begun: int = 0) -> DeviceLostError:
+    """What the consumer of a stream that had begun is told; `begun` as above, since its last item."""
+    what = f"device {device!r} was lost in the middle of a stream ({lost})"
+    if begun:
+        what += f"; it lost its device {begun} times since its last item, so it does not go on"
+    else:
+        what += "; pass resume=True and take so_far where it can go on from what was delivered"
+    return DeviceLostError(what, retryable=False)
+
+
+def lost_tensor(error: Any) -> Exception:
+    """What a failed move of a kept tensor means to the caller, from Ray's error."""
+    cause = error.cause if isinstance(error.cause, Exception) else error
+    return DeviceLostError(str(cause), retryable=False) if isinstance(cause, LookupError) else cause
+
+
+async def value(ref: Any) -> Any:
+    """An object reference as a coroutine, which is what asyncio's functions take."""
+    return await ref

@@ -1,0 +1,369 @@
+"""SupervisedDevice: the lives of a device in a Ray actor, begun, watched, ended and begun again.
+
+Ray places the actor and starts it again. The end of the side channel is the first sign of a death; a life
+that gives no sign, or whose kernel does not end, is ended.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import uuid
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any
+
+from layerzero._util import log
+from layerzero._util.clock import Clock, MonotonicClock
+from layerzero._util.fork_safety import renew_after_fork
+from layerzero.actors.remote.ray_actor import Life, Spec
+from layerzero.actors.remote.restarts import Lifetimes, RunningLife, learned, remembered
+from layerzero.actors.remote.sending import Sender, opened, value
+from layerzero.actors.rpc.channel import connect
+from layerzero.actors.rpc.client import DeviceFacts, DeviceState
+from layerzero.actors.rpc.connection import Handler
+from layerzero.actors.rpc.frames import Address
+from layerzero.actors.rpc.parcels import Payload
+from layerzero.actors.rpc.settling import settle
+from layerzero.spec.errors import DeadlineExceededError, DeviceLostError, RuntimeClosedError
+
+PAUSE_S = 0.02
+_START_S = 1.0
+_STARTS = 8
+_LAST_S = 5.0
+PULSE_S = 0.25
+
+
+class SupervisedDevice:
+    """What a fleet knows of a device that lives in a Ray actor; `RayDevice` sends it requests.
+
+    `make` creates the actor; it is called once, and again only if Ray has given the actor up. All state
+    belongs to the event loop that called `open`.
+    """
+
+    def __init__(self, spec: Spec, make: Callable[[], Any], *, node: str, clock: Clock | None = None) -> None:
+        self.name = spec.name
+        self.state = DeviceState.STARTING
+        self._spec = spec
+        self._make = make
+        self._node = node
+        self._client = uuid.uuid4().hex[:12]
+        self._sender = Sender(spec.name, self._client)
+        self._actor: Any = None
+        self._facts: DeviceFacts | None = None
+        self._life: RunningLife | None = None
+        self._serving = asyncio.Event()
+        self._lifetimes = Lifetimes(spec.settings, clock or MonotonicClock())
+        self._prepared: list[Payload] = []
+        self._why = ""
+        self._supervisor: asyncio.Task[None] | None = None
+        self._watching: asyncio.Task[None] | None = None
+        self._planned = False
+        self._forked = False
+        renew_after_fork(self)
+
+    def after_fork(self) -> None:
+        """A forked child has neither the sockets' loop nor Ray's threads."""
+        self._forked = True
+
+    # -- what it is ------------------------------------------------------------------------------
+
+    @property
+    def facts(self) -> DeviceFacts:
+        """What it is, as of its present life.
+
+        Raises: DeviceLostError: it has not begun its first life.
+        """
+        if self._facts is None:
+            raise DeviceLostError(f"device {self.name!r} has not started", retryable=True)
+        return self._facts
+
+    @property
+    def address(self) -> Address:
+        """Where the side channel of the present life listens; another process may dial it.
+
+        Raises: DeviceLostError: the device is between two lives.
+        """
+        life = self._life
+        if life is None or life.over.done():
+            raise DeviceLostError(f"device {self.name!r} is {self.state.value}", retryable=True)
+        return life.address
+
+    @property
+    def load(self) -> int:
+        """Calls sent and not answered."""
+        return 0 if self._life is None else self._life.numbers.open
+
+    @property
+    def actor(self) -> Any:
+        """The Ray actor's handle; for placement and tests."""
+        return self._actor
+
+    # -- lives -----------------------------------------------------------------------------------
+
+    async def back(self) -> None:
+        """Wait until it serves, or never will."""
+        await self._serving.wait()
+
+    async def open(self, timeout_s: float) -> None:
+        """Create the actor and wait for its first life.
+
+        Raises: DeviceLostError: it did not begin within `timeout_s`; the message says what it waited for.
+        """
+        self._actor = self._make()
+        self._supervisor = asyncio.get_running_loop().create_task(self._supervise())
+        try:
+            await asyncio.wait_for(self._serving.wait(), timeout_s)
+        except TimeoutError:
+            why = self._why or "its actor was not placed"
+            await self.close()
+            raise DeviceLostError(
+                f"device {self.name!r} did not start within {timeout_s} s: {why}", retryable=True
+            ) from None
+        if self.state is DeviceState.DEAD:
+            raise DeviceLostError(f"device {self.name!r} did not start: {self._why}", retryable=False)
+
+    async def _supervise(self) -> None:
+        """Begin a life, wait until it is over, begin the next, until closed or given up."""
+        while self.state is not DeviceState.CLOSED:
+            try:
+                life = await self._begin()
+            except Exception as error:
+                cause = getattr(error, "cause", error)  # Ray's own text is the actor's whole traceback
+                if not self._again(f"{type(cause).__name__}: {cause}"):
+                    return
+                continue
+            self.state = DeviceState.RUNNING
+            self._serving.set()
+            self._watching = asyncio.get_running_loop().create_task(self._watch(life))
+            why = await asyncio.shield(life.over)
+            self._watching.cancel()
+            if not self._again(why):
+                return
+
+    def _again(self, why: str) -> bool:
+        """Note the end of a life; False where there shall be no other."""
+        if self.state is DeviceState.CLOSED:
+            return False
+        self._serving.clear()
+        self._why = why
+        planned, self._planned = self._planned, False
+        if not planned:
+            log.warning("device.lost", device=self.name, why=why)
+            if not self._lifetimes.died():
+                self._give_up(f"{self._lifetimes.verdict}; the last time: {why}")
+                return False
+        self.state = DeviceState.RESTARTING
+        return True
+
+    def _give_up(self, why: str) -> None:
+        self.state, self._why = DeviceState.DEAD, why
+        log.error("device.dead", device=self.name, why=why)
+        self._serving.set()  # whoever waits is to see that it will not come
+        self._kill(restart=False)
+
+    async def _started(self) -> Life:
+        """What the actor's `start` answers; asked again, for Ray needs seconds to miss a message."""
+        asked: set[asyncio.Future[Life]] = set()
+        try:
+            while True:
+                if len(asked) < _STARTS:
+                    asked.add(asyncio.ensure_future(value(self._actor.start.remote(self._spec))))
+                done, _ = await asyncio.wait(asked, timeout=_START_S, return_when=asyncio.FIRST_COMPLETED)
+                for answer in done:
+                    return answer.result()
+                self._why = "its process has not come back: no node has room for it, or it is still starting"
+        finally:
+            for question in asked:
+                question.cancel()
+
+    async def _begin(self) -> RunningLife:
+        from ray import exceptions
+
+        await asyncio.sleep(self._lifetimes.delay_s)
+        old = self._life
+        until = asyncio.get_running_loop().time() + _LAST_S
+        while True:
+            try:
+                started = await self._started()
+            except exceptions.ActorUnavailableError:
+                await asyncio.sleep(PAUSE_S)
+                continue
+            except exceptions.ActorDiedError:
+                self._actor = self._make()
+                continue
+            if old is None or started.facts.generation != old.generation:
+                break
+            # The old process: it has not noticed yet that it was killed, or only its channel has ended.
+            if asyncio.get_running_loop().time() > until:
+                self._kill(restart=True)
+                until += _LAST_S
+            await asyncio.sleep(PAUSE_S)
+        life = RunningLife(started.facts.generation, started.address)
+        handlers: dict[str, Handler] = {
+            "begin": life.begin,
+            "ended": life.note_ended,
+            "item": life.note_item,
+        }
+        channel = await connect(started.address, client=self._client, node=self._node, handlers=handlers)
+        life.attach(channel)
+        self._life, self._facts = life, started.facts
+        self._spec = learned(self._spec, started)
+        for payload in self._prepared:
+            number = life.numbers.take()
+            outcome = await self._sender.send(self._actor, life, number, "call", payload, None, None)
+            life.numbers.settle(number)
+            settle(opened(outcome), self.name)
+        if self._prepared:  # a kernel that a preparation registered makes every verdict new
+            await life.channel.ask("decide")
+        return life
+
+    async def _watch(self, life: RunningLife) -> None:
+        """Ask for signs of life; end a life that gives none, or whose kernel does not end."""
+        limit = self._spec.settings.hang_s
+        while not life.over.done():
+            try:
+                pulse = await asyncio.wait_for(value(self._actor.pulse.remote(life.known)), limit)
+            except TimeoutError:
+                self._hang(life, f"gave no sign of life for {limit} s")
+                return
+            except Exception as error:
+                # The end of the channel tells a death; an error of Ray's alone may be a lost message.
+                log.debug("device.pulse_lost", device=self.name, error=str(error)[:200])
+                await asyncio.sleep(PULSE_S)
+                continue
+            if pulse is not None and pulse.generation == life.generation:
+                life.pulse = pulse
+                life.known += len(pulse.decided)
+                if pulse.decided:
+                    self._spec = remembered(self._spec, pulse)
+                if pulse.flights and pulse.flights[0].seconds > limit:
+                    flight = pulse.flights[0]
+                    self._hang(
+                        life, f"kernel {flight.kernel} has run for {flight.seconds:.1f} s, above {limit} s"
+                    )
+                    return
+            await asyncio.sleep(PULSE_S)
+
+    def _hang(self, life: RunningLife, why: str) -> None:
+        self.state = DeviceState.HUNG
+        log.error("device.hung", device=self.name, why=why)
+        life.end(why)
+        self._kill(restart=True)
+
+    def _kill(self, *, restart: bool) -> None:
+        import ray
+
+        with suppress(Exception):  # it may be gone already, which is what we want
+            ray.kill(self._actor, no_restart=not restart)
+
+    def _refuse_a_fork(self) -> None:
+        if self._forked:
+            raise RuntimeClosedError(
+                f"device {self.name!r} belongs to the process that was forked; open a runtime of this "
+                "process's own with layerzero.start(), or start the child before the runtime"
+            )
+
+    async def _alive(self, deadline: float | None, wait: bool = True) -> RunningLife:
+        """The present life, waiting for it while the device restarts.
+
+        Raises: RuntimeClosedError, DeviceLostError, DeadlineExceededError.
+        """
+        self._refuse_a_fork()
+        loop = asyncio.get_running_loop()
+        if not self._serving.is_set():
+            patience = self._spec.settings.placement_timeout_s if wait else 0.0
+            left = patience if deadline is None else min(patience, deadline - loop.time())
+            try:
+                await asyncio.wait_for(self._serving.wait(), max(0.0, left))
+            except TimeoutError:
+                if deadline is not None and loop.time() >= deadline:
+                    raise DeadlineExceededError(
+                        f"device {self.name!r} did not come back in time: {self._why}"
+                    ) from None
+                raise DeviceLostError(
+                    f"device {self.name!r} is {self.state.value} for more than {patience} s: {self._why}",
+                    retryable=True,
+                ) from None
+        if self.state is DeviceState.CLOSED:
+            raise RuntimeClosedError(f"device {self.name!r} is closed")
+        if self.state is DeviceState.DEAD:
+            raise DeviceLostError(f"device {self.name!r} is dead: {self._why}", retryable=True)
+        if self.state is DeviceState.DRAINING:
+            raise DeviceLostError(
+                f"device {self.name!r} takes no call now: it is draining; nothing ran, try another device",
+                retryable=True,
+            )
+        assert self._life is not None
+        return self._life
+
+    async def drain(self, timeout_s: float) -> bool:
+        """Take no more calls; those that run end."""
+        if self.state is DeviceState.RUNNING:
+            self.state = DeviceState.DRAINING
+        return await self._asked_to_drain(timeout_s)
+
+    async def _asked_to_drain(self, timeout_s: float) -> bool:
+        life = self._life
+        if life is None or life.over.done():
+            return False
+        try:
+            return bool(await life.channel.ask("drain", timeout_s))
+        except DeviceLostError:
+            return False
+
+    async def restart(self, *, drain_s: float = 30.0) -> None:
+        """Drain, end the process, and wait for the next life.
+
+        One that had died too often begins anew, its deaths forgiven.
+
+        Raises: DeviceLostError: there is no next life within `Settings.placement_timeout_s`.
+        """
+        if self.state is DeviceState.DEAD:
+            await self._revive()
+            return
+        if self.state is DeviceState.DRAINING:
+            self.state = DeviceState.RUNNING  # it took no calls for the sake of this restart
+        life = await self._alive(None)
+        self.state = DeviceState.RESTARTING
+        self._serving.clear()  # calls wait for the next life instead of being refused
+        await self._asked_to_drain(drain_s)
+        await self._answered(life, max(drain_s, _LAST_S))
+        self._planned = True  # before the goodbye, whose end of the channel is no death
+        self._lifetimes.restarted()
+        await self._leave(life)
+        life.end("restarted on request")
+        self._kill(restart=True)
+        await self._alive(None)
+
+    async def _revive(self) -> None:
+        self._lifetimes.forgive()
+        self.state = DeviceState.RESTARTING
+        self._serving.clear()
+        # It finds that Ray has given the actor up, and makes another.
+        self._supervisor = asyncio.get_running_loop().create_task(self._supervise())
+        await self._alive(None)
+
+    async def _answered(self, life: RunningLife, most_s: float) -> None:
+        """Wait for the answers of what has ended there: one that was lost is asked for again."""
+        now = asyncio.get_running_loop().time
+        until = now() + most_s
+        while life.sending and not life.over.done() and now() < until:  # noqa: ASYNC110
+            await asyncio.sleep(PAUSE_S)
+
+    async def _leave(self, life: RunningLife) -> None:
+        with suppress(Exception):  # a process that cannot say goodbye is ended all the same
+            await asyncio.wait_for(life.channel.ask("leave"), _LAST_S)
+
+    async def close(self) -> None:
+        """End the actor for good."""
+        if self.state is DeviceState.CLOSED:
+            return
+        self.state = DeviceState.CLOSED
+        self._serving.set()
+        for task in (self._supervisor, self._watching):
+            if task is not None:
+                task.cancel()
+        if self._life is not None:
+            await self._leave(self._life)
+            self._life.end("closed")
+        self._kill(restart=False)

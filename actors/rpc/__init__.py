@@ -1,0 +1,1 @@
+"""Calls sent to a device: clients, the server, and their wire."""

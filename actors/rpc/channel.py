@@ -1,0 +1,143 @@
+"""The side channel: length-prefixed msgpack frames over a unix or TCP socket, for control that must be quick.
+
+A call of a Ray actor takes a millisecond; a frame to the same process takes some tens of microseconds. No
+code and no tensor travels here: bodies are plain values. The listener sends a challenge, the dialler proves
+that it knows the device's secret, and only then is a frame read.
+
+    frame = 4 bytes, big-endian length of the rest; one msgpack message
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import secrets
+import shutil
+import sys
+import tempfile
+from contextlib import suppress
+
+from layerzero._util import log
+from layerzero.actors.rpc.connection import Connection, Handler
+from layerzero.actors.rpc.frames import Address
+
+MAX_STRANGERS = 32  # connections without a handshake; one takes a round trip
+_TELL_S = 10.0
+
+
+class Listener:
+    """The listening end of one device: a unix socket and a TCP port.
+
+    Of those who have not proved themselves the latest `MAX_STRANGERS` are heard; one log line in ten seconds
+    tells how many were refused.
+
+    On Linux the socket has one of the abstract names, which vanish with their owner, however it ends;
+    elsewhere it lies in a folder of this user's alone.
+    """
+
+    def __init__(self, handlers: dict[str, Handler], *, node: str, host: str, secret: bytes) -> None:
+        self._handlers = handlers
+        self._node = node
+        self._host = host
+        self._secret = secret
+        self._folder = ""
+        self._servers: list[asyncio.Server] = []
+        self._strangers: dict[Connection, None] = {}  # the latest last
+        self._refused = 0
+        self._told_at = -_TELL_S
+        self.connections: dict[str, Connection] = {}
+
+    async def open(self) -> Address:
+        """Begin to listen, and say where."""
+        loop = asyncio.get_running_loop()
+        path = ""
+        if sys.platform == "linux":
+            path = f"@layerzero-{secrets.token_hex(16)}"
+        elif hasattr(loop, "create_unix_server"):
+            self._folder = tempfile.mkdtemp(prefix="lz-")  # 0700
+            path = os.path.join(self._folder, "channel")
+        if path:
+            self._servers.append(await loop.create_unix_server(self._accept, _bound(path)))
+        tcp = await loop.create_server(self._accept, self._host, 0)
+        self._servers.append(tcp)
+        port = tcp.sockets[0].getsockname()[1]
+        return Address(path, self._host, port, self._node, self._secret)
+
+    def _accept(self) -> Connection:
+        return Connection(
+            self._handlers,
+            secret=self._secret,
+            client=None,
+            made=self._made,
+            opened=self._opened,
+            ended=self._ended,
+        )
+
+    def _made(self, connection: Connection) -> None:
+        self._strangers[connection] = None
+        if len(self._strangers) > MAX_STRANGERS:
+            first = next(iter(self._strangers))
+            del self._strangers[first]
+            first.refuse(f"no handshake before {MAX_STRANGERS} others came")
+
+    def _opened(self, connection: Connection) -> None:
+        self._strangers.pop(connection, None)
+        self.connections[connection.peer] = connection
+
+    def _ended(self, connection: Connection) -> None:
+        self._strangers.pop(connection, None)
+        if connection.refused and not connection.peer:
+            self._refused += 1
+            now = asyncio.get_running_loop().time()
+            if now - self._told_at >= _TELL_S:
+                log.warning("channel.strangers", refused=self._refused, last=connection.refused)
+                self._refused, self._told_at = 0, now
+        if self.connections.get(connection.peer) is connection:
+            del self.connections[connection.peer]
+
+    def close(self) -> None:
+        """Stop listening and end every connection."""
+        for server in self._servers:
+            server.close()
+        for connection in [*self.connections.values(), *self._strangers]:
+            connection.close()
+        if self._folder:
+            shutil.rmtree(self._folder, ignore_errors=True)
+
+
+async def connect(
+    address: Address, *, client: str, node: str, handlers: dict[str, Handler] | None = None
+) -> Connection:
+    """Dial a device's channel: its unix socket on its own node, else TCP.
+
+    Raises: OSError: nobody listens. DeviceLostError: the handshake failed.
+    """
+    loop = asyncio.get_running_loop()
+
+    def made() -> Connection:
+        return Connection(handlers or {}, secret=address.secret, client=client)
+
+    connection: Connection | None = None
+    if address.path and address.node == node:
+        with suppress(OSError):  # another network namespace, or another folder of temporary files
+            _, connection = await loop.create_unix_connection(made, _bound(address.path))
+    if connection is None:
+        _, connection = await loop.create_connection(made, address.host, address.port)
+        with suppress(OSError):
+            _quick(connection)
+    await connection.ready
+    connection.peer = f"{address.host}:{address.port}"
+    return connection
+
+
+def _bound(path: str) -> str:
+    """The name of a socket as the system takes it: an abstract one begins with a zero byte."""
+    return path.replace("@", "\0", 1) if path.startswith("@") else path
+
+
+def _quick(connection: Connection) -> None:
+    import socket
+
+    raw = connection._transport.get_extra_info("socket")
+    raw.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    raw.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)

@@ -1,0 +1,350 @@
+"""Host: runs other people's code beside a LocalDevice, once for each request, until it is drained.
+
+The host of this process serves an in-process port directly, and an actor's port through Ray and the side
+channel. Everything that must hold in both cases stands here: one execution a request, cancelling, deadlines,
+draining, streams, handlers for control messages, the tensors kept for others.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import traceback
+import uuid
+from collections import deque
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from typing import Any, Literal
+
+import anyio
+import msgspec
+
+from layerzero._util import log
+from layerzero.actors.device.local_device import LocalDevice
+from layerzero.actors.device.running_kernels import Flight
+from layerzero.actors.rpc.client import DeviceState
+from layerzero.actors.rpc.connection import Connection, Handler
+from layerzero.actors.rpc.faults import lost_device
+from layerzero.actors.rpc.idempotency_log import Ledger, Settled
+from layerzero.actors.rpc.tensors import RemoteTensor, TensorShelf
+from layerzero.ops import table as ops_table
+from layerzero.spec.call_spec import Request
+from layerzero.spec.errors import DeadlineExceededError, DeviceLostError, NoKernelFoundError, UnknownOpError
+
+MAX_RUNNING = 4096
+MAX_DECIDED = 4096
+
+Emit = Callable[[Any], Awaitable[None]]
+Status = Literal["done", "failed", "cancelled", "stale", "settled", "draining", "cut", "lost"]
+
+
+class Envelope(msgspec.Struct, frozen=True, array_like=True):
+    """What travels with a request: who asks, its number, what of the client's is settled, for which life.
+
+    `timeout_s` is the backstop on the host; the client has its own clock.
+    """
+
+    client: str
+    number: int
+    floor: int
+    generation: str
+    settled: tuple[int, ...] = ()
+    timeout_s: float | None = None
+
+
+class Outcome:
+    """How a request ended; `value` is the result or the exception, `detail` the traceback or the reason.
+
+    `packed` is the same as it leaves the process, once it was packed.
+    """
+
+    __slots__ = ("detail", "packed", "status", "value")
+
+    def __init__(self, status: Status, value: Any = None, detail: str = "") -> None:
+        self.status: Status = status
+        self.value = value
+        self.detail = detail
+        self.packed: Outcome | None = None
+
+
+class _Entry:
+    __slots__ = ("began", "cut", "task")
+
+    def __init__(self) -> None:
+        self.task: asyncio.Task[Outcome] | None = None
+        self.began = False
+        self.cut = False
+
+
+class Host:
+    """Hosts code on one device, on the event loop that made it.
+
+    `generation` names this life. `handlers` answers control messages by kind; hosted code adds its own with
+    `on`. `journal` is the device's, or None where nobody reads it.
+    """
+
+    def __init__(self, device: LocalDevice, name: str) -> None:
+        self.device = device
+        self.name = name
+        self.generation = uuid.uuid4().hex[:16]
+        self.state = DeviceState.RUNNING
+        self.ledger: Ledger[_Entry] = Ledger()
+        self.shelf = TensorShelf(name, self.generation)
+        self.handlers: dict[str, Handler] = {
+            "ping": lambda body, _: body,
+            "cancel": lambda body, _: self.cancel(*body),
+            "free": lambda body, _: self.shelf.free(body),
+            "drain": lambda body, _: self.drain(body),
+            "decide": lambda body, _: self.rebuild(),
+        }
+        self._loop = asyncio.get_running_loop()
+        self._limit = anyio.Semaphore(MAX_RUNNING)
+        self._running: set[asyncio.Task[Outcome]] = set()
+        self.earlier: Sequence[Request] = ()  # what earlier lives decided
+        self._fresh: deque[Request] = deque(maxlen=MAX_DECIDED)
+        self._decided: dict[str, Request] = {}  # in the order in which they were decided first
+
+    # -- requests --------------------------------------------------------------------------------
+
+    async def serve(
+        self,
+        envelope: Envelope,
+        work: Callable[[], Awaitable[Any]],
+        leave: Callable[[], Awaitable[bool]] | None = None,
+    ) -> Outcome:
+        """Run `work` unless this request has run or is running; the outcome of its one execution.
+
+        `leave` is asked before the work begins: whoever must know that it may have effects. What was refused
+        is over for this life.
+        """
+        if envelope.generation != self.generation:
+            return Outcome("stale", detail=f"generation {envelope.generation} has ended")
+        try:
+            entry = self.ledger.find(envelope.client, envelope.number, envelope.floor)
+        except Settled as error:
+            return Outcome("settled", detail=str(error))
+        self.ledger.settle(envelope.client, envelope.settled)
+        if entry is None:
+            if self.state is not DeviceState.RUNNING:
+                return Outcome("draining", detail=f"device {self.name!r} is {self.state.value}")
+            entry = _Entry()
+            self.ledger.enter(envelope.client, envelope.number, entry)
+            task = entry.task = self._loop.create_task(self._execute(entry, envelope, work, leave))
+            self._running.add(task)
+            task.add_done_callback(self._running.discard)
+        assert entry.task is not None
+        return await asyncio.shield(entry.task)
+
+    async def _execute(
+        self,
+        entry: _Entry,
+        envelope: Envelope,
+        work: Callable[[], Awaitable[Any]],
+        leave: Callable[[], Awaitable[bool]] | None,
+    ) -> Outcome:
+        try:
+            async with self._limit:
+                if leave is not None and not await leave():
+                    return Outcome("stale", detail="its client has left this life of the device")
+                entry.began = True
+                with anyio.fail_after(envelope.timeout_s):
+                    return Outcome("done", await work())
+        except asyncio.CancelledError:
+            return Outcome("cut" if entry.cut else "cancelled")
+        except TimeoutError as error:
+            if envelope.timeout_s is None or isinstance(error, DeadlineExceededError):
+                return self._failed(error)
+            late = f"the call took longer than timeout_s={envelope.timeout_s:.3g} on {self.name!r}"
+            return Outcome("failed", DeadlineExceededError(late))
+        except (SystemExit, KeyboardInterrupt) as error:
+            # Let through, they would end the event loop, and whoever waits here would wait for ever.
+            said = f"hosted code raised {error!r}; it cannot end its device's process"
+            return self._failed(RuntimeError(said).with_traceback(error.__traceback__))
+        except Exception as error:
+            return self._failed(error)
+
+    def _failed(self, error: Exception) -> Outcome:
+        text = "".join(traceback.format_exception(error))
+        fault = lost_device(error)
+        if fault is None:
+            return Outcome("failed", error, text)
+        log.error("device.faulted", device=self.name, fault=fault)
+        self.state = DeviceState.DEAD
+        if self.device.journal is not None:
+            self.device.journal.accuse()
+        lost = DeviceLostError(
+            f"device {self.name!r} reported {fault!r}; its process must end", retryable=False
+        )
+        lost.__cause__ = error
+        return Outcome("lost", lost, text)
+
+    def cancel(self, client: str, number: int) -> None:
+        """Cancel a request, also one that has not arrived yet."""
+        for entry in self.ledger.settle(client, (number,)):
+            if entry.task is not None:
+                entry.task.cancel()
+
+    @property
+    def in_flight(self) -> int:
+        """Requests that run or wait for a place."""
+        return len(self._running)
+
+    async def invoke(self, fn: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        """`fn(*args, **kwargs)` with handles replaced by their tensors; plain functions run on a thread."""
+        full = [self._own(value) for value in args]
+        named = {name: self._own(value) for name, value in kwargs.items()}
+        if inspect.iscoroutinefunction(fn) or inspect.iscoroutinefunction(type(fn).__call__):
+            return await fn(*full, **named)
+        result = await anyio.to_thread.run_sync(_called, fn, full, named, abandon_on_cancel=True)
+        return await result if inspect.isawaitable(result) else result
+
+    async def emit(
+        self, fn: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any], emit: Emit
+    ) -> int:
+        """Emit the items of the async generator `fn(*args, **kwargs)`; how many there were."""
+        made = fn(*[self._own(v) for v in args], **{name: self._own(v) for name, v in kwargs.items()})
+        if not isinstance(made, AsyncIterator):
+            raise TypeError(f"stream needs an async generator function, got {_named(fn)}")
+        count = 0
+        try:
+            async for item in made:
+                await emit(item)
+                count += 1
+        finally:
+            if (close := getattr(made, "aclose", None)) is not None:
+                await close()
+        return count
+
+    def _own(self, value: Any) -> Any:
+        return self.shelf.get(value) if isinstance(value, RemoteTensor) else value
+
+    # -- control ---------------------------------------------------------------------------------
+
+    def on(self, kind: str, handler: Callable[[Any, Connection | None], Any]) -> Callable[[], None]:
+        """Answer control messages of `kind` with `handler(body, connection)`; returns what ends that.
+
+        Raises: ValueError: the kind is taken.
+        """
+        if kind in self.handlers:
+            raise ValueError(f"a handler for {kind!r} is registered already")
+        self.handlers[kind] = handler
+        return lambda: self.handlers.pop(kind, None) and None
+
+    async def handle(self, kind: str, body: Any) -> Any:
+        """The answer to a control message that came without a channel."""
+        handler = self.handlers.get(kind)
+        if handler is None:
+            known = ", ".join(sorted(self.handlers)) or "none"
+            raise LookupError(f"no handler is registered for {kind!r}; there are: {known}")
+        result = handler(body, None)  # type: ignore[arg-type]
+        return await result if isinstance(result, Awaitable) else result
+
+    def flights(self) -> list[Flight]:
+        """The kernels in flight, longest first; none where no journal is kept. From any thread."""
+        journal = self.device.journal
+        return [] if journal is None else journal.flights()
+
+    # -- decisions -------------------------------------------------------------------------------
+
+    def note(self, request: Request) -> None:
+        """The device has decided `request`. From any thread."""
+        self._fresh.append(request)
+
+    def decided(self, known: int = 0) -> list[Request]:
+        """What this life has decided, without the first `known` of them. From one thread at a time.
+
+        What was told may have been lost on the way, so who asks says how far it has come.
+        """
+        while self._fresh and len(self._decided) < MAX_DECIDED:
+            request = self._fresh.popleft()
+            self._decided.setdefault(repr(request), request)
+        return list(self._decided.values())[known:]
+
+    async def rebuild(self) -> int:
+        """Decide anew what earlier lives decided, at the prices in force; how many still have a kernel."""
+        if not self.earlier:
+            return 0
+        await anyio.to_thread.run_sync(self.device.expected)  # else their arrival would undo it
+        return self.decide(self.earlier)
+
+    def decide(self, requests: Sequence[Request]) -> int:
+        """Decide requests of an earlier life again, plans included; how many still have a kernel."""
+        kept = 0
+        for request in requests:
+            try:
+                self.device.table(ops_table.get(request.op)).decided(request)
+                kept += 1
+            except (NoKernelFoundError, UnknownOpError) as error:
+                log.warning("decision.not_rebuilt", op=request.op, why=str(error)[:200])
+        return kept
+
+    def condemn(self, kernels: Sequence[str], why: str) -> list[str]:
+        """Quarantine kernels, but never the last one that an op has left; those that are now out."""
+        out = []
+        for kernel_id in kernels:
+            kernel = self.device.registry.get(kernel_id)
+            if kernel is None:  # a preparation may register it yet
+                self.device.health.quarantine(kernel_id, why)
+                out.append(kernel_id)
+                continue
+            blocked = {**self.device.registry.blocked(), **self.device.health.blocked()}
+            others = [k.id for k in self.device.registry.for_op(kernel.op) if k.id != kernel_id]
+            if kernel_id not in blocked and all(other in blocked for other in others):
+                log.error("kernel.kept_as_last", kernel=kernel_id, op=kernel.op, why=why)
+                continue
+            self.device.health.quarantine(kernel_id, why)
+            out.append(kernel_id)
+        return out
+
+    # -- the end ---------------------------------------------------------------------------------
+
+    async def drain(self, timeout_s: float) -> bool:
+        """Take no new request, let the others end; after `timeout_s` cut them off and return False."""
+        self.state = DeviceState.DRAINING
+        running = set(self._running)
+        if running:
+            _, late = await asyncio.wait(running, timeout=timeout_s)
+        else:
+            late = set()
+        for entry in self.ledger.entries():
+            if entry.task in late:
+                entry.cut = True
+        for task in late:
+            task.cancel()
+        if late:
+            await asyncio.wait(late, timeout=5.0)
+        return not late
+
+
+def _called(fn: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    try:
+        return fn(*args, **kwargs)
+    except StopIteration as error:  # no future takes it, as no coroutine does
+        raise RuntimeError(f"{_named(fn)} raised StopIteration") from error
+
+
+def _named(fn: Any) -> str:
+    return getattr(fn, "__qualname__", None) or repr(fn)
+
+
+_HERE: list[Host] = []
+
+
+def here() -> Host:
+    """The host of this process: what hosted code registers handlers with.
+
+    Raises: RuntimeError: no code is hosted in this process.
+    """
+    if not _HERE:
+        raise RuntimeError("no device hosts code in this process; call this from code that fleet.run runs")
+    return _HERE[-1]
+
+
+def install_host(host: Host) -> None:
+    """Make `host` the one that `here` gives."""
+    _HERE.append(host)
+
+
+def uninstall_host(host: Host) -> None:
+    """Forget `host`."""
+    if host in _HERE:
+        _HERE.remove(host)

@@ -1,0 +1,160 @@
+"""Configuring the runtime: settings, policy files, locks, and preferences for a block of code."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator
+from typing import Any
+
+from layerzero.backends import installed_plugins
+from layerzero.calls.blocking import runtime_here
+from layerzero.calls.scope import SCOPE, Scope
+from layerzero.ops import table as ops_table
+from layerzero.selection.policy import EMPTY, Policy, disabling, merge, only, preferring
+from layerzero.selection.policy import get_locks as policy_locks
+from layerzero.selection.policy import lock as policy_lock
+from layerzero.selection.policy import unlock as policy_unlock
+from layerzero.selection.policy.rules import Layer
+from layerzero.spec.errors import PolicyValidationError
+from layerzero.spec.settings import Settings
+
+
+def get_config() -> Settings:
+    """The settings in force."""
+    return runtime_here().settings
+
+
+def configure(**changes: Any) -> Settings:
+    """Change settings of the running runtime; all at once, or none where one is wrong.
+
+    They hold for calls from here on, on other threads' event loops from their next turn. Devices of a cluster
+    keep what they were started with (`settings.here_alone` in the log).
+    Raises: ConfigurationError: an unknown setting (near names are listed), a value it does not take, or a
+        setting that is read only when a runtime opens.
+    """
+    runtime = runtime_here()
+    settings = runtime.settings.replace(**changes)
+    runtime.reconfigure(settings)
+    return settings
+
+
+def load_config(path: str | os.PathLike[str]) -> Settings:
+    """Read settings from a YAML file, under environment variables, and put them in force.
+
+    Raises: ConfigurationError: the file names what does not exist; file and line are named.
+    """
+    settings = Settings.load(path)
+    runtime_here().reconfigure(settings)
+    return settings
+
+
+def load_policy(path: str | os.PathLike[str]) -> None:
+    """Replace the file layer of the policy; where the file is wrong, the policy in force stays.
+
+    Raises: PolicyLoadError: the file and the line are named.
+    """
+    runtime_here().load_policy_file(path)
+
+
+def lock(op: str, kernel: str, *, when: str | tuple[str, ...] = (), for_s: float | None = None) -> None:
+    """Make every call of `op` (or `op/causal`) run on `kernel`, a kernel id, a backend or a glob of either.
+
+    A call that the locked kernel cannot take raises NoKernelFoundError with its reasons; it never runs
+    elsewhere. `when` limits the lock (`"Sq > 1024"`), `for_s` ends it.
+
+    Raises: PolicyValidationError: the op or the kernel is unknown here.
+    """
+    runtime = runtime_here()
+    base = op.replace("/", ".").split(".")[0]
+    known = runtime.known_kernels(base) if base in ops_table.names() else frozenset[str]()
+    until = _until(for_s)
+    try:
+        program = policy_lock(
+            runtime.program,
+            op,
+            kernel,
+            known_ops=frozenset(ops_table.names()),
+            known_kernels=known,
+            when=when,
+            until=until,
+        )
+    except PolicyValidationError as error:
+        barred = [str(p) for p in installed_plugins() if p.name not in runtime.settings.plugins]
+        if barred:
+            error.add_note(f"installed and not allowed by Settings.plugins: {', '.join(barred)}")
+        raise
+    runtime.set_program(program)
+
+
+def unlock(op: str | None = None) -> None:
+    """Remove the locks that `lock` made for `op`; None removes all of them.
+
+    Raises: PolicyValidationError: the op is unknown.
+    """
+    runtime = runtime_here()
+    runtime.set_program(policy_unlock(runtime.program, op, known_ops=frozenset(ops_table.names())))
+
+
+def get_locks() -> dict[str, str]:
+    """Op to locked kernel or backend, from file, environment and program."""
+    return policy_locks(runtime_here().policy)
+
+
+def add_policy(*, prefer: str = "", deny: str = "", op: str = "*", for_s: float | None = None) -> None:
+    """Add a preference or a denial to the whole process, for `for_s` seconds where given.
+
+    Raises: PolicyValidationError: a pattern does not parse.
+    """
+    runtime = runtime_here()
+    until = _until(for_s)
+    added: list[Policy] = []
+    if prefer:
+        added.append(preferring(prefer, op=op, until=until, layer=Layer.PROGRAM))
+    if deny:
+        added.append(disabling(deny, op=op, until=until, layer=Layer.PROGRAM))
+    runtime.set_program(merge(runtime.program, *added))
+
+
+def reset_policy() -> None:
+    """Forget everything the program added; file and environment stay."""
+    runtime_here().set_program(EMPTY)
+
+
+@contextlib.contextmanager
+def prefer(*kernels: str, op: str = "*") -> Iterator[None]:
+    """Inside the block, take matching kernels wherever they are accepted; local to this context.
+
+    Raises: PolicyValidationError: a pattern does not parse.
+    """
+    with _scoped(preferring(*kernels, op=op)):
+        yield
+
+
+@contextlib.contextmanager
+def disable(*kernels: str, op: str = "*") -> Iterator[None]:
+    """Inside the block, never take matching kernels; without any, take nothing but the references.
+
+    Raises: PolicyValidationError: a pattern does not parse.
+    """
+    policy = disabling(*kernels, op=op) if kernels else only("reference.*", op=op)
+    with _scoped(policy):
+        yield
+
+
+@contextlib.contextmanager
+def _scoped(policy: Policy) -> Iterator[None]:
+    outer = SCOPE.get()
+    token = SCOPE.set((outer or Scope()).inside(policy))
+    try:
+        yield
+    finally:
+        SCOPE.reset(token)
+
+
+def _until(for_s: float | None) -> float | None:
+    if for_s is None:
+        return None
+    if isinstance(for_s, bool) or not isinstance(for_s, int | float) or not for_s > 0:
+        raise ValueError(f"for_s needs a number of seconds above 0, got {for_s!r}")
+    return runtime_here().clock.now() + for_s

@@ -1,0 +1,332 @@
+"""`doctor`: what this process has to work with, what is missing, and what is wrong, in one report."""
+
+from __future__ import annotations
+
+import functools
+import os
+import platform
+import re
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import msgspec
+import torch
+
+from layerzero._util.libraries import Found, examine
+from layerzero.api.inspect import list_kernels
+from layerzero.backends import Plugin, installed_plugins
+from layerzero.calls.blocking import runtime_here
+from layerzero.health.breaker import Standing
+from layerzero.native import HOT
+from layerzero.ops import table as ops_table
+from layerzero.runtime import Runtime
+from layerzero.selection.policy.policy import describe
+from layerzero.spec.call_spec import Request
+from layerzero.spec.errors import LayerZeroError
+from layerzero.spec.hardware import Hardware, probe
+from layerzero.spec.kernel import Kernel, judge
+from layerzero.spec.reasons import Category
+from layerzero.spec.settings import Settings
+
+
+class Host(msgspec.Struct, frozen=True, kw_only=True):
+    """The machine and the interpreter; `awaited_path` says whether the awaited ops run compiled."""
+
+    system: str
+    python: str
+    cpu: Hardware
+    cpus: int
+    cpu_capability: str
+    awaited_path: str
+
+
+class Torch(msgspec.Struct, frozen=True, kw_only=True):
+    """Torch and what it was built with; `onednn` is the version of oneDNN inside it, None without it."""
+
+    version: str
+    onednn: str | None
+    cuda: str | None
+    hip: str | None
+    cudnn: int | None
+    mps: bool
+    driver: str | None
+    devices: tuple[Hardware, ...] = ()
+
+
+class SQLite(msgspec.Struct, frozen=True):
+    """The SQLite of this Python; `wal_reset_bug` says whether two connections may corrupt a WAL file."""
+
+    version: str
+    wal_reset_bug: bool
+
+
+class OpKernels(msgspec.Struct, frozen=True, kw_only=True):
+    """The kernels of one op by how they stand on the default device; `elsewhere` are for other hardware."""
+
+    op: str
+    ready: tuple[str, ...] = ()
+    cold: tuple[str, ...] = ()
+    blocked: tuple[str, ...] = ()
+    elsewhere: tuple[str, ...] = ()
+
+
+class Report(msgspec.Struct, frozen=True, kw_only=True):
+    """What `doctor` found; `str()` is for people.
+
+    `problems` are broken required parts, one sentence each; `notes` are worth knowing. An optional library
+    that is absent or broken is neither.
+    """
+
+    host: Host
+    torch: Torch
+    libraries: tuple[Found, ...]
+    sqlite: SQLite
+    plugins: tuple[Plugin, ...] = ()
+    device: str = ""
+    kernels: tuple[OpKernels, ...] = ()
+    health: tuple[Standing, ...] = ()
+    policy: tuple[dict[str, Any], ...] = ()
+    settings: dict[str, Any] = {}
+    problems: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
+
+    @property
+    def ok(self) -> bool:
+        """Whether every required part works."""
+        return not self.problems
+
+    def sections(self) -> Iterator[tuple[str, tuple[str, ...], list[tuple[str, ...]]]]:
+        """The report as tables: a title, the column names, the rows."""
+        yield "system", ("what", "value"), [*_host_rows(self.host), *_torch_rows(self.torch)]
+        yield "sqlite", ("version", "note"), [(self.sqlite.version, _sqlite_note(self.sqlite))]
+        yield (
+            "optional libraries",
+            ("library", "state", "version", "note"),
+            [(f.backend, f.state, f.version or "-", f.detail or f.install) for f in self.libraries],
+        )
+        allowed = self.settings.get("plugins", ())
+        yield (
+            "backends of other distributions",
+            ("plugin", "distribution", "version", "state"),
+            [
+                (
+                    p.name,
+                    p.distribution or "-",
+                    p.version or "-",
+                    "allowed" if p.name in allowed else "not allowed",
+                )
+                for p in self.plugins
+            ],
+        )
+        yield (
+            f"kernels on {self.device or 'no device'}",
+            ("op", "ready", "cold", "blocked", "for other hardware"),
+            [
+                (
+                    k.op,
+                    str(len(k.ready)),
+                    ", ".join(k.cold) or "-",
+                    ", ".join(k.blocked) or "-",
+                    str(len(k.elsewhere)),
+                )
+                for k in self.kernels
+            ],
+        )
+        yield "health", ("kernel", "state", "why"), _health_rows(self.health)
+        yield "policy in force", ("rule", "from"), _policy_rows(self.policy)
+        yield "settings that differ from the defaults", ("setting", "value"), _setting_rows(self.settings)
+
+    def __str__(self) -> str:
+        parts = [
+            f"{title}\n{aligned([names, *rows] if rows else [])}" for title, names, rows in self.sections()
+        ]
+        parts += [f"note: {note}" for note in self.notes]
+        parts += [f"problem: {problem}" for problem in self.problems] or ["every required part works"]
+        return "\n\n".join(parts)
+
+
+def doctor(*, imports: bool = True, timeout_s: float = 60.0) -> Report:
+    """Examine this process; a broken part is in the report's `problems`, never raised.
+
+    With `imports`, each optional library that is installed is imported in a child process, for at most
+    `timeout_s` seconds each.
+
+    Raises: ValueError: `timeout_s` is not above 0.
+    """
+    if isinstance(timeout_s, bool) or not isinstance(timeout_s, int | float) or not timeout_s > 0:
+        raise ValueError(f"timeout_s needs a number of seconds above 0, got {timeout_s!r}")
+    problems: list[str] = []
+    sqlite = _sqlite()
+    report = Report(
+        host=_host(),
+        torch=_torch(problems),
+        sqlite=sqlite,
+        libraries=examine(imports=imports, timeout_s=timeout_s),
+        plugins=installed_plugins(),
+    )
+    notes = [f"SQLite {sqlite.version}: {_sqlite_note(sqlite)}"] if sqlite.wal_reset_bug else []
+    runtime = _attempt("the runtime", runtime_here, problems)
+    found = (
+        {} if runtime is None else _attempt("the device", lambda: _of_runtime(runtime, problems), problems)
+    )
+    return msgspec.structs.replace(report, **(found or {}), problems=tuple(problems), notes=tuple(notes))
+
+
+def _attempt(what: str, act: Callable[[], Any], problems: list[str]) -> Any:
+    """What `act` gives, or None and one more problem."""
+    try:
+        return act()
+    except (LayerZeroError, ValueError, TypeError, RuntimeError, OSError, ImportError) as error:
+        problems.append(f"{what}: {type(error).__name__}: {error}")
+        return None
+
+
+# -- the parts -----------------------------------------------------------------------------------------
+
+
+def _host() -> Host:
+    return Host(
+        system=f"{platform.system()} {platform.release()} {platform.machine()}",
+        python=f"{platform.python_implementation()} {platform.python_version()} at {sys.executable}",
+        cpu=probe("cpu"),
+        cpus=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
+        cpu_capability=torch.backends.cpu.get_cpu_capability(),
+        awaited_path=HOT.describe(),
+    )
+
+
+def _torch(problems: list[str]) -> Torch:
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    found = (
+        _attempt(f"cuda:{index}", functools.partial(probe, f"cuda:{index}"), problems)
+        for index in range(count)
+    )
+    devices = tuple(device for device in found if device is not None)
+    return Torch(
+        version=str(torch.__version__),
+        onednn=onednn_version(torch.__config__.show()) if torch.backends.mkldnn.is_available() else None,
+        cuda=torch.version.cuda,
+        hip=torch.version.hip,
+        cudnn=torch.backends.cudnn.version() if count else None,
+        mps=torch.backends.mps.is_available(),
+        driver=devices[0].driver if devices else None,
+        devices=devices,
+    )
+
+
+def onednn_version(config: str) -> str:
+    """oneDNN's own version as torch's build configuration names it."""
+    found = re.search(r"(?:MKL-DNN|oneDNN) v(\d[\w.]*)", config)
+    return found.group(1) if found else "present, version not reported"
+
+
+def has_wal_reset_bug(release: tuple[int, ...]) -> bool:
+    """Whether this SQLite can corrupt a WAL file that two connections reset: 3.7.0 up to 3.51.2.
+
+    3.44.6 and 3.50.7 and what follows them in their series carry the repair. Source: sqlite.org/wal.html.
+    """
+    if release < (3, 7, 0) or release >= (3, 51, 3):
+        return False
+    repaired = {(3, 44): 6, (3, 50): 7}.get((release[0], release[1]))
+    return repaired is None or release[2] < repaired
+
+
+def _sqlite() -> SQLite:
+    import sqlite3
+
+    return SQLite(sqlite3.sqlite_version, has_wal_reset_bug(sqlite3.sqlite_version_info))
+
+
+def _of_runtime(runtime: Runtime, problems: list[str]) -> dict[str, Any]:
+    """The default device's kernels, health, and what governs them; one real call at the end."""
+    device = runtime.device()
+    kernels = tuple(_kernels_of(op, device.hardware) for op in ops_table.names())
+    problems += [f"{k.op}: no kernel is ready on {device.device}" for k in kernels if not k.ready]
+    x = torch.ones(2, 8, device=device.device)
+    _attempt("a first call", lambda: device.launch(ops_table.get("rms_norm"), (x, None, 1e-6)), problems)
+    defaults = msgspec.structs.asdict(Settings())
+    settings = msgspec.structs.asdict(runtime.settings)
+    return {
+        "device": str(device.device),
+        "kernels": kernels,
+        "health": device.health.standings(),
+        "policy": tuple(dict(rule) for rule in describe(runtime.policy)),
+        "settings": {name: value for name, value in settings.items() if value != defaults[name]},
+    }
+
+
+def _kernels_of(op: str, hardware: Hardware) -> OpKernels:
+    groups: dict[str, list[str]] = {"ready": [], "cold": [], "blocked": [], "elsewhere": []}
+    here = {
+        kernel.id for kernel in runtime_here().device().registry.for_op(op) if not unfit(kernel, hardware)
+    }
+    for info in list_kernels(op):
+        groups[info.state if info.id in here else "elsewhere"].append(info.id)
+    return OpKernels(op=op, **{name: tuple(ids) for name, ids in groups.items()})
+
+
+def unfit(kernel: Kernel, hardware: Hardware) -> str:
+    """Why a kernel is not for this hardware whatever it is asked; empty where it is."""
+    anything = Request(op=kernel.op, platform=hardware.platform, device=hardware.device)
+    reasons = [r for r in judge(kernel, anything, hardware) if r.reason.category is Category.HARDWARE]
+    return "; ".join(map(str, reasons))
+
+
+# -- as text -------------------------------------------------------------------------------------------
+
+
+def aligned(rows: list[tuple[str, ...]], indent: str = "  ") -> str:
+    """Rows with their columns under each other; the same rows give the same text on any terminal."""
+    if not rows:
+        return f"{indent}none"
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    lines = ("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in rows)
+    return "\n".join(f"{indent}{line}".rstrip() for line in lines)
+
+
+def _host_rows(host: Host) -> Iterator[tuple[str, str]]:
+    cpu = host.cpu
+    yield "system", host.system
+    yield "python", host.python
+    yield "cpu", f"{cpu.name} ({cpu.vendor}), {host.cpus} usable, torch uses {cpu.threads} threads"
+    yield "isa", f"{', '.join(sorted(cpu.isa)) or 'unknown'}; torch dispatches to {host.cpu_capability}"
+    yield "memory", f"{cpu.memory_bytes / 2**30:.1f} GiB"
+    yield "awaited path", host.awaited_path
+
+
+def _torch_rows(found: Torch) -> Iterator[tuple[str, str]]:
+    yield "torch", found.version
+    yield "oneDNN", found.onednn or "not in this torch"
+    if found.cuda is None and found.hip is None:
+        yield "cuda", "this torch was built without"
+    else:
+        kind = f"ROCm {found.hip}" if found.hip else f"CUDA {found.cuda}"
+        yield "cuda", f"{kind}, driver {found.driver or 'none'}, cuDNN {found.cudnn or 'none'}"
+    for device in found.devices:
+        sm = "" if device.sm is None else f", sm {device.sm // 10}.{device.sm % 10} {device.generation.name}"
+        yield device.device, f"{device.name}{sm}, {device.memory_bytes / 2**30:.0f} GiB"
+    yield "mps", "available" if found.mps else "not available"
+
+
+def _sqlite_note(sqlite: SQLite) -> str:
+    if sqlite.wal_reset_bug:
+        return "has the WAL-reset bug (repaired in 3.51.3, 3.50.7, 3.44.6): one connection a WAL file is safe"
+    return "free of the WAL-reset bug"
+
+
+def _health_rows(standings: tuple[Standing, ...]) -> list[tuple[str, ...]]:
+    return [(s.kernel, s.state.value, s.why or "-") for s in standings]
+
+
+def _policy_rows(rules: tuple[dict[str, Any], ...]) -> list[tuple[str, ...]]:
+    rows: list[tuple[str, ...]] = []
+    for rule in rules:
+        when = f" when {' and '.join(rule['when'])}" if rule["when"] else ""
+        text = f"{rule['action']} {', '.join(rule['patterns'])} for {rule['op']}{when}"
+        rows.append((text, f"{rule['layer']}: {rule['source']}"))
+    return rows
+
+
+def _setting_rows(settings: dict[str, Any]) -> list[tuple[str, ...]]:
+    return [(name, repr(value)) for name, value in sorted(settings.items())]

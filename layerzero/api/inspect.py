@@ -1,0 +1,238 @@
+"""Looking at choices without making them: select, explain, which, dry_run, list_kernels, validate."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import msgspec
+
+from layerzero.actors.device.local_device import LocalDevice
+from layerzero.calls.blocking import checked_build, device_here, runtime_here, snapshot_here
+from layerzero.ops import table as ops_table
+from layerzero.ops.op import Args, Op, Signature
+from layerzero.selection.decide import Knobs, Standing, decide
+from layerzero.selection.dispatch import Plan, positional
+from layerzero.selection.record import Selection
+from layerzero.spec.call_spec import Request
+from layerzero.spec.hardware import Hardware
+from layerzero.spec.kernel import Capability, Kernel
+from layerzero.spec.reasons import Rejected
+
+
+class Explanation(msgspec.Struct, frozen=True):
+    """Why a call would run where it would; `str()` is a table for people, `selection` the record."""
+
+    selection: Selection
+
+    def __repr__(self) -> str:
+        return repr(self.selection).replace("Selection", "Explanation", 1)
+
+    def __str__(self) -> str:
+        return str(self.selection)
+
+    def _repr_html_(self) -> str:
+        return self.selection._repr_html_()
+
+    def as_json(self) -> str:
+        """The whole record as JSON."""
+        return msgspec.json.encode(self.selection.as_plain()).decode()
+
+
+class KernelInfo(msgspec.Struct, frozen=True, kw_only=True):
+    """One registered kernel as it stands on a device: `state` is ready, cold, or why it is blocked."""
+
+    id: str
+    op: str
+    backend: str
+    state: str
+    default: bool
+    capability: Capability
+    blocked: Rejected | None = None
+
+
+def select(op: str, /, *args: Any, backend: str | None = None, **kwargs: Any) -> Selection:
+    """The selection that a call with these arguments gets now; nothing runs.
+
+    Raises: UnknownOpError: the ops are listed. NoKernelFoundError: no kernel may and can.
+    """
+    return _plan(ops_table.get(op), args, kwargs, backend).record()
+
+
+def select_batch(
+    op: str, calls: Sequence[Mapping[str, Any]], *, backend: str | None = None
+) -> list[Selection]:
+    """The selections of many calls of one op, in order; equal calls are looked up once and share one record.
+
+    Args: calls: each call's arguments by name, such as `{"q": q, "k": k, "v": v, "is_causal": True}`.
+    Raises: NoKernelFoundError: as `select`. ValueError, TypeError: an argument is wrong, by name.
+    """
+    definition = ops_table.get(op)
+    found: dict[Signature, Selection] = {}
+    selections: list[Selection] = []
+    for call in calls:
+        signature, full = checked_build(definition, (), dict(call))
+        selection = found.get(signature)
+        if selection is None:
+            selection = found[signature] = _planned(definition, signature, full, backend).record()
+        selections.append(selection)
+    return selections
+
+
+def which(op: str, /, *args: Any, batch: int = 1, backend: str | None = None, **kwargs: Any) -> str:
+    """The id of the kernel that a call with these arguments gets; with `batch`, that many of them merged."""
+    definition = ops_table.get(op)
+    if batch == 1:
+        return _plan(definition, args, kwargs, backend).kernel
+    if isinstance(batch, bool) or not isinstance(batch, int) or batch < 1:
+        raise ValueError(f"batch needs an int >= 1, got {batch!r}")
+    _, full = checked_build(definition, args, kwargs)
+    together = merged(definition, full, batch)
+    device = device_here(together)
+    complete(device, op)
+    snapshot = snapshot_here(device, op, backend)
+    return device.plan(definition, positional(definition, together), together, device.mode(), snapshot).kernel
+
+
+def explain(op: str, /, *args: Any, backend: str | None = None, **kwargs: Any) -> Explanation:
+    """Every kernel's verdict on a call with these arguments, decided anew; print it.
+
+    Raises: NoKernelFoundError: as `select`; its message holds the same verdicts.
+    """
+    definition = ops_table.get(op)
+    _, full = checked_build(definition, args, kwargs)
+    device = device_here(full)
+    complete(device, op)
+    table = device.table(definition, snapshot_here(device, op, backend))
+    request = table.describe(full, device.mode())
+    if definition.empty is not None and definition.empty(full) is not None:
+        return Explanation(_plan(definition, args, kwargs, backend).record())
+    return Explanation(table.fresh(request))
+
+
+def dry_run(
+    op: str, /, *args: Any, hardware: Hardware | str | None = None, strict: bool | None = None, **kwargs: Any
+) -> Selection:
+    """The choice for these arguments on other hardware, or under another strictness; nothing runs.
+
+    On the machine at hand this is `select`. On `hardware`, every registered kernel is judged as if its
+    library were installed there, so that a fleet can be planned from a laptop; beside them stand kernels that
+    are descriptors only, which the record says. A name such as "b200" or "mi300x" is a described device.
+
+    Raises: ConfigurationError: no device is described under that name. NoKernelFoundError: as `select`.
+    """
+    definition = ops_table.get(op)
+    signature, full = checked_build(definition, args, kwargs)
+    device = device_here(full)
+    complete(device, op)
+    snapshot = snapshot_here(device, op, None)
+    request = device.table(definition, snapshot).describe(full, device.mode())
+    settings, policy = device.settings, snapshot.policy
+    knobs = Knobs(settings.strict if strict is None else strict, settings.tie_band, settings.default_gain)
+    if hardware is None:
+        if strict is None:
+            return device.plan(definition, signature, full, device.mode(), snapshot).record()
+        standing = Standing(
+            {**device.registry.blocked(), **device.health.blocked()}, device.registry.unready()
+        )
+        return decide(
+            definition,
+            request,
+            device.registry.for_op(op),
+            device.hardware,
+            policy,
+            standing,
+            knobs,
+            cost=device.costs,
+        )
+    from layerzero.backends.descriptors import described, imagined  # who asks about here never needs them
+
+    if not isinstance(hardware, str | Hardware):
+        raise TypeError(f"hardware needs a Hardware or the name of one, got {type(hardware).__name__}")
+    there = imagined(hardware) if isinstance(hardware, str) else hardware
+    elsewhere = request.replace(platform=there.platform, device=there.device)
+    kernels = (*device.registry.for_op(op), *described(op))
+    return decide(definition, elsewhere, kernels, there, policy, Standing(), knobs)
+
+
+def validate(op: str, /, *args: Any, **kwargs: Any) -> Request:
+    """The request that these arguments make, after every check of the op; nothing is selected or run.
+
+    Raises: ValueError, TypeError: an argument is wrong, by name.
+    """
+    definition = ops_table.get(op)
+    _, full = checked_build(definition, args, kwargs)
+    request = definition.check(full)
+    if definition.guard is not None:
+        definition.guard(full)
+    return request
+
+
+def list_kernels(op: str | None = None, *, backend: str | None = None) -> list[KernelInfo]:
+    """The kernels registered on the default device, in registration order, with how each stands.
+
+    Raises: NoKernelFoundError: `op` does not exist. ValueError: no kernel is of `backend`.
+    """
+    device = runtime_here().device()
+    kernels: tuple[Kernel, ...] = device.kernels()
+    if op is not None:
+        kernels = device.registry.for_op(ops_table.get(op).name)
+    if backend is not None:
+        names = sorted({kernel.backend for kernel in device.kernels()})
+        if backend not in names:
+            raise ValueError(f"backend needs one of {', '.join(names)}, got {backend!r}")
+        kernels = tuple(kernel for kernel in kernels if kernel.backend == backend)
+    blocked = {**device.registry.blocked(), **device.health.blocked()}
+    unready = device.registry.unready()
+    return [
+        KernelInfo(
+            id=kernel.id,
+            op=kernel.op,
+            backend=kernel.backend,
+            state="blocked" if kernel.id in blocked else "cold" if kernel.id in unready else "ready",
+            default=kernel.default,
+            capability=kernel.capability,
+            blocked=blocked.get(kernel.id),
+        )
+        for kernel in kernels
+    ]
+
+
+def complete(device: LocalDevice, op: str) -> None:
+    """Let the device know what cannot serve the op on it, too, so that it can be said why."""
+    device.expected()
+    if device.registry.complete(op):
+        device.refresh()
+
+
+def _plan(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any], backend: str | None) -> Plan:
+    return _planned(op, *checked_build(op, args, kwargs), backend)
+
+
+def _planned(op: Op, signature: Signature, full: Args, backend: str | None) -> Plan:
+    device = device_here(full)
+    complete(device, op.name)
+    return device.plan(op, signature, full, device.mode(), snapshot_here(device, op.name, backend))
+
+
+class _Captured(BaseException):
+    """Carries the merged arguments out of a batching rule; never leaves this module."""
+
+    def __init__(self, args: Args) -> None:
+        super().__init__()
+        self.merged = args
+
+
+def merged(op: Op, args: Args, batch: int) -> Args:
+    """The arguments that `batch` such calls become."""
+    if op.batching is None or op.batching.group(args) is None:
+        return args
+
+    def capture(merged: Args) -> Any:
+        raise _Captured(merged)
+
+    try:
+        op.batching.run([args] * batch, capture)
+    except _Captured as caught:
+        return caught.merged
+    return args

@@ -1,0 +1,73 @@
+"""What a runtime's lanes have counted, for a Prometheus registry."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import accumulate
+from typing import TYPE_CHECKING, Any
+
+from layerzero.runtime import Runtime
+
+if TYPE_CHECKING:
+    from layerzero.observe.counters import Collector
+
+BATCH_SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
+_OUTCOMES = ("done", "failed", "cancelled", "expired", "rejected")
+
+
+def collector(runtime: Runtime, prefix: str = "layerzero_") -> Collector:
+    """A collector for a `prometheus_client` registry: lanes and counters are read when it is scraped.
+
+    Every lane family is labelled by device. `lane_queue_wait_seconds` sums the time that launched calls
+    queued; `lane_batch_size` counts batches by their calls; `lane_calls` counts calls by how they ended;
+    `lane_in_flight` is what has been submitted and has not ended.
+    """
+    return _Lanes(runtime, prefix)
+
+
+class _Lanes:
+    def __init__(self, runtime: Runtime, prefix: str) -> None:
+        self._runtime = runtime
+        self._prefix = prefix
+
+    def collect(self) -> Iterator[Any]:
+        from prometheus_client.core import (
+            CounterMetricFamily,
+            GaugeMetricFamily,
+            HistogramMetricFamily,
+            SummaryMetricFamily,
+        )
+
+        name, device = self._prefix + "lane_", ["device"]
+        wait = SummaryMetricFamily(name + "queue_wait_seconds", "time launched calls queued", labels=device)
+        worst = GaugeMetricFamily(name + "queue_wait_max_seconds", "longest wait of a call", labels=device)
+        sizes = HistogramMetricFamily(name + "batch_size", "calls in one batch", labels=device)
+        items = CounterMetricFamily(name + "items", "calls submitted", labels=device)
+        tokens = CounterMetricFamily(name + "tokens", "rows or tokens launched", labels=device)
+        calls = CounterMetricFamily(name + "calls", "calls by how they ended", labels=["device", "outcome"])
+        live = GaugeMetricFamily(name + "in_flight", "calls submitted and not ended", labels=device)
+        for where, local in list(self._runtime.devices.items()):
+            labels, stats = [str(where)], local.fronts.stats()
+            launched = sum(size * count for size, count in stats.sizes.items())
+            wait.add_metric(labels, count_value=launched, sum_value=stats.wait_s)
+            worst.add_metric(labels, stats.wait_max_s)
+            sizes.add_metric(labels, _buckets(stats.sizes), sum_value=launched)
+            items.add_metric(labels, stats.submitted)
+            tokens.add_metric(labels, stats.tokens)
+            for outcome in _OUTCOMES:
+                calls.add_metric([*labels, outcome], getattr(stats, outcome))
+            live.add_metric(labels, stats.submitted - stats.ended)
+        yield from (wait, worst, sizes, items, tokens, calls, live)
+        yield from self._runtime.counters.collector(self._prefix).collect()
+
+
+def _buckets(sizes: dict[int, int]) -> list[tuple[str, float]]:
+    """Batches of at most each bound, as Prometheus counts them."""
+    bounds = (*BATCH_SIZES, float("inf"))
+    counts = [0] * len(bounds)
+    for size, count in sizes.items():
+        counts[next(i for i, bound in enumerate(bounds) if size <= bound)] += count
+    return [
+        ("+Inf" if bound == float("inf") else f"{bound:.1f}", total)
+        for bound, total in zip(bounds, accumulate(counts), strict=True)
+    ]

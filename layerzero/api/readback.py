@@ -1,0 +1,51 @@
+"""`to_host`: the awaitable read-back of a result."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from layerzero.calls.blocking import runtime_here
+from layerzero.calls.scope import SCOPE
+from layerzero.native import HOT
+from layerzero.runtime import ACTIVE
+from layerzero.scheduler.readback import Readback, compacted
+from layerzero.scheduler.streams import come_back, leave
+
+
+async def to_host(tensor: Tensor) -> Tensor:
+    """`tensor` in host memory, by itself: no piece of a batch, safe to read, pickle and keep.
+
+    Args: tensor of any shape and dtype, on the CPU or a CUDA device.
+    Returns: a detached CPU tensor of the same shape and dtype. Copies that one loop turn asks for share an
+        event and a wake; the event loop is never blocked.
+    Raises: TypeError: the argument is no tensor.
+    """
+    if not isinstance(tensor, Tensor):
+        raise _no_tensor(tensor)
+    if HOT.module is not None:
+        owned: Tensor = HOT.module.own(tensor)
+        if owned is not NotImplemented:
+            return owned
+    plain = tensor.detach()
+    if plain.device.type != "cuda":
+        return compacted(plain.cpu() if plain.device.type != "cpu" else plain)
+    device = None if SCOPE.get() is not None else ACTIVE.devices.get(plain.device)
+    if device is None:
+        device = runtime_here().device(plain.device)
+    front = device.fronts.current()
+    readback: Readback | None = front.readback
+    if readback is None:
+        readback = front.readback = Readback(front, device.reaper)
+    modes = device.capture()
+    assert modes.stream is not None
+    leave(modes, front)
+    try:
+        return await readback.read(plain, modes.stream)
+    finally:
+        come_back(modes, front)
+
+
+def _no_tensor(value: object) -> TypeError:
+    elsewhere = getattr(value, "elsewhere", None)  # a handle of another process's tensor
+    advice = f": {elsewhere}" if isinstance(elsewhere, str) else ""
+    return TypeError(f"tensor needs a torch.Tensor, got {type(value).__name__}{advice}")

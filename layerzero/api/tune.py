@@ -1,0 +1,456 @@
+"""Measuring and solving: `tune`, `record` and `solve`."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+import sqlite3
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import anyio
+import anyio.from_thread
+import anyio.lowlevel
+import anyio.to_thread
+import msgspec
+
+import layerzero
+from layerzero._util import log
+from layerzero._util.files import need_own
+from layerzero.actors.device.ending import ENDING, join_at_exit
+from layerzero.actors.device.local_device import LocalDevice
+from layerzero.calls.blocking import runtime_here
+from layerzero.measure.calls import Call, Workload, workload_of
+from layerzero.measure.compare import HeadToHead, head_to_head
+from layerzero.measure.missing import uncovered
+from layerzero.measure.recorder import Recorder
+from layerzero.measure.shapes import standard
+from layerzero.measure.stability import Change, changes
+from layerzero.measure.timing import QUICK, Effort
+from layerzero.measure.tuner import Tuned, Tuner
+from layerzero.ops import table as ops_table
+from layerzero.ops.op import Op
+from layerzero.perfdb.record import Environment, Launch, Measurement, plausible
+from layerzero.perfdb.shipped import Provenance, Table, condensed, write_table
+from layerzero.perfdb.store import PerfDB, read_rows
+from layerzero.runtime import Runtime
+from layerzero.scheduler.single_flight import SingleFlight
+from layerzero.selection.cost.cost_model import measured_costs, perfdb_path
+from layerzero.selection.cost.measured import MeasuredCosts
+from layerzero.selection.dispatch_table import Bucket, DispatchTable, capabilities_hash, content_hash
+from layerzero.selection.record import Selection
+from layerzero.spec.call_spec import Request
+from layerzero.spec.errors import ConfigurationError, NoKernelFoundError
+
+TUNED = "tuning.finished"
+_KEEP_EVERY_S = 10.0
+# A second round comes after the first of so many calls: a machine that is slow for a moment is slow in one.
+_APART = 40
+BUCKET_REFUSED = "solve.bucket_refused"
+
+Progress = Callable[[int, int, Tuned | None], None]
+
+
+class TuneReport(msgspec.Struct, frozen=True, kw_only=True):
+    """What tuning came to: one record a call and launch kind, and how steady the winners were.
+
+    `compared` and `changes` speak of two tunes with `repeat=2`: calls, and those whose winners differ;
+    `flipped` counts them, `flipped_outside` those outside the tie band, for which a third tune was made
+    (`thirds` calls; the median counts). `skipped` calls had no time left.
+    `path` is the file of rows.
+    """
+
+    device: str
+    calls: int
+    seconds: float
+    tuned: tuple[Tuned, ...]
+    skipped: int = 0
+    compared: int = 0
+    changes: tuple[Change, ...] = ()
+    thirds: int = 0
+    path: str | None = None
+
+    @property
+    def flipped(self) -> int:
+        """Winners that differ between two tunes."""
+        return len(self.changes)
+
+    @property
+    def flipped_outside(self) -> int:
+        """Those of them that noise does not explain."""
+        return sum(change.outside for change in self.changes)
+
+    @property
+    def rows(self) -> tuple[Measurement, ...]:
+        """Every measurement made."""
+        return tuple(row for tuned in self.tuned for row in tuned.rows)
+
+    @property
+    def failures(self) -> dict[str, str]:
+        """The kernels that could not be measured, with the first reason of each."""
+        return {kernel: why for tuned in reversed(self.tuned) for kernel, why in tuned.failed.items()}
+
+
+async def tune(
+    workload: Workload | str | Path | Iterable[Call] | None = None,
+    *,
+    ops: Sequence[str] | None = None,
+    device: str | None = None,
+    launches: Sequence[Launch] = ("eager", "graph"),
+    quick: bool = False,
+    budget_s: float | None = None,
+    repeat: int = 1,
+    missing: bool = False,
+    progress: Progress | None = None,
+) -> TuneReport:
+    """Measure every kernel that takes a workload's calls, keep the times, and choose by them from now on.
+
+    `workload` is a list of calls, what `record()` gave or its file, or None for the standard shapes of `ops`
+    (of every op by default). Numbers are checked before anything is timed. On CUDA, times are taken launched
+    eagerly and replayed as a graph. `budget_s` ends it early; `missing` leaves out calls whose measurements
+    this machine's file holds, so that the next run goes on where one ended; a call is measured again where a
+    kernel takes it that came later. `repeat=2` measures twice, some
+    time apart, and reports how many winners changed; where that was no noise, a third time.
+    `progress(done, total, tuned)` is called from the measuring thread. Callers who ask for the same at once
+    share one measuring.
+
+    Raises: ConfigurationError: the workload cannot be read. NoKernelFoundError: an op does not exist.
+    """
+    job = _Job(runtime_here(), workload, ops, device, launches, quick, budget_s, repeat, missing, progress)
+    landed = anyio.Event()
+    token = anyio.lowlevel.current_token()
+    flight = _FLIGHTS.flight(job.key(), job.run)
+
+    def told() -> None:
+        try:
+            anyio.from_thread.run_sync(landed.set, token=token)
+        except RuntimeError:
+            log.debug("tuning.caller_gone")  # its loop ended while we measured
+
+    def listen() -> None:
+        flight.add(told)
+
+    # From a thread of its own: a flight that has landed meanwhile calls back at once, and not from the loop.
+    threading.Thread(target=listen, name="layerzero-tune-told", daemon=True).start()
+    try:
+        await landed.wait()
+    finally:
+        flight.leave(told)
+    return flight.result()
+
+
+@contextlib.contextmanager
+def record() -> Iterator[Recorder]:
+    """Record the calls of every device of this runtime during the block, merged batches as they ran.
+
+    `with lz.record() as seen: ...`, then `lz.tune(seen.workload())` or `seen.save(path)`. A call costs a few
+    microseconds more meanwhile; outside the block nothing is left.
+    """
+    runtime, recorder = runtime_here(), Recorder()
+    runtime.device()
+    devices = list(runtime.devices.values())
+    for device in devices:
+        device.watch(recorder)
+    try:
+        yield recorder
+    finally:
+        for device in devices:
+            device.unwatch(recorder)
+
+
+def tune_blocking(workload: Any = None, **options: Any) -> TuneReport:
+    """`tune`, blocking."""
+    job = _Job(
+        runtime_here(), workload, options.pop("ops", None), options.pop("device", None),
+        options.pop("launches", ("eager", "graph")), options.pop("quick", False),
+        options.pop("budget_s", None), options.pop("repeat", 1), options.pop("missing", False),
+        options.pop("progress", None),
+    )  # fmt: skip
+    if options:
+        raise TypeError(f"tune() has no argument {min(options)!r}")
+    return _FLIGHTS.flight(job.key(), job.run).wait()
+
+
+def _start(run: Callable[[], None]) -> None:
+    thread = threading.Thread(target=run, name="layerzero-tune", daemon=True)
+    thread.start()
+    join_at_exit(thread)
+
+
+_FLIGHTS: SingleFlight[TuneReport] = SingleFlight(_start)
+
+
+class _Job:
+    """One tuning: what to measure, and what becomes of it."""
+
+    def __init__(
+        self, runtime: Runtime, workload: Any, ops: Sequence[str] | None, device: str | None,
+        launches: Sequence[Launch], quick: bool, budget_s: float | None, repeat: int,
+        missing: bool, progress: Progress | None,
+    ) -> None:  # fmt: skip
+        for name in ops or ():
+            ops_table.get(name)
+        if isinstance(repeat, bool) or repeat not in (1, 2):
+            raise ValueError(f"repeat needs 1 or 2, got {repeat!r}")
+        self._runtime = runtime
+        self._device: LocalDevice = runtime.device(device)
+        self._launches = tuple(launches)
+        self._effort = QUICK if quick else Effort()
+        self._budget_s = budget_s
+        self._repeat = repeat
+        self._progress = progress
+        if workload is None:
+            self._calls = standard(ops, self._device.device.type, quick)
+        else:
+            given = workload_of(workload)
+            self._calls = tuple(c for c in given.calls if ops is None or c.op in ops)
+        if missing:
+            self._calls = tuple(missing_of(self._device, self._calls, kept_rows(self._device)))
+        self._tuner = Tuner(self._device, self._launches, self._effort)
+        self._pending: list[Measurement] = []
+        self._path: Path | None = None
+        self._kept, self._count = time.monotonic(), 0
+
+    def key(self) -> Any:
+        """Equal for jobs that measure the same on the same device."""
+        calls = msgspec.json.encode(self._calls)
+        return (id(self._device), calls, self._launches, self._effort, self._budget_s, self._repeat)
+
+    def run(self) -> TuneReport:
+        """Measure, publish and write.
+
+        Raises: ConfigurationError: measurements are to be kept where nothing can be written.
+        """
+        _need_writable(self._device)
+        started = time.monotonic()
+        rounds: list[list[Tuned]] = [[] for _ in range(self._repeat)]
+        thirds: list[Tuned] = []
+        done = 0
+        for begin in range(0, len(self._calls), _APART):
+            block = self._calls[begin : begin + _APART]
+            taken = self._block(block, rounds, thirds, started)
+            done += taken
+            if taken < len(block):
+                break
+        self._keep(now=True)
+        skipped = len(self._calls) - done
+        tuned = tuple(t for own in (*rounds, thirds) for t in own)
+        compared, changed = changes(*rounds) if self._repeat == 2 else (0, ())
+        report = TuneReport(
+            device=str(self._device.device), calls=done, seconds=time.monotonic() - started, tuned=tuned,
+            skipped=skipped, compared=compared, changes=changed, thirds=len({t.call for t in thirds}),
+            path=str(self._path) if self._path else None,
+        )  # fmt: skip
+        log.info(TUNED, device=report.device, calls=report.calls, rows=len(report.rows), skipped=skipped)
+        return report
+
+    def _block(
+        self, block: Sequence[Call], rounds: list[list[Tuned]], thirds: list[Tuned], started: float
+    ) -> int:
+        """Measure each of a few calls once, then each again: the rounds of a call lie apart.
+
+        Returns how many calls there was time for, once at least.
+        """
+        ends = started + self._budget_s if self._budget_s is not None else math.inf
+        begun, taken = time.monotonic(), 0
+        latest: list[list[Tuned]] = [[] for _ in rounds]
+        for call in block:
+            now = time.monotonic()
+            # The other rounds will take as long as the first has taken.
+            if ENDING.is_set() or now + (now - begun) * (len(rounds) - 1) > ends:
+                break
+            latest[0] += self._measured(call)
+            taken += 1
+        for own in latest[1:]:
+            for call in block[:taken]:
+                if time.monotonic() < ends and not ENDING.is_set():
+                    own += self._measured(call)
+        for own, found in zip(rounds, latest, strict=True):
+            own += found
+        if len(latest) == 2:
+            unsteady = {change.call for change in changes(*latest)[1] if change.outside}
+            for call in block[:taken]:
+                if str(call) in unsteady and time.monotonic() < ends and not ENDING.is_set():
+                    thirds += self._measured(call)
+        return taken
+
+    def _measured(self, call: Call) -> list[Tuned]:
+        found = self._tuner.measure(call)
+        self._pending += [row for tuned in found for row in tuned.rows]
+        self._count += 1
+        if self._progress is not None:
+            total = len(self._calls) * self._repeat
+            self._progress(min(self._count, total), total, found[-1])
+        self._keep()
+        return found
+
+    def _keep(self, now: bool = False) -> None:
+        """Publish what was measured, every few seconds: what ends this process loses little."""
+        if now or time.monotonic() - self._kept > _KEEP_EVERY_S:
+            self._path = publish(self._device, self._pending) or self._path
+            self._pending, self._kept = [], time.monotonic()
+
+
+def missing_of(device: LocalDevice, calls: Sequence[Call], rows: Iterable[Measurement]) -> list[Call]:
+    """The calls that `rows` do not cover on a device (`tuning.missing`)."""
+    asked = [(call.site(device.hardware), _takers(device, call)) for call in calls]
+    return [call for call, wanted in zip(calls, uncovered(asked, rows), strict=True) if wanted]
+
+
+def _takers(device: LocalDevice, call: Call) -> set[str]:
+    try:
+        selection = device.table(ops_table.get(call.op)).fresh(call.request(device.hardware))
+    except NoKernelFoundError:
+        return set()  # tuning says why
+    return {candidate.kernel for candidate in selection.trace if candidate.takes}
+
+
+def solve(
+    path: str | os.PathLike[str], *, ops: Sequence[str] | None = None, device: str | None = None
+) -> DispatchTable:
+    """Decide every measured bucket now and write the decisions as a dispatch table.
+
+    A runtime opened with `Settings(dispatch_table=path)` takes them from there. Buckets are those that were
+    measured here or in a shipped table; tune first for others. Every bucket is warmed: a better kernel is
+    loaded and compiled before the decision is written, so that none stands in for one that was only cold.
+    Raises: ConfigurationError: nothing was measured for this device. UnknownOpError: an op is unknown.
+        FileExistsError: `path` is another kind of file.
+    """
+    need_own(Path(path), "buckets")
+    runtime = runtime_here()
+    opened = runtime.device(device)
+    opened.expected()
+    costs = opened.costs
+    if not isinstance(costs, MeasuredCosts):
+        raise ConfigurationError(f"solve needs measurements for {opened.hardware.name}, got none: tune first")
+    buckets = []
+    for name in ops if ops is not None else sorted(ops_table.FILES):
+        op = ops_table.get(name)
+        for request, _ in costs.places(name):
+            try:
+                selection = _warmed(opened, op, request)
+            except NoKernelFoundError as error:
+                log.warning(BUCKET_REFUSED, op=name, why=str(error).partition("\n")[0])
+                continue
+            buckets.append(_bucket(selection, request))
+    buckets.sort(key=lambda b: (b.op, b.dtype, b.capture, b.features, tuple(sorted(b.dims.items()))))
+    table = DispatchTable(
+        made=datetime.now(UTC).date().isoformat(),
+        hardware=Environment.of(opened.hardware),
+        policy=runtime.policy.digest,
+        capabilities=capabilities_hash(opened.registry.all()),
+        content=content_hash(tuple(buckets)),
+        buckets=tuple(buckets),
+    )
+    table.save(path)
+    return table
+
+
+def _warmed(device: LocalDevice, op: Op, request: Request) -> Selection:
+    """The decision once nothing better is cold; a kernel that does not load is no longer better."""
+    selection = device.table(op).fresh(request, ahead=False)
+    tried: set[str] = set()
+    while (better := selection.when_warm) is not None and better not in tried:
+        tried.add(better)
+        device.warm((better,), request)
+        selection = device.table(op).fresh(request, ahead=False)
+    device.counters.add("buckets_warmed", op=op.name)
+    return selection
+
+
+def _bucket(selection: Selection, request: Request) -> Bucket:
+    accepted = selection.candidate(selection.kernel).accepted
+    return Bucket(
+        op=selection.op, kernel=selection.kernel, expected_us=round(selection.expected_us, 3),
+        source=accepted.source if accepted is not None else "", why=selection.why, dtype=request.dtype,
+        dims=dict(request.dims), dtypes=tuple(sorted(set(request.dtypes))),
+        features=tuple(sorted(request.features)), layout=request.layout, contiguous=request.contiguous,
+        capture="capture" in request.modes,
+    )  # fmt: skip
+
+
+def bench_call(
+    device: LocalDevice, call: Call, launch: Launch = "eager", *, baseline: str = "", samples: int = 31,
+    save: bool = False,
+) -> HeadToHead:  # fmt: skip
+    """Every kernel that takes `call` on `device`, head to head; `save` keeps the times for choices.
+
+    Raises: ValueError: nothing could be timed, or `baseline` was not. NoKernelFoundError: nobody takes it.
+    """
+    effort = Effort(samples=samples, budget_s=2.0)
+    tuned = Tuner(device, (launch,), effort).measure(call)[-1]
+    default = next((k.id for k in device.registry.for_op(call.op) if k.default and k.id in tuned.timings), "")
+    found = head_to_head(
+        tuned.timings, baseline or default, tie_band=device.settings.tie_band, failed=tuned.failed
+    )
+    if save:
+        publish(device, tuned.rows)
+    return found
+
+
+def table_of(
+    rows: Sequence[Measurement],
+    device: LocalDevice,
+    path: str | os.PathLike[str],
+    *,
+    command: str,
+    note: str = "",
+) -> Table:
+    """Write rows as a table that ships: with who made it, when, and with which libraries.
+
+    Rows that no choice would believe are left out; of several tunes of a call there is one row.
+    """
+    rows = condensed(row for row in rows if not plausible(row))
+    provenance = Provenance(
+        command=command,
+        date=datetime.now(UTC).date().isoformat(),
+        version=layerzero.__version__,
+        environment=Environment.of(device.hardware),
+        libraries=tuple(sorted({row.version for row in rows if row.version})),
+        note=note,
+    )
+    return write_table(path, provenance, list(rows))
+
+
+def kept_rows(device: LocalDevice) -> tuple[Measurement, ...]:
+    """What was measured in this environment and is kept: in the device's file, or in memory without one."""
+    path = perfdb_path(device.settings)
+    rows = read_rows(path, Environment.of(device.hardware)) if path is not None and path.is_file() else []
+    return (*rows, *device.measured)
+
+
+def publish(device: LocalDevice, rows: Sequence[Measurement]) -> Path | None:
+    """Keep rows in the device's file, if it has one, and price with them from now on."""
+    path = perfdb_path(device.settings)
+    if path is not None and rows:
+        anyio.run(_write, path, Environment.of(device.hardware), rows)
+        device.measured = ()
+    else:
+        device.measured = (*device.measured, *rows)
+    kernels = {kernel.id: kernel for kernel in device.registry.all()}
+    device.set_costs(measured_costs(device.settings, kernels, device.hardware, device.measured))
+    return path if rows else None
+
+
+def _need_writable(device: LocalDevice) -> None:
+    """Open the file of measurements before the first of them is made, rather than lose them at the end."""
+    path = perfdb_path(device.settings)
+    if path is None:
+        return
+    try:
+        anyio.run(_write, path, Environment.of(device.hardware), ())
+    except (OSError, sqlite3.DatabaseError) as error:
+        raise ConfigurationError(
+            f"perfdb needs a file that can be written, got {path}: {error}; perfdb=None keeps nothing",
+            field="perfdb",
+        ) from error
+
+
+async def _write(path: Path, environment: Environment, rows: Sequence[Measurement]) -> None:
+    async with PerfDB(os.fspath(path)) as db:
+        await db.add(environment, rows)

@@ -1,0 +1,282 @@
+"""Getting ready for traffic, and whether one is: `warmup` and `readiness_check`."""
+
+from __future__ import annotations
+
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+
+import anyio
+import anyio.to_thread
+import msgspec
+import torch
+
+from layerzero._util import log
+from layerzero.actors.device.ending import join_at_exit
+from layerzero.actors.device.local_device import LocalDevice
+from layerzero.calls.blocking import runtime_here
+from layerzero.measure.calls import Call, Workload
+from layerzero.runtime import Runtime
+from layerzero.warmup import Manifest, Warmed, Warmer, manifest_of
+
+WARMUP_FINISHED = "warmup.finished"
+
+Given = Manifest | Workload | str | Path | Iterable[Call]
+Progress = Callable[[int, int, Warmed], None]
+
+
+class WarmupReport(msgspec.Struct, frozen=True, kw_only=True):
+    """What is ready when `warmup` returns: a record for each critical call and for the others that are done.
+
+    `pending` calls are under way; `problems` concern all calls: a dispatch table that decides nothing here.
+    """
+
+    device: str
+    version: str
+    seconds: float
+    critical: tuple[Warmed, ...]
+    others: tuple[Warmed, ...] = ()
+    pending: int = 0
+    problems: tuple[str, ...] = ()
+
+    @property
+    def ready(self) -> bool:
+        """Whether every critical call is, and decided as the settings say."""
+        return not self.problems and all(w.state == "ready" for w in self.critical)
+
+    @property
+    def compiled(self) -> int:
+        """Compilers started for these calls."""
+        return sum(len(w.compiled) for w in (*self.critical, *self.others))
+
+
+class Readiness(msgspec.Struct, frozen=True, kw_only=True):
+    """Whether traffic would meet nothing cold; true and false like a bool.
+
+    `problems` are the calls that are not ready and why, and a dispatch table that decides nothing.
+    `cold_calls` counts choices made since the last warm-up finished: calls that nobody had warmed.
+    `pending` calls are still being made ready.
+    """
+
+    ready: bool
+    problems: tuple[str, ...] = ()
+    cold_calls: int = 0
+    pending: int = 0
+
+    def __bool__(self) -> bool:
+        return self.ready
+
+
+class _State:
+    """The warm-ups of one runtime, on one device: what they covered, what is under way."""
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self.manifests: dict[str, Manifest] = {}
+        self.done: dict[str, Warmed] = {}
+        self.pending = 0
+        self.stop = threading.Event()
+        self.base = 0.0
+        self.own = 0.0
+        self.threads: list[threading.Thread] = []
+
+    def close(self) -> None:
+        """Begin no further call; wait for the one under way."""
+        self.stop.set()
+        for thread in self.threads:
+            thread.join()
+
+
+_STATES: weakref.WeakKeyDictionary[Runtime, dict[torch.device, _State]] = weakref.WeakKeyDictionary()
+
+
+def _state(runtime: Runtime, device: LocalDevice) -> _State:
+    states = _STATES.setdefault(runtime, {})
+    state = states.get(device.device)
+    if state is None:
+        state = states.setdefault(device.device, _State())
+        runtime.on_close(state.close)
+    return state
+
+
+async def warmup(
+    manifest: Given,
+    *,
+    device: str | None = None,
+    timeout_s: float | None = None,
+    progress: Progress | None = None,
+) -> WarmupReport:
+    """Make the calls of a manifest ready: kernels chosen, imported, compiled and run once.
+
+    `manifest` is a Manifest, a recorded workload, the path of a manifest, or calls. Returns when the critical
+    calls are ready, or after `timeout_s` seconds with those that were not marked "late"; the rest goes on in
+    the background. A kernel that does not compile is blocked with its reason, once, and the call is served
+    by another. Processes that warm one machine at the same time compile each kernel once.
+
+    Raises: ConfigurationError: the file is no manifest. RuntimeClosedError: after close.
+    """
+    job = _Job(runtime_here(), manifest_of(manifest), device, progress)
+    job.start()
+    await anyio.to_thread.run_sync(job.wait, timeout_s, abandon_on_cancel=True)
+    return job.report()
+
+
+def warmup_blocking(
+    manifest: Given,
+    *,
+    device: str | None = None,
+    timeout_s: float | None = None,
+    progress: Progress | None = None,
+    whole: bool = False,
+    forbid: bool = False,
+) -> WarmupReport:
+    """`warmup`, blocking; `whole` waits for the other calls too, once the critical ones were in time.
+
+    `forbid` lets nothing be compiled: what would be stands in the records.
+    """
+    job = _Job(runtime_here(), manifest_of(manifest), device, progress, forbid=forbid)
+    job.start()
+    if job.wait(timeout_s) and whole:
+        job.join()
+    return job.report()
+
+
+class _Job:
+    """One manifest on its way, on a thread of its own."""
+
+    def __init__(
+        self,
+        runtime: Runtime,
+        manifest: Manifest,
+        device: str | None,
+        progress: Progress | None,
+        *,
+        forbid: bool = False,
+    ) -> None:
+        self._manifest = manifest
+        self._device = runtime.device(device)
+        self._state = _state(runtime, self._device)
+        self._warmer = Warmer(self._device, forbid=forbid)
+        self._progress = progress
+        self._critical = threading.Event()
+        self._made: list[Warmed] = []
+        self._started = time.monotonic()
+
+    def start(self) -> None:
+        """Begin; the critical calls come first."""
+        self._state.manifests[self._manifest.version] = self._manifest
+        with self._state.lock:
+            self._state.pending += len(self._manifest.calls)
+        self._thread = threading.Thread(target=self._run, name="layerzero-warmup", daemon=True)
+        self._state.threads = [*(t for t in self._state.threads if t.is_alive()), self._thread]
+        self._thread.start()
+        join_at_exit(self._thread, self._state.stop.set)
+
+    def join(self) -> None:
+        """Until every call is done."""
+        self._thread.join()
+
+    def wait(self, timeout_s: float | None) -> bool:
+        """Until the critical calls are done, or the time is over."""
+        return self._critical.wait(timeout_s)
+
+    def report(self) -> WarmupReport:
+        """What is known now."""
+        made = tuple(self._made[: len(self._manifest.critical)])
+        late = tuple(
+            Warmed(call=str(call), critical=True, state="late")
+            for call in self._manifest.critical[len(made) :]
+        )
+        return WarmupReport(
+            device=str(self._device.device),
+            version=self._manifest.version,
+            seconds=time.monotonic() - self._started,
+            critical=made + late,
+            others=tuple(self._made[len(self._manifest.critical) :]),
+            pending=len(self._manifest.calls) - len(self._made),
+            problems=_problems(self._device),
+        )
+
+    def _run(self) -> None:
+        state, count = self._state, len(self._manifest.critical)
+        try:
+            for position, call in enumerate(self._manifest.calls):
+                if position == count:
+                    self._open()
+                if state.stop.is_set() or self._device.closed:
+                    break
+                self._one(call, position < count)
+        finally:
+            with state.lock:
+                state.pending -= len(self._manifest.calls) - len(self._made)
+            self._open()
+            log.info(WARMUP_FINISHED, version=self._manifest.version, calls=len(self._made))
+
+    def _open(self) -> None:
+        """The critical calls are done: from now on a choice that warming does not make is a cold call."""
+        if not self._critical.is_set():
+            self._state.base = self._device.counters.total("selections") - self._state.own
+            self._critical.set()
+
+    def _one(self, call: Call, critical: bool) -> None:
+        before = self._device.counters.total("selections")
+        warmed = self._warmer.warm(call, critical=critical)
+        self._made.append(warmed)
+        with self._state.lock:
+            self._state.pending -= 1
+            self._state.done[str(call)] = warmed
+            self._state.own += self._device.counters.total("selections") - before
+        if self._progress is not None:
+            self._progress(len(self._made), len(self._manifest.calls), warmed)
+
+
+def readiness_check(manifest: Given | None = None, *, device: str | None = None) -> Readiness:
+    """Whether this process would serve a manifest's calls without choosing, importing or compiling anything.
+
+    Without `manifest` it asks about all that were warmed in this runtime; with none warmed it is not ready.
+    Cheap enough for a health endpoint: plans are looked up, nothing runs.
+    """
+    runtime = runtime_here()
+    own = runtime.device(device)
+    state = _state(runtime, own)
+    manifests: Sequence[Manifest] = (
+        list(state.manifests.values()) if manifest is None else [manifest_of(manifest)]
+    )
+    problems = [] if manifests else ["nothing was warmed up: call warmup with a manifest"]
+    problems += _problems(own)
+    for each in manifests:
+        for call in each.calls:
+            why = _why_cold(own, state, call)
+            if why:
+                problems.append(f"{call}: {why}")
+    made = own.counters.total("selections") - state.base - state.own
+    cold = max(0, int(made)) if state.manifests else 0
+    return Readiness(
+        ready=not problems and state.pending == 0,
+        problems=tuple(problems),
+        cold_calls=cold,
+        pending=state.pending,
+    )
+
+
+def _problems(device: LocalDevice) -> tuple[str, ...]:
+    """What is wrong with every call of a device: decisions made ahead that do not hold."""
+    why = device.solved.problem(device.snapshot.policy) if device.solved is not None else ""
+    return (f"dispatch_table: {why}",) if why else ()
+
+
+def _why_cold(device: LocalDevice, state: _State, call: Call) -> str:
+    """What a request like this call would still have to wait for; empty where nothing."""
+    warmed = state.done.get(str(call))
+    if warmed is None:
+        return "not warmed yet"
+    if warmed.state != "ready":
+        return warmed.error or warmed.state
+    if warmed.kernel in device.registry.unready():
+        return f"{warmed.kernel} is not loaded"
+    blocked = {**device.registry.blocked(), **device.health.blocked()}
+    if warmed.kernel in blocked:
+        return f"{warmed.kernel}: {blocked[warmed.kernel]}"
+    return ""

@@ -1,0 +1,53 @@
+"""FlashInfer's modules, imported on demand, and what all its kernels have in common."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import os
+import warnings
+from typing import Any
+
+from layerzero.spec.call_spec import Request
+from layerzero.spec.kernel import Efficiency
+
+DISTRIBUTIONS = ("flashinfer-python>=0.7",)
+SOURCE = "flashinfer-python 0.7.2.post1, {}; run against float64 on an H200"
+HALF = frozenset({"float16", "bfloat16"})
+# What its templates read at once.
+LOAD_BYTES = 16
+
+# Its norms exist twice: compiled anew for every row width (CuTe DSL), or once for all (CUDA).
+_CUDA_NORM = "FLASHINFER_USE_CUDA_NORM"
+
+
+@functools.cache
+def module(name: str = "flashinfer") -> Any:
+    """A module of FlashInfer's.
+
+    Raises: ImportError: it is not installed, or what it needs is missing.
+    """
+    os.environ.setdefault(_CUDA_NORM, "1")
+    with warnings.catch_warnings():
+        # The compiler package it brings uses what it has itself deprecated.
+        warnings.simplefilter("ignore", DeprecationWarning)
+        return importlib.import_module(name)
+
+
+def estimate(flops: float, bandwidth: float, launch_us: float, what: str) -> Efficiency:
+    """An efficiency for where nothing is measured; `what` says how it was come by."""
+    return Efficiency(flops, bandwidth, launch_us, f"an estimate for an H200, {what}")
+
+
+# A stream's float workspace, which its wrappers share, and what each wrapper keeps on the device.
+WORKSPACE_BYTES = 128 << 20
+WRAPPER_BYTES = 8 << 20
+
+
+def planned_bytes(request: Request) -> int:
+    """What the first planned call of a stream allocates; later ones find it there.
+
+    Constant: the templates split their work until it fits the workspace. Pages that are shared take a second
+    wrapper.
+    """
+    return WORKSPACE_BYTES + WRAPPER_BYTES * (2 if request.op == "paged_attention" else 1)

@@ -1,0 +1,100 @@
+"""Multi-head latent attention over pages, for the widths of DeepSeek's models."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor
+
+from layerzero.backends.flashinfer.common import (
+    DISTRIBUTIONS,
+    HALF,
+    LOAD_BYTES,
+    SOURCE,
+    estimate,
+    module,
+    planned_bytes,
+)
+from layerzero.ops.rehearsal import rehearse
+from layerzero.spec.kernel import Capability, Kernel, OneOf
+
+
+def _wrapper(backend: str, floats: Tensor) -> Any:
+    return module("flashinfer.mla").BatchMLAPagedAttentionWrapper(floats, backend=backend)
+
+
+def _latent(backend: str) -> Callable[..., Any]:
+    from layerzero.backends.flashinfer import planning
+
+    metadata = module("flashinfer.mla").MLAPlanMetadata
+
+    def mla_attention(
+        q_nope: Tensor, q_pe: Tensor, ckv_pages: Tensor, kpe_pages: Tensor, block_tables: Tensor,
+        context_lens: Tensor, cu_seqlens: Tensor | None, scale: float, is_causal: bool, return_lse: bool,
+    ) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
+        """Absorbed queries against latent pages; compressed keys and rotary keys stay two pools."""
+        heads, size = q_nope.shape[1], ckv_pages.shape[1]
+        widths = (ckv_pages.shape[2], kpe_pages.shape[2])
+        flags = (heads, widths, size, q_nope.dtype, ckv_pages.dtype, is_causal, scale, return_lse)
+
+        def plan(wrapper: Any) -> None:
+            pages = planning.Pages.of(block_tables, context_lens, size)
+            starts = planning.query_starts(cu_seqlens, block_tables.shape[0])
+            wrapper.plan(
+                metadata=metadata.csr(
+                    qo_indptr=starts, kv_indptr=pages.starts, kv_indices=pages.ids, kv_len_arr=pages.lengths
+                ),
+                num_heads=heads, head_dim_ckv=widths[0], head_dim_kpe=widths[1], page_size=size,
+                causal=is_causal, sm_scale=scale, q_data_type=q_nope.dtype, kv_data_type=ckv_pages.dtype,
+                query_layout="split", kv_cache_layout="split", lse_mode="basee" if return_lse else "none",
+            )  # fmt: skip
+
+        def launch(wrapper: Any) -> Any:
+            operands = {"query": (q_nope, q_pe), "kv_cache": (ckv_pages, kpe_pages)}
+            if return_lse:
+                return wrapper.run(**operands, return_lse=True, return_lse_base_on_e=True)
+            return wrapper.run(**operands)
+
+        lengths = planning.Lengths.of(flags, block_tables, context_lens, cu_seqlens)
+        make = functools.partial(_wrapper, backend)
+        out = planning.stage(q_nope.device).run(("latent", backend), lengths, make, plan, launch)
+        return tuple(out) if return_lse else out
+
+    return mla_attention
+
+
+_SM = {"fa2": (80, 121), "fa3": (90, 90)}
+
+
+def _kernel(variant: str, low: int, high: int) -> Kernel:
+    run = functools.cache(functools.partial(_latent, variant))
+    return Kernel(
+        id=f"flashinfer.mla_attention.{variant}",
+        op="mla_attention",
+        backend="flashinfer",
+        capability=Capability(
+            source=SOURCE.format(f"BatchMLAPagedAttentionWrapper, backend {variant}"),
+            platforms=frozenset({"cuda"}),
+            sm_min=low,
+            sm_max=high,
+            dtypes=HALF,
+            features=frozenset({"causal", "prefill", "lse"}),
+            limits=(OneOf("C", (512,)), OneOf("R", (64,))),
+            contiguous=True,
+            alignment=LOAD_BYTES,
+            gradient=False,
+        ),
+        load=run,
+        efficiency=estimate(0.4, 0.6, 150.0, "as paged attention"),
+        rank=35 if variant == "fa3" else 38,
+        cold=True,
+        distributions=DISTRIBUTIONS,
+        workspace_bytes=planned_bytes,
+        unit=lambda request: request.dtype,
+        build=lambda request: rehearse(run(), request),
+    )
+
+
+KERNELS: tuple[Kernel, ...] = tuple(_kernel(variant, low, high) for variant, (low, high) in _SM.items())

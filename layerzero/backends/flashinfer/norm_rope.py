@@ -1,0 +1,247 @@
+"""Row kernels: norms, rotary embedding, the gate of an mlp, tokens into pages, a product in eight bits."""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from layerzero.backends.flashinfer.common import DISTRIBUTIONS, HALF, LOAD_BYTES, SOURCE, estimate, module
+from layerzero.ops.paged.append import apart
+from layerzero.ops.quantize.quantize import quantize_reference
+from layerzero.spec.call_spec import Request
+from layerzero.spec.kernel import AtLeast, Capability, Efficiency, Kernel, Limit, MultipleOf, OneOf, SameAs
+from layerzero.spec.reasons import Reason
+
+# A module is compiled as its first kernel loads, in the background, not by the first call.
+
+
+def _norms() -> Any:
+    found = module("flashinfer.norm")
+    found.get_norm_module()
+    return found
+
+
+def _rms_norm() -> Callable[..., Any]:
+    kernel = _norms().rmsnorm
+
+    def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """`rmsnorm` over rows."""
+        out: Tensor = kernel(x.view(-1, x.shape[-1]), weight, eps)
+        return out.view(x.shape)
+
+    return rms_norm
+
+
+def _add_rms_norm() -> Callable[..., Any]:
+    kernel = _norms().fused_add_rmsnorm
+
+    def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+        """`fused_add_rmsnorm` on copies: it overwrites both operands."""
+        normed, total = x.clone(), residual.clone()
+        width = x.shape[-1]
+        kernel(normed.view(-1, width), total.view(-1, width), weight, eps)
+        return normed, total
+
+    return add_rms_norm
+
+
+def _loadable(x: Tensor) -> Tensor:
+    """`x` (..., H, D), copied only where its heads lie apart or a row begins between two loads.
+
+    The keys of a projection that made queries, keys and values at once are read where they stand.
+    """
+    if x.data_ptr() % LOAD_BYTES == 0:
+        if x.is_contiguous():
+            return x
+        if x.dim() == 3:
+            row, head, one = x.stride()
+            if one == 1 and head == x.shape[2] and row * x.element_size() % LOAD_BYTES == 0:
+                return x
+    return x.clone(memory_format=torch.contiguous_format)
+
+
+_TABLE = "_layerzero_flashinfer_table"
+
+
+def angles(cos: Tensor, sin: Tensor) -> Tensor:
+    """cos and sin side by side in float32, as FlashInfer reads them; made once for a pair of tables."""
+    kept = getattr(cos, _TABLE, None)
+    if kept is not None and not cos.is_inference() and not sin.is_inference():
+        other, versions, table = kept
+        if other() is sin and versions == (cos._version, sin._version):
+            return table  # type: ignore[no-any-return]
+    made = torch.cat([cos, sin], -1).float().contiguous()
+    if not cos.is_inference() and not sin.is_inference():
+        setattr(cos, _TABLE, (weakref.ref(sin), (cos._version, sin._version), made))
+    return made
+
+
+def _rope() -> Callable[..., Any]:
+    library = module("flashinfer.rope")
+    library.get_rope_module()
+    kernel = library.apply_rope_with_cos_sin_cache
+
+    def rope(
+        q: Tensor, k: Tensor, positions: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, *_: Any
+    ) -> tuple[Tensor, Tensor]:
+        """`apply_rope_with_cos_sin_cache`, out of place."""
+        count, width = positions.numel(), q.shape[-1]
+        rows, keys = _loadable(q).view(count, -1), _loadable(k).view(count, -1)
+        places = positions.reshape(-1).contiguous()
+        turned = kernel(places, rows, keys, width, angles(cos, sin), is_neox=not interleaved)
+        return turned[0].view(q.shape), turned[1].view(k.shape)
+
+    return rope
+
+
+def _mlp() -> Callable[..., Any]:
+    activation = module("flashinfer.activation")
+    for name in ("silu", "gelu"):
+        activation.get_act_and_mul_module(name)
+    gates = {"swiglu": activation.silu_and_mul, "geglu": activation.gelu_and_mul}
+
+    def mlp(
+        x: Tensor, w_up: Tensor, w_down: Tensor, b_up: Tensor | None, b_down: Tensor | None, kind: str
+    ) -> Tensor:
+        """torch's products with FlashInfer's gate between them."""
+        hidden = gates[kind](functional.linear(x, w_up, b_up))
+        return functional.linear(hidden, w_down, b_down)
+
+    return mlp
+
+
+def _append() -> Callable[..., Any]:
+    library = module("flashinfer.page")
+    library.get_page_module()
+    kernel = library.append_paged_kv_cache
+
+    def append_kv(
+        k: Tensor, v: Tensor, k_pages: Tensor, v_pages: Tensor, slots: Tensor, layout: str
+    ) -> Tensor:
+        """`append_paged_kv_cache` with the whole pool as one sequence, in which a slot is a position."""
+        pages, size = k_pages.shape[0], k_pages.shape[1 if layout == "NHD" else 2]
+        ids, bounds, last, first = _whole_pool(pages, size, k.shape[0], k.device)
+        places = slots.to(torch.int32).contiguous()
+        k, v = apart(k, k_pages, v_pages), apart(v, k_pages, v_pages)
+        kernel(
+            _loadable(k), _loadable(v), first, places, (k_pages, v_pages), ids, bounds, last, kv_layout=layout
+        )
+        return slots
+
+    return append_kv
+
+
+@functools.lru_cache(maxsize=64)
+def _whole_pool(pages: int, size: int, tokens: int, device: torch.device) -> tuple[Tensor, ...]:
+    """A pool as one sequence: page ids, their bounds, the last page's length, every token's sequence."""
+    with torch.inference_mode(False):
+        ids = torch.arange(pages, dtype=torch.int32, device=device)
+        bounds = torch.tensor([0, pages], dtype=torch.int32, device=device)
+        last = torch.tensor([size], dtype=torch.int32, device=device)
+        return ids, bounds, last, torch.zeros(tokens, dtype=torch.int32, device=device)
+
+
+def _fp8_product() -> Callable[..., Any]:
+    library = module("flashinfer.gemm")
+    module("flashinfer.gemm.gemm_base").get_gemm_module()
+
+    def quantized_linear(x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None, _: str) -> Tensor:
+        """`bmm_fp8` through cuBLAS over codes; both scales follow the product, each row having its own."""
+        codes, spread = quantize_reference(x, "fp8_e4m3", "row", 0, None)
+        rows = codes.view(1, -1, codes.shape[-1])
+        one = _one(x.device)
+        out: Tensor = library.bmm_fp8(
+            rows, weight.contiguous().t().unsqueeze(0), one, one, torch.bfloat16, backend="cublas"
+        )
+        wide = out[0].float() * spread.view(-1, 1) * scale.view(-1)
+        wide = wide if bias is None else wide + bias.float()
+        return wide.to(x.dtype).view(*x.shape[:-1], weight.shape[0])
+
+    return quantized_linear
+
+
+@functools.cache
+def _one(device: torch.device) -> Tensor:
+    with torch.inference_mode(False):
+        return torch.ones((), dtype=torch.float32, device=device)
+
+
+def _kernel(
+    op: str, what: str, load: Callable[[], Callable[..., Any]], efficiency: Efficiency,
+    features: frozenset[str] = frozenset(), limits: tuple[Limit, ...] = (), dtypes: frozenset[str] = HALF,
+    workspace_bytes: Callable[[Request], int] | None = None, sm_min: int = 80, source: str = SOURCE,
+    contiguous: bool = True, **more: Any,
+) -> Kernel:  # fmt: skip
+    return Kernel(
+        id=f"flashinfer.{op}.{what}",
+        op=op,
+        backend="flashinfer",
+        capability=Capability(
+            source=source.format(what),
+            platforms=frozenset({"cuda"}),
+            sm_min=sm_min,
+            sm_max=121,
+            dtypes=dtypes,
+            features=features,
+            limits=limits,
+            contiguous=contiguous,
+            gradient=False,
+            graph_safe=True,
+            **more,
+        ),
+        load=load,
+        efficiency=efficiency,
+        rank=36,
+        cold=True,
+        distributions=DISTRIBUTIONS,
+        workspace_bytes=workspace_bytes,
+    )
+
+
+def _hidden_bytes(request: Request) -> int:
+    """The projection with both halves, and the gated half of it."""
+    return 3 * 2 * request.dim("N") * request.dim("F")
+
+
+def _product_bytes(request: Request) -> int:
+    """The codes of the rows, and the product before it is scaled, as bfloat16 and twice as float32."""
+    n, c, k = (request.dim(name) for name in ("N", "C", "K"))
+    return n * k * (1 + 3 * 4) + n * c * (2 + 2 * 4) + (32 << 20)
+
+
+_HEADS = (OneOf("D", (64, 128, 256)),)  # what its templates exist for
+_ROWS = estimate(0.1, 0.7, 8.0, "bound by memory")
+
+KERNELS: tuple[Kernel, ...] = (
+    _kernel("rms_norm", "rmsnorm", _rms_norm, _ROWS, limits=(AtLeast("C", 2),), alignment=LOAD_BYTES),
+    _kernel(
+        "add_rms_norm", "fused_add_rmsnorm", _add_rms_norm, _ROWS, limits=(AtLeast("C", 2),),
+        alignment=LOAD_BYTES,
+    ),
+    _kernel(
+        "rope", "cos_sin_cache", _rope, _ROWS,
+        frozenset({"interleaved", "partial_rotary"}),
+        (*_HEADS, MultipleOf("R", 16)), contiguous=False,
+    ),
+    _kernel(
+        "mlp", "act_and_mul", _mlp, estimate(0.8, 0.7, 25.0, "by its two products"),
+        frozenset({"bias", "act_swiglu", "act_geglu"}), workspace_bytes=_hidden_bytes,
+    ),
+    _kernel(
+        "append_kv", "page", _append, _ROWS, limits=(SameAs("D", "Dv", Reason.HEAD_DIMS_DIFFER), *_HEADS),
+        layouts=frozenset({"NHD", "HND"}), contiguous=False,
+    ),
+    # The product over bare codes overflows float16.
+    _kernel(
+        "quantized_linear", "bmm_fp8", _fp8_product, estimate(0.5, 0.6, 110.0, "as torch._scaled_mm"),
+        frozenset({"quant_fp8_e4m3", "scale_per_row", "bias", "inputs_quantized"}),
+        (MultipleOf("K", 32), MultipleOf("C", 32)), frozenset({"bfloat16"}), _product_bytes, sm_min=89,
+        source="flashinfer-python 0.7.2.post1, {} through cuBLAS",
+    ),
+)  # fmt: skip

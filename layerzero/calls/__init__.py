@@ -1,0 +1,1 @@
+"""How a public function runs: blocking, awaited, bound or batched."""

@@ -1,0 +1,198 @@
+"""Both surfaces of an op from its one signature: `blocking(op)` and `awaited(op)`.
+
+The fast path stands here in full and calls nothing of ours on a hit: build the signature, find the device,
+the table and the plan, run it. Whatever is unusual (no plan yet, a scope, an error) leaves it at once.
+"""
+
+from __future__ import annotations
+
+import inspect
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from layerzero._util import foreign
+from layerzero.actors.device.local_device import LocalDevice
+from layerzero.calls.call_cache import KnownPlans
+from layerzero.calls.scope import ROOT, SCOPE, Scope
+from layerzero.ops.op import Args, Op, Signature
+from layerzero.runtime import ACTIVE, Runtime, current
+from layerzero.selection.dispatch import Plan, Snapshot
+from layerzero.selection.record import Selection
+
+
+class _Last(threading.local):
+    """The plan that ran last in this thread; read right after a call, nothing can have come between."""
+
+    plan: Plan | None = None
+
+
+LAST = _Last()
+
+
+def last_selection() -> Selection | None:
+    """The record of the last call in this thread: what was executed, batched and fallen back as it was.
+
+    None before the first call of this thread.
+    """
+    plan = LAST.plan
+    return None if plan is None else plan.record()
+
+
+def blocking(op: Op) -> Callable[..., Any]:
+    """The op as a blocking function with the signature of `op.build`, plus `backend=`."""
+    build, name, active, scoped, last = op.build, op.name, ACTIVE, SCOPE.get, LAST
+    known = KnownPlans(op, last, _recovered)
+
+    def call(*args: Any, backend: str | None = None, **kwargs: Any) -> Any:
+        if backend is None and known.plans is not None:
+            result = known.plans.run(args, kwargs)
+            if result is not NotImplemented:
+                return result
+        try:
+            signature, full = build(*args, **kwargs)
+            device = active.devices[full[0].device]
+            bits = device.mode()
+            if backend is None and scoped() is None:
+                snapshot = device.snapshot
+                plan = snapshot.tables[name].hot[bits][signature]
+            else:
+                return _unusual(op, signature, full, backend)
+        except (KeyError, AttributeError, TypeError) as error:
+            return _first(op, args, kwargs, backend, error)
+        last.plan = plan
+        known.remember(args, kwargs, full, device, snapshot, plan)
+        try:
+            return plan.call(*full)
+        except Exception as error:
+            return _recovered(device, plan, full, error, None)
+
+    return named(call, op, BLOCKING_DOC)
+
+
+BLOCKING_DOC = """    Choosing: backend is a kernel's id or a backend's name, for this call alone.
+"""
+
+
+def named(call: Callable[..., Any], op: Op, more: str) -> Callable[..., Any]:
+    """`call` under the op's name, with its documentation, its signature and `more` of both.
+
+    `more` documents the keyword-only parameters that `call` itself names: those beside the op's own.
+    """
+    own = inspect.signature(call).parameters.values()
+    signature = inspect.signature(op.build)
+    extra = [p for p in own if p.kind is p.KEYWORD_ONLY]
+    parameters = [p for p in signature.parameters.values() if p.kind is not p.VAR_KEYWORD]
+    call.__name__ = call.__qualname__ = op.name
+    call.__doc__ = _documented(op.build.__doc__ or "", more)
+    call.__module__ = "layerzero"
+    call.__signature__ = signature.replace(  # type: ignore[attr-defined]
+        parameters=[*parameters, *extra], return_annotation=inspect.signature(op.reference).return_annotation
+    )
+    return call
+
+
+def _documented(doc: str, more: str) -> str:
+    """An op's docstring with the lines of `more` after those about its arguments."""
+    head, returns, tail = doc.partition("    Returns:")
+    return f"{head}{more}{returns}{tail}" if returns else f"{doc.rstrip()}\n{more}"
+
+
+def _first(
+    op: Op, args: tuple[Any, ...], kwargs: dict[str, Any], backend: str | None, error: Exception
+) -> Any:
+    """A call whose plan is not there yet, or whose arguments are wrong."""
+    signature, full = checked_build(op, args, kwargs, error)
+    return _unusual(op, signature, full, backend)
+
+
+def checked_build(
+    op: Op, args: tuple[Any, ...], kwargs: dict[str, Any], error: Exception | None = None
+) -> tuple[Signature, Args]:
+    """`op.build` with its arguments explained where it cannot take them.
+
+    Raises: TypeError: an argument is missing, unknown or no tensor, by name.
+    """
+    try:
+        inspect.signature(op.build).bind(*args, **kwargs)
+    except TypeError as wrong:
+        raise TypeError(f"{op.name}(): {wrong}") from None
+    try:
+        signature, full = op.build(*args, **kwargs)
+    except (AttributeError, TypeError) as wrong:
+        raise _explained(op, args, kwargs, wrong) from error
+    try:
+        hash(signature)
+    except TypeError as wrong:
+        op.check(full)
+        if foreign.transformed(full):  # the sizes of a trace have no hash, and need none
+            return signature, full
+        raise TypeError(f"{op.name}() needs hashable flags and numbers: {wrong}") from None
+    return signature, full
+
+
+def _explained(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any], wrong: Exception) -> Exception:
+    """The error that names the argument which is no tensor."""
+    bound = inspect.signature(op.build).bind(*args, **kwargs)
+    bound.apply_defaults()
+    for parameter in inspect.signature(op.build).parameters.values():
+        value = bound.arguments.get(parameter.name)
+        takes_tensor = "Tensor" in str(parameter.annotation)
+        optional = "None" in str(parameter.annotation)
+        if takes_tensor and not isinstance(value, Tensor) and not (optional and value is None):
+            elsewhere = getattr(value, "elsewhere", None)  # a handle of another process's tensor
+            advice = f": {elsewhere}" if isinstance(elsewhere, str) else ""
+            return TypeError(f"{parameter.name} needs a torch.Tensor, got {type(value).__name__}{advice}")
+    return wrong
+
+
+def runtime_here() -> Runtime:
+    """The runtime of the calling context: a scoped one, else the process's."""
+    scope = SCOPE.get()
+    return scope.runtime if scope is not None and scope.runtime is not None else current()
+
+
+def device_of(args: Args) -> torch.device:
+    """The device a call runs on: its first argument's.
+
+    Raises: TypeError: the first argument is no tensor.
+    """
+    first = args[0]
+    if not isinstance(first, Tensor):
+        raise TypeError(f"the first argument needs a torch.Tensor, got {type(first).__name__}")
+    return first.device
+
+
+def device_here(args: Args) -> LocalDevice:
+    """The LocalDevice of a call's tensors, in the calling context's runtime."""
+    return runtime_here().device(device_of(args))
+
+
+def snapshot_here(device: LocalDevice, op: str, backend: str | None) -> Snapshot:
+    """The snapshot that governs a call in the calling context."""
+    scope: Scope | None = SCOPE.get()
+    if scope is None:
+        return device.snapshot if backend is None else ROOT.snapshot(device, op, backend)
+    return scope.snapshot(device, op, backend)
+
+
+def _unusual(op: Op, signature: Signature, args: Args, backend: str | None) -> Any:
+    """Plan and run a call in full: scopes, first uses, everything."""
+    device = device_here(args)
+    snapshot = snapshot_here(device, op.name, backend)
+    plan = device.plan(op, signature, args, device.mode(), snapshot)
+    LAST.plan = plan
+    try:
+        return plan.call(*args)
+    except Exception as error:
+        return _recovered(device, plan, args, error, snapshot)
+
+
+def _recovered(
+    device: LocalDevice, plan: Plan, args: Args, error: Exception, snapshot: Snapshot | None
+) -> Any:
+    result, LAST.plan = device.recover(plan, args, error, snapshot)
+    return result

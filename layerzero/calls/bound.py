@@ -1,0 +1,251 @@
+"""`bind`: one op resolved once, handed back as a callable that only checks that it still may run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from layerzero.actors.device.local_device import LocalDevice
+from layerzero.calls.blocking import checked_build, device_here, device_of, snapshot_here
+from layerzero.ops import table as ops_table
+from layerzero.ops.op import Args, Op
+from layerzero.selection.dispatch import GRAD, Plan, Snapshot, positional
+from layerzero.spec.kernel import Kernel
+
+Check = Callable[..., bool]
+
+# torch's own guards on tensors, as torch.compile uses them: all of a call's metadata in one C call.
+_guards: Any = getattr(getattr(torch._C, "_dynamo", None), "guards", None)
+_TensorGuards: Any = getattr(_guards, "TensorGuards", None)
+
+
+class Binding:
+    """What a bound callable holds on to: the op, the fixed arguments, and the plan of one generation."""
+
+    __slots__ = ("_backend", "_count", "_device", "_op", "base", "full", "plan", "snapshot", "tail")
+
+    def __init__(self, op: Op, device: LocalDevice, full: Args, count: int, backend: str | None) -> None:
+        self._op = op
+        self._device = device
+        self._backend = backend
+        self._count = count
+        self.full = full
+        self.tail = full[count:]
+        self.base: Snapshot = device.snapshot
+        self.snapshot: Snapshot = snapshot_here(device, op.name, backend)
+        self.plan: Plan = self._planned(full)
+
+    def _planned(self, full: Args) -> Plan:
+        bits = self._device.mode()
+        return self._device.plan(self._op, positional(self._op, full), full, bits, self.snapshot)
+
+    def kernel(self) -> Kernel:
+        """The kernel of the plan it holds."""
+        kernel = self._device.registry.get(self.plan.kernel)
+        if kernel is None:
+            raise ValueError(
+                f"bind needs an example with something to compute, got an empty {self._op.name} call"
+            )
+        return kernel
+
+    def rebind(self) -> Plan:
+        """The plan in the device's present generation."""
+        self.base = self._device.snapshot
+        self.snapshot = snapshot_here(self._device, self._op.name, self._backend)
+        self.plan = self._planned(self.full)
+        return self.plan
+
+    def other(self, tensors: tuple[Any, ...]) -> Any:
+        """A call whose tensors do not fit the guard: planned for itself."""
+        if len(tensors) != self._count:
+            raise TypeError(f"the bound {self._op.name} needs {self._count} arguments, got {len(tensors)}")
+        full = (*tensors, *self.tail)
+        where, own = device_of(full), self._device.device
+        if where != own:
+            raise ValueError(f"the bound {self._op.name} needs tensors on {own}, got {where}")
+        if self._device.snapshot is not self.base:
+            self.rebind()
+        plan = self._planned(full)
+        return self.run(plan, full)
+
+    def run(self, plan: Plan, full: Args) -> Any:
+        """Run a plan with fallback inside the call."""
+        try:
+            return plan.call(*full)
+        except Exception as error:
+            return self.recover(plan, full, error)
+
+    def recover(self, plan: Plan, full: Args, error: Exception) -> Any:
+        """The next kernel's result after `plan`'s raised."""
+        return self._device.recover(plan, full, error, self.snapshot)[0]
+
+
+def bind(
+    op: str, /, *example: Any, guard: bool = True, backend: str | None = None, **fixed: Any
+) -> Callable[..., Any]:
+    """Resolve `op` for tensors like `example` and return a callable that takes such tensors.
+
+    The positional arguments of the example are what each call passes anew; keyword arguments stay fixed.
+    The callable always checks the generation: after a policy change, an open circuit or a quarantine it is
+    bound again before it runs. With `guard` it also checks shape, strides, dtype, device and
+    requires_grad, and plans a call that differs for itself; `guard=False` trusts the caller.
+    The callable's `.binding.plan` is what it holds.
+
+    Raises: NoKernelFoundError, ValueError, TypeError: as the call itself would.
+    """
+    definition = ops_table.get(op)
+    _, full = checked_build(definition, example, fixed)
+    device = device_here(full)
+    binding = Binding(definition, device, full, len(example), backend)
+    tail = binding.tail
+    if guard:
+        return _guarded(binding, device, tail, _guard_for(binding, full[: len(example)]))
+    return _unguarded(binding, device, tail)
+
+
+def _guard_for(binding: Binding, example: Args) -> Check:
+    """The guard for these tensors: strides and requires_grad count only where a verdict reads them."""
+    kernel = binding.kernel()
+    capability = kernel.capability
+    strided = capability.contiguous or capability.last_stride1 or capability.alignment > 1
+    grad = torch.is_grad_enabled()
+    return _tensor_check(example, strides=strided, grad=grad)
+
+
+def _guarded(binding: Binding, device: LocalDevice, tail: Args, check: Check) -> Callable[..., Any]:
+    bits = device.mode()
+    mode = device.mode
+
+    def bound(*tensors: Any) -> Any:
+        if not check(*tensors) or mode() != bits:
+            return binding.other(tensors)
+        plan = binding.plan if device.snapshot is binding.base else binding.rebind()
+        try:
+            return plan.call(*tensors, *tail)
+        except Exception as error:
+            return binding.recover(plan, (*tensors, *tail), error)
+
+    exact = _exact_check(binding)
+    if exact is None or device.capturing is not None or bits & ~GRAD:
+        bound.binding = binding  # type: ignore[attr-defined]
+        return bound
+    return _guarded_exactly(binding, device, tail, exact, bound)
+
+
+def _guarded_exactly(
+    binding: Binding, device: LocalDevice, tail: Args, exact: Check, otherwise: Callable[..., Any]
+) -> Callable[..., Any]:
+    """Calls whose tensors are the example's in everything, under plain modes; `otherwise` takes the rest."""
+    forward: Any = torch.autograd.forward_ad
+    deterministic, autocast = torch.are_deterministic_algorithms_enabled, torch._C._is_any_autocast_enabled
+
+    def bound(*tensors: Any) -> Any:
+        try:
+            if not exact(*tensors) or deterministic() or autocast() or forward._current_level >= 0:
+                return otherwise(*tensors)
+        except TypeError:  # another number of arguments, or no tensors
+            return otherwise(*tensors)
+        plan = binding.plan if device.snapshot is binding.base else binding.rebind()
+        try:
+            return plan.call(*tensors, *tail)
+        except Exception as error:
+            return binding.recover(plan, (*tensors, *tail), error)
+
+    bound.binding = binding  # type: ignore[attr-defined]
+    return bound
+
+
+def _exact_check(binding: Binding) -> Check | None:
+    """The C check that tensors are the example's in shape, strides, dtype, device and grad; None without one.
+
+    Only where no argument requires grad: then torch's grad mode decides nothing and need not be read.
+    """
+    tensors = [value for value in binding.full if isinstance(value, Tensor)]
+    example = binding.full[: len(binding.full) - len(binding.tail)]
+    if _TensorGuards is None or any(t.requires_grad for t in tensors):
+        return None
+    if not example or any(type(value) is not Tensor for value in example):
+        return None
+    check: Check = _TensorGuards(*example, dynamic_dims_sizes=None, dynamic_dims_strides=None).check
+    return check
+
+
+def _unguarded(binding: Binding, device: LocalDevice, tail: Args) -> Callable[..., Any]:
+    def bound(*tensors: Any) -> Any:
+        plan = binding.plan if device.snapshot is binding.base else binding.rebind()
+        try:
+            return plan.call(*tensors, *tail)
+        except Exception as error:
+            return binding.recover(plan, (*tensors, *tail), error)
+
+    bound.binding = binding  # type: ignore[attr-defined]
+    return bound
+
+
+def _tensor_check(example: Args, *, strides: bool, grad: bool) -> Check:
+    """A check that arguments are like the example's: tensors by metadata, everything else by value."""
+    count = len(example)
+    if (
+        count <= len(_CHECKS)
+        and all(isinstance(value, Tensor) for value in example)
+        and not strides
+        and not grad
+    ):
+        return _CHECKS[count - 1](*example)
+    facts = [_facts(value, strides, grad) for value in example]
+
+    def check(*values: Any) -> bool:
+        return len(values) == count and all(
+            _facts(v, strides, grad) == fact for v, fact in zip(values, facts, strict=True)
+        )
+
+    return check
+
+
+def _facts(value: Any, strides: bool, grad: bool) -> Any:
+    if isinstance(value, Tensor):
+        extra = (value.stride() if strides else None, value.requires_grad if grad else None)
+        return (value.shape, value.dtype, value.device, extra)
+    return value
+
+
+def _check_one(a: Tensor) -> Check:
+    shape, dtype, device = a.shape, a.dtype, a.device
+
+    def check(a: Tensor, *more: Any) -> bool:
+        return a.shape == shape and a.dtype is dtype and a.device == device and not more
+
+    return check
+
+
+def _check_two(a: Tensor, b: Tensor) -> Check:
+    first, shape, dtype, device = _check_one(a), b.shape, b.dtype, b.device
+
+    def check(a: Tensor, b: Tensor, *more: Any) -> bool:
+        return b.shape == shape and b.dtype is dtype and b.device == device and not more and first(a)
+
+    return check
+
+
+def _check_three(a: Tensor, b: Tensor, c: Tensor) -> Check:
+    sa, sb, sc = a.shape, b.shape, c.shape
+    da, db, dc = a.dtype, b.dtype, c.dtype
+    device = a.device
+    if b.device != device or c.device != device:
+        raise ValueError("bound tensors need one device")
+
+    def check(a: Tensor, b: Tensor, c: Tensor, *more: Any) -> bool:
+        return (
+            a.shape == sa and b.shape == sb and c.shape == sc
+            and a.dtype is da and b.dtype is db and c.dtype is dc
+            and a.device == device and b.device == device and c.device == device
+            and not more
+        )  # fmt: skip
+
+    return check
+
+
+_CHECKS: tuple[Callable[..., Check], ...] = (_check_one, _check_two, _check_three)

@@ -1,0 +1,114 @@
+"""Which pages of a pool are whose: reference counts, sharing, and what is done when none is left."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+
+from layerzero.ops import checks
+from layerzero.spec.errors import LayerZeroError
+
+
+class PagesExhaustedError(LayerZeroError):
+    """The pool has too few free pages; free sequences, or give the cache an eviction hook."""
+
+
+class FreedPageError(LayerZeroError, ValueError):
+    """A page that nobody holds was freed again or used."""
+
+
+class ForeignPageError(LayerZeroError, ValueError):
+    """A page id that this pool does not have."""
+
+
+Evict = Callable[[int], object]
+
+
+class PageAllocator:
+    """`count` pages by number, each held by so many owners.
+
+    `evict(missing)` is asked to free at least `missing` pages before an allocation fails; what it frees is up
+    to it. `epoch` rises with every change.
+    """
+
+    __slots__ = ("_counts", "_free", "epoch", "evict")
+
+    def __init__(self, count: int, evict: Evict | None = None) -> None:
+        checks.need_int("count", count, low=1)
+        self._counts = [0] * count
+        self._free = list(range(count - 1, -1, -1))
+        self.evict = evict
+        self.epoch = 0
+
+    @property
+    def total(self) -> int:
+        """All pages."""
+        return len(self._counts)
+
+    @property
+    def free_pages(self) -> int:
+        """Pages that nobody holds."""
+        return len(self._free)
+
+    def holders(self, page: int) -> int:
+        """How many owners a page has.
+
+        Raises: ForeignPageError: the pool has no such page.
+        """
+        if not isinstance(page, int) or not 0 <= page < len(self._counts):
+            raise ForeignPageError(f"page needs an id in [0, {len(self._counts)}), got {page!r}", page=page)
+        return self._counts[page]
+
+    def take(self, count: int) -> list[int]:
+        """`count` pages with one owner each: all of them or none.
+
+        Raises: PagesExhaustedError: too few are free, even after `evict`.
+        """
+        missing = count - len(self._free)
+        if missing > 0 and self.evict is not None:
+            self.evict(missing)
+            missing = count - len(self._free)
+        if missing > 0:
+            raise PagesExhaustedError(
+                f"needs {count} free pages, got {len(self._free)} of {self.total}",
+                missing=missing,
+                total=self.total,
+            )
+        taken = [self._free.pop() for _ in range(count)]
+        for page in taken:
+            self._counts[page] = 1
+        if taken:
+            self.epoch += 1
+        return taken
+
+    def share(self, pages: Iterable[int]) -> None:
+        """One more owner for each page: all of them or none.
+
+        Raises: FreedPageError: a page has no owner. ForeignPageError: an id is not of this pool.
+        """
+        pages = self._held(pages)
+        for page in pages:
+            self._counts[page] += 1
+        if pages:
+            self.epoch += 1
+
+    def give_back(self, pages: Iterable[int]) -> None:
+        """One owner less for each page; the last one frees it. All of them or none.
+
+        Raises: FreedPageError: a page is free already. ForeignPageError: an id is not of this pool.
+        """
+        pages = self._held(pages)
+        for page in reversed(pages):
+            self._counts[page] -= 1
+            if not self._counts[page]:
+                self._free.append(page)
+        if pages:
+            self.epoch += 1
+
+    def _held(self, pages: Iterable[int]) -> Sequence[int]:
+        pages = list(pages)
+        asked: dict[int, int] = {}
+        for page in pages:
+            asked[page] = asked.get(page, 0) + 1
+            if self.holders(page) < asked[page]:
+                raise FreedPageError(f"page {page} needs an owner, got a page that was freed", page=page)
+        return pages

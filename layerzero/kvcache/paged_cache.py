@@ -1,0 +1,311 @@
+"""Sequences in pages of one pool: no copy to grow, shared prefixes, block tables as kernels take them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from weakref import ref
+
+import torch
+from torch import Tensor
+
+from layerzero.kvcache.attention_metadata import RowMaker, Rows
+from layerzero.kvcache.block_allocator import Evict, PageAllocator
+from layerzero.kvcache.block_tables import PagedSequence, Span, Tables
+from layerzero.kvcache.protocol import Sequences, Spec
+from layerzero.ops import checks
+from layerzero.ops import host_copies as mirrors
+from layerzero.ops.paged.append import append_kv_reference
+from layerzero.ops.paged.checks import LAYOUTS, gather
+
+
+class PagedCache:
+    """A pool of `pages` pages of `page_size` tokens for each of `layers` layers, in layout NHD or HND.
+
+    All layers keep a token in the same slot, so that one table and one list of slots serve them all. `append`
+    writes one sequence's tokens at once. For a model, sequences grow first and `append_kv` writes layer by
+    layer: `step` grows many of them and says where a forward's rows stand; `extend` gives their slots alone.
+    Where each sequence has a coroutine of its own, `sequence` opens it as an object whose `extend` gives a
+    span, and `rows` says where the spans of a whole crowd stand.
+
+    A fork shares all pages; the first of its sharers to grow copies the last one (copy on write), so that the
+    page a sequence writes is always its own. `evict(missing)` is called before the pool runs out; it may free
+    sequences of this cache.
+    """
+
+    __slots__ = (
+        "__weakref__",
+        "_maker",
+        "_sequences",
+        "_tables",
+        "allocator",
+        "layout",
+        "page_size",
+        "pools",
+        "spec",
+    )
+
+    def __init__(
+        self,
+        spec: Spec,
+        *,
+        pages: int,
+        page_size: int = 16,
+        layout: str = "NHD",
+        layers: int = 1,
+        evict: Evict | None = None,
+    ) -> None:
+        checks.need_int("page_size", page_size, low=1)
+        checks.need_int("layers", layers, low=1)
+        checks.need_choice("layout", layout, LAYOUTS)
+        self.spec = spec
+        self.page_size = page_size
+        self.layout = layout
+        self.allocator = PageAllocator(pages, evict)
+        self._sequences: Sequences[PagedSequence] = Sequences()
+        self._tables = Tables()
+        self._maker = RowMaker(self._tables, page_size, torch.device(spec.device))
+        self.pools: tuple[tuple[Tensor, Tensor], ...] = tuple(
+            (self._pool(pages, spec.width), self._pool(pages, spec.value_width)) for _ in range(layers)
+        )
+
+    def _pool(self, pages: int, width: int) -> Tensor:
+        heads, size = self.spec.heads, self.page_size
+        shape = (pages, size, heads, width) if self.layout == "NHD" else (pages, heads, size, width)
+        return self.spec.zeros(*shape)
+
+    @property
+    def k_pages(self) -> Tensor:
+        """The keys of the first layer; `pools` holds every layer's keys and values."""
+        return self.pools[0][0]
+
+    @property
+    def v_pages(self) -> Tensor:
+        """The values of the first layer."""
+        return self.pools[0][1]
+
+    @property
+    def device(self) -> torch.device:
+        """Where the pools are."""
+        return self.pools[0][0].device
+
+    @property
+    def epoch(self) -> int:
+        """Rises with every change of whose pages are whose."""
+        return self.allocator.epoch
+
+    def new(self) -> int:
+        """A sequence without tokens; it holds no page yet."""
+        return self._opened().number
+
+    def _opened(self) -> PagedSequence:
+        made = PagedSequence(self._sequences.next, ref(self), self.allocator, self._tables)
+        self._sequences.add(made)
+        return made
+
+    def sequence(self, tokens: int) -> PagedSequence:
+        """A new sequence with the pages for `tokens` tokens, so that growing up to there cannot fail.
+
+        Raises: ValueError: a pool of this size could never hold it. PagesExhaustedError: it cannot now.
+        """
+        most = self.allocator.total * self.page_size
+        if not 1 <= checks.need_int("tokens", tokens) <= most:
+            raise ValueError(f"tokens needs 1 to {most}, what the whole pool holds, got {tokens}")
+        opened = self._opened()
+        try:
+            self._make_room([(opened, tokens)])
+        except Exception:
+            self._sequences.pop(opened.number)
+            raise
+        return opened
+
+    def fork(self, sequence: int) -> int:
+        """A sequence over the same pages; whoever appends first to the last one copies it."""
+        source = self._sequences.get(sequence)
+        used = source.pages[: self._pages_for(source.length)]
+        self.allocator.share(used)
+        forked = self._opened()
+        for own, pages in ((source, source.pages), (forked, used)):
+            own.settle(source.length, pages, source.length)
+        return forked.number
+
+    def rollback(self, sequence: int, tokens: int) -> None:
+        """Forget all tokens but the first `tokens`; the sequence's own pages stay reserved for it.
+
+        Raises: ValueError: the sequence has fewer.
+        """
+        state = self._sequences.get(sequence)
+        if not 0 <= checks.need_int("tokens", tokens) <= state.length:
+            raise ValueError(f"tokens needs 0 to {state.length}, what the sequence has, got {tokens}")
+        kept, held = self._pages_for(tokens), self._pages_for(state.length)
+        shared = [page for page in state.pages[kept:held] if self.allocator.holders(page) > 1]
+        pages = [page for at, page in enumerate(state.pages) if at < kept or page not in shared]
+        self.allocator.give_back(shared)
+        state.settle(tokens, pages, tokens)
+        self.allocator.epoch += 1
+
+    def reserve(self, sequence: int, tokens: int) -> None:
+        """Take the pages for `tokens` tokens in all now, so that growing up to there cannot fail.
+
+        Raises: PagesExhaustedError: the pool has too few; nothing has changed.
+        """
+        checks.need_int("tokens", tokens, low=0)
+        state = self._sequences.get(sequence)
+        self._make_room([(state, max(0, tokens - state.length))])
+
+    def extend(self, sequences: Sequence[int], counts: Sequence[int]) -> Tensor:
+        """Slots (T,) int64 for the next counts[i] tokens of sequences[i]: all of them or none.
+
+        The lengths count the tokens from here on; write them with `append_kv` before anything reads them.
+        Raises: PagesExhaustedError: the pool is full and `evict` freed too little; nothing has changed.
+            ValueError: a sequence stands there twice, a count is negative. FreedSequenceError,
+            UnknownSequenceError.
+        """
+        slots = self._maker.slots(self._grown(sequences, counts, 0))
+        return torch.tensor(slots, dtype=torch.int64, device=self.spec.device)
+
+    def step(self, sequences: Sequence[int], counts: Sequence[int]) -> Rows:
+        """Grow sequences[i] by counts[i] tokens, at least one each, and say where their rows stand.
+
+        Raises: what `extend` raises, and like it changes all of them or none.
+        """
+        if not len(sequences):
+            raise ValueError("sequences needs at least one, got none")
+        return self._maker.rows(self._grown(sequences, counts, 1))
+
+    def rows(self, spans: Sequence[Span]) -> Rows:
+        """Where the tokens of `spans` stand, one span behind the other.
+
+        It reads what the spans name and no sequence: any thread may ask, also while others grow or are freed.
+        Raises: ValueError: there is none, or one is of another cache.
+        """
+        if not spans:
+            raise ValueError("spans needs at least one, got none")
+        return self._maker.rows(spans)
+
+    def _grown(self, sequences: Sequence[int], counts: Sequence[int], low: int) -> list[Span]:
+        if len(sequences) != len(counts) or len(set(sequences)) != len(sequences):
+            raise ValueError(
+                f"sequences needs each sequence once, with one count each, got {list(sequences)} and "
+                f"{list(counts)}"
+            )
+        if counts and (set(map(type, counts)) != {int} or min(counts) < low):
+            for count in counts:
+                checks.need_int("counts", count, low=low)
+        states = self._sequences.many(sequences)
+        ends = [state.length + count for state, count in zip(states, counts, strict=True)]
+        short = [at for at, (state, end) in enumerate(zip(states, ends, strict=True)) if end > state.room]
+        if short:
+            self._make_room([(states[at], counts[at]) for at in short], states)
+        if any(counts):
+            self.allocator.epoch += 1
+        return [state.grow(count) for state, count in zip(states, counts, strict=True)]
+
+    def append(self, sequence: int, keys: Tensor, values: Tensor) -> None:
+        """Write tokens behind the sequence's, into pages that are its own; all of them or none.
+
+        Raises: ValueError: the cache has several layers. What `extend` raises; TypeError.
+        """
+        if len(self.pools) > 1:
+            raise ValueError(
+                f"append needs a cache of one layer, got {len(self.pools)}; extend gives slots for append_kv"
+            )
+        count = self.spec.check(keys, values)
+        slots = self.extend([sequence], [count])
+        if count:
+            append_kv_reference(keys, values, self.k_pages, self.v_pages, slots, self.layout)
+
+    def _pages_for(self, tokens: int) -> int:
+        return -(-tokens // self.page_size)
+
+    def _make_room(
+        self, wanted: Sequence[tuple[PagedSequence, int]], beside: Sequence[PagedSequence] = ()
+    ) -> None:
+        """Pages for so many more tokens of each sequence, the one each goes on writing unshared.
+
+        Raises: FreedSequenceError: the eviction hook freed one of them, or of those `beside`.
+        """
+        holders: dict[int, int] = {}
+        need: list[tuple[PagedSequence, int, int]] = []  # pages to add; the shared page's entry, or -1
+        for state, count in wanted:
+            more = max(0, self._pages_for(state.length + count) - len(state.pages))
+            entry, shared = state.length // self.page_size, -1
+            if count and state.length % self.page_size:
+                page = state.pages[entry]
+                left = holders.setdefault(page, self.allocator.holders(page))
+                if left > 1:  # the last of several sharers that grow at once keeps the page
+                    holders[page], shared = left - 1, entry
+            need.append((state, more, shared))
+        taken = self.allocator.take(sum(more + (shared >= 0) for _, more, shared in need))
+        # Pages of a sequence that is gone would be nobody's.
+        try:
+            self._sequences.many([state.number for state in (*beside, *(state for state, _ in wanted))])
+        except ValueError:
+            self.allocator.give_back(taken)
+            raise
+        for state, more, shared in need:
+            pages = list(state.pages)
+            if shared >= 0:
+                self._copy_page(pages, shared, taken.pop(0))
+            pages += taken[:more]
+            del taken[:more]
+            state.settle(state.length, pages, self._room(state.length, pages))
+
+    def _room(self, length: int, pages: list[int]) -> int:
+        """Up to how many tokens `pages` are a sequence's own; none behind its last used one is shared."""
+        entry = length // self.page_size
+        if length % self.page_size and self.allocator.holders(pages[entry]) > 1:
+            return length
+        return len(pages) * self.page_size
+
+    def _copy_page(self, pages: list[int], entry: int, copy: int) -> None:
+        last = pages[entry]
+        for pool in (pool for layer in self.pools for pool in layer):
+            pool[copy].copy_(pool[last])
+        pages[entry] = copy
+        self.allocator.give_back([last])
+
+    def free(self, sequence: int) -> None:
+        """Give the sequence's pages back; those that forks share stay."""
+        freed = self._sequences.pop(sequence)
+        freed.settle(freed.length, freed.pages, 0)
+        self.allocator.give_back(freed.pages)
+
+    def length(self, sequence: int) -> int:
+        """The sequence's tokens."""
+        return self._sequences.get(sequence).length
+
+    def pages(self, sequence: int) -> tuple[int, ...]:
+        """The sequence's pages in order."""
+        return tuple(self._sequences.get(sequence).pages)
+
+    def tables(self, sequences: Sequence[int], *, dtype: torch.dtype = torch.int32) -> tuple[Tensor, Tensor]:
+        """`block_tables` (B, M) and `context_lens` (B,) of some sequences, as `paged_attention` takes them.
+
+        M is the longest sequence's pages; shorter rows end in zeros or in pages that no length reaches. On a
+        device both come with host copies, so that kernels which plan by lengths need not wait for it.
+        """
+        states = [self._sequences.get(sequence) for sequence in sequences]
+        lengths = [state.length for state in states]
+        with torch.inference_mode(False):
+            width = self._pages_for(max(lengths, default=0))
+            table = self._tables.pick([state.row for state in states], width)
+            counts = torch.tensor(lengths, dtype=dtype, device="cpu")
+        device = self.spec.device
+        return mirrors.on_device(table.to(dtype), device), mirrors.on_device(counts, device)
+
+    def read(self, sequence: int, layer: int = 0) -> tuple[Tensor, Tensor]:
+        """A dense copy of the sequence's keys and values in one layer, (S, heads, width)."""
+        state = self._sequences.get(sequence)
+        pages = torch.tensor(state.pages, dtype=torch.int64, device=self.spec.device)
+        keys, values = (gather(pool, pages, state.length, self.layout) for pool in self.pools[layer])
+        return keys, values
+
+    def sequences(self) -> list[int]:
+        """Every live sequence."""
+        return self._sequences.numbers()
+
+    def bytes_held(self) -> int:
+        """Bytes of the pages that somebody holds."""
+        allocator = self.allocator
+        held = (allocator.total - allocator.free_pages) * self.page_size
+        return held * self.spec.token_bytes * len(self.pools)

@@ -1,0 +1,121 @@
+"""OpenTelemetry spans of ops, batches, choices and fallbacks.
+
+Imported only where `Settings.spans` asks for it, and the only file that imports opentelemetry. A batch is a
+trace of its own that links to the callers it serves; each caller's own span says which kernel answered.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from layerzero.ops.op import Args, Op
+from layerzero.selection.dispatch import Plan
+from layerzero.selection.record import Selection
+from layerzero.spec.errors import ConfigurationError
+
+try:
+    from opentelemetry.context import Context
+    from opentelemetry.trace import Link, Span, Status, StatusCode, get_tracer
+except ImportError as missing:
+    raise ConfigurationError(
+        "spans needs opentelemetry-api, which is not installed: pip install 'layerzero-runtime[otel]'"
+    ) from missing
+
+Said = dict[str, str | int]
+
+
+class Spans:
+    """What a device tells the program's tracer; a watcher of its plans.
+
+    `layerzero.<op>` is one run of a kernel, `layerzero.select` one choice, `layerzero.await` a caller's
+    waiting, `layerzero.batch` one batch, `layerzero.fallback` a kernel that answered for another.
+    """
+
+    def __init__(self) -> None:
+        self._tracer = get_tracer("layerzero")
+        self._waiting: dict[int, Span] = {}  # by the identity of the arguments that wait
+
+    def around(self, op: Op, selection: Selection, call: Callable[..., Any]) -> Callable[..., Any]:
+        """`call` in a span; the choice that led to it has one now. A graph capture runs no Python later."""
+        chosen = _chosen(selection)
+        takes = sum(candidate.takes for candidate in selection.trace)
+        with self._tracer.start_as_current_span("layerzero.select", attributes=chosen) as span:
+            span.set_attribute("layerzero.takes", takes)
+            span.set_attribute("layerzero.refuses", len(selection.trace) - takes)
+        if "capture" in selection.request.modes:
+            return call
+        start, name = self._tracer.start_as_current_span, f"layerzero.{op.name}"
+
+        def traced(*args: Any) -> Any:
+            with start(name, attributes=chosen):
+                return call(*args)
+
+        return traced
+
+    @contextmanager
+    def waiting(self, name: str, args: Args) -> Iterator[Callable[[Plan | None], None]]:
+        """A caller's span while its call is in the lane; gives what notes the plan that answered."""
+        span = self._tracer.start_span("layerzero.await", attributes={"layerzero.op": name})
+
+        def answered(plan: Plan | None) -> None:
+            if plan is not None:
+                span.set_attributes(_chosen(plan.selection))
+
+        self._waiting[id(args)] = span
+        try:
+            yield answered
+        except BaseException as error:
+            span.set_status(Status(StatusCode.ERROR, type(error).__name__))
+            raise
+        finally:
+            self._waiting.pop(id(args), None)
+            span.end()
+
+    @contextmanager
+    def batch(
+        self, name: str, calls: Sequence[Args], *, inside: bool = False
+    ) -> Iterator[Callable[[BaseException], None]]:
+        """The span of a batch, with links to its callers; gives what notes why it failed.
+
+        It stands apart: whose context the thread has is chance. `inside` is a caller's own run.
+        """
+        waiting = [self._waiting.get(id(args)) for args in calls]
+        links = [Link(span.get_span_context()) for span in waiting if span is not None]
+        said: Said = {"layerzero.op": name, "layerzero.callers": len(calls)}
+        context = None if inside else Context()
+        with self._tracer.start_as_current_span(
+            "layerzero.batch", context, attributes=said, links=links
+        ) as span:
+
+            def failed(error: BaseException) -> None:
+                span.record_exception(error)
+                span.set_status(Status(StatusCode.ERROR, type(error).__name__))
+
+            yield failed
+
+    def fell_back(self, plan: Plan, used: str, error: Exception) -> None:
+        """One kernel answered for another."""
+        said: Said = {
+            "layerzero.op": plan.op.name,
+            "layerzero.spec.kernel": used,
+            "layerzero.failed": plan.kernel,
+        }
+        said["layerzero.reason"] = f"{type(error).__name__}: {error}"[:300]
+        with self._tracer.start_as_current_span("layerzero.fallback", attributes=said):
+            pass
+
+    def close(self) -> None:
+        """Nothing to stop: spans end by themselves."""
+
+
+def _chosen(selection: Selection) -> Said:
+    request = selection.request
+    return {
+        "layerzero.op": selection.op,
+        "layerzero.spec.kernel": selection.kernel,
+        "layerzero.reason": selection.why,
+        "layerzero.dtype": request.dtype,
+        "layerzero.dims": " ".join(f"{name}={size}" for name, size in request.dims.items()),
+    }

@@ -1,0 +1,116 @@
+"""Opening a device of a runtime, and putting other settings in force on it: kernels, prices, lanes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from layerzero.actors.device.local_device import LocalDevice
+from layerzero.actors.device.registry import Registry
+from layerzero.backends import availability, load_builtin
+from layerzero.health import JsonStore
+from layerzero.scheduler.batch_executor import attach
+from layerzero.selection.cost.cost_model import has_measurements, measured_costs
+from layerzero.spec.errors import ConfigurationError
+from layerzero.spec.hardware import probe
+from layerzero.spec.kernel import Kernel
+from layerzero.spec.settings import Settings
+
+if TYPE_CHECKING:
+    from layerzero.selection.dispatch_table import Solved
+    from layerzero.spec.capability_overlays import Overlay
+
+# What a device's prices are read by.
+PRICED_BY = ("perfdb", "perfdb_days", "shipped_tables", "state_dir")
+
+
+def open_device(
+    device: torch.device,
+    settings: Settings,
+    kernels: Callable[[], list[Kernel]],
+    extra: Iterable[Kernel],
+    narrow: Overlay | None,
+    **parts: Any,
+) -> LocalDevice:
+    """A device with its kernels, prices and lanes; `parts` go to LocalDevice.
+
+    `kernels` gives what there is, `extra` comes beside it; `narrow` takes away from both what the deployment
+    does not want.
+    """
+    digest = narrow.digest if narrow is not None else ""
+
+    def narrowed(given: Iterable[Kernel]) -> list[Kernel]:
+        return list(given) if narrow is None else list(map(narrow.apply, given))
+
+    if kernels is load_builtin:
+        here = device.type
+
+        def source(op: str, every: bool) -> list[Kernel]:
+            return narrowed(load_builtin(op=op, platform=None if every else here))
+
+        registry = Registry((), availability, source, overlay=digest)
+    else:
+        registry = Registry(narrowed(kernels()), availability, overlay=digest)
+    for kernel in narrowed(extra):
+        registry.add(kernel)
+    opened = LocalDevice(device, settings, registry, hardware=probe(device), **parts)
+    if has_measurements(settings, opened.hardware):
+        _price(opened, at_once=settings.warm != "background")
+    attach(opened)
+    if settings.warm == "eager":
+        _load_all(opened)
+    return opened
+
+
+def resettle(device: LocalDevice, settings: Settings, solved: Solved | None) -> None:
+    """Put other settings in force on an open device, and `solved`, what `solved_under` made of them."""
+    before = device.settings
+    device.set_settings(settings, solved)
+    device.fronts.set_settings(settings)
+    if any(getattr(settings, name) != getattr(before, name) for name in PRICED_BY):
+        _price(device, at_once=False)  # who configures may stand in an event loop
+    if settings.warm == "eager" != before.warm:
+        _load_all(device)
+
+
+def move_state(devices: Iterable[LocalDevice], folder: str | None) -> JsonStore | None:
+    """Have devices remember in another folder, with what they know already; its store of quarantines.
+
+    Raises: ConfigurationError: it cannot be read or written; they go on with the old one.
+    """
+    from layerzero.graphs.proof import ProofStore
+
+    store, proofs = JsonStore(folder) if folder is not None else None, ProofStore.within(folder)
+    opened = list(devices)
+    try:
+        for device in opened:
+            device.health.copy_to(store)
+            device.proofs.copy_to(proofs)
+        for device in opened:
+            device.health.adopt(store)
+            device.proofs.adopt(proofs)
+    except OSError as error:
+        message = f"state_dir needs a folder that can be read and written, got {folder}: {error}"
+        raise ConfigurationError(message, field="state_dir") from error
+    return store
+
+
+def _price(device: LocalDevice, *, at_once: bool) -> None:
+    """Price with what the settings name."""
+    settings = device.settings
+
+    def costs() -> Any:
+        # Asking which kernels there are imports what a first call can do without: in the background, too.
+        kernels = {kernel.id: kernel for kernel in device.registry.all()}
+        return measured_costs(settings, kernels, device.hardware, device.measured)
+
+    device.expect(costs, at_once=at_once)
+
+
+def _load_all(device: LocalDevice) -> None:
+    """Load every kernel of the device's platform: others would import their libraries and never run."""
+    registry, platform = device.registry, device.hardware.platform
+    fitting = {kernel.id for kernel in registry.all() if platform in kernel.capability.platforms}
+    device.warm(sorted(registry.unready() & fitting - registry.blocked().keys()))

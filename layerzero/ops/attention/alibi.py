@@ -1,0 +1,116 @@
+"""ALiBi: linear biases on attention scores instead of position embeddings (arXiv 2108.12409)."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from layerzero.ops import checks
+from layerzero.ops.op import NO_SHAPE, Args, Call, Op, register
+from layerzero.spec.call_spec import OutSpec, Request, Work
+
+
+def alibi(slopes: Tensor, q_len: int, k_len: int) -> Call:
+    """The bias that `slopes` put on the scores of `q_len` queries and `k_len` keys.
+
+    Args: slopes (H,), any float dtype. The last query stands at the last key, as in causal attention.
+    Returns: (H, q_len, k_len) in slopes' dtype: -slope * |distance to the diagonal|.
+    Raises: ValueError, TypeError: an argument does not fit, by name.
+    """
+    args = (slopes, q_len, k_len)
+    try:
+        return (
+            "alibi", slopes.shape, slopes.stride(), slopes.dtype, slopes.device, slopes.requires_grad,
+            q_len, k_len,
+        ), args  # fmt: skip
+    except NO_SHAPE:
+        check_alibi(args)  # names the operand that is no tensor
+        raise
+
+
+def check_alibi(args: Args) -> Request:
+    """Validate a call of `alibi` and describe it."""
+    slopes, q_len, k_len = args
+    checks.need_tensor("slopes", slopes, rank=1)
+    if slopes.shape[0] == 0:
+        raise ValueError("slopes needs at least 1 head, got shape (0,)")
+    checks.need_int("q_len", q_len, low=0)
+    checks.need_int("k_len", k_len, low=0)
+    dtype = checks.dtype_name(slopes.dtype)
+    return Request(
+        op="alibi",
+        platform=slopes.device.type,
+        device=str(slopes.device),
+        dtype=dtype,
+        dtypes=(dtype,),
+        dims={"Hq": slopes.shape[0], "Sq": q_len, "Sk": k_len},
+        contiguous=slopes.is_contiguous(),
+        last_stride1=checks.last_stride_is_one([slopes]),
+        alignment=checks.alignment_of([slopes]),
+    )
+
+
+def alibi_reference(slopes: Tensor, q_len: int, k_len: int) -> Tensor:
+    """-slope * |i + k_len - q_len - j|, in float32 at least."""
+    rows = torch.arange(k_len - q_len, k_len, device=slopes.device)
+    distance = (torch.arange(k_len, device=slopes.device) - rows[:, None]).abs()
+    wide = slopes if slopes.dtype == torch.float64 else slopes.float()
+    return (-wide[:, None, None] * distance.to(wide.dtype)).to(slopes.dtype)
+
+
+def alibi_slopes(
+    heads: int, *, device: torch.device | str | None = None, dtype: torch.dtype = torch.float32
+) -> Tensor:
+    """One slope a head: 2**(-8/n), 2**(-16/n), ... for n heads.
+
+    Where n is no power of two, the power below it gives the first slopes and every second one of the power
+    above it the rest, as the paper's authors do.
+    Raises: ValueError, TypeError: heads is no int of at least 1.
+    """
+    checks.need_int("heads", heads, low=1)
+    return torch.tensor(_slopes(heads), dtype=dtype, device=device)
+
+
+# Numbers, not tensors: what a caller does to its tensor cannot reach the next one. The cache locks itself.
+@lru_cache(maxsize=128)
+def _slopes(heads: int) -> tuple[float, ...]:
+    below = 1 << (heads.bit_length() - 1)
+    first = tuple(2.0 ** (-8.0 * (i + 1) / below) for i in range(below))
+    if below == heads:
+        return first
+    between = tuple(2.0 ** (-4.0 * (i + 1) / below) for i in range(0, 2 * below, 2))
+    return first + between[: heads - below]
+
+
+def _outputs(args: Args) -> tuple[OutSpec, ...]:
+    slopes, q_len, k_len = args
+    return (OutSpec((slopes.shape[0], q_len, k_len), checks.dtype_name(slopes.dtype)),)
+
+
+def _empty(args: Args) -> Any:
+    slopes, q_len, k_len = args
+    return None if q_len and k_len else slopes.new_empty((slopes.shape[0], q_len, k_len))
+
+
+def _work(request: Request) -> Work:
+    size = request.dim("Hq") * request.dim("Sq") * request.dim("Sk")
+    element = 8 if request.dtype == "float64" else 4 if request.dtype == "float32" else 2
+    return Work(flops=2.0 * size, bytes=float(size * element))
+
+
+ALIBI = register(
+    Op(
+        name="alibi",
+        build=alibi,
+        check=check_alibi,
+        reference=alibi_reference,
+        outputs=_outputs,
+        work=_work,
+        operands=(0,),
+        exact=frozenset({"Hq"}),
+        empty=_empty,
+    )
+)

@@ -1,0 +1,324 @@
+"""Scaled dot product attention: MHA, GQA, MQA; masks, window, soft cap, ALiBi, sinks, modifiers, dropout.
+
+`attention_checks` holds what is checked, `attention_batching` how callers share a launch.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from layerzero.ops import checks
+from layerzero.ops.attention import masks
+from layerzero.ops.attention.batching import SameShapes
+from layerzero.ops.attention.checks import (
+    ScoreMod,
+    as_window,
+    bounds,
+    check,
+    head_axes,
+    infer_layout,
+    modifiers,
+)
+from layerzero.ops.op import NO_SHAPE, Args, Call, Layouts, Op, Split, register, signature_of
+from layerzero.spec.call_spec import OutSpec, Request, Work
+
+# What torch.vmap maps of a score and its place, innermost first: keys, queries, heads, sequences.
+_AXES = tuple((0, *(0 if axis == own else None for axis in range(4))) for own in (3, 2, 1, 0))
+# The reference holds at most this many scores at once: 64 MiB of float32.
+MAX_SCORES = 1 << 24
+
+
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    attn_mask: Tensor | None = None,
+    is_causal: bool = False,
+    scale: float | None = None,
+    dropout_p: float = 0.0,
+    window: tuple[int, ...] | list[int] | None = None,
+    softcap: float | None = None,
+    alibi_slopes: Tensor | None = None,
+    layout: str | None = "BHSD",
+    return_lse: bool = False,
+    combine_mask: bool = False,
+    rows_nonempty: bool = False,
+    sinks: Tensor | None = None,
+    score_mod: ScoreMod | None = None,
+    block_mask: Any = None,
+) -> Call:
+    """Attend `q` to `k` and `v`: softmax(scale * q k^T + bias) v.
+
+    Args: q (B, Hq, Sq, D), k (B, Hk, Sk, D), v (B, Hk, Sk, Dv) with Hq % Hk == 0, or heads behind tokens
+        with `layout="BSHD"`; `layout=None` infers it from shapes and strides and raises where both fit.
+        attn_mask broadcasts to (B, Hq, Sq, Sk): bool, True attends, or any float dtype, added.
+        is_causal is aligned at the last query and the last key; with a mask it needs `combine_mask=True`.
+        scale defaults to D**-0.5. window=(left, right) keys around the diagonal, -1 is unbounded, and so are
+        2**30 and more. softcap c turns scores s into c * tanh(s / c). alibi_slopes (Hq,) or (B, Hq) subtract
+        slope * |distance to the diagonal|. rows_nonempty asserts that the mask leaves each query a key.
+        sinks (Hq,) are logits that join each softmax's denominator, and nothing else. score_mod(score, b,
+        h, q_idx, kv_idx), as torch's flex_attention takes it, changes scaled and capped scores before ALiBi
+        and masks. block_mask is a torch BlockMask of Sq and Sk: what it hides is hidden, a mask beside it
+        holds too, and with is_causal it needs `combine_mask=True`.
+    Returns: (B, Hq, Sq, Dv) in q's dtype, in q's layout; with return_lse also the natural log of the
+        softmax's denominator, float32 (B, Hq, Sq). A query that sees no key gives 0, and -inf or its sink.
+    Raises: ValueError, TypeError: an argument does not fit, by name.
+    Source: arXiv 1706.03762; GQA 2305.13245; ALiBi 2108.12409; sinks 2309.17453, arXiv 2508.10925.
+    """
+    if layout is None:
+        layout = infer_layout(q, k, v)
+    if window is not None:
+        window = as_window(window)
+    args = (
+        q, k, v, attn_mask, is_causal, scale, dropout_p, window, softcap, alibi_slopes,
+        layout, return_lse, combine_mask, rows_nonempty, sinks, score_mod, block_mask,
+    )  # fmt: skip
+    more: Any = None
+    try:
+        if sinks is not None or score_mod is not None or block_mask is not None:
+            more = modifiers(sinks, score_mod, block_mask)
+        return (
+            "attention", q.shape, q.stride(), q.dtype, q.device, q.requires_grad,
+            k.shape, k.stride(), k.dtype, k.device, k.requires_grad,
+            v.shape, v.stride(), v.dtype, v.device, v.requires_grad,
+            attn_mask if attn_mask is None else signature_of(attn_mask),
+            alibi_slopes if alibi_slopes is None else signature_of(alibi_slopes),
+            is_causal, scale, dropout_p, window, softcap, layout, return_lse, combine_mask, rows_nonempty,
+            more,
+        ), args  # fmt: skip
+    except NO_SHAPE:
+        check(args)  # names the operand that is no tensor
+        raise
+
+
+def attention_reference(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    attn_mask: Tensor | None = None,
+    is_causal: bool = False,
+    scale: float | None = None,
+    dropout_p: float = 0.0,
+    window: tuple[int, int] | None = None,
+    softcap: float | None = None,
+    alibi_slopes: Tensor | None = None,
+    layout: str = "BHSD",
+    return_lse: bool = False,
+    combine_mask: bool = False,
+    rows_nonempty: bool = False,
+    sinks: Tensor | None = None,
+    score_mod: ScoreMod | None = None,
+    block_mask: Any = None,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """The op in plain torch: scores in float32 (float64 stays), a block of queries at a time."""
+    swapped = layout == "BSHD"
+    query, key, value = (t.transpose(1, 2) if swapped else t for t in (q, k, v))
+    batch, heads, q_len, width = query.shape
+    k_len = key.shape[2]
+    left, right = bounds(is_causal, window)
+    factor = width**-0.5 if scale is None else scale
+    wide = torch.float64 if torch.float64 in (q.dtype, k.dtype, v.dtype) else torch.float32
+    if block_mask is not None:
+        attn_mask = masks.with_blocks(attn_mask, block_mask, batch, heads)
+    mask = None if attn_mask is None else attn_mask.expand(batch, heads, q_len, k_len)
+    rows = max(1, MAX_SCORES // max(1, batch * heads * k_len))
+    outs: list[Tensor] = []
+    lses: list[Tensor] = []
+    for start in range(0, q_len, rows):
+        stop = min(start + rows, q_len)
+        first, last = _key_range(start, stop, k_len - q_len, k_len, left, right)
+        scores = _scores(query[:, :, start:stop], key[:, :, first:last], factor, wide)
+        if softcap is not None:
+            scores = softcap * torch.tanh(scores / softcap)
+        if score_mod is not None:
+            scores = _modified(scores, score_mod, start, first)
+        scores = _biased(
+            scores, start + k_len - q_len, first, left, right, alibi_slopes,
+            None if mask is None else mask[:, :, start:stop, first:last],
+        )  # fmt: skip
+        out, lse = _weighted(scores, value[:, :, first:last], dropout_p, sinks)
+        outs.append(out)
+        lses.append(lse)
+    result = (outs[0] if len(outs) == 1 else torch.cat(outs, 2)).to(q.dtype)
+    if swapped:
+        result = result.transpose(1, 2).contiguous()
+    if not return_lse:
+        return result
+    return result, (lses[0] if len(lses) == 1 else torch.cat(lses, 2)).float()
+
+
+def _key_range(start: int, stop: int, shift: int, k_len: int, left: int, right: int) -> tuple[int, int]:
+    """The keys that queries [start, stop) can see; at least one, so that no product is empty."""
+    first = 0 if left < 0 else min(max(start + shift - left, 0), k_len - 1)
+    last = k_len if right < 0 else min(stop + shift + right, k_len)
+    return first, max(last, first + 1)
+
+
+def _scores(query: Tensor, key: Tensor, factor: float, wide: torch.dtype) -> Tensor:
+    """factor * q k^T, (B, Hq, n, m); query heads of one key head are folded into its rows."""
+    batch, heads, rows, width = query.shape
+    groups = key.shape[1]
+    folded = query.to(wide).reshape(batch, groups, heads // groups * rows, width)
+    return (folded @ key.to(wide).transpose(-1, -2)).reshape(batch, heads, rows, -1) * factor
+
+
+def _biased(
+    scores: Tensor,
+    position: int,
+    first: int,
+    left: int,
+    right: int,
+    slopes: Tensor | None,
+    mask: Tensor | None,
+) -> Tensor:
+    """Scores with ALiBi and the mask added and with what causal and window hide at -inf.
+
+    `position` is the key on the diagonal of the first row, `first` the key of the first column.
+    """
+    if slopes is not None or left >= 0 or right >= 0:
+        rows = torch.arange(position, position + scores.shape[2], device=scores.device)
+        columns = torch.arange(first, first + scores.shape[3], device=scores.device)
+        ahead = columns - rows[:, None]
+        if slopes is not None:
+            per_head = slopes.to(scores.dtype)[..., None, None]
+            scores = scores - per_head * ahead.abs().to(scores.dtype)
+        if right >= 0:
+            scores = scores.masked_fill(ahead > right, -torch.inf)
+        if left >= 0:
+            scores = scores.masked_fill(ahead < -left, -torch.inf)
+    if mask is None:
+        return scores
+    if mask.dtype is torch.bool:
+        return scores.masked_fill(~mask, -torch.inf)
+    return scores + mask.to(scores.dtype)
+
+
+def _modified(scores: Tensor, score_mod: ScoreMod, row: int, column: int) -> Tensor:
+    """Every score (B, H, n, m) as `score_mod` gives it; the first is of query `row` and key `column`."""
+    mapped: Any = score_mod
+    for axes in _AXES:
+        mapped = torch.vmap(mapped, in_dims=axes)
+    firsts = (0, 0, row, column)
+    places = [
+        torch.arange(first, first + size, device=scores.device)
+        for first, size in zip(firsts, scores.shape, strict=True)
+    ]
+    changed: Tensor = mapped(scores, *places)
+    return changed.to(scores.dtype)
+
+
+def _weighted(scores: Tensor, value: Tensor, dropout_p: float, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
+    """softmax(scores) value and the log of its denominator; a row of -inf gives 0 and -inf, or its sink.
+
+    The row maximum only shifts the exponent, so no gradient flows through it.
+    """
+    peak = scores.detach().amax(-1, keepdim=True)
+    if sinks is not None:
+        sinks = sinks.to(scores.dtype)[:, None, None]
+        peak = torch.maximum(peak, sinks.detach())
+    peak = peak.masked_fill(peak == -torch.inf, 0.0)
+    weights = torch.exp(scores - peak)
+    total = weights.sum(-1, keepdim=True)
+    if sinks is not None:
+        total = total + torch.exp(sinks - peak)
+    hidden = total == 0
+    total = total.masked_fill(hidden, 1.0)
+    weights = weights / total
+    if dropout_p > 0:
+        weights = functional.dropout(weights, dropout_p)
+    batch, heads, rows, keys = weights.shape
+    groups = value.shape[1]
+    folded = weights.reshape(batch, groups, heads // groups * rows, keys)
+    out = (folded @ value.to(weights.dtype)).reshape(batch, heads, rows, -1)
+    lse = (peak + total.log()).masked_fill(hidden, -torch.inf).squeeze(-1)
+    return out.masked_fill(hidden, 0.0), lse
+
+
+def outputs(args: Args) -> tuple[OutSpec, ...]:
+    """The output like q with v's head size, and float32 (B, Hq, Sq) where the LSE is asked for."""
+    q, v, layout, return_lse = args[0], args[2], args[10], args[11]
+    out = OutSpec((*q.shape[:3], v.shape[3]), checks.dtype_name(q.dtype))
+    if not return_lse:
+        return (out,)
+    heads, tokens = head_axes(layout)
+    return out, OutSpec((q.shape[0], q.shape[heads], q.shape[tokens]), "float32")
+
+
+def empty(args: Args) -> Tensor | tuple[Tensor, Tensor] | None:
+    """The result of a call without queries or without keys: zeros, and -inf for the LSE."""
+    q: Tensor = args[0]
+    k: Tensor = args[1]
+    if q.numel() and k.numel():
+        return None
+    specs = outputs(args)
+    out = q.new_zeros(specs[0].shape)
+    if len(specs) == 1:
+        return out
+    lse = q.new_full(specs[1].shape, -torch.inf, dtype=torch.float32)
+    sinks = args[14]
+    return out, lse if sinks is None else sinks[None, :, None].expand_as(lse).float().clone()
+
+
+def cut(args: Args, start: int, stop: int) -> Args:
+    """The call of sequences [start, stop): masks and slopes are cut where they differ between sequences."""
+    own = list(args)
+    score_mod, block_mask = args[15], args[16]
+    if score_mod is not None:
+        own[15] = lambda score, b, *place: score_mod(score, b + start, *place)
+    if block_mask is not None:
+        q, heads = args[0], head_axes(args[10])[0]
+        own[3], own[16] = masks.with_blocks(args[3], block_mask, q.shape[0], q.shape[heads]), None
+        args = tuple(own)
+    for position in (0, 1, 2):
+        own[position] = args[position][start:stop]
+    mask, slopes = args[3], args[9]
+    if mask is not None and mask.dim() == 4 and mask.shape[0] > 1:
+        own[3] = mask[start:stop]
+    if slopes is not None and slopes.dim() == 2:
+        own[9] = slopes[start:stop]
+    return tuple(own)
+
+
+def visible_pairs(request: Request) -> float:
+    """How many (query, key) pairs of one head have a score: all, or what causal and window leave."""
+    q_len, k_len = request.dim("Sq"), request.dim("Sk")
+    pairs = float(q_len * k_len)
+    if "causal" in request.features:
+        seen = min(q_len, k_len)
+        pairs = seen * k_len - seen * (seen - 1) / 2
+    if "window" in request.features:
+        pairs = min(pairs, float(q_len * request.dim("W", k_len)))
+    return pairs
+
+
+def work(request: Request) -> Work:
+    """Two products over the visible pairs; q, k, v and the output once through memory."""
+    batch, heads, groups = request.dim("B"), request.dim("Hq"), request.dim("Hk")
+    widths = request.dim("D") + request.dim("Dv")
+    element = 8 if request.dtype == "float64" else 4 if request.dtype == "float32" else 2
+    moved = batch * widths * (request.dim("Sq") * heads + request.dim("Sk") * groups)
+    return Work(flops=2.0 * batch * heads * widths * visible_pairs(request), bytes=float(moved * element))
+
+
+ATTENTION = register(
+    Op(
+        name="attention",
+        build=attention,
+        check=check,
+        reference=attention_reference,
+        outputs=outputs,
+        work=work,
+        operands=(0, 1, 2),
+        exact=frozenset({"Hq", "Hk", "G", "D", "Dv"}),
+        empty=empty,
+        wide_outputs=frozenset({1}),
+        batching=SameShapes(),
+        layouts=Layouts(operands=(0, 1, 2), argument=10, names=("BHSD", "BSHD"), swap=(1, 2)),
+        split=Split("B", cut),
+    )
+)

@@ -1,0 +1,274 @@
+"""What `attention` checks once per new kind of call, and how it describes the call as a Request."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from layerzero.ops import checks
+from layerzero.ops.op import Args, signature_of
+from layerzero.spec.call_spec import Request
+
+LAYOUTS = ("BHSD", "BSHD")
+ScoreMod = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
+# No sequence is as long; a position and this many keys fit in the 32 bits that kernels count with.
+WIDEST = 1 << 30
+
+
+def head_axes(layout: str) -> tuple[int, int]:
+    """The axes of heads and of tokens."""
+    return (1, 2) if layout == "BHSD" else (2, 1)
+
+
+def bounds(is_causal: bool, window: tuple[int, int] | None) -> tuple[int, int]:
+    """How far left and right of the diagonal a query sees; -1 is unbounded."""
+    left, right = window if window is not None else (-1, -1)
+    return left, 0 if is_causal else right
+
+
+def modifiers(sinks: Any, score_mod: Any, block_mask: Any) -> tuple[Any, ...]:
+    """What a signature holds of them: whether they fit is decided by that, whose they are is not."""
+    blocks = None
+    if block_mask is not None:
+        blocks = _blocks_of(block_mask)
+    return signature_of(sinks), score_mod if score_mod is None else callable(score_mod), blocks
+
+
+def _blocks_of(block_mask: Any) -> tuple[Any, ...]:
+    """Type, (B, H, Sq, Sk), block sizes and device of a torch BlockMask; the type alone of anything else."""
+    flex = sys.modules.get("torch.nn.attention.flex_attention")  # who has a mask has imported it
+    if flex is None or not isinstance(block_mask, flex.BlockMask):
+        return (type(block_mask),)
+    return type(block_mask), block_mask.shape, block_mask.BLOCK_SIZE, block_mask.kv_num_blocks.device
+
+
+def as_window(window: Any) -> Any:
+    """`window` as a tuple; a side of WIDEST keys or more is -1, so that no kernel's integers overflow."""
+    if not isinstance(window, list | tuple):
+        return window
+    return tuple(-1 if isinstance(side, int) and side >= WIDEST else side for side in window)
+
+
+def infer_layout(q: Tensor, k: Tensor, v: Tensor) -> str:
+    """The layout that the shapes allow; where both do, the one that transposed views show.
+
+    A tensor whose axis 2 has the larger stride lies in memory with axis 2 in front: tokens by heads, as a
+    projection leaves them, turned to heads by tokens. Dense tensors of one shape fit both readings.
+    Raises: ValueError: both readings fit and no operand is a transposed view.
+    """
+    for name, tensor in (("q", q), ("k", k), ("v", v)):
+        checks.need_tensor(name, tensor, rank=4)
+    possible = [layout for layout in LAYOUTS if _fits(q, k, v, head_axes(layout))]
+    if len(possible) == 1:
+        return possible[0]
+    if not possible:
+        return "BHSD"
+    turned = [t for t in (q, k, v) if t.shape[1] > 1 and t.shape[2] > 1 and t.stride(1) < t.stride(2)]
+    if turned:
+        return "BHSD"
+    first, second = q.shape[1:3]
+    raise ValueError(
+        f"layout=None needs operands that fit one reading, got q {tuple(q.shape)}: either BHSD with {first} "
+        f"heads and {second} tokens or BSHD with {first} tokens and {second} heads; pass layout="
+    )
+
+
+def _fits(q: Tensor, k: Tensor, v: Tensor, axes: tuple[int, int]) -> bool:
+    heads, tokens = axes
+    return (
+        k.shape[heads] == v.shape[heads] > 0
+        and q.shape[heads] % k.shape[heads] == 0
+        and k.shape[tokens] == v.shape[tokens]
+    )
+
+
+def check(args: Args) -> Request:
+    """Validate a call and describe it; see `attention` for the arguments."""
+    (q, k, v, attn_mask, is_causal, scale, dropout_p, window, softcap, alibi_slopes,
+     layout, return_lse, combine_mask, rows_nonempty, sinks, score_mod, block_mask) = args  # fmt: skip
+    checks.need_choice("layout", layout, LAYOUTS)
+    for name, value in (
+        ("is_causal", is_causal),
+        ("return_lse", return_lse),
+        ("combine_mask", combine_mask),
+        ("rows_nonempty", rows_nonempty),
+    ):
+        checks.need_bool(name, value)
+    dims = _check_operands(q, k, v, layout)
+    if attn_mask is not None:
+        _check_mask(attn_mask, q, dims, is_causal and not combine_mask)
+    if alibi_slopes is not None:
+        _check_slopes(alibi_slopes, q, dims)
+    _check_numbers(scale, dropout_p, softcap)
+    if sinks is not None:
+        _check_sinks(sinks, q, dims)
+    if score_mod is not None and not callable(score_mod):
+        raise TypeError(f"score_mod needs a callable of (score, b, h, q_idx, kv_idx), got {score_mod!r}")
+    if block_mask is not None:
+        _check_blocks(block_mask, q, dims, is_causal and not combine_mask)
+    if window is not None:
+        check_window(window)
+        if min(window) >= 0:
+            dims["W"] = min(sum(window) + 1, dims["Sk"])
+    tensors = [q, k, v]
+    return Request(
+        op="attention",
+        platform=q.device.type,
+        device=str(q.device),
+        dtype=checks.dtype_name(q.dtype),
+        dtypes=tuple(checks.dtype_name(t.dtype) for t in tensors),
+        dims=dims,
+        features=_features(args, dims),
+        layout=layout,
+        contiguous=checks.is_plain_contiguous(tensors),
+        last_stride1=checks.last_stride_is_one(tensors),
+        alignment=checks.alignment_of(tensors),
+    )
+
+
+def _check_operands(q: Any, k: Any, v: Any, layout: str) -> dict[str, int]:
+    for name, tensor in (("q", q), ("k", k), ("v", v)):
+        checks.need_tensor(name, tensor, rank=4)
+    checks.need_same_device("q", q, k=k, v=v)
+    heads, tokens = head_axes(layout)
+    batch, width = q.shape[0], q.shape[3]
+    if width == 0:
+        raise ValueError(f"q needs a head size of at least 1, got shape {tuple(q.shape)}")
+    if v.shape[3] == 0:
+        raise ValueError(f"v needs a head size of at least 1, got shape {tuple(v.shape)}")
+    _need_size("k", "batch", k.shape[0], batch, "q")
+    _need_size("v", "batch", v.shape[0], batch, "q")
+    _need_size("k", "head size", k.shape[3], width, "q")
+    _need_size("v", "heads", v.shape[heads], k.shape[heads], "k")
+    _need_size("v", "tokens", v.shape[tokens], k.shape[tokens], "k")
+    query_heads, key_heads = q.shape[heads], k.shape[heads]
+    if key_heads == 0 or query_heads == 0 or query_heads % key_heads:
+        raise ValueError(
+            f"k needs a number of heads that divides q's {query_heads}, got {key_heads}: "
+            f"q {tuple(q.shape)} and k {tuple(k.shape)} in layout {layout}"
+        )
+    return {
+        "B": batch, "Hq": query_heads, "Hk": key_heads, "G": query_heads // key_heads,
+        "Sq": q.shape[tokens], "Sk": k.shape[tokens], "D": width, "Dv": v.shape[3],
+    }  # fmt: skip
+
+
+def _need_size(name: str, what: str, got: int, need: int, like: str) -> None:
+    if got != need:
+        raise ValueError(f"{name} needs {what} {need} like {like}, got {got}")
+
+
+def _check_mask(mask: Any, q: Tensor, dims: dict[str, int], with_causal: bool) -> None:
+    checks.need_tensor("attn_mask", mask, floating=False)
+    if mask.dtype is not torch.bool and not mask.dtype.is_floating_point:
+        got = checks.dtype_name(mask.dtype)
+        raise TypeError(f"attn_mask needs a bool or floating point dtype, got {got}")
+    if with_causal:
+        raise ValueError("attn_mask with is_causal=True needs combine_mask=True, got combine_mask=False")
+    target = (dims["B"], dims["Hq"], dims["Sq"], dims["Sk"])
+    sizes = tuple(mask.shape)
+    fits = 2 <= len(sizes) <= 4 and all(
+        size in (1, full) for size, full in zip(reversed(sizes), reversed(target), strict=False)
+    )
+    if not fits:
+        raise ValueError(
+            f"attn_mask needs 2 to 4 axes that broadcast to (B, Hq, Sq, Sk) = {target}, got shape {sizes}"
+        )
+    checks.need_same_device("q", q, attn_mask=mask)
+
+
+def _check_slopes(slopes: Any, q: Tensor, dims: dict[str, int]) -> None:
+    checks.need_tensor("alibi_slopes", slopes)
+    batch, heads = dims["B"], dims["Hq"]
+    if tuple(slopes.shape) not in ((heads,), (batch, heads)):
+        raise ValueError(
+            f"alibi_slopes needs shape ({heads},) or ({batch}, {heads}), got {tuple(slopes.shape)}"
+        )
+    checks.need_same_device("q", q, alibi_slopes=slopes)
+
+
+def _check_sinks(sinks: Any, q: Tensor, dims: dict[str, int]) -> None:
+    checks.need_tensor("sinks", sinks)
+    if tuple(sinks.shape) != (dims["Hq"],):
+        raise ValueError(
+            f"sinks needs shape ({dims['Hq']},), one logit a query head, got {tuple(sinks.shape)}"
+        )
+    checks.need_same_device("q", q, sinks=sinks)
+
+
+def _check_blocks(block_mask: Any, q: Tensor, dims: dict[str, int], with_causal: bool) -> None:
+    facts = _blocks_of(block_mask)
+    if len(facts) == 1:
+        wanted = "torch.nn.attention.flex_attention.BlockMask"
+        raise TypeError(f"block_mask needs a {wanted}, got {type(block_mask).__name__}")
+    if with_causal:
+        raise ValueError("block_mask with is_causal=True needs combine_mask=True, got combine_mask=False")
+    target, shape = (dims["B"], dims["Hq"], dims["Sq"], dims["Sk"]), tuple(facts[1])
+    if shape[2:] != target[2:] or any(
+        size not in (1, full) for size, full in zip(shape, target, strict=True)
+    ):
+        raise ValueError(
+            f"block_mask needs (B, Hq, Sq, Sk) = {target}, 1 for each of B and Hq or not, got {shape}"
+        )
+    if facts[3] != q.device:
+        raise ValueError(f"block_mask needs to be on {q.device} like q, got {facts[3]}")
+
+
+def _check_numbers(scale: Any, dropout_p: Any, softcap: Any) -> None:
+    if scale is not None:
+        checks.need_number("scale", scale)
+    if checks.need_number("dropout_p", dropout_p, low=0.0, high=1.0, what="a number in [0, 1)") == 1.0:
+        raise ValueError("dropout_p needs a number in [0, 1), got 1.0")
+    if softcap is not None and checks.need_number("softcap", softcap, low=0.0, what="a number > 0") == 0.0:
+        raise ValueError(f"softcap needs a number > 0, got {softcap}")
+
+
+def check_window(window: Any) -> None:
+    """`window` is a pair of ints, each at least -1."""
+    if not isinstance(window, tuple) or len(window) != 2:
+        raise TypeError(f"window needs a pair (left, right) of ints >= -1, got {window!r}")
+    for side in window:
+        checks.need_int("window", side, low=-1)
+
+
+def _features(args: Args, dims: dict[str, int]) -> frozenset[str]:
+    mask, causal, scale, dropout_p, window, softcap, slopes = args[3:10]
+    sinks, score_mod, block_mask = args[14:17]
+    hiding = mask is not None or block_mask is not None
+    asked = {
+        "causal": causal,
+        "mask_bool": mask is not None and mask.dtype is torch.bool,
+        "mask_float": mask is not None and mask.dtype is not torch.bool,
+        "mask_and_causal": mask is not None and causal,
+        "empty_rows": (hiding and not args[13]) or _hides_rows(causal, window, dims),
+        "gqa": dims["G"] > 1,
+        "scale": scale is not None and scale != dims["D"] ** -0.5,
+        "scale_not_positive": scale is not None and scale <= 0,
+        "dropout": dropout_p > 0,
+        "window": window is not None and max(window) >= 0,
+        "softcap": softcap is not None,
+        "alibi": slopes is not None,
+        "lse": args[11],
+        "sinks": sinks is not None,
+        # The mode is part of every table: parameters that want no gradient now cost nothing.
+        "sinks_grad": sinks is not None
+        and torch.is_grad_enabled()
+        and any(t.requires_grad for t in (*args[:3], sinks)),
+        "score_mod": score_mod is not None,
+        "block_mask": block_mask is not None,
+        # Gradients that fused kernels leave out, and a mask that q's dtype cannot hold.
+        "lse_grad": args[11] and any(t.requires_grad for t in args[:3]),
+        "mask_grad": any(t is not None and t.requires_grad for t in (mask, slopes)),
+        "mask_wide": mask is not None and mask.dtype not in (torch.bool, args[0].dtype),
+    }
+    return frozenset(name for name, wanted in asked.items() if wanted)
+
+
+def _hides_rows(causal: bool, window: tuple[int, int] | None, dims: dict[str, int]) -> bool:
+    """Whether the first query's last visible key lies before the first key."""
+    right = bounds(causal, window)[1]
+    return right >= 0 and dims["Sk"] - dims["Sq"] + right < 0

@@ -1,0 +1,1 @@
+"""Products with weights, and what is fused with them."""

@@ -1,0 +1,153 @@
+"""The loss of a classifier or language model: cross_entropy."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from layerzero.ops import checks
+from layerzero.ops.batching import Rows
+from layerzero.ops.op import NO_SHAPE, Args, Call, Op, register, signature_of
+from layerzero.spec.call_spec import OutSpec, Request, Work
+
+REDUCTIONS = ("mean", "sum", "none")
+
+
+def cross_entropy(
+    logits: Tensor,
+    target: Tensor,
+    *,
+    weight: Tensor | None = None,
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+    reduction: str = "mean",
+) -> Call:
+    """The negative log likelihood of each row's target class.
+
+    Args: logits (..., V), classes last, any float dtype; target (...), int32 or int64 class ids; weight (V,)
+        scales each class; rows whose target is ignore_index count nothing; label_smoothing in [0, 1] moves
+        that share of the target to all classes alike; reduction is mean, sum or none. The mean divides by
+        the weights of the rows that count, so that it is NaN where none counts.
+    Returns: a scalar, or (...) for reduction="none", in logits' dtype; log and sums are float32.
+    Raises: ValueError, TypeError: an argument does not fit, by name; class probabilities as target are not
+        taken; on the CPU also a target out of range, with its position.
+    """
+    args = (logits, target, weight, ignore_index, label_smoothing, reduction)
+    try:
+        return (
+            "cross_entropy", logits.shape, logits.stride(), logits.dtype, logits.device, logits.requires_grad,
+            target.shape, target.stride(), target.dtype, target.device,
+            signature_of(weight), ignore_index, label_smoothing, reduction,
+        ), args  # fmt: skip
+    except NO_SHAPE:
+        _check(args)  # names the operand that is no tensor
+        raise
+
+
+def _check(args: Args) -> Request:
+    logits, target, weight, ignore_index, label_smoothing, reduction = args
+    checks.need_rows("logits", logits)
+    if isinstance(target, Tensor) and target.dtype.is_floating_point:
+        got = checks.dtype_name(target.dtype)
+        raise TypeError(
+            f"target needs class ids, int32 or int64; class probabilities are not taken, got {got}"
+        )
+    checks.need_index("target", target)
+    if target.shape != logits.shape[:-1]:
+        wanted = f"{tuple(logits.shape[:-1])} like logits without its last axis"
+        raise ValueError(f"target needs shape {wanted}, got {tuple(target.shape)}")
+    classes = logits.shape[-1]
+    if weight is not None:
+        checks.need_vector("weight", weight, classes, "logits' last axis")
+    checks.need_same_device("logits", logits, target=target, weight=weight)
+    checks.need_int("ignore_index", ignore_index)
+    checks.need_number("label_smoothing", label_smoothing, low=0.0, high=1.0)
+    checks.need_choice("reduction", reduction, REDUCTIONS)
+    tensors = [t for t in (logits, target, weight) if t is not None]
+    features = {"label_smoothing": label_smoothing > 0, "class_weights": weight is not None}
+    return Request(
+        op="cross_entropy",
+        platform=logits.device.type,
+        device=str(logits.device),
+        dtype=checks.dtype_name(logits.dtype),
+        dtypes=tuple(checks.dtype_name(t.dtype) for t in tensors),
+        dims={"N": target.numel(), "V": classes},
+        features=frozenset(name for name, holds in features.items() if holds),
+        contiguous=checks.is_plain_contiguous(tensors),
+        last_stride1=checks.last_stride_is_one(tensors),
+        alignment=checks.alignment_of(tensors),
+    )
+
+
+def cross_entropy_reference(
+    logits: Tensor,
+    target: Tensor,
+    weight: Tensor | None,
+    ignore_index: int,
+    label_smoothing: float,
+    reduction: str,
+) -> Tensor:
+    """`torch.nn.functional.cross_entropy` over flat rows, in float32 at least."""
+    rows = logits.reshape(-1, logits.shape[-1])
+    wide = rows if rows.dtype == torch.float64 else rows.float()
+    scale = None if weight is None else weight.to(wide.dtype)
+    loss = F.cross_entropy(
+        wide,
+        target.reshape(-1).long(),
+        scale,
+        ignore_index=ignore_index,
+        label_smoothing=label_smoothing,
+        reduction=reduction,
+    ).to(logits.dtype)
+    return loss.reshape(target.shape) if reduction == "none" else loss
+
+
+def _outputs(args: Args) -> tuple[OutSpec, ...]:
+    shape = tuple(args[1].shape) if args[5] == "none" else ()
+    return (OutSpec(shape, checks.dtype_name(args[0].dtype)),)
+
+
+def _guard(args: Args) -> Args:
+    logits, target, weight, ignored, *rest = args
+    target = checks.ids_in_range("target", target, logits.shape[-1], "logits' classes", ignore=ignored)
+    return logits, target, weight, ignored, *rest
+
+
+def _empty(args: Args) -> Tensor | None:
+    """No row: nothing, a sum of zero, or the mean of nothing, which is NaN."""
+    logits, target, reduction = args[0], args[1], args[5]
+    if target.numel():
+        return None
+    out: Tensor
+    if reduction == "none":
+        out = logits.new_empty(target.shape)
+    else:
+        out = logits.new_full((), 0.0 if reduction == "sum" else math.nan)
+    return out
+
+
+def _work(request: Request) -> Work:
+    """Maximum, exponential, sum and logarithm; logits are read once."""
+    n, v = request.dim("N"), request.dim("V")
+    return Work(flops=4.0 * n * v, bytes=float(n * v * checks.dtype_bytes(request.dtype) + 12 * n))
+
+
+CROSS_ENTROPY = register(
+    Op(
+        name="cross_entropy",
+        build=cross_entropy,
+        check=_check,
+        reference=cross_entropy_reference,
+        outputs=_outputs,
+        work=_work,
+        operands=(0, 1, 2),
+        exact=frozenset({"V"}),
+        empty=_empty,
+        guard=_guard,
+        # A mean or a sum over everybody's rows is nobody's loss.
+        batching=Rows(along=(0, 1), tail=(1, 0), out_tail=0, fits=lambda args: bool(args[5] == "none")),
+    )
+)

@@ -1,0 +1,95 @@
+"""Looking rows up in a table: embedding."""
+
+from __future__ import annotations
+
+from torch import Tensor
+from torch.nn import functional as F
+
+from layerzero.ops import checks
+from layerzero.ops.batching import Rows
+from layerzero.ops.op import NO_SHAPE, Args, Call, Op, register
+from layerzero.spec.call_spec import OutSpec, Request, Work
+
+
+def embedding(ids: Tensor, weight: Tensor, *, padding_idx: int | None = None) -> Call:
+    """The row of `weight` for each id.
+
+    Args: ids (...), int32 or int64, each in [0, V); weight (V, C), any float dtype; padding_idx: the row that
+        gets no gradient, negative counts from the end.
+    Returns: (..., C) in weight's dtype.
+    Raises: ValueError, TypeError: an argument does not fit, by name; on the CPU also an id out of range, with
+        its position. On other devices the range is the kernel's to check, since reading ids would wait.
+    """
+    args = (ids, weight, padding_idx)
+    try:
+        return (
+            "embedding", ids.shape, ids.stride(), ids.dtype, ids.device,
+            weight.shape, weight.stride(), weight.dtype, weight.device, weight.requires_grad, padding_idx,
+        ), args  # fmt: skip
+    except NO_SHAPE:
+        _check(args)  # names the operand that is no tensor
+        raise
+
+
+def _check(args: Args) -> Request:
+    ids, weight, padding_idx = args
+    checks.need_index("ids", ids)
+    checks.need_tensor("weight", weight, rank=2)
+    checks.need_same_device("ids", ids, weight=weight)
+    entries, width = weight.shape
+    if padding_idx is not None:
+        checks.need_int("padding_idx", padding_idx, low=-entries, high=entries - 1)
+    tensors = [ids, weight]
+    return Request(
+        op="embedding",
+        platform=ids.device.type,
+        device=str(ids.device),
+        dtype=checks.dtype_name(weight.dtype),
+        dtypes=(checks.dtype_name(ids.dtype), checks.dtype_name(weight.dtype)),
+        dims={"N": ids.numel(), "V": entries, "C": width},
+        features=frozenset() if padding_idx is None else frozenset({"padding_idx"}),
+        contiguous=checks.is_plain_contiguous(tensors),
+        last_stride1=checks.last_stride_is_one(tensors),
+        alignment=checks.alignment_of(tensors),
+    )
+
+
+def embedding_reference(ids: Tensor, weight: Tensor, padding_idx: int | None) -> Tensor:
+    """weight[ids]; the padding row stays out of the gradient."""
+    return F.embedding(ids, weight, padding_idx)
+
+
+def _guard(args: Args) -> Args:
+    ids, weight, padding_idx = args
+    return checks.ids_in_range("ids", ids, weight.shape[0], "weight's rows"), weight, padding_idx
+
+
+def _work(request: Request) -> Work:
+    """Rows are read and written once; ids are eight bytes at most."""
+    n, c = request.dim("N"), request.dim("C")
+    return Work(flops=0.0, bytes=float(2 * n * c * checks.dtype_bytes(request.dtype) + 8 * n))
+
+
+def _empty(args: Args) -> Tensor | None:
+    ids, weight, _ = args
+    if ids.numel() and weight.shape[1]:
+        return None
+    out: Tensor = weight.new_empty((*ids.shape, weight.shape[1]))
+    return out
+
+
+EMBEDDING = register(
+    Op(
+        name="embedding",
+        build=embedding,
+        check=_check,
+        reference=embedding_reference,
+        outputs=lambda args: (OutSpec((*args[0].shape, args[1].shape[1]), checks.dtype_name(args[1].dtype)),),
+        work=_work,
+        operands=(0, 1),
+        exact=frozenset({"V", "C"}),
+        empty=_empty,
+        guard=_guard,
+        batching=Rows(tail=0),
+    )
+)

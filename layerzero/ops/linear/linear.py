@@ -1,0 +1,115 @@
+"""The affine map: linear."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from layerzero.ops import checks
+from layerzero.ops.batching import Rows
+from layerzero.ops.op import NO_SHAPE, Args, Call, Op, register, signature_of
+from layerzero.spec.call_spec import OutSpec, Request, Work
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Call:
+    """Multiply each row of `x` by `weight` transposed and add `bias`.
+
+    Args: x (..., K), any float dtype; weight (C, K); bias (C,) or None.
+    Returns: (..., C) in x's dtype; products are summed in float32.
+    Raises: ValueError, TypeError: an argument does not fit, by name.
+    """
+    args = (x, weight, bias)
+    try:
+        return (
+            "linear", x.shape, x.stride(), x.dtype, x.device, x.requires_grad,
+            weight.shape, weight.stride(), weight.dtype, weight.device, weight.requires_grad,
+            bias if bias is None else signature_of(bias),
+        ), args  # fmt: skip
+    except NO_SHAPE:
+        _check(args)  # names the operand that is no tensor
+        raise
+
+
+def _check(args: Args) -> Request:
+    x, weight, bias = args
+    checks.need_tensor("x", x)
+    if x.dim() == 0:
+        raise ValueError("x needs at least 1 dimension, got a scalar")
+    checks.need_tensor("weight", weight, rank=2)
+    width, inner = weight.shape
+    if x.shape[-1] != inner:
+        raise ValueError(f"x needs a last axis of {inner} like weight's (C, K), got {x.shape[-1]}")
+    if bias is not None:
+        checks.need_vector("bias", bias, width, "weight's rows")
+    checks.need_same_device("x", x, weight=weight, bias=bias)
+    tensors = [t for t in args if t is not None]
+    return Request(
+        op="linear",
+        platform=x.device.type,
+        device=str(x.device),
+        dtype=checks.dtype_name(x.dtype),
+        dtypes=tuple(checks.dtype_name(t.dtype) for t in tensors),
+        dims={"N": _rows(x), "C": width, "K": inner},
+        features=frozenset() if bias is None else frozenset({"bias"}),
+        contiguous=checks.is_plain_contiguous(tensors),
+        last_stride1=checks.last_stride_is_one(tensors),
+        alignment=checks.alignment_of(tensors),
+    )
+
+
+def _rows(x: Tensor) -> int:
+    rows = 1
+    for extent in x.shape[:-1]:
+        rows *= extent
+    return rows
+
+
+def linear_reference(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """x @ weight^T + bias, in float32 at least."""
+    wide = x if x.dtype == torch.float64 else x.float()
+    shift = None if bias is None else bias.to(wide.dtype)
+    return F.linear(wide, weight.to(wide.dtype), shift).to(x.dtype)
+
+
+def dense_if_odd(x: Tensor) -> Tensor:
+    """Rows as `torch.nn.functional.linear` may read them: dense where they are of odd length.
+
+    oneDNN multiplies half precision in pairs (AMX, torch 2.13 CPU), and the element behind such a row of a
+    larger matrix by zero: NaN there makes the row NaN.
+    """
+    return x.contiguous() if x.shape[-1] % 2 else x
+
+
+def _work(request: Request) -> Work:
+    """A multiplication and an addition an element of the three-way product; every tensor moves once."""
+    n, c, k = request.dim("N"), request.dim("C"), request.dim("K")
+    moved = n * k + c * k + n * c + (c if "bias" in request.features else 0)
+    return Work(flops=2.0 * n * c * k, bytes=float(moved * checks.dtype_bytes(request.dtype)))
+
+
+def _empty(args: Args) -> Tensor | None:
+    """No rows or no columns give nothing; a sum over no inputs is zero, so only the bias is left."""
+    x, weight, bias = args
+    if x.numel() and weight.numel():
+        return None
+    out: Tensor = x.new_zeros((*x.shape[:-1], weight.shape[0]))
+    return out if bias is None or out.numel() == 0 else out + bias.to(out.dtype)
+
+
+LINEAR = register(
+    Op(
+        name="linear",
+        build=linear,
+        check=_check,
+        reference=linear_reference,
+        outputs=lambda args: (
+            OutSpec((*args[0].shape[:-1], args[1].shape[0]), checks.dtype_name(args[0].dtype)),
+        ),
+        work=_work,
+        operands=(0, 1, 2),
+        exact=frozenset({"C", "K"}),
+        empty=_empty,
+        batching=Rows(),
+    )
+)

@@ -1,0 +1,142 @@
+"""The last projection and its loss in one: linear_cross_entropy."""
+
+from __future__ import annotations
+
+import math
+
+from torch import Tensor
+from torch.nn import functional as F
+
+from layerzero.ops import checks
+from layerzero.ops.batching import Rows
+from layerzero.ops.linear.cross_entropy import REDUCTIONS, cross_entropy_reference
+from layerzero.ops.op import NO_SHAPE, Args, Call, Op, register, signature_of
+from layerzero.spec.call_spec import OutSpec, Request, Work
+
+
+def linear_cross_entropy(
+    x: Tensor,
+    weight: Tensor,
+    target: Tensor,
+    bias: Tensor | None = None,
+    *,
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+    reduction: str = "mean",
+) -> Call:
+    """The negative log likelihood of each row's target class, from the rows before the last projection.
+
+    Args: x (..., K), any float dtype; weight (V, K); target (...), int32 or int64 class ids; bias (V,) or
+        None; the others as in `cross_entropy`. A kernel need never hold all logits, (..., V), at once.
+    Returns: a scalar, or (...) for reduction="none", in x's dtype; log and sums are float32.
+    Raises: ValueError, TypeError: an argument does not fit, by name; on the CPU also a target out of range.
+    Source: arXiv 2410.10989, section 3.2.
+    """
+    args = (x, weight, target, bias, ignore_index, label_smoothing, reduction)
+    try:
+        return (
+            "linear_cross_entropy", x.shape, x.stride(), x.dtype, x.device, x.requires_grad,
+            weight.shape, weight.stride(), weight.dtype, weight.device, weight.requires_grad,
+            target.shape, target.stride(), target.dtype, target.device,
+            signature_of(bias), ignore_index, label_smoothing, reduction,
+        ), args  # fmt: skip
+    except NO_SHAPE:
+        _check(args)  # names the operand that is no tensor
+        raise
+
+
+def _check(args: Args) -> Request:
+    x, weight, target, bias, ignore_index, label_smoothing, reduction = args
+    checks.need_rows("x", x)
+    checks.need_tensor("weight", weight, rank=2)
+    classes, inner = weight.shape
+    if classes == 0:
+        raise ValueError(f"weight needs at least 1 row, got shape {tuple(weight.shape)}")
+    if x.shape[-1] != inner:
+        raise ValueError(f"x needs a last axis of {inner} like weight's (V, K), got {x.shape[-1]}")
+    checks.need_index("target", target)
+    if target.shape != x.shape[:-1]:
+        wanted = f"{tuple(x.shape[:-1])} like x without its last axis"
+        raise ValueError(f"target needs shape {wanted}, got {tuple(target.shape)}")
+    if bias is not None:
+        checks.need_vector("bias", bias, classes, "weight's rows")
+    checks.need_same_device("x", x, weight=weight, target=target, bias=bias)
+    checks.need_int("ignore_index", ignore_index)
+    checks.need_number("label_smoothing", label_smoothing, low=0.0, high=1.0)
+    checks.need_choice("reduction", reduction, REDUCTIONS)
+    tensors = [t for t in (x, weight, target, bias) if t is not None]
+    asked = {"bias": bias is not None, "label_smoothing": label_smoothing > 0}
+    return Request(
+        op="linear_cross_entropy",
+        platform=x.device.type,
+        device=str(x.device),
+        dtype=checks.dtype_name(x.dtype),
+        dtypes=tuple(checks.dtype_name(t.dtype) for t in tensors),
+        dims={"N": target.numel(), "K": inner, "V": classes},
+        features=frozenset(name for name, holds in asked.items() if holds),
+        contiguous=checks.is_plain_contiguous(tensors),
+        last_stride1=checks.last_stride_is_one(tensors),
+        alignment=checks.alignment_of(tensors),
+    )
+
+
+def linear_cross_entropy_reference(
+    x: Tensor,
+    weight: Tensor,
+    target: Tensor,
+    bias: Tensor | None,
+    ignore_index: int,
+    label_smoothing: float,
+    reduction: str,
+) -> Tensor:
+    """`cross_entropy_reference` of the product in float32 at least."""
+    wide = x if x.dtype.itemsize == 8 else x.float()
+    logits = F.linear(wide, weight.to(wide.dtype), None if bias is None else bias.to(wide.dtype))
+    loss = cross_entropy_reference(logits, target, None, ignore_index, label_smoothing, reduction)
+    return loss.to(x.dtype)
+
+
+def _guard(args: Args) -> Args:
+    x, weight, target, bias, ignored, *rest = args
+    target = checks.ids_in_range("target", target, weight.shape[0], "weight's rows", ignore=ignored)
+    return x, weight, target, bias, ignored, *rest
+
+
+def _empty(args: Args) -> Tensor | None:
+    """No row: nothing, a sum of zero, or the mean of nothing, which is NaN."""
+    x, target, reduction = args[0], args[2], args[6]
+    if target.numel():
+        return None
+    out: Tensor
+    if reduction == "none":
+        out = x.new_empty(target.shape)
+    else:
+        out = x.new_full((), 0.0 if reduction == "sum" else math.nan)
+    return out
+
+
+def _work(request: Request) -> Work:
+    """The product, then four operations a logit; logits move not at all."""
+    n, k, v = request.dim("N"), request.dim("K"), request.dim("V")
+    moved = (n * k + v * k) * checks.dtype_bytes(request.dtype) + 12 * n
+    return Work(flops=2.0 * n * k * v + 4.0 * n * v, bytes=float(moved))
+
+
+LINEAR_CROSS_ENTROPY = register(
+    Op(
+        name="linear_cross_entropy",
+        build=linear_cross_entropy,
+        check=_check,
+        reference=linear_cross_entropy_reference,
+        outputs=lambda args: (
+            OutSpec(tuple(args[2].shape) if args[6] == "none" else (), checks.dtype_name(args[0].dtype)),
+        ),
+        work=_work,
+        operands=(0, 1, 3),
+        exact=frozenset({"K", "V"}),
+        empty=_empty,
+        guard=_guard,
+        # A mean or a sum over everybody's rows is nobody's loss.
+        batching=Rows(along=(0, 2), tail=(1, 0), out_tail=0, fits=lambda args: bool(args[6] == "none")),
+    )
+)

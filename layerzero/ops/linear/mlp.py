@@ -1,0 +1,145 @@
+"""The feed-forward block of a transformer: mlp, gated and plain."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from layerzero.ops import checks
+from layerzero.ops.batching import Rows
+from layerzero.ops.op import NO_SHAPE, Args, Call, Op, register, signature_of
+from layerzero.spec.call_spec import OutSpec, Request, Work
+
+GATES: dict[str, Callable[[Tensor], Tensor]] = {
+    "swiglu": F.silu,
+    "geglu": F.gelu,
+    "geglu_tanh": lambda x: F.gelu(x, approximate="tanh"),
+    "reglu": F.relu,
+}
+PLAIN: dict[str, Callable[[Tensor], Tensor]] = {
+    "gelu": F.gelu,
+    "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
+    "silu": F.silu,
+    "relu": F.relu,
+}
+
+
+def mlp(
+    x: Tensor,
+    w_up: Tensor,
+    w_down: Tensor,
+    b_up: Tensor | None = None,
+    b_down: Tensor | None = None,
+    *,
+    activation: str = "swiglu",
+) -> Call:
+    """Project each row of `x` up to F, apply `activation`, project down again.
+
+    Args: x (..., C), any float dtype; w_down (C, F). Gated kinds (swiglu, geglu, geglu_tanh, reglu): w_up
+        (2F, C), the gate's F rows above the F rows it multiplies; plain kinds (gelu, gelu_tanh, silu, relu):
+        w_up (F, C). b_up has as many elements as w_up has rows, b_down (C,). geglu and gelu use the exact
+        erf, geglu_tanh and gelu_tanh its approximation.
+    Returns: x's shape and dtype; everything between is float32.
+    Raises: ValueError, TypeError: an argument does not fit, by name.
+    Source: arXiv 2002.05202 for the gated kinds.
+    """
+    args = (x, w_up, w_down, b_up, b_down, activation)
+    try:
+        return (
+            "mlp", x.shape, x.stride(), x.dtype, x.device, x.requires_grad,
+            w_up.shape, w_up.stride(), w_up.dtype, w_up.device, w_up.requires_grad,
+            w_down.shape, w_down.stride(), w_down.dtype, w_down.device, w_down.requires_grad,
+            signature_of(b_up), signature_of(b_down), activation,
+        ), args  # fmt: skip
+    except NO_SHAPE:
+        _check(args)  # names the operand that is no tensor
+        raise
+
+
+def _check(args: Args) -> Request:
+    x, w_up, w_down, b_up, b_down, activation = args
+    checks.need_choice("activation", activation, (*GATES, *PLAIN))
+    checks.need_rows("x", x)
+    checks.need_tensor("w_up", w_up, rank=2)
+    checks.need_tensor("w_down", w_down, rank=2)
+    width, hidden = x.shape[-1], w_down.shape[1]
+    if hidden == 0:
+        raise ValueError(f"w_down needs at least 1 column, got shape {tuple(w_down.shape)}")
+    if w_down.shape[0] != width:
+        raise ValueError(f"w_down needs {width} rows like x's last axis, got {w_down.shape[0]}")
+    rows = 2 * hidden if activation in GATES else hidden
+    if tuple(w_up.shape) != (rows, width):
+        wanted = f"{(rows, width)}, {'(2F, C)' if activation in GATES else '(F, C)'} for {activation}"
+        raise ValueError(f"w_up needs shape {wanted}, got {tuple(w_up.shape)}")
+    if b_up is not None:
+        checks.need_vector("b_up", b_up, rows, "w_up's rows")
+    if b_down is not None:
+        checks.need_vector("b_down", b_down, width, "w_down's rows")
+    checks.need_same_device("x", x, w_up=w_up, w_down=w_down, b_up=b_up, b_down=b_down)
+    tensors = [t for t in args[:5] if t is not None]
+    bias = {"bias"} if b_up is not None or b_down is not None else set()
+    return Request(
+        op="mlp",
+        platform=x.device.type,
+        device=str(x.device),
+        dtype=checks.dtype_name(x.dtype),
+        dtypes=tuple(checks.dtype_name(t.dtype) for t in tensors),
+        dims={"N": x.numel() // width, "C": width, "F": hidden},
+        features=frozenset({f"act_{activation}", *bias}),
+        contiguous=checks.is_plain_contiguous(tensors),
+        last_stride1=checks.last_stride_is_one(tensors),
+        alignment=checks.alignment_of(tensors),
+    )
+
+
+def mlp_reference(
+    x: Tensor, w_up: Tensor, w_down: Tensor, b_up: Tensor | None, b_down: Tensor | None, activation: str
+) -> Tensor:
+    """down(activate(up(x))), in float32 at least."""
+    wide = x if x.dtype == torch.float64 else x.float()
+    up = F.linear(wide, w_up.to(wide.dtype), None if b_up is None else b_up.to(wide.dtype))
+    hidden = activate(up, activation)
+    down = F.linear(hidden, w_down.to(wide.dtype), None if b_down is None else b_down.to(wide.dtype))
+    return down.to(x.dtype)
+
+
+def activate(up: Tensor, activation: str) -> Tensor:
+    """The hidden rows of an mlp, (..., F), of (..., 2F) for gated kinds and of (..., F) for plain ones."""
+    if activation in GATES:
+        gate, value = up.chunk(2, dim=-1)
+        return GATES[activation](gate) * value
+    return PLAIN[activation](up)
+
+
+def is_gated(activation: str) -> bool:
+    """Whether `activation` multiplies two halves of the projection."""
+    return activation in GATES
+
+
+def _work(request: Request) -> Work:
+    """Both projections; rows and weights move once, hidden rows not at all."""
+    n, c, f = request.dim("N"), request.dim("C"), request.dim("F")
+    gated = any(f"act_{name}" in request.features for name in GATES)
+    weights = (3 if gated else 2) * c * f
+    return Work(
+        flops=2.0 * n * weights, bytes=float((2 * n * c + weights) * checks.dtype_bytes(request.dtype))
+    )
+
+
+MLP = register(
+    Op(
+        name="mlp",
+        build=mlp,
+        check=_check,
+        reference=mlp_reference,
+        outputs=lambda args: (OutSpec(tuple(args[0].shape), checks.dtype_name(args[0].dtype)),),
+        work=_work,
+        operands=(0, 1, 2, 3, 4),
+        exact=frozenset({"C", "F"}),
+        empty=lambda args: torch.empty_like(args[0]) if args[0].numel() == 0 else None,
+        batching=Rows(),
+    )
+)

@@ -1,0 +1,152 @@
+"""A mixture of experts: each row goes through the few feed-forward blocks that its router likes best."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from layerzero.ops import checks
+from layerzero.ops.batching import Rows
+from layerzero.ops.linear.mlp import GATES, activate
+from layerzero.ops.op import NO_SHAPE, Args, Call, Op, register
+from layerzero.spec.call_spec import OutSpec, Request, Work
+
+SCORINGS = ("softmax", "sigmoid")
+
+
+def moe(
+    x: Tensor,
+    router_logits: Tensor,
+    w_up: Tensor,
+    w_down: Tensor,
+    *,
+    top_k: int = 2,
+    scoring: str = "softmax",
+    renormalize: bool = True,
+    activation: str = "swiglu",
+) -> Call:
+    """Send each row of `x` to its `top_k` experts and add their answers, weighed by the router.
+
+    Args: x (..., C), any float dtype; router_logits (..., E), any float dtype; w_up (E, 2F, C) with the
+        gate's F rows above the F rows it multiplies; w_down (E, C, F). Weights are the scores of the chosen
+        experts: softmax over all experts or sigmoid of each logit, divided by their sum over the chosen where
+        `renormalize`. Of equal logits the lower expert is chosen. activation is a gated kind of `mlp`.
+    Returns: x's shape and dtype; scores, hidden rows and sums are float32.
+    Raises: ValueError, TypeError: an argument does not fit, by name.
+    Source: arXiv 2401.04088, section 2.1; sigmoid scores: arXiv 2412.19437, section 2.1.2.
+    """
+    args = (x, router_logits, w_up, w_down, top_k, scoring, renormalize, activation)
+    try:
+        return (
+            "moe", x.shape, x.stride(), x.dtype, x.device, x.requires_grad,
+            router_logits.shape, router_logits.stride(), router_logits.dtype, router_logits.device,
+            router_logits.requires_grad,
+            w_up.shape, w_up.stride(), w_up.dtype, w_up.device, w_up.requires_grad,
+            w_down.shape, w_down.stride(), w_down.dtype, w_down.device, w_down.requires_grad,
+            top_k, scoring, renormalize, activation,
+        ), args  # fmt: skip
+    except NO_SHAPE:
+        _check(args)  # names the operand that is no tensor
+        raise
+
+
+def _check(args: Args) -> Request:
+    x, router_logits, w_up, w_down, top_k, scoring, renormalize, activation = args
+    checks.need_choice("activation", activation, GATES)
+    checks.need_choice("scoring", scoring, SCORINGS)
+    checks.need_bool("renormalize", renormalize)
+    checks.need_rows("x", x)
+    checks.need_rows("router_logits", router_logits)
+    checks.need_tensor("w_up", w_up, rank=3)
+    checks.need_tensor("w_down", w_down, rank=3)
+    width, experts = x.shape[-1], router_logits.shape[-1]
+    if router_logits.shape[:-1] != x.shape[:-1]:
+        wanted = f"{(*x.shape[:-1], experts)}, one logit a row of x and expert"
+        raise ValueError(f"router_logits needs shape {wanted}, got {tuple(router_logits.shape)}")
+    hidden = w_down.shape[-1]
+    if hidden == 0 or tuple(w_down.shape[:2]) != (experts, width):
+        wanted = f"({experts}, {width}, F), for router_logits' experts and x's last axis"
+        raise ValueError(f"w_down needs shape {wanted}, got {tuple(w_down.shape)}")
+    if tuple(w_up.shape) != (experts, 2 * hidden, width):
+        wanted = f"{(experts, 2 * hidden, width)}, (E, 2F, C)"
+        raise ValueError(f"w_up needs shape {wanted}, got {tuple(w_up.shape)}")
+    checks.need_int("top_k", top_k, low=1, high=experts)
+    checks.need_same_device("x", x, router_logits=router_logits, w_up=w_up, w_down=w_down)
+    weights = (x, w_up, w_down)
+    asked = {"scores_sigmoid": scoring == "sigmoid", "scores_raw": not renormalize}
+    return Request(
+        op="moe",
+        platform=x.device.type,
+        device=str(x.device),
+        dtype=checks.dtype_name(x.dtype),
+        dtypes=tuple(checks.dtype_name(t.dtype) for t in weights),
+        dims={"N": x.numel() // width, "C": width, "F": hidden, "E": experts, "T": top_k},
+        features=frozenset({f"act_{activation}", *(name for name, holds in asked.items() if holds)}),
+        contiguous=checks.is_plain_contiguous(weights),
+        last_stride1=checks.last_stride_is_one(weights),
+        alignment=checks.alignment_of(weights),
+    )
+
+
+def route(router_logits: Tensor, top_k: int, scoring: str, renormalize: bool) -> tuple[Tensor, Tensor]:
+    """The chosen experts (N, top_k) int64, best first, and their weights in float32 at least."""
+    wide = router_logits if router_logits.dtype == torch.float64 else router_logits.float()
+    ordered, experts = wide.sort(dim=-1, descending=True, stable=True)
+    chosen = ordered[..., :top_k]
+    if renormalize:
+        # From the logits: where all scores round to zero, their ratios are still what they are.
+        scores = (chosen if scoring == "softmax" else F.logsigmoid(chosen)).softmax(-1)
+    elif scoring == "softmax":
+        scores = (chosen - wide.logsumexp(-1, keepdim=True)).exp()
+    else:
+        scores = chosen.sigmoid()
+    return experts[..., :top_k], scores
+
+
+def moe_reference(
+    x: Tensor,
+    router_logits: Tensor,
+    w_up: Tensor,
+    w_down: Tensor,
+    top_k: int,
+    scoring: str,
+    renormalize: bool,
+    activation: str,
+) -> Tensor:
+    """Expert by expert over the rows that chose it, in float32 at least."""
+    rows = x.reshape(-1, x.shape[-1])
+    wide = rows if x.dtype == torch.float64 else rows.float()
+    experts, scores = route(router_logits.reshape(len(rows), -1), top_k, scoring, renormalize)
+    parts = wide.new_zeros(len(rows), top_k, rows.shape[1])
+    for expert in range(w_up.shape[0]):
+        row, place = (experts == expert).nonzero(as_tuple=True)
+        up = F.linear(wide[row], w_up[expert].to(wide.dtype))
+        down = F.linear(activate(up, activation), w_down[expert].to(wide.dtype))
+        parts = parts.index_put((row, place), down.to(parts.dtype))  # autocast rounds products
+    # Answers are added in the order of their scores, whatever the order of the experts.
+    return (parts * scores.to(wide.dtype).unsqueeze(-1)).sum(1).to(x.dtype).view(x.shape)
+
+
+def _work(request: Request) -> Work:
+    """Three products for each row and chosen expert; the weights of the experts that may be chosen move."""
+    n, c, f, t = (request.dim(name) for name in "NCFT")
+    touched = min(request.dim("E"), n * t)
+    moved = (2 * n * c + 3 * touched * c * f) * checks.dtype_bytes(request.dtype)
+    return Work(flops=6.0 * n * t * c * f, bytes=float(moved))
+
+
+MOE = register(
+    Op(
+        name="moe",
+        build=moe,
+        check=_check,
+        reference=moe_reference,
+        outputs=lambda args: (OutSpec(tuple(args[0].shape), checks.dtype_name(args[0].dtype)),),
+        work=_work,
+        operands=(0, 2, 3),
+        exact=frozenset({"C", "F", "E", "T"}),
+        empty=lambda args: torch.empty_like(args[0]) if args[0].numel() == 0 else None,
+        batching=Rows(along=(0, 1)),
+    )
+)

@@ -1,0 +1,1 @@
+"""Attention over block tables, ragged rows and latent caches, and the write into a cache."""

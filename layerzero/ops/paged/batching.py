@@ -1,0 +1,132 @@
+"""How paged calls of several callers become one launch: queries and block tables stand behind each other.
+
+Keys and values stay where they are: callers join only over one and the same pool.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Container, Hashable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from layerzero.ops.batching import Rule, join_rows
+from layerzero.ops.host_copies import joined, mirror
+from layerzero.ops.op import Args, Launch
+
+
+@dataclass(frozen=True, slots=True)
+class OverOnePool(Rule):
+    """Calls over one pool, prefill and decode alike.
+
+    The arguments are queries, pools, block_tables, context_lens, cu_seqlens, flags: `queries` counts
+    the tensors in front whose rows are query tokens, `pools` the pools behind them.
+    """
+
+    queries: int
+    pools: int
+
+    @property
+    def table(self) -> int:
+        """The position of block_tables; context_lens and cu_seqlens follow it."""
+        return self.queries + self.pools
+
+    @property
+    def rowwise(self) -> bool:
+        """Sequences stand behind each other, each with keys of its own."""
+        return False
+
+    @property
+    def joined(self) -> Container[int]:
+        """The queries, and what says where their keys are; never the pools."""
+        return {*range(self.queries), *range(self.table, self.table + 3)}
+
+    def alike(self, args: Args) -> Hashable | None:
+        """Dtype, device and heads of the queries."""
+        return tuple((q.dtype, q.device, q.shape[1:]) for q in args[: self.queries])
+
+    def size(self, args: Args) -> tuple[int, int]:
+        """(query tokens, bytes of the queries): what is copied; the pool is not."""
+        tokens: int = args[0].shape[0]
+        return tokens, sum(q.numel() * q.element_size() for q in args[: self.queries])
+
+    def run(self, calls: Sequence[Args], launch: Launch) -> list[Any]:
+        """One launch over everybody's queries."""
+        if len(calls) == 1:
+            return [launch(calls[0])]
+        table = self.table
+        counts = [args[0].shape[0] for args in calls]
+        queries = [join_rows([args[i] for args in calls]) for i in range(self.queries)]
+        merged = (
+            *queries,
+            *calls[0][self.queries : table],
+            joined([args[table] for args in calls], stack_tables, "tables"),
+            joined([args[table + 1] for args in calls], join_rows_of_any, "lengths"),
+            join_offsets([args[table + 2] for args in calls], counts, queries[0].device),
+            *calls[0][table + 3 :],
+        )
+        return split(launch(merged), counts)
+
+
+def split(out: Any, counts: Sequence[int]) -> list[Any]:
+    """Each caller's rows of every output."""
+    if isinstance(out, tuple):
+        return list(zip(*(part.split_with_sizes(list(counts)) for part in out), strict=True))
+    return list(out.split_with_sizes(list(counts)))
+
+
+def join_rows_of_any(pieces: Sequence[Tensor]) -> Tensor:
+    """`join_rows` for index tensors of which some may be int32 and some int64."""
+    if all(piece.dtype == pieces[0].dtype for piece in pieces):
+        return join_rows(pieces)
+    return torch.cat([piece.long() for piece in pieces])
+
+
+def stack_tables(tables: Sequence[Tensor]) -> Tensor:
+    """All rows of tables of any width, filled up with zeros where a length never reaches."""
+    width = max(table.shape[1] for table in tables)
+    if all(table.shape[1] == width for table in tables):
+        return join_rows_of_any(tables)
+    wide = torch.int64 if any(table.dtype == torch.int64 for table in tables) else torch.int32
+    rows = sum(table.shape[0] for table in tables)
+    stacked = torch.zeros((rows, width), dtype=wide, device=tables[0].device)
+    at = 0
+    for table in tables:
+        stacked[at : at + table.shape[0], : table.shape[1]] = table
+        at += table.shape[0]
+    return stacked
+
+
+def join_offsets(
+    offsets: Sequence[Tensor | None], counts: Sequence[int], device: torch.device
+) -> Tensor | None:
+    """The offsets of all callers' sequences behind each other; None where each has one query a sequence.
+
+    A caller without offsets has one query a sequence; `counts` are the callers' tokens. Int32.
+    """
+    if all(own is None for own in offsets):
+        return None
+    given = [own for own in offsets if own is not None]
+    if device.type != "cpu" and all(mirror(own) is not None for own in given):
+
+        def on_host(known: Sequence[Tensor]) -> Tensor:
+            copies = iter(known)
+            here = [None if own is None else next(copies) for own in offsets]
+            return join_offsets(here, counts, torch.device("cpu"))  # type: ignore[return-value]
+
+        return joined(given, on_host, "offsets", tuple(counts), tuple(own is None for own in offsets))
+    if device.type == "cpu":
+        values, start = [0], 0
+        for own, count in zip(offsets, counts, strict=True):
+            ends = range(1, count + 1) if own is None else own.tolist()[1:]
+            values.extend([start + end for end in ends])
+            start += count
+        return torch.tensor(values, dtype=torch.int32, device=device)
+    pieces, start = [torch.zeros(1, dtype=torch.int32, device=device)], 0
+    for own, count in zip(offsets, counts, strict=True):
+        later = torch.arange(1, count + 1, device=device) if own is None else own[1:]
+        pieces.append((later + start).to(torch.int32))
+        start += count
+    return torch.cat(pieces)

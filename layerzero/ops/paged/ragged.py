@@ -1,0 +1,247 @@
+"""Attention over sequences of any lengths that stand behind each other in one tensor."""
+
+from __future__ import annotations
+
+from collections.abc import Container, Hashable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from layerzero.ops import checks
+from layerzero.ops.attention.batching import GATHER_BYTES, GATHER_BYTES_ELSEWHERE
+from layerzero.ops.attention.checks import as_window, check_window
+from layerzero.ops.batching import Rule, join_rows, rejoin
+from layerzero.ops.op import NO_SHAPE, Args, Call, Launch, Op, register, signature_of
+from layerzero.ops.paged.attention import attend
+from layerzero.ops.paged.batching import join_offsets, split
+from layerzero.ops.paged.checks import check_offsets, dtypes_of, guard_offsets, no_queries
+from layerzero.spec.call_spec import OutSpec, Request, Work
+
+
+def ragged_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens: Tensor,
+    cu_seqlens_k: Tensor | None = None,
+    *,
+    is_causal: bool = False,
+    scale: float | None = None,
+    window: tuple[int, ...] | list[int] | None = None,
+    softcap: float | None = None,
+    return_lse: bool = False,
+) -> Call:
+    """Attend each sequence's queries to its own keys and values, without padding.
+
+    Args: q (T, Hq, D), k (S, Hk, D) and v (S, Hk, Dv) with Hq % Hk == 0, sequences behind each other:
+        b has q's rows cu_seqlens[b] to cu_seqlens[b + 1], and k's and v's along cu_seqlens_k, which defaults
+        to cu_seqlens. Offsets are (B + 1,), int32 or int64. is_causal is aligned at a sequence's last query
+        and last key; scale defaults to D**-0.5; window and softcap as in `attention`.
+    Returns: (T, Hq, Dv) in q's dtype; with return_lse also the natural log of the softmax's denominator,
+        float32 (T, Hq). A query that sees no key gives 0, and -inf.
+    Raises: ValueError, TypeError: an argument does not fit, by name; on the CPU also offsets that do not
+        start at 0, fall, or do not end at the number of rows.
+    """
+    if window is not None:
+        window = as_window(window)
+    if cu_seqlens_k is None:
+        cu_seqlens_k = cu_seqlens
+    args = (q, k, v, cu_seqlens, cu_seqlens_k, is_causal, scale, window, softcap, return_lse)
+    try:
+        return (
+            "ragged_attention", *[signature_of(t) for t in args[:3]],
+            cu_seqlens.shape, cu_seqlens.stride(), cu_seqlens.dtype, cu_seqlens.device,
+            cu_seqlens_k.shape, cu_seqlens_k.stride(), cu_seqlens_k.dtype, cu_seqlens_k.device,
+            is_causal, scale, window, softcap, return_lse,
+        ), args  # fmt: skip
+    except NO_SHAPE:
+        check(args)  # names the operand that is no tensor
+        raise
+
+
+def check(args: Args) -> Request:
+    """Validate a call, without reading data, and describe it; see `ragged_attention` for the arguments."""
+    q, k, v, cu, cu_k, is_causal, scale, window, softcap, return_lse = args
+    checks.need_bool("is_causal", is_causal)
+    checks.need_bool("return_lse", return_lse)
+    for name, tensor in (("q", q), ("k", k), ("v", v)):
+        checks.need_tensor(name, tensor, rank=3)
+    checks.need_index("cu_seqlens", cu, rank=1)
+    if cu.shape[0] == 0:
+        raise ValueError("cu_seqlens needs at least one offset, got none")
+    batch = cu.shape[0] - 1
+    check_offsets("cu_seqlens_k", cu_k, batch, "cu_seqlens' sequences")
+    checks.need_same_device("q", q, k=k, v=v, cu_seqlens=cu, cu_seqlens_k=cu_k)
+    dims = {"B": batch} | _check_operands(q, k, v)
+    if scale is not None:
+        checks.need_number("scale", scale)
+    if softcap is not None and checks.need_number("softcap", softcap, low=0.0, what="a number > 0") == 0.0:
+        raise ValueError(f"softcap needs a number > 0, got {softcap}")
+    if window is not None:
+        check_window(window)
+    asked = {
+        "causal": is_causal,
+        "gqa": dims["G"] > 1,
+        "scale": scale is not None and scale != dims["D"] ** -0.5,
+        "scale_not_positive": scale is not None and scale <= 0,
+        "window": window is not None and max(window) >= 0,
+        "softcap": softcap is not None,
+        "lse": return_lse,
+        "lse_grad": return_lse and any(t.requires_grad for t in (q, k, v)),
+    }
+    tensors = [q, k, v]
+    return Request(
+        op="ragged_attention",
+        platform=q.device.type,
+        device=str(q.device),
+        dtype=checks.dtype_name(q.dtype),
+        dtypes=dtypes_of(args, (0, 1, 2, 3, 4)),
+        dims=dims,
+        features=frozenset(name for name, wanted in asked.items() if wanted),
+        contiguous=checks.is_plain_contiguous(tensors),
+        last_stride1=checks.last_stride_is_one(tensors),
+        alignment=checks.alignment_of(tensors),
+    )
+
+
+def _check_operands(q: Tensor, k: Tensor, v: Tensor) -> dict[str, int]:
+    if 0 in q.shape[1:] or 0 in k.shape[1:] or v.shape[2] == 0:
+        shapes = ", ".join(str(tuple(t.shape)) for t in (q, k, v))
+        raise ValueError(f"q, k and v need at least one head of at least one element, got {shapes}")
+    if v.shape[:2] != k.shape[:2]:
+        raise ValueError(f"v needs tokens and heads {tuple(k.shape[:2])} like k, got {tuple(v.shape[:2])}")
+    if k.shape[2] != q.shape[2]:
+        raise ValueError(f"k needs head size {q.shape[2]} like q, got {k.shape[2]}")
+    if q.shape[1] % k.shape[1]:
+        raise ValueError(f"k needs heads that divide q's {q.shape[1]}, got {k.shape[1]}")
+    return {
+        "T": q.shape[0], "S": k.shape[0], "Hq": q.shape[1], "Hk": k.shape[1], "G": q.shape[1] // k.shape[1],
+        "D": q.shape[2], "Dv": v.shape[2],
+    }  # fmt: skip
+
+
+def guard(args: Args) -> Args:
+    """Offsets that fit the rows they count, as copies; one where both are the same."""
+    q, k, v, cu, cu_k, *flags = args
+    offsets = guard_offsets("cu_seqlens", cu, q.shape[0], "the rows of q")
+    if cu_k is cu and q.shape[0] == k.shape[0]:
+        return q, k, v, offsets, offsets, *flags
+    return q, k, v, offsets, guard_offsets("cu_seqlens_k", cu_k, k.shape[0], "the rows of k"), *flags
+
+
+def ragged_attention_reference(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens: Tensor,
+    cu_seqlens_k: Tensor,
+    is_causal: bool = False,
+    scale: float | None = None,
+    window: tuple[int, int] | None = None,
+    softcap: float | None = None,
+    return_lse: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """The op in plain torch: `attention`'s reference, sequence by sequence."""
+    guard((q, k, v, cu_seqlens, cu_seqlens_k))
+    starts, keys = cu_seqlens.tolist(), cu_seqlens_k.tolist()
+    outs: list[Tensor] = []
+    lses: list[Tensor] = []
+    for b in range(len(starts) - 1):
+        mine = slice(keys[b], keys[b + 1])
+        out, lse = attend(q[starts[b] : starts[b + 1]], k[mine], v[mine], is_causal, scale, window, softcap)
+        outs.append(out)
+        lses.append(lse)
+    result = torch.cat(outs)
+    return (result, torch.cat(lses)) if return_lse else result
+
+
+def outputs(args: Args) -> tuple[OutSpec, ...]:
+    """(T, Hq, Dv) in q's dtype, and float32 (T, Hq) where the LSE is asked for."""
+    q, v = args[0], args[2]
+    out = OutSpec((q.shape[0], q.shape[1], v.shape[2]), checks.dtype_name(q.dtype))
+    return (out, OutSpec((q.shape[0], q.shape[1]), "float32")) if args[9] else (out,)
+
+
+def empty(args: Args) -> Tensor | tuple[Tensor, Tensor] | None:
+    """The result of a call without queries; the guard still sees its offsets."""
+    q: Tensor = args[0]
+    if q.shape[0]:
+        return None
+    guard(args)
+    return no_queries(q.new_zeros((0, q.shape[1], args[2].shape[2])), (0, q.shape[1]), args[9])
+
+
+def work(request: Request) -> Work:
+    """Two products over the pairs of sequences of equal lengths: the lengths themselves are data."""
+    batch = max(request.dim("B"), 1)
+    pairs = request.dim("T") * request.dim("S") / batch
+    if "causal" in request.features:
+        pairs /= 2
+    widths = request.dim("D") + request.dim("Dv")
+    moved = widths * (request.dim("T") * request.dim("Hq") + request.dim("S") * request.dim("Hk"))
+    return Work(2.0 * request.dim("Hq") * widths * pairs, float(moved * checks.dtype_bytes(request.dtype)))
+
+
+@dataclass(frozen=True, slots=True)
+class Behind(Rule):
+    """Sequences of all callers behind each other; callers that would have to be copied only while small."""
+
+    @property
+    def rowwise(self) -> bool:
+        """Sequences stand behind each other, each with keys of its own."""
+        return False
+
+    @property
+    def joined(self) -> Container[int]:
+        """Queries, keys, values and both offsets."""
+        return range(5)
+
+    def alike(self, args: Args) -> Hashable | None:
+        """Dtype, device and heads of the operands."""
+        return tuple((t.dtype, t.device, t.shape[1:]) for t in args[:3])
+
+    def size(self, args: Args) -> tuple[int, int]:
+        """(query tokens, operand bytes)."""
+        tokens: int = args[0].shape[0]
+        return tokens, sum(t.numel() * t.element_size() for t in args[:3])
+
+    def run(self, calls: Sequence[Args], launch: Launch) -> list[Any]:
+        """One launch over everybody's sequences, or one each where gathering costs more than launches."""
+        if len(calls) == 1:
+            return [launch(calls[0])]
+        columns = [[args[p] for args in calls] for p in range(3)]
+        device = calls[0][0].device
+        largest = max(self.size(args)[1] for args in calls)
+        if largest > GATHER_BYTES.get(device.type, GATHER_BYTES_ELSEWHERE) and any(
+            rejoin(column) is None for column in columns
+        ):
+            return [launch(args) for args in calls]
+        counts = [args[0].shape[0] for args in calls]
+        keys = [args[1].shape[0] for args in calls]
+        merged = (
+            *[join_rows(column) for column in columns],
+            join_offsets([args[3] for args in calls], counts, device),
+            join_offsets([args[4] for args in calls], keys, device),
+            *calls[0][5:],
+        )
+        return split(launch(merged), counts)
+
+
+RAGGED_ATTENTION = register(
+    Op(
+        name="ragged_attention",
+        build=ragged_attention,
+        check=check,
+        reference=ragged_attention_reference,
+        outputs=outputs,
+        work=work,
+        operands=(0, 1, 2),
+        exact=frozenset({"Hq", "Hk", "G", "D", "Dv"}),
+        empty=empty,
+        guard=guard,
+        wide_outputs=frozenset({1}),
+        batching=Behind(),
+    )
+)

@@ -1,0 +1,1 @@
+"""Quantized values, and products of them."""

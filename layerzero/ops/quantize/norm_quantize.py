@@ -1,0 +1,127 @@
+"""The residual sum, its norm and the rounding to eight bits in one op: add_rms_norm_quantize."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from layerzero.ops import checks
+from layerzero.ops.batching import Rows
+from layerzero.ops.norm.norm import check_add_rms_norm, rms_norm_reference
+from layerzero.ops.op import NO_SHAPE, Args, Call, Op, register, signature_of
+from layerzero.ops.quantize.quantize import FORMATS, quantize_reference, scale_shape
+from layerzero.spec.call_spec import OutSpec, Request, Work
+
+GRANULARITIES = ("row", "group")
+
+
+def add_rms_norm_quantize(
+    x: Tensor,
+    residual: Tensor,
+    weight: Tensor | None = None,
+    *,
+    eps: float = 1e-6,
+    format: str = "fp8_e4m3",
+    granularity: str = "row",
+    group_size: int = 0,
+) -> Call:
+    """Add `residual` to `x`, normalise the sum and round it to eight-bit codes.
+
+    Args: x and residual (..., C) of one shape and dtype; weight (C,) or None; format is int8, fp8_e4m3 or
+        fp8_e5m2; granularity is row, or group of group_size neighbours of a row, which divides C.
+    Returns: (codes, scale, x + residual): codes in x's shape; scale float32 of shape (..., 1) or
+        (..., C / group_size), the largest magnitude of what shares it over the format's largest; the sum in
+        x's dtype, which is what is normalised. Codes may differ by one between kernels, since the norm that
+        is rounded is in float32 and sums in any order.
+    Raises: ValueError, TypeError: an argument does not fit, by name.
+    Source: arXiv 1910.07467 and 2208.07339.
+    """
+    args = (x, residual, weight, eps, format, granularity, group_size)
+    try:
+        return (
+            "add_rms_norm_quantize", x.shape, x.stride(), x.dtype, x.device, x.requires_grad,
+            residual.shape, residual.stride(), residual.dtype, residual.device, residual.requires_grad,
+            signature_of(weight), eps, format, granularity, group_size,
+        ), args  # fmt: skip
+    except NO_SHAPE:
+        _check(args)  # names the operand that is no tensor
+        raise
+
+
+def _check(args: Args) -> Request:
+    x, _, _, _, form, granularity, group_size = args
+    request = check_add_rms_norm(args[:4])
+    checks.need_choice("format", form, FORMATS)
+    checks.need_choice("granularity", granularity, GRANULARITIES)
+    if granularity == "group":
+        checks.need_int("group_size", group_size, low=1)
+        if x.shape[-1] % group_size:
+            raise ValueError(f"group_size needs to divide x's last axis of {x.shape[-1]}, got {group_size}")
+    elif checks.need_int("group_size", group_size) != 0:
+        raise ValueError(f"group_size needs 0 for granularity={granularity!r}, got {group_size!r}")
+    return request.replace(
+        op="add_rms_norm_quantize",
+        dims={**request.dims, "S": group_size},
+        features=request.features | {f"quant_{form}", f"scale_per_{granularity}"},
+    )
+
+
+def add_rms_norm_quantize_reference(
+    x: Tensor,
+    residual: Tensor,
+    weight: Tensor | None,
+    eps: float,
+    format: str,
+    granularity: str,
+    group_size: int,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The sum in x's dtype, its norm in float32 at least, then `quantize_reference` of that."""
+    total = x + residual
+    wide = total if total.dtype == torch.float64 else total.float()
+    normed = rms_norm_reference(wide, weight, eps)
+    return (*quantize_reference(normed, format, granularity, group_size, None), total)
+
+
+def _outputs(args: Args) -> tuple[OutSpec, ...]:
+    x, _, _, _, form, granularity, group_size = args
+    shape = tuple(x.shape)
+    return (
+        OutSpec(shape, checks.dtype_name(FORMATS[form].dtype)),
+        OutSpec(scale_shape(shape, granularity, group_size), "float32"),
+        OutSpec(shape, checks.dtype_name(x.dtype)),
+    )
+
+
+def _empty(args: Args) -> tuple[Tensor, ...] | None:
+    x, form = args[0], FORMATS[args[4]]
+    if x.numel():
+        return None
+    # No row has a scale; there is nothing to give back.
+    scale = x.new_ones(scale_shape(tuple(x.shape), args[5], args[6]), dtype=torch.float32)
+    return x.new_empty(x.shape, dtype=form.dtype), scale, torch.empty_like(x)
+
+
+def _work(request: Request) -> Work:
+    """Two operands are read, the sum and codes of a byte are written."""
+    n, c = request.dim("N"), request.dim("C")
+    size = checks.dtype_bytes(request.dtype)
+    return Work(flops=10.0 * n * c, bytes=float((3 * n * c + c) * size + n * c))
+
+
+ADD_RMS_NORM_QUANTIZE = register(
+    Op(
+        name="add_rms_norm_quantize",
+        build=add_rms_norm_quantize,
+        check=_check,
+        reference=add_rms_norm_quantize_reference,
+        outputs=_outputs,
+        work=_work,
+        operands=(0, 1, 2),
+        exact=frozenset({"C", "S"}),
+        empty=_empty,
+        castable=False,
+        batching=Rows(along=(0, 1)),
+        differentiable=False,
+        wide_outputs=frozenset({0, 1}),
+    )
+)

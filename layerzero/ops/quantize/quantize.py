@@ -1,0 +1,293 @@
+"""Numbers in eight bits with their scales: quantize and dequantize.
+
+A code times its scale is the number. Scales are float32 and symmetric about zero: one for the whole tensor,
+one for each row, or one for each group of neighbours in a row; their shape says which.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from layerzero.ops import checks
+from layerzero.ops.batching import Rows
+from layerzero.ops.op import NO_SHAPE, Args, Call, Op, register, signature_of
+from layerzero.spec.call_spec import OutSpec, Request, Work
+
+
+@dataclass(frozen=True, slots=True)
+class Format:
+    """How a code is stored, and the largest magnitude that is used."""
+
+    dtype: torch.dtype
+    largest: float
+
+
+# -128 is left out, so that codes are symmetric; the float8 bounds are their largest finite numbers.
+FORMATS: Mapping[str, Format] = {
+    "int8": Format(torch.int8, 127.0),
+    "fp8_e4m3": Format(torch.float8_e4m3fn, 448.0),
+    "fp8_e5m2": Format(torch.float8_e5m2, 57344.0),
+}
+FORMAT_OF = {form.dtype: name for name, form in FORMATS.items()}
+GRANULARITIES = ("tensor", "row", "group")
+FLOAT_NAMES = ("float32", "float16", "bfloat16", "float64")
+# Below this a scale would be subnormal, and dividing by it could overflow.
+SMALLEST_SCALE = torch.finfo(torch.float32).tiny
+
+
+def quantize(
+    x: Tensor,
+    *,
+    format: str = "int8",
+    granularity: str = "row",
+    group_size: int = 0,
+    scale: Tensor | None = None,
+) -> Call:
+    """Round `x` to eight-bit codes and the scales that give it back.
+
+    Args: x (..., C), any float dtype; format is int8, fp8_e4m3 or fp8_e5m2; granularity is tensor, row or
+        group, groups being group_size neighbours of a row, which divides C. scale, float32, in the shape of
+        the second result, is used as given; None takes the largest magnitude of what shares the scale.
+    Returns: (codes, scale): codes in x's shape; scale float32 of shape (), (..., 1) or (..., C / group_size).
+        Halves round to even; what lies beyond the format is clamped, never NaN. A NaN or infinity in x makes
+        the scale that it shares NaN or infinite, so that what comes back is NaN.
+    Raises: ValueError, TypeError: an argument does not fit, by name.
+    """
+    args = (x, format, granularity, group_size, scale)
+    try:
+        return (
+            "quantize", x.shape, x.stride(), x.dtype, x.device, x.requires_grad,
+            format, granularity, group_size, signature_of(scale),
+        ), args  # fmt: skip
+    except NO_SHAPE:
+        _check_quantize(args)  # names the operand that is no tensor
+        raise
+
+
+def scale_shape(shape: tuple[int, ...], granularity: str, group_size: int) -> tuple[int, ...]:
+    """The shape of the scales of a tensor."""
+    if granularity == "tensor":
+        return ()
+    return (*shape[:-1], 1 if granularity == "row" else shape[-1] // group_size)
+
+
+def _check_quantize(args: Args) -> Request:
+    x, form, granularity, group_size, scale = args
+    checks.need_rows("x", x)
+    _need_wide("x", x)
+    checks.need_choice("format", form, FORMATS)
+    checks.need_choice("granularity", granularity, GRANULARITIES)
+    width = x.shape[-1]
+    if granularity == "group":
+        checks.need_int("group_size", group_size, low=1)
+        if width % group_size:
+            raise ValueError(f"group_size needs to divide x's last axis of {width}, got {group_size}")
+    elif checks.need_int("group_size", group_size) != 0:
+        raise ValueError(f"group_size needs 0 for granularity={granularity!r}, got {group_size!r}")
+    if scale is not None:
+        need_scale("scale", scale, scale_shape(tuple(x.shape), granularity, group_size))
+        checks.need_same_device("x", x, scale=scale)
+    features = {f"quant_{form}", f"scale_per_{granularity}", *(() if scale is None else ("scale_given",))}
+    return Request(
+        op="quantize",
+        platform=x.device.type,
+        device=str(x.device),
+        dtype=checks.dtype_name(x.dtype),
+        dtypes=(checks.dtype_name(x.dtype),),
+        dims={"N": x.numel() // width, "C": width, "S": group_size},
+        features=frozenset(features),
+        contiguous=x.is_contiguous(),
+        last_stride1=checks.last_stride_is_one([x]),
+        alignment=checks.alignment_of([x]),
+    )
+
+
+def _need_wide(name: str, x: Tensor) -> None:
+    if checks.dtype_name(x.dtype) not in FLOAT_NAMES:
+        raise TypeError(f"{name} needs {', '.join(FLOAT_NAMES)}, got {checks.dtype_name(x.dtype)}")
+
+
+def need_scale(name: str, given: Any, *shapes: tuple[int, ...]) -> Tensor:
+    """`given` as a float32 tensor of one of `shapes`."""
+    checks.need_tensor(name, given)
+    scale: Tensor = given
+    if scale.dtype != torch.float32:
+        raise TypeError(f"{name} needs dtype float32, got {checks.dtype_name(scale.dtype)}")
+    if tuple(scale.shape) not in shapes:
+        wanted = " or ".join(str(shape) for shape in dict.fromkeys(shapes))
+        raise ValueError(f"{name} needs shape {wanted}, got {tuple(scale.shape)}")
+    return scale
+
+
+def quantize_reference(
+    x: Tensor, format: str, granularity: str, group_size: int, scale: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """Scale, round, clamp, in float32 for every dtype of x: all kernels give the same codes."""
+    form, wide = FORMATS[format], x.float()
+    if granularity == "group":
+        wide = wide.unflatten(-1, (-1, group_size))
+    if scale is None:
+        largest = wide.abs().amax() if granularity == "tensor" else wide.abs().amax(-1)
+        # By a tensor: a GPU multiplies by the reciprocal of a number, and the scales would be others.
+        most = torch.full((), form.largest, device=x.device)
+        found = (largest / most).clamp_min(SMALLEST_SCALE)
+        if granularity == "row":
+            found = found.unsqueeze(-1)
+    else:
+        found = scale.float()
+    spread = found.unsqueeze(-1) if granularity == "group" else found
+    return encode(wide / spread, form).view(x.shape), found
+
+
+def encode(codes: Tensor, form: Format) -> Tensor:
+    """Float32 numbers as codes: NaN becomes 0, and the clamp comes before the cast.
+
+    A float8 cast of what lies beyond the format gives NaN on a GPU and the largest number on some CPUs.
+    """
+    codes = codes.nan_to_num(nan=0.0, posinf=form.largest, neginf=-form.largest)
+    codes = codes.clamp(-form.largest, form.largest)
+    return (codes.round() if form.dtype == torch.int8 else codes).to(form.dtype)
+
+
+def _quantized(args: Args) -> tuple[OutSpec, ...]:
+    x, form, granularity, group_size, _ = args
+    shape = tuple(x.shape)
+    codes = checks.dtype_name(FORMATS[form].dtype)
+    return (OutSpec(shape, codes), OutSpec(scale_shape(shape, granularity, group_size), "float32"))
+
+
+def _empty_quantized(args: Args) -> tuple[Tensor, Tensor] | None:
+    x, form, granularity, group_size, scale = args
+    if x.numel():
+        return None
+    shape = scale_shape(tuple(x.shape), granularity, group_size)
+    codes = x.new_empty(x.shape, dtype=FORMATS[form].dtype)
+    # Nothing shares the scale of an empty tensor; any number gives nothing back.
+    return codes, x.new_ones(shape, dtype=torch.float32) if scale is None else scale
+
+
+def _quantize_work(request: Request) -> Work:
+    """A maximum, a division, a rounding; rows are read once and leave as bytes."""
+    n, c = request.dim("N"), request.dim("C")
+    return Work(flops=4.0 * n * c, bytes=float(n * c * (checks.dtype_bytes(request.dtype) + 1)))
+
+
+QUANTIZE = register(
+    Op(
+        name="quantize",
+        build=quantize,
+        check=_check_quantize,
+        reference=quantize_reference,
+        outputs=_quantized,
+        work=_quantize_work,
+        operands=(0,),
+        exact=frozenset({"C", "S"}),
+        empty=_empty_quantized,
+        # One scale for the tensor would become one scale for everybody's rows.
+        batching=Rows(along=(0, 4), fits=lambda args: bool(args[2] != "tensor")),
+        differentiable=False,
+        wide_outputs=frozenset({0, 1}),
+    )
+)
+
+
+def dequantize(codes: Tensor, scale: Tensor, *, dtype: str = "float32") -> Call:
+    """Give back the numbers that `codes` and `scale` stand for.
+
+    Args: codes (..., C) of int8, float8_e4m3fn or float8_e5m2; scale float32 of shape (), (..., 1) or
+        (..., G), each of a row's G scales for C / G neighbours; dtype is the name of the result's.
+    Returns: codes times scale, multiplied in float32, in codes' shape.
+    Raises: ValueError, TypeError: an argument does not fit, by name.
+    """
+    args = (codes, scale, dtype)
+    try:
+        return (
+            "dequantize", codes.shape, codes.stride(), codes.dtype, codes.device,
+            scale.shape, scale.stride(), scale.dtype, scale.device, scale.requires_grad, dtype,
+        ), args  # fmt: skip
+    except NO_SHAPE:
+        _check_dequantize(args)
+        raise
+
+
+def _check_dequantize(args: Args) -> Request:
+    codes, scale, dtype = args
+    need_codes("codes", codes)
+    checks.need_choice("dtype", dtype, FLOAT_NAMES)
+    checks.need_tensor("scale", scale)
+    shape = tuple(codes.shape)
+    groups = scale.shape[-1] if scale.dim() else 1
+    divides = groups >= 1 and shape[-1] % groups == 0
+    need_scale("scale", scale, (), (*shape[:-1], groups if divides else 1))
+    checks.need_same_device("codes", codes, scale=scale)
+    width = shape[-1]
+    size = 0 if scale.dim() == 0 or groups == 1 else width // groups
+    granularity = "tensor" if scale.dim() == 0 else "group" if size else "row"
+    return Request(
+        op="dequantize",
+        platform=codes.device.type,
+        device=str(codes.device),
+        dtype=dtype,
+        dtypes=(dtype,),
+        dims={"N": codes.numel() // width, "C": width, "S": size},
+        features=frozenset({f"quant_{FORMAT_OF[codes.dtype]}", f"scale_per_{granularity}"}),
+        contiguous=codes.is_contiguous(),
+        last_stride1=checks.last_stride_is_one([codes]),
+        alignment=checks.alignment_of([codes]),
+    )
+
+
+def need_codes(name: str, given: Any, *, rank: int | None = None) -> Tensor:
+    """`given` as a tensor (..., C) of one of the formats' dtypes."""
+    checks.need_tensor(name, given, rank=rank, floating=False)
+    codes: Tensor = given
+    if codes.dtype not in FORMAT_OF:
+        wanted = ", ".join(checks.dtype_name(form.dtype) for form in FORMATS.values())
+        raise TypeError(f"{name} needs dtype {wanted}, got {checks.dtype_name(codes.dtype)}")
+    if codes.dim() == 0 or codes.shape[-1] == 0:
+        raise ValueError(f"{name} needs a last axis of at least 1, got shape {tuple(codes.shape)}")
+    return codes
+
+
+def dequantize_reference(codes: Tensor, scale: Tensor, dtype: str) -> Tensor:
+    """Each code times its scale, in float32 at least."""
+    return decode(codes, scale).to(getattr(torch, dtype))
+
+
+def decode(codes: Tensor, scale: Tensor) -> Tensor:
+    """Codes times scales in the scales' dtype."""
+    wide = codes.to(scale.dtype)
+    if scale.dim() == 0 or scale.shape[-1] == 1:
+        return wide * scale
+    groups: Tensor = wide.unflatten(-1, (scale.shape[-1], -1)) * scale.unsqueeze(-1)
+    return groups.flatten(-2)
+
+
+def _dequantize_work(request: Request) -> Work:
+    n, c = request.dim("N"), request.dim("C")
+    return Work(flops=float(n * c), bytes=float(n * c * (checks.dtype_bytes(request.dtype) + 1)))
+
+
+DEQUANTIZE = register(
+    Op(
+        name="dequantize",
+        build=dequantize,
+        check=_check_dequantize,
+        reference=dequantize_reference,
+        outputs=lambda args: (OutSpec(tuple(args[0].shape), args[2]),),
+        work=_dequantize_work,
+        operands=(0,),
+        exact=frozenset({"C", "S"}),
+        empty=lambda args: (
+            args[0].new_empty(args[0].shape, dtype=getattr(torch, args[2])) if args[0].numel() == 0 else None
+        ),
+        batching=Rows(along=(0, 1), fits=lambda args: bool(args[1].dim() > 0)),
+        differentiable=False,
+        wide_outputs=frozenset({0}),
+    )
+)

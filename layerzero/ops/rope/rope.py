@@ -1,0 +1,185 @@
+"""Rotary position embedding: rotate-half (the default) and interleaved, whole or partial heads, XPos.
+
+Angles come as tables from `rope_tables`, where context extension lives: see `rope_scaling`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from layerzero.ops import checks
+from layerzero.ops.batching import Rows
+from layerzero.ops.op import NO_SHAPE, Args, Call, Op, register, signature_of
+from layerzero.spec.call_spec import OutSpec, Request, Work
+
+
+def rope(
+    q: Tensor,
+    k: Tensor,
+    positions: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    *,
+    interleaved: bool = False,
+    xpos_scale: Tensor | None = None,
+) -> Call:
+    """Turn the first R features of each head by the angles of the token's position.
+
+    Args: q (..., Hq, D), k (..., Hk, D), positions (...) int32 or int64, cos and sin (max_positions, R / 2)
+        in float32 or float64, R <= D; what lies behind R passes unchanged. Feature i turns with i + R / 2
+        (rotate-half, as in LLaMA), or 2i with 2i + 1 where `interleaved` (as in GPT-J).
+        xpos_scale (max_positions, R / 2) multiplies the turned q and divides the turned k.
+    Returns: (q', k') in their shapes and dtypes; turned in float32.
+    Raises: ValueError, TypeError: an argument does not fit, by name.
+    Source: arXiv 2104.09864; XPos 2212.10554.
+    """
+    args = (q, k, positions, cos, sin, interleaved, xpos_scale)
+    try:
+        return (
+            "rope", q.shape, q.stride(), q.dtype, q.device, q.requires_grad,
+            k.shape, k.stride(), k.dtype, k.device, k.requires_grad,
+            positions.shape, positions.stride(), positions.dtype, positions.device,
+            signature_of(cos), signature_of(sin), interleaved, signature_of(xpos_scale),
+        ), args  # fmt: skip
+    except NO_SHAPE:
+        check_rope(args)  # names the operand that is no tensor
+        raise
+
+
+def check_rope(args: Args) -> Request:
+    """Validate a call of `rope` and describe it."""
+    q, k, positions, cos, sin, interleaved, xpos_scale = args
+    _check_heads(q, k)
+    _check_tables(cos, sin, xpos_scale, q.shape[-1])
+    checks.need_index("positions", positions)
+    if positions.shape != q.shape[:-2]:
+        raise ValueError(
+            f"positions needs shape {tuple(q.shape[:-2])}, one for each token of q {tuple(q.shape)}, "
+            f"got {tuple(positions.shape)}"
+        )
+    checks.need_bool("interleaved", interleaved)
+    checks.need_same_device("q", q, k=k, positions=positions, cos=cos, sin=sin, xpos_scale=xpos_scale)
+    width, rotated = q.shape[-1], 2 * cos.shape[1]
+    asked = {
+        "interleaved": interleaved,
+        "partial_rotary": rotated < width,
+        "xpos": xpos_scale is not None,
+    }
+    operands = [q, k]
+    return Request(
+        op="rope",
+        platform=q.device.type,
+        device=str(q.device),
+        dtype=checks.dtype_name(q.dtype),
+        dtypes=tuple(checks.dtype_name(t.dtype) for t in (q, k, positions)),
+        dims={"N": positions.numel(), "Hq": q.shape[-2], "Hk": k.shape[-2], "D": width, "R": rotated},
+        features=frozenset(name for name, wanted in asked.items() if wanted),
+        contiguous=checks.is_plain_contiguous(operands),
+        last_stride1=checks.last_stride_is_one(operands),
+        alignment=checks.alignment_of(operands),
+    )
+
+
+def _check_heads(q: Any, k: Any) -> None:
+    for name, tensor in (("q", q), ("k", k)):
+        checks.need_tensor(name, tensor)
+        if tensor.dim() < 2 or tensor.shape[-2] == 0:
+            raise ValueError(f"{name} needs shape (..., heads, head size), got {tuple(tensor.shape)}")
+    width = q.shape[-1]
+    if width == 0 or width % 2:
+        raise ValueError(f"q needs an even head size of at least 2, got {width}")
+    if k.shape[-1] != width:
+        raise ValueError(f"k needs head size {width} like q, got {k.shape[-1]}")
+    if k.shape[:-2] != q.shape[:-2]:
+        raise ValueError(f"k needs tokens {tuple(q.shape[:-2])} like q, got {tuple(k.shape[:-2])}")
+
+
+def _check_tables(cos: Any, sin: Any, xpos_scale: Any, width: int) -> None:
+    for name, table in (("cos", cos), ("sin", sin), ("xpos_scale", xpos_scale)):
+        if name == "xpos_scale" and table is None:
+            continue
+        checks.need_tensor(name, table, rank=2)
+        if table.dtype not in (torch.float32, torch.float64):
+            raise TypeError(f"{name} needs dtype float32 or float64, got {checks.dtype_name(table.dtype)}")
+        if not 1 <= table.shape[1] <= width // 2 or table.shape[0] == 0:
+            raise ValueError(
+                f"{name} needs shape (positions, R / 2) with R / 2 in [1, {width // 2}], "
+                f"got {tuple(table.shape)}"
+            )
+        if table.shape != cos.shape:
+            raise ValueError(f"{name} needs shape {tuple(cos.shape)} like cos, got {tuple(table.shape)}")
+
+
+def guard_rope(args: Args) -> Args:
+    """Positions that have a row in the tables, as a copy."""
+    q, k, positions, cos, *rest = args
+    return q, k, checks.ids_in_range("positions", positions, cos.shape[0], "the tables' rows"), cos, *rest
+
+
+def rope_reference(
+    q: Tensor,
+    k: Tensor,
+    positions: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    interleaved: bool = False,
+    xpos_scale: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """The rotation in plain torch, in float32 at least."""
+    index = positions.long()
+    # Rows of the tables, with an axis for the heads: (..., 1, R / 2).
+    angles = cos[index].unsqueeze(-2), sin[index].unsqueeze(-2)
+    grown = None if xpos_scale is None else xpos_scale[index].unsqueeze(-2)
+    shrunk = None if grown is None else grown.reciprocal()
+    return _turn(q, *angles, interleaved, grown), _turn(k, *angles, interleaved, shrunk)
+
+
+def _turn(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, scale: Tensor | None) -> Tensor:
+    half = cos.shape[-1]
+    wide = torch.float64 if x.dtype == torch.float64 else torch.float32
+    turned, rest = x[..., : 2 * half].to(wide), x[..., 2 * half :]
+    first, second = (
+        (turned[..., 0::2], turned[..., 1::2]) if interleaved else (turned[..., :half], turned[..., half:])
+    )
+    cos, sin = cos.to(wide), sin.to(wide)
+    parts = first * cos - second * sin, second * cos + first * sin
+    if scale is not None:
+        parts = parts[0] * scale.to(wide), parts[1] * scale.to(wide)
+    out = torch.stack(parts, -1).flatten(-2) if interleaved else torch.cat(parts, -1)
+    out = out.to(x.dtype)
+    return torch.cat((out, rest), -1) if rest.shape[-1] else out
+
+
+def _outputs(args: Args) -> tuple[OutSpec, ...]:
+    return tuple(OutSpec(tuple(t.shape), checks.dtype_name(t.dtype)) for t in args[:2])
+
+
+def _empty(args: Args) -> tuple[Tensor, Tensor] | None:
+    q, k = args[0], args[1]
+    return (torch.empty_like(q), torch.empty_like(k)) if q.numel() == 0 else None
+
+
+def _work(request: Request) -> Work:
+    heads = request.dim("N") * (request.dim("Hq") + request.dim("Hk"))
+    element = checks.dtype_bytes(request.dtype)
+    return Work(flops=3.0 * heads * request.dim("R"), bytes=2.0 * heads * request.dim("D") * element)
+
+
+ROPE = register(
+    Op(
+        name="rope",
+        build=rope,
+        check=check_rope,
+        reference=rope_reference,
+        outputs=_outputs,
+        work=_work,
+        operands=(0, 1),
+        exact=frozenset({"Hq", "Hk", "D", "R"}),
+        empty=_empty,
+        guard=guard_rope,
+        batching=Rows(along=(0, 1, 2), tail=(2, 2, 0), out_tail=2),
+    )
+)

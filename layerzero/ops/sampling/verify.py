@@ -1,0 +1,399 @@
+"""Verifying drafted tokens: `verify_chain` and `verify_tree`.
+
+A draft model proposes, the target model's distributions decide: a token x drafted with probability q(x)
+stays with probability min(1, p(x) / q(x)); at the first that goes, the next token is drawn from what p has
+more than q. What comes out is distributed as the target alone would have drawn it, whatever the draft was.
+Every row has its own seed, and its draws do not depend on which rows stand beside it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Container, Hashable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from layerzero.ops import checks
+from layerzero.ops.batching import Rule, join_rows
+from layerzero.ops.op import NO_SHAPE, Args, Call, Launch, Op, register, signature_of
+from layerzero.ops.sampling.draw import GOLDEN, Count, draw, row_seeds, uniform
+from layerzero.ops.sampling.sampling import by_type, join_numbers, need_count, new_seed
+from layerzero.spec.call_spec import OutSpec, Request, Work
+
+MAX_DEPTH = 1 << 12
+
+
+def verify_chain(
+    draft_probs: Tensor,
+    draft_tokens: Tensor,
+    target_probs: Tensor,
+    *,
+    seed: Count | None = None,
+    offset: Count = 0,
+) -> Call:
+    """Keep the drafted tokens that the target agrees with, and draw the one after them.
+
+    Args: draft_probs (B, K, V), what each drafted token was drawn from; draft_tokens (B, K) integers;
+        target_probs (B, K + 1, V), the target's distribution at each place and after the last; any one float
+        dtype, rows that sum to 1. seed and offset as in `sample`: the same pair decides the same.
+    Returns: tokens (B, K + 1) int64: those that stay, the one drawn after them, then -1; accepted (B,) int64,
+        how many stay.
+    Raises: ValueError, TypeError: an argument does not fit, by name; on the CPU also ids out of range and
+        probabilities below 0.
+    Source: Leviathan, Kalman and Matias, ICML 2023; Chen et al., arXiv 2302.01318.
+    """
+    seed = new_seed() if seed is None else seed
+    args = (draft_probs, draft_tokens, target_probs, seed, offset)
+    try:
+        return (
+            "verify_chain", *(signature_of(tensor) for tensor in args[:3]), by_type(seed), by_type(offset),
+        ), args  # fmt: skip
+    except NO_SHAPE:
+        _check_chain(args)  # names the operand that is no tensor
+        raise
+
+
+def verify_tree(
+    draft_probs: Tensor,
+    draft_tokens: Tensor,
+    target_probs: Tensor,
+    parents: Sequence[int],
+    *,
+    seed: Count | None = None,
+    offset: Count = 0,
+) -> Call:
+    """Walk a tree of drafted tokens as far as the target agrees, and draw the token after it.
+
+    Node 0 is the last token that is certain; node n > 0 continues node parents[n] < n. Children of one node
+    are drafts drawn independently from one distribution, tried in the order of their numbers.
+    Args: draft_probs (B, N, V), what the children of each node were drawn from (rows of leaves are not read);
+        draft_tokens (B, N) integers (column 0 is not read); target_probs (B, N, V), the target's distribution
+        after each node; parents, N integers, parents[0] == -1.
+    Returns: tokens (B, D + 1) int64 with D the tree's depth: those that stay, the one drawn after, then -1;
+        nodes (B, D) int64, the path that stays, then -1; accepted (B,) int64, its length.
+    Raises: ValueError, TypeError: an argument does not fit, by name.
+    Source: Miao et al., ASPLOS 2024 (SpecInfer), multi-step speculative sampling.
+    """
+    seed = new_seed() if seed is None else seed
+    if isinstance(parents, list):
+        parents = tuple(parents)
+    args = (draft_probs, draft_tokens, target_probs, parents, seed, offset)
+    try:
+        return (
+            "verify_tree", *(signature_of(tensor) for tensor in args[:3]), parents, by_type(seed),
+            by_type(offset),
+        ), args  # fmt: skip
+    except NO_SHAPE:
+        _check_tree(args)
+        raise
+
+
+def tree_mask(parents: Sequence[int], device: torch.device | str = "cpu") -> Tensor:
+    """Which nodes of a draft tree a node attends to: (N, N) bool, its ancestors and itself.
+
+    Raises: ValueError: `parents` is no tree.
+    """
+    if not isinstance(parents, Iterable):
+        raise TypeError(f"parents needs a sequence of ints, got {type(parents).__name__}")
+    parents = tuple(parents)
+    _need_tree(parents)
+    mask = torch.eye(len(parents), dtype=torch.bool)
+    for node, parent in enumerate(parents):
+        if parent >= 0:
+            mask[node] |= mask[parent]
+    return mask.to(device)
+
+
+# -- checks ---------------------------------------------------------------------------------------------
+
+
+def _need_tree(parents: Any) -> None:
+    if not isinstance(parents, tuple) or not all(type(p) is int for p in parents):
+        raise TypeError(f"parents needs a sequence of ints, got {parents!r:.80}")
+    if not parents or parents[0] != -1:
+        raise ValueError(f"parents needs -1 for node 0, got {parents[:1]}")
+    for node, parent in enumerate(parents[1:], 1):
+        if not 0 <= parent < node:
+            raise ValueError(f"parents needs 0 to {node - 1} for node {node}, got {parent}")
+
+
+def _request(op: str, args: Args, seed: Any, offset: Any) -> Request:
+    draft, tokens, target = args[:3]
+    for name, probs in (("draft_probs", draft), ("target_probs", target)):
+        checks.need_tensor(name, probs, rank=3)
+        checks.need_rows(name, probs)
+    checks.need_index("draft_tokens", tokens, rank=2)
+    if target.dtype != draft.dtype:
+        raise TypeError(f"target_probs needs {draft.dtype} like draft_probs, got {target.dtype}")
+    rows, places, vocab = draft.shape
+    more = 1 if op == "verify_chain" else 0
+    if tuple(target.shape) != (rows, places + more, vocab):
+        raise ValueError(
+            f"target_probs needs shape {(rows, places + more, vocab)}, got {tuple(target.shape)} beside "
+            f"draft_probs {tuple(draft.shape)}"
+        )
+    if tuple(tokens.shape) != (rows, places):
+        raise ValueError(f"draft_tokens needs shape {(rows, places)}, got {tuple(tokens.shape)}")
+    if vocab < 1 or places > MAX_DEPTH:
+        raise ValueError(
+            f"draft_probs needs a vocabulary and at most {MAX_DEPTH} places, got {tuple(draft.shape)}"
+        )
+    checks.need_same_device("draft_probs", draft, draft_tokens=tokens, target_probs=target)
+    need_count("seed", seed, None, draft)
+    need_count("offset", offset, None, draft)
+    return Request(
+        op=op,
+        platform=draft.device.type,
+        device=str(draft.device),
+        dtype=checks.dtype_name(draft.dtype),
+        dtypes=(checks.dtype_name(draft.dtype),) * 2,
+        dims={"N": rows, "S": places, "V": vocab},
+        features=frozenset({"seed_per_row"}) if isinstance(seed, Tensor) else frozenset(),
+        contiguous=checks.is_plain_contiguous([draft, target]),
+        last_stride1=checks.last_stride_is_one([draft, target]),
+        alignment=checks.alignment_of([draft, target]),
+    )
+
+
+def _check_chain(args: Args) -> Request:
+    return _request("verify_chain", args, args[3], args[4])
+
+
+def _check_tree(args: Args) -> Request:
+    _need_tree(args[3])
+    request = _request("verify_tree", args, args[4], args[5])
+    if len(args[3]) != args[0].shape[1]:
+        raise ValueError(f"parents needs {args[0].shape[1]} nodes like draft_probs, got {len(args[3])}")
+    return request
+
+
+def _guard(args: Args) -> Args:
+    """Tokens in the vocabulary, as a copy; probabilities that are some."""
+    draft, tokens, target = args[:3]
+    if not checks.readable(draft) or not checks.readable(tokens) or not checks.readable(target):
+        return args
+    if not draft.shape[0]:
+        return args
+    own = checks.held(tokens)
+    start = 0 if not isinstance(args[3], tuple) else 1  # a tree's root was not drafted
+    checks.ids_in_range("draft_tokens", own[:, start:], draft.shape[2], "the vocabulary")
+    for name, probs in (("draft_probs", draft), ("target_probs", target)):
+        # The least of some numbers is NaN where any of them is.
+        if probs.numel() and not float(probs.detach().amin()) >= 0:
+            raise ValueError(f"{name} needs probabilities of at least 0, got a negative one or NaN")
+    return draft, own, target, *args[3:]
+
+
+# -- references -----------------------------------------------------------------------------------------
+
+
+def verify_chain_reference(
+    draft_probs: Tensor, draft_tokens: Tensor, target_probs: Tensor, seed: Count, offset: Count
+) -> tuple[Tensor, Tensor]:
+    """All places at once: one comparison a drafted token, one draw a row."""
+    rows, places, vocab = draft_probs.shape
+    drafted = draft_tokens.long()
+    index = drafted.unsqueeze(-1)
+    q = draft_probs.gather(-1, index).squeeze(-1).double()
+    p = target_probs[:, :places].gather(-1, index).squeeze(-1).double()
+    seeds = row_seeds(seed, draft_probs)
+    stays = _points(seeds, offset, places) * q < p
+    accepted = stays.long().cumprod(-1).sum(-1)
+    at = accepted.view(-1, 1, 1).expand(-1, 1, vocab)
+    over = target_probs.gather(1, at).squeeze(1).double()
+    # Behind the last place nothing was drafted: what is left of the target's distribution is all of it.
+    padded = (
+        torch.cat([draft_probs, torch.zeros_like(draft_probs[:, :1])], 1)
+        if places
+        else over.new_zeros(rows, 1, vocab)
+    )
+    left = (over - padded.gather(1, at).squeeze(1).double()).clamp_min(0)
+    drawn = _drawn(left, over, seeds, offset, places)
+    place = torch.arange(places + 1, device=drafted.device)
+    behind = torch.cat([drafted, drafted.new_full((rows, 1), -1)], 1)
+    count = accepted.unsqueeze(-1)
+    tokens = torch.where(place < count, behind, torch.where(place == count, drawn.unsqueeze(-1), -1))
+    return tokens, accepted
+
+
+def verify_tree_reference(
+    draft_probs: Tensor,
+    draft_tokens: Tensor,
+    target_probs: Tensor,
+    parents: tuple[int, ...],
+    seed: Count,
+    offset: Count,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """One pass over the nodes, all rows side by side: a row tries a node if it stands on its parent."""
+    rows, nodes = draft_probs.shape[:2]
+    depth = tree_depth(parents)
+    device = draft_probs.device
+    seeds = row_seeds(seed, draft_probs)
+    points = _points(seeds, offset, nodes)
+    drafted = draft_tokens.long()
+    here = torch.zeros(rows, dtype=torch.int64, device=device)  # the node that a row stands on
+    accepted = torch.zeros_like(here)
+    tokens = torch.full((rows, depth + 1), -1, dtype=torch.int64, device=device)
+    path = torch.full((rows, depth), -1, dtype=torch.int64, device=device)
+    p = target_probs[:, 0].double()
+    for node in range(1, nodes):
+        q = draft_probs[:, parents[node]].double()
+        token = drafted[:, node : node + 1]
+        tried = here == parents[node]
+        stays = points[:, node] * q.gather(-1, token).squeeze(-1) < p.gather(-1, token).squeeze(-1)
+        taken, gone = tried & stays, tried & ~stays
+        rest = (p - q).clamp_min(0)
+        total = rest.sum(-1, keepdim=True)
+        rest = torch.where(total > 0, rest / total, p)
+        p = torch.where(gone.unsqueeze(-1), rest, p)
+        p = torch.where(taken.unsqueeze(-1), target_probs[:, node].double(), p)
+        place = torch.where(taken, accepted, depth).unsqueeze(-1)
+        tokens = tokens.scatter(-1, place, torch.where(taken.unsqueeze(-1), token, tokens[:, depth:]))
+        if depth:
+            slot = place.clamp_max(depth - 1)
+            path = path.scatter(-1, slot, torch.where(taken.unsqueeze(-1), node, path.gather(-1, slot)))
+        here = torch.where(taken, node, here)
+        accepted = accepted + taken
+    drawn = _drawn(p, p, seeds, offset, nodes)
+    return tokens.scatter(-1, accepted.unsqueeze(-1), drawn.unsqueeze(-1)), path, accepted
+
+
+def tree_depth(parents: Sequence[int]) -> int:
+    """The longest path below the root, in nodes."""
+    depths: list[int] = []
+    for parent in parents:
+        depths.append(0 if parent < 0 else depths[parent] + 1)
+    return max(depths)
+
+
+def _points(seeds: Tensor, offset: Count, places: int) -> Tensor:
+    """One number in [0, 1) for each row and place (B, places)."""
+    streams = [uniform(_stream(seeds, place), offset) for place in range(places)]
+    return torch.stack(streams, -1) if streams else seeds.new_zeros((len(seeds), 0), dtype=torch.float64)
+
+
+def _stream(seeds: Tensor, place: int) -> Tensor:
+    """The seeds of a place: rows and places draw apart from each other, and from `sample`."""
+    mixed: Tensor = (seeds ^ ((place + 1) * 0x2545F4914F6CDD1D % (1 << 63))) * GOLDEN
+    return mixed
+
+
+def _drawn(left: Tensor, whole: Tensor, seeds: Tensor, offset: Count, place: int) -> Tensor:
+    """A token of each row by the weights `left` (B, V), or `whole` where rounding left nothing."""
+    weighing = torch.where(left.sum(-1, keepdim=True) > 0, left, whole)
+    unit = float(1 << (52 - (weighing.shape[-1] - 1).bit_length()))
+    scale = weighing.amax(-1, keepdim=True)
+    weights = torch.nan_to_num(weighing / scale * unit, nan=0.0).long()
+    return draw(weights, _stream(seeds, place), offset)
+
+
+# -- batching -------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class VerifiedRows(Rule):
+    """Rows of any callers with one number of places and one vocabulary (and one tree)."""
+
+    seed: int
+
+    @property
+    def rowwise(self) -> bool:
+        """Rows do not touch each other."""
+        return True
+
+    @property
+    def joined(self) -> Container[int]:
+        """Probabilities, tokens, seeds and offsets; never the tree."""
+        return {0, 1, 2, self.seed, self.seed + 1}
+
+    def alike(self, args: Args) -> Hashable | None:
+        """Dtypes, device, places, vocabulary."""
+        draft, tokens = args[:2]
+        return draft.dtype, draft.device, draft.shape[1:], tokens.dtype
+
+    def size(self, args: Args) -> tuple[int, int]:
+        """Rows, and the bytes of both models' probabilities."""
+        return args[0].shape[0], sum(t.numel() * t.element_size() for t in (args[0], args[2]))
+
+    def run(self, calls: Sequence[Args], launch: Launch) -> list[Any]:
+        """One launch over everybody's rows."""
+        if len(calls) == 1:
+            return [launch(calls[0])]
+        merged = list(calls[0])
+        for position in range(3):
+            merged[position] = join_rows([args[position] for args in calls])
+        for position in (self.seed, self.seed + 1):
+            merged[position] = join_numbers(
+                [args[position] for args in calls],
+                [args[0] for args in calls],
+                seeds=position == self.seed,
+                whole=True,
+            )
+        counts = [args[0].shape[0] for args in calls]
+        parts = [part.split_with_sizes(counts) for part in launch(tuple(merged))]
+        return list(zip(*parts, strict=True))
+
+
+def _chain_outputs(args: Args) -> tuple[OutSpec, ...]:
+    rows, places, _ = args[0].shape
+    return (OutSpec((rows, places + 1), "int64"), OutSpec((rows,), "int64"))
+
+
+def _tree_outputs(args: Args) -> tuple[OutSpec, ...]:
+    rows, depth = args[0].shape[0], tree_depth(args[3])
+    return (OutSpec((rows, depth + 1), "int64"), OutSpec((rows, depth), "int64"), OutSpec((rows,), "int64"))
+
+
+def _empty(args: Args) -> Any:
+    if args[0].shape[0]:
+        return None
+    specs = _chain_outputs(args) if not isinstance(args[3], tuple) else _tree_outputs(args)
+    return tuple(torch.empty(spec.shape, dtype=torch.int64, device=args[0].device) for spec in specs)
+
+
+def _work(request: Request) -> Work:
+    """Two distributions a place are read where a token is compared, one pair of them whole for the draw."""
+    n, s, v = request.dim("N"), request.dim("S"), request.dim("V")
+    return Work(
+        flops=6.0 * n * v + 4.0 * n * s, bytes=2.0 * n * v * checks.dtype_bytes(request.dtype) + 32.0 * n * s
+    )
+
+
+VERIFY_CHAIN = register(
+    Op(
+        name="verify_chain",
+        build=verify_chain,
+        check=_check_chain,
+        reference=verify_chain_reference,
+        outputs=_chain_outputs,
+        work=_work,
+        operands=(0, 2),
+        exact=frozenset({"V", "S"}),
+        empty=_empty,
+        guard=_guard,
+        batching=VerifiedRows(seed=3),
+        differentiable=False,
+        stochastic=True,
+        wide_outputs=frozenset({0, 1}),
+    )
+)
+VERIFY_TREE = register(
+    Op(
+        name="verify_tree",
+        build=verify_tree,
+        check=_check_tree,
+        reference=verify_tree_reference,
+        outputs=_tree_outputs,
+        work=_work,
+        operands=(0, 2),
+        exact=frozenset({"V", "S"}),
+        empty=_empty,
+        guard=_guard,
+        batching=VerifiedRows(seed=4),
+        differentiable=False,
+        stochastic=True,
+        wide_outputs=frozenset({0, 1, 2}),
+    )
+)

@@ -1,0 +1,1 @@
+"""What a kernel is expected to cost."""

@@ -1,0 +1,100 @@
+"""What a device expects kernels to cost: its own measurements, then shipped tables, then estimates."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable, Collection, Hashable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from layerzero._util import files, log
+from layerzero.selection.decide import CostModel, roofline
+from layerzero.spec.hardware import Hardware
+from layerzero.spec.kernel import Kernel
+from layerzero.spec.settings import Settings
+
+if TYPE_CHECKING:
+    from layerzero.perfdb import Measurement
+    from layerzero.perfdb.shipped import Table
+
+FILE = "perfdb.sqlite"
+TABLES = Path(__file__).resolve().parents[2] / "tables"
+ROWS_STALE = "perfdb.rows_stale"
+# What a shipped table alone gives, by kind of device: whoever opens a runtime again finds it made.
+_SHIPPED_ALONE: dict[str, tuple[Table, Mapping[str, Kernel], Hardware, CostModel]] = {}
+
+
+def perfdb_path(settings: Settings) -> Path | None:
+    """Where this machine's measurements stand; None where none are kept."""
+    if settings.perfdb is None:
+        return None
+    if settings.perfdb != "auto":
+        return Path(settings.perfdb)
+    if settings.state_dir is not None:
+        return Path(settings.state_dir) / FILE
+    return files.user_folder(FILE)
+
+
+def has_measurements(settings: Settings, hardware: Hardware) -> bool:
+    """Whether there is anything to read for a device; nothing is read for the answer."""
+    path = perfdb_path(settings)
+    shipped = settings.shipped_tables and any(TABLES.glob(f"{hardware.platform}_*.json"))
+    return shipped or (path is not None and path.is_file())
+
+
+def measured_costs(
+    settings: Settings,
+    kernels: Mapping[str, Kernel],
+    hardware: Hardware,
+    fresh: tuple[Measurement, ...] = (),
+    *,
+    without: Collection[Hashable] = (),
+    wall: Callable[[], float] = time.time,
+) -> CostModel:
+    """The cost model that the settings give a device; `fresh` are measurements that no file holds (yet).
+
+    Rows of other versions of a kernel's libraries, and rows older than `Settings.perfdb_days` by the clock
+    `wall` (seconds since 1970), are left out, and said so. `without` names spots that no longer count.
+    """
+    # Imported where it is used: a process's first call does not wait for measurements.
+    from layerzero.perfdb import Environment, versions_of
+    from layerzero.selection.cost.measured import MEASURED, SHIPPED, MeasuredCosts, Row
+
+    rows = [Row(measurement, MEASURED) for measurement in fresh]
+    path = perfdb_path(settings)
+    if path is not None and path.is_file():
+        from layerzero.perfdb.store import read_rows
+
+        rows += [Row(found, MEASURED) for found in read_rows(path, Environment.of(hardware))]
+    oldest = wall() - settings.perfdb_days * 86_400 if settings.perfdb_days is not None else -1.0
+    current: list[Row] = []
+    left_out: Counter[str] = Counter()
+    for row in rows:
+        kernel = kernels.get(row.measurement.kernel)
+        if kernel is None or versions_of(kernel) != row.measurement.version:
+            left_out["another version of the kernel's library"] += 1
+        elif row.measurement.at < oldest:
+            left_out[f"older than {settings.perfdb_days:g} days"] += 1
+        else:
+            current.append(row)
+    for why, count in left_out.items():
+        log.warning(ROWS_STALE, rows=count, used=len(current), why=why)
+    table = None
+    if settings.shipped_tables:
+        from layerzero.perfdb.shipped import fitting_tables
+
+        table = next(iter(fitting_tables(hardware, TABLES)), None)
+    if table is None:
+        return MeasuredCosts(current, kernels, hardware, without) if current else roofline
+    alone = not current and not without
+    if alone:
+        made = _SHIPPED_ALONE.get(hardware.device)
+        # Kernels are compared as objects; equal hardware has equal roofs.
+        if made is not None and made[0] is table and made[1] == kernels and made[2] == hardware:
+            return made[3]
+    current += [Row(found, SHIPPED) for found in table.rows]
+    model = MeasuredCosts(current, kernels, hardware, without)
+    if alone:
+        _SHIPPED_ALONE[hardware.device] = (table, dict(kernels), hardware, model)
+    return model

@@ -1,0 +1,22 @@
+"""Expected microseconds of a kernel for a request: a roofline estimate over the device's two roofs."""
+
+from __future__ import annotations
+
+from layerzero.spec.call_spec import Request, Work
+from layerzero.spec.hardware import Hardware
+from layerzero.spec.kernel import Kernel
+
+ROOFLINE = "roofline"
+MEASURED = "measured"
+SHIPPED = "shipped table"
+# Prices that were timed at the very size; all others are inferred.
+TIMED = frozenset({MEASURED, SHIPPED})
+
+
+def roofline_us(kernel: Kernel, work: Work, request: Request, hardware: Hardware) -> float:
+    """The longer of computing and moving, at the kernel's stated efficiency, plus one launch."""
+    efficiency = kernel.efficiency
+    peak = hardware.peak_flops.get(request.dtype) or min(hardware.peak_flops.values(), default=1e9)
+    compute = work.flops / (peak * efficiency.flops)
+    memory = work.bytes / (hardware.bandwidth * efficiency.bandwidth)
+    return efficiency.launch_us + max(compute, memory) * 1e6

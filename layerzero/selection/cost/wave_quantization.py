@@ -1,0 +1,57 @@
+"""What a call loads a machine with under one kernel: the roofs' time, blocks of rows, copies of its own.
+
+A kernel's curve is fitted over this time instead of the roofs' alone, so that what its source says is not
+left to interpolation: how rows are cut into blocks, that the last wave of blocks takes as long as a full
+one, that operands are copied where a batch is joined.
+"""
+
+from __future__ import annotations
+
+import math
+
+from layerzero.spec.call_spec import Request
+from layerzero.spec.hardware import Hardware
+from layerzero.spec.kernel import Kernel, Tiling
+
+# The share of the bandwidth that a copy into another order of axes reaches, as kernels that need one were
+# slower by on an H200: set by leaving out one measured bucket in turn.
+_COPYING = 0.4
+
+
+def load_us(kernel: Kernel, request: Request, hardware: Hardware, roofs_us: float) -> float:
+    """Microseconds at full speed of what `kernel` makes of a call for which the roofs need `roofs_us`."""
+    found = roofs_us
+    if kernel.tiling is not None:
+        found = blocks_us(kernel.tiling, request, hardware, roofs_us)
+    if kernel.copied_bytes is not None:
+        # Read once and written once.
+        found += 2e6 * kernel.copied_bytes(request) / (_COPYING * hardware.bandwidth)
+    return found
+
+
+def blocks_us(tiling: Tiling, request: Request, hardware: Hardware, roofs_us: float = 0.0) -> float:
+    """Microseconds until the last block of attention is done, each at one multiprocessor's share of the peak.
+
+    A block takes its time whole, however few of its rows are asked for, and blocks of equal length run in
+    waves: a full one needs its share of `roofs_us`, the last one no less than a block alone. Under a causal
+    mask blocks differ and the longest start first, so that many of them end together. Only `roofs_us` where
+    waves are not known: a window, a head size beyond the tiling, multiprocessors that nobody counted.
+    """
+    dims, tile = request.dims, next((r for size, r in tiling.rows if request.dims["D"] <= size), 0)
+    if not tile or hardware.threads <= 1 or "window" in request.features:
+        return roofs_us
+    heads, rows = (dims["Hk"], dims["Sq"] * dims["G"]) if tiling.packed else (dims["Hq"], dims["Sq"])
+    blocks = dims["B"] * heads * math.ceil(rows / tile)
+    peak = hardware.peak_flops.get(request.dtype) or min(hardware.peak_flops.values(), default=1e9)
+    longest = 2.0 * tile * dims["Sk"] * (dims["D"] + dims["Dv"]) * hardware.threads / peak * 1e6
+    masked = "causal" in request.features and dims["Sq"] > 1
+    # The keys that the mean row sees; the last row sees them all.
+    share = 1.0 - dims["Sq"] / (2.0 * max(dims["Sk"], dims["Sq"])) if masked else 1.0
+    waves = blocks * share / hardware.threads
+    if waves < 1.0:
+        return max(roofs_us, longest * (waves if tiling.splits else 1.0))
+    if masked:
+        return max(roofs_us, longest * waves)
+    full, last = divmod(blocks, hardware.threads)
+    found = full * max(longest, roofs_us * hardware.threads / blocks)
+    return found + (max(longest, roofs_us * last / blocks) if last else 0.0)

@@ -1,0 +1,34 @@
+"""Policies as immutable values: what may run, what must run, and what is worth more or less than its cost.
+
+Reading order: `rules` (one line), `policy` (the chain and its verdict), `load` (YAML, environment),
+`program` (what calls ask for), `names` (do the names exist).
+"""
+
+from layerzero.selection.policy.condition import Condition as Condition
+from layerzero.selection.policy.condition import parse_conditions as parse_conditions
+from layerzero.selection.policy.load import Loaded as Loaded
+from layerzero.selection.policy.load import environment_policy as environment_policy
+from layerzero.selection.policy.load import load_policy as load_policy
+from layerzero.selection.policy.load import parse_policy as parse_policy
+from layerzero.selection.policy.names import Finding as Finding
+from layerzero.selection.policy.names import check_names as check_names
+from layerzero.selection.policy.names import refuse_unknown as refuse_unknown
+from layerzero.selection.policy.policy import EMPTY as EMPTY
+from layerzero.selection.policy.policy import NO_BOOST as NO_BOOST
+from layerzero.selection.policy.policy import Active as Active
+from layerzero.selection.policy.policy import Policy as Policy
+from layerzero.selection.policy.policy import RequestPolicy as RequestPolicy
+from layerzero.selection.policy.policy import Verdict as Verdict
+from layerzero.selection.policy.policy import describe as describe
+from layerzero.selection.policy.policy import merge as merge
+from layerzero.selection.policy.program import disabling as disabling
+from layerzero.selection.policy.program import get_locks as get_locks
+from layerzero.selection.policy.program import lock as lock
+from layerzero.selection.policy.program import only as only
+from layerzero.selection.policy.program import preferring as preferring
+from layerzero.selection.policy.program import requesting as requesting
+from layerzero.selection.policy.program import unlock as unlock
+from layerzero.selection.policy.rules import Boost as Boost
+from layerzero.selection.policy.rules import Layer as Layer
+from layerzero.selection.policy.rules import Rule as Rule
+from layerzero.selection.policy.rules import make_rule as make_rule

@@ -1,0 +1,256 @@
+"""A policy: an immutable chain of rules, its digest, and its verdict on one kernel for one request.
+
+How layers combine (file < environment < program < context < request):
+
+    lock    the last applicable one wins; every other kernel is refused
+    deny    all apply, in every layer; deny beats allow. A locked kernel is exempt from denials in the
+            lock's own layer and below, never from those above it
+    allow   the highest layer that has an applicable allow list decides; no list allows everything
+    boost   all apply, in chain order, each to the cost that the one before left
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+
+import msgspec
+
+from layerzero.selection.policy.condition import Condition
+from layerzero.selection.policy.rules import Action, Boost, Rule
+from layerzero.spec.call_spec import Request
+from layerzero.spec.reasons import Reason, Rejected
+
+NO_BOOST = Boost()
+_MAX_REMEMBERED = 8192
+
+
+class Verdict(msgspec.Struct, frozen=True):
+    """What a policy says about one kernel for one request.
+
+    `reasons` is empty where `allowed`; `boost` changes the cost; `lock` is the lock that governs the
+    request, whichever kernel it names.
+    """
+
+    allowed: bool
+    reasons: tuple[Rejected, ...] = ()
+    boost: Boost = NO_BOOST
+    lock: Rule | None = None
+
+
+FREE = Verdict(True)
+
+
+class Active(msgspec.Struct, frozen=True):
+    """The policy in force at one moment, and the monotonic time of its next change, if any."""
+
+    policy: Policy
+    next_change: float | None
+
+
+@dataclass(frozen=True)
+class Policy:
+    """An ordered chain of rules; equal chains have equal digests, in every process."""
+
+    rules: tuple[Rule, ...] = ()
+    _by_op: dict[str, _OpRules] = field(default_factory=dict, compare=False, repr=False)
+
+    def __post_init__(self) -> None:
+        ordered = tuple(sorted(self.rules, key=lambda rule: rule.layer))
+        object.__setattr__(self, "rules", ordered)
+
+    def verdict(self, kernel_id: str, backend: str, request: Request) -> Verdict:
+        """What this policy says about one kernel; for many kernels of one request use `facing`."""
+        return self.facing(request).verdict(kernel_id, backend)
+
+    def facing(self, request: Request) -> RequestPolicy:
+        """This policy reduced to the rules that apply to `request`: conditions are tested once."""
+        rules = self._by_op.get(request.op)
+        if rules is None:
+            rules = _OpRules([r for r in self.rules if r.op in ("*", request.op)])
+            if len(self._by_op) < _MAX_REMEMBERED:
+                self._by_op[request.op] = rules
+        return RequestPolicy(rules, request)
+
+    def conditions(self, op: str) -> tuple[Condition, ...]:
+        """Every condition that can change a verdict for `op`, once each, in a stable order.
+
+        A cache key must separate requests that differ in one of them.
+        """
+        seen = {c: None for rule in self.rules if rule.op in ("*", op) for c in rule.when}
+        kinds = {
+            Condition(rule.kind, "is"): None
+            for rule in self.rules
+            if rule.op in ("*", op) and rule.kind is not None
+        }
+        return tuple({**seen, **kinds})
+
+    def at(self, now: float) -> Active:
+        """The policy without the timeboxed rules that have ended at monotonic time `now`."""
+        ends = [rule.until for rule in self.rules if rule.until is not None]
+        if not ends:
+            return Active(self, None)
+        later = [end for end in ends if end > now]
+        policy = self
+        if len(later) != len(ends):
+            policy = Policy(tuple(r for r in self.rules if r.until is None or r.until > now))
+        return Active(policy, min(later, default=None))
+
+    @cached_property
+    def digest(self) -> str:
+        """SHA-256 of what the rules mean, in hex; where a rule was written and when it ends do not count."""
+        canonical = [
+            [r.layer.value, r.action, list(r.patterns), r.op, r.kind, list(map(str, r.when)), r.boost]
+            for r in self.rules
+        ]
+        return hashlib.sha256(msgspec.json.encode(["layerzero-policy-1", canonical])).hexdigest()
+
+    def __bool__(self) -> bool:
+        return bool(self.rules)
+
+
+EMPTY = Policy()
+
+
+def merge(*policies: Policy) -> Policy:
+    """One policy of all the rules; within a layer, rules of a later argument come later in the chain."""
+    filled = [policy for policy in policies if policy.rules]
+    if len(filled) == 1:
+        return filled[0]
+    return Policy(tuple(rule for policy in filled for rule in policy.rules)) if filled else EMPTY
+
+
+class _OpRules:
+    """The rules that can concern one op, with one bit each, so that a verdict is a few integer operations."""
+
+    __slots__ = ("_denials", "_matches", "by_action", "of_layer", "rules", "unconditional")
+
+    def __init__(self, rules: Iterable[Rule]) -> None:
+        self.rules = tuple(rules)
+        self.by_action: dict[Action, int] = {"lock": 0, "deny": 0, "allow": 0, "boost": 0}
+        self.of_layer: dict[int, int] = {}
+        self.unconditional = 0
+        self._matches: dict[tuple[str, str], int] = {}
+        self._denials: dict[int, Rejected] = {}
+        for index, rule in enumerate(self.rules):
+            self.by_action[rule.action] |= 1 << index
+            self.of_layer[rule.layer] = self.of_layer.get(rule.layer, 0) | 1 << index
+            if not rule.when and rule.kind is None:
+                self.unconditional |= 1 << index
+
+    def applicable(self, request: Request) -> int:
+        bits = self.unconditional
+        known: dict[Condition, bool] = {}
+        for index, rule in enumerate(self.rules):
+            if bits >> index & 1:
+                continue
+            if rule.kind is not None and rule.kind not in request.features and rule.kind not in request.modes:
+                continue
+            for condition in rule.when:
+                holds = known.get(condition)
+                if holds is None:
+                    holds = known[condition] = condition.holds(request)
+                if not holds:
+                    break
+            else:
+                bits |= 1 << index
+        return bits
+
+    def denial(self, index: int) -> Rejected:
+        known = self._denials.get(index)
+        if known is None:
+            rule = self.rules[index]
+            known = Rejected(
+                Reason.POLICY_DENIED, "policy", "no rule against it", str(rule), f"no rule by {rule.source}"
+            )
+            self._denials[index] = known
+        return known
+
+    def matching(self, kernel_id: str, backend: str) -> int:
+        name = (kernel_id, backend)
+        bits = self._matches.get(name)
+        if bits is None:
+            bits = sum(1 << i for i, rule in enumerate(self.rules) if rule.matches(kernel_id, backend))
+            if len(self._matches) < _MAX_REMEMBERED:
+                self._matches[name] = bits
+        return bits
+
+
+class RequestPolicy:
+    """The rules that apply to one request; `verdict` asks about one kernel, `lock` is the governing lock."""
+
+    __slots__ = ("_allows", "_bits", "_denies", "_lock_index", "_op", "lock")
+
+    def __init__(self, rules: _OpRules, request: Request) -> None:
+        self._op = rules
+        self._bits = bits = rules.applicable(request) if rules.rules else 0
+        self._lock_index = (bits & rules.by_action["lock"]).bit_length() - 1
+        self.lock = rules.rules[self._lock_index] if self._lock_index >= 0 else None
+        self._denies = bits & rules.by_action["deny"]
+        allows = bits & rules.by_action["allow"]
+        if allows:
+            allows &= rules.of_layer[rules.rules[allows.bit_length() - 1].layer]
+        self._allows = allows
+
+    def verdict(self, kernel_id: str, backend: str) -> Verdict:
+        """What the policy says about one kernel, with every reason against it."""
+        if not self._bits:
+            return FREE
+        rules = self._op
+        hits = rules.matching(kernel_id, backend) & self._bits
+        lock = self.lock
+        locked = lock is not None and hits >> self._lock_index & 1 == 1
+        denies = hits & self._denies
+        if locked and lock is not None:
+            for layer, mask in rules.of_layer.items():
+                if layer <= lock.layer:
+                    denies &= ~mask
+        reasons = [rules.denial(index) for index in _indices(denies)]
+        if lock is not None and not locked:
+            reasons.append(_locked(lock, kernel_id))
+        if self._allows and not hits & self._allows and not locked:
+            reasons.append(_not_allowed([rules.rules[index] for index in _indices(self._allows)], kernel_id))
+        boost = NO_BOOST
+        for index in _indices(hits & rules.by_action["boost"]):
+            boost = boost.then(rules.rules[index].boost)
+        if not reasons and boost is NO_BOOST and lock is None:
+            return FREE
+        return Verdict(not reasons, tuple(reasons), boost, lock)
+
+
+def _indices(bits: int) -> Iterable[int]:
+    while bits:
+        low = bits & -bits
+        yield low.bit_length() - 1
+        bits ^= low
+
+
+def _locked(lock: Rule, kernel_id: str) -> Rejected:
+    return Rejected(Reason.LOCKED_ELSEWHERE, "policy", str(lock), kernel_id, f"no rule by {lock.source}")
+
+
+def _not_allowed(allows: list[Rule], kernel_id: str) -> Rejected:
+    names = ", ".join(dict.fromkeys(pattern for rule in allows for pattern in rule.patterns))
+    sources = ", ".join(dict.fromkeys(rule.source for rule in allows))
+    return Rejected(Reason.POLICY_NOT_ALLOWED, "policy", f"{names} ({sources})", kernel_id)
+
+
+def describe(policy: Policy) -> list[Mapping[str, object]]:
+    """The chain as JSON-ready values, in the order in which it is read."""
+    return [
+        {
+            "layer": rule.layer.name.lower(),
+            "action": rule.action,
+            "patterns": list(rule.patterns),
+            "op": rule.target,
+            "when": [str(condition) for condition in rule.when],
+            "factor": rule.boost.factor,
+            "add_us": rule.boost.add_us,
+            "until": rule.until,
+            "source": rule.source,
+            "note": rule.note,
+        }
+        for rule in policy.rules
+    ]

@@ -1,0 +1,189 @@
+"""Rules of a policy: lock, deny, allow and boost, each with patterns, an op, conditions and a layer."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Iterable, Sequence
+from enum import IntEnum
+from fnmatch import translate
+from functools import lru_cache
+from typing import Literal
+
+import msgspec
+
+from layerzero._util.strict_yaml import near, shown
+from layerzero.selection.policy.condition import FLAGS, Condition, parse_conditions
+from layerzero.spec.call_spec import Request
+from layerzero.spec.errors import PolicyValidationError
+
+Action = Literal["lock", "deny", "allow", "boost"]
+
+MAX_FACTOR = 1e6
+PREFERRED = 1e-3
+AVOIDED = 1e3
+
+_PATTERN = re.compile(r"[a-z0-9_.*?\[\]!-]{1,96}")
+_OP = re.compile(r"(?P<op>\*|[a-z][a-z0-9_]{0,47})(?:[/.](?P<kind>[a-z][a-z0-9_]{0,47}))?")
+
+
+class Layer(IntEnum):
+    """Where a rule comes from; a higher layer overrides a lower one."""
+
+    FILE = 0
+    ENVIRONMENT = 1
+    PROGRAM = 2
+    CONTEXT = 3
+    REQUEST = 4
+
+
+class Boost(msgspec.Struct, frozen=True):
+    """A change of expected cost: `cost_us * factor + add_us`, never below zero; below 1 favours a kernel."""
+
+    factor: float = 1.0
+    add_us: float = 0.0
+
+    def apply(self, cost_us: float) -> float:
+        """The cost after this change, in microseconds."""
+        return max(0.0, cost_us * self.factor + self.add_us)
+
+    def then(self, other: Boost) -> Boost:
+        """This change followed by `other`, as one."""
+        return Boost(self.factor * other.factor, self.add_us * other.factor + other.add_us)
+
+
+class Rule(msgspec.Struct, frozen=True, kw_only=True):
+    """One line of a policy.
+
+    `patterns` are globs; one of them must match the kernel id or the backend name. `op` is an op name or
+    "*"; `kind` is a feature or mode the request must have (`causal`). `until` ends a timeboxed rule, in
+    seconds of the monotonic clock. `source` is where a reader finds the rule: `policy.yaml:12`,
+    `LAYERZERO_DENY`.
+    """
+
+    action: Action
+    patterns: tuple[str, ...]
+    op: str = "*"
+    kind: str | None = None
+    when: tuple[Condition, ...] = ()
+    boost: Boost = Boost()
+    layer: Layer = Layer.PROGRAM
+    until: float | None = None
+    source: str = "program"
+    note: str = ""
+
+    def matches(self, kernel_id: str, backend: str) -> bool:
+        """Whether one of the patterns names this kernel or its backend."""
+        literal, glob = _matcher(self.patterns)
+        if kernel_id in literal or backend in literal:
+            return True
+        return glob is not None and (glob(kernel_id) is not None or glob(backend) is not None)
+
+    def applies(self, request: Request) -> bool:
+        """Whether op, kind and every condition hold for `request`."""
+        if self.op != "*" and self.op != request.op:
+            return False
+        if self.kind is not None and self.kind not in request.features and self.kind not in request.modes:
+            return False
+        return all(condition.holds(request) for condition in self.when)
+
+    @property
+    def target(self) -> str:
+        """The op with its kind, as it is written: `attention/causal`."""
+        return self.op if self.kind is None else f"{self.op}/{self.kind}"
+
+    def __str__(self) -> str:
+        scope = "" if self.target == "*" else f" for {self.target}"
+        when = f" when {' and '.join(map(str, self.when))}" if self.when else ""
+        note = f": {self.note}" if self.note else ""
+        return f"{self.action} {', '.join(self.patterns)}{scope}{when} ({self.source}){note}"
+
+
+def make_rule(
+    action: Action,
+    patterns: str | Sequence[str],
+    *,
+    op: str = "*",
+    when: str | Sequence[str] = (),
+    factor: float = 1.0,
+    add_us: float = 0.0,
+    layer: Layer = Layer.PROGRAM,
+    until: float | None = None,
+    source: str = "program",
+    note: str = "",
+) -> Rule:
+    """Check and build one rule; `op` may carry a kind: `attention/causal` or `attention.causal`.
+
+    Raises: PolicyValidationError: a pattern, op, condition or number is not what the field takes.
+    """
+    if not isinstance(patterns, Iterable):
+        raise PolicyValidationError(f"{action} needs a glob or several, got {shown(patterns)}")
+    if not isinstance(when, Iterable):
+        raise PolicyValidationError(f"when needs a condition or several, got {shown(when)}")
+    globs = (patterns,) if isinstance(patterns, str) else tuple(patterns)
+    if not globs:
+        raise PolicyValidationError(f"{action} needs at least one pattern")
+    for glob in globs:
+        if not isinstance(glob, str) or not _PATTERN.fullmatch(glob):
+            raise PolicyValidationError(
+                f"{action} needs a glob over kernel ids (a-z 0-9 _ . * ?, at most 96 long), got {shown(glob)}"
+            )
+    if action == "lock" and len(globs) != 1:
+        raise PolicyValidationError(f"lock needs exactly one kernel or backend, got {len(globs)}")
+    name, kind = split_op(op)
+    if action == "lock" and name == "*":
+        raise PolicyValidationError("lock needs an op, got '*'")
+    _check_boost(factor, add_us)
+    if until is not None and not math.isfinite(until):
+        raise PolicyValidationError(f"until needs a finite time, got {until}")
+    return Rule(
+        action=action,
+        patterns=globs,
+        op=name,
+        kind=kind,
+        when=parse_conditions(when if isinstance(when, str) else list(when)),
+        boost=Boost(float(factor), float(add_us)),
+        layer=layer,
+        until=until,
+        source=source,
+        note=note,
+    )
+
+
+def split_op(text: str) -> tuple[str, str | None]:
+    """The op and the kind in `attention`, `attention/causal`, `attention.causal` or `*`.
+
+    Raises: PolicyValidationError: the text is none of them, or the kind is no feature or mode.
+    """
+    match = _OP.fullmatch(text) if isinstance(text, str) else None
+    if match is None:
+        raise PolicyValidationError(
+            f"op needs a name such as attention or attention/causal, got {shown(text)}"
+        )
+    kind = match["kind"]
+    if kind is not None and kind not in FLAGS:
+        raise PolicyValidationError(f"op {text!r} names unknown kind {kind!r}: {near(kind, FLAGS)}")
+    return match["op"], kind
+
+
+@lru_cache(maxsize=4096)
+def _matcher(
+    patterns: tuple[str, ...],
+) -> tuple[frozenset[str], Callable[[str], re.Match[str] | None] | None]:
+    """The plain names in `patterns`, and one compiled test for all the globs."""
+    globs = [p for p in patterns if any(c in p for c in "*?[")]
+    test = re.compile("|".join(map(translate, globs))).match if globs else None
+    return frozenset(patterns) - frozenset(globs), test
+
+
+def _check_boost(factor: float, add_us: float) -> None:
+    if not _is_number(factor) or not 1 / MAX_FACTOR <= factor <= MAX_FACTOR:
+        raise PolicyValidationError(
+            f"factor needs a number from {1 / MAX_FACTOR:g} to {MAX_FACTOR:g}, got {shown(factor)}"
+        )
+    if not _is_number(add_us) or not math.isfinite(add_us):
+        raise PolicyValidationError(f"add_us needs a finite number of microseconds, got {shown(add_us)}")
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)

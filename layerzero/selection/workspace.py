@@ -1,0 +1,81 @@
+"""Room for workspaces: what a call allocates beyond its outputs, held against what may be taken.
+
+A kernel states its workspace; the transforms before it make temporaries, a dense copy or a wider one.
+Free memory changes all the time, choices must not: room is known in powers of two, and moves only when free
+memory has clearly left its step. A choice made with one room is made anew with another.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from layerzero.selection.record import Transform
+from layerzero.spec.call_spec import Request
+from layerzero.spec.kernel import Kernel
+from layerzero.spec.reasons import Reason, Rejected
+
+# How far free memory has to go beyond a step's ends before the room follows it.
+_SLACK = 1.25
+_BYTES = {"float64": 8, "float32": 4, "float16": 2, "bfloat16": 2}
+
+
+def needs(kernel: Kernel, request: Request) -> int:
+    """Bytes that a kernel states it allocates beyond its outputs; 0 where it states nothing."""
+    return kernel.workspace_bytes(request) if kernel.workspace_bytes is not None else 0
+
+
+def temporaries(transforms: Sequence[Transform], request: Request, moved: float) -> int:
+    """Bytes that transforms allocate for a call that moves so many: at most a copy of all that it touches.
+
+    A layout is a view and costs nothing. A cast widens whatever it copies, outputs included.
+    """
+    total = 0.0
+    for transform in transforms:
+        if transform.kind in ("contiguous", "split"):  # the parts of a split are joined into outputs anew
+            total += moved
+        elif transform.kind == "cast":
+            total += moved * _BYTES.get(transform.after, 4) / _BYTES.get(request.dtype, 4)
+    return int(total)
+
+
+def too_large(
+    kernel: Kernel, request: Request, room: int | None, temporary: int = 0, *, agreed: bool = False
+) -> Rejected | None:
+    """The reason against a kernel whose workspace, with the temporaries before it, does not fit, or None.
+
+    `agreed` room is a gang's least.
+    """
+    if room is None or (kernel.workspace_bytes is None and not temporary):
+        return None
+    wanted = needs(kernel, request) + temporary
+    if wanted <= room:
+        return None
+    return Rejected(
+        Reason.MEMORY_HEADROOM_EXCEEDED,
+        "workspace",
+        f"at most {in_words(room)}" + (" (the least of any rank of the gang)" if agreed else ""),
+        in_words(wanted) + (f" ({in_words(temporary)} of it for copies)" if temporary else ""),
+        f"{in_words(wanted)} of memory free" + (" on every rank" if agreed else ""),
+    )
+
+
+def room_for(free: int, total: int, headroom: float, limit: int | None, before: int | None) -> int:
+    """Bytes that workspaces may take: free memory less the headroom, a power of two, and at most `limit`.
+
+    `before` is the room so far, which is kept while free memory is near its step.
+    """
+    usable = max(0, int(free - headroom * total))
+    step = 1 << (usable.bit_length() - 1) if usable else 0
+    if before and before / _SLACK <= usable < before * 2 * _SLACK:
+        step = before
+    return step if limit is None else min(step, limit)
+
+
+def in_words(count: int) -> str:
+    """A number of bytes for people."""
+    value, unit = float(count), "B"
+    for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
+        if value < 1024 or unit == "TiB":
+            break
+        value /= 1024
+    return f"{value:.0f} {unit}" if value >= 10 or unit == "B" else f"{value:.1f} {unit}"

@@ -1,0 +1,1 @@
+"""Values: what a call asks, what a kernel can, hardware, settings, reasons, errors."""

@@ -1,0 +1,395 @@
+"""Capabilities in files: what every kernel claims, exported and checked; and overlays, which may only narrow.
+
+The truth stands in Python beside each backend. `export` writes it as `capabilities.json`, with a hash of the
+content. An overlay is a file of the same shape, JSON or YAML, that names some kernels and some of their
+fields: a deployment takes away what it does not trust, without code. What would widen a kernel is refused,
+because no test has run it there; so is everything that is not understood.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import os
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, get_type_hints
+
+import msgspec
+import torch
+
+from layerzero._util.files import replace_own
+from layerzero._util.strict_yaml import Document, YamlError, near, parse_file, shown
+from layerzero.spec.errors import CacheCorruptionError, ConfigurationError
+from layerzero.spec.kernel import (
+    ACTIVATIONS,
+    ALL_PLATFORMS,
+    FEATURE_REASONS,
+    AtLeast,
+    AtMost,
+    Capability,
+    Kernel,
+    Limit,
+    MultipleOf,
+    OneOf,
+    ProductAtMost,
+    SameAs,
+    version,
+)
+from layerzero.spec.tolerances import FACTOR
+
+FORMAT = 1
+PLATFORMS = ALL_PLATFORMS | {"hpu", "mps"}
+FIELDS: tuple[str, ...] = Capability.__struct_fields__
+# What a limit may bound: the axes of `layerzero.spec.call_spec`, and those of single ops beside them.
+AXES = frozenset({
+    "B", "C", "D", "Dv", "E", "F", "G", "H", "Hk", "Hq", "K", "L", "N", "P", "R", "S", "Sk", "Sq", "T", "V",
+})  # fmt: skip
+ADVICE = (
+    "an overlay may only narrow; for more, register a kernel of your own id with the wider capability "
+    "(runtime.add_kernel) and run the contract tests on it"
+)
+
+
+class Entry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One kernel of a document: `error_factor` is how often plain torch's own error it may err."""
+
+    op: str
+    backend: str
+    error_factor: float
+    capability: Capability
+
+
+class Capabilities(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A whole document; `content` is the hash of `kernels`."""
+
+    version: int
+    content: str
+    kernels: dict[str, Entry]
+
+
+def export(kernels: Iterable[Kernel]) -> Capabilities:
+    """The document of some kernels, by id."""
+    entries = {
+        k.id: Entry(op=k.op, backend=k.backend, error_factor=FACTOR, capability=k.capability)
+        for k in sorted(kernels, key=lambda k: k.id)
+    }
+    return Capabilities(version=FORMAT, content=content_hash(entries), kernels=entries)
+
+
+def content_hash(entries: Mapping[str, Entry]) -> str:
+    """Equal for equal entries, in every process."""
+    plain = msgspec.to_builtins(entries, order="sorted")
+    return hashlib.sha256(msgspec.json.encode(plain, order="sorted")).hexdigest()
+
+
+def write(path: str | os.PathLike[str], document: Capabilities) -> None:
+    """Write a document, whole or not at all, so that a diff reads well.
+
+    Raises: FileExistsError: `path` is another kind of file.
+    """
+    plain = msgspec.to_builtins(document, order="sorted")
+    data = msgspec.json.format(msgspec.json.encode(plain, order="sorted"), indent=1) + b"\n"
+    replace_own(Path(path), data, "kernels")
+
+
+def read(path: str | os.PathLike[str]) -> Capabilities:
+    """A document out of its file, checked: every field there, every limit one that can be judged.
+
+    Raises: ConfigurationError: unknown version, a missing or unknown field, a constraint that means nothing;
+        kernel and field are named. CacheCorruptionError: the content does not match its hash.
+    """
+    found = _document(path)
+    for name in ("version", "content", "kernels"):
+        if name not in found.value:
+            raise ConfigurationError(f"{path}: needs {name}, got none", path=str(path), field=name)
+    for kernel, entry in _kernels(path, found).items():
+        missing = [n for n in Entry.__struct_fields__ if n not in entry]
+        missing += [n for n in FIELDS if n not in _mapping(path, found, kernel, entry)]
+        if missing:
+            raise _error(path, found, kernel, f"needs {', '.join(missing)}, got none of it")
+    document: Capabilities = _converted(path, found, found.value, Capabilities)
+    for kernel, own in document.kernels.items():
+        wrong = problems(own.capability)
+        if not 0 < own.error_factor <= FACTOR:
+            wrong.append(f"error_factor needs more than 0 and at most {FACTOR}, got {own.error_factor}")
+        if wrong:
+            raise _error(path, found, kernel, wrong[0])
+    if content_hash(document.kernels) != document.content:
+        raise CacheCorruptionError(f"{path}: its kernels do not match its content hash", path=str(path))
+    return document
+
+
+def problems(capability: Capability) -> list[str]:
+    """What makes a capability meaningless, one sentence each; empty where it can be judged."""
+    wrong: list[str] = []
+    for name, known in _KNOWN.items():
+        values: frozenset[str] = getattr(capability, name) or frozenset()
+        if strange := sorted(str(v) for v in values if not known(str(v))):
+            wrong.append(f"{name} needs names that are known, got {shown(strange[0])}")
+    for name in ("platforms", "dtypes"):
+        if not getattr(capability, name):
+            wrong.append(f"{name} needs at least one")
+    for name in ("torch_min", "torch_below", "cuda_min", "driver_min"):
+        text = getattr(capability, name)
+        if text is not None and not version(text):
+            wrong.append(f"{name} needs a version, got {shown(text)}")
+    low, high = capability.sm_min, capability.sm_max
+    if any(sm is not None and not 50 <= sm <= 999 for sm in (low, high)):
+        wrong.append(f"sm_min and sm_max need 50 to 999, got {low} and {high}")
+    if low is not None and high is not None and low > high:
+        wrong.append(f"sm_max needs at least sm_min, got {low} and {high}")
+    if not 1 <= capability.alignment <= 4096 or capability.alignment & (capability.alignment - 1):
+        wrong.append(f"alignment needs a power of two up to 4096, got {capability.alignment}")
+    if not capability.source.strip():
+        wrong.append("source needs words")
+    return wrong + [why for limit in capability.limits if (why := _meaningless(limit))]
+
+
+def _meaningless(limit: Limit) -> str:
+    """Why a limit bounds nothing; an axis that no op has would let every call pass."""
+    axes = {
+        *(limit.dims if isinstance(limit, ProductAtMost) else (limit.dim,)),
+        *((limit.other,) if isinstance(limit, SameAs) else ()),
+    }
+    if not axes or not axes <= AXES:
+        return f"limits need axes out of {', '.join(sorted(AXES))}, got {shown(', '.join(sorted(axes)))}"
+    if isinstance(limit, OneOf):
+        return "" if limit.values else f"limits on {limit.dim} need at least one value"
+    if isinstance(limit, AtLeast | AtMost | MultipleOf | ProductAtMost) and limit.value < 1:
+        return f"limits on {limit.dim} need a value of at least 1, got {limit.value}"
+    return ""
+
+
+_KNOWN: Mapping[str, Callable[[str], bool]] = {
+    "platforms": PLATFORMS.__contains__,
+    "dtypes": lambda name: isinstance(getattr(torch, name, None), torch.dtype),
+    "index_dtypes": lambda name: name in ("int32", "int64"),
+    "features": lambda name: name in FEATURE_REASONS or name.removeprefix("act_") in ACTIVATIONS,
+}
+
+
+class Overlay(msgspec.Struct, frozen=True, kw_only=True):
+    """What a deployment takes away: by kernel, the fields that its file gives; `path` names the file."""
+
+    path: str = ""
+    digest: str = ""
+    changes: dict[str, dict[str, Any]] = {}
+
+    def apply(self, kernel: Kernel) -> Kernel:
+        """`kernel` as narrowed here; the same object where nothing is said of it.
+
+        Raises: ConfigurationError: a change would widen it.
+        """
+        changes = self.changes.get(kernel.id)
+        if not changes:
+            return kernel
+        narrowed = narrow(kernel.id, kernel.capability, changes, self.path)
+        return dataclasses.replace(kernel, capability=narrowed)
+
+
+NOTHING = Overlay()
+
+
+def load_overlay(path: str | os.PathLike[str], kernels: Sequence[Kernel]) -> Overlay:
+    """The overlay of a file, tried on every kernel that it names.
+
+    Raises: ConfigurationError: the file, the kernel and the field are named; nothing of it holds then.
+    """
+    found = _document(path)
+    strange = sorted(set(found.value) - set(Capabilities.__struct_fields__))
+    if strange:
+        raise ConfigurationError(f"{path}: {strange[0]!r} is no part of an overlay", path=str(path))
+    by_id = {kernel.id: kernel for kernel in kernels}
+    changes: dict[str, dict[str, Any]] = {}
+    for name, entry in _kernels(path, found).items():
+        kernel = by_id.get(name)
+        if kernel is None:
+            raise _error(path, found, name, f"no kernel has this id: {near(name, by_id)}")
+        given = _mapping(path, found, name, entry)
+        for field, own in (("op", kernel.op), ("backend", kernel.backend), ("error_factor", FACTOR)):
+            if field in entry and entry[field] != own:
+                raise _error(path, found, name, f"{field} needs {own}, got {shown(entry[field])}")
+        if unknown := sorted(set(entry) - set(Entry.__struct_fields__)):
+            raise _error(path, found, name, f"{unknown[0]!r} is no part of a kernel's entry")
+        changes[name] = _fields(path, found, name, given)
+    digest = hashlib.sha256(msgspec.json.encode(msgspec.to_builtins(changes, order="sorted"), order="sorted"))
+    overlay = Overlay(path=str(path), digest=digest.hexdigest(), changes=changes)
+    for name in changes:
+        try:
+            overlay.apply(by_id[name])
+        except ConfigurationError as error:
+            raise _error(path, found, name, str(error)) from None
+    return overlay
+
+
+def narrow(kernel_id: str, capability: Capability, changes: Mapping[str, Any], where: str) -> Capability:
+    """`capability` with what `changes` take away.
+
+    Raises: ConfigurationError: a change would widen it, or leaves nothing that could be judged.
+    """
+    kept: dict[str, Any] = {}
+    for name, value in changes.items():
+        before = getattr(capability, name)
+        if name == "source" or value == before:
+            continue
+        if name == "limits":
+            weaker = next((new for new in value for old in before if _weaker(new, old)), None)
+            dropped = set(FIELDS) <= set(changes) and not set(before) <= set(value)
+            if weaker is not None or dropped:
+                raise _widening(kernel_id, name, "every limit that holds", weaker or value)
+            kept[name] = (*before, *(limit for limit in value if limit not in before))
+        elif not _NARROWER[name](value, before):
+            raise _widening(kernel_id, name, _WORDS.get(name, "less than") + f" {_text(before)}", value)
+        else:
+            kept[name] = value
+    if not kept:
+        return capability
+    source = f"{capability.source}; narrowed by {where}"
+    made = msgspec.structs.replace(capability, **kept, source=source, narrowed=frozenset(kept))
+    if wrong := problems(made):
+        raise ConfigurationError(f"{kernel_id}: {wrong[0]}", field=next(iter(kept)))
+    return made
+
+
+def _widening(kernel_id: str, name: str, needs: str, got: object) -> ConfigurationError:
+    return ConfigurationError(f"{kernel_id}: {name} needs {needs}, got {_text(got)}: {ADVICE}", field=name)
+
+
+def _text(value: object) -> str:
+    if isinstance(value, frozenset | set | tuple | list):
+        return ", ".join(sorted(map(str, value)))[:200] or "none"
+    return str(value)
+
+
+def _at_least(new: Any, old: Any) -> bool:
+    return new is not None and (old is None or _number(new) >= _number(old))
+
+
+def _at_most(new: Any, old: Any) -> bool:
+    return new is not None and (old is None or _number(new) <= _number(old))
+
+
+def _number(value: Any) -> Any:
+    return version(value) if isinstance(value, str) else value
+
+
+def _subset(new: frozenset[str], old: frozenset[str]) -> bool:
+    return new <= old
+
+
+def _subset_of_any(new: Any, old: Any) -> bool:
+    """Where nothing listed means that everything is taken."""
+    return bool(new) and (not old or new <= old)
+
+
+def _demanded(new: bool, old: bool) -> bool:
+    return new or not old
+
+
+def _given_up(new: bool, old: bool) -> bool:
+    return old or not new
+
+
+_NARROWER: Mapping[str, Callable[[Any, Any], bool]] = {
+    **dict.fromkeys(("platforms", "dtypes", "index_dtypes", "features"), _subset),
+    **dict.fromkeys(("mma_families", "cpu_vendors", "archs", "layouts"), _subset_of_any),
+    **dict.fromkeys(("isa", "half_isa"), lambda new, old: new >= old),
+    **dict.fromkeys(("sm_min", "alignment", "torch_min", "cuda_min", "driver_min"), _at_least),
+    **dict.fromkeys(("sm_max", "torch_below"), _at_most),
+    **dict.fromkeys(("contiguous", "last_stride1"), _demanded),
+    **dict.fromkeys(
+        ("mixed_dtypes", "gradient", "deterministic", "batch_invariant", "graph_safe", "autocast",
+         "tp_invariant"),
+        _given_up,
+    ),
+    "narrowed": lambda new, old: False,
+}  # fmt: skip
+_WORDS: Mapping[str, str] = {
+    **dict.fromkeys(("sm_min", "alignment", "torch_min", "cuda_min", "driver_min"), "at least"),
+    **dict.fromkeys(("sm_max", "torch_below"), "at most"),
+    **dict.fromkeys(("platforms", "dtypes", "index_dtypes", "features", "layouts"), "some of"),
+    **dict.fromkeys(("isa", "half_isa"), "all of"),
+}
+
+
+def _weaker(new: Limit, old: Limit) -> bool:
+    """Whether `new` reads like `old` with a wider bound: it would change nothing, and was meant to."""
+    if type(new) is not type(old) or (new.dim, new.when) != (old.dim, old.when) or new == old:
+        return False
+    if isinstance(new, OneOf) and isinstance(old, OneOf):
+        return not set(new.values) <= set(old.values)
+    if isinstance(new, AtLeast) and isinstance(old, AtLeast):
+        return new.value < old.value
+    if isinstance(new, MultipleOf) and isinstance(old, MultipleOf):
+        return new.value % old.value != 0
+    if isinstance(new, AtMost | ProductAtMost) and isinstance(old, AtMost | ProductAtMost):
+        return new.value > old.value
+    return False
+
+
+# -- reading --------------------------------------------------------------------------------------------
+
+
+def _document(path: str | os.PathLike[str]) -> Document:
+    try:
+        found = parse_file(path)
+    except OSError as error:
+        raise ConfigurationError(f"{path}: cannot be read: {error.strerror}", path=str(path)) from error
+    except YamlError as error:
+        where = f"{path}:{error.line}" if error.line else str(path)
+        raise ConfigurationError(f"{where}: {error}", path=str(path), line=error.line) from error
+    given = found.value.get("version")
+    if isinstance(given, bool) or given != FORMAT:
+        raise ConfigurationError(f"{path}: version needs {FORMAT}, got {shown(given)}", path=str(path))
+    return found
+
+
+def _kernels(path: str | os.PathLike[str], found: Document) -> dict[str, dict[str, Any]]:
+    kernels = found.value.get("kernels")
+    if not isinstance(kernels, dict) or not kernels:
+        raise ConfigurationError(f"{path}: kernels needs a mapping by kernel id, got {shown(kernels)}")
+    for name, entry in kernels.items():
+        if not isinstance(entry, dict):
+            raise _error(path, found, name, f"needs a mapping, got {shown(entry)}")
+    return kernels
+
+
+def _mapping(
+    path: str | os.PathLike[str], found: Document, kernel: str, entry: dict[str, Any]
+) -> dict[str, Any]:
+    given = entry.get("capability")
+    if not isinstance(given, dict):
+        raise _error(path, found, kernel, f"capability needs a mapping, got {shown(given)}")
+    return given
+
+
+def _fields(
+    path: str | os.PathLike[str], found: Document, kernel: str, given: dict[str, Any]
+) -> dict[str, Any]:
+    fields: dict[str, Any] = {}
+    for name, value in given.items():
+        if name not in FIELDS:
+            raise _error(path, found, kernel, f"unknown field {shown(name)}: {near(name, FIELDS)}")
+        try:
+            fields[name] = msgspec.convert(value, _HINTS[name])
+        except msgspec.ValidationError as error:
+            raise _error(path, found, kernel, f"{name}: {error}") from error
+    return fields
+
+
+_HINTS: dict[str, Any] = get_type_hints(Capability)
+
+
+def _converted(path: str | os.PathLike[str], found: Document, value: object, kind: Any) -> Any:
+    try:
+        return msgspec.convert(value, kind)
+    except msgspec.ValidationError as error:
+        raise ConfigurationError(f"{path}: {error}", path=str(path)) from error
+
+
+def _error(path: str | os.PathLike[str], found: Document, kernel: str, why: str) -> ConfigurationError:
+    line = found.line_of(("kernels", kernel))
+    where = f"{path}:{line}" if line else str(path)
+    why = why if why.startswith(kernel) else f"{kernel}: {why}"
+    return ConfigurationError(f"{where}: {why}", path=str(path), line=line, kernel=kernel)

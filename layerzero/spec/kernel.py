@@ -1,0 +1,464 @@
+"""What a kernel is and what it can do, as data; `judge` turns the data into every reason against it."""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+
+from layerzero.spec.call_spec import Request
+from layerzero.spec.hardware import Hardware, MMAFamily
+from layerzero.spec.reasons import Reason, Rejected
+
+KERNEL_ID = re.compile(r"[a-z0-9_]{1,32}(\.[a-z0-9_]{1,48}){1,3}")
+
+
+class AtLeast(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
+    """`dim >= value`; with `when`, only for calls that have that feature or mode."""
+
+    dim: str
+    value: int
+    reason: Reason = Reason.SIZE_UNSUPPORTED
+    when: str = ""
+
+    def holds(self, dims: Mapping[str, int]) -> bool:
+        return dims.get(self.dim, self.value) >= self.value
+
+    def needs(self) -> str:
+        return f">= {self.value}"
+
+    def got(self, dims: Mapping[str, int]) -> str:
+        return str(dims.get(self.dim))
+
+
+class AtMost(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
+    """`dim <= value`."""
+
+    dim: str
+    value: int
+    reason: Reason = Reason.SIZE_UNSUPPORTED
+    when: str = ""
+
+    def holds(self, dims: Mapping[str, int]) -> bool:
+        return dims.get(self.dim, self.value) <= self.value
+
+    def needs(self) -> str:
+        return f"<= {self.value}"
+
+    def got(self, dims: Mapping[str, int]) -> str:
+        return str(dims.get(self.dim))
+
+
+class MultipleOf(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
+    """`dim % value == 0`."""
+
+    dim: str
+    value: int
+    reason: Reason = Reason.SIZE_UNSUPPORTED
+    when: str = ""
+
+    def holds(self, dims: Mapping[str, int]) -> bool:
+        return dims.get(self.dim, 0) % self.value == 0
+
+    def needs(self) -> str:
+        return f"a multiple of {self.value}"
+
+    def got(self, dims: Mapping[str, int]) -> str:
+        return str(dims.get(self.dim))
+
+
+class OneOf(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
+    """`dim` is one of `values`."""
+
+    dim: str
+    values: tuple[int, ...]
+    reason: Reason = Reason.SIZE_UNSUPPORTED
+    when: str = ""
+
+    def holds(self, dims: Mapping[str, int]) -> bool:
+        return self.dim not in dims or dims[self.dim] in self.values
+
+    def needs(self) -> str:
+        return f"one of {', '.join(map(str, self.values))}"
+
+    def got(self, dims: Mapping[str, int]) -> str:
+        return str(dims.get(self.dim))
+
+
+class SameAs(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
+    """`dim == other`."""
+
+    dim: str
+    other: str
+    reason: Reason = Reason.SIZE_UNSUPPORTED
+    when: str = ""
+
+    def holds(self, dims: Mapping[str, int]) -> bool:
+        return self.dim not in dims or self.other not in dims or dims[self.dim] == dims[self.other]
+
+    def needs(self) -> str:
+        return f"equal to {self.other}"
+
+    def got(self, dims: Mapping[str, int]) -> str:
+        return f"{dims.get(self.dim)} and {dims.get(self.other)}"
+
+
+class ProductAtMost(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
+    """The product of `dims` is at most `value`, as grids are bounded."""
+
+    dims: tuple[str, ...]
+    value: int
+    reason: Reason = Reason.CUDA_BLOCK_LIMIT_EXCEEDED
+    when: str = ""
+
+    @property
+    def dim(self) -> str:
+        return " x ".join(self.dims)
+
+    def holds(self, dims: Mapping[str, int]) -> bool:
+        return self._product(dims) <= self.value
+
+    def needs(self) -> str:
+        return f"<= {self.value}"
+
+    def got(self, dims: Mapping[str, int]) -> str:
+        return str(self._product(dims))
+
+    def _product(self, dims: Mapping[str, int]) -> int:
+        product = 1
+        for name in self.dims:
+            product *= dims.get(name, 1)
+        return product
+
+
+Limit = AtLeast | AtMost | MultipleOf | OneOf | SameAs | ProductAtMost
+
+ALL_PLATFORMS = frozenset({"cpu", "cuda", "rocm"})
+FLOATS = frozenset({"float32", "float16", "bfloat16", "float64"})
+HALF = frozenset({"float16", "bfloat16"})
+
+# What a call may ask for, and the reason a kernel without it gives.
+FEATURE_REASONS: Mapping[str, Reason] = {
+    "causal": Reason.CAUSAL_UNSUPPORTED,
+    "mask_bool": Reason.MASK_BOOL_UNSUPPORTED,
+    "mask_float": Reason.MASK_FLOAT_UNSUPPORTED,
+    "mask_and_causal": Reason.MASK_WITH_CAUSAL,
+    "empty_rows": Reason.EMPTY_ROWS_UNSAFE,
+    "gqa": Reason.GQA_UNSUPPORTED,
+    "dropout": Reason.DROPOUT_UNSUPPORTED,
+    "scale": Reason.SCALE_UNSUPPORTED,
+    "scale_not_positive": Reason.SCALE_UNSUPPORTED,
+    "window": Reason.WINDOW_UNSUPPORTED,
+    "softcap": Reason.SOFTCAP_UNSUPPORTED,
+    "alibi": Reason.ALIBI_UNSUPPORTED,
+    "lse": Reason.LSE_UNSUPPORTED,
+    "lse_grad": Reason.LSE_GRADIENT_UNSUPPORTED,
+    "mask_grad": Reason.MASK_GRADIENT_UNSUPPORTED,
+    "mask_wide": Reason.MASK_DTYPE_UNSUPPORTED,
+    "sinks": Reason.SINKS_UNSUPPORTED,
+    "sinks_grad": Reason.SINKS_GRADIENT_UNSUPPORTED,
+    "score_mod": Reason.SCORE_MOD_UNSUPPORTED,
+    "block_mask": Reason.BLOCK_MASK_UNSUPPORTED,
+    "xpos": Reason.XPOS_UNSUPPORTED,
+    "bias": Reason.BIAS_UNSUPPORTED,
+    "no_weight": Reason.WEIGHT_REQUIRED,
+    "interleaved": Reason.INTERLEAVED_UNSUPPORTED,
+    "partial_rotary": Reason.PARTIAL_ROTARY_UNSUPPORTED,
+    "padding_idx": Reason.PADDING_IDX_UNSUPPORTED,
+    "label_smoothing": Reason.LABEL_SMOOTHING_UNSUPPORTED,
+    "class_weights": Reason.CLASS_WEIGHTS_UNSUPPORTED,
+    "seed_per_row": Reason.SEED_PER_ROW_UNSUPPORTED,
+    "top_k": Reason.TOP_K_UNSUPPORTED,
+    "top_p": Reason.TOP_P_UNSUPPORTED,
+    "top_k_and_top_p": Reason.TOP_K_WITH_TOP_P,
+    "prefill": Reason.FEATURE_UNSUPPORTED,
+    "kv_strided": Reason.FEATURE_UNSUPPORTED,
+    "kv_float64": Reason.KV_DTYPE_MISMATCH,
+    "kv_float32": Reason.KV_DTYPE_MISMATCH,
+    "kv_float16": Reason.KV_DTYPE_MISMATCH,
+    "kv_bfloat16": Reason.KV_DTYPE_MISMATCH,
+    "quant_int4": Reason.QUANT_FORMAT_UNSUPPORTED,
+    "quant_mxfp4": Reason.QUANT_FORMAT_UNSUPPORTED,
+    "quant_nvfp4": Reason.QUANT_FORMAT_UNSUPPORTED,
+    "quant_int8": Reason.QUANT_FORMAT_UNSUPPORTED,
+    "quant_fp8_e4m3": Reason.QUANT_FORMAT_UNSUPPORTED,
+    "quant_fp8_e5m2": Reason.QUANT_FORMAT_UNSUPPORTED,
+    "scale_per_tensor": Reason.SCALE_LAYOUT_MISMATCH,
+    "scale_per_row": Reason.SCALE_LAYOUT_MISMATCH,
+    "scale_per_group": Reason.SCALE_LAYOUT_MISMATCH,
+    "scale_given": Reason.FEATURE_UNSUPPORTED,
+    "inputs_float": Reason.FEATURE_UNSUPPORTED,
+    "inputs_quantized": Reason.FEATURE_UNSUPPORTED,
+    "scores_sigmoid": Reason.FEATURE_UNSUPPORTED,
+    "scores_raw": Reason.FEATURE_UNSUPPORTED,
+}
+ACTIVATIONS = ("swiglu", "geglu", "geglu_tanh", "reglu", "gelu", "gelu_tanh", "silu", "relu")
+INDEX_DTYPES = frozenset({"int32", "int64"})
+
+
+class Capability(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A kernel's limits, each field one fact; `source` says where they come from.
+
+    `features` lists what the kernel can do of `FEATURE_REASONS` (and `act_<name>` for activations);
+    `half_isa` is what bfloat16 and float16 need on a CPU beyond `isa`.
+    `limits` bound sizes; booleans are promises that tests prove. `narrowed` names the fields that a
+    deployment's overlay took something from.
+    """
+
+    source: str
+    platforms: frozenset[str] = ALL_PLATFORMS
+    sm_min: int | None = None
+    sm_max: int | None = None
+    mma_families: frozenset[MMAFamily] | None = None
+    cpu_vendors: frozenset[str] | None = None
+    archs: frozenset[str] | None = None
+    isa: frozenset[str] = frozenset()
+    half_isa: frozenset[str] = frozenset()
+    torch_min: str | None = None
+    torch_below: str | None = None
+    cuda_min: str | None = None
+    driver_min: str | None = None
+    dtypes: frozenset[str] = FLOATS
+    mixed_dtypes: bool = False
+    index_dtypes: frozenset[str] = INDEX_DTYPES
+    features: frozenset[str] = frozenset()
+    layouts: frozenset[str] = frozenset()
+    contiguous: bool = False
+    last_stride1: bool = False
+    alignment: int = 1
+    limits: tuple[Limit, ...] = ()
+    gradient: bool = True
+    deterministic: bool = True
+    batch_invariant: bool = False
+    graph_safe: bool = False
+    autocast: bool = True
+    tp_invariant: bool = False
+    narrowed: frozenset[str] = frozenset()
+
+
+@dataclass(frozen=True, slots=True)
+class Efficiency:
+    """How near the roofs a kernel comes and what one launch costs; `source` says who measured it.
+
+    `flops` and `bandwidth` are fractions of the device's peaks; `launch_us` is host and launch time in
+    microseconds. They rank kernels until measurements of the machine at hand replace them.
+    """
+
+    flops: float
+    bandwidth: float
+    launch_us: float
+    source: str
+
+
+@dataclass(frozen=True, slots=True)
+class Tiling:
+    """How a kernel cuts attention into blocks of query rows, each of which one multiprocessor takes.
+
+    `rows` are (head size, rows of a block) from the smallest: the first that is large enough holds. `packed`
+    blocks hold rows of all query heads that share a head of keys. A kernel that `splits` cuts keys, too,
+    where blocks are fewer than multiprocessors. `source` says where it is written.
+    """
+
+    rows: tuple[tuple[int, int], ...]
+    packed: bool
+    splits: bool
+    source: str
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Kernel:
+    """One implementation of one op from one backend.
+
+    `load()` imports what is needed and returns the callable that takes the op's full argument tuple; it may
+    raise ImportError. `cold` says that loading is slow (vendor import, compilation), so that a call never
+    waits for it. `distributions` are the installed distributions it needs, as requirement strings; where
+    the first of a pair in `beside` is installed, it needs the second, too.
+    `rank` orders kernels inside the tie band: lower wins. `default` marks the library default of the op.
+    `workspace_bytes(request)` is what it allocates beyond its outputs; `copied_bytes(request)` the part of it
+    that operands are copied into. `tiling` says how it cuts a call, where the last wave of blocks tells.
+    `descriptor` marks data alone: nothing here can run it, on any machine.
+    `unit(request)` names what is compiled together for a request, where loading alone compiles nothing, and
+    `build(request)` compiles it; until then the kernel is not ready for requests of that unit.
+    """
+
+    id: str
+    op: str
+    backend: str
+    capability: Capability
+    load: Callable[[], Callable[..., Any]]
+    efficiency: Efficiency
+    rank: int = 50
+    cold: bool = False
+    default: bool = False
+    distributions: tuple[str, ...] = ()
+    beside: tuple[tuple[str, str], ...] = ()
+    workspace_bytes: Callable[[Request], int] | None = field(default=None)
+    copied_bytes: Callable[[Request], int] | None = field(default=None)
+    tiling: Tiling | None = None
+    unit: Callable[[Request], str] | None = field(default=None)
+    build: Callable[[Request], None] | None = field(default=None)
+    descriptor: bool = False
+
+    def __post_init__(self) -> None:
+        if not KERNEL_ID.fullmatch(self.id):
+            raise ValueError(
+                f"kernel id needs <backend>.<op>[.<variant>] in lower snake case, got {self.id!r}"
+            )
+        if self.id.split(".")[0] != self.backend:
+            raise ValueError(f"kernel id {self.id!r} needs to start with its backend {self.backend!r}")
+
+
+def judge(kernel: Kernel, request: Request, hardware: Hardware) -> list[Rejected]:
+    """Every reason why `kernel` cannot serve `request` on `hardware`; an empty list accepts.
+
+    Pure: the same three values give the same list on any machine.
+    """
+    capability = kernel.capability
+    found = list(_judge_hardware(capability, request.dtype, hardware))
+    # Most requests are plain: what cannot find anything is not asked.
+    if request.dtype not in capability.dtypes or set(request.dtypes) != {request.dtype}:
+        found += _judge_dtypes(capability, request)
+    found += _judge_layout(capability, request)
+    if not request.features <= capability.features:
+        found += _judge_features(capability, request)
+    if capability.limits:
+        found += _judge_limits(capability, request)
+    if request.modes:
+        found += _judge_modes(capability, request)
+    return found
+
+
+def _judge_hardware(cap: Capability, dtype: str, hw: Hardware) -> Iterator[Rejected]:
+    if hw.platform not in cap.platforms:
+        yield Rejected(Reason.PLATFORM_MISMATCH, "platform", _any(cap.platforms), hw.platform)
+        return
+    if hw.platform == "cuda":
+        yield from _judge_cuda(cap, hw)
+    if cap.archs is not None and hw.arch not in cap.archs:
+        yield Rejected(Reason.ARCH_UNSUPPORTED, "arch", _any(cap.archs), hw.arch or "an unknown one")
+    if hw.platform == "cpu":
+        if cap.cpu_vendors is not None and hw.vendor not in cap.cpu_vendors:
+            yield Rejected(Reason.CPU_VENDOR_UNSUPPORTED, "vendor", _any(cap.cpu_vendors), hw.vendor)
+        needed = cap.isa | cap.half_isa if dtype in HALF else cap.isa
+        if missing := needed - hw.isa:
+            yield Rejected(Reason.ISA_MISSING, "isa", _all(missing), _all(hw.isa) or "none of them")
+    if cap.torch_min is not None and version(hw.torch) < version(cap.torch_min):
+        yield Rejected(Reason.TORCH_TOO_OLD, "torch", f">= {cap.torch_min}", hw.torch)
+    if cap.torch_below is not None and version(hw.torch) >= version(cap.torch_below):
+        yield Rejected(Reason.TORCH_TOO_NEW, "torch", f"< {cap.torch_below}", hw.torch)
+
+
+def _judge_cuda(cap: Capability, hw: Hardware) -> Iterator[Rejected]:
+    sm = hw.sm or 0
+    if cap.sm_min is not None and sm < cap.sm_min:
+        yield Rejected(Reason.SM_TOO_OLD, "sm", f">= {cap.sm_min}", str(sm))
+    if cap.sm_max is not None and sm > cap.sm_max:
+        yield Rejected(Reason.SM_TOO_NEW, "sm", f"<= {cap.sm_max}", str(sm))
+    if cap.mma_families is not None and hw.mma_family not in cap.mma_families:
+        needs = _any(m.value for m in cap.mma_families)
+        yield Rejected(Reason.MMA_FAMILY_UNSUPPORTED, "mma_family", needs, hw.mma_family.value)
+    if cap.cuda_min is not None and version(hw.cuda or "0") < version(cap.cuda_min):
+        yield Rejected(Reason.CUDA_TOO_OLD, "cuda", f">= {cap.cuda_min}", str(hw.cuda))
+    if cap.driver_min is not None and version(hw.driver or "0") < version(cap.driver_min):
+        yield Rejected(Reason.DRIVER_TOO_OLD, "driver", f">= {cap.driver_min}", str(hw.driver))
+
+
+def _judge_dtypes(cap: Capability, request: Request) -> Iterator[Rejected]:
+    if request.dtype not in cap.dtypes:
+        yield Rejected(Reason.DTYPE_UNSUPPORTED, "dtype", _any(cap.dtypes), request.dtype)
+    floats = {d for d in request.dtypes if d not in INDEX_DTYPES and d != "bool"}
+    if len(floats) > 1 and not cap.mixed_dtypes:
+        yield Rejected(
+            Reason.DTYPES_MIXED, "dtypes", "one dtype", _all(floats), f"every operand {request.dtype}"
+        )
+    for index in sorted({d for d in request.dtypes if d in INDEX_DTYPES} - cap.index_dtypes):
+        yield Rejected(Reason.INDEX_DTYPE_UNSUPPORTED, "index dtype", _any(cap.index_dtypes), index)
+
+
+def _judge_layout(cap: Capability, request: Request) -> Iterator[Rejected]:
+    if cap.layouts and request.layout not in cap.layouts:
+        needs = _any(cap.layouts)
+        yield Rejected(
+            Reason.LAYOUT_UNSUPPORTED, "layout", needs, request.layout or "none", f"layout={needs}"
+        )
+    if cap.contiguous and not request.contiguous:
+        yield Rejected(Reason.NOT_CONTIGUOUS, "strides", "contiguous operands", "strided", ".contiguous()")
+    if cap.last_stride1 and not request.last_stride1:
+        yield Rejected(Reason.STRIDE_LAST_DIM, "stride(-1)", "1", "another stride", ".contiguous()")
+    if request.alignment < cap.alignment:
+        yield Rejected(
+            Reason.MISALIGNED, "alignment", f">= {cap.alignment} bytes", f"{request.alignment} bytes"
+        )
+
+
+def _judge_features(cap: Capability, request: Request) -> Iterator[Rejected]:
+    for feature in sorted(request.features - cap.features):
+        if feature.startswith("act_"):
+            have = _any(f.removeprefix("act_") for f in cap.features if f.startswith("act_"))
+            got = feature.removeprefix("act_")
+            yield Rejected(Reason.ACTIVATION_UNSUPPORTED, "activation", have or "none", got)
+            continue
+        reason = FEATURE_REASONS.get(feature, Reason.FEATURE_UNSUPPORTED)
+        if feature == "no_weight":
+            yield Rejected(reason, "weight", "one", "none", "a weight")
+        else:
+            yield Rejected(reason, feature, f"calls without {feature}", feature, f"no {feature}")
+
+
+def _judge_limits(cap: Capability, request: Request) -> Iterator[Rejected]:
+    for limit in cap.limits:
+        if limit.when and limit.when not in request.features and limit.when not in request.modes:
+            continue
+        if not limit.holds(request.dims):
+            got, needs = limit.got(request.dims), limit.needs()
+            counter = f"{limit.dim} {needs}"
+            yield Rejected(limit.reason, limit.dim, needs, got, counter)
+
+
+def _judge_modes(cap: Capability, request: Request) -> Iterator[Rejected]:
+    modes = request.modes
+    if "grad" in modes and not cap.gradient:
+        yield Rejected(Reason.NO_GRADIENT, "grad", "no gradient", "requires_grad", "torch.no_grad()")
+    if "deterministic" in modes and not cap.deterministic:
+        off = "torch.use_deterministic_algorithms(False)"
+        yield Rejected(Reason.NOT_DETERMINISTIC, "deterministic", "no determinism", "deterministic mode", off)
+    if "batch_invariant" in modes and not cap.batch_invariant:
+        yield Rejected(
+            Reason.NOT_BATCH_INVARIANT, "determinism", "default", "strict", 'determinism="default"'
+        )
+    if "capture" in modes and not cap.graph_safe:
+        yield Rejected(Reason.CUDA_GRAPH_UNSAFE, "capture", "no graph capture", "a capturing stream")
+    if "autocast" in modes and not cap.autocast:
+        off = "torch.autocast(..., enabled=False)"
+        yield Rejected(Reason.AUTOCAST_UNSUPPORTED, "autocast", "no autocast", "autocast", off)
+    if "tp_invariant" in modes and not cap.tp_invariant:
+        yield Rejected(Reason.TP_INVARIANCE_REQUIRED, "tp", "no tensor-parallel invariance", "required")
+
+
+def version(text: str) -> tuple[int, ...]:
+    """The leading numbers of a version, for comparing: `"2.13.0+cpu"` gives `(2, 13, 0)`."""
+    numbers: list[int] = []
+    for part in text.split("+")[0].split("."):
+        digits = re.match(r"\d+", part)
+        if not digits:
+            break
+        numbers.append(int(digits.group()))
+    return tuple(numbers)
+
+
+def _any(values: Any) -> str:
+    return _any_of(values) if isinstance(values, frozenset) else " or ".join(sorted(str(v) for v in values))
+
+
+@functools.cache
+def _any_of(values: frozenset[Any]) -> str:
+    """The words of one of a capability's sets, which every refusal repeats."""
+    return " or ".join(sorted(str(v) for v in values))
+
+
+def _all(values: Any) -> str:
+    return ", ".join(sorted(str(v) for v in values))

@@ -1,0 +1,200 @@
+"""What a lane runs a batch with: the callers' modes, selection for the merged call, one outcome a call."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any, Protocol
+
+from torch import Tensor
+
+from layerzero.actors.device.local_device import LocalDevice
+from layerzero.native import HOT
+from layerzero.ops.op import Args, Batching, Op, Refused
+from layerzero.scheduler.core.pending_call import Failed
+from layerzero.scheduler.loop_drivers import Fronts
+from layerzero.scheduler.streams import Across, Streams
+from layerzero.scheduler.torch_modes import Modes, applied, capture, without_gradient
+from layerzero.selection.dispatch import Plan, Snapshot, positional
+from layerzero.spec.errors import NoKernelFoundError
+
+
+def attach(device: LocalDevice) -> None:
+    """Give a device its lanes, one for each event loop that comes to use it."""
+    cuda = device.device.index if device.device.type == "cuda" else None
+    across = None if cuda is None else Streams(cuda, device.reaper, device.settings.completion)
+    executor = BatchExecutor(device) if across is None else StreamExecutor(device, across)
+    device.fronts = Fronts(
+        executor, device.worker, device.settings, always_inline=cuda is not None, across=across
+    )
+
+    device.capture = capture if cuda is None else partial(capture, cuda)
+
+
+class Function(Protocol):
+    """What a lane runs beside ops: a function over the rows of several callers."""
+
+    name: str
+    pure: bool
+
+    def run(self, calls: Sequence[Args]) -> list[Any]: ...
+
+
+class BatchExecutor:
+    """Runs batches on one device; what a front calls, inline or on the device's thread."""
+
+    __slots__ = ("_device",)
+
+    def __init__(self, device: LocalDevice) -> None:
+        self._device = device
+
+    def execute(
+        self, op: Op | Function, calls: Sequence[Args], modes: tuple[Modes, Snapshot | None]
+    ) -> list[Any]:
+        """One outcome a call: (value, its plan), or Failed; a failed batch fails every call alike."""
+        spans = self._device.spans
+        if spans is not None:
+            with spans.batch(op.name, calls) as failed:
+                outcomes = self._outcomes(op, calls, modes)
+                if outcomes and isinstance(outcomes[0], Failed):
+                    failed(outcomes[0].error)
+                return outcomes
+        return self._outcomes(op, calls, modes)
+
+    def _outcomes(
+        self, op: Op | Function, calls: Sequence[Args], modes: tuple[Modes, Snapshot | None]
+    ) -> list[Any]:
+        surrounding, snapshot = modes
+        if self._device.settings.inference:
+            # The caller's own modes stay on its ticket: they are what is compared when it resumes.
+            surrounding = without_gradient(surrounding)
+        try:
+            with applied(surrounding):
+                if not isinstance(op, Op):
+                    return _paired(op.run(calls), None)
+                launch = _Launch(self._device, op, snapshot)
+                if op.batching is None or len(calls) == 1:
+                    values = [launch(args) for args in calls]
+                else:
+                    values = _together(op.batching, calls, launch)
+        except Exception as error:
+            failed = Failed(error)
+            return [failed] * len(calls)
+        launched = launch.launched
+        if not op.pure:
+            return [_outcome(value, launched) for value in values]
+        if len(launched) == 1:
+            return _paired(values, launched[0][1])
+        return [(value, _maker(value, launched)) for value in values]
+
+
+class StreamExecutor(BatchExecutor):
+    """Runs batches on a CUDA device, also those whose callers are on several streams."""
+
+    __slots__ = ("_streams",)
+
+    def __init__(self, device: LocalDevice, streams: Streams) -> None:
+        super().__init__(device)
+        self._streams = streams
+
+    def execute(
+        self, op: Op | Function, calls: Sequence[Args], modes: tuple[Modes | Across, Snapshot | None]
+    ) -> list[Any]:
+        """As on one stream; between the callers' streams and back where there are several."""
+        surrounding, snapshot = modes
+        if not isinstance(surrounding, Across):
+            return super().execute(op, calls, (surrounding, snapshot))
+        with self._streams.crossing(surrounding) as own:
+            outcomes = super().execute(op, calls, (own, snapshot))
+            self._streams.hand_over(outcomes, surrounding)
+        return outcomes
+
+
+class _Launch:
+    """A launch that notes each result with the plan that made it."""
+
+    __slots__ = ("_device", "_guarded", "_op", "_snapshot", "launched")
+
+    def __init__(self, device: LocalDevice, op: Op, snapshot: Snapshot | None) -> None:
+        self._device = device
+        self._op = op
+        self._snapshot = snapshot
+        self._guarded = not op.guard_joined  # else the calls were, each when it was made
+        self.launched: list[tuple[Any, Plan]] = []
+
+    @property
+    def free(self) -> bool:
+        settings = self._device.settings
+        if settings.strict or settings.determinism == "strict":
+            return False
+        rules = (self._snapshot or self._device.snapshot).policy.rules
+        return not any(rule.op in ("*", self._op.name) for rule in rules)
+
+    def __call__(self, args: Args, op: Op | None = None) -> Any:
+        result = self._device.launch_planned(op or self._op, args, self._snapshot, guarded=self._guarded)
+        self.launched.append(result)
+        return result[0]
+
+    def expected_us(self, args: Args, op: Op | None = None) -> float:
+        wanted = op or self._op
+        device = self._device
+        try:
+            plan = device.plan(wanted, positional(wanted, args), args, device.mode(), self._snapshot)
+        except NoKernelFoundError:
+            return float("inf")
+        return plan.expected_us
+
+
+def _paired(values: list[Any], plan: Plan | None) -> list[Any]:
+    """An outcome for each value."""
+    hot = HOT.module
+    pairs = hot.paired(values, plan) if hot is not None else NotImplemented
+    return [(value, plan) for value in values] if pairs is NotImplemented else pairs
+
+
+def _together(batching: Batching, calls: Sequence[Args], launch: _Launch) -> list[Any]:
+    """One value a call; calls whose operands no longer share the memory that brought them together run apart.
+
+    `weight.data = other` changes where a weight lies while a call with it waits, and what stood there may
+    have come back as somebody else's.
+    """
+    shared = batching.shared(calls[0]) or ()
+    if _one_memory(calls, shared):
+        return batching.run(calls, launch)
+    parts: dict[tuple[int, ...], list[int]] = {}
+    for index, args in enumerate(calls):
+        parts.setdefault(tuple(args[position].data_ptr() for position in shared), []).append(index)
+    values: list[Any] = [None] * len(calls)
+    for part in parts.values():
+        own = batching.run([calls[index] for index in part], launch)
+        for index, value in zip(part, own, strict=True):
+            values[index] = value
+    return values
+
+
+def _one_memory(calls: Sequence[Args], shared: tuple[int, ...]) -> bool:
+    for position in shared:
+        first = calls[0][position]
+        for args in calls:
+            if args[position] is not first and args[position].data_ptr() != first.data_ptr():
+                return False
+    return True
+
+
+def _outcome(value: Any, launched: list[tuple[Any, Plan]]) -> Any:
+    """A call's share of a batch in which a rule may have refused some."""
+    return Failed(value.error) if isinstance(value, Refused) else (value, launched[-1][1])
+
+
+def _maker(value: Any, launched: list[tuple[Any, Plan]]) -> Plan:
+    """The plan of the launch whose output `value` is a piece of."""
+    where = _storage(value)
+    for result, plan in launched:
+        if _storage(result) == where:
+            return plan
+    return launched[-1][1]
+
+
+def _storage(value: Any) -> int:
+    first = value[0] if isinstance(value, tuple) else value
+    return first.untyped_storage().data_ptr() if isinstance(first, Tensor) else 0

@@ -1,0 +1,1 @@
+"""What runs when, without a loop, a clock or a thread."""

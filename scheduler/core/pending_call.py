@@ -1,0 +1,229 @@
+"""What travels through a lane: the ticket of one call, the batch of several, and who called.
+
+A ticket is what its caller awaits. It speaks the protocol by which an event loop's task waits for
+something (`_asyncio_future_blocking`, `_loop`, `add_done_callback`, `cancel`, `result`), so one object is
+the queue entry and the future at once; nothing here imports a loop.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Hashable
+from contextvars import copy_context
+from typing import Any, Final
+
+from layerzero.native import HOT
+from layerzero.spec.errors import RuntimeClosedError
+
+# States of a ticket. NEW -> WAITING (no room yet) -> QUEUED -> RUNNING -> DONE | FAILED, with the side exits
+# CANCELLED, EXPIRED, REJECTED; DETACHED is a running ticket whose caller has gone. To its caller a call has
+# ended above RUNNING, to the lane above DETACHED.
+NEW: Final = 0
+WAITING: Final = 1
+QUEUED: Final = 2
+RUNNING: Final = 3
+DETACHED: Final = 4
+DONE: Final = 5
+FAILED: Final = 6
+CANCELLED: Final = 7
+EXPIRED: Final = 8
+REJECTED: Final = 9
+STATES: Final = (
+    "new", "waiting", "queued", "running", "detached", "done", "failed", "cancelled", "expired", "rejected",
+)  # fmt: skip
+
+
+class Failed:
+    """The outcome of a call that raised; any other object is the call's value.
+
+    StopIteration becomes a RuntimeError, as in every coroutine: whoever awaits would take it for a result.
+    """
+
+    __slots__ = ("context", "error", "traceback")
+
+    def __init__(self, error: BaseException) -> None:
+        if isinstance(error, StopIteration):
+            stopped, error = error, RuntimeError(f"the call raised {error!r}")
+            error.__cause__ = stopped
+        self.error = error
+        # Several callers may raise one error; each begins from where it came from, not from the last caller.
+        self.traceback = error.__traceback__
+        self.context = error.__context__
+
+
+class Caller:
+    """One task that submits calls, one after another; `last` and `slot` are the lane's record of its
+    previous call."""
+
+    __slots__ = ("__weakref__", "last", "slot")
+
+    def __init__(self) -> None:
+        self.last: Any = None
+        self.slot: Any = None
+
+
+class Ticket:
+    """One call on its way through a lane.
+
+    `group` is the compatibility class (None runs alone), `expected_us` the cost of the call by itself,
+    `tokens` and `bytes` what it adds to a batch, `priority` 0 (first) to 2, `deadline` a time on the
+    driver's clock in seconds after which it must not start, `modes` what surrounded the call.
+
+    Raises: ValueError: a priority outside 0..2.
+    """
+
+    __slots__ = (
+        "__weakref__", "_asyncio_future_blocking", "_loop", "args", "at", "bytes", "caller", "context",
+        "deadline", "expected_us", "front", "group", "modes", "op", "plan", "priority", "seq", "slot",
+        "state", "tokens", "value", "wake",
+    )  # fmt: skip
+
+    def __init__(
+        self,
+        op: Any,
+        args: tuple[Any, ...],
+        group: Hashable | None = None,
+        expected_us: float = 0.0,
+        tokens: int = 1,
+        bytes: int = 0,
+        priority: int = 1,
+        deadline: float | None = None,
+        modes: Any = None,
+        caller: Caller | None = None,
+    ) -> None:
+        if priority != 1 and priority not in (0, 2):
+            raise ValueError(f"priority needs 0, 1 or 2, got {priority!r}")
+        self.op = op
+        self.args = args
+        self.group = group
+        self.expected_us = expected_us
+        self.tokens = tokens
+        self.bytes = bytes
+        self.priority = priority
+        self.deadline = deadline
+        self.modes = modes
+        self.caller = caller
+        self.state: int = NEW
+        self.wake: Callable[[Any], object] | None = None
+        self._asyncio_future_blocking = False
+
+    # What a lane writes: `at` and `seq` when it joins, `slot` while it queues, `value` when it ends.
+    at: float
+    seq: int
+    slot: Any
+    value: Any
+    # What a front writes: itself and its loop, which a task reads; what a task writes: its context.
+    front: Any
+    _loop: Any
+    context: Any
+    # What the compiled twin knows from the start: the call's own plan.
+    plan: Any
+
+    def __await__(self) -> Generator[Ticket, None, Any]:
+        """Wait for the result; an error or a cancellation is raised here.
+
+        Raises: RuntimeError: another task waits already.
+        """
+        if self.state <= RUNNING:
+            if self.wake is not None:
+                raise RuntimeError("a call can be awaited by one task only; await a task around it instead")
+            self._asyncio_future_blocking = True
+            yield self
+        return self.value if self.state == DONE else self.result()
+
+    def result(self) -> Any:
+        """The value, or the error raised; RuntimeError while neither is there."""
+        if self.state == DONE:
+            return self.value
+        raise self.error()
+
+    def error(self) -> BaseException:
+        """The error it ended with, with the traceback of where it was raised first."""
+        if self.state <= RUNNING:
+            return RuntimeError(f"this call is still {STATES[self.state]}")
+        failed: Failed = self.value
+        failed.error.__context__ = failed.context  # not what the last caller was handling
+        return failed.error.with_traceback(failed.traceback)
+
+    def done(self) -> bool:
+        """Whether it has ended, in whatever way."""
+        return self.state > RUNNING
+
+    def cancelled(self) -> bool:
+        """Whether its caller took it back."""
+        return self.state in (CANCELLED, DETACHED)
+
+    def exception(self) -> BaseException | None:
+        """The error it ended with, or None after a value."""
+        return None if self.state == DONE else self.error()
+
+    def add_done_callback(self, wake: Callable[[Any], object], *, context: Any = None) -> None:
+        """Call `wake(self)` in `context` once it has ended; one waiter only, as `__await__` sees to."""
+        if self.state > RUNNING:
+            self.front.loop.call_soon(wake, self, context=context)
+            return
+        self.wake = wake
+        self.context = copy_context() if context is None else context
+
+    def remove_done_callback(self, wake: Callable[[Any], object]) -> int:
+        """Forget the waiter; how many there were."""
+        if self.wake is None or self.wake != wake:
+            return 0
+        self.wake = None
+        self.context = None
+        return 1
+
+    def cancel(self, msg: object = None) -> bool:
+        """Take the call back: gone if it queues, detached if it runs; False if it has ended."""
+        cancelled: bool = self.front.cancel(self, msg)
+        return cancelled
+
+    def __repr__(self) -> str:
+        name = getattr(self.op, "name", self.op)
+        return f"<Ticket {name} {STATES[self.state]}>"
+
+
+class Tickets:
+    """The class to make tickets of: `Ticket`, or its compiled twin, which has the same methods."""
+
+    __slots__ = ("kind",)
+
+    def __init__(self) -> None:
+        self.kind: type[Ticket] = Ticket
+
+    def adopt(self, module: Any) -> None:
+        """Take up the compiled twin, or with None the Python class; tickets of both may share a batch."""
+        if module is None:
+            self.kind = Ticket
+            return
+        for name in ("cancel", "cancelled", "done", "error", "exception", "remove_done_callback", "__repr__"):
+            setattr(module.Ticket, name, vars(Ticket)[name])
+        self.kind = module.Ticket
+
+
+TICKETS: Final = Tickets()
+HOT.on_ready(TICKETS.adopt)
+
+
+class Batch:
+    """Tickets of one group that run together; `calls` are their arguments, in order."""
+
+    __slots__ = ("expected_us", "modes", "op", "started", "tickets")
+
+    def __init__(self, tickets: list[Ticket], started: float, expected_us: float | None = None) -> None:
+        first = tickets[0]
+        self.op = first.op
+        self.modes = first.modes
+        self.tickets = tickets
+        self.started = started
+        self.expected_us = sum([t.expected_us for t in tickets]) if expected_us is None else expected_us
+
+    @property
+    def calls(self) -> list[tuple[Any, ...]]:
+        return [ticket.args for ticket in self.tickets]
+
+    def interrupted(self, error: BaseException) -> list[Any]:
+        """The outcomes of a batch that something other than its calls has ended."""
+        return [Failed(RuntimeClosedError(f"the batch was interrupted by {error!r}"))] * len(self.tickets)
+
+    def __len__(self) -> int:
+        return len(self.tickets)

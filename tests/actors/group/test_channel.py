@@ -1,0 +1,243 @@
+"""The line of a gang: strangers, garbage and half frames on it, and what closing wakes."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from layerzero.actors.group import channel as broadcast
+from layerzero.actors.group.channel import Follower, Leader
+from layerzero.spec.errors import DeviceLostError
+from tests import children
+
+
+@contextmanager
+def line(lost: list[str]) -> Iterator[tuple[Leader, Follower]]:
+    """Rank 0's end and rank 1's."""
+    leader, made = Leader([1]), []
+    joining = threading.Thread(target=lambda: made.append(Follower(1, leader.address, 10.0)))
+    joining.start()
+    leader.accept(10.0, lost.append)
+    joining.join()
+    try:
+        yield leader, made[0]
+    finally:
+        made[0].close()
+        leader.close()
+
+
+def told(leader: Leader, lost: list[str]) -> str:
+    """What `lost` was called with."""
+    assert leader._watcher is not None
+    leader._watcher.join(10.0)
+    assert len(lost) == 1 and leader.failure == lost[0]
+    return lost[0]
+
+
+def test_a_stranger_who_says_nothing_keeps_nobody_out() -> None:
+    """Also one who says half a hello, or a wrong token."""
+    leader = Leader([1])
+    host, port, _, _ = leader.address.decode().split(" ")
+    strangers = [socket.create_connection((host, int(port)), 10.0) for _ in range(3)]
+    strangers[1].sendall(b"half")
+    strangers[2].sendall(bytes(36))
+    made: list[Follower] = []
+    joining = threading.Thread(target=lambda: made.append(Follower(1, leader.address, 10.0)))
+    threading.Timer(0.1, joining.start).start()
+    leader.accept(30.0, lambda why: None)
+    joining.join()
+    leader.send(b"hello")
+    assert made[0].receive(10.0) == b"hello"
+    for stranger in strangers:
+        stranger.settimeout(10.0)
+        assert stranger.recv(1) == b""  # hung up on
+        stranger.close()
+    made[0].close()
+    leader.close()
+
+
+def test_garbage_from_a_follower_fails_the_gang() -> None:
+    """A length that no frame has is told like any other failure."""
+    lost: list[str] = []
+    with line(lost) as (leader, follower):
+        follower._socket.sendall(b"\xff" * 4)
+        assert "at most" in told(leader, lost)
+
+
+def test_a_follower_that_is_gone_is_told() -> None:
+    """Also in the middle of a frame."""
+    lost: list[str] = []
+    with line(lost) as (leader, follower):
+        follower._socket.sendall(b"\0\0")
+        follower.close()
+        assert told(leader, lost) == "rank 1 is gone"
+        with pytest.raises(DeviceLostError, match="rank 1 is gone"):
+            leader.send(b"step")
+
+
+def test_what_a_follower_said_before_it_went_is_why_it_is_gone() -> None:
+    """Also where rank 0 notices the cut line before it has read the reason."""
+    for _ in range(100):
+        lost: list[str] = []
+        with line(lost) as (leader, follower):
+            follower.fail("rank 1 cannot follow: its shard is broken")
+            follower.close()
+            with pytest.raises(DeviceLostError, match="its shard is broken"):
+                leader.send(b"step")
+            assert told(leader, lost) == "rank 1 cannot follow: its shard is broken"
+
+
+def test_closing_waits_for_no_half_frame() -> None:
+    """A follower that stopped in the middle of a word does not keep rank 0; nothing is told after the end."""
+    lost: list[str] = []
+    with line(lost) as (leader, follower):
+        follower._socket.sendall(b"\0\0")
+        closing = threading.Thread(target=leader.close, daemon=True)
+        closing.start()
+        closing.join(10.0)
+        assert not closing.is_alive() and lost == []
+        leader.close()
+
+
+def test_closing_wakes_who_waits() -> None:
+    """A thread in `receive`, and one in `accept`, raise when their end is closed."""
+    errors: list[DeviceLostError] = []
+
+    def waits(wait: object) -> None:
+        assert callable(wait)
+        try:
+            wait()
+        except DeviceLostError as error:
+            errors.append(error)
+
+    with line([]) as (_, follower):
+        receiving = threading.Thread(target=waits, args=(follower.receive,), daemon=True)
+        receiving.start()
+        follower.close()
+        receiving.join(10.0)
+    alone = Leader([1])
+    accepting = threading.Thread(
+        target=waits, args=(lambda: alone.accept(600.0, lambda why: None),), daemon=True
+    )
+    accepting.start()
+    alone.close()
+    accepting.join(10.0)
+    assert not receiving.is_alive() and not accepting.is_alive() and len(errors) == 2
+
+
+def test_the_last_word_reaches_everybody_though_some_hang_up_at_once() -> None:
+    """A follower that leaves behind the last word is no loss, and keeps nobody else from hearing it."""
+    lost: list[str] = []
+    leader = Leader([1, 2])
+    made: list[Follower] = []
+    joining = threading.Thread(target=lambda: made.extend(Follower(r, leader.address, 10.0) for r in (1, 2)))
+    joining.start()
+    leader.accept(10.0, lost.append)
+    joining.join()
+    second = leader._quick[2]
+
+    class Late:
+        """Rank 2's socket, written to when rank 1 has long gone."""
+
+        def send(self, data: bytes) -> int:
+            assert made[0].receive(10.0) == b"end"
+            made[0].close()
+            assert leader._watcher is not None
+            leader._watcher.join(0.2)
+            return second.send(data)
+
+        def __getattr__(self, name: str) -> object:
+            return getattr(second, name)
+
+    leader._quick[2] = Late()  # type: ignore[assignment]
+    leader.send(b"end", last=True)
+    assert made[1].receive(10.0) == b"end"
+    assert lost == [] and leader.failure is None
+    leader._quick[2] = second
+    made[1].close()
+    leader.close()
+
+
+def test_frames_arrive_whole_whatever_a_read_brings() -> None:
+    """Many small ones in one read, one larger than a read, one cut in two by the end of the buffer."""
+
+    def send() -> None:
+        for size in sizes:
+            leader.send(bytes([size % 251]) * size)
+
+    sizes = [0, 1, 7, 65_530, 3, 1 << 20, 5, 65_532, 65_536, 2] * 3
+    with line([]) as (leader, follower):
+        sending = threading.Thread(target=send)
+        sending.start()
+        got = [follower.receive(10.0) for _ in sizes]
+        sending.join()
+    assert [len(frame) for frame in got] == sizes
+    assert all(frame == bytes([n % 251]) * n for frame, n in zip(got, sizes, strict=True))
+
+
+def test_an_idle_leader_gives_signs_of_life_that_are_no_frames(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A follower that waits sees them and goes on waiting; the next frame comes as it was sent."""
+    monkeypatch.setattr(broadcast, "_BEAT_S", 0.01)
+    leader, follower = Leader([1]), None
+    try:
+        with ThreadPoolExecutor(1) as pool:
+            accepted = pool.submit(leader.accept, 30.0, lambda why: None)
+            follower = Follower(1, leader.address, 30.0, 30.0)
+            accepted.result()
+        assert [follower._frame() for _ in range(3)] == [None] * 3
+        leader.send(b"")
+        leader.send(b"next")
+        assert (follower.receive(), follower.receive(30.0)) == (b"", b"next")
+    finally:
+        leader.close()
+        if follower is not None:
+            follower.close()
+
+
+FROZEN = """
+import sys, time
+from layerzero.actors.group import channel as broadcast
+broadcast._BEAT_S = 0.01
+leader = broadcast.Leader([1])
+print(leader.address.decode(), flush=True)
+leader.accept(60.0, lambda why: None)
+print("accepted", flush=True)
+time.sleep(120)
+"""
+
+
+def test_a_frozen_leader_is_noticed_by_who_waits_for_its_next_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No step is under way and no line is cut: what is missing are the signs of life."""
+    monkeypatch.setattr(broadcast, "_BEAT_S", 0.1)
+    child = children.Child(FROZEN, folder=tmp_path)
+    try:
+        said = waiting_for(child, 1)
+        follower = Follower(1, said[0].encode(), 30.0, 0.5)
+        waiting_for(child, 2)
+        assert follower._frame() is None
+        assert child.process.pid is not None
+        os.kill(child.process.pid, signal.SIGSTOP)
+        with pytest.raises(DeviceLostError, match=r"no sign of life for 0\.5 s: it is frozen, or its host"):
+            follower.receive()
+        follower.close()
+    finally:
+        child.process.kill()
+
+
+def waiting_for(child: children.Child, lines: int) -> list[str]:
+    """What a child has printed, once it is so many lines."""
+    while len(found := child.out.read_text().splitlines()) < lines:
+        assert child.process.is_alive(), child.err.read_text()
+        time.sleep(0.005)
+    return found

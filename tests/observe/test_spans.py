@@ -1,0 +1,184 @@
+"""OpenTelemetry spans through the real SDK: whose trace, which kernel, why; and nothing unless asked for."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+import layerzero as lz
+from tests import children
+from tests.kernels import kernel
+
+pytest.importorskip("opentelemetry.sdk.trace", reason="spans need opentelemetry-sdk")
+
+from opentelemetry import trace
+from opentelemetry.sdk.trace import TracerProvider
+from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+
+EXPORTER = InMemorySpanExporter()
+
+
+@pytest.fixture
+def exporter() -> Iterator[InMemorySpanExporter]:
+    """The spans of one test; a process has one provider for ever."""
+    if not isinstance(trace.get_tracer_provider(), TracerProvider):
+        provider = TracerProvider()
+        provider.add_span_processor(SimpleSpanProcessor(EXPORTER))
+        trace.set_tracer_provider(provider)
+    EXPORTER.clear()
+    yield EXPORTER
+    EXPORTER.clear()
+
+
+def named(exporter: InMemorySpanExporter, name: str) -> list[Any]:
+    return [span for span in exporter.get_finished_spans() if span.name == name]
+
+
+def told() -> Any:
+    return lz.start(lz.Settings(spans=True), scoped=True)
+
+
+X = torch.randn(2, 64)
+
+
+@pytest.mark.asyncio
+async def test_a_blocking_call_is_a_span_of_the_callers_trace(exporter: InMemorySpanExporter) -> None:
+    """With the kernel that ran and why, at every call; the choice has a span of its own, once."""
+    async with told():
+        with trace.get_tracer("user").start_as_current_span("request") as request:
+            for _ in range(3):
+                lz.sync.rms_norm(X)
+            last = lz.last_selection()
+    assert last is not None
+    ran = named(exporter, "layerzero.rms_norm")
+    chosen = named(exporter, "layerzero.select")
+    assert len(ran) == 3 and len(chosen) == 1
+    for span in (*ran, *chosen):
+        assert span.context.trace_id == request.get_span_context().trace_id
+        assert span.attributes["layerzero.spec.kernel"] == last.kernel
+        assert span.attributes["layerzero.reason"] == last.why
+        assert span.attributes["layerzero.dims"] == "N=2 C=64"
+    assert chosen[0].attributes["layerzero.takes"] >= 1
+
+
+def twice(x: torch.Tensor) -> torch.Tensor:
+    return lz.sync.rms_norm(x) * 2
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("function", ["op", "batched"])
+async def test_a_batch_links_to_its_callers(exporter: InMemorySpanExporter, function: str) -> None:
+    """Each caller waits in its own trace; the batch's own has the kernel that ran for all, every time."""
+    tracer = trace.get_tracer("user")
+
+    async def caller() -> int:
+        with tracer.start_as_current_span("request") as request:
+            await (lz.rms_norm(X) if function == "op" else lz.batched(twice)(X))
+            return request.get_span_context().trace_id
+
+    async with told():
+        for _ in range(2):
+            exporter.clear()
+            traces = await asyncio.gather(*(caller() for _ in range(4)))
+            waits = named(exporter, "layerzero.await")
+            (batch,) = named(exporter, "layerzero.batch")
+            assert sorted(span.context.trace_id for span in waits) == sorted(traces)
+            assert {link.context.span_id for link in batch.links} == {span.context.span_id for span in waits}
+            assert batch.attributes["layerzero.callers"] == 4
+            assert batch.parent is None
+            if function == "op":
+                (ran,) = named(exporter, "layerzero.rms_norm")
+                assert ran.parent.span_id == batch.context.span_id
+                assert ran.attributes["layerzero.dims"] == "N=8 C=64"
+                answered = {span.attributes["layerzero.spec.kernel"] for span in waits}
+                assert answered == {ran.attributes["layerzero.spec.kernel"]}
+
+
+@pytest.mark.asyncio
+async def test_a_fallback_says_which_kernel_failed_and_why(exporter: InMemorySpanExporter) -> None:
+    """In the trace of the call that it saved."""
+
+    def broken(*args: Any) -> Any:
+        raise RuntimeError("no luck")
+
+    async with told() as runtime:
+        runtime.add_kernel(kernel("acme.rms_norm.broken", broken))
+        started = trace.get_tracer("user").start_as_current_span("request")
+        with started as request, lz.prefer("acme.rms_norm.broken"):
+            out = lz.sync.rms_norm(X)
+    assert out.shape == X.shape
+    (fallback,) = named(exporter, "layerzero.fallback")
+    assert fallback.context.trace_id == request.get_span_context().trace_id
+    assert fallback.attributes["layerzero.failed"] == "acme.rms_norm.broken"
+    assert fallback.attributes["layerzero.spec.kernel"] != "acme.rms_norm.broken"
+    assert "no luck" in fallback.attributes["layerzero.reason"]
+    (failed,) = named(exporter, "layerzero.rms_norm")
+    assert not failed.status.is_ok
+
+
+@pytest.mark.asyncio
+async def test_what_fails_or_is_cancelled_ends_its_spans(exporter: InMemorySpanExporter) -> None:
+    """With an error as their status, and nothing kept of who waited."""
+
+    def fails(x: torch.Tensor) -> torch.Tensor:
+        raise ValueError("x needs luck")
+
+    async with told() as runtime:
+        call = lz.batched(fails, key="fails")
+        errors = await asyncio.gather(call(X), call(X), return_exceptions=True)
+        waiting = asyncio.ensure_future(lz.rms_norm(X))
+        other = asyncio.ensure_future(lz.rms_norm(X))
+        await asyncio.sleep(0)
+        waiting.cancel()
+        await asyncio.gather(waiting, other, return_exceptions=True)
+        assert runtime.device("cpu").spans._waiting == {}
+    assert all(isinstance(error, ValueError) for error in errors)
+    waits = named(exporter, "layerzero.await")
+    assert len(waits) == 4 and sum(not span.status.is_ok for span in waits) >= 2
+    assert not named(exporter, "layerzero.batch")[0].status.is_ok
+
+
+@pytest.mark.asyncio
+async def test_spans_end_when_the_settings_do_so(exporter: InMemorySpanExporter) -> None:
+    """They are switched on and off in a running runtime."""
+    async with lz.start(scoped=True):
+        lz.sync.rms_norm(X)
+        assert exporter.get_finished_spans() == ()
+        lz.configure(spans=True)
+        lz.sync.rms_norm(X)
+        assert len(named(exporter, "layerzero.rms_norm")) == 1
+        lz.configure(spans=False)
+        exporter.clear()
+        lz.sync.rms_norm(X)
+        assert exporter.get_finished_spans() == ()
+
+
+ABSENT = """
+import sys
+sys.modules["opentelemetry.trace"] = None
+import torch, layerzero as lz
+lz.sync.rms_norm(torch.ones(2, 4))
+assert "layerzero.observe.spans" not in sys.modules
+try:
+    with lz.start(lz.Settings(spans=True)):
+        lz.sync.rms_norm(torch.ones(2, 4))
+except lz.ConfigurationError as error:
+    print(error)
+"""
+
+
+def test_without_opentelemetry_nothing_is_imported_and_asking_says_what_to_install(tmp_path: Any) -> None:
+    """No module of it is loaded by a runtime that tells nothing."""
+    plain = children.run(
+        "import sys, torch, layerzero as lz; lz.sync.rms_norm(torch.ones(2, 4)); "
+        "print([name for name in sys.modules if name.startswith('opentelemetry')])",
+        folder=tmp_path,
+    )
+    assert plain.stdout.strip() == "[]", plain.stderr
+    absent = children.run(ABSENT, folder=tmp_path)
+    assert "pip install 'layerzero-runtime[otel]'" in absent.stdout, absent.stderr

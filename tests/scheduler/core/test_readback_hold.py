@@ -1,0 +1,226 @@
+"""Callers that read results back from a device that answers later stay one crowd, within bounds."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+import torch
+
+from layerzero.actors.device.worker import Worker
+from layerzero.scheduler.core.pending_call import TICKETS, Ticket
+from layerzero.scheduler.loop_driver import Front
+from layerzero.scheduler.readback import Readback
+from layerzero.scheduler.spawn import spawn
+from layerzero.spec.errors import DeadlineExceededError
+from layerzero.spec.settings import Settings
+from tests.clocks import run_virtually
+from tests.scheduler.devices import Double, Later
+
+OP = Double()
+HERE = (0, 0, 0)
+PASS_S = 0.004
+HOLD_S = 0.05
+
+
+class Machine:
+    """A front of the running loop over a device that answers later, and its read-backs."""
+
+    def __init__(self, worker: Worker, pass_s: float = PASS_S) -> None:
+        loop = asyncio.get_running_loop()
+        self.loop = loop
+        self.device = Later(loop, pass_s)
+        self.front = Front(loop, self.device, worker, Settings(), always_inline=True)
+        self.readback = Readback(self.front, self.device, self.device)  # type: ignore[arg-type]
+
+    async def step(self, group: str = "step", **more: Any) -> Any:
+        """One awaited call."""
+        ticket: Ticket = TICKETS.kind(OP, (torch.ones(1),), group, 1.0, **more)
+        return await self.front.submit(ticket)
+
+    async def token(self, group: str = "step", **more: Any) -> float:
+        """One step, and its result on the host."""
+        return float(await self.readback.read(await self.step(group, **more), HERE))
+
+    @property
+    def settled(self) -> bool:
+        """Whether nothing is left and every call is accounted for."""
+        lane = self.front.lane
+        return lane.live == lane.queued == lane.in_flight == len(lane.expected) == 0
+
+
+def crowds(worker: Worker, program: list[str], spawned: bool = False) -> list[int]:
+    """The batches of 16 callers that arrive one by one and read the last result of each round back."""
+
+    async def main() -> list[int]:
+        machine = Machine(worker)
+
+        async def caller(number: int) -> None:
+            for _ in range(20):
+                for group in program[:-1]:
+                    await machine.step(group)
+                assert await machine.token(program[-1]) == 2.0
+
+        async def client(number: int) -> None:
+            await asyncio.sleep(number * PASS_S / 5)
+            await (spawn(machine.front, caller(number)) if spawned else caller(number))
+
+        await asyncio.gather(*map(client, range(16)))
+        await asyncio.sleep(0)
+        assert machine.settled
+        return machine.device.runs
+
+    return run_virtually(main())
+
+
+@pytest.mark.parametrize("spawned", [False, True])
+@pytest.mark.parametrize("program", [["step"], ["embed", "layer", "layer", "sample"]])
+def test_callers_that_read_back_stay_one_crowd(worker: Worker, program: list[str], spawned: bool) -> None:
+    """They come to walk together, although the loop is idle while the device computes."""
+    runs = crowds(worker, program, spawned)
+    late = runs[-10 * len(program) : -2 * len(program)]
+    assert late == [16] * len(late), runs
+
+
+def test_one_that_never_comes_back_is_waited_for_once(worker: Worker) -> None:
+    """A read-back of ten seconds delays the others by one bounded hold, not at each of their steps."""
+
+    async def main() -> tuple[float, int]:
+        machine = Machine(worker)
+
+        async def slow() -> None:
+            out = await machine.step()
+            machine.device.free_at += 10.0
+            await machine.readback.read(out, HERE)
+
+        async def quick() -> float:
+            begin = machine.loop.time()
+            for _ in range(20):
+                await machine.step()
+            return machine.loop.time() - begin
+
+        late = asyncio.ensure_future(slow())
+        took = await asyncio.gather(quick(), quick())
+        waiting = not late.done()
+        await late
+        assert waiting and machine.settled
+        return max(took), len(machine.device.runs)
+
+    took, runs = run_virtually(main())
+    assert HOLD_S * 0.999 < took < 2 * HOLD_S
+    assert runs == 20
+
+
+def test_a_deadline_ends_a_hold(worker: Worker) -> None:
+    """A held call that must start sooner than the hold would end starts in time, with who waits beside it."""
+
+    async def main() -> list[float]:
+        machine = Machine(worker, pass_s=1.0)
+
+        async def held(within: float | None) -> float:
+            await machine.step()
+            at = machine.loop.time()
+            await machine.step(deadline=None if within is None else at + within)
+            return machine.loop.time() - at
+
+        reader = asyncio.ensure_future(machine.token())
+        ended = await asyncio.gather(held(0.02), held(None))
+        assert not reader.done()
+        await reader
+        assert machine.settled
+        return list(ended)
+
+    ended = run_virtually(main())
+    assert min(ended) > 0.01 and max(ended) <= 0.02, ended
+
+
+def test_a_cancelled_reader_holds_nobody(worker: Worker) -> None:
+    """Whoever waits for it goes on in the next turn."""
+
+    async def main() -> float:
+        machine = Machine(worker, pass_s=1.0)
+
+        async def steps(count: int) -> None:
+            for _ in range(count):
+                await machine.step()
+
+        reader = asyncio.ensure_future(machine.token())
+        first = asyncio.ensure_future(steps(2))
+        await asyncio.sleep(0.001)
+        at = machine.loop.time()
+        assert not first.done()
+        reader.cancel()
+        await first
+        took = machine.loop.time() - at
+        await asyncio.gather(reader, return_exceptions=True)
+        await asyncio.sleep(0)
+        assert machine.settled
+        return took
+
+    assert run_virtually(main()) < 1e-3
+
+
+def test_other_groups_go_on_while_one_is_held(worker: Worker) -> None:
+    """What no caller that is away would call next is not held up by it."""
+
+    async def main() -> float:
+        machine = Machine(worker, pass_s=1.0)
+
+        async def stranger() -> float:
+            at = machine.loop.time()
+            await machine.step("stranger")
+            return machine.loop.time() - at
+
+        async def steps() -> None:
+            await machine.step()
+            await machine.step()
+
+        reader, beside = asyncio.ensure_future(machine.token()), asyncio.ensure_future(steps())
+        await asyncio.sleep(0.001)
+        took = await stranger()
+        assert not beside.done()
+        await asyncio.gather(reader, beside)
+        return took
+
+    assert run_virtually(main()) < 1e-3
+
+
+def test_a_call_held_too_long_for_its_deadline_is_told(worker: Worker) -> None:
+    """A deadline that no batch can keep is an error, as without a hold."""
+
+    async def main() -> None:
+        machine = Machine(worker, pass_s=1.0)
+
+        async def steps() -> None:
+            await machine.step()
+            with pytest.raises(DeadlineExceededError):
+                await machine.step(deadline=machine.loop.time())
+
+        await asyncio.gather(machine.token(), steps())
+        await asyncio.sleep(0)
+        assert machine.settled
+
+    run_virtually(main())
+
+
+def test_a_copy_that_fails_is_every_readers_error(worker: Worker) -> None:
+    """Who still waits is told; who was cancelled before is not told twice, and nobody stays expected."""
+
+    async def main() -> list[Any]:
+        machine = Machine(worker)
+
+        class Broken:
+            def launch(self, tensors: list[torch.Tensor], sources: set[Any]) -> Any:
+                readers[1].cancel()
+                raise RuntimeError("no pinned memory")
+
+        machine.readback = Readback(machine.front, worker, Broken())
+        readers = [asyncio.ensure_future(machine.token()) for _ in range(3)]
+        found = await asyncio.gather(*readers, return_exceptions=True)
+        await asyncio.sleep(0)
+        assert machine.settled
+        return list(found)
+
+    found = run_virtually(main())
+    assert [type(error) for error in found] == [RuntimeError, asyncio.CancelledError, RuntimeError]
