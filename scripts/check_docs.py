@@ -25,9 +25,11 @@ GENERATED = re.compile(r"<!-- (table|code|output|value): .*?<!-- /\1 -->", re.DO
 PUBLIC = re.compile(r"(?<![\w.])lz\.([A-Za-z_]\w*(?:\.[A-Za-z_]\w*)*)")
 SETTINGS = re.compile(r"\bSettings\(([^()]*)\)|\bSettings\.(\w+)")
 FILE = re.compile(r"`((?:layerzero|actors|scheduler|tests|scripts|benchmarks|examples|docs)/[^`\s*<>{}]*)`")
-SPEED = re.compile(
-    r"\d[\d.,]*\s?(?:us|µs|microseconds|tokens/s|tokens (?:a|per) second|[GT]B/s|times (?:as fast|faster)|% (?:faster|slower))\b"
-)
+UNITS = (
+    "us", "µs", "microseconds", "tokens/s", "tokens (?:a|per) second", "[GT]B/s", "times (?:as fast|faster)",
+    "% (?:faster|slower)",
+)  # fmt: skip
+SPEED = re.compile(rf"\d(?:[\d.,]*\d)?\s?(?:{'|'.join(UNITS)})\b")
 README_WORDS = 800
 IGNORED = {".venv", ".git", "build", "dist", "node_modules"}
 
@@ -145,7 +147,7 @@ def command_names() -> set[str]:
 
 
 def is_module(name: str) -> bool:
-    """Whether `python -m name` finds one; a library that is not installed counts, a part of ours has to be there."""
+    """Whether `python -m name` finds one; a library that is missing counts, a part of ours is looked up."""
     top = name.partition(".")[0]
     if top not in ("layerzero", "scripts", "benchmarks", "tests"):
         return True

@@ -1,7 +1,8 @@
 """Draw the pictures of the documents: bar charts of committed records, and 64 callers in one launch.
 
 Each picture is two SVG files in `docs/images`, for light and for dark pages. The same record gives the same
-bytes: `scripts/check_docs.py` fails where a file differs from its record. To draw all: `python -m scripts.plots`.
+bytes: `scripts/check_docs.py` fails where a file differs from its record.
+To draw all: `python -m scripts.plots`.
 """
 
 from __future__ import annotations
@@ -75,7 +76,8 @@ CHARTS = {
         ("way",), ("texts/s",),
     ),
     "generation_cpu": Chart(
-        "Generation on two CPU cores, tokens per second (model; context)", f"{RESULTS}/lane.json", "generation",
+        "Generation on two CPU cores, tokens per second (model; context)",
+        f"{RESULTS}/lane.json", "generation",
         ("model, context",), ("one by one", "per op", "per layer", "per step", "by hand, paged"),
     ),
     "servers": Chart(
@@ -176,7 +178,8 @@ def launch(theme: Theme) -> str:
 def svg(width: float, height: float, title: str, parts: Iterable[str], theme: Theme) -> str:
     """A whole file: a titled drawing on paper of the theme's colour."""
     marker = (
-        f'<defs><marker id="a" viewBox="0 0 8 8" refX="6" refY="4" markerWidth="4" markerHeight="4" orient="auto">'
+        '<defs><marker id="a" viewBox="0 0 8 8" refX="6" refY="4" markerWidth="4" markerHeight="4" '
+        'orient="auto">'
         f'<path d="M0 0L8 4L0 8z" fill="{theme.series[1]}"/></marker></defs>'
     )
     head = (

@@ -31,8 +31,11 @@ CONTRACT = "a module imports only what stands below it"
 
 
 def plain(text: str) -> str:
-    """One line of Markdown: white space joined, RST's double backquotes as single ones."""
-    return re.sub(r"\s+", " ", text.replace("``", "`")).strip()
+    """One line of Markdown: white space joined, double backquotes as single ones, no tag outside code."""
+    line = re.sub(r"\s+", " ", text.replace("``", "`")).strip()
+    return "".join(
+        part if i % 2 else part.replace("<", "\\<") for i, part in enumerate(re.split(r"(`[^`]*`)", line))
+    )
 
 
 def sentence(docstring: str | None) -> str:
@@ -43,7 +46,7 @@ def sentence(docstring: str | None) -> str:
 
 @functools.cache
 def modules() -> dict[str, ast.Module]:
-    """Every module of the package, parsed, by its path from the root; the links in `layerzero/` are not followed."""
+    """Every module of the package, parsed, by its path from the root; links are not followed."""
     paths = (path for folder in FOLDERS for path in sorted((ROOT / folder).rglob("*.py")))
     inside = (path for path in paths if path.relative_to(ROOT).parts[:2] not in LINKS)
     return {path.relative_to(ROOT).as_posix(): ast.parse(path.read_text()) for path in inside}
@@ -57,7 +60,7 @@ LINKS = (("layerzero", "actors"), ("layerzero", "scheduler"))
 
 def settings() -> str:
     """One table for each group of fields: field, type, default, meaning."""
-    from layerzero.settings import Settings
+    from layerzero.spec.settings import Settings
 
     defaults = inspect.signature(Settings).parameters
     types = get_type_hints(Settings)
@@ -94,7 +97,7 @@ def type_name(kind: Any) -> str:
 
 def variables() -> str:
     """The environment variables that are no field of `Settings`."""
-    from layerzero.settings import OTHER_VARIABLES
+    from layerzero.spec.settings import OTHER_VARIABLES
 
     return ", ".join(f"`{name}`" for name in sorted(OTHER_VARIABLES)) + "\n"
 
@@ -253,31 +256,44 @@ def formats() -> str:
 
 
 def packages() -> str:
-    """The layers of import-linter's contract from the top down, each package with its docstring's first sentence."""
-    rows: list[list[object]] = [
-        [number, f"`{module}`", sentence(ast.get_docstring(ast.parse(path.read_text())))]
-        for number, layer in enumerate(layers(), 1)
-        for name in layer
-        for module, path in [place(name)]
-        if path.exists()
-    ]
+    """Every package by import-linter's layers, from the top down, with its docstring's first sentence.
+
+    A package inside another has its parent's layer where the contract does not list it by itself.
+    """
+    listed = {name for layer in layers() for name in layer}
+    rows: list[list[object]] = []
+    for number, layer in enumerate(layers(), 1):
+        for name in layer:
+            inside = [child for child in subpackages(name) if child not in listed]
+            for module in [name, *inside]:
+                path = source(module)
+                shown = path.parent if path.name == "__init__.py" else path
+                label = shown.relative_to(ROOT).as_posix() + ("/" if shown.is_dir() else "")
+                rows.append([number, f"`{label}`", sentence(ast.get_docstring(ast.parse(path.read_text())))])
     return table(["layer", "package or module", "purpose"], rows)
 
 
 def layers() -> list[list[str]]:
-    """The names of each layer, from the top down, as pyproject.toml lists them."""
+    """The dotted modules of each layer, from the top down, as pyproject.toml lists them."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())
     (contract,) = (c for c in project["tool"]["importlinter"]["contracts"] if c["type"] == "layers")
-    return [re.findall(r"\w+", layer) for layer in contract["layers"]]
+    return [re.findall(r"[\w.]+", layer) for layer in contract["layers"]]
 
 
-def place(name: str) -> tuple[str, Path]:
-    """Where a module below `layerzero` is: its path for the reader, and the file with its docstring."""
-    folder = ROOT / name if name in FOLDERS else ROOT / "layerzero" / name
-    shown = folder.relative_to(ROOT).as_posix()
-    if folder.is_dir():
-        return f"{shown}/", folder / "__init__.py"
-    return f"{shown}.py", folder.with_suffix(".py")
+def source(module: str) -> Path:
+    """The file with a module's docstring: `layerzero.actors` and `layerzero.scheduler` are root folders."""
+    parts = module.split(".")[1:]
+    folder = ROOT.joinpath(*parts) if parts[0] in FOLDERS else ROOT.joinpath("layerzero", *parts)
+    return folder / "__init__.py" if folder.is_dir() else folder.with_suffix(".py")
+
+
+def subpackages(module: str) -> list[str]:
+    """The packages anywhere below a package, by dotted name."""
+    path = source(module)
+    if path.name != "__init__.py":
+        return []
+    folders = sorted(child.parent.relative_to(path.parent) for child in path.parent.glob("*/**/__init__.py"))
+    return [".".join([module, *folder.parts]) for folder in folders]
 
 
 PARTS: dict[str, Callable[[], str]] = {

@@ -1,4 +1,4 @@
-"""The site builds without a warning, and a browser can use it: links, search, and no page wider than its window."""
+"""The site builds without a warning, and a browser can use it: links, search, pages as wide as the window."""
 
 from __future__ import annotations
 
@@ -39,8 +39,8 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The built site; a warning of Sphinx's fails the build."""
     folder = tmp_path_factory.mktemp("site")
     done = subprocess.run(
-        [sys.executable, "-m", "sphinx", "-b", "html", "-W", "--keep-going", "-q", "-d", str(folder / "trees"),
-         str(ROOT / "docs"), str(folder / "html")],
+        [sys.executable, "-m", "sphinx", "-b", "html", "-W", "--keep-going", "-q",
+         "-d", str(folder / "trees"), str(ROOT / "docs"), str(folder / "html")],
         capture_output=True, text=True, timeout=BUILD_S, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-4000:]

@@ -49,7 +49,12 @@ def test_a_project_in_order_has_no_complaint(root: Path) -> None:
         ("README.md", "lz doctor", "A=1 lz heal", "lz has no command heal"),
         ("README.md", "lz doctor", ".venv/bin/python examples/x.py", "examples/x.py does not exist"),
         ("REQUIREMENTS.md", "`tests/test_a.py::test_a` | done", " | done", "T1 is done and its proof is ''"),
-        ("REQUIREMENTS.md", "`tests/test_a.py::test_a` | done", "- | done", "T1 is done and its proof is '-'"),
+        (
+            "REQUIREMENTS.md",
+            "`tests/test_a.py::test_a` | done",
+            "- | done",
+            "T1 is done and its proof is '-'",
+        ),
         ("REQUIREMENTS.md", "| - | open", "| - | done: so", "T3 is done and its proof is '-'"),
         (
             "REQUIREMENTS.md",
@@ -88,3 +93,57 @@ def test_each_broken_promise_is_named(root: Path, file: str, old: str, new: str,
     (complaint,) = complaints()
     assert complaint.startswith(file)
     assert said in complaint
+
+
+@pytest.fixture
+def pages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A README in an otherwise empty project."""
+    monkeypatch.setattr(check_docs, "ROOT", tmp_path)
+    (tmp_path / "README.md").write_text("`lz.Settings.load` `lz.sync.linear` `lz.explain(x).as_json()`\n")
+    return tmp_path / "README.md"
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("`lz.atention(q)`", "layerzero has no atention"),
+        ("`lz.sync.liner`", "layerzero has no sync.liner"),
+        ("`lz.Settings(strikt=True)`", "Settings has no strikt"),
+        ("`Settings.strikt`", "Settings has no strikt"),
+        ("see `layerzero/gone.py`", "layerzero/gone.py does not exist"),
+        ("see `tests/gone.py::test_a`", "tests/gone.py::test_a does not exist"),
+    ],
+)
+def test_a_name_that_does_not_exist_is_found(pages: Path, text: str, said: str) -> None:
+    """What a reader would type has to be there: public names, fields of settings, files."""
+    assert list(check_docs.names()) == []
+    pages.write_text(text)
+    assert list(check_docs.names()) == [f"README.md: {said}"]
+
+
+@pytest.mark.parametrize(
+    "speed", ["3.5 us", "120 tokens/s", "4.28 TB/s", "1.2 times as fast", "2 microseconds"]
+)
+def test_a_speed_in_prose_needs_a_record(pages: Path, speed: str) -> None:
+    """A figure that nobody measures again grows old; one that a record fills in may stay, and so may code."""
+    pages.write_text(f"It takes {speed}.\n")
+    assert list(check_docs.figures()) == [
+        f"README.md: '{speed}' needs to come from a record (scripts/tables.py)"
+    ]
+    pages.write_text(f"<!-- value: r.json#a -->{speed}<!-- /value -->\n```text\n{speed}\n```\n")
+    assert list(check_docs.figures()) == []
+
+
+def test_a_long_readme_is_refused(pages: Path) -> None:
+    """Its bound is eight hundred words."""
+    pages.write_text("word " * 801)
+    assert list(check_docs.figures()) == ["README.md has 801 words, it may have 800"]
+
+
+def test_a_module_that_is_run_has_to_exist() -> None:
+    """`python -m` of ours is looked up; a library that is missing here is none of ours."""
+    assert list(check_docs.missing(["python", "-m", "scripts.gone"], set(), set())) == [
+        "python has no module scripts.gone"
+    ]
+    assert list(check_docs.missing(["python", "-m", "scripts.tables"], set(), set())) == []
+    assert list(check_docs.missing(["python", "-m", "somebody.elses"], set(), set())) == []
