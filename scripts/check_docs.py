@@ -30,6 +30,9 @@ UNITS = (
     "% (?:faster|slower)",
 )  # fmt: skip
 SPEED = re.compile(rf"\d(?:[\d.,]*\d)?\s?(?:{'|'.join(UNITS)})\b")
+SENTENCE = re.compile(r"(?<=[\w`)\]\"%][.!?])\s+(?=[A-Z`\"(\[*])")
+MARKER = re.compile(r"\s*(?:[-*] |\d+\. )?")
+ABBREVIATION = re.compile(r"\b(?:e\.g|i\.e|vs|al|etc)\.$")
 README_WORDS = 800
 IGNORED = {".venv", ".git", "build", "dist", "node_modules"}
 
@@ -200,6 +203,38 @@ def figures() -> Iterator[str]:
         yield f"README.md has {words} words, it may have {README_WORDS}"
 
 
+def sentences() -> Iterator[str]:
+    """Yield lines of prose that hold more than one sentence: one a line makes changes easy to read."""
+    for path in documents():
+        if path.name in ("CHANGELOG.md", "REQUIREMENTS.md"):
+            continue
+        for number, line in prose_lines(path.read_text()):
+            if len(list(in_one_line(line))) > 1:
+                yield f"{path.relative_to(ROOT)}:{number}: needs one sentence a line"
+
+
+def prose_lines(text: str) -> Iterator[tuple[int, str]]:
+    """The numbered lines that are neither code, generated, a table, a heading nor markup."""
+    blank = re.compile(r"[^\n]")
+    for block in (GENERATED, FENCE):
+        text = block.sub(lambda match: blank.sub("", match[0]), text)
+    for number, line in enumerate(text.splitlines(), 1):
+        if not line.startswith(("|", "#", "<", ":::")):
+            yield number, line
+
+
+def in_one_line(line: str) -> Iterator[str]:
+    """The sentences of a line; a stop inside code, brackets or an abbreviation ends none."""
+    start = marker.end() if (marker := MARKER.match(line)) else 0
+    for stop in SENTENCE.finditer(line, start):
+        part = line[start : stop.start()]
+        whole = part.count("`") % 2 == 0 and part.count("(") == part.count(")")
+        if whole and part.count("[") == part.count("]") and not ABBREVIATION.search(part):
+            yield part
+            start = stop.end()
+    yield line[start:]
+
+
 def tables() -> Iterator[str]:
     """Yield documents whose tables differ from the measurements they are generated from."""
     for path in documents():
@@ -257,7 +292,7 @@ def changelog() -> Iterator[str]:
 
 
 CHECKS: tuple[Callable[[], Iterator[str]], ...] = (
-    links, ledger, commands, names, figures, tables, code, pictures, shown, changelog,
+    links, ledger, commands, names, figures, sentences, tables, code, pictures, shown, changelog,
 )  # fmt: skip
 
 

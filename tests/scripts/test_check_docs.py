@@ -134,6 +134,24 @@ def test_a_speed_in_prose_needs_a_record(pages: Path, speed: str) -> None:
     assert list(check_docs.figures()) == []
 
 
+@pytest.mark.parametrize(
+    ("line", "wrong"),
+    [
+        ("One. Two.", True),
+        ("- One. Two.", True),
+        ("1. One, as in `a. B` (see. That), [A. B](c.md)", False),
+        ("Sizes, e.g. Sq.", False),
+        ("| One. Two. |", False),
+        ("```text\nOne. Two.\n```", False),
+        ("1. **Head.** Text.", False),
+    ],
+)
+def test_prose_has_one_sentence_a_line(pages: Path, line: str, wrong: bool) -> None:
+    """A change of one sentence is then a change of one line; code and tables are left alone."""
+    pages.write_text(line + "\n")
+    assert list(check_docs.sentences()) == (["README.md:1: needs one sentence a line"] if wrong else [])
+
+
 def test_a_long_readme_is_refused(pages: Path) -> None:
     """Its bound is eight hundred words."""
     pages.write_text("word " * 801)
