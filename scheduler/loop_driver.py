@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import suppress
 from contextvars import Context
 from functools import partial
 from typing import Any, Final
@@ -21,10 +22,12 @@ from layerzero.actors.device.worker import Worker
 from layerzero.native import HOT
 from layerzero.scheduler.core.batcher import Lane
 from layerzero.scheduler.core.bisect import Executor, run_blaming
+from layerzero.scheduler.core.expected_callers import ExpectedCallers
 from layerzero.scheduler.core.limits import Caps, Stats
 from layerzero.scheduler.core.pending_call import RUNNING, Batch, Caller, Failed, Ticket
 from layerzero.scheduler.core.round_robin import Group, Slot, Sweep
-from layerzero.scheduler.streams import HOST, Streams
+from layerzero.scheduler.streams import HOST, Across, Streams
+from layerzero.scheduler.torch_modes import Modes
 from layerzero.spec.errors import DeadlineExceededError, OverloadedError, RuntimeClosedError
 from layerzero.spec.settings import Settings
 
@@ -47,10 +50,35 @@ class Front:
     """
 
     __slots__ = (
-        "__weakref__", "_across", "_ahead", "_armed", "_callers", "_context", "_executor", "_flying", "_gone",
-        "_hold", "_joined", "_lock", "_max_inline_us", "_now", "_spent_us", "_timer", "_timer_at",
-        "_worker", "alone", "ambient_grad", "ambient_stream", "inline_limit_us", "lane", "loop", "readback",
-        "state", "stepping",
+        "__weakref__",
+        "_across",
+        "_ahead",
+        "_armed",
+        "_asked",
+        "_callers",
+        "_context",
+        "_executor",
+        "_flying",
+        "_gone",
+        "_hold",
+        "_joined",
+        "_last_modes",
+        "_lock",
+        "_max_inline_us",
+        "_now",
+        "_spent_us",
+        "_timer",
+        "_timer_at",
+        "_worker",
+        "alone",
+        "ambient_grad",
+        "ambient_stream",
+        "inline_limit_us",
+        "lane",
+        "loop",
+        "readback",
+        "state",
+        "stepping",
     )  # fmt: skip
 
     def __init__(
@@ -75,8 +103,12 @@ class Front:
         self.stepping: Caller | None = None  # the spawned coroutine that runs just now
         self._executor = executor
         self._worker = worker
-        if across is not None and across.completion == HOST:
-            self.lane.caps.ahead = RUN_AHEAD
+        if across is not None:
+            self.lane.expected = ExpectedCallers(self.lane.caps)
+            if across.completion == HOST:
+                self.lane.caps.ahead = RUN_AHEAD
+        self._last_modes: tuple[Modes | Across, Any] | None = None  # of the batch that was launched last
+        self._asked = False  # whether the device is to say when it has run
         self._ahead = self.lane.caps.ahead
         self.inline_limit_us = float("inf") if always_inline else settings.inline_limit_us
         self._max_inline_us = settings.max_inline_us
@@ -152,27 +184,6 @@ class Front:
         self.end(ticket, error)
         return True
 
-    def leave(self) -> Caller | None:
-        """The current task goes away with the device, to read a result: its next call is expected.
-
-        Give what is returned to `back` when it goes on; None for a task that shares the lane with nobody.
-        """
-        if self.alone is not None:
-            return None
-        caller = self.stepping
-        if caller is None:
-            caller = self._callers.get(asyncio.current_task(self.loop))  # type: ignore[arg-type]
-        if caller is not None:
-            self.lane.leave(caller)
-        return caller
-
-    def back(self, caller: Caller | None) -> None:
-        """Who went away goes on, or was cancelled; what it calls until the next turn meets what was held."""
-        if caller is not None:
-            self.lane.back(caller)
-            if self.lane.queued:
-                self._arm()
-
     def enlist(self, ended: Task) -> Caller:
         """Know a caller that is no task until `ended` is done."""
         return self._register(ended)
@@ -193,7 +204,9 @@ class Front:
         return caller
 
     def _unregister(self, task: Task) -> None:
-        self._callers.pop(task, None)
+        caller = self._callers.pop(task, None)
+        if caller is not None and self.lane.expected is not None:
+            self.lane.expected.forget(caller)
         self._changed()
         if not self._callers and self._gone is not None and not self._gone.done():
             self._gone.set_result(None)
@@ -239,6 +252,38 @@ class Front:
             self._launch(batch)
         if lane.held_until < float("inf"):
             self._wait_at_most(lane.held_until)
+        if lane.expected is not None and lane.expected.needs_device and not self._asked:
+            self._ask_device(lane.expected)
+
+    def _ask_device(self, expected: ExpectedCallers) -> None:
+        """Have the device say when it has run what was launched so far: a hold ends by it."""
+        assert self._across is not None and self._last_modes is not None
+        self._asked = True
+        try:
+            self._across.reap(self._last_modes, partial(self._device_ran, expected.launches))
+        except RuntimeClosedError:
+            expected.completed(expected.launches, self.loop.time())
+
+    def _device_ran(self, launches: int, error: Exception | None) -> None:
+        """On the reaper's thread; an error of the device is for those that read its results."""
+        with suppress(RuntimeError):  # the loop is closed: nobody waits
+            self.loop.call_soon_threadsafe(self._completed, launches)
+
+    def _completed(self, launches: int) -> None:
+        self._asked = False
+        self.completed(launches)
+
+    @property
+    def launches(self) -> int:
+        """Batches that were launched and whose end is told by `completed`; 0 where that is not counted."""
+        return 0 if self.lane.expected is None else self.lane.expected.launches
+
+    def completed(self, launches: int) -> None:
+        """The device has run the first `launches` batches: what was held for that goes on."""
+        if self.lane.expected is not None:
+            self.lane.expected.completed(launches, self.loop.time())
+            if self.lane.queued:
+                self._arm()
 
     def _wait_at_most(self, until: float) -> None:
         """Have a turn at `until`, whoever is still away then."""
@@ -275,7 +320,7 @@ class Front:
     def _run(self, batch: Batch) -> list[Any]:
         op, modes, execute = batch.op, batch.modes, self._executor.execute
         if self._across is not None:
-            modes = batch.modes = self._across.of(batch.tickets)
+            modes = batch.modes = self._last_modes = self._across.of(batch.tickets)
         return run_blaming(lambda calls: execute(op, calls, modes), batch.calls, pure=op.pure)
 
     def _run_there(self, batch: Batch) -> None:
@@ -325,6 +370,8 @@ class Front:
 
     def _landed(self, batch: Batch, outcomes: list[Any]) -> None:
         self._flying.remove(batch)
+        if batch.launch is not None and self.lane.expected is not None:
+            self.lane.expected.completed(batch.launch.number, self.loop.time())
         self._finish(batch, outcomes, landed=True)
 
     def _finish(self, batch: Batch, outcomes: list[Any], *, landed: bool = False) -> None:

@@ -162,7 +162,7 @@ class Readback:
         self._sources: set[Stream] = set()
 
     async def read(self, tensor: Tensor, stream: Stream) -> Tensor:
-        """The host copy of `tensor`, which `stream` writes; the lane expects the caller back meanwhile."""
+        """The host copy of `tensor`, which `stream` writes."""
         ticket = TICKETS.kind(self, (tensor,))
         ticket.front = self
         ticket._loop = self.loop
@@ -170,11 +170,7 @@ class Readback:
             self.loop.call_soon(self._launch)
         self._pending.append(ticket)
         self._sources.add(stream)
-        caller = self._front.leave()
-        try:
-            copied: Tensor = await ticket
-        finally:
-            self._front.back(caller)
+        copied: Tensor = await ticket
         return copied
 
     def cancel(self, ticket: Ticket, message: object = None) -> bool:
@@ -196,9 +192,12 @@ class Readback:
             self._land(pending, [], error)
             return
         # `pending` holds the sources until the copies have ended.
-        self._worker.submit(lambda: self._wait(event, pending, parts, hosts))
+        launches = self._front.launches
+        self._worker.submit(lambda: self._wait(event, pending, parts, hosts, launches))
 
-    def _wait(self, event: Any, pending: list[Ticket], parts: list[Piece], hosts: list[Tensor]) -> None:
+    def _wait(
+        self, event: Any, pending: list[Ticket], parts: list[Piece], hosts: list[Tensor], launches: int
+    ) -> None:
         """On the reaper's thread."""
         error: Exception | None = None
         found: list[tuple[int, Tensor]] = []
@@ -208,9 +207,15 @@ class Readback:
                 found += apart(part, host)
         except Exception as raised:
             error = raised
-        self.loop.call_soon_threadsafe(self._land, pending, found, error)
+        self.loop.call_soon_threadsafe(self._land, pending, found, error, launches)
 
-    def _land(self, pending: list[Ticket], found: list[tuple[int, Tensor]], error: Exception | None) -> None:
+    def _land(
+        self,
+        pending: list[Ticket],
+        found: list[tuple[int, Tensor]],
+        error: Exception | None,
+        launches: int = 0,
+    ) -> None:
         """Give who still waits a copy, or what went wrong, and send all of them on in one callback."""
         for index, copy in found:
             ticket = pending[index]
@@ -223,4 +228,6 @@ class Readback:
                 ticket.state, ticket.value = FAILED, Failed(error)
         for ticket in pending:
             ticket.args = ()
+        # The copies stood behind every batch that was launched before them.
+        self._front.completed(launches)
         self._front.resume(ended)

@@ -22,12 +22,10 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 PRODUCTION = ("layerzero", "actors", "scheduler")
-VAGUE = frozenset(
-    (
-        "found own made known kept given held asked wanted taken there here mine told said "
-        "left most least fresh more now at"
-    ).split()
-)
+_VAGUE = """
+found own made known kept given held asked wanted taken there here mine told said left most least fresh more now at
+"""
+VAGUE = frozenset(_VAGUE.split())
 # Not participles, or adjectives of the field.
 ADJECTIVES = frozenset(("batched", "seed", "need", "feed", "speed", "embed"))
 _IRREGULAR = "told|made|found|kept|held|laid|known|given|taken|begun|sent|built|drawn|bound"

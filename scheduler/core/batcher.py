@@ -6,7 +6,7 @@ slots are served in the order in which they first appeared, round and round. Mod
 ops, so a sweep in program order walks with the largest group of callers and picks up every one it passes.
 
 All waiting tickets of a group may join whichever of its slots is being served. Where callers are away with
-a device that answers later, what they will ask next is held for them, within bounds (`expected.py`).
+a device that answers early, what they will ask next is held for them (`expected_callers.py`).
 """
 
 from __future__ import annotations
@@ -14,10 +14,12 @@ from __future__ import annotations
 import heapq
 import math
 from collections import OrderedDict
+from collections.abc import Set
 from itertools import islice
 from typing import Any
 
 from layerzero.native import HOT
+from layerzero.scheduler.core.expected_callers import ExpectedCallers
 from layerzero.scheduler.core.limits import Caps as Caps
 from layerzero.scheduler.core.limits import Stats as Stats
 from layerzero.scheduler.core.pending_call import (
@@ -36,7 +38,6 @@ from layerzero.scheduler.core.pending_call import (
     Failed,
     Ticket,
 )
-from layerzero.scheduler.core.readback_hold import Expected
 from layerzero.scheduler.core.round_robin import Group, Slot, Sweep
 
 # Weight of the newest batch in the running mean of batch times: about the last eight count.
@@ -56,7 +57,7 @@ class Lane:
         self.caps = caps or Caps()
         self.stats = Stats()
         self.sweep = Sweep(self.caps.slots)
-        self.expected = Expected(self.caps)
+        self.expected: ExpectedCallers | None = None  # of a device that answers before it has run
         self.held_until = (
             math.inf
         )  # when `next_batch` may find what it held back; infinite where it held nothing
@@ -128,22 +129,16 @@ class Lane:
         """A loop turn has passed since the last batch ended or the lane left idleness."""
         self._turn_owed = False
 
-    def leave(self, caller: Caller) -> None:
-        """A caller goes away with a device: what stands where it will call next is held for it."""
-        if caller.last is not None:
-            self.expected.leave(caller, caller.last)
-
-    def back(self, caller: Caller) -> None:
-        """A caller that went away is back, or has ended."""
-        self.expected.back(caller)
-
     def next_batch(self, now: float) -> Batch | None:
         """The next batch to run, or None: nothing waits, a turn is owed, enough is in flight, or all that
-        waits is held for callers that are away, until `held_until` at the latest."""
+        waits is held for callers that are expected, until `held_until` or news of the device."""
         self.held_until = math.inf
         if not self.queued or self._turn_owed or self.in_flight >= self.caps.ahead:
             return None
-        held: set[Group] = self.expected.held(self.sweep.pending, now) if self.expected else set()
+        expected = self.expected
+        held: Set[Group] = frozenset()
+        if expected is not None:
+            held = expected.held(self.sweep.pending, now)
         chosen = None if self._cut_last else self._cut_in(now, held)
         group: Group | None = None
         if chosen is None:
@@ -154,13 +149,14 @@ class Lane:
         if chosen is not None:
             group = chosen.slot.group
         if group is None:
-            self.held_until = min(self.expected.until, self._must_start())
+            if expected is not None:
+                self.held_until = min(expected.until, self._must_start())
             return None
         tickets = self._take(group, chosen, now)
         self.sweep.served(group, len(tickets))
         batch = self._started(tickets, now)
-        if self.caps.ahead > 1 and not group.solo:
-            self.expected.leave(batch, group)
+        if expected is not None:
+            batch.launch = expected.launched(tickets, group, now)
         return batch
 
     def done(self, batch: Batch, outcomes: list[Any], now: float) -> None:
@@ -181,7 +177,6 @@ class Lane:
         stats.failed += ended - values - left
         self.running -= ended
         self.in_flight -= 1
-        self.expected.back(batch)
         self._turn_owed = True
         took = max(now - batch.started, 0.0)
         self.batch_s = took if not self.batch_s else self.batch_s + _NEWEST * (took - self.batch_s)
@@ -297,8 +292,6 @@ class Lane:
         self._urgent.pop(ticket, None)
         self._watched.pop(ticket.seq, None)
         group.count -= 1
-        if not group.count:
-            group.held_at = None
         group.tokens -= ticket.tokens
         group.bytes -= ticket.bytes
         self.queued -= 1
@@ -334,7 +327,7 @@ class Lane:
 
     # -- the pick rule -----------------------------------------------------------------------------
 
-    def _cut_in(self, now: float, held: set[Group]) -> Ticket | None:
+    def _cut_in(self, now: float, held: Set[Group]) -> Ticket | None:
         """A ticket that may not wait for the sweep; a deadline ends a hold too, a priority does not."""
         if self._watched and now >= self._must_start():
             return self._watched[self._deadlines[0][1]]

@@ -10,8 +10,8 @@ class Caps:
 
     `ageing_s` lifts a waiting ticket by one priority class; `ahead` is how many batches may be in flight;
     `slots` how many places of the models' programs are remembered. `reject` refuses tickets at a full
-    queue, which otherwise wait in order for room. `hold_s` is how long tickets wait for callers that are
-    away with a device, at most.
+    queue, which otherwise wait in order for room. `hold_s` is how long a call waits at most, after the device
+    has run, for callers that are expected to call beside it.
     """
 
     __slots__ = (
@@ -31,7 +31,7 @@ class Caps:
         ahead: int = 1,
         slots: int = 8192,
         reject: bool = False,
-        hold_s: float = 0.05,
+        hold_s: float = 0.01,
     ) -> None:
         self.items = items
         self.tokens = tokens

@@ -52,13 +52,15 @@ class Failed:
 
 class Caller:
     """One task that submits calls, one after another; `last` and `slot` are the lane's record of its
-    previous call."""
+    previous call, `launch` of the batch that ran it, `late_s` of how long after that it calls again."""
 
-    __slots__ = ("__weakref__", "last", "slot")
+    __slots__ = ("__weakref__", "last", "late_s", "launch", "slot")
 
     def __init__(self) -> None:
         self.last: Any = None
         self.slot: Any = None
+        self.launch: Any = None
+        self.late_s: float | None = None
 
 
 class Ticket:
@@ -207,12 +209,13 @@ HOT.on_ready(TICKETS.adopt)
 class Batch:
     """Tickets of one group that run together; `calls` are their arguments, in order."""
 
-    __slots__ = ("expected_us", "modes", "op", "started", "tickets")
+    __slots__ = ("expected_us", "launch", "modes", "op", "started", "tickets")
 
     def __init__(self, tickets: list[Ticket], started: float, expected_us: float | None = None) -> None:
         first = tickets[0]
         self.op = first.op
         self.modes = first.modes
+        self.launch: Any = None  # on a device that answers before it has run
         self.tickets = tickets
         self.started = started
         self.expected_us = sum([t.expected_us for t in tickets]) if expected_us is None else expected_us

@@ -22,10 +22,14 @@ class Group:
     """The waiting tickets of one compatibility class, one line a priority; a dict is an ordered set.
 
     A `solo` group serves an op's calls that batch with nothing: one ticket a batch. `busy` are its slots
-    with tickets; `held_at` is since when its tickets wait for callers that are away.
+    with tickets. Of its batches on a device that answers early: `launched_at` of the last, the time between
+    two, and how long one runs, in seconds.
     """
 
-    __slots__ = ("busy", "bytes", "count", "held_at", "key", "lines", "slots", "solo", "tokens")
+    __slots__ = (
+        "busy", "bytes", "count", "key", "launched_at", "lines", "period_s", "run_s", "slots", "solo",
+        "tokens",
+    )  # fmt: skip
 
     def __init__(self, key: Any, solo: bool) -> None:
         self.key = key
@@ -34,7 +38,8 @@ class Group:
         self.count = self.tokens = self.bytes = 0
         self.slots: dict[Group | None, Slot] = {}
         self.busy: dict[Slot, None] = {}
-        self.held_at: float | None = None
+        self.launched_at: float | None = None
+        self.period_s = self.run_s = 0.0
 
 
 class Slot:
@@ -176,7 +181,6 @@ class Sweep:
 
     def served(self, group: Group, count: int) -> None:
         """`count` tickets of `group` were taken; those that came after the sweep reached it wait a round."""
-        group.held_at = None
         if self._serving is not None and self._serving.group is group:
             self._owed -= count
 

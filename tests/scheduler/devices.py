@@ -51,8 +51,11 @@ class Later(Device):
     """A device that answers a launch at once and has run it later, one launch after another.
 
     Its time is the loop's: a batch takes `pass_s`, whatever its size, as one that reads a model's weights
-    does. It is also what copies its results (`launch`), and the thread that waits for them (`submit`).
+    does. It is also what copies its results (`launch`), the thread that waits for them (`submit`), and the
+    streams of a driver (`ambient`, `of`, `reap`), which say when it has run what was launched.
     """
+
+    completion = "stream"
 
     def __init__(self, loop: asyncio.AbstractEventLoop, pass_s: float) -> None:
         super().__init__()
@@ -70,6 +73,18 @@ class Later(Device):
     def submit(self, job: Callable[[], object]) -> None:
         """Run `job` when the device has come so far."""
         self.loop.call_at(self.free_at, job)
+
+    def ambient(self) -> tuple[int, int, int]:
+        """One stream is all there is."""
+        return 0, 0, 0
+
+    def of(self, tickets: Sequence[Any]) -> Any:
+        """The modes of a batch."""
+        return None, None
+
+    def reap(self, modes: Any, told: Callable[[Exception | None], object]) -> None:
+        """Call `told` when everything launched so far has run."""
+        self.loop.call_at(self.free_at, told, None)
 
 
 class _Done:

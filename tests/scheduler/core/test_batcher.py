@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from layerzero.scheduler.core.batcher import Caps, Lane
+from layerzero.scheduler.core.expected_callers import ExpectedCallers
 from layerzero.scheduler.core.pending_call import (
     CANCELLED,
     DETACHED,
@@ -462,13 +463,18 @@ class LaneMachine(RuleBasedStateMachine):
         reject=st.booleans(),
         slots=st.sampled_from([2, 8, 1000]),
         ahead=st.integers(1, 2),
+        early=st.booleans(),
     )
-    def open(self, items: int, tokens: int, queue: int, reject: bool, slots: int, ahead: int) -> None:
+    def open(
+        self, items: int, tokens: int, queue: int, reject: bool, slots: int, ahead: int, early: bool
+    ) -> None:
         caps = Caps(
             items=items, tokens=tokens, max_bytes=30, queue_items=queue, queue_bytes=60, reject=reject,
             ageing_s=0.5, slots=slots, ahead=ahead, hold_s=HOLD_S,
         )  # fmt: skip
         self.lane = Lane(caps)
+        if early:  # the device answers before it has run
+            self.lane.expected = ExpectedCallers(caps)
 
     @rule(
         group=st.sampled_from(["a", "b", "c", "d", None]),
@@ -504,13 +510,15 @@ class LaneMachine(RuleBasedStateMachine):
         self.now += passed
         self.lane.turn(self.now)
 
-    @rule(caller=st.integers(0, 3))
-    def leave(self, caller: int) -> None:
-        self.lane.leave(self.callers[caller])
+    @rule(share=st.floats(0.0, 1.0))
+    def ran(self, share: float) -> None:
+        if self.lane.expected is not None:
+            self.lane.expected.completed(round(share * self.lane.expected.launches), self.now)
 
     @rule(caller=st.integers(0, 3))
-    def back(self, caller: int) -> None:
-        self.lane.back(self.callers[caller])
+    def gone(self, caller: int) -> None:
+        if self.lane.expected is not None:
+            self.lane.expected.forget(self.callers[caller])
 
     @rule()
     def expire(self) -> None:
@@ -525,7 +533,11 @@ class LaneMachine(RuleBasedStateMachine):
         ready = self.lane.queued and not self.lane._turn_owed and len(self.flying) < self.lane.caps.ahead
         batch = self.lane.next_batch(self.now)
         if batch is None:
-            assert not ready or (self.lane.expected and self.now < self.lane.held_until <= self.now + HOLD_S)
+            expected = self.lane.expected
+            held = expected is not None and (
+                expected.needs_device or self.now < self.lane.held_until <= self.now + HOLD_S
+            )
+            assert not ready or held
             return
         assert len(self.flying) < self.lane.caps.ahead
         assert batch.tickets and all(t in queued for t in batch.tickets)
@@ -561,12 +573,17 @@ class LaneMachine(RuleBasedStateMachine):
         there = [t for t in self.tickets if t.state == QUEUED]
         # Every ticket is served in the sweep's pass over its slot, at worst in a batch of its own, and
         # between any two of these one cut-in may go. Newcomers of a better class pass only until the
-        # ticket has aged, which takes two batches here. Each of the five groups may be held once.
-        for _ in range(2 * len(there) + 11):
+        # ticket has aged, which takes two batches here. Each of the five groups may be held once,
+        # and a hold may ask for the device first.
+        for _ in range(4 * len(there) + 22):
             self.now += self.lane.caps.ageing_s
             self.lane.turn(self.now)
             batch = self.lane.next_batch(self.now)
             if batch is None:
+                expected = self.lane.expected
+                if expected is not None and expected.needs_device:
+                    expected.completed(expected.launches, self.now)
+                    continue
                 if self.lane.held_until < math.inf:
                     continue
                 break

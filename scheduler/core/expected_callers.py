@@ -1,0 +1,163 @@
+"""Who is expected to call again: the callers of what a device still runs, or has just run.
+
+A device that answers before it has computed makes its callers look idle. A batcher that ran whatever waits
+would walk with them in two crowds, and each costs a pass of the weights. So a group of waiting calls is held
+while callers are expected that came from where its own calls come from:
+
+- while the device still runs their last batch: what is held would stand behind it in any case;
+- for a grace after that, since they have to read the result, write to a socket, draw a breath. The grace is
+  what each caller has been seen to need, as long as waiting costs less than a batch of its own would. A
+  caller that stays away longer is not expected before its next call: it costs the others one grace, once.
+
+Nothing here reads a clock or a device. `launched` and `completed` say what happened, `held` what follows.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Set
+from typing import Final
+
+from layerzero.scheduler.core.limits import Caps
+from layerzero.scheduler.core.pending_call import Caller, Ticket
+from layerzero.scheduler.core.round_robin import Group, Slot
+
+# Shares of the time between two batches of a group, which is what a batch of its own would cost a latecomer.
+FIRST_GRACE: Final = 0.25  # for a caller that nothing is known of
+WORTH: Final = 0.5  # beyond it a latecomer runs on its own
+SLACK: Final = 0.1  # on top of what a caller has been seen to need
+GONE: Final = 8.0  # after so many batches without a call a caller takes part no longer
+LONG: Final = 2.0  # times a batch of the group usually runs
+NEWEST: Final = 0.25  # weight of the newest in running means: about the last four count
+
+
+class Launch:
+    """A batch that was handed to the device: its number, its group, when, and since when it is done."""
+
+    __slots__ = ("done_at", "group", "launched_at", "number")
+
+    def __init__(self, number: int, group: Group, launched_at: float) -> None:
+        self.number = number
+        self.group = group
+        self.launched_at = launched_at
+        self.done_at: float | None = None
+
+
+class ExpectedCallers:
+    """Callers between the launch of their last batch and their next call.
+
+    `until` is when the first hold that `held` has told of ends by itself; infinite without one.
+    `needs_device` says that a hold ends only when the device is known to have run what was launched.
+    """
+
+    __slots__ = ("_done", "_limits", "_waiting", "launches", "needs_device", "until")
+
+    def __init__(self, limits: Caps) -> None:
+        self._limits = limits
+        self._waiting: dict[Caller, Launch] = {}
+        self.launches = self._done = 0
+        self.until = math.inf
+        self.needs_device = False
+
+    def __len__(self) -> int:
+        return len(self._waiting)
+
+    def launched(self, tickets: Iterable[Ticket], group: Group, now_s: float) -> Launch:
+        """A batch goes to the device; its callers are expected back."""
+        self.launches += 1
+        launch = Launch(self.launches, group, now_s)
+        if group.launched_at is not None:
+            period_s = now_s - group.launched_at
+            group.period_s = _mean(group.period_s, min(period_s, 4 * group.period_s or period_s))
+        group.launched_at = now_s
+        for ticket in tickets:
+            caller = ticket.caller
+            if caller is None:
+                continue
+            before = caller.launch
+            if before is not None:
+                done_at = before.done_at
+                late_s = max(ticket.at - done_at, 0.0) if done_at is not None else 0.0
+                caller.late_s = late_s if caller.late_s is None else _mean(caller.late_s, late_s)
+            caller.launch = launch
+            self._waiting[caller] = launch
+        return launch
+
+    def completed(self, number: int, now_s: float) -> None:
+        """The device has run every launch up to `number`."""
+        if number <= self._done:
+            return
+        self._done = number
+        for launch in set(self._waiting.values()):
+            if launch.number <= number and launch.done_at is None:
+                group, run_s = launch.group, now_s - launch.launched_at
+                # Where nobody asked in time, it has been done for long.
+                usual_s = LONG * group.run_s if group.run_s else run_s
+                launch.done_at = launch.launched_at + min(run_s, usual_s)
+                group.run_s = _mean(group.run_s or run_s, min(run_s, usual_s))
+
+    def forget(self, caller: Caller) -> None:
+        """A caller has ended."""
+        self._waiting.pop(caller, None)
+
+    def held(self, pending: Iterable[Slot], now_s: float) -> set[Group]:
+        """The groups among those of `pending` that wait for callers."""
+        self.until, self.needs_device = math.inf, False
+        held: set[Group] = set()
+        groups = {slot.group for slot in pending}
+        present = {group: {t.caller for line in group.lines for t in line} for group in groups}
+        absent = self._waiting.keys() - set().union(*present.values())
+        if not absent:
+            return held
+        by_source: dict[Group, list[Caller]] = {}
+        for caller in absent:
+            by_source.setdefault(caller.last, []).append(caller)
+        for group in groups:
+            if group.solo or self._is_full(group):
+                continue
+            sources = (source for source in group.slots if source is not None and source in by_source)
+            expected = [caller for source in sources for caller in by_source[source]]
+            until = self._until(group, present[group], expected, now_s) if expected else now_s
+            if until > now_s:
+                held.add(group)
+                self.until = min(self.until, until)
+                self.needs_device |= until == math.inf
+        return held
+
+    def _until(
+        self, group: Group, present: Set[Caller | None], absent: Iterable[Caller], now_s: float
+    ) -> float:
+        """Until when `group` waits for the absent; infinite while the device runs a batch of its callers."""
+        batch_s = max(group.period_s, group.run_s)
+        newest, until = 0, -math.inf
+        for caller in absent:
+            launch = self._waiting[caller]
+            if launch.done_at is None:
+                newest = max(newest, launch.number)
+            elif now_s > launch.done_at + GONE * batch_s:
+                del self._waiting[caller]
+                continue
+            else:
+                until = max(until, launch.done_at + self._grace_s(caller, batch_s))
+        if until == -math.inf and not newest:
+            return now_s
+        launches = [caller.launch.number for caller in present if caller is not None and caller.launch]
+        newest = max(newest, *launches, 0)
+        return math.inf if newest > self._done else until
+
+    def _grace_s(self, caller: Caller, batch_s: float) -> float:
+        """How long after its last batch it is worth waiting for `caller`."""
+        worth_s = min(WORTH * batch_s, self._limits.hold_s)
+        if caller.late_s is None:
+            return FIRST_GRACE / WORTH * worth_s
+        if caller.late_s > worth_s:
+            return 0.0
+        return min(2.0 * caller.late_s + SLACK * batch_s, worth_s)
+
+    def _is_full(self, group: Group) -> bool:
+        limits = self._limits
+        return group.count >= limits.items or group.tokens >= limits.tokens or group.bytes >= limits.max_bytes
+
+
+def _mean(mean: float, newest: float) -> float:
+    return mean + NEWEST * (newest - mean)
