@@ -13,6 +13,7 @@ import os
 import platform
 import statistics
 import sys
+import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -71,18 +72,35 @@ def _version(distribution: str) -> str | None:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """How long a benchmark may take: rounds of a comparison, single calls, fresh processes."""
+    """How long a benchmark may take: rounds of a comparison, single calls, fresh processes.
+
+    `settle_s` is the longest wait for one thing that loads or compiles behind a call.
+    """
 
     rounds: int = 200
     singles: int = 10_000
     processes: int = 7
     round_ns: int = ROUND_NS
     seconds: float = 3.0
+    settle_s: float = 300.0
 
     @classmethod
     def quick(cls) -> Plan:
         """Just enough to see that everything runs."""
-        return cls(rounds=3, singles=200, processes=1, round_ns=100_000, seconds=0.2)
+        return cls(rounds=3, singles=200, processes=1, round_ns=100_000, seconds=0.2, settle_s=0.0)
+
+
+SETTLING = 8  # calls after which what is chosen counts as chosen
+
+
+def settled(plan: Plan, device: Any, selection: Any) -> bool:
+    """Whether nothing loads or compiles behind the calls so far, and the last one's `selection` stays.
+
+    Waits for it. A compiler beside a measurement takes a core from it, and its kernel's place after that.
+    """
+    ended = threading.Event()
+    device.load_behind(ended.set)
+    return not ended.wait(plan.settle_s) or selection.when_warm is None
 
 
 @dataclass(slots=True)

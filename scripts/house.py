@@ -23,7 +23,8 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 PRODUCTION = ("layerzero", "actors", "scheduler")
 _VAGUE = """
-found own made known kept given held asked wanted taken there here mine told said left most least fresh more now at
+found own made known kept given held asked wanted taken there here mine told said
+left most least fresh more now at
 """
 VAGUE = frozenset(_VAGUE.split())
 # Not participles, or adjectives of the field.

@@ -6,7 +6,7 @@
 // together and take them apart; `begin`, `land` and `resume` take a whole batch of tickets through its states.
 // `Kinds` (functions.h) is the memo of a batched function, `queue` (queue.h) the way of a known call into its line,
 // `Call` (calls.h) what awaits one, `Carried` (carried.h) a coroutine that has torch's modes to itself. What an op
-// reads places from is copied while it is checked (indices.h); `Plans` (plans.h) knows an op's blocking calls.
+// reads places from is copied while it is checked (indices.h, numbers.h); `Plans` (plans.h) knows an op's blocking calls.
 // A function that meets what it does not know returns None or NotImplemented, and Python does the work.
 
 #define PY_SSIZE_T_CLEAN
@@ -720,9 +720,12 @@ PyObject* paired(PyObject*, PyObject* const* args, Py_ssize_t count) {
 
 #include "indices.h"
 
+constexpr Py_ssize_t MAX_PARAMETERS = 32;
+
+#include "numbers.h"
+
 // -- memo ---------------------------------------------------------------------------------------------
 
-constexpr Py_ssize_t MAX_PARAMETERS = 32;
 constexpr size_t MAX_KEY = 2048, MAX_ENTRIES = 16384;
 
 // A key under construction: 64-bit words.
@@ -1151,6 +1154,9 @@ PyMethodDef functions[] = {
      "A copy of places that are in range, none twice."},
     {"pages_of", reinterpret_cast<PyCFunction>(reinterpret_cast<void*>(pages_of)), METH_FASTCALL,
      "Copies of a table of pages and of the lengths that it holds."},
+    {"rows_within", reinterpret_cast<PyCFunction>(reinterpret_cast<void*>(rows_within)), METH_FASTCALL,
+     "The arguments of a draw, with copies of the numbers of each row."},
+    {"proposals", proposals, METH_O, "The arguments of a verification, with a copy of the drafted tokens."},
     {"carries", carries, METH_NOARGS, "Whether the coroutine that runs here has modes of its own."},
     {"modes", modes, METH_NOARGS, "The mask of torch's modes, or -1."},
     {nullptr, nullptr, 0, nullptr}};

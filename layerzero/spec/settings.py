@@ -276,6 +276,8 @@ def _check_words(settings: Settings) -> None:
 
 
 def _build(values: Mapping[str, Any]) -> Settings:
+    if not values:
+        return Settings()  # a first call would wait for the annotations of every field
     plain = {name: os.fspath(v) if isinstance(v, os.PathLike) else v for name, v in values.items()}
     try:
         return msgspec.convert(plain, Settings)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import random
 import sys
 import threading
@@ -106,6 +107,56 @@ def _need_no_blocks_of_hits() -> None:
             out = layerzero.sync.rms_norm(x)
         assert sys.getallocatedblocks() - before < 200
         assert out.shape == x.shape
+
+
+def _functions_of_a_crowd(steps: int = 20) -> int:
+    """Functions entered, of Python and of C, while 64 callers await `steps` calls each."""
+    weight, rows = torch.ones(8, 8), [torch.ones(1, 8) for _ in range(64)]
+    entered = 0
+
+    def count(_frame: Any, event: str, _function: Any) -> None:
+        nonlocal entered
+        entered += event in ("call", "c_call")
+
+    async def caller(x: torch.Tensor) -> None:
+        for _ in range(steps):
+            await lz.linear(x, weight)
+
+    async def crowd() -> None:
+        for _ in range(2):
+            await asyncio.gather(*map(caller, rows))
+        sys.setprofile(count)
+        try:
+            await asyncio.gather(*map(caller, rows))
+        finally:
+            sys.setprofile(None)
+
+    asyncio.run(crowd())
+    return entered
+
+
+@pytest.mark.parametrize("native", [True, False])
+def test_an_awaited_call_does_as_much_whatever_else_is_known(native: bool) -> None:
+    """Hundreds of kinds of calls, awaited and blocking, add no step to one of a crowd."""
+    before = HOT.module
+    try:
+        HOT.load() if native else HOT.use(None)
+    except BackendNotAvailableError as error:
+        pytest.skip(f"nothing to compile with: {error}")
+    try:
+        with lz.start(Settings(warm="off")):
+            alone = _functions_of_a_crowd()
+            kinds = [(torch.ones(1 + n, 8), torch.ones(8, 8)) for n in range(300)]
+
+            async def others() -> None:
+                await asyncio.gather(*[lz.linear(*kind) for kind in kinds])
+
+            asyncio.run(others())
+            for kind in kinds:
+                layerzero.sync.linear(*kind)
+            assert _functions_of_a_crowd() < 1.5 * alone  # a batch may be cut where the machine is busy
+    finally:
+        HOT.use(before)
 
 
 def test_a_hundred_kernels_are_small() -> None:

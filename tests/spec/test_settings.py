@@ -53,6 +53,13 @@ def test_an_error_in_the_file_of_the_environment_names_the_variable(tmp_path: Pa
             Settings.load(path, env={"LAYERZERO_CONFIG": "elsewhere"})
 
 
+def test_nothing_set_asks_for_no_conversion(monkeypatch: pytest.MonkeyPatch) -> None:
+    """msgspec compiles the annotation of every field for its first one; a first call would wait for it."""
+    defaults = msgspec.convert({}, Settings)
+    monkeypatch.setattr(msgspec, "convert", None)
+    assert Settings.load(env={}) == defaults == Settings()
+
+
 def test_only_load_reads_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     """`Settings()` is its defaults, `Settings.load()` and a runtime without settings heed the variable."""
     monkeypatch.setenv("LAYERZERO_PERFDB", "/srv/measured.sqlite")

@@ -8,11 +8,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Container, Hashable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from layerzero.native import HOT
 from layerzero.ops import checks
 from layerzero.ops.batching import Rule, join_rows
 from layerzero.ops.op import NO_SHAPE, Args, Call, Launch, Op, register, signature_of
@@ -193,8 +195,21 @@ def _check_topp(args: Args) -> Request:
     return _request("sample_topp", logits, seed, offset, temperature)
 
 
-def _guard_rows(args: Args, **bounds: tuple[float, float]) -> Args:
+Bounds = dict[str, tuple[float, float]]  # of the arguments behind the logits, in order
+_HEAT = (0, HOTTEST)
+_SAMPLE: Bounds = {"temperature": _HEAT, "top_k": (0, MOST_TOKENS), "top_p": (0, 1)}
+_TOPK: Bounds = {"k": (1, MOST_TOKENS), "temperature": _HEAT}
+_TOPP: Bounds = {"p": (0, 1), "temperature": _HEAT}
+
+
+def _guard_rows(bounds: Bounds, args: Args) -> Args:
     """The arguments behind the logits as copies within their bounds; each row's largest logit is finite."""
+    native = HOT.module
+    own: Any = None if native is None else native.rows_within(args, bounds)
+    return _looked_through(args, bounds) if own is None or own is NotImplemented else own
+
+
+def _looked_through(args: Args, bounds: Bounds) -> Args:
     logits: Tensor = args[0]
     if logits.shape[0] == 0 or not checks.readable(logits):
         return args
@@ -212,18 +227,6 @@ def _guard_rows(args: Args, **bounds: tuple[float, float]) -> Args:
             if not low <= got <= high:
                 raise ValueError(f"{name} needs values in [{low}, {high}], got {got} in row {row}")
     return tuple(own)
-
-
-def _guard_sample(args: Args) -> Args:
-    return _guard_rows(args, temperature=(0, HOTTEST), top_k=(0, MOST_TOKENS), top_p=(0, 1))
-
-
-def _guard_topk(args: Args) -> Args:
-    return _guard_rows(args, k=(1, MOST_TOKENS), temperature=(0, HOTTEST))
-
-
-def _guard_topp(args: Args) -> Args:
-    return _guard_rows(args, p=(0, 1), temperature=(0, HOTTEST))
 
 
 # -- references -----------------------------------------------------------------------------------------
@@ -352,7 +355,7 @@ def _register(
     build: Callable[..., Call],
     check: Callable[[Args], Request],
     reference: Callable[..., Tensor],
-    guard: Callable[[Args], Args],
+    bounds: Bounds,
     batching: SampledRows,
 ) -> Op:
     return register(
@@ -366,7 +369,7 @@ def _register(
             operands=(0,),
             exact=frozenset({"V"}),
             empty=_empty,
-            guard=guard,
+            guard=partial(_guard_rows, bounds),
             guard_joined=True,
             batching=batching,
             differentiable=False,
@@ -377,11 +380,11 @@ def _register(
 
 
 SAMPLE = _register(
-    sample, _check_sample, sample_reference, _guard_sample, SampledRows(seed=4, whole=frozenset({2, 5}))
+    sample, _check_sample, sample_reference, _SAMPLE, SampledRows(seed=4, whole=frozenset({2, 5}))
 )
 SAMPLE_TOPK = _register(
-    sample_topk, _check_topk, sample_topk_reference, _guard_topk, SampledRows(seed=3, whole=frozenset({1, 4}))
+    sample_topk, _check_topk, sample_topk_reference, _TOPK, SampledRows(seed=3, whole=frozenset({1, 4}))
 )
 SAMPLE_TOPP = _register(
-    sample_topp, _check_topp, sample_topp_reference, _guard_topp, SampledRows(seed=3, whole=frozenset({4}))
+    sample_topp, _check_topp, sample_topp_reference, _TOPP, SampledRows(seed=3, whole=frozenset({4}))
 )

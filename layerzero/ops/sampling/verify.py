@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from layerzero.native import HOT
 from layerzero.ops import checks
 from layerzero.ops.batching import Rule, join_rows
 from layerzero.ops.op import NO_SHAPE, Args, Call, Launch, Op, register, signature_of
@@ -171,6 +172,12 @@ def _check_tree(args: Args) -> Request:
 
 def _guard(args: Args) -> Args:
     """Tokens in the vocabulary, as a copy; probabilities that are some."""
+    native = HOT.module
+    checked: Any = None if native is None else native.proposals(args)
+    return _looked_through(args) if checked is None or checked is NotImplemented else checked
+
+
+def _looked_through(args: Args) -> Args:
     draft, tokens, target = args[:3]
     if not checks.readable(draft) or not checks.readable(tokens) or not checks.readable(target):
         return args
