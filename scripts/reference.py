@@ -129,7 +129,7 @@ def errors() -> str:
 
     rows: list[list[object]] = [
         [f"`{name}`", ", ".join(f"`{base.__name__}`" for base in kind.__bases__), sentence(kind.__doc__)]
-        for name in lz.__all__
+        for name in vars(lz)["__all__"]
         if isinstance(kind := getattr(lz, name), type) and issubclass(kind, BaseException)
     ]
     return table(["exception", "is a", "when"], rows)

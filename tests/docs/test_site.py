@@ -17,6 +17,7 @@ from typing import Any
 from urllib.parse import unquote, urldefrag, urljoin
 
 import pytest
+from filelock import FileLock
 
 ROOT = Path(__file__).resolve().parents[2]
 BUILD_S = 280
@@ -36,15 +37,25 @@ pytestmark = [
 
 @pytest.fixture(scope="session")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The built site; a warning of Sphinx's fails the build."""
-    folder = tmp_path_factory.mktemp("site")
+    """The built site, one for all of xdist's workers; a warning of Sphinx's fails the build."""
+    base = tmp_path_factory.getbasetemp()
+    folder = base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
+    html = folder / "site"
+    with FileLock(folder / "site.lock"):
+        if not (html / "built").exists():
+            build(html, folder / "trees")
+            (html / "built").touch()
+    return html
+
+
+def build(html: Path, trees: Path) -> None:
+    """Build as `make docs` does."""
+    words = ("-b", "html", "-W", "--keep-going", "-q")
     done = subprocess.run(
-        [sys.executable, "-m", "sphinx", "-b", "html", "-W", "--keep-going", "-q",
-         "-d", str(folder / "trees"), str(ROOT / "docs"), str(folder / "html")],
+        [sys.executable, "-m", "sphinx", *words, "-d", str(trees), str(ROOT / "docs"), str(html)],
         capture_output=True, text=True, timeout=BUILD_S, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-4000:]
-    return folder / "html"
 
 
 @pytest.fixture(scope="session")
