@@ -1,4 +1,4 @@
-"""Who owns a device: the device in this process, a fleet of them, and gangs that decide alike.
+"""Who owns a device: the device in this process, a device pool of them, and rank groups that decide alike.
 
 This folder is `layerzero.actors`.  Under its bare folder name it would be a second copy of every class in
 it, so that import is refused.

@@ -24,7 +24,7 @@ import torch
 from benchmarks.harness import environment, write
 from layerzero.ops import table
 from layerzero.spec import tolerances
-from layerzero.spec.kernel import Kernel, judge
+from layerzero.spec.kernel import Kernel, rejections
 from tests.backends import cases
 
 DISTRIBUTIONS = (
@@ -60,7 +60,7 @@ def measure(kernel: Kernel, run: Any, dtype: torch.dtype, *, tf32: bool = False)
     worst: dict[str, Any] = {"calls": 0, "error": 0.0, "torch": 0.0, "call": "", "disagreements": []}
     for case in cases.cases_of(kernel):
         args = cases.call(case, dtype)
-        if judge(kernel, op.check(args), cases.HERE):
+        if rejections(kernel, op.check(args), cases.HERE):
             continue
         with torch.no_grad():
             outs = cases.results(op, run, args)
@@ -74,7 +74,7 @@ def measure(kernel: Kernel, run: Any, dtype: torch.dtype, *, tf32: bool = False)
             if tf32:
                 found = [f"error {error:.3g} above {tolerances.TF32}"] if error > tolerances.TF32 else []
             else:
-                found = tolerances.disagreements(here, truths[index], base, softcap="softcap" in case.asks)
+                found = tolerances.mismatches(here, truths[index], base, softcap="softcap" in case.asks)
             worst["disagreements"] += [f"{case} output {index}: {text}" for text in found]
             if error >= worst["error"]:
                 worst |= {"error": error, "torch": own, "call": f"{case} output {index}"}

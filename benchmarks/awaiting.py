@@ -188,7 +188,7 @@ class _Crowd:
             ran = clock()
             await asyncio.gather(*[self.start(self.nothing(x)) for x in self.rows])
             taken.append((float(middle - begin), float(ran - middle), float(clock() - ran)))
-        stats = _device().fronts.current().lane.stats
+        stats = _device().loop_drivers.current().batcher.stats
         self.mean_batch = round(stats.done / max(stats.batches, 1), 1)
         return taken
 

@@ -31,11 +31,11 @@ from layerzero.actors.device.local_device import LocalDevice
 from layerzero.actors.device.registry import Registry
 from layerzero.api.tune import solve, tune_blocking
 from layerzero.backends import availability, load_builtin
-from layerzero.measure.shapes import standard
+from layerzero.measure.shapes import standard_calls
 from layerzero.ops import table as ops_table
 from layerzero.perfdb import Measurement
 from layerzero.runtime import Runtime, install, uninstall
-from layerzero.selection.cost.measured import MEASURED, MeasuredCosts, Row
+from layerzero.selection.cost.measured import MEASURED, MeasuredCosts, SourcedMeasurement
 
 OPS = ("rms_norm", "linear", "attention")
 SPREADS = (0.01, 0.05, 0.1, 0.3, 0.6)
@@ -66,7 +66,7 @@ def calls_of(count: int) -> list[tuple[Any, Any, tuple[Any, ...]]]:
 def device(settings: lz.Settings) -> LocalDevice:
     """A device of its own with every kernel of this package, as a runtime would make it."""
     own = LocalDevice("cpu", settings, Registry(load_builtin(), availability))
-    if own.room.moved(settings):
+    if own.workspace_budget.refresh(settings):
         own.refresh()  # a look at memory in the middle would drop what was decided before it
     return own
 
@@ -121,7 +121,7 @@ def selection(rounds: int, table: Path, rows: tuple[Measurement, ...]) -> list[l
 def _measured(settings: lz.Settings, rows: tuple[Measurement, ...]) -> LocalDevice:
     own = device(settings)
     kernels = {k.id: k for k in own.registry.all()}
-    own.set_costs(MeasuredCosts([Row(row, MEASURED) for row in rows], kernels, own.hardware))
+    own.set_costs(MeasuredCosts([SourcedMeasurement(row, MEASURED) for row in rows], kernels, own.hardware))
     return own
 
 
@@ -218,12 +218,12 @@ def _choices(rows: tuple[Measurement, ...]) -> dict[Any, tuple[str, dict[str, fl
     """By measured bucket: who is chosen, and each kernel's microseconds."""
     own = device(lz.Settings(perfdb=None, shipped_tables=False, warm="off"))
     kernels = {k.id: k for k in own.registry.all()}
-    costs = MeasuredCosts([Row(row, MEASURED) for row in rows], kernels, own.hardware)
+    costs = MeasuredCosts([SourcedMeasurement(row, MEASURED) for row in rows], kernels, own.hardware)
     own.set_costs(costs)
     found = {}
     for op in OPS:
-        for request, times in costs.places(op):
-            chosen = own.table(ops_table.get(op)).fresh(request).kernel
+        for request, times in costs.measured_buckets(op):
+            chosen = own.table(ops_table.get(op)).recompute(request).kernel
             where = (op, request.dtype, request.features, tuple(request.dims.items()), request.layout)
             found[where] = (chosen, times)
     own.close()
@@ -241,8 +241,10 @@ def run(parts: frozenset[str], quick: bool, budget_s: float, processes: int) -> 
     made: dict[str, tuple[list[str], list[list[Any]]]] = {}
     try:
         repeat = 2 if "flips" in parts else 1
-        report = tune_blocking(standard(OPS, "cpu", quick), quick=quick, repeat=repeat, budget_s=budget_s)
-        rows = tuple(r for r in report.rows if r.site.op in OPS)
+        report = tune_blocking(
+            standard_calls(OPS, "cpu", quick), quick=quick, repeat=repeat, budget_s=budget_s
+        )
+        rows = tuple(r for r in report.rows if r.case.op in OPS)
         with tempfile.TemporaryDirectory() as folder:
             table = Path(folder) / "dispatch_table.json"
             solve(table, ops=OPS)

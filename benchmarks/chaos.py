@@ -42,7 +42,7 @@ import layerzero as lz
 from benchmarks.cluster import RESULTS, mark, tokens
 from benchmarks.harness import environment, write
 from benchmarks.hosts import Hosts, cut, mend, why_not
-from layerzero.actors.remote.pool import Fleet
+from layerzero.actors.remote.pool import DevicePool
 
 CANCELLED, LIMITED = 0.1, 0.1  # shares of the calls
 SOON_S = 0.03  # until a cancel or a limit; a call takes about half of it
@@ -87,7 +87,7 @@ class Gaps:
 class Run:
     """One run: what was answered, what failed and how, and this process's memory all the while."""
 
-    def __init__(self, fleet: Fleet, asked: argparse.Namespace, path: str) -> None:
+    def __init__(self, fleet: DevicePool, asked: argparse.Namespace, path: str) -> None:
         self.fleet = fleet
         self.asked = asked
         seconds = asked.minutes * 60
@@ -301,10 +301,10 @@ async def chaos(asked: argparse.Namespace) -> dict[str, Any]:
         settings = lz.Settings(cluster="auto", device="cpu", max_restarts=10_000, **given)
         async with lz.start(settings) as runtime:
             with tempfile.TemporaryDirectory() as folder:
-                run = Run(runtime.fleet, asked, f"{folder}/executed")
+                run = Run(runtime.device_pool, asked, f"{folder}/executed")
                 hung = await run.go()
                 result = run.verdict(hung)
-            health = await runtime.fleet.health()
+            health = await runtime.device_pool.health()
             return {
                 **result,
                 "restarts": [each.restarts for each in health],

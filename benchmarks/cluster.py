@@ -36,7 +36,7 @@ import torch
 
 import layerzero as lz
 from benchmarks.harness import environment, percentile, summary, write
-from layerzero.actors.remote.pool import Fleet
+from layerzero.actors.remote.pool import DevicePool
 
 RESULTS = Path(__file__).parent / "results"
 CALLERS = 64
@@ -115,7 +115,7 @@ async def nothing() -> None:
     """What is left of a hosted call when it does nothing."""
 
 
-async def channel(fleet: Fleet, quick: bool) -> dict[str, Any]:
+async def channel(fleet: DevicePool, quick: bool) -> dict[str, Any]:
     """Round trips, interleaved: a frame on the side channel, a hosted call, a bare call of the actor."""
     device: Any = fleet.device()
     arms: dict[str, list[float]] = {
@@ -146,7 +146,7 @@ async def channel(fleet: Fleet, quick: bool) -> dict[str, Any]:
         await fleet.run(nothing)
         arms["fleet.run"].append(time.perf_counter_ns() - begin)
         begin = time.perf_counter_ns()
-        await device.actor.pulse.remote()
+        await device.actor.heartbeat.remote()
         arms["bare Ray call"].append(time.perf_counter_ns() - begin)
     transport.close()
     child.terminate()
@@ -161,7 +161,7 @@ async def channel(fleet: Fleet, quick: bool) -> dict[str, Any]:
     return result
 
 
-async def ops(fleet: Fleet, quick: bool) -> dict[str, Any]:
+async def ops(fleet: DevicePool, quick: bool) -> dict[str, Any]:
     """The same loop over an op, hosted in an actor and here, in turns."""
     result: dict[str, Any] = {}
     for awaited in (False, True):
@@ -180,7 +180,7 @@ async def ops(fleet: Fleet, quick: bool) -> dict[str, Any]:
 
 
 async def under_load(
-    fleet: Fleet, strike: Callable[[], None], pause: float = 0.02, on: str | None = None
+    fleet: DevicePool, strike: Callable[[], None], pause: float = 0.02, on: str | None = None
 ) -> dict[str, Any]:
     """64 seeded generations, one strike in the middle: failures, wrong tokens, gaps between tokens."""
     gaps: list[tuple[float, float]] = []
@@ -229,7 +229,7 @@ async def under_load(
     }
 
 
-async def kill(fleet: Fleet, quick: bool) -> dict[str, Any]:
+async def kill(fleet: DevicePool, quick: bool) -> dict[str, Any]:
     """SIGKILL of a device's process."""
     return await under_load(fleet, lambda: os.kill(fleet.facts[0].pid, signal.SIGKILL))
 
@@ -250,7 +250,7 @@ async def node(quick: bool) -> dict[str, Any]:
         async with lz.start(
             lz.Settings(cluster="auto", device="cpu", placement_timeout_s=20.0), scoped=True
         ) as runtime:
-            fleet = runtime.fleet
+            fleet = runtime.device_pool
             away = [facts.name for facts in fleet.facts if facts.node == lost.node_id]
             result = await under_load(fleet, lambda: cluster.remove_node(lost, allow_graceful=False))
             return {"devices on the lost node": away, **result}
@@ -270,7 +270,7 @@ async def one_node(parts: list[str], quick: bool, keep: Callable[[str, dict[str,
         async with lz.start(settings) as runtime:
             for name, part in (("channel", channel), ("ops", ops), ("kill", kill)):
                 if name in parts:
-                    keep(name, await part(runtime.fleet, quick))
+                    keep(name, await part(runtime.device_pool, quick))
     finally:
         ray.shutdown()
 

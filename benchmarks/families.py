@@ -239,7 +239,7 @@ def main() -> None:
             finally:
                 signal.alarm(0)
             print(family, found[family], flush=True)
-        troubled = [standing.kernel for standing in runtime.device().health.standings()]
+        troubled = [standing.kernel for standing in runtime.device().health.statuses()]
     states: dict[str, int] = {}
     for row in found.values():
         states[row["state"]] = states.get(row["state"], 0) + 1

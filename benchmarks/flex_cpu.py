@@ -22,7 +22,7 @@ from benchmarks.harness import Arm, environment, us, write
 from layerzero.backends import availability, load_builtin
 from layerzero.ops import table
 from layerzero.spec.hardware import probe
-from layerzero.spec.kernel import judge
+from layerzero.spec.kernel import rejections
 
 HEADS, WIDTH = 8, 64
 ROUNDS = 5
@@ -55,12 +55,12 @@ def compare(length: int, flags: dict[str, Any]) -> dict[str, Any]:
     calls: dict[str, Callable[[], Any]] = {}
     compiled = 0.0
     for kernel in load_builtin(op="attention", platform="cpu"):
-        if availability(kernel) or judge(kernel, request, here):
+        if availability(kernel) or rejections(kernel, request, here):
             continue
         run = kernel.load()
-        if kernel.build is not None:
+        if kernel.compile is not None:
             started = time.perf_counter()
-            kernel.build(request)
+            kernel.compile(request)
             compiled = time.perf_counter() - started
         calls[kernel.id] = partial(run, *args)
     arms = [Arm(name, call) for name, call in calls.items()]

@@ -30,9 +30,9 @@ import torch.distributed as dist
 
 import layerzero as lz
 from benchmarks.harness import distribution, environment, show, write
-from layerzero.actors.group.channel import Follower, Leader
-from layerzero.actors.group.plan import Agreed
-from layerzero.actors.group.rank_group import Gang
+from layerzero.actors.group.channel import FollowerChannel, LeaderChannel
+from layerzero.actors.group.plan import AgreedPlan
+from layerzero.actors.group.rank_group import RankGroup
 from layerzero.actors.group.step_message import pack
 from layerzero.actors.group.steps import Steps
 from layerzero.actors.group.stores import TorchStore
@@ -60,7 +60,7 @@ class Gate:
         self._store.wait([f"{key}/open"])
 
 
-def agreements(gang: Gang, agreed: Agreed, plans: int, gate: Gate) -> list[float]:
+def agreements(gang: RankGroup, agreed: AgreedPlan, plans: int, gate: Gate) -> list[float]:
     """Nanoseconds that this rank took for each of `plans` plans."""
     taken: list[float] = []
     for version in range(2, 2 + plans + WARM):
@@ -76,18 +76,18 @@ def agreements(gang: Gang, agreed: Agreed, plans: int, gate: Gate) -> list[float
 
 def manifests(walk: Steps, count: int, gate: Gate) -> Nanoseconds:
     """What manifests cost this rank, `count` of each kind: nanoseconds by name."""
-    if isinstance(walk.gang.line, Leader):
-        line, ids = walk.gang.line, torch.arange(len(REQUESTS))
+    if isinstance(walk.group.channel, LeaderChannel):
+        line, ids = walk.group.channel, torch.arange(len(REQUESTS))
         found = _apart(walk, count, gate)
         gate()
-        steps, spent = _beside_work(lambda: walk.take("step", REQUESTS, (ids,)), count, gate)
+        steps, spent = _beside_work(lambda: walk.start_step("step", REQUESTS, (ids,)), count, gate)
         gate()
         woken, _ = _beside_work(lambda: line.send(b"up"), count, gate)
         return found | {"step": steps, "step, of the processor": spent, "woken": woken}
-    line = walk.gang.line
-    assert isinstance(line, Follower)
+    line = walk.group.channel
+    assert isinstance(line, FollowerChannel)
     found = _received(walk, count, gate)
-    for take in (walk.next, line.receive):
+    for take in (walk.next_step, line.receive):
         gate()
         for number in range(count + WARM):
             take()
@@ -123,15 +123,15 @@ def _work() -> int:
 
 def _apart(walk: Steps, count: int, gate: Gate) -> Nanoseconds:
     """Rank 0's pieces, a burst at a time: nobody reads meanwhile."""
-    ids, clock, line = torch.arange(len(REQUESTS)), time.perf_counter_ns, walk.gang.line
-    assert isinstance(line, Leader)
+    ids, clock, line = torch.arange(len(REQUESTS)), time.perf_counter_ns, walk.group.channel
+    assert isinstance(line, LeaderChannel)
     found: Nanoseconds = {"packed": [], "written": [], "sent": []}
     for _ in range(-(-(count + WARM) // BURST)):
         for _ in range(BURST):
             begin = clock()
             packed = pack((ids,), "step")
             middle = clock()
-            frame = walk.announced("step", REQUESTS, packed)
+            frame = walk.next_frame("step", REQUESTS, packed)
             written = clock()
             line.send(frame)
             ended = clock()
@@ -144,8 +144,8 @@ def _apart(walk: Steps, count: int, gate: Gate) -> Nanoseconds:
 
 def _received(walk: Steps, count: int, gate: Gate) -> Nanoseconds:
     """A follower's pieces, of frames that lie ready."""
-    clock, line = time.perf_counter_ns, walk.gang.line
-    assert isinstance(line, Follower)
+    clock, line = time.perf_counter_ns, walk.group.channel
+    assert isinstance(line, FollowerChannel)
     found: Nanoseconds = {"received": [], "admitted": [], "unpacked": []}
     for _ in range(-(-(count + WARM) // BURST)):
         gate()
@@ -153,7 +153,7 @@ def _received(walk: Steps, count: int, gate: Gate) -> Nanoseconds:
             begin = clock()
             frame = line.receive()
             middle = clock()
-            manifest, _ = walk.admitted(frame)
+            manifest, _ = walk.accept(frame)
             admitted = clock()
             walk.values(manifest)
             ended = clock()
@@ -182,7 +182,7 @@ def rank_main(rank: int, ranks: int, port: int, plans: int, steps: int, out: Any
     dist.init_process_group("gloo", store=TORCH.PrefixStore("pg", store.clone()), rank=rank, world_size=ranks)
     with lz.start(lz.Settings(inference=True, perfdb=None)) as runtime:
         agreeing = TorchStore(store.clone(), "gang")
-        gang = Gang(runtime.device("cpu"), agreeing, rank=rank, ranks=ranks, timeout_s=60.0)
+        gang = RankGroup(runtime.device("cpu"), agreeing, rank=rank, ranks=ranks, timeout_s=60.0)
         agreed, walk, counted = gang.join(), Steps(gang), store.clone()
         gate = Gate(TORCH.PrefixStore("gates", store.clone()), rank, ranks)
         plan_ns = agreements(gang, agreed, plans, gate)
@@ -196,7 +196,7 @@ def rank_main(rank: int, ranks: int, port: int, plans: int, steps: int, out: Any
             out.put((rank, plan_ns, found, broadcast_ns, written))
         dist.barrier()
         if rank:
-            walk.next()  # the word that ends the gang
+            walk.next_step()  # the word that ends the gang
         walk.close()
     dist.destroy_process_group()
 

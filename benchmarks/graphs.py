@@ -75,7 +75,7 @@ def tried() -> list[dict[str, Any]]:
     rows = []
     for op, args, kwargs in cases():
         row: dict[str, Any] = {"op": op, "flags": sorted(kwargs), "dtype": str(args[0].dtype), "kernels": {}}
-        for name in [c.kernel for c in lz.select(op, *args, **kwargs).trace if c.takes]:
+        for name in [c.kernel for c in lz.select(op, *args, **kwargs).trace if c.eligible]:
             started = time.perf_counter()
             try:
                 (proof,) = lz.validate_graph_capture(op, *args, kernel=name, **kwargs)
@@ -100,7 +100,7 @@ def block() -> Callable[..., Any]:
     w_q, w_o = rand(HEADS * HEAD_DIM, HIDDEN), rand(HIDDEN, HEADS * HEAD_DIM)
     up, down = rand(2 * INNER, HIDDEN), rand(HIDDEN, INNER)
     count = BUCKETS[-1] * CONTEXT // PAGE
-    k_pages, v_pages = (rand(count, PAGE, KV_HEADS, HEAD_DIM) for _ in range(2))
+    k_cache, v_cache = (rand(count, PAGE, KV_HEADS, HEAD_DIM) for _ in range(2))
     angles = torch.rand(CONTEXT + 1, HEAD_DIM // 2, device="cuda")
     cos, sin = angles.cos(), angles.sin()
     ops = lz.sync
@@ -109,8 +109,8 @@ def block() -> Callable[..., Any]:
         normed = ops.rms_norm(x, norms[0])
         q = ops.linear(normed, w_q).unflatten(-1, (HEADS, HEAD_DIM))
         q, _ = ops.rope(q, q[:, :KV_HEADS], positions, cos, sin)
-        keys = k_pages[tables].flatten(1, 2).transpose(1, 2)
-        values = v_pages[tables].flatten(1, 2).transpose(1, 2)
+        keys = k_cache[tables].flatten(1, 2).transpose(1, 2)
+        values = v_cache[tables].flatten(1, 2).transpose(1, 2)
         mixed = ops.attention(q.unsqueeze(2), keys, values)
         normed, x = ops.add_rms_norm(ops.linear(mixed.flatten(1), w_o), x, norms[1])
         return x + ops.mlp(normed, up, down, activation="swiglu")

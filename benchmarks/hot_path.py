@@ -41,7 +41,7 @@ from torch import Tensor
 
 import layerzero as lz
 from layerzero.actors.device.local_device import LocalDevice
-from layerzero.native import HOT
+from layerzero.native import FAST_PATH
 from layerzero.ops import table as ops_table
 from tests.backends import calls as sample_calls
 
@@ -187,7 +187,7 @@ def settle(plan: Plan, op: str, args: tuple[Any, ...], named: dict[str, Any]) ->
     call, here = getattr(lz.sync, op), device()
     for _ in range(SETTLING):
         call(*args, **named)
-        here.expected()
+        here.wait_for_costs()
         if settled(plan, here, lz.last_selection()):
             break
     call(*args, **named)
@@ -288,10 +288,10 @@ def render(record: dict[str, Any]) -> None:
 def prepared() -> str:
     """Compile the awaited path's twin where it is not yet; what came of it."""
     try:
-        HOT.load()
+        FAST_PATH.load()
     except lz.BackendNotAvailableError as error:
         return f"Python alone: {error}"
-    return HOT.describe()
+    return FAST_PATH.describe()
 
 
 def main() -> int:
@@ -308,7 +308,7 @@ def main() -> int:
         record = {"environment": environment(DISTRIBUTIONS), "quick": options.quick, "rows": measure(plan)}
     finally:
         torch.set_num_threads(threads)
-    record["environment"]["awaited_path"] = HOT.describe()
+    record["environment"]["awaited_path"] = FAST_PATH.describe()
     record["environment"]["load_average_after"] = environment()["load_average"]
     record["verdicts"] = verdicts(record["rows"])
     render(record)

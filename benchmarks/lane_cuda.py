@@ -45,7 +45,7 @@ from harness import environment, write  # noqa: E402
 from torch import Tensor  # noqa: E402
 
 import layerzero as lz  # noqa: E402
-from layerzero.native import HOT  # noqa: E402
+from layerzero.native import FAST_PATH  # noqa: E402
 
 RESULTS = ROOT / "benchmarks" / "results" / "lane_h200.json"
 PAGE_SIZE = 16
@@ -91,10 +91,10 @@ class Record:
             write(self.out, self.found)
 
 
-def gathered(q: Tensor, k_pages: Tensor, v_pages: Tensor, tables: Tensor, lengths: Tensor, *_: Any) -> Tensor:
+def gathered(q: Tensor, k_cache: Tensor, v_cache: Tensor, tables: Tensor, lengths: Tensor, *_: Any) -> Tensor:
     """Paged decode out of torch's parts, for a GPU without a library: gather the pages, mask, SDPA."""
-    size, groups = k_pages.shape[1], q.shape[1] != k_pages.shape[2]
-    dense = [pool[tables.long()].flatten(1, 2).transpose(1, 2) for pool in (k_pages, v_pages)]
+    size, groups = k_cache.shape[1], q.shape[1] != k_cache.shape[2]
+    dense = [pool[tables.long()].flatten(1, 2).transpose(1, 2) for pool in (k_cache, v_cache)]
     seen = torch.arange(tables.shape[1] * size, device=q.device) < lengths[:, None]
     out = torch.nn.functional.scaled_dot_product_attention(
         q.unsqueeze(2), *dense, attn_mask=seen[:, None, None], enable_gqa=groups
@@ -258,10 +258,10 @@ def measure(options: argparse.Namespace, record: Record) -> None:
 def compiled(record: Record) -> None:
     """Have the compiled twin of the awaited path ready, where a compiler is; the record says what runs."""
     try:
-        HOT.load()
+        FAST_PATH.load()
     except Exception as error:
         print(f"the awaited path stays Python's: {error}", flush=True)
-    record.found["awaited_path"] = HOT.describe()
+    record.found["awaited_path"] = FAST_PATH.describe()
 
 
 def at_depth(options: argparse.Namespace, record: Record, runtime: lz.Runtime) -> None:

@@ -24,7 +24,7 @@ from torch.nn import functional
 
 from benchmarks.harness import environment, write
 from layerzero.backends.native import KERNELS
-from layerzero.kvcache import PagedCache, PagedSequence, Spec
+from layerzero.kvcache import KVCacheSpec, PagedCache, PagedSequence
 from layerzero.ops.paged.attention import PAGED_ATTENTION
 
 RESULTS = Path(__file__).parent / "results" / "paged_cpu.json"
@@ -55,9 +55,9 @@ def measure(
     entries = -(-context // page_size)
     tables = torch.randperm(batch * entries).view(batch, entries).int()
     inner = (page_size, groups) if layout == "NHD" else (groups, page_size)
-    k_pages, v_pages = (torch.randn(batch * entries, *inner, width).to(dtype) for _ in range(2))
+    k_cache, v_cache = (torch.randn(batch * entries, *inner, width).to(dtype) for _ in range(2))
     q = torch.randn(batch, heads, width).to(dtype)
-    args = PAGED_ATTENTION.build(q, k_pages, v_pages, tables, torch.full((batch,), context), layout=layout)[1]
+    args = PAGED_ATTENTION.build(q, k_cache, v_cache, tables, torch.full((batch,), context), layout=layout)[1]
     native = next(k for k in KERNELS if k.op == "paged_attention").load()
     keys, values = (torch.randn(batch, groups, context, width).to(dtype) for _ in range(2))
     flat, query = tables.flatten().long(), q.unsqueeze(2)
@@ -67,7 +67,7 @@ def measure(
 
     def gathered() -> torch.Tensor:
         dense = []
-        for pool in (k_pages, v_pages):
+        for pool in (k_cache, v_cache):
             taken = pool.index_select(0, flat)
             taken = taken if layout == "NHD" else taken.transpose(1, 2)
             dense.append(taken.reshape(batch, -1, groups, width)[:, :context].transpose(1, 2))
@@ -91,11 +91,11 @@ def steps(callers: int = 64, context: int = 128, tokens: int = 48, page_size: in
     their pages from the start, "page by page" they take them as they grow.
     """
     pages = (callers + 1) * -(-(context + tokens) // page_size)
-    cache = PagedCache(Spec(heads=1, width=8), pages=pages, page_size=page_size)
+    cache = PagedCache(KVCacheSpec(num_kv_heads=1, head_dim=8), pages=pages, page_size=page_size)
 
     def opened(reserved: bool) -> PagedSequence:
         sequence = cache.sequence(context + tokens if reserved else context)
-        sequence.extend(context - page_size + 1 + cache.epoch % page_size)
+        sequence.extend(context - page_size + 1 + cache.version % page_size)
         return sequence
 
     def timed(step: Callable[[list[PagedSequence]], object], reserved: bool) -> dict[str, float]:
@@ -113,10 +113,10 @@ def steps(callers: int = 64, context: int = 128, tokens: int = 48, page_size: in
         return {"median_us": round(statistics.median(taken) * 1e6, 1), "best_us": round(min(taken) * 1e6, 1)}
 
     def objects(crowd: list[PagedSequence]) -> object:
-        return cache.rows([sequence.extend() for sequence in crowd])
+        return cache.attention_metadata([sequence.extend() for sequence in crowd])
 
     def numbers(crowd: list[PagedSequence]) -> object:
-        return cache.step([sequence.number for sequence in crowd], [1] * callers)
+        return cache.prepare_batch([sequence.number for sequence in crowd], [1] * callers)
 
     def changing(crowd: list[PagedSequence]) -> object:
         crowd.pop(0).close()

@@ -14,7 +14,7 @@ from pathlib import Path
 import anyio
 
 from benchmarks.harness import environment, write
-from layerzero.perfdb import Environment, Measurement, Site
+from layerzero.perfdb import BenchmarkCase, Environment, Measurement
 from layerzero.perfdb.store import PerfDB, read_rows
 from layerzero.spec.hardware import probe
 
@@ -27,13 +27,13 @@ def row(number: int) -> Measurement:
     """The measurement of that number: a kernel of five on the site that the number's rest names."""
     length = number // KERNELS + 1
     dims = {"B": 1, "D": 128, "Dv": 128, "G": 4, "Hk": 8, "Hq": 32, "Sk": length, "Sq": length}
-    site = Site(
+    site = BenchmarkCase(
         op="attention", dtype="bfloat16", dtypes=("bfloat16",), features=("causal", "gqa"), layout="BHSD",
         dims=tuple(sorted(dims.items())),
     )  # fmt: skip
     return Measurement(
-        site=site, kernel=f"vendor.attention.variant{number % KERNELS}", version="vendor-library 10.20.30",
-        median_us=10.5 + number, p95_us=11.25 + number, variance=0.5, samples=15, at=1_790_000_000,
+        case=site, kernel=f"vendor.attention.variant{number % KERNELS}", version="vendor-library 10.20.30",
+        median_us=10.5 + number, p95_us=11.25 + number, variance=0.5, samples=15, timestamp=1_790_000_000,
     )  # fmt: skip
 
 
@@ -52,7 +52,7 @@ def main() -> None:
     parser.add_argument("--rows", type=int, default=1_000_000)
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
-    here = Environment.of(probe("cpu"))
+    here = Environment.of_hardware(probe("cpu"))
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "perf.sqlite"
         took = anyio.run(fill, path, options.rows, here)

@@ -21,8 +21,7 @@ import torch
 from benchmarks.harness import environment
 from benchmarks.rows_cuda import timed
 from layerzero.backends import load_builtin
-from layerzero.ops import host_copies as mirrors
-from layerzero.ops import table
+from layerzero.ops import host_copies, table
 
 PAGE, QUERY_HEADS, HEADS, WIDTH = 16, 32, 8, 128
 # Sequences, shared keys, keys of each sequence's own.
@@ -43,7 +42,9 @@ def indices(batch: int, shared: int, own: int) -> tuple[torch.Tensor, torch.Tens
     behind = common + torch.arange(batch * each).view(batch, each)
     tables = torch.cat([torch.arange(common).expand(batch, common), behind], 1).int().contiguous()
     lengths = torch.full((batch,), shared + own, dtype=torch.int32)
-    return mirrors.on_device(tables, "cuda"), mirrors.on_device(lengths, "cuda")
+    return host_copies.to_device_with_host_copy(tables, "cuda"), host_copies.to_device_with_host_copy(
+        lengths, "cuda"
+    )
 
 
 def measure(run: Any, batch: int, shared: int, own: int) -> dict[str, Any]:

@@ -48,7 +48,7 @@ def machine() -> str:
     from layerzero.perfdb.record import Environment
     from layerzero.spec.hardware import probe
 
-    cpu = Environment.of(probe("cpu"))
+    cpu = Environment.of_hardware(probe("cpu"))
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     widest = next((name for prefix, name in WIDEST if any(i.startswith(prefix) for i in cpu.isa)), "no AVX2")
     words = f"{cores} cores of a CPU by {cpu.vendor} with {widest}"

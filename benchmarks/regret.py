@@ -37,7 +37,7 @@ from layerzero.ops import table as ops_table
 from layerzero.ops.op import Args, Op
 from layerzero.perfdb.record import Environment, Launch
 from layerzero.selection.record import Selection
-from layerzero.selection.workspace import needs
+from layerzero.selection.workspace import workspace_bytes
 from layerzero.spec.kernel import Kernel
 
 VERSION = 2
@@ -118,7 +118,7 @@ def _options() -> argparse.Namespace:
 
 def opened(path: Path, device: LocalDevice) -> dict[str, Any]:
     """The record to go on with: the file's, if it is of this machine, else a new one."""
-    signature = Environment.of(device.hardware).digest()
+    signature = Environment.of_hardware(device.hardware).digest()
     if path.exists():
         record: dict[str, Any] = json.loads(path.read_text())
         if record.get("version") == VERSION and record.get("signature") == signature:
@@ -171,7 +171,7 @@ def measure_shapes(
 
 def made(device: LocalDevice, call: Call) -> list[Args]:
     """Operands of equal calls, as many as keep the last-level cache cold."""
-    wanted = copies_for(call.bytes(), device.device, 8 << 30)
+    wanted = copies_for(call.operand_bytes(), device.device, 8 << 30)
     return [call.make(device.device, n) for n in range(wanted)]
 
 
@@ -183,16 +183,16 @@ def measure(
     args = copies[0]
     table = device.table(op)
     request = table.describe(args, device.mode())
-    selection: Selection = table.fresh(request)
+    selection: Selection = table.recompute(request)
     chosen = selection
     if launch == "graph":
-        chosen = table.fresh(request.replace(modes=request.modes | {"capture"}))
+        chosen = table.recompute(request.replace(modes=request.modes | {"capture"}))
     runs: dict[str, Callable[..., Any]] = {}
     for candidate in selection.trace:
         kernel = device.registry.get(candidate.kernel)
         if kernel is None or _too_slow(op, candidate.backend, selection) or _too_big(kernel, selection):
             continue
-        if candidate.takes:
+        if candidate.eligible:
             runs[candidate.kernel] = device.callable_for(op, selection, candidate.kernel)
     if not _transforms(chosen, chosen.kernel):
         runs[RAW + chosen.kernel] = device.registry.callable_of(chosen.kernel)
@@ -212,7 +212,7 @@ def _too_slow(op: Op, backend: str, selection: Selection) -> bool:
 
 
 def _too_big(kernel: Kernel, selection: Selection) -> bool:
-    return needs(kernel, selection.request) > 4 << 30
+    return workspace_bytes(kernel, selection.request) > 4 << 30
 
 
 def _transforms(selection: Selection, kernel: str) -> bool:
@@ -272,7 +272,7 @@ def _result(
     kernels = {k: us for k, us in times.items() if k != OURS and not k.startswith(RAW)}
     raw = {k.removeprefix(RAW): us for k, us in times.items() if k.startswith(RAW)}
     # Under capture only kernels that may be captured are available; a faster one that may not is told apart.
-    admitted = {c.kernel for c in chosen.trace if c.takes}
+    admitted = {c.kernel for c in chosen.trace if c.eligible}
     best = min([k for k in kernels if k in admitted] or kernels, key=kernels.__getitem__)
     faster = {k: us for k, us in kernels.items() if us < kernels[best] * 0.97}
     accepted = chosen.candidate(chosen.kernel).accepted
@@ -286,7 +286,7 @@ def _result(
         "faster_but_not_admitted": faster,
         "failed": failed,
         "copies": len(copies),
-        "bytes": call.bytes(),
+        "bytes": call.operand_bytes(),
         "flops": ops_table.get(call.op).work(chosen.request).flops,
     }
     if chosen.kernel in kernels:

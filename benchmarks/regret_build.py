@@ -24,9 +24,9 @@ import torch
 import layerzero as lz
 from benchmarks.regret_shapes import asked, shapes
 from layerzero.actors.device.local_device import LocalDevice
-from layerzero.api.tune import missing_of
+from layerzero.api.tune import missing_calls
 from layerzero.measure.calls import Call
-from layerzero.measure.shapes import standard
+from layerzero.measure.shapes import standard_calls
 from layerzero.ops import table as ops_table
 from layerzero.perfdb.shipped import fitting_tables
 from layerzero.selection.cost.cost_model import TABLES
@@ -75,9 +75,9 @@ def in_order(device: LocalDevice, calls: Sequence[Call], built: Collection[str])
 
 def _units(device: LocalDevice, call: Call) -> list[str]:
     request = call.request(device.hardware)
-    takes = {c.kernel for c in device.table(ops_table.get(call.op)).fresh(request).trace if c.takes}
-    kernels = [k for k in device.registry.for_op(call.op) if k.id in takes and k.unit is not None]
-    return [f"{template(k)} {k.unit(request)}" for k in kernels if k.unit is not None]
+    takes = {c.kernel for c in device.table(ops_table.get(call.op)).recompute(request).trace if c.eligible}
+    kernels = [k for k in device.registry.for_op(call.op) if k.id in takes and k.compile_key is not None]
+    return [f"{template(k)} {k.compile_key(request)}" for k in kernels if k.compile_key is not None]
 
 
 def template(kernel: Kernel) -> str:
@@ -88,18 +88,18 @@ def template(kernel: Kernel) -> str:
 def jobs(device: LocalDevice, calls: Iterable[Call]) -> dict[tuple[str, str], list[Job]]:
     """The smallest and the largest call of every form of every unit that kernels compile, by template."""
     found: dict[tuple[str, str], dict[object, list[Job]]] = defaultdict(dict)
-    for call in sorted(calls, key=Call.bytes):
-        if call.bytes() > _LARGEST:
+    for call in sorted(calls, key=Call.operand_bytes):
+        if call.operand_bytes() > _LARGEST:
             continue
         op = ops_table.get(call.op)
         request = call.request(device.hardware)
-        selection = device.table(op).fresh(request)
+        selection = device.table(op).recompute(request)
         for candidate in selection.trace:
             kernel = device.registry.get(candidate.kernel)
-            if not candidate.takes or kernel is None or kernel.unit is None:
+            if not candidate.eligible or kernel is None or kernel.compile_key is None:
                 continue
             form = (kernel.id, request.features, request.dims.get("Sq") == 1, request.dims.get("P"))
-            group = found[(template(kernel), kernel.unit(request))].setdefault(form, [])
+            group = found[(template(kernel), kernel.compile_key(request))].setdefault(form, [])
             group[1:] = [(kernel.id, call)]
     return {unit: [job for group in forms.values() for job in group] for unit, forms in found.items()}
 
@@ -110,7 +110,7 @@ def _run(device: LocalDevice, job: Job) -> str:
     args = call.make(device.device)
     table = device.table(op)
     try:
-        selection = table.fresh(table.describe(args, device.mode()))
+        selection = table.recompute(table.describe(args, device.mode()))
         device.callable_for(op, selection, kernel_id)(*args)
         if device.device.type == "cuda":
             torch.cuda.synchronize()
@@ -137,10 +137,10 @@ def main() -> None:
         device = runtime.device()
         kind = device.device.type
         wanted = asked(shapes(kind, options.quick), options.parts)
-        tuned: Sequence[Call] = standard(None, kind, options.quick)
+        tuned: Sequence[Call] = standard_calls(None, kind, options.quick)
         if options.missing:
             shipped = fitting_tables(device.hardware, TABLES)[:1]
-            tuned = missing_of(device, tuned, [row for table in shipped for row in table.rows])
+            tuned = missing_calls(device, tuned, [row for table in shipped for row in table.rows])
         calls = [*(shape.call for shape in wanted), *tuned]
         found = jobs(device, calls)
         # The slowest compiler first, so that none of its modules waits for the end.

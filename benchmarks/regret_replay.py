@@ -25,16 +25,22 @@ from benchmarks.regret_shapes import shapes
 from layerzero.backends import load_builtin
 from layerzero.measure.calls import Call
 from layerzero.ops import table as ops_table
-from layerzero.perfdb.record import Launch, Measurement, Site, plausible
-from layerzero.perfdb.shipped import Table, read_table
-from layerzero.selection.cost.measured import SHIPPED, MeasuredCosts, Row, bucket_of, request_of
-from layerzero.selection.decide import CostModel, Knobs, Standing, decide
+from layerzero.perfdb.record import BenchmarkCase, Launch, Measurement, implausible_reason
+from layerzero.perfdb.shipped import ShippedTable, read_table
+from layerzero.selection.cost.measured import (
+    SHIPPED,
+    MeasuredCosts,
+    SourcedMeasurement,
+    bucket_of,
+    request_of,
+)
+from layerzero.selection.decide import CostModel, KernelStatus, SelectionOptions, decide
 from layerzero.selection.key import KeyMaker
 from layerzero.selection.policy import Policy
 from layerzero.selection.record import Selection
-from layerzero.spec.call_spec import Request, Work
+from layerzero.spec.call_spec import CallSpec, WorkEstimate
 from layerzero.spec.errors import NoKernelFoundError
-from layerzero.spec.hardware import Hardware, imagined_gpu, probe
+from layerzero.spec.hardware import Hardware, hypothetical_gpu, probe
 from layerzero.spec.kernel import Kernel
 
 LEFT_OUT = "left out"
@@ -48,13 +54,13 @@ class Case(msgspec.Struct, frozen=True):
     group: str
     launch: str
     part: str
-    request: Request
+    request: CallSpec
     times: dict[str, float]
 
     @property
-    def site(self) -> Site:
+    def site(self) -> BenchmarkCase:
         """Where a measurement of this very call would stand."""
-        return Site.of(self.request)
+        return BenchmarkCase.of_request(self.request)
 
 
 @functools.cache
@@ -97,25 +103,25 @@ def choose(case: Case, kernels: Mapping[str, Kernel], hardware: Hardware, cost: 
     """
     op = ops_table.get(case.request.op)
     own = [kernels[k] for k in case.times if k in kernels]
-    priced = KeyMaker(op, own, ()).on_grid(case.request)
+    priced = KeyMaker(op, own, ()).bucket(case.request)
     eager = case.request.replace(modes=case.request.modes - {"capture"})
 
-    def price(kernel: Kernel, work: Work, asked: Request, there: Hardware) -> tuple[float, str]:
+    def price(kernel: Kernel, work: WorkEstimate, asked: CallSpec, there: Hardware) -> tuple[float, str]:
         # What may be captured was settled when the record was made: the times are of those kernels alone.
         return cost(kernel, work, asked.replace(modes=case.request.modes), there)
 
     return decide(
-        op, eager, own, hardware, Policy(), Standing(), Knobs(),
-        priced_as=priced.replace(modes=eager.modes), cost=price,
+        op, eager, own, hardware, Policy(), KernelStatus(), SelectionOptions(),
+        bucketed=priced.replace(modes=eager.modes), cost=price,
     )  # fmt: skip
 
 
-def hardware_of(table: Table) -> Hardware:
+def hardware_of(table: ShippedTable) -> Hardware:
     """The machine that a table is of, as far as prices know it: its roofs and its multiprocessors."""
     there = table.provenance.environment
     if there.sm is None:
         return probe("cpu")
-    return msgspec.structs.replace(imagined_gpu(there.sm), threads=there.threads)
+    return msgspec.structs.replace(hypothetical_gpu(there.sm), threads=there.threads)
 
 
 def main() -> None:
@@ -137,14 +143,14 @@ def main() -> None:
     model = model_of(rows, kernels, hardware)
     for case in cases(record, listed, hardware):
         if options.without_own:
-            model = model_of([row for row in rows if row.site != case.site], kernels, hardware)
+            model = model_of([row for row in rows if row.case != case.site], kernels, hardware)
         try:
             selection = choose(case, kernels, hardware, model)
         except NoKernelFoundError as error:
             print(f"{case.name}: {str(error)[:200]}")
             continue
         # What this hardware cannot run, or nobody registers any more, is not available.
-        best = min(case.times[c.kernel] for c in selection.trace if c.takes)
+        best = min(case.times[c.kernel] for c in selection.trace if c.eligible)
         judged.append((case.times[selection.kernel] / best, case, selection))
     figures = show(judged, options.worst)
     if options.out is not None:
@@ -159,7 +165,7 @@ def main() -> None:
 
 def model_of(rows: Iterable[Measurement], kernels: Mapping[str, Kernel], hardware: Hardware) -> MeasuredCosts:
     """Prices out of a table's rows."""
-    return MeasuredCosts([Row(row, SHIPPED) for row in rows], kernels, hardware)
+    return MeasuredCosts([SourcedMeasurement(row, SHIPPED) for row in rows], kernels, hardware)
 
 
 def left_out(rows: Sequence[Measurement], kernels: Mapping[str, Kernel], hardware: Hardware) -> list[Judged]:
@@ -167,12 +173,14 @@ def left_out(rows: Sequence[Measurement], kernels: Mapping[str, Kernel], hardwar
 
     A kernel's time is its measurement, and beside it what transforms are priced at, which tables leave out.
     """
-    measured: dict[tuple[Site, Launch], dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
+    measured: dict[tuple[BenchmarkCase, Launch], dict[str, list[float]]] = defaultdict(
+        lambda: defaultdict(list)
+    )
     ops: dict[str, list[Measurement]] = defaultdict(list)
     for row in rows:
-        ops[row.site.op].append(row)
-        if row.kernel in kernels and not plausible(row):
-            measured[row.site, row.launch][row.kernel].append(row.median_us)
+        ops[row.case.op].append(row)
+        if row.kernel in kernels and not implausible_reason(row):
+            measured[row.case, row.launch][row.kernel].append(row.median_us)
     found: list[Judged] = []
     apart, model = None, model_of((), kernels, hardware)
     for site, launch in sorted(measured, key=lambda known: str((bucket_of(known[0]), known))):
@@ -186,13 +194,13 @@ def left_out(rows: Sequence[Measurement], kernels: Mapping[str, Kernel], hardwar
             continue
         bucket = bucket_of(site)
         if bucket != apart:
-            others = [row for row in ops[site.op] if bucket_of(row.site) != bucket]
+            others = [row for row in ops[site.op] if bucket_of(row.case) != bucket]
             apart, model = bucket, model_of(others, kernels, hardware)
         selection = choose(case, kernels, hardware, model)
         whole = {
             c.kernel: case.times[c.kernel] + c.accepted.transform_us
             for c in selection.trace
-            if c.takes and c.accepted is not None
+            if c.eligible and c.accepted is not None
         }
         found.append((whole[selection.kernel] / min(whole.values()), case, selection))
     return found

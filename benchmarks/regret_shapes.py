@@ -8,7 +8,7 @@ from typing import Literal, NamedTuple, get_args
 
 from benchmarks.regret_blind import blind, seen
 from layerzero.measure.calls import Call
-from layerzero.measure.shapes import attention, linear, mlp, norm, paged, ragged, rope, sample, standard
+from layerzero.measure.shapes import attention, linear, mlp, norm, paged, ragged, rope, sample, standard_calls
 
 Named = tuple[str, Call]  # the group a shape is reported under, and the call
 Part = Literal["held out", "blind", "tuned"]
@@ -30,7 +30,7 @@ def shapes(platform: str, quick: bool = False) -> list[Shape]:
     it is one of the standard shapes that `lz.tune` measures; the others are held out, and so are the drawn
     ones that were blind once.
     """
-    covered = set(map(str, standard(None, platform)))
+    covered = set(map(str, standard_calls(None, platform)))
     groups: dict[str, list[Call]] = {}
     for name, call in (*(_gpu() if platform == "cuda" else _cpu()), *seen(platform)):
         groups.setdefault(name, []).append(call)

@@ -13,12 +13,12 @@ import msgspec
 from benchmarks.harness import write
 from benchmarks.regret_build import in_order
 from layerzero.actors.device.local_device import LocalDevice
-from layerzero.api.tune import TuneReport, missing_of, table_of, tune_blocking
+from layerzero.api.tune import TuneReport, missing_calls, tune_blocking, write_shipped_table
 from layerzero.measure.calls import Call
-from layerzero.measure.shapes import standard
-from layerzero.measure.stability import changes
-from layerzero.perfdb.record import Environment, Measurement, Site
-from layerzero.perfdb.shipped import Table, fitting_tables
+from layerzero.measure.shapes import standard_calls
+from layerzero.measure.stability import winner_changes
+from layerzero.perfdb.record import BenchmarkCase, Environment, Measurement
+from layerzero.perfdb.shipped import ShippedTable, fitting_tables
 from layerzero.perfdb.store import read_rows
 from layerzero.selection.cost.cost_model import TABLES
 
@@ -37,7 +37,7 @@ def tune(record: dict[str, Any], device: LocalDevice, options: argparse.Namespac
         # The order is shuffled: those that there is time for are a fair sample.
         budget = min(options.again_s, deadline - time.monotonic())
         second = tune_blocking(calls[: report.calls], budget_s=budget, quick=options.quick)
-        compared, found = changes(report.tuned, second.tuned)
+        compared, found = winner_changes(report.tuned, second.tuned)
         rows += second.rows
     record["tuning"] = {
         "calls": report.calls, "skipped": report.skipped, "seconds": round(report.seconds, 1),
@@ -49,49 +49,59 @@ def tune(record: dict[str, Any], device: LocalDevice, options: argparse.Namespac
     write(options.out, record)
     if options.table is not None:
         if options.perfdb is not None:
-            rows = tuple(read_rows(options.perfdb, Environment.of(device.hardware)))
+            rows = tuple(read_rows(options.perfdb, Environment.of_hardware(device.hardware)))
         _write_table(rows, shipped, device, options, report)
 
 
 def to_tune(
-    device: LocalDevice, known: set[Site], shipped: Sequence[Table], quick: bool, first: Sequence[str] = (),
-    *, only_missing: bool = False,
-) -> list[Call]:  # fmt: skip
+    device: LocalDevice,
+    known: set[BenchmarkCase],
+    shipped: Sequence[ShippedTable],
+    quick: bool,
+    first: Sequence[str] = (),
+    *,
+    only_missing: bool = False,
+) -> list[Call]:
     """The standard calls that are not `known`: those the shipped table misses, then those of ops `first`.
 
     A call is missing where the table has no row of it, or none of a kernel that came later. Where time ends,
     what was left out has an older measurement at least.
     """
-    calls = standard(None, device.device.type, quick)
+    calls = standard_calls(None, device.device.type, quick)
     rows = [row for table in shipped for row in table.rows]
-    missing = set(map(str, missing_of(device, calls, rows)))
-    left = [call for call in calls if call.site(device.hardware) not in known]
+    missing = set(map(str, missing_calls(device, calls, rows)))
+    left = [call for call in calls if call.benchmark_case(device.hardware) not in known]
     left.sort(key=lambda call: (str(call) not in missing, call.op not in first))
     return [call for call in left if str(call) in missing or not only_missing]
 
 
 def _write_table(
-    rows: Sequence[Measurement], shipped: Sequence[Table], device: LocalDevice, options: argparse.Namespace,
+    rows: Sequence[Measurement],
+    shipped: Sequence[ShippedTable],
+    device: LocalDevice,
+    options: argparse.Namespace,
     report: TuneReport,
-) -> None:  # fmt: skip
-    kept = to_keep(rows, shipped, Environment.of(device.hardware))
-    sites, older = len({row.site for row in rows}), len({row.site for row in kept})
+) -> None:
+    kept = to_keep(rows, shipped, Environment.of_hardware(device.hardware))
+    sites, older = len({row.case for row in rows}), len({row.case for row in kept})
     note = f"{sites} sites, {report.skipped} calls left out for time"
     if kept:
         note += f"; {older} sites of an earlier run in this environment"
     command = "python -m benchmarks.regret --tune --table"
-    table_of([*rows, *kept], device, options.table, command=command, note=note)
+    write_shipped_table([*rows, *kept], device, options.table, command=command, note=note)
 
 
-def to_keep(rows: Sequence[Measurement], shipped: Sequence[Table], here: Environment) -> list[Measurement]:
+def to_keep(
+    rows: Sequence[Measurement], shipped: Sequence[ShippedTable], here: Environment
+) -> list[Measurement]:
     """The rows of shipped tables of this very environment whose calls were not measured again."""
-    fresh = {row.site for row in rows}
+    fresh = {row.case for row in rows}
     same = [table for table in shipped if table.provenance.environment == here]
-    return [row for table in same for row in table.rows if row.site not in fresh]
+    return [row for table in same for row in table.rows if row.case not in fresh]
 
 
-def _measured_sites(perfdb: str | None, device: LocalDevice) -> set[Site]:
+def _measured_sites(perfdb: str | None, device: LocalDevice) -> set[BenchmarkCase]:
     """What an earlier run of this benchmark has tuned already."""
     if perfdb is None:
         return set()
-    return {row.site for row in read_rows(perfdb, Environment.of(device.hardware))}
+    return {row.case for row in read_rows(perfdb, Environment.of_hardware(device.hardware))}

@@ -23,7 +23,7 @@ from layerzero.backends import availability, load_builtin
 from layerzero.ops import table
 from layerzero.ops.op import Args
 from layerzero.spec.hardware import probe
-from layerzero.spec.kernel import Kernel, judge
+from layerzero.spec.kernel import Kernel, rejections
 
 DISTRIBUTIONS = ("torch", "triton", "liger-kernel", "flashinfer-python")
 ROUNDS = 7
@@ -84,7 +84,7 @@ def candidates(op: str, args: Args, modes: frozenset[str]) -> Iterator[tuple[Ker
     """The kernels that take the call, loaded."""
     request, hardware = table.get(op).check(args).replace(modes=modes), probe("cuda:0")
     for kernel in load_builtin(op=op):
-        if not availability(kernel) and not judge(kernel, request, hardware):
+        if not availability(kernel) and not rejections(kernel, request, hardware):
             yield kernel, kernel.load()
 
 

@@ -25,17 +25,17 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "examples"))  # the model is an example
 
+from generate import SamplingParams, generate  # noqa: E402
 from generating.models import build  # noqa: E402
-from generation import Sampling, generate  # noqa: E402
 from harness import environment, show, write  # noqa: E402
-from llama import Llama, Per  # noqa: E402
+from models.llama import Llama, Per  # noqa: E402
 
 import layerzero as lz  # noqa: E402
-from layerzero.selection.dispatch import Compared  # noqa: E402
+from layerzero.selection.dispatch import CheckedOnce  # noqa: E402
 
 PROMPT, TOKENS, PAGE = 32, 96, 16
 EVERY_S = 0.001
-FIRST_RUN = Compared.__call__.__code__
+FIRST_RUN = CheckedOnce.__call__.__code__
 LIBRARY = Path(lz.__file__).resolve().parent
 CHOOSING = tuple(str(LIBRARY / part) for part in ("selection/", "policy/", "health/", "dispatch.py"))
 ROWS: tuple[tuple[str, int, Per], ...] = (
@@ -74,8 +74,8 @@ async def crowd(model: Llama, requests: int) -> None:
     """So many requests at once; each has a prompt of its own."""
 
     async def one(seed: int) -> None:
-        prompt = [(seed * 31 + place) % model.config.vocab for place in range(PROMPT)]
-        async for _ in generate(model, prompt, Sampling(max_tokens=TOKENS, seed=seed)):
+        prompt = [(seed * 31 + place) % model.config.vocab_size for place in range(PROMPT)]
+        async for _ in generate(model, prompt, SamplingParams(max_tokens=TOKENS, seed=seed)):
             pass
 
     await asyncio.gather(*(one(seed) for seed in range(requests)))

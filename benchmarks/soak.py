@@ -1,4 +1,4 @@
-"""A soak of the lane: callers that cancel, hurry, give way and meet a failing kernel, as long as is asked.
+"""A soak of the batcher: callers that cancel, hurry, give way and meet a failing kernel, as long as is asked.
 
     python benchmarks/soak.py [--seconds 600] [--callers 64] [--out FILE]
 
@@ -47,7 +47,7 @@ class Poisoned(Exception):
 
 
 def scaled(rows: Tensor, bad: list[bool]) -> Tensor:
-    """A function over rows that one caller can spoil for all: the lane finds out whose it is."""
+    """A function over rows that one caller can spoil for all: the batcher finds out whose it is."""
     if any(bad):
         raise Poisoned("one caller asked for this")
     return rows * 0.5
@@ -235,7 +235,7 @@ def _grown(memory: array[float], blocks: array[int]) -> dict[str, Any]:
 
 
 def _counted(runtime: lz.Runtime, soak: Soak, lag: Lag) -> dict[str, Any]:
-    stats = runtime.device("cpu").fronts.stats()
+    stats = runtime.device("cpu").loop_drivers.stats()
     lane = {
         name: getattr(stats, name)
         for name in ("submitted", "done", "failed", "cancelled", "expired", "rejected", "detached", "batches")
@@ -278,10 +278,18 @@ def main() -> int:
     parser.add_argument("--out", type=Path, default=None, help="where the JSON goes")
     options = parser.parse_args()
     settings = lz.Settings(
-        device="cpu", inference=True, warm="eager", freeze_gc=True, queue_items=48, overload="reject",
-        window_s=2.0, cooldown_s=0.2, cooldown_max_s=1.0,
-        shipped_tables=False, perfdb=None,  # no measurement goes before the flaky kernel's word
-    )  # fmt: skip
+        device="cpu",
+        inference=True,
+        warm="eager",
+        freeze_gc=True,
+        max_queue_size=48,
+        queue_full_policy="reject",
+        window_s=2.0,
+        cooldown_s=0.2,
+        cooldown_max_s=1.0,
+        shipped_tables=False,
+        perfdb=None,  # no measurement goes before the flaky kernel's word
+    )
     flaky = Flaky(options.seed)
     with lz.start(settings) as runtime:
         runtime.device("cpu")  # kernels are imported when a device opens: not on the loop

@@ -34,9 +34,9 @@ ATTENTION = ops_table.get("attention")
 def _settled(device: LocalDevice, plan: Callable[[], Any]) -> None:
     """Look at memory and load what the first choice found cold now: later either would change the tables."""
     plan()
-    device.expected()
+    device.wait_for_costs()
     device.stop_loading(60.0)  # what loads in the background would make a generation in the midst of a row
-    if device.room.moved(device.settings):
+    if device.workspace_budget.refresh(device.settings):
         device.refresh()
     better = plan().selection.when_warm
     while better is not None:
@@ -54,7 +54,7 @@ def hits(plan: Plan, device: LocalDevice, args: tuple[Tensor, ...]) -> dict[str,
     _settled(device, lambda: device.plan(ATTENTION, signature, full, bits))
 
     def lookup() -> Any:
-        return device.snapshot.tables["attention"].hot[bits][signature]
+        return device.snapshot.tables["attention"].by_signature[bits][signature]
 
     def method() -> Any:
         return device.plan(ATTENTION, signature, full, bits)
@@ -100,7 +100,7 @@ def _in_loop(plan: Plan, device: LocalDevice, signature: Any, bits: int) -> dict
     for _ in range(plan.rounds):
         begin, ran = time.perf_counter_ns(), time.thread_time_ns()
         for _ in itertools.repeat(None, count):
-            device.snapshot.tables["attention"].hot[bits][signature]
+            device.snapshot.tables["attention"].by_signature[bits][signature]
         middle, half = time.perf_counter_ns(), time.thread_time_ns()
         for _ in itertools.repeat(None, count):
             pass
@@ -124,10 +124,10 @@ def _span(
             if locked:
                 for _ in itertools.repeat(None, 500):
                     with lock:
-                        device.snapshot.tables["attention"].hot[bits][signature]
+                        device.snapshot.tables["attention"].by_signature[bits][signature]
             else:
                 for _ in itertools.repeat(None, 500):
-                    device.snapshot.tables["attention"].hot[bits][signature]
+                    device.snapshot.tables["attention"].by_signature[bits][signature]
             mine += 500
         done[index] = mine
 
@@ -148,12 +148,12 @@ def _span(
 
 def misses(plan: Plan) -> dict[str, Any]:
     """Row c: signatures that nobody has asked for, with many kernels and with many rules."""
-    builtin = [kernel for kernel in load_builtin() if not kernel.cold]
+    builtin = [kernel for kernel in load_builtin() if not kernel.slow_import]
     ops = sorted({kernel.op for kernel in builtin})
     hundred = _filled(builtin, 100, ops)
     # Names and patterns that match no kernel here: each rule is looked at, none changes the choice.
     patterns = [f"absent.attention.k{i}" if i % 2 else f"absent{i}.*" for i in range(100)]
-    rules = Policy(tuple(rule for p in patterns for rule in program.disabling(p, op="attention").rules))
+    rules = Policy(tuple(rule for p in patterns for rule in program.exclusion(p, op="attention").rules))
     return {
         "builtin kernels": _miss(plan, builtin, EMPTY),
         "100 kernels": _miss(plan, hundred, EMPTY),
@@ -180,7 +180,7 @@ def _filled(builtin: Sequence[lz.Kernel], count: int, ops: Sequence[str]) -> lis
                 capability=like.capability,
                 load=like.load,
                 efficiency=like.efficiency,
-                rank=60,
+                tie_break_order=60,
             )
         )
     return kernels
@@ -280,7 +280,7 @@ def allocation(plan: Plan, args: tuple[Tensor, ...]) -> dict[str, Any]:
     device.plan(ATTENTION, signature, full, bits)
     return {
         "calls": count,
-        "lookup": _left(count, lambda: device.snapshot.tables["attention"].hot[bits][signature]),
+        "lookup": _left(count, lambda: device.snapshot.tables["attention"].by_signature[bits][signature]),
         "sync": _left(count // 10, lambda: lz.sync.attention(*args)),
         "bound": _left(count // 10, lambda: bound(*args)),
     }
@@ -341,7 +341,7 @@ def _swapped(
     calls = [ATTENTION.build(*(torch.empty(shape) for _ in range(3))) for shape in shapes]
     for signature, args in calls:
         device.plan(ATTENTION, signature, args, bits)
-    policies = [EMPTY] if rule is None else [EMPTY, program.preferring(rule[1], op=rule[0])]
+    policies = [EMPTY] if rule is None else [EMPTY, program.preference(rule[1], op=rule[0])]
     stop = threading.Event()
     latencies: list[list[int]] = [[] for _ in range(readers)]
     cpus: list[list[int]] = [[] for _ in range(readers)]

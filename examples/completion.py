@@ -6,7 +6,7 @@ import json
 from dataclasses import dataclass
 from typing import Any
 
-from generation import Sampling
+from generate import SamplingParams
 
 
 class BadRequest(Exception):
@@ -28,12 +28,12 @@ class UnknownModel(BadRequest):
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class CompletionRequest:
     """A completion request: the prompt as text or as token ids, and how to answer."""
 
     text: str
     ids: list[int] | None
-    sampling: Sampling
+    sampling: SamplingParams
     stream: bool
     include_usage: bool
 
@@ -49,21 +49,23 @@ _KNOWN = {
 }  # fmt: skip
 
 
-def read(body: bytes, served: str) -> Asked:
+def read(body: bytes, served: str) -> CompletionRequest:
     """The request in `body`, for the model that is `served`.
 
     Raises: BadRequest: the body is no JSON object, or a field cannot be honoured; the message names it.
         UnknownModel: `model` names another one.
     """
-    given = _object(body)
-    model = given.get("model")
+    fields = _object(body)
+    model = fields.get("model")
     if not isinstance(model, str):
         raise BadRequest(f"model needs a string, {served!r}, got {_brief(model)}", "model")
     if model != served:
         raise UnknownModel(f"model needs {served!r}, got {_brief(model)}", "model")
-    text, ids = _prompt(given.get("prompt"))
-    stream = _bool(given, "stream")
-    return Asked(text, ids, _sampling(given), stream, _include_usage(given.get("stream_options"), stream))
+    text, ids = _prompt(fields.get("prompt"))
+    stream = _bool(fields, "stream")
+    return CompletionRequest(
+        text, ids, _sampling(fields), stream, _include_usage(fields.get("stream_options"), stream)
+    )
 
 
 def _include_usage(options: Any, stream: bool) -> bool:
@@ -71,40 +73,43 @@ def _include_usage(options: Any, stream: bool) -> bool:
         return False
     if not isinstance(options, dict) or (options and not stream):
         raise BadRequest("stream_options needs an object, and stream to be true", "stream_options")
-    wanted = options.get("include_usage", False)
-    if options.keys() - {"include_usage"} or not isinstance(wanted, bool):
+    include = options.get("include_usage", False)
+    if options.keys() - {"include_usage"} or not isinstance(include, bool):
         raise BadRequest("stream_options needs include_usage, true or false, alone", "stream_options")
-    return wanted
+    return include
 
 
 def _object(body: bytes) -> dict[str, Any]:
     try:
-        given = json.loads(body)
+        fields = json.loads(body)
     except ValueError as error:
         raise BadRequest(f"the body needs to be JSON: {error}") from error
     except RecursionError as error:
         raise BadRequest("the body needs to be JSON that is not nested so deeply") from error
-    if not isinstance(given, dict):
-        raise BadRequest(f"the body needs to be a JSON object, got {type(given).__name__}")
-    for name, value in given.items():
+    if not isinstance(fields, dict):
+        raise BadRequest(f"the body needs to be a JSON object, got {type(fields).__name__}")
+    for name, value in fields.items():
         if name not in _KNOWN:
             raise BadRequest(
                 f"unknown field {_brief(name)}", name.encode("utf-8", "backslashreplace").decode()
             )
         if name in _NEUTRAL and value is not None and not _asks_nothing(value, _NEUTRAL[name]):
             raise BadRequest(f"{name} is not supported, got {_brief(value)}", name)
-    return given
+    return fields
 
 
 def _asks_nothing(value: Any, neutral: tuple[Any, ...]) -> bool:
     """Whether `value` is one of `neutral`; True is no 1, and False no 0."""
-    return any(value == known and isinstance(value, bool) == isinstance(known, bool) for known in neutral)
+    return any(
+        value == neutral_value and isinstance(value, bool) == isinstance(neutral_value, bool)
+        for neutral_value in neutral
+    )
 
 
 def _brief(value: Any) -> str:
     """What was given, as it goes into a message."""
-    said = repr(value)
-    return said if len(said) <= 100 else f"{said[:100]}..."
+    text = repr(value)
+    return text if len(text) <= 100 else f"{text[:100]}..."
 
 
 def _prompt(prompt: Any) -> tuple[str, list[int] | None]:
@@ -127,7 +132,7 @@ def _whole(text: str, name: str) -> str:
     return text
 
 
-def _sampling(given: dict[str, Any]) -> Sampling:
+def _sampling(fields: dict[str, Any]) -> SamplingParams:
     values: dict[str, Any] = {}
     for name, kinds in (
         ("max_tokens", int),
@@ -135,7 +140,7 @@ def _sampling(given: dict[str, Any]) -> Sampling:
         ("temperature", int | float),
         ("top_p", int | float),
     ):
-        value = given.get(name)
+        value = fields.get(name)
         if value is None:
             continue
         if isinstance(value, bool) or not isinstance(value, kinds):
@@ -144,20 +149,20 @@ def _sampling(given: dict[str, Any]) -> Sampling:
             values[name] = value if kinds is int else float(value)
         except OverflowError as error:
             raise BadRequest(f"{name} needs a number that a float can hold", name) from error
-    stop = given.get("stop")
+    stop = fields.get("stop")
     if stop is not None:
         stops = [stop] if isinstance(stop, str) else stop
         if not isinstance(stops, list) or not all(isinstance(word, str) for word in stops):
             raise BadRequest(f"stop needs a string or a list of strings, got {_brief(stop)}", "stop")
         values["stop"] = tuple(_whole(word, "stop") for word in stops)
     try:
-        return Sampling(**values)
+        return SamplingParams(**values)
     except ValueError as error:
         raise BadRequest(str(error), str(error).split()[0]) from error
 
 
-def _bool(given: dict[str, Any], name: str) -> bool:
-    value = given.get(name)
+def _bool(fields: dict[str, Any], name: str) -> bool:
+    value = fields.get(name)
     if value is not None and not isinstance(value, bool):
         raise BadRequest(f"{name} needs true or false, got {_brief(value)}", name)
     return bool(value)

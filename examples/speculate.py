@@ -30,17 +30,17 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from generation import Sampling, generate, load_tokenizer
-from llama import FOLDER, Config, Get, Llama, pool, weights_of
+from generate import SamplingParams, generate, load_tokenizer
 from measuring.report import environment
+from models.llama import FOLDER, GetWeight, Llama, LlamaConfig, kv_pool, weights_of
 from rich.console import Console
 from rich.table import Table
+from tensor_parallel.run import shard_of, shard_weights
 from torch import Tensor
-from tp_generate import shard_of, sharded
 
 import layerzero as lz
 from layerzero.kvcache import PagedSequence
-from layerzero.speculative.tensor_parallel import Coordinated
+from layerzero.speculative.tensor_parallel import TensorParallelTarget
 
 PROMPTS = (
     "In the beginning God created the heaven and the earth.",
@@ -50,7 +50,7 @@ PROMPTS = (
 )
 
 
-class Decoding:
+class SequenceDecoder:
     """One sequence of a Llama as `lz.speculative` drives it; a context manager that gives its pages back."""
 
     def __init__(self, model: Llama, limit: int, wait_s: float = 0.0) -> None:
@@ -67,14 +67,14 @@ class Decoding:
         """The logits (T, V) after each of `tokens` (T,), which join the sequence."""
         if self._wait_s:
             await asyncio.sleep(self._wait_s)
-        own = tokens.to(self.model.cache.device)
-        return await self.model.every(own, self._sequence.extend(len(own)))
+        token_ids = tokens.to(self.model.cache.device)
+        return await self.model.forward_all_positions(token_ids, self._sequence.extend(len(token_ids)))
 
     def rollback(self, length: int) -> None:
         """Forget the tokens from `length` on; what comes next overwrites them."""
         self._sequence.length = length
 
-    def __enter__(self) -> Decoding:
+    def __enter__(self) -> SequenceDecoder:
         return self
 
     def __exit__(
@@ -83,7 +83,7 @@ class Decoding:
         self._sequence.__exit__(kind, error, trace)
 
 
-class Blurred(Decoding):
+class NoisyDecoder(SequenceDecoder):
     """A sequence whose logits are blended with noise: of a draft that guesses as badly as one likes."""
 
     def __init__(self, model: Llama, limit: int, share: float) -> None:
@@ -98,114 +98,119 @@ class Blurred(Decoding):
         return self._share * logits + (1 - self._share) * logits.std() * noise
 
 
-async def speculated(
+async def speculate_request(
     draft: Llama,
     target: Llama,
     prompt: Sequence[int],
-    sampling: Sampling,
-    places: int,
+    sampling: SamplingParams,
+    num_speculative_tokens: int,
     wait_s: float = 0.0,
     share: float = 1.0,
-) -> tuple[list[int], lz.speculative.Speculation]:
+) -> tuple[list[int], lz.speculative.SpeculationStats]:
     """The tokens of one request, and what they took; `share` of the draft's logits are its own."""
     # Drafts reach beyond the last token that is wanted: `places` of this round and of the one drafted ahead.
-    limit = len(prompt) + sampling.max_tokens + 2 * places
-    own = Decoding(draft, limit) if share == 1.0 else Blurred(draft, limit, share)
-    with own as small, Decoding(target, limit, wait_s) as large:
-        generation = drafted(small, large, prompt, sampling, places)
+    limit = len(prompt) + sampling.max_tokens + 2 * num_speculative_tokens
+    decoder = SequenceDecoder(draft, limit) if share == 1.0 else NoisyDecoder(draft, limit, share)
+    with decoder as small, SequenceDecoder(target, limit, wait_s) as large:
+        generation = start_generation(small, large, prompt, sampling, num_speculative_tokens)
         return [token async for token in generation], generation.stats
 
 
-def drafted(
-    small: Decoding, large: Any, prompt: Sequence[int], sampling: Sampling, places: int
+def start_generation(
+    small: SequenceDecoder,
+    large: Any,
+    prompt: Sequence[int],
+    sampling: SamplingParams,
+    num_speculative_tokens: int,
 ) -> lz.speculative.Generation:
     """The generation of one request."""
     return lz.speculative.generate(
         small,
         large,
         prompt,
-        places=places,
+        num_speculative_tokens=num_speculative_tokens,
         max_tokens=sampling.max_tokens,
         temperature=sampling.temperature,
         top_p=sampling.top_p,
         seed=sampling.seed,
-        end=small.model.config.end,
+        stop_token_ids=small.model.config.eos_token_ids,
     )
 
 
-def lost(model: Llama) -> int:
+def leaked_pages(model: Llama) -> int:
     """Pages that no sequence gave back."""
     return model.cache.allocator.total - model.cache.allocator.free_pages
 
 
-def first_layers(config: Config, get: Get, layers: int, like: Tensor) -> Llama:
+def first_layers(config: LlamaConfig, get: GetWeight, layers: int, like: Tensor) -> Llama:
     """The model that ends after some of its layers, in a pool of its own."""
-    own = replace(config, layers=layers)
-    return Llama(own, get, pool(own, like.device, like.dtype, 256, 16))
+    draft_config = replace(config, num_hidden_layers=layers)
+    return Llama(draft_config, get, kv_pool(draft_config, like.device, like.dtype, 256, 16))
 
 
-# -- over the ranks of a gang ---------------------------------------------------------------------------
+# -- over the ranks of a rank group
+# ---------------------------------------------------------------------------
 
 
-class Share:
+class TargetShard:
     """One rank's heads and columns of the target, with pages of its own for every sequence."""
 
-    def __init__(self, member: Any, config: Config, get: Get, like: Tensor) -> None:
-        own = shard_of(config, member.ranks)
-        cache = pool(own, like.device, like.dtype, 256, 16)
-        self.model = Llama(own, sharded(get, member.rank, member.ranks), cache)
+    def __init__(self, member: Any, config: LlamaConfig, get: GetWeight, like: Tensor) -> None:
+        shard_config = shard_of(config, member.ranks)
+        cache = kv_pool(shard_config, like.device, like.dtype, 256, 16)
+        self.model = Llama(shard_config, shard_weights(get, member.rank, member.ranks), cache)
         for layer in self.model.layers:
-            layer.reduce = self._summed
+            layer.all_reduce = self._all_reduce
         self.texts: dict[int, list[int]] = {}
-        self.target = Coordinated(
+        self.target = TensorParallelTarget(
             member,
             open=cache.sequence,
             close=PagedSequence.close,
             forward=self._forward,
-            spread=lambda rows: dist.broadcast(rows, 0),
-            vocab=config.vocab,
+            broadcast=lambda rows: dist.broadcast(rows, 0),
+            vocab_size=config.vocab_size,
             device=like.device,
-            settled=lambda number, tokens: self.texts.setdefault(number, []).extend(tokens),
+            on_tokens=lambda number, tokens: self.texts.setdefault(number, []).extend(tokens),
         )
 
-    def _summed(self, partial: Tensor) -> Tensor:
+    def _all_reduce(self, partial: Tensor) -> Tensor:
         dist.all_reduce(partial)
         return partial
 
     def _forward(self, sequences: Sequence[Any], ids: Tensor, counts: Sequence[int]) -> Tensor:
         spans = [sequence.extend(count) for sequence, count in zip(sequences, counts, strict=True)]
-        return self.model.everys(ids, spans)
+        return self.model.forward_all_positions_batch(ids, spans)
 
     @property
     def leaked(self) -> int:
         """Pages that no sequence gave back."""
-        return lost(self.model)
+        return leaked_pages(self.model)
 
 
 async def over_ranks(options: argparse.Namespace) -> dict[str, Any]:
-    """Speculate on a gang; the tokens that every rank found, beside those of one process."""
+    """Speculate on a rank group; the tokens that every rank found, beside those of one process."""
     like = torch.empty(0, device=options.device)
-    config, get = Config.read(options.folder), weights_of(options.folder, like.device, like.dtype)
+    config, get = LlamaConfig.read(options.folder), weights_of(options.folder, like.device, like.dtype)
     tokenizer = load_tokenizer(options.folder)
     prompts = [tokenizer.encode(text).ids for text in PROMPTS]
     draft = first_layers(config, get, options.draft_layers, like)
-    found: list[list[int]] = []
+    token_lists: list[list[int]] = []
     numbers: dict[int, int] = {}
-    stats: list[lz.speculative.Speculation] = []
+    stats: list[lz.speculative.SpeculationStats] = []
 
-    def sampling(number: int) -> Sampling:
-        return Sampling(max_tokens=options.tokens, temperature=options.temperature, seed=number)
+    def sampling(number: int) -> SamplingParams:
+        return SamplingParams(max_tokens=options.tokens, temperature=options.temperature, seed=number)
 
     async with lz.start(lz.Settings(device=options.device, inference=True)) as runtime:
-        async with runtime.gang(timeout_s=120.0) as member:
-            share = Share(member, config, get, like)
+        async with runtime.rank_group(timeout_s=120.0) as member:
+            share = TargetShard(member, config, get, like)
 
             async def one(number: int) -> list[int]:
                 prompt = prompts[number]
                 limit = len(prompt) + options.tokens + 2 * options.places
-                with Decoding(draft, limit) as small:
+                with SequenceDecoder(draft, limit) as small:
                     async with share.target.sequence(limit) as shared:
-                        generation = drafted(small, shared, prompt, sampling(number), options.places)
+                        generation = start_generation(small, shared, prompt, sampling(number), options.places)
                         tokens = [token async for token in generation]
                 stats.append(generation.stats)
                 numbers[number] = shared.number
@@ -214,22 +219,22 @@ async def over_ranks(options: argparse.Namespace) -> dict[str, Any]:
             if member.rank:
                 await member.follow()
             else:
-                found = list(await asyncio.gather(*map(one, range(len(prompts)))))
+                token_lists = list(await asyncio.gather(*map(one, range(len(prompts)))))
         alone: list[list[int]] = []
         if member.rank == 0:
-            target = first_layers(config, get, config.layers, like)
+            target = first_layers(config, get, config.num_hidden_layers, like)
             for number, prompt in enumerate(prompts):
-                tokens, _ = await speculated(draft, target, prompt, sampling(number), options.places)
+                tokens, _ = await speculate_request(draft, target, prompt, sampling(number), options.places)
                 alone.append(tokens)
-    leaked = share.leaked + lost(draft)
+    leaked = share.leaked + leaked_pages(draft)
     return {
         "rank": member.rank,
         "ranks": member.ranks,
-        "plan": member.plan,
+        "plan": member.plan_digest,
         "settled": {str(number): tokens for number, tokens in sorted(share.texts.items())},
-        "tokens": {str(numbers[number]): tokens for number, tokens in enumerate(found)},
+        "tokens": {str(numbers[number]): tokens for number, tokens in enumerate(token_lists)},
         "alone": {str(numbers[number]): tokens for number, tokens in enumerate(alone)},
-        "acceptance": [each.acceptance for each in stats],
+        "acceptance": [each.acceptance_rate for each in stats],
         "pages_leaked": leaked,
     }
 
@@ -238,23 +243,22 @@ def on_ranks(options: argparse.Namespace) -> int:
     """Run as one rank of torchrun's; rank 0 prints what all of them found."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo", timeout=timedelta(seconds=120))
-    said = asyncio.run(over_ranks(options))
-    everybody: list[Any] = [None] * said["ranks"]
-    dist.all_gather_object(everybody, said)
+    record = asyncio.run(over_ranks(options))
+    everybody: list[Any] = [None] * record["ranks"]
+    dist.all_gather_object(everybody, record)
     dist.destroy_process_group()
     leaked = sum(each["pages_leaked"] for each in everybody)
-    if said["rank"]:
+    if record["rank"]:
         return 0
-    tokens = said["tokens"]
+    tokens = record["tokens"]
     same = all(each["settled"][n][: len(text)] == text for each in everybody for n, text in tokens.items())
-    right = sum(tokens[number] == text for number, text in said["alone"].items())
-    print(
-        f"{said['ranks']} ranks, plan {said['plan']}: every rank accepted {'alike' if same else 'otherwise'}"
-    )
-    print(f"{right} of {len(said['alone'])} texts are those of one process, {leaked} pages leaked")
+    right = sum(tokens[number] == text for number, text in record["alone"].items())
+    accepted = "alike" if same else "otherwise"
+    print(f"{record['ranks']} ranks, plan {record['plan']}: every rank accepted {accepted}")
+    print(f"{right} of {len(record['alone'])} texts are those of one process, {leaked} pages leaked")
     if options.json:
         options.json.write_text(json.dumps(everybody, indent=1) + "\n")
-    return 0 if same and right == len(said["alone"]) and not leaked else 1
+    return 0 if same and right == len(record["alone"]) and not leaked else 1
 
 
 Way = Callable[[int], Coroutine[Any, Any, int]]
@@ -263,71 +267,75 @@ Way = Callable[[int], Coroutine[Any, Any, int]]
 async def compare(options: argparse.Namespace, keep: Callable[[dict[str, Any]], None]) -> dict[str, Any]:
     """Every way in turn, round by round; `keep` gets what is known after each."""
     like = torch.empty(0, device=options.device)
-    config, get = Config.read(options.folder), weights_of(options.folder, like.device, like.dtype)
+    config, get = LlamaConfig.read(options.folder), weights_of(options.folder, like.device, like.dtype)
     tokenizer = load_tokenizer(options.folder)
     prompts = [tokenizer.encode(text).ids for text in PROMPTS]
-    target = first_layers(config, get, config.layers, like)
-    counted: dict[str, lz.speculative.Speculation] = {}
+    target = first_layers(config, get, config.num_hidden_layers, like)
+    counted: dict[str, lz.speculative.SpeculationStats] = {}
     wait_s = options.target_ms / 1000
 
     async def plain(number: int) -> int:
-        sampling = Sampling(max_tokens=options.tokens, temperature=options.temperature, seed=number)
-        made = 0
+        sampling = SamplingParams(max_tokens=options.tokens, temperature=options.temperature, seed=number)
+        num_tokens = 0
         async for _ in generate(target, prompts[number % len(prompts)], sampling):
-            made += 1
+            num_tokens += 1
             await asyncio.sleep(wait_s)
-        return made
+        return num_tokens
 
     def with_draft(name: str, draft: Llama, share: float = 1.0) -> Way:
         async def way(number: int) -> int:
-            sampling = Sampling(max_tokens=options.tokens, temperature=options.temperature, seed=number)
+            sampling = SamplingParams(max_tokens=options.tokens, temperature=options.temperature, seed=number)
             prompt = prompts[number % len(prompts)]
-            tokens, stats = await speculated(draft, target, prompt, sampling, options.places, wait_s, share)
-            total = counted.setdefault(name, lz.speculative.Speculation())
-            for field in ("rounds", "drafted", "accepted", "discarded"):
+            tokens, stats = await speculate_request(
+                draft, target, prompt, sampling, options.places, wait_s, share
+            )
+            total = counted.setdefault(name, lz.speculative.SpeculationStats())
+            for field in ("num_rounds", "num_draft_tokens", "num_accepted", "num_discarded"):
                 setattr(total, field, getattr(total, field) + getattr(stats, field))
             return len(tokens)
 
         return way
 
     ways: dict[str, Way] = {"plain": plain}
-    for layers in range(1, config.layers + 1):
-        name = f"{layers} of {config.layers} layers draft"
+    for layers in range(1, config.num_hidden_layers + 1):
+        name = f"{layers} of {config.num_hidden_layers} layers draft"
         ways[name] = with_draft(name, first_layers(config, get, layers, like))
     for share in options.shares:
         name = f"all layers, {1 - share:.0%} noise"
-        ways[name] = with_draft(name, first_layers(config, get, config.layers, like), share)
+        ways[name] = with_draft(name, first_layers(config, get, config.num_hidden_layers, like), share)
     speeds: dict[str, list[float]] = {name: [] for name in ways}
-    said: dict[str, Any] = {}
+    record: dict[str, Any] = {}
     for round_ in range(options.rounds + 1):
         for name, way in ways.items():
             started = time.perf_counter()
-            made = sum([await way(number) for number in range(len(prompts))])
+            total_tokens = sum([await way(number) for number in range(len(prompts))])
             if round_:
-                speeds[name].append(made / (time.perf_counter() - started))
+                speeds[name].append(total_tokens / (time.perf_counter() - started))
         if round_:
-            said = _said(options, lost(target), speeds, counted)
-            keep(said)
-    return said
+            record = _record(options, leaked_pages(target), speeds, counted)
+            keep(record)
+    return record
 
 
-def _said(
+def _record(
     options: argparse.Namespace,
     leaked: int,
     speeds: dict[str, list[float]],
-    counted: dict[str, lz.speculative.Speculation],
+    counted: dict[str, lz.speculative.SpeculationStats],
 ) -> dict[str, Any]:
     ways = {
         name: {
             "tokens_per_s": statistics.median(values),
             "over_plain": statistics.median(a / b for a, b in zip(values, speeds["plain"], strict=True)),
-            "acceptance": counted[name].acceptance if name in counted else None,
-            "tokens_a_round": counted[name].accepted / counted[name].rounds + 1 if name in counted else None,
+            "acceptance": counted[name].acceptance_rate if name in counted else None,
+            "tokens_a_round": counted[name].num_accepted / counted[name].num_rounds + 1
+            if name in counted
+            else None,
         }
         for name, values in speeds.items()
     }
     columns = ["draft", "drafts that stay", "tokens a forward of the target", "speed over plain decoding"]
-    found = [[n, w["acceptance"], w["tokens_a_round"], w["over_plain"]] for n, w in ways.items()]
+    rows = [[n, w["acceptance"], w["tokens_a_round"], w["over_plain"]] for n, w in ways.items()]
     return {
         "rounds": len(speeds["plain"]),
         "places": options.places,
@@ -337,7 +345,7 @@ def _said(
         "ways": ways,
         "torch": torch.__version__,
         "threads": torch.get_num_threads(),
-        "tables": {"ways": {"columns": columns, "rows": [row for row in found if row[1] is not None]}},
+        "tables": {"ways": {"columns": columns, "rows": [row for row in rows if row[1] is not None]}},
     }
 
 
@@ -358,25 +366,25 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if "RANK" in os.environ:
         return on_ranks(options)
 
-    def keep(said: dict[str, Any]) -> None:
+    def keep(results: dict[str, Any]) -> None:
         if options.json:
-            record = {"environment": environment(options.device), **said}
+            record = {"environment": environment(options.device), **results}
             options.json.write_text(json.dumps(record, indent=1) + "\n")
 
     async def run() -> dict[str, Any]:
         async with lz.start(lz.Settings(device=options.device, inference=True, freeze_gc=True)):
             return await compare(options, keep)
 
-    said = asyncio.run(run())
+    results = asyncio.run(run())
     table = Table(title=f"{options.places} drafts a round, temperature {options.temperature:g}")
     for column in ("way", "tokens/s", "over plain", "drafts that stay", "tokens a round"):
         table.add_column(column)
-    for name, way in said["ways"].items():
+    for name, way in results["ways"].items():
         shares = [way["acceptance"], way["tokens_a_round"]]
         cells = ["-" if share is None else f"{share:.2f}" for share in shares]
         table.add_row(name, f"{way['tokens_per_s']:.0f}", f"{way['over_plain']:.2f}", *cells)
     Console().print(table)
-    return 0 if not said["pages_leaked"] else 1
+    return 0 if not results["pages_leaked"] else 1
 
 
 if __name__ == "__main__":

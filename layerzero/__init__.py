@@ -142,10 +142,10 @@ def _load() -> None:
 
 
 def _op(name: str) -> Any:
-    from layerzero.calls.awaited import awaited
+    from layerzero.calls.awaited import awaitable
     from layerzero.ops import table
 
-    return awaited(table.get(name))
+    return awaitable(table.get(name))
 
 
 def __dir__() -> list[str]:

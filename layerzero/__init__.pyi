@@ -220,9 +220,9 @@ async def alibi(
 async def append_kv(
     k: Tensor,
     v: Tensor,
-    k_pages: Tensor,
-    v_pages: Tensor,
-    slots: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    slot_mapping: Tensor,
     *,
     layout: Literal["NHD", "HND"] = "NHD",
     backend: str | None = None,
@@ -232,13 +232,15 @@ async def append_kv(
 ) -> Tensor:
     """Write new tokens' keys and values, of any number of sequences, into their places in a pool of pages.
 
-    Args: k (T, Hk, D) and v (T, Hk, Dv), of one dtype. k_pages (N, P, Hk, D) and v_pages (N, P, Hk, Dv), or
+    Args: k (T, Hk, D) and v (T, Hk, Dv), of one dtype. k_cache (N, P, Hk, D) and v_cache (N, P, Hk, Dv), or
         heads before tokens with `layout="HND"`, are changed; a pool of another dtype takes the numbers
-        rounded to it. slots (T,), int32 or int64, is each token's place: page * P + its position in the page.
+        rounded to it. slot_mapping (T,), int32 or int64, is each token's place: page * P + its position in
+        the page.
     Waiting: backend is a kernel's id or a backend's name, for this call alone.
         priority is 0 (first), 1 or 2 (last). timeout is the number of seconds within which the call must have
         started, else DeadlineExceededError. batching "off", "rows" or "all" goes before the settings' own.
-    Returns: `slots`. Awaited before `paged_attention` over the same pool, it says that the tokens are there.
+    Returns: `slot_mapping`. Awaited before `paged_attention` over the same pool, it says that the tokens are
+    there.
     Raises: ValueError, TypeError: an argument does not fit, by name; on the CPU also a slot that the pool
         does not have, or that two tokens share, within a call or across the callers of a batch: nothing of
         theirs is written. KernelExecutionError: a kernel raised; what it wrote is unknown.
@@ -484,12 +486,12 @@ async def linear_cross_entropy(
 async def mla_attention(
     q_nope: Tensor,
     q_pe: Tensor,
-    ckv_pages: Tensor,
-    kpe_pages: Tensor,
+    ckv_cache: Tensor,
+    kpe_cache: Tensor,
     block_tables: Tensor,
-    context_lens: Tensor,
+    seq_lens: Tensor,
     *,
-    cu_seqlens: Tensor | None = None,
+    cu_seqlens_q: Tensor | None = None,
     scale: float,
     is_causal: bool = True,
     return_lse: Literal[False] = False,
@@ -502,9 +504,9 @@ async def mla_attention(
 
     s = q_nope . ckv + q_pe . kpe; the caller has multiplied q_nope by the keys' up-projection and multiplies
     the result by the values'.
-    Args: q_nope (T, H, C) and q_pe (T, H, R), sequences behind each other along cu_seqlens (B + 1,), or one
-        query a sequence without it; ckv_pages (N, P, C) and kpe_pages (N, P, R); block_tables (B, M) and
-        context_lens (B,) as in `paged_attention`. scale has no default: it follows from the head size before
+    Args: q_nope (T, H, C) and q_pe (T, H, R), sequences behind each other along cu_seqlens_q (B + 1,), or one
+        query a sequence without it; ckv_cache (N, P, C) and kpe_cache (N, P, R); block_tables (B, M) and
+        seq_lens (B,) as in `paged_attention`. scale has no default: it follows from the head size before
         absorption, (128 + 64)**-0.5 for DeepSeek-V3. is_causal is aligned at the last query and the last key.
     Waiting: backend is a kernel's id or a backend's name, for this call alone.
         priority is 0 (first), 1 or 2 (last). timeout is the number of seconds within which the call must have
@@ -519,12 +521,12 @@ async def mla_attention(
 async def mla_attention(
     q_nope: Tensor,
     q_pe: Tensor,
-    ckv_pages: Tensor,
-    kpe_pages: Tensor,
+    ckv_cache: Tensor,
+    kpe_cache: Tensor,
     block_tables: Tensor,
-    context_lens: Tensor,
+    seq_lens: Tensor,
     *,
-    cu_seqlens: Tensor | None = None,
+    cu_seqlens_q: Tensor | None = None,
     scale: float,
     is_causal: bool = True,
     return_lse: Literal[True],
@@ -537,12 +539,12 @@ async def mla_attention(
 async def mla_attention(
     q_nope: Tensor,
     q_pe: Tensor,
-    ckv_pages: Tensor,
-    kpe_pages: Tensor,
+    ckv_cache: Tensor,
+    kpe_cache: Tensor,
     block_tables: Tensor,
-    context_lens: Tensor,
+    seq_lens: Tensor,
     *,
-    cu_seqlens: Tensor | None = None,
+    cu_seqlens_q: Tensor | None = None,
     scale: float,
     is_causal: bool = True,
     return_lse: bool = False,
@@ -610,12 +612,12 @@ async def moe(
 @overload
 async def paged_attention(
     q: Tensor,
-    k_pages: Tensor,
-    v_pages: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
     block_tables: Tensor,
-    context_lens: Tensor,
+    seq_lens: Tensor,
     *,
-    cu_seqlens: Tensor | None = None,
+    cu_seqlens_q: Tensor | None = None,
     is_causal: bool = True,
     scale: float | None = None,
     window: tuple[int, ...] | list[int] | None = None,
@@ -629,10 +631,10 @@ async def paged_attention(
 ) -> Tensor:
     """Attend the queries of several sequences to their keys and values in a shared pool of pages.
 
-    Args: q (T, Hq, D), all sequences' queries behind each other, sequence b's from cu_seqlens[b] to
-        cu_seqlens[b + 1]; without cu_seqlens q is (B, Hq, D), one query a sequence. k_pages (N, P, Hk, D) and
-        v_pages (N, P, Hk, Dv), or heads before tokens with `layout="HND"`; Hq % Hk == 0. block_tables (B, M)
-        names sequence b's pages in order; context_lens (B,) counts its keys, those of these queries included,
+    Args: q (T, Hq, D), all sequences' queries behind each other, sequence b's from cu_seqlens_q[b] to
+        cu_seqlens_q[b + 1]; without cu_seqlens_q q is (B, Hq, D), one query a sequence. k_cache (N, P, Hk, D)
+        and v_cache (N, P, Hk, Dv), or heads before tokens with `layout="HND"`; Hq % Hk == 0. block_tables (B,
+        M) names sequence b's pages in order; seq_lens (B,) counts its keys, those of these queries included,
         and what a table holds behind that is never read. All metadata is int32 or int64.
         is_causal is aligned at the last query and the last key. scale defaults to D**-0.5; window=(left,
         right) keys around the diagonal, -1 is unbounded; softcap c turns scores s into c * tanh(s / c).
@@ -649,12 +651,12 @@ async def paged_attention(
 @overload
 async def paged_attention(
     q: Tensor,
-    k_pages: Tensor,
-    v_pages: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
     block_tables: Tensor,
-    context_lens: Tensor,
+    seq_lens: Tensor,
     *,
-    cu_seqlens: Tensor | None = None,
+    cu_seqlens_q: Tensor | None = None,
     is_causal: bool = True,
     scale: float | None = None,
     window: tuple[int, ...] | list[int] | None = None,
@@ -669,12 +671,12 @@ async def paged_attention(
 @overload
 async def paged_attention(
     q: Tensor,
-    k_pages: Tensor,
-    v_pages: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
     block_tables: Tensor,
-    context_lens: Tensor,
+    seq_lens: Tensor,
     *,
-    cu_seqlens: Tensor | None = None,
+    cu_seqlens_q: Tensor | None = None,
     is_causal: bool = True,
     scale: float | None = None,
     window: tuple[int, ...] | list[int] | None = None,
@@ -742,7 +744,7 @@ async def ragged_attention(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    cu_seqlens: Tensor,
+    cu_seqlens_q: Tensor,
     cu_seqlens_k: Tensor | None = None,
     *,
     is_causal: bool = False,
@@ -758,9 +760,9 @@ async def ragged_attention(
     """Attend each sequence's queries to its own keys and values, without padding.
 
     Args: q (T, Hq, D), k (S, Hk, D) and v (S, Hk, Dv) with Hq % Hk == 0, sequences behind each other:
-        b has q's rows cu_seqlens[b] to cu_seqlens[b + 1], and k's and v's along cu_seqlens_k, which defaults
-        to cu_seqlens. Offsets are (B + 1,), int32 or int64. is_causal is aligned at a sequence's last query
-        and last key; scale defaults to D**-0.5; window and softcap as in `attention`.
+        b has q's rows cu_seqlens_q[b] to cu_seqlens_q[b + 1], and k's and v's along cu_seqlens_k, which
+        defaults to cu_seqlens_q. Offsets are (B + 1,), int32 or int64. is_causal is aligned at a sequence's
+        last query and last key; scale defaults to D**-0.5; window and softcap as in `attention`.
     Waiting: backend is a kernel's id or a backend's name, for this call alone.
         priority is 0 (first), 1 or 2 (last). timeout is the number of seconds within which the call must have
         started, else DeadlineExceededError. batching "off", "rows" or "all" goes before the settings' own.
@@ -775,7 +777,7 @@ async def ragged_attention(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    cu_seqlens: Tensor,
+    cu_seqlens_q: Tensor,
     cu_seqlens_k: Tensor | None = None,
     *,
     is_causal: bool = False,
@@ -793,7 +795,7 @@ async def ragged_attention(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    cu_seqlens: Tensor,
+    cu_seqlens_q: Tensor,
     cu_seqlens_k: Tensor | None = None,
     *,
     is_causal: bool = False,

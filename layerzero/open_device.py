@@ -10,79 +10,79 @@ import torch
 from layerzero.actors.device.local_device import LocalDevice
 from layerzero.actors.device.registry import Registry
 from layerzero.backends import availability, load_builtin
-from layerzero.health import JsonStore
+from layerzero.health import JsonQuarantineStore
 from layerzero.scheduler.batch_executor import attach
-from layerzero.selection.cost.cost_model import has_measurements, measured_costs
+from layerzero.selection.cost.cost_model import has_measurements, load_costs
 from layerzero.spec.errors import ConfigurationError
 from layerzero.spec.hardware import probe
 from layerzero.spec.kernel import Kernel
 from layerzero.spec.settings import Settings
 
 if TYPE_CHECKING:
-    from layerzero.selection.dispatch_table import Solved
+    from layerzero.selection.dispatch_table import ActiveDispatchTable
     from layerzero.spec.capability_overlays import Overlay
 
 # What a device's prices are read by.
-PRICED_BY = ("perfdb", "perfdb_days", "shipped_tables", "state_dir")
+COST_SETTINGS = ("perfdb", "perfdb_days", "shipped_tables", "state_dir")
 
 
 def open_device(
     device: torch.device,
     settings: Settings,
     kernels: Callable[[], list[Kernel]],
-    extra: Iterable[Kernel],
-    narrow: Overlay | None,
+    added: Iterable[Kernel],
+    overlay: Overlay | None,
     **parts: Any,
 ) -> LocalDevice:
-    """A device with its kernels, prices and lanes; `parts` go to LocalDevice.
+    """A device with its kernels, prices and batchers; `parts` go to LocalDevice.
 
     `kernels` gives what there is, `extra` comes beside it; `narrow` takes away from both what the deployment
     does not want.
     """
-    digest = narrow.digest if narrow is not None else ""
+    digest = overlay.digest if overlay is not None else ""
 
-    def narrowed(given: Iterable[Kernel]) -> list[Kernel]:
-        return list(given) if narrow is None else list(map(narrow.apply, given))
+    def with_overlay(all_kernels: Iterable[Kernel]) -> list[Kernel]:
+        return list(all_kernels) if overlay is None else list(map(overlay.apply, all_kernels))
 
     if kernels is load_builtin:
-        here = device.type
+        platform = device.type
 
         def source(op: str, every: bool) -> list[Kernel]:
-            return narrowed(load_builtin(op=op, platform=None if every else here))
+            return with_overlay(load_builtin(op=op, platform=None if every else platform))
 
         registry = Registry((), availability, source, overlay=digest)
     else:
-        registry = Registry(narrowed(kernels()), availability, overlay=digest)
-    for kernel in narrowed(extra):
+        registry = Registry(with_overlay(kernels()), availability, overlay=digest)
+    for kernel in with_overlay(added):
         registry.add(kernel)
     opened = LocalDevice(device, settings, registry, hardware=probe(device), **parts)
     if has_measurements(settings, opened.hardware):
-        _price(opened, at_once=settings.warm != "background")
+        _load_costs(opened, at_once=settings.warm != "background")
     attach(opened)
     if settings.warm == "eager":
         _load_all(opened)
     return opened
 
 
-def resettle(device: LocalDevice, settings: Settings, solved: Solved | None) -> None:
+def apply_settings(device: LocalDevice, settings: Settings, solved: ActiveDispatchTable | None) -> None:
     """Put other settings in force on an open device, and `solved`, what `solved_under` made of them."""
     before = device.settings
     device.set_settings(settings, solved)
-    device.fronts.set_settings(settings)
-    if any(getattr(settings, name) != getattr(before, name) for name in PRICED_BY):
-        _price(device, at_once=False)  # who configures may stand in an event loop
+    device.loop_drivers.set_settings(settings)
+    if any(getattr(settings, name) != getattr(before, name) for name in COST_SETTINGS):
+        _load_costs(device, at_once=False)  # who configures may stand in an event loop
     if settings.warm == "eager" != before.warm:
         _load_all(device)
 
 
-def move_state(devices: Iterable[LocalDevice], folder: str | None) -> JsonStore | None:
+def move_state(devices: Iterable[LocalDevice], folder: str | None) -> JsonQuarantineStore | None:
     """Have devices remember in another folder, with what they know already; its store of quarantines.
 
     Raises: ConfigurationError: it cannot be read or written; they go on with the old one.
     """
     from layerzero.graphs.proof import ProofStore
 
-    store, proofs = JsonStore(folder) if folder is not None else None, ProofStore.within(folder)
+    store, proofs = JsonQuarantineStore(folder) if folder is not None else None, ProofStore.within(folder)
     opened = list(devices)
     try:
         for device in opened:
@@ -97,16 +97,16 @@ def move_state(devices: Iterable[LocalDevice], folder: str | None) -> JsonStore 
     return store
 
 
-def _price(device: LocalDevice, *, at_once: bool) -> None:
+def _load_costs(device: LocalDevice, *, at_once: bool) -> None:
     """Price with what the settings name."""
     settings = device.settings
 
     def costs() -> Any:
         # Asking which kernels there are imports what a first call can do without: in the background, too.
         kernels = {kernel.id: kernel for kernel in device.registry.all()}
-        return measured_costs(settings, kernels, device.hardware, device.measured)
+        return load_costs(settings, kernels, device.hardware, device.measured)
 
-    device.expect(costs, at_once=at_once)
+    device.load_costs(costs, at_once=at_once)
 
 
 def _load_all(device: LocalDevice) -> None:

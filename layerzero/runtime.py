@@ -20,28 +20,28 @@ import torch
 
 from layerzero._util import log
 from layerzero._util.clock import Clock, MonotonicClock, Timer
-from layerzero.actors.device.loading import solved_under
+from layerzero.actors.device.loading import dispatch_table_for
 from layerzero.actors.device.local_device import LocalDevice
 from layerzero.backends import load_builtin, load_plugins
-from layerzero.health import JsonStore, Store
+from layerzero.health import JsonQuarantineStore, QuarantineStore
 from layerzero.observe.counters import Counters
-from layerzero.open_device import move_state, open_device, resettle
+from layerzero.open_device import apply_settings, move_state, open_device
 from layerzero.ops import table as ops_table
 from layerzero.scheduler.spawn import Spawned, spawn
 from layerzero.selection.policy import EMPTY, Policy, check_names, environment_policy, load_policy, merge
 from layerzero.spec.errors import ConfigurationError, PolicyValidationError, RuntimeClosedError
 from layerzero.spec.hardware import probe
 from layerzero.spec.kernel import Kernel
-from layerzero.spec.settings import AT_OPENING, SETTING_OVERRIDDEN, Settings
+from layerzero.spec.settings import READ_AT_START, SETTING_OVERRIDDEN, Settings
 
 if TYPE_CHECKING:
-    from layerzero.actors.remote.pool import Fleet
+    from layerzero.actors.remote.pool import DevicePool
     from layerzero.spec.capability_overlays import Overlay
 
 T = TypeVar("T")
 SETTINGS_HERE_ALONE = "settings.here_alone"
 # What a change of is looked at before it is put in force: the device may be missing, the policy be wrong.
-_OUTSIDE = ("device", "policy", "strict")
+_EXTERNAL = ("device", "policy", "strict")
 
 
 class Runtime:
@@ -57,7 +57,7 @@ class Runtime:
         *,
         clock: Clock | None = None,
         kernels: Callable[[], list[Kernel]] | None = None,
-        store: Store | None = None,
+        store: QuarantineStore | None = None,
     ) -> None:
         self.settings = settings if settings is not None else Settings.load()
         for variable, field in self.settings.overridden().items():
@@ -67,21 +67,21 @@ class Runtime:
         self.devices: dict[torch.device, LocalDevice] = {}
         self.closed = False
         self.started = False
-        self.freezes = False  # whether `start` has put what is alive out of the collector's way
+        self.freezes_gc = False  # whether `start` has put what is alive out of the collector's way
         if store is None and self.settings.state_dir is not None:
-            store = JsonStore(self.settings.state_dir)
+            store = JsonQuarantineStore(self.settings.state_dir)
         self._store = store
-        self._fleet: Fleet | None = None
-        self.program: Policy = EMPTY
+        self._device_pool: DevicePool | None = None
+        self.program_policy: Policy = EMPTY
         self._kernels = kernels or load_builtin
         self._plugins = load_plugins(self.settings.plugins)
-        self._narrow = self._overlay()
+        self._overlay_in_force = self._load_overlay()
         self._lock = threading.RLock()
         self._timer: Timer | None = None
-        self._extra: list[Kernel] = []
-        self._outside = self._outside_policy()
+        self._added_kernels: list[Kernel] = []
+        self._external_policy = self._load_external_policy()
         self._closers: list[Callable[[], None]] = []
-        self.policy: Policy = self._in_force()
+        self.policy: Policy = self._merged_policy()
         _ALL.add(self)
 
     # -- devices ----------------------------------------------------------------------------------
@@ -91,22 +91,22 @@ class Runtime:
 
         Raises: RuntimeClosedError: after close. ValueError: the device does not exist here.
         """
-        wanted = _canonical(torch.device(device) if device is not None else self.default_device())
-        found = self.devices.get(wanted)
-        if found is not None:
-            return found
+        canonical = _canonical(torch.device(device) if device is not None else self.default_device())
+        local_device = self.devices.get(canonical)
+        if local_device is not None:
+            return local_device
         with self._lock:
             if self.closed:
                 raise RuntimeClosedError("this runtime is closed; open another with layerzero.start()")
-            found = self.devices.get(wanted)
-            if found is None:
-                found = self._open(wanted)
-                self.devices[wanted] = found
-                if self.freezes:
+            local_device = self.devices.get(canonical)
+            if local_device is None:
+                local_device = self._open(canonical)
+                self.devices[canonical] = local_device
+                if self.freezes_gc:
                     # Opening imports the kernels' libraries: half as many objects again.
                     gc.collect()
                     gc.freeze()
-            return found
+            return local_device
 
     def default_device(self) -> torch.device:
         """The device that `Settings.device` names; "auto" is the current CUDA device, else the CPU."""
@@ -127,15 +127,15 @@ class Runtime:
             device,
             self.settings,
             self._kernels,
-            [*self._plugins, *self._extra],
-            self._narrow,
+            [*self._plugins, *self._added_kernels],
+            self._overlay_in_force,
             policy=self.policy,
             store=self._store,
             counters=self.counters,
             clock=self.clock,
         )
 
-    def _overlay(self) -> Overlay | None:
+    def _load_overlay(self) -> Overlay | None:
         """What the settings' file takes from the kernels; nothing is imported where there is none."""
         if self.settings.capabilities is None:
             return None
@@ -153,7 +153,7 @@ class Runtime:
             for device in self.devices.values():
                 device.registry.add(kernel)
                 device.refresh()
-            self._extra.append(kernel)
+            self._added_kernels.append(kernel)
 
     def remove_kernel(self, kernel_id: str) -> None:
         """Forget a kernel on every device; calls in flight finish with it.
@@ -164,14 +164,14 @@ class Runtime:
             for device in self.devices.values():
                 device.registry.remove(kernel_id)
                 device.refresh()
-            self._extra = [k for k in self._extra if k.id != kernel_id]
+            self._added_kernels = [k for k in self._added_kernels if k.id != kernel_id]
 
     def quarantine(self, kernel_id: str, why: str) -> None:
         """Take a kernel out of service on every device until `lift`, remembered in `Settings.state_dir`.
 
         Raises: KeyError: no kernel has that id.
         """
-        if kernel_id not in self.known_kernels():
+        if kernel_id not in self.kernel_ids():
             raise KeyError(f"no kernel is named {kernel_id!r}")
         for device in list(self.devices.values()):
             device.health.quarantine(kernel_id, why)
@@ -181,7 +181,7 @@ class Runtime:
         for device in list(self.devices.values()):
             device.health.lift(kernel_id)
 
-    def known_kernels(self, op: str | None = None) -> frozenset[str]:
+    def kernel_ids(self, op: str | None = None) -> frozenset[str]:
         """The ids of all kernels, or of one op's."""
         device = self.device()
         if op is not None:
@@ -190,29 +190,29 @@ class Runtime:
         return frozenset(kernel.id for kernel in kernels)
 
     @property
-    def fleet(self) -> Fleet:
+    def device_pool(self) -> DevicePool:
         """Every device of this runtime, here or in the cluster of its settings.
 
         Raises: ConfigurationError: a cluster is named, and `async with layerzero.start()` has not joined it.
         """
-        if self._fleet is None:
+        if self._device_pool is None:
             if self.settings.cluster is not None:
                 raise ConfigurationError(
                     f"cluster={self.settings.cluster!r} needs `async with layerzero.start(settings)`",
                     field="cluster",
                 )
-            from layerzero.actors.remote.pool import local_fleet
+            from layerzero.actors.remote.pool import local_pool
 
-            self._fleet = local_fleet(self.device())
-        return self._fleet
+            self._device_pool = local_pool(self.device())
+        return self._device_pool
 
-    @fleet.setter
-    def fleet(self, fleet: Fleet) -> None:
-        self._fleet = fleet
+    @device_pool.setter
+    def device_pool(self, device_pool: DevicePool) -> None:
+        self._device_pool = device_pool
 
     # -- policy -----------------------------------------------------------------------------------
 
-    def _outside_policy(self) -> Policy:
+    def _load_external_policy(self) -> Policy:
         """What file and environment ask for; names that nothing here has are logged, when strict refused."""
         environment = environment_policy()
         if environment:
@@ -239,22 +239,22 @@ class Runtime:
             log.warning("policy.rule_unmatched", rule=str(finding.rule), message=finding.message)
         return loaded.policy
 
-    def _in_force(self) -> Policy:
-        active = merge(self._outside, self.program).at(self.clock.now())
-        self._arm(active.next_change)
+    def _merged_policy(self) -> Policy:
+        active = merge(self._external_policy, self.program_policy).active_at(self.clock.now())
+        self._schedule_policy_change(active.next_change)
         return active.policy
 
-    def _arm(self, due: float | None) -> None:
+    def _schedule_policy_change(self, due: float | None) -> None:
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
         if due is not None and not self.closed:
             self._timer = self.clock.call_later(max(0.0, due - self.clock.now()), self.apply_policy)
 
-    def set_program(self, program: Policy) -> None:
+    def set_program_policy(self, program: Policy) -> None:
         """Replace the programmatic layer as a whole; every device swaps once."""
         with self._lock:
-            self.program = program
+            self.program_policy = program
             self.apply_policy()
 
     def load_policy_file(self, path: str | os.PathLike[str]) -> None:
@@ -266,11 +266,11 @@ class Runtime:
             settings = self.settings.replace(policy=os.fspath(path))
             before, self.settings = self.settings, settings
             try:
-                outside = self._outside_policy()
+                outside = self._load_external_policy()
             except BaseException:
                 self.settings = before
                 raise
-            self._outside = outside
+            self._external_policy = outside
             self.apply_policy()
 
     def apply_policy(self) -> None:
@@ -278,7 +278,7 @@ class Runtime:
         with self._lock:
             if self.closed:
                 return
-            policy = self._in_force()
+            policy = self._merged_policy()
             if policy.digest == self.policy.digest:
                 return
             self.policy = policy
@@ -288,25 +288,25 @@ class Runtime:
     def reconfigure(self, settings: Settings) -> None:
         """Put other settings in force; every device drops what depended on the old ones."""
         with self._lock:
-            for name in AT_OPENING:
+            for name in READ_AT_START:
                 if getattr(settings, name) != getattr(self.settings, name):
                     raise ConfigurationError(f"{name} is read when a runtime opens: open another", field=name)
             # Before anything changes: a strict runtime refuses a table that does not hold.
-            solved = [solved_under(device, settings) for device in self.devices.values()]
-            before, outside = self.settings, self._outside
+            solved = [dispatch_table_for(device, settings) for device in self.devices.values()]
+            before, outside = self.settings, self._external_policy
             try:
                 self.settings = settings
-                if any(getattr(settings, name) != getattr(before, name) for name in _OUTSIDE):
+                if any(getattr(settings, name) != getattr(before, name) for name in _EXTERNAL):
                     self._need_device()
-                    outside = self._outside_policy()
+                    outside = self._load_external_policy()
                 if settings.state_dir != before.state_dir:
                     self._store = move_state(self.devices.values(), settings.state_dir)
             except BaseException:
                 self.settings = before
                 raise
-            self._outside = outside
+            self._external_policy = outside
             for device, table in zip(self.devices.values(), solved, strict=True):
-                resettle(device, settings, table)
+                apply_settings(device, settings, table)
             self.apply_policy()
         if settings.cluster is not None:
             log.warning(SETTINGS_HERE_ALONE, cluster=settings.cluster, why="its devices keep what they have")
@@ -319,19 +319,23 @@ class Runtime:
         """Call `closer` when this runtime closes, last added first."""
         self._closers.append(closer)
 
-    def gang(self, ranks: int | Sequence[str] | None = None, **options: Any) -> Any:
-        """The gang that this process is a rank of: `async with rt.gang(ranks, rank=...) as gang`.
+    def rank_group(self, ranks: int | Sequence[str] | None = None, **options: Any) -> Any:
+        """The rank group that this process is a rank of: `async with rt.rank_group(ranks, rank=...) as
+        group`.
 
-        With `build=`, one on the devices of this runtime's fleet, led from here. Options and errors as in
-        `layerzero.actors.group.join.open_gang` and `layerzero.actors.group.cluster.on_fleet`; those stand
-        above, and so come by name.
+        With `build=`, one on the devices of this runtime's pool, led from here. Options and errors as in
+        `layerzero.actors.group.join.join_rank_group` and `layerzero.actors.group.cluster.remote_rank_group`;
+        those stand above, and so come by name.
         """
         if "build" in options:
-            return importlib.import_module("layerzero.actors.group.cluster").on_fleet(self, ranks, **options)
-        return importlib.import_module("layerzero.actors.group.join").open_gang(self, ranks, **options)
+            return importlib.import_module("layerzero.actors.group.cluster").remote_rank_group(
+                self, ranks, **options
+            )
+        return importlib.import_module("layerzero.actors.group.join").join_rank_group(self, ranks, **options)
 
     def spawn(self, coro: Coroutine[Any, Any, T], *, device: torch.device | str | None = None) -> Spawned[T]:
-        """Step a request's coroutine from the lane of `device`, cheaper than a task; await it for its result.
+        """Step a request's coroutine from the batcher of `device`, cheaper than a task; await it for its
+        result.
 
         What asks for the current task (`asyncio.timeout`, task groups) does not work inside it.
         Raises: RuntimeClosedError: after close. RuntimeError: no event loop runs in this thread.
@@ -340,7 +344,7 @@ class Runtime:
         if not isinstance(coro, Coroutine):
             raise TypeError(f"coro needs a coroutine, got {type(coro).__name__}: {coro!r}")
         try:
-            return spawn(self.device(device).fronts.current(), coro)
+            return spawn(self.device(device).loop_drivers.current(), coro)
         except BaseException:
             coro.close()
             raise
@@ -349,13 +353,13 @@ class Runtime:
         """Let the callers of the running loop end; False where `timeout_s` cut some off."""
         in_time = True
         for device in list(self.devices.values()):
-            in_time = await device.fronts.drain(timeout_s) and in_time
+            in_time = await device.loop_drivers.drain(timeout_s) and in_time
         return in_time
 
-    async def close_fleet(self) -> None:
-        """Close the fleet, if it was used, on the loop that used it."""
-        if self._fleet is not None:
-            await self._fleet.close()
+    async def close_device_pool(self) -> None:
+        """Close the pool, if it was used, on the loop that used it."""
+        if self._device_pool is not None:
+            await self._device_pool.close()
 
     def close(self) -> None:
         """Stop every thread and timer; calls after this raise RuntimeClosedError. Idempotent."""
@@ -363,12 +367,12 @@ class Runtime:
             if self.closed:
                 return
             self.closed = True
-            self._arm(None)
+            self._schedule_policy_change(None)
             closers, self._closers = self._closers[::-1], []
         for closer in closers:
             closer()
         for device in self.devices.values():
-            device.fronts.close()
+            device.loop_drivers.close()
             device.close()
         _ALL.discard(self)
 
@@ -390,10 +394,10 @@ class Runtime:
         self._timer = None
         for device in self.devices.values():
             device.reset_after_fork()
-            device.fronts.after_fork()
+            device.loop_drivers.after_fork()
 
 
-class _Active:
+class ActiveRuntime:
     """The process's runtime, one attribute load away; `devices` is its map, empty when there is none."""
 
     __slots__ = ("_changes", "devices", "lock", "runtime")
@@ -420,7 +424,7 @@ class _Active:
         self._changes.append(changed)
 
 
-ACTIVE = _Active()
+ACTIVE = ActiveRuntime()
 _ALL: weakref.WeakSet[Runtime] = weakref.WeakSet()
 
 

@@ -15,8 +15,8 @@ def __getattr__(name: str) -> Callable[..., Any]:
     """An op's function, made when it is first asked for."""
     if name not in _table.FILES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}; ops: {', '.join(__all__)}")
-    made = globals()[name] = _blocking(_table.get(name))
-    return made
+    function = globals()[name] = _blocking(_table.get(name))
+    return function
 
 
 def __dir__() -> list[str]:

@@ -1,4 +1,4 @@
-"""What runs when: single flight, lanes, batching and the order in which waiting calls are served.
+"""What runs when: single flight, batchers, batching and the order in which waiting calls are served.
 
 This folder is `layerzero.scheduler`.  Under its bare folder name it would be a second copy of every class in
 it, so that import is refused.

@@ -1,4 +1,4 @@
-"""What a lane runs a batch with: the callers' modes, selection for the merged call, one outcome a call."""
+"""What a batcher runs a batch with: the callers' modes, selection for the merged call, one outcome a call."""
 
 from __future__ import annotations
 
@@ -9,30 +9,30 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from layerzero.actors.device.local_device import LocalDevice
-from layerzero.native import HOT
-from layerzero.ops.op import Args, Batching, Op, Refused
+from layerzero.native import FAST_PATH
+from layerzero.ops.op import Args, Batching, Op, RejectedCall
 from layerzero.scheduler.core.pending_call import Failed
-from layerzero.scheduler.loop_drivers import Fronts
-from layerzero.scheduler.streams import Across, Streams
-from layerzero.scheduler.torch_modes import Modes, applied, capture, without_gradient
-from layerzero.selection.dispatch import Plan, Snapshot, positional
+from layerzero.scheduler.loop_drivers import LoopDrivers
+from layerzero.scheduler.streams import CrossStreamModes, DeviceStreams
+from layerzero.scheduler.torch_modes import Modes, apply_modes, capture, without_gradient
+from layerzero.selection.dispatch import DispatchState, Plan, signature_of
 from layerzero.spec.errors import NoKernelFoundError
 
 
 def attach(device: LocalDevice) -> None:
-    """Give a device its lanes, one for each event loop that comes to use it."""
+    """Give a device its batchers, one for each event loop that comes to use it."""
     cuda = device.device.index if device.device.type == "cuda" else None
-    across = None if cuda is None else Streams(cuda, device.reaper, device.settings.completion)
-    executor = BatchExecutor(device) if across is None else StreamExecutor(device, across)
-    device.fronts = Fronts(
-        executor, device.worker, device.settings, always_inline=cuda is not None, across=across
+    streams = None if cuda is None else DeviceStreams(cuda, device.event_thread, device.settings.completion)
+    executor = BatchExecutor(device) if streams is None else StreamExecutor(device, streams)
+    device.loop_drivers = LoopDrivers(
+        executor, device.worker, device.settings, always_inline=cuda is not None, streams=streams
     )
 
-    device.capture = capture if cuda is None else partial(capture, cuda)
+    device.capture_modes = capture if cuda is None else partial(capture, cuda)
 
 
-class Function(Protocol):
-    """What a lane runs beside ops: a function over the rows of several callers."""
+class BatchedFunction(Protocol):
+    """What a batcher runs beside ops: a function over the rows of several callers."""
 
     name: str
     pure: bool
@@ -41,7 +41,7 @@ class Function(Protocol):
 
 
 class BatchExecutor:
-    """Runs batches on one device; what a front calls, inline or on the device's thread."""
+    """Runs batches on one device; what a loop driver calls, inline or on the device's thread."""
 
     __slots__ = ("_device",)
 
@@ -49,7 +49,7 @@ class BatchExecutor:
         self._device = device
 
     def execute(
-        self, op: Op | Function, calls: Sequence[Args], modes: tuple[Modes, Snapshot | None]
+        self, op: Op | BatchedFunction, calls: Sequence[Args], modes: tuple[Modes, DispatchState | None]
     ) -> list[Any]:
         """One outcome a call: (value, its plan), or Failed; a failed batch fails every call alike."""
         spans = self._device.spans
@@ -62,30 +62,30 @@ class BatchExecutor:
         return self._outcomes(op, calls, modes)
 
     def _outcomes(
-        self, op: Op | Function, calls: Sequence[Args], modes: tuple[Modes, Snapshot | None]
+        self, op: Op | BatchedFunction, calls: Sequence[Args], modes: tuple[Modes, DispatchState | None]
     ) -> list[Any]:
         surrounding, snapshot = modes
         if self._device.settings.inference:
-            # The caller's own modes stay on its ticket: they are what is compared when it resumes.
+            # The caller's own modes stay on its pending call: they are what is compared when it resumes.
             surrounding = without_gradient(surrounding)
         try:
-            with applied(surrounding):
+            with apply_modes(surrounding):
                 if not isinstance(op, Op):
-                    return _paired(op.run(calls), None)
-                launch = _Launch(self._device, op, snapshot)
+                    return _pair_with_plan(op.run(calls), None)
+                launch = _BatchLauncher(self._device, op, snapshot)
                 if op.batching is None or len(calls) == 1:
                     values = [launch(args) for args in calls]
                 else:
-                    values = _together(op.batching, calls, launch)
+                    values = _run_batched(op.batching, calls, launch)
         except Exception as error:
             failed = Failed(error)
             return [failed] * len(calls)
-        launched = launch.launched
+        launched = launch.launches
         if not op.pure:
             return [_outcome(value, launched) for value in values]
         if len(launched) == 1:
-            return _paired(values, launched[0][1])
-        return [(value, _maker(value, launched)) for value in values]
+            return _pair_with_plan(values, launched[0][1])
+        return [(value, _plan_that_made(value, launched)) for value in values]
 
 
 class StreamExecutor(BatchExecutor):
@@ -93,37 +93,40 @@ class StreamExecutor(BatchExecutor):
 
     __slots__ = ("_streams",)
 
-    def __init__(self, device: LocalDevice, streams: Streams) -> None:
+    def __init__(self, device: LocalDevice, streams: DeviceStreams) -> None:
         super().__init__(device)
         self._streams = streams
 
     def execute(
-        self, op: Op | Function, calls: Sequence[Args], modes: tuple[Modes | Across, Snapshot | None]
+        self,
+        op: Op | BatchedFunction,
+        calls: Sequence[Args],
+        modes: tuple[Modes | CrossStreamModes, DispatchState | None],
     ) -> list[Any]:
         """As on one stream; between the callers' streams and back where there are several."""
         surrounding, snapshot = modes
-        if not isinstance(surrounding, Across):
+        if not isinstance(surrounding, CrossStreamModes):
             return super().execute(op, calls, (surrounding, snapshot))
-        with self._streams.crossing(surrounding) as own:
-            outcomes = super().execute(op, calls, (own, snapshot))
-            self._streams.hand_over(outcomes, surrounding)
+        with self._streams.across_streams(surrounding) as modes_on_stream:
+            outcomes = super().execute(op, calls, (modes_on_stream, snapshot))
+            self._streams.record_streams(outcomes, surrounding)
         return outcomes
 
 
-class _Launch:
+class _BatchLauncher:
     """A launch that notes each result with the plan that made it."""
 
-    __slots__ = ("_device", "_guarded", "_op", "_snapshot", "launched")
+    __slots__ = ("_device", "_op", "_snapshot", "_validates", "launches")
 
-    def __init__(self, device: LocalDevice, op: Op, snapshot: Snapshot | None) -> None:
+    def __init__(self, device: LocalDevice, op: Op, snapshot: DispatchState | None) -> None:
         self._device = device
         self._op = op
         self._snapshot = snapshot
-        self._guarded = not op.guard_joined  # else the calls were, each when it was made
-        self.launched: list[tuple[Any, Plan]] = []
+        self._validates = not op.validate_values_per_batch  # else the calls were, each when it was made
+        self.launches: list[tuple[Any, Plan]] = []
 
     @property
-    def free(self) -> bool:
+    def is_unconstrained(self) -> bool:
         settings = self._device.settings
         if settings.strict or settings.determinism == "strict":
             return False
@@ -131,48 +134,48 @@ class _Launch:
         return not any(rule.op in ("*", self._op.name) for rule in rules)
 
     def __call__(self, args: Args, op: Op | None = None) -> Any:
-        result = self._device.launch_planned(op or self._op, args, self._snapshot, guarded=self._guarded)
-        self.launched.append(result)
+        result = self._device.launch_planned(op or self._op, args, self._snapshot, guarded=self._validates)
+        self.launches.append(result)
         return result[0]
 
     def expected_us(self, args: Args, op: Op | None = None) -> float:
-        wanted = op or self._op
+        launch_op = op or self._op
         device = self._device
         try:
-            plan = device.plan(wanted, positional(wanted, args), args, device.mode(), self._snapshot)
+            plan = device.plan(launch_op, signature_of(launch_op, args), args, device.mode(), self._snapshot)
         except NoKernelFoundError:
             return float("inf")
         return plan.expected_us
 
 
-def _paired(values: list[Any], plan: Plan | None) -> list[Any]:
+def _pair_with_plan(values: list[Any], plan: Plan | None) -> list[Any]:
     """An outcome for each value."""
-    hot = HOT.module
-    pairs = hot.paired(values, plan) if hot is not None else NotImplemented
+    native = FAST_PATH.module
+    pairs = native.paired(values, plan) if native is not None else NotImplemented
     return [(value, plan) for value in values] if pairs is NotImplemented else pairs
 
 
-def _together(batching: Batching, calls: Sequence[Args], launch: _Launch) -> list[Any]:
+def _run_batched(batching: Batching, calls: Sequence[Args], launch: _BatchLauncher) -> list[Any]:
     """One value a call; calls whose operands no longer share the memory that brought them together run apart.
 
     `weight.data = other` changes where a weight lies while a call with it waits, and what stood there may
     have come back as somebody else's.
     """
-    shared = batching.shared(calls[0]) or ()
-    if _one_memory(calls, shared):
+    shared = batching.shared_operands(calls[0]) or ()
+    if _share_memory(calls, shared):
         return batching.run(calls, launch)
-    parts: dict[tuple[int, ...], list[int]] = {}
+    by_address: dict[tuple[int, ...], list[int]] = {}
     for index, args in enumerate(calls):
-        parts.setdefault(tuple(args[position].data_ptr() for position in shared), []).append(index)
+        by_address.setdefault(tuple(args[position].data_ptr() for position in shared), []).append(index)
     values: list[Any] = [None] * len(calls)
-    for part in parts.values():
-        own = batching.run([calls[index] for index in part], launch)
-        for index, value in zip(part, own, strict=True):
+    for indices in by_address.values():
+        part_values = batching.run([calls[index] for index in indices], launch)
+        for index, value in zip(indices, part_values, strict=True):
             values[index] = value
     return values
 
 
-def _one_memory(calls: Sequence[Args], shared: tuple[int, ...]) -> bool:
+def _share_memory(calls: Sequence[Args], shared: tuple[int, ...]) -> bool:
     for position in shared:
         first = calls[0][position]
         for args in calls:
@@ -183,10 +186,10 @@ def _one_memory(calls: Sequence[Args], shared: tuple[int, ...]) -> bool:
 
 def _outcome(value: Any, launched: list[tuple[Any, Plan]]) -> Any:
     """A call's share of a batch in which a rule may have refused some."""
-    return Failed(value.error) if isinstance(value, Refused) else (value, launched[-1][1])
+    return Failed(value.error) if isinstance(value, RejectedCall) else (value, launched[-1][1])
 
 
-def _maker(value: Any, launched: list[tuple[Any, Plan]]) -> Plan:
+def _plan_that_made(value: Any, launched: list[tuple[Any, Plan]]) -> Plan:
     """The plan of the launch whose output `value` is a piece of."""
     where = _storage(value)
     for result, plan in launched:

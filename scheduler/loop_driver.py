@@ -1,8 +1,9 @@
-"""The driver, where a lane meets asyncio: loop turns become lane events, batches become results.
+"""The driver, where a batcher meets asyncio: loop turns become batcher events, batches become results.
 
-A front serves one event loop. Its callers' tasks wait on tickets; a batch's tickets are resumed in one
-callback, each in its task's context, so no caller costs the loop a handle of its own. While those callers
-submit their next calls the front has one turn scheduled behind them: that is the lane's "one turn".
+A loop driver serves one event loop. Its callers' tasks wait on pending calls; a batch's pending calls are
+resumed in one callback, each in its task's context, so no caller costs the loop a handle of its own. While
+those callers submit their next calls the loop driver has one turn scheduled behind them: that is the
+batcher's "one turn".
 """
 
 from __future__ import annotations
@@ -19,14 +20,14 @@ import torch
 
 from layerzero._util import log
 from layerzero.actors.device.worker import Worker
-from layerzero.native import HOT
-from layerzero.scheduler.core.batcher import Lane
-from layerzero.scheduler.core.bisect import Executor, run_blaming
+from layerzero.native import FAST_PATH
+from layerzero.scheduler.core.batcher import Batcher
+from layerzero.scheduler.core.bisect import Executor, bisect_failed_batch
 from layerzero.scheduler.core.expected_callers import ExpectedCallers
-from layerzero.scheduler.core.limits import Caps, Stats
-from layerzero.scheduler.core.pending_call import RUNNING, Batch, Caller, Failed, Ticket
-from layerzero.scheduler.core.round_robin import Group, Slot, Sweep
-from layerzero.scheduler.streams import HOST, Across, Streams
+from layerzero.scheduler.core.limits import BatcherStats, BatchLimits
+from layerzero.scheduler.core.pending_call import RUNNING, Batch, Caller, Failed, PendingCall
+from layerzero.scheduler.core.round_robin import BatchQueue, ProgramPoint, RoundRobin
+from layerzero.scheduler.streams import HOST, CrossStreamModes, DeviceStreams
 from layerzero.scheduler.torch_modes import Modes
 from layerzero.spec.errors import DeadlineExceededError, OverloadedError, RuntimeClosedError
 from layerzero.spec.settings import Settings
@@ -35,15 +36,15 @@ OPEN: Final = "running"
 DRAINING: Final = "draining"
 STOPPED: Final = "stopped"
 
-LOOP_LOST = "front.loop_lost"
-RUN_AHEAD = 2  # batches that may be launched and not have run, where callers wait until theirs has
+LOOP_LOST = "loop_driver.loop_closed"
+MAX_INFLIGHT_ON_HOST = 2  # batches that may be launched and not have run, where callers wait until theirs has
 
 Task = asyncio.Future[Any]  # a task, or the result of a spawned coroutine
 Cancelled = asyncio.CancelledError
 
 
-class Front:
-    """One event loop's side of a device: a lane, the tasks that use it, at most one batch in flight.
+class LoopDriver:
+    """One event loop's side of a device: a batcher, the tasks that use it, at most one batch in flight.
 
     Every method belongs to the loop's thread. `always_inline` is for devices whose launches do not compute
     on the calling thread.
@@ -51,32 +52,32 @@ class Front:
 
     __slots__ = (
         "__weakref__",
-        "_across",
-        "_ahead",
-        "_armed",
         "_asked",
         "_callers",
+        "_callers_changed",
         "_context",
+        "_deadline_s",
+        "_deadline_timer",
+        "_drained",
         "_executor",
-        "_flying",
-        "_gone",
-        "_hold",
-        "_joined",
+        "_hold_timer",
+        "_inflight",
+        "_inline_us",
         "_last_modes",
         "_lock",
+        "_max_inflight",
         "_max_inline_us",
-        "_now",
-        "_spent_us",
-        "_timer",
-        "_timer_at",
+        "_now_s",
+        "_streams",
+        "_tick_scheduled",
         "_worker",
-        "alone",
         "ambient_grad",
         "ambient_stream",
+        "batcher",
         "inline_limit_us",
-        "lane",
         "loop",
         "readback",
+        "sole_caller",
         "state",
         "stepping",
     )  # fmt: skip
@@ -89,51 +90,56 @@ class Front:
         settings: Settings | None = None,
         *,
         always_inline: bool = False,
-        across: Streams | None = None,
+        streams: DeviceStreams | None = None,
     ) -> None:
         settings = settings or Settings()
         self.loop = loop
         # What tasks find that begin while others wait: a waiting caller's own grad mode goes with it.
         self.ambient_grad = torch.is_grad_enabled()
-        self.ambient_stream = None if across is None else across.ambient()
-        self._across = across
-        self.lane = Lane(Caps.of(settings))
+        self.ambient_stream = None if streams is None else streams.default_stream()
+        self._streams = streams
+        self.batcher = Batcher(BatchLimits.from_settings(settings))
         self.state = OPEN
         self.readback: Any = None  # what copies results to the host for this loop, where somebody asked
         self.stepping: Caller | None = None  # the spawned coroutine that runs just now
         self._executor = executor
         self._worker = worker
-        if across is not None:
-            self.lane.expected = ExpectedCallers(self.lane.caps)
-            if across.completion == HOST:
-                self.lane.caps.ahead = RUN_AHEAD
-        self._last_modes: tuple[Modes | Across, Any] | None = None  # of the batch that was launched last
+        if streams is not None:
+            self.batcher.readback_hold = ExpectedCallers(self.batcher.limits)
+            if streams.completion == HOST:
+                self.batcher.limits.max_inflight_batches = MAX_INFLIGHT_ON_HOST
+        self._last_modes: tuple[Modes | CrossStreamModes, Any] | None = (
+            None  # of the batch that was launched last
+        )
         self._asked = False  # whether the device is to say when it has run
-        self._ahead = self.lane.caps.ahead
+        self._max_inflight = self.batcher.limits.max_inflight_batches
         self.inline_limit_us = float("inf") if always_inline else settings.inline_limit_us
         self._max_inline_us = settings.max_inline_us
         self._callers: dict[Task, Caller] = {}
         # The only task there is, if it may expect to stay that for this turn; None where callers meet.
-        self.alone: Task | None = None
-        self._joined = False
-        self._spent_us = 0.0
-        self._now = 0.0
-        self._armed = False
+        self.sole_caller: Task | None = None
+        self._callers_changed = False
+        self._inline_us = 0.0
+        self._now_s = 0.0
+        self._tick_scheduled = False
         # Batches run in a context of their own: they belong to no caller more than to the others.
         self._context = Context()
-        self._flying: list[Batch] = []
-        self._lock = threading.Lock()  # for the end of a front whose loop is closed: see _lost
-        self._timer: asyncio.TimerHandle | None = None
-        self._timer_at = float("inf")
-        self._hold: asyncio.TimerHandle | None = None  # when what is held back goes at the latest
-        self._gone: asyncio.Future[None] | None = None  # set when a draining front has lost its last caller
+        self._inflight: list[Batch] = []
+        self._lock = threading.Lock()  # for the end of a loop driver whose loop is closed: see _lost
+        self._deadline_timer: asyncio.TimerHandle | None = None
+        self._deadline_s = float("inf")
+        self._hold_timer: asyncio.TimerHandle | None = None  # when what is held back goes at the latest
+        self._drained: asyncio.Future[None] | None = (
+            None  # set when a draining front has lost its last caller
+        )
 
     # -- callers -----------------------------------------------------------------------------------
 
-    def submit(self, ticket: Ticket) -> Ticket:
+    def submit(self, call: PendingCall) -> PendingCall:
         """Queue a call of the current task; await what comes back.
 
-        Raises: OverloadedError: the queue is full and the settings reject; RuntimeClosedError: the front is
+        Raises: OverloadedError: the queue is full and the settings reject; RuntimeClosedError: the loop
+        driver is
             stopped, or drains and this task is new to it.
         """
         loop = self.loop
@@ -142,125 +148,125 @@ class Front:
             task = asyncio.current_task(loop)
             caller = self._callers.get(task)  # type: ignore[arg-type]
             if caller is None:
-                caller = self._register(task)
-        ticket.caller = caller
-        ticket.front = self
-        ticket._loop = loop
-        lane = self.lane
-        if not lane.submit(ticket, self._now or loop.time()):
-            self._refuse()
-        if ticket.deadline is not None:
-            self._watch()
-        if not self._armed and lane.in_flight < self._ahead:
-            self._armed = True
+                caller = self._add_task(task)
+        call.caller = caller
+        call.driver = self
+        call._loop = loop
+        batcher = self.batcher
+        if not batcher.submit(call, self._now_s or loop.time()):
+            self._raise_rejected()
+        if call.deadline is not None:
+            self._watch_deadline()
+        if not self._tick_scheduled and batcher.inflight_batches < self._max_inflight:
+            self._tick_scheduled = True
             loop.call_soon(self._tick, context=self._context)
-        return ticket
+        return call
 
     def may_inline(self) -> bool:
         """Whether the current task may run a call at once without suspending: it is alone, and the loop has
         had a turn recently."""
         return (
-            self.alone is not None
-            and self._spent_us < self._max_inline_us
-            and self.alone is asyncio.current_task(self.loop)
+            self.sole_caller is not None
+            and self._inline_us < self._max_inline_us
+            and self.sole_caller is asyncio.current_task(self.loop)
         )
 
-    def rested(self) -> Rest:
+    def yield_once(self) -> YieldOnce:
         """Await it where `may_inline` is false: one loop turn for a task that is alone but has had its share,
         nothing for any other; the result says whether it may run inline now."""
-        return Rest(self)
+        return YieldOnce(self)
 
-    def charge(self, us: float) -> None:
+    def add_inline_us(self, inline_us: float) -> None:
         """Count `us` microseconds of work done inline since the loop's last turn here."""
-        self._spent_us += us
+        self._inline_us += inline_us
 
-    def cancel(self, ticket: Ticket, message: object = None) -> bool:
+    def cancel(self, call: PendingCall, message: object = None) -> bool:
         """Take a call back: out of the queue at once, or detached from the batch it runs in."""
-        if not self.lane.cancel(ticket):
+        if not self.batcher.cancel(call):
             return False
         # A batch that was left behind still writes what it was given: nobody runs inline beside it.
-        self.alone = None
+        self.sole_caller = None
         error = asyncio.CancelledError() if message is None else asyncio.CancelledError(message)
-        self.end(ticket, error)
+        self.fail(call, error)
         return True
 
-    def enlist(self, ended: Task) -> Caller:
+    def add_caller(self, ended: Task) -> Caller:
         """Know a caller that is no task until `ended` is done."""
-        return self._register(ended)
+        return self._add_task(ended)
 
     @property
     def callers(self) -> int:
-        """Tasks that have used the front and have not ended."""
+        """Tasks that have used the loop driver and have not ended."""
         return len(self._callers)
 
-    def _register(self, task: Task | None) -> Caller:
+    def _add_task(self, task: Task | None) -> Caller:
         if self.state != OPEN:
-            raise RuntimeClosedError(f"this event loop's front is {self.state} and takes no new callers")
+            raise RuntimeClosedError(f"this event loop's driver is {self.state} and takes no new callers")
         caller = Caller()
         if task is not None:
             self._callers[task] = caller
-            task.add_done_callback(self._unregister)
-        self._changed()
+            task.add_done_callback(self._remove_task)
+        self._on_callers_changed()
         return caller
 
-    def _unregister(self, task: Task) -> None:
+    def _remove_task(self, task: Task) -> None:
         caller = self._callers.pop(task, None)
-        if caller is not None and self.lane.expected is not None:
-            self.lane.expected.forget(caller)
-        self._changed()
-        if not self._callers and self._gone is not None and not self._gone.done():
-            self._gone.set_result(None)
+        if caller is not None and self.batcher.readback_hold is not None:
+            self.batcher.readback_hold.forget(caller)
+        self._on_callers_changed()
+        if not self._callers and self._drained is not None and not self._drained.done():
+            self._drained.set_result(None)
 
-    def _changed(self) -> None:
+    def _on_callers_changed(self) -> None:
         """Somebody came or went: nobody is alone before a whole turn has passed."""
-        self.alone = None
-        self._joined = True
-        self._arm()
+        self.sole_caller = None
+        self._callers_changed = True
+        self._schedule_tick()
 
-    def _refuse(self) -> None:
+    def _raise_rejected(self) -> None:
         if self.state != OPEN:
-            raise RuntimeClosedError(f"this event loop's front is {self.state}")
-        lane = self.lane
+            raise RuntimeClosedError(f"this event loop's driver is {self.state}")
+        batcher = self.batcher
         raise OverloadedError(
-            f"the lane is full: {lane.queued} calls, {lane.queued_bytes} bytes are queued",
-            retry_after=lane.retry_after_s,
+            f"the queue is full: {batcher.queued} calls, {batcher.queued_bytes} bytes are queued",
+            retry_after=batcher.retry_after_s,
         )
 
     # -- turns -------------------------------------------------------------------------------------
 
-    def _arm(self) -> None:
-        if not self._armed and self.state != STOPPED:
-            self._armed = True
+    def _schedule_tick(self) -> None:
+        if not self._tick_scheduled and self.state != STOPPED:
+            self._tick_scheduled = True
             self.loop.call_soon(self._tick, context=self._context)
 
     def _tick(self) -> None:
         """A turn has passed: whoever was resumed has submitted."""
-        self._armed = False
-        self._spent_us = 0.0
-        if self.alone is None and len(self._callers) == 1 and not self._flying:
-            if self._joined:
-                self._arm()
+        self._tick_scheduled = False
+        self._inline_us = 0.0
+        if self.sole_caller is None and len(self._callers) == 1 and not self._inflight:
+            if self._callers_changed:
+                self._schedule_tick()
             else:
-                self.alone = next(iter(self._callers))
-        self._joined = False
-        lane = self.lane
-        now = self.loop.time()
-        lane.turn(now)
-        if self._timer_at <= now:
-            self._expire(now)
-        while (batch := lane.next_batch(now)) is not None:
+                self.sole_caller = next(iter(self._callers))
+        self._callers_changed = False
+        batcher = self.batcher
+        now_s = self.loop.time()
+        batcher.on_turn(now_s)
+        if self._deadline_s <= now_s:
+            self._expire_calls(now_s)
+        while (batch := batcher.next_batch(now_s)) is not None:
             self._launch(batch)
-        if lane.held_until < float("inf"):
-            self._wait_at_most(lane.held_until)
-        if lane.expected is not None and lane.expected.needs_device and not self._asked:
-            self._ask_device(lane.expected)
+        if batcher.deferred_until < float("inf"):
+            self._tick_at(batcher.deferred_until)
+        if batcher.readback_hold is not None and batcher.readback_hold.needs_device and not self._asked:
+            self._ask_device(batcher.readback_hold)
 
     def _ask_device(self, expected: ExpectedCallers) -> None:
         """Have the device say when it has run what was launched so far: a hold ends by it."""
-        assert self._across is not None and self._last_modes is not None
+        assert self._streams is not None and self._last_modes is not None
         self._asked = True
         try:
-            self._across.reap(self._last_modes, partial(self._device_ran, expected.launches))
+            self._streams.notify_when_done(self._last_modes, partial(self._device_ran, expected.launches))
         except RuntimeClosedError:
             expected.completed(expected.launches, self.loop.time())
 
@@ -276,178 +282,182 @@ class Front:
     @property
     def launches(self) -> int:
         """Batches that were launched and whose end is told by `completed`; 0 where that is not counted."""
-        return 0 if self.lane.expected is None else self.lane.expected.launches
+        return 0 if self.batcher.readback_hold is None else self.batcher.readback_hold.launches
 
     def completed(self, launches: int) -> None:
         """The device has run the first `launches` batches: what was held for that goes on."""
-        if self.lane.expected is not None:
-            self.lane.expected.completed(launches, self.loop.time())
-            if self.lane.queued:
-                self._arm()
+        if self.batcher.readback_hold is not None:
+            self.batcher.readback_hold.completed(launches, self.loop.time())
+            if self.batcher.queued:
+                self._schedule_tick()
 
-    def _wait_at_most(self, until: float) -> None:
+    def _tick_at(self, until: float) -> None:
         """Have a turn at `until`, whoever is still away then."""
-        if self._hold is not None:
-            if self._hold.when() == until and not self._hold.cancelled():
+        if self._hold_timer is not None:
+            if self._hold_timer.when() == until and not self._hold_timer.cancelled():
                 return
-            self._hold.cancel()
-        self._hold = self.loop.call_at(until, self._held_long, context=self._context)
+            self._hold_timer.cancel()
+        self._hold_timer = self.loop.call_at(until, self._on_hold_end, context=self._context)
 
-    def _held_long(self) -> None:
-        self._hold = None
-        self._arm()
+    def _on_hold_end(self) -> None:
+        self._hold_timer = None
+        self._schedule_tick()
 
     def _launch(self, batch: Batch) -> None:
         if batch.expected_us < self.inline_limit_us:
             try:
-                outcomes = self._run(batch)
+                outcomes = self._execute(batch)
             except BaseException as error:  # the interpreter is being stopped: strand nobody on the way out
-                self._finish(batch, batch.interrupted(error))
+                self._complete(batch, batch.interrupted(error))
                 raise
-            if self._across is not None and self._across.completion == HOST:
-                self._flying.append(batch)
-                self._reap(batch, outcomes)
+            if self._streams is not None and self._streams.completion == HOST:
+                self._inflight.append(batch)
+                self._notify_when_done(batch, outcomes)
                 return
-            self._finish(batch, outcomes)
+            self._complete(batch, outcomes)
             return
-        self._flying.append(batch)
+        self._inflight.append(batch)
         try:
-            self._worker.submit(partial(self._run_there, batch))
+            self._worker.submit(partial(self._execute_on_worker, batch))
         except RuntimeClosedError as error:
-            self._flying.remove(batch)
-            self._finish(batch, [Failed(error)] * len(batch))
+            self._inflight.remove(batch)
+            self._complete(batch, [Failed(error)] * len(batch))
 
-    def _run(self, batch: Batch) -> list[Any]:
+    def _execute(self, batch: Batch) -> list[Any]:
         op, modes, execute = batch.op, batch.modes, self._executor.execute
-        if self._across is not None:
-            modes = batch.modes = self._last_modes = self._across.of(batch.tickets)
-        return run_blaming(lambda calls: execute(op, calls, modes), batch.calls, pure=op.pure)
+        if self._streams is not None:
+            modes = batch.modes = self._last_modes = self._streams.modes_of(batch.calls)
+        return bisect_failed_batch(lambda calls: execute(op, calls, modes), batch.args_list, pure=op.pure)
 
-    def _run_there(self, batch: Batch) -> None:
+    def _execute_on_worker(self, batch: Batch) -> None:
         """On the worker's thread: run the batch, wake the loop once."""
         try:
-            outcomes = self._run(batch)
+            outcomes = self._execute(batch)
         except BaseException as error:
             outcomes = batch.interrupted(error)
         try:
-            self.loop.call_soon_threadsafe(self._landed, batch, outcomes)
+            self.loop.call_soon_threadsafe(self._on_batch_done, batch, outcomes)
         except RuntimeError:
             log.warning(LOOP_LOST, calls=len(batch))
-            self._lost(batch)
+            self._drop_batch(batch)
 
-    def _reap(self, batch: Batch, outcomes: list[Any]) -> None:
+    def _notify_when_done(self, batch: Batch, outcomes: list[Any]) -> None:
         """Answer a launched batch's callers when it has run."""
-        assert self._across is not None
+        assert self._streams is not None
         try:
-            self._across.reap(batch.modes, partial(self._reaped, batch, outcomes))
+            self._streams.notify_when_done(batch.modes, partial(self._on_event_done, batch, outcomes))
         except RuntimeClosedError as error:
-            self._landed(batch, [Failed(error)] * len(batch))
+            self._on_batch_done(batch, [Failed(error)] * len(batch))
 
-    def _reaped(self, batch: Batch, outcomes: list[Any], error: Exception | None) -> None:
+    def _on_event_done(self, batch: Batch, outcomes: list[Any], error: Exception | None) -> None:
         """On the reaper's thread: a launched batch has run, or its device has failed."""
         if error is not None:
             outcomes = [Failed(error)] * len(batch)
         try:
-            self.loop.call_soon_threadsafe(self._landed, batch, outcomes)
+            self.loop.call_soon_threadsafe(self._on_batch_done, batch, outcomes)
         except RuntimeError:
             log.warning(LOOP_LOST, calls=len(batch))
-            self._lost(batch)
+            self._drop_batch(batch)
 
-    def _lost(self, batch: Batch) -> None:
+    def _drop_batch(self, batch: Batch) -> None:
         """The loop was closed under a batch: nobody waits any more, only the counts are brought to an end.
 
         Called by the worker that finds the loop closed and by `close`, whichever comes first; nothing else
-        uses the lane then.
+        uses the batcher then.
         """
         with self._lock:
-            if batch not in self._flying:
+            if batch not in self._inflight:
                 return
-            self._flying.remove(batch)
-            lane = self.lane
-            for ticket in batch.tickets:
-                lane.cancel(ticket)
-            lane.done(batch, [None] * len(batch), batch.started)
+            self._inflight.remove(batch)
+            batcher = self.batcher
+            for call in batch.calls:
+                batcher.cancel(call)
+            batcher.on_batch_done(batch, [None] * len(batch), batch.started)
 
-    def _landed(self, batch: Batch, outcomes: list[Any]) -> None:
-        self._flying.remove(batch)
-        if batch.launch is not None and self.lane.expected is not None:
-            self.lane.expected.completed(batch.launch.number, self.loop.time())
-        self._finish(batch, outcomes, landed=True)
+    def _on_batch_done(self, batch: Batch, outcomes: list[Any]) -> None:
+        self._inflight.remove(batch)
+        if batch.launch is not None and self.batcher.readback_hold is not None:
+            self.batcher.readback_hold.completed(batch.launch.number, self.loop.time())
+        self._complete(batch, outcomes, from_worker=True)
 
-    def _finish(self, batch: Batch, outcomes: list[Any], *, landed: bool = False) -> None:
-        now = self.loop.time()
-        self.lane.done(batch, outcomes, now)
-        here = False
-        armed, self._armed = self._armed, True  # none of the resumed arms the turn: that is done below
-        self._now = now  # what they submit at once comes at one time
+    def _complete(self, batch: Batch, outcomes: list[Any], *, from_worker: bool = False) -> None:
+        now_s = self.loop.time()
+        self.batcher.on_batch_done(batch, outcomes, now_s)
+        all_called = False
+        armed, self._tick_scheduled = (
+            self._tick_scheduled,
+            True,
+        )  # none of the resumed arms the turn: that is done below
+        self._now_s = now_s  # what they submit at once comes at one time
         try:
-            self._wake(iter(batch.tickets))
-            here = landed and 0 < len(self._callers) <= self.lane.queued
+            self._wake(iter(batch.calls))
+            all_called = from_worker and 0 < len(self._callers) <= self.batcher.queued
         finally:
-            self._now = 0.0
-            self._armed = armed
-            if not here:
-                self._arm()
-        if here:  # every caller has called: a turn would be waited for in vain
+            self._now_s = 0.0
+            self._tick_scheduled = armed
+            if not all_called:
+                self._schedule_tick()
+        if all_called:  # every caller has called: a turn would be waited for in vain
             self._tick()
 
-    def _wake(self, tickets: Iterator[Ticket]) -> None:
+    def _wake(self, calls: Iterator[PendingCall]) -> None:
         """Resume the callers of `tickets`; what they submit next is queued when this returns."""
-        hot = HOT.module
+        native = FAST_PATH.module
         try:
-            if hot is not None:
-                hot.resume(tickets)
-            for ticket in tickets:
-                wake = ticket.wake
+            if native is not None:
+                native.resume(calls)
+            for call in calls:
+                wake = call.wake
                 if wake is not None:
-                    ticket.wake = None
-                    ticket.context.run(wake, ticket)
+                    call.wake = None
+                    call.context.run(wake, call)
         except BaseException:
             # A task lets only SystemExit and KeyboardInterrupt through; the others still get their results.
-            self.loop.call_soon(self._wake, tickets)
+            self.loop.call_soon(self._wake, calls)
             raise
 
-    def resume(self, tickets: Sequence[Ticket]) -> None:
-        """Send the callers of tickets on that have ended elsewhere; what they submit comes at one time."""
-        self._now = self.loop.time()
+    def resume(self, calls: Sequence[PendingCall]) -> None:
+        """Send the callers of pending calls on that have ended elsewhere; what they submit comes at one
+        time."""
+        self._now_s = self.loop.time()
         try:
-            self._wake(iter(tickets))
+            self._wake(iter(calls))
         finally:
-            self._now = 0.0
+            self._now_s = 0.0
 
-    def end(self, ticket: Ticket, error: BaseException) -> None:
-        """Give a ticket an error outside of any batch."""
-        ticket.value = Failed(error)
-        wake = ticket.wake
+    def fail(self, call: PendingCall, error: BaseException) -> None:
+        """Give a pending call an error outside of any batch."""
+        call.value = Failed(error)
+        wake = call.wake
         if wake is not None:
-            ticket.wake = None
-            self.loop.call_soon(wake, ticket, context=ticket.context)
+            call.wake = None
+            self.loop.call_soon(wake, call, context=call.context)
 
     # -- deadlines ---------------------------------------------------------------------------------
 
-    def _watch(self) -> None:
+    def _watch_deadline(self) -> None:
         """Keep one timer, for the nearest deadline of a call that has not started."""
-        at = self.lane.next_deadline
-        if at >= self._timer_at:
+        deadline_s = self.batcher.next_deadline
+        if deadline_s >= self._deadline_s:
             return
-        if self._timer is not None:
-            self._timer.cancel()
-        self._timer_at = at
-        self._timer = self.loop.call_at(at, self._overdue)
+        if self._deadline_timer is not None:
+            self._deadline_timer.cancel()
+        self._deadline_s = deadline_s
+        self._deadline_timer = self.loop.call_at(deadline_s, self._on_deadline)
 
-    def _overdue(self) -> None:
+    def _on_deadline(self) -> None:
         # A loop's timer may fire up to one clock tick early.
-        self._expire(max(self.loop.time(), self._timer_at))
+        self._expire_calls(max(self.loop.time(), self._deadline_s))
 
-    def _expire(self, now: float) -> None:
-        for ticket in self.lane.expire(now):
-            waited_ms = (now - ticket.at) * 1e3
-            self.end(ticket, DeadlineExceededError(f"not started after {waited_ms:.1f} ms in the queue"))
-        if self._timer is not None:
-            self._timer.cancel()
-        self._timer, self._timer_at = None, float("inf")
-        if self.lane.next_deadline < self._timer_at:
-            self._watch()
+    def _expire_calls(self, now_s: float) -> None:
+        for call in self.batcher.expire(now_s):
+            waited_ms = (now_s - call.submitted_at) * 1e3
+            self.fail(call, DeadlineExceededError(f"not started after {waited_ms:.1f} ms in the queue"))
+        if self._deadline_timer is not None:
+            self._deadline_timer.cancel()
+        self._deadline_timer, self._deadline_s = None, float("inf")
+        if self.batcher.next_deadline < self._deadline_s:
+            self._watch_deadline()
 
     # -- the end -----------------------------------------------------------------------------------
 
@@ -459,14 +469,14 @@ class Front:
         if self.state == STOPPED:
             return True
         self.state = DRAINING
-        own = asyncio.current_task(self.loop)
-        if own is not None and self._callers.pop(own, None) is not None:
-            own.remove_done_callback(self._unregister)
+        task = asyncio.current_task(self.loop)
+        if task is not None and self._callers.pop(task, None) is not None:
+            task.remove_done_callback(self._remove_task)
         in_time = True
         if self._callers:
-            self._gone = self.loop.create_future()
-            await asyncio.wait({self._gone}, timeout=timeout_s)
-            in_time = self._gone.done()
+            self._drained = self.loop.create_future()
+            await asyncio.wait({self._drained}, timeout=timeout_s)
+            in_time = self._drained.done()
         self.close()
         return in_time
 
@@ -475,72 +485,74 @@ class Front:
         if self.state == STOPPED:
             return
         self.state = STOPPED
-        lane = self.lane
-        left = lane.abandon()
-        lost = self.loop.is_closed()
-        for batch in list(self._flying):
-            left += [t for t in batch.tickets if t.state == RUNNING and lane.cancel(t)]
-            if lost:
-                self._lost(batch)
-        for ticket in left:
-            if lost:
-                ticket.wake = None
-            self.end(ticket, RuntimeClosedError("the runtime was closed before this call ended"))
-        for timer in (self._timer, self._hold):
+        batcher = self.batcher
+        unfinished = batcher.abandon()
+        loop_closed = self.loop.is_closed()
+        for batch in list(self._inflight):
+            unfinished += [t for t in batch.calls if t.state == RUNNING and batcher.cancel(t)]
+            if loop_closed:
+                self._drop_batch(batch)
+        for call in unfinished:
+            if loop_closed:
+                call.wake = None
+            self.fail(call, RuntimeClosedError("the runtime was closed before this call ended"))
+        for timer in (self._deadline_timer, self._hold_timer):
             if timer is not None:
                 timer.cancel()
-        self._timer = self._hold = None
+        self._deadline_timer = self._hold_timer = None
         for task in self._callers:
-            if not lost:
-                task.remove_done_callback(self._unregister)
+            if not loop_closed:
+                task.remove_done_callback(self._remove_task)
         self._callers.clear()
-        self.alone = None
+        self.sole_caller = None
 
 
-class Queue:
+class FastQueue:
     """The shortest way into a lane.
 
-    `known(front, ticket)` queues a call without a deadline whose caller, group and place are known, and says
-    whether it did; where it did not, `Front.submit` does the work.
+    `known(front, pending call)` queues a call without a deadline whose caller, group and place are known, and
+    says whether it did; where it did not, `Front.submit` does the work.
     """
 
-    __slots__ = ("known",)
+    __slots__ = ("try_submit",)
 
     def __init__(self) -> None:
-        self.known: Callable[[Front, Ticket], bool] = _never
+        self.try_submit: Callable[[LoopDriver, PendingCall], bool] = _not_queued
 
-    def adopt(self, module: Any) -> None:
+    def install(self, module: Any) -> None:
         """Queue by the compiled twin, or with None not at all."""
         if module is None:
-            self.known = _never
+            self.try_submit = _not_queued
             return
-        module.layout(Front, Lane, Group, Slot, Caller, Caps, Stats, Sweep)
-        self.known = module.queue
+        module.layout(
+            LoopDriver, Batcher, BatchQueue, ProgramPoint, Caller, BatchLimits, BatcherStats, RoundRobin
+        )
+        self.try_submit = module.queue
 
 
-def _never(front: Front, ticket: Ticket) -> bool:
+def _not_queued(driver: LoopDriver, call: PendingCall) -> bool:
     return False
 
 
-QUEUE: Final = Queue()
-HOT.on_ready(QUEUE.adopt)
+FAST_QUEUE: Final = FastQueue()
+FAST_PATH.on_ready(FAST_QUEUE.install)
 
 
-class Rest:
+class YieldOnce:
     """One loop turn, taken only by a task that is alone on its front; see `Front.rested`."""
 
-    __slots__ = ("_front",)
+    __slots__ = ("_driver",)
 
-    def __init__(self, front: Front) -> None:
-        self._front = front
+    def __init__(self, driver: LoopDriver) -> None:
+        self._driver = driver
 
     def __await__(self) -> Generator[None, None, bool]:
-        front = self._front
-        task = asyncio.current_task(front.loop)
-        if front.alone is None or front.alone is not task:
+        driver = self._driver
+        task = asyncio.current_task(driver.loop)
+        if driver.sole_caller is None or driver.sole_caller is not task:
             return False
         yield
-        if front.alone is not task:
+        if driver.sole_caller is not task:
             return False
-        front._spent_us = 0.0
+        driver._inline_us = 0.0
         return True

@@ -1,4 +1,4 @@
-"""The fronts of a device, one for each event loop, and the wait for a flight from such a loop."""
+"""The loop drivers of a device, one for each event loop, and the wait for a flight from such a loop."""
 
 from __future__ import annotations
 
@@ -10,38 +10,38 @@ from typing import Any
 from layerzero._util import log
 from layerzero._util.fork_safety import renew_after_fork
 from layerzero.actors.device.worker import Worker
-from layerzero.native import HOT
+from layerzero.native import FAST_PATH
 from layerzero.scheduler.core.bisect import Executor
-from layerzero.scheduler.core.limits import Stats
-from layerzero.scheduler.loop_driver import LOOP_LOST, RUN_AHEAD, Front
+from layerzero.scheduler.core.limits import BatcherStats
+from layerzero.scheduler.loop_driver import LOOP_LOST, MAX_INFLIGHT_ON_HOST, LoopDriver
 from layerzero.scheduler.single_flight import Flight
-from layerzero.scheduler.streams import HOST, Streams
-from layerzero.scheduler.task_modes import CARRYING
+from layerzero.scheduler.streams import HOST, DeviceStreams
+from layerzero.scheduler.task_modes import TASK_MODES
 from layerzero.scheduler.torch_modes import capture
 from layerzero.spec.errors import RuntimeClosedError
 from layerzero.spec.settings import Settings
 
-MODES_SHARED = "front.modes_shared"
+MODES_SHARED = "loop_driver.modes_shared"
 
 
-class _Factory:
+class _TaskFactory:
     """Makes a loop's tasks as `before` did, each with torch's modes to itself, while it has `users`."""
 
-    __slots__ = ("before", "users")
+    __slots__ = ("previous", "users")
 
-    def __init__(self, before: Any) -> None:
-        self.before = before
+    def __init__(self, previous: Any) -> None:
+        self.previous = previous
         self.users = 0
 
     def __call__(self, loop: asyncio.AbstractEventLoop, coro: Any, **options: Any) -> Any:
         if asyncio.iscoroutine(coro):
-            coro = CARRYING.kind(coro)
-        if self.before is None:
+            coro = TASK_MODES.isolate(coro)
+        if self.previous is None:
             return asyncio.Task(coro, loop=loop, **options)
-        return self.before(loop, coro, **options)
+        return self.previous(loop, coro, **options)
 
 
-def begin_carrying(loop: asyncio.AbstractEventLoop | None = None) -> asyncio.AbstractEventLoop | None:
+def isolate_task_modes(loop: asyncio.AbstractEventLoop | None = None) -> asyncio.AbstractEventLoop | None:
     """Give every task that `loop`, or the running one, makes from now on torch's modes of its creation.
 
     The loop; None where none of asyncio's runs.
@@ -49,29 +49,33 @@ def begin_carrying(loop: asyncio.AbstractEventLoop | None = None) -> asyncio.Abs
     if loop is None:
         try:
             loop = asyncio.get_running_loop()
-        except RuntimeError:  # another library's: it has no fronts either
+        except RuntimeError:  # another library's: it has no loop drivers either
             return None
     factory: Any = loop.get_task_factory()
-    if not isinstance(factory, _Factory):
-        factory = _Factory(factory)
+    if not isinstance(factory, _TaskFactory):
+        factory = _TaskFactory(factory)
         loop.set_task_factory(factory)
     factory.users += 1
     return loop
 
 
-def end_carrying(loop: asyncio.AbstractEventLoop) -> None:
+def stop_isolating_task_modes(loop: asyncio.AbstractEventLoop) -> None:
     """Make tasks as before, once everybody who began has ended."""
     factory: Any = loop.get_task_factory()
-    if isinstance(factory, _Factory):
+    if isinstance(factory, _TaskFactory):
         factory.users -= 1
         if not factory.users:
-            loop.set_task_factory(factory.before)
+            loop.set_task_factory(factory.previous)
 
 
-def _tell_shared(loop: asyncio.AbstractEventLoop) -> None:
+def _warn_shared_modes(loop: asyncio.AbstractEventLoop) -> None:
     """Log where a loop's first call comes under a mode that tasks from before it may find in force, too."""
     modes = capture()
-    if (modes.inference or modes.autocast) and not CARRYING.here() and len(asyncio.all_tasks(loop)) > 1:
+    if (
+        (modes.inference or modes.autocast)
+        and not TASK_MODES.is_isolated()
+        and len(asyncio.all_tasks(loop)) > 1
+    ):
         why = (
             "tasks made before a loop's first awaited call share torch's modes; inside "
             "`async with layerzero.start()` every task has its own"
@@ -79,19 +83,26 @@ def _tell_shared(loop: asyncio.AbstractEventLoop) -> None:
         log.warning(MODES_SHARED, modes=repr(modes), why=why)
 
 
-def _shut(front: Front) -> None:
-    end_carrying(front.loop)
-    front.close()
+def _close_driver(driver: LoopDriver) -> None:
+    stop_isolating_task_modes(driver.loop)
+    driver.close()
 
 
-class Fronts:
+class LoopDrivers:
     """One front for every event loop that uses a device, made at its first use there.
 
-    A front of a closed loop is dropped when the next one is made. Thread-safe.
+    A loop driver of a closed loop is dropped when the next one is made. Thread-safe.
     """
 
     __slots__ = (
-        "__weakref__", "_across", "_always_inline", "_closed", "_executor", "_lock", "_past", "_settings",
+        "__weakref__",
+        "_always_inline",
+        "_closed",
+        "_closed_stats",
+        "_executor",
+        "_lock",
+        "_settings",
+        "_streams",
         "_worker",
         "by_loop",
     )  # fmt: skip
@@ -103,20 +114,20 @@ class Fronts:
         settings: Settings | None = None,
         *,
         always_inline: bool = False,
-        across: Streams | None = None,
+        streams: DeviceStreams | None = None,
     ) -> None:
-        self._across = across
+        self._streams = streams
         self._executor = executor
         self._worker = worker
         self._settings = settings or Settings()
         self._always_inline = always_inline
-        self.by_loop: dict[asyncio.AbstractEventLoop, Front] = {}
-        self._past = Stats()
+        self.by_loop: dict[asyncio.AbstractEventLoop, LoopDriver] = {}
+        self._closed_stats = BatcherStats()
         self._closed = False
         self._lock = threading.Lock()
         renew_after_fork(self)
 
-    def current(self) -> Front:
+    def current(self) -> LoopDriver:
         """The running loop's front.
 
         Raises: RuntimeError: no loop runs in this thread; RuntimeClosedError: closed.
@@ -128,67 +139,69 @@ class Fronts:
                 "an awaited call needs a running asyncio event loop in this thread, got none (trio runs its "
                 "own kind); lz.sync has the same ops, blocking"
             ) from None
-        front = self.by_loop.get(loop)
-        return front if front is not None else self._open(loop)
+        driver = self.by_loop.get(loop)
+        return driver if driver is not None else self._open(loop)
 
-    def _open(self, loop: asyncio.AbstractEventLoop) -> Front:
+    def _open(self, loop: asyncio.AbstractEventLoop) -> LoopDriver:
         with self._lock:
             if self._closed:
                 raise RuntimeClosedError("the runtime is closed")
-            for old in [known for known in self.by_loop if known.is_closed()]:
-                front = self.by_loop.pop(old)
-                front.close()
-                self._past.add(front.lane.stats)
-            HOT.start()
-            begin_carrying(loop)
-            _tell_shared(loop)
-            front = self.by_loop[loop] = Front(
+            for old in [other for other in self.by_loop if other.is_closed()]:
+                driver = self.by_loop.pop(old)
+                driver.close()
+                self._closed_stats.add(driver.batcher.stats)
+            FAST_PATH.start()
+            isolate_task_modes(loop)
+            _warn_shared_modes(loop)
+            driver = self.by_loop[loop] = LoopDriver(
                 loop,
                 self._executor,
                 self._worker,
                 self._settings,
                 always_inline=self._always_inline,
-                across=self._across,
+                streams=self._streams,
             )
-        return front
+        return driver
 
     def set_settings(self, settings: Settings) -> None:
-        """Put other limits in force: at once on a front of this thread, on others with their next turn."""
+        """Put other limits in force: at once on a loop driver of this thread, on others with their next
+        turn."""
         with self._lock:
             self._settings = settings
-            if self._across is not None:
-                self._across.completion = settings.completion
-            fronts = list(self.by_loop.values())
-        for front in fronts:
-            if front.loop is asyncio._get_running_loop():
-                self._follow(front)
+            if self._streams is not None:
+                self._streams.completion = settings.completion
+            drivers = list(self.by_loop.values())
+        for driver in drivers:
+            if driver.loop is asyncio._get_running_loop():
+                self._apply_settings(driver)
                 continue
             with suppress(RuntimeError):  # its loop is closed, so nothing runs there
-                front.loop.call_soon_threadsafe(self._follow, front)
+                driver.loop.call_soon_threadsafe(self._apply_settings, driver)
 
-    def _follow(self, front: Front) -> None:
-        """On a front's own thread: go by the settings of now; who waits for room gets what there is more."""
-        settings, caps = self._settings, front.lane.caps
-        caps.follow(settings)
-        host = self._across is not None and self._across.completion == HOST
-        caps.ahead = front._ahead = RUN_AHEAD if host else 1
+    def _apply_settings(self, driver: LoopDriver) -> None:
+        """On a loop driver's own thread: go by the settings of now; who waits for room gets what there is
+        more."""
+        settings, limits = self._settings, driver.batcher.limits
+        limits.update(settings)
+        host = self._streams is not None and self._streams.completion == HOST
+        limits.max_inflight_batches = driver._max_inflight = MAX_INFLIGHT_ON_HOST if host else 1
         if not self._always_inline:
-            front.inline_limit_us = settings.inline_limit_us
-        front._max_inline_us = settings.max_inline_us
-        front.lane._admit()
+            driver.inline_limit_us = settings.inline_limit_us
+        driver._max_inline_us = settings.max_inline_us
+        driver.batcher._admit()
 
-    def stats(self) -> Stats:
-        """What all fronts have counted, those of closed loops included."""
+    def stats(self) -> BatcherStats:
+        """What all loop drivers have counted, those of closed loops included."""
         with self._lock:
-            total = Stats()
-            for stats in (self._past, *(front.lane.stats for front in self.by_loop.values())):
+            total = BatcherStats()
+            for stats in (self._closed_stats, *(driver.batcher.stats for driver in self.by_loop.values())):
                 total.add(stats)
         return total
 
     async def drain(self, timeout_s: float) -> bool:
         """Drain the running loop's front, close the others; False if callers were cut off."""
-        front = self.by_loop.get(asyncio.get_running_loop())
-        in_time = await front.drain(timeout_s) if front is not None else True
+        driver = self.by_loop.get(asyncio.get_running_loop())
+        in_time = await driver.drain(timeout_s) if driver is not None else True
         self.close()
         return in_time
 
@@ -196,12 +209,12 @@ class Fronts:
         """Close every front, each on its own loop's thread."""
         with self._lock:
             self._closed = True
-            fronts = list(self.by_loop.values())
-        for front in fronts:
+            drivers = list(self.by_loop.values())
+        for driver in drivers:
             try:
-                front.loop.call_soon_threadsafe(_shut, front)
+                driver.loop.call_soon_threadsafe(_close_driver, driver)
             except RuntimeError:  # its loop is closed, so nothing runs there
-                front.close()
+                driver.close()
 
     def after_fork(self) -> None:
         """In a forked child: forget the parent's loops."""

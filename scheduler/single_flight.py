@@ -15,7 +15,7 @@ from layerzero._util.fork_safety import renew_after_fork
 from layerzero.spec.errors import SelectionTimeoutError
 
 T = TypeVar("T")
-Told = Callable[[], None]
+Callback = Callable[[], None]
 
 
 class Flight(Generic[T]):
@@ -46,24 +46,24 @@ class Flight(Generic[T]):
         self._compute: Callable[[], T] | None = compute
         self._lock = owner.lock
         self._started = False
-        self._waiters: list[Told] = []
+        self._waiters: list[Callback] = []
         self._error: BaseException | None = None
         self._value: T
 
-    def add(self, told: Told) -> None:
+    def add(self, on_done: Callback) -> None:
         """Call `told()` once it has landed; at once if it has."""
         with self._lock:
             if not self.ended:
-                self._waiters.append(told)
+                self._waiters.append(on_done)
                 return
-        told()
+        on_done()
 
-    def leave(self, told: Told) -> None:
+    def leave(self, on_done: Callback) -> None:
         """Give a claim back, landed or not. The last to leave takes back what has not started."""
         with self._lock:
             self.claims -= 1
-            if told in self._waiters:
-                self._waiters.remove(told)
+            if on_done in self._waiters:
+                self._waiters.remove(on_done)
             if not self.claims and not self._started and not self.ended:
                 self._owner.forget(self)
                 self._compute = None
@@ -79,14 +79,14 @@ class Flight(Generic[T]):
 
         Raises: SelectionTimeoutError: `timeout_s` passed first; the flight goes on for the others.
         """
-        landed = threading.Event()
-        told = landed.set
-        self.add(told)
+        done = threading.Event()
+        on_done = done.set
+        self.add(on_done)
         try:
-            if not landed.wait(timeout_s):
+            if not done.wait(timeout_s):
                 raise SelectionTimeoutError(f"{self.key!r} took longer than {timeout_s} s")
         finally:
-            self.leave(told)
+            self.leave(on_done)
         return self.result()
 
     def run(self) -> None:
@@ -103,21 +103,21 @@ class Flight(Generic[T]):
             if not isinstance(error, Exception):
                 raise
         finally:
-            self._land()
+            self._finish()
 
     def fail(self, error: BaseException) -> None:
         """Land with `error`: whoever should have run it could not take it."""
         self._error = error
-        self._land()
+        self._finish()
 
-    def _land(self) -> None:
+    def _finish(self) -> None:
         with self._lock:
             self.ended = True
             self._compute = None
             self._owner.forget(self)
             waiters, self._waiters = self._waiters, []
-        for told in waiters:
-            told()
+        for on_done in waiters:
+            on_done()
 
 
 class SingleFlight(Generic[T]):

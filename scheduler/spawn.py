@@ -1,4 +1,4 @@
-"""Request coroutines that the front steps itself: no task and no loop callback for each awaited op.
+"""Request coroutines that the loop driver steps itself: no task and no loop callback for each awaited op.
 
 A batch's end sends each spawned caller straight on to its next op. Anything else that a coroutine awaits
 (a future, a queue, a sleep, a task) works as in a task; what asks for the current task (`asyncio.timeout`,
@@ -11,9 +11,9 @@ from collections.abc import Coroutine, Generator
 from contextvars import copy_context
 from typing import Any, Generic, TypeVar
 
-from layerzero.scheduler.core.pending_call import RUNNING, TICKETS, Ticket
-from layerzero.scheduler.loop_driver import Cancelled, Front
-from layerzero.scheduler.task_modes import CARRYING
+from layerzero.scheduler.core.pending_call import PENDING_CALL, RUNNING, PendingCall
+from layerzero.scheduler.loop_driver import Cancelled, LoopDriver
+from layerzero.scheduler.task_modes import TASK_MODES
 
 T = TypeVar("T")
 
@@ -27,31 +27,31 @@ class Spawned(Generic[T]):
 
     __slots__ = (
         "__weakref__",
+        "_awaiting",
         "_context",
         "_coro",
-        "_front",
+        "_driver",
         "_future",
         "_must_cancel",
         "_send",
-        "_waits",
         "caller",
     )
 
-    def __init__(self, front: Front, coro: Coroutine[Any, Any, T]) -> None:
-        self._front = front
-        self._coro: Any = CARRYING.kind(coro)  # None once it has ended
+    def __init__(self, driver: LoopDriver, coro: Coroutine[Any, Any, T]) -> None:
+        self._driver = driver
+        self._coro: Any = TASK_MODES.isolate(coro)  # None once it has ended
         self._send = self._coro.send
         self._context = copy_context()
-        self._waits: Any = None
+        self._awaiting: Any = None
         self._must_cancel = False
-        self._future: Any = front.loop.create_future()
+        self._future: Any = driver.loop.create_future()
         try:
-            self.caller = front.enlist(self._future)
+            self.caller = driver.add_caller(self._future)
         except BaseException:
             coro.close()
             raise
-        self._future.add_done_callback(self._answered)
-        front.loop.call_soon(self._step, None, context=self._context)
+        self._future.add_done_callback(self._on_future_done)
+        driver.loop.call_soon(self._step, None, context=self._context)
 
     def __await__(self) -> Generator[Any, None, T]:
         value: T = yield from self._future.__await__()
@@ -66,54 +66,58 @@ class Spawned(Generic[T]):
         """Raise CancelledError where the coroutine waits; False if it has ended."""
         if self._future.done() and not self._future.cancelled():
             return False
-        waits = self._waits
-        if waits is None or not waits.cancel():
+        awaiting = self._awaiting
+        if awaiting is None or not awaiting.cancel():
             self._must_cancel = True
         return True
 
-    def _answered(self, future: Any) -> None:
+    def _on_future_done(self, future: Any) -> None:
         # Cancelled by who awaited it, while the coroutine still runs.
         if future.cancelled() and self._coro is not None:
             self.cancel()
 
     def _step(self, _: Any) -> None:
         """Run the coroutine to its next wait."""
-        front = self._front
-        front.stepping = self.caller
-        self._waits = None
+        driver = self._driver
+        driver.stepping = self.caller
+        self._awaiting = None
         try:
             if self._must_cancel:
                 self._must_cancel = False
-                waits = self._coro.throw(Cancelled())
+                awaiting = self._coro.throw(Cancelled())
             else:
-                waits = self._send(None)
+                awaiting = self._send(None)
         except BaseException as error:
             self._end(error)
             return
         finally:
-            front.stepping = None
-        kind = waits.__class__
-        if (kind is TICKETS.kind or kind is Ticket) and waits.wake is None and waits.state <= RUNNING:
-            waits.wake = self._step
-            waits.context = self._context
-            self._waits = waits
+            driver.stepping = None
+        kind = awaiting.__class__
+        if (
+            (kind is PENDING_CALL.cls or kind is PendingCall)
+            and awaiting.wake is None
+            and awaiting.state <= RUNNING
+        ):
+            awaiting.wake = self._step
+            awaiting.context = self._context
+            self._awaiting = awaiting
         else:
-            self._wait_foreign(waits)
-        if self._must_cancel and self._waits is not None and self._waits.cancel():
+            self._await_foreign(awaiting)
+        if self._must_cancel and self._awaiting is not None and self._awaiting.cancel():
             self._must_cancel = False
 
-    def _wait_foreign(self, waits: Any) -> None:
+    def _await_foreign(self, awaiting: Any) -> None:
         """Wait for what is not an op: a loop's future, or a bare yield, which is one turn."""
-        if waits is None:
-            self._front.loop.call_soon(self._step, None, context=self._context)
+        if awaiting is None:
+            self._driver.loop.call_soon(self._step, None, context=self._context)
             return
-        if getattr(waits, "_asyncio_future_blocking", None) is None:
-            error = RuntimeError(f"a spawned coroutine awaited {waits!r}, which no event loop knows")
-            self._front.loop.call_soon(self._fail, error, context=self._context)
+        if getattr(awaiting, "_asyncio_future_blocking", None) is None:
+            error = RuntimeError(f"a spawned coroutine awaited {awaiting!r}, which no event loop knows")
+            self._driver.loop.call_soon(self._fail, error, context=self._context)
             return
-        waits._asyncio_future_blocking = False
-        waits.add_done_callback(self._step, context=self._context)
-        self._waits = waits
+        awaiting._asyncio_future_blocking = False
+        awaiting.add_done_callback(self._step, context=self._context)
+        self._awaiting = awaiting
 
     def _fail(self, error: BaseException) -> None:
         try:
@@ -139,9 +143,9 @@ class Spawned(Generic[T]):
             raise error
 
 
-def spawn(front: Front, coro: Coroutine[Any, Any, T]) -> Spawned[T]:
+def spawn(driver: LoopDriver, coro: Coroutine[Any, Any, T]) -> Spawned[T]:
     """Step `coro` from `front`, the running loop's.
 
-    Raises: RuntimeClosedError: the front takes no new callers.
+    Raises: RuntimeClosedError: the loop driver takes no new callers.
     """
-    return Spawned(front, coro)
+    return Spawned(driver, coro)

@@ -1,8 +1,8 @@
 """Callers on several CUDA streams in one batch: who waits for whom, and when a batch counts as done.
 
 Callers of one stream are launched on it, which orders everything by itself. Where a batch has callers of
-several, it runs on the lane's own stream: that one waits for each caller's stream before the first kernel,
-each caller's waits for it after the last. Outputs belong to the lane's stream, so the allocator is told of
+several, it runs on the batcher's own stream: that one waits for each caller's stream before the first kernel,
+each caller's waits for it after the last. Outputs belong to the batcher's stream, so the allocator is told of
 every stream that reads them: it must not give their memory away while a slow one still does.
 """
 
@@ -16,13 +16,13 @@ import torch
 from torch import Tensor
 
 from layerzero.actors.device.worker import Worker
-from layerzero.scheduler.core.pending_call import Ticket
-from layerzero.scheduler.torch_modes import Modes, Stream, on_stream
+from layerzero.scheduler.core.pending_call import PendingCall
+from layerzero.scheduler.torch_modes import Modes, Stream, with_stream
 
 HOST: Final = "host"
 
 
-class Across:
+class CrossStreamModes:
     """The modes of a batch whose callers are on several streams."""
 
     __slots__ = ("modes", "streams")
@@ -32,67 +32,77 @@ class Across:
         self.streams = streams
 
 
-class Streams:
-    """The streams of one CUDA device: the lane's own, and the thread that waits for events.
+class DeviceStreams:
+    """The streams of one CUDA device: the batcher's own, and the thread that waits for events.
 
     `completion` "stream" answers callers when their batch is launched, "host" when it has run.
     """
 
-    __slots__ = ("_index", "_own", "_reaper", "completion")
+    __slots__ = ("_batch_stream", "_event_thread", "_index", "completion")
 
     def __init__(self, index: int, reaper: Worker, completion: str) -> None:
         self._index = index
-        self._reaper = reaper
-        self._own: Any = None
+        self._event_thread = reaper
+        self._batch_stream: Any = None
         self.completion = completion
 
-    def ambient(self) -> Stream:
+    def default_stream(self) -> Stream:
         """The device's default stream: what the loop's thread is on while callers of other streams wait.
 
-        What is in force when a front is made would not do: its first caller may be inside its own stream.
+        What is in force when a loop driver is made would not do: its first caller may be inside its own
+        stream.
         """
         default = torch.cuda.default_stream(self._index)
         return default.stream_id, default.device_index, default.device_type
 
-    def of(self, tickets: Sequence[Ticket]) -> Any:
+    def modes_of(self, calls: Sequence[PendingCall]) -> Any:
         """The modes of a batch: the first caller's, or `Across` where their streams differ."""
-        modes, snapshot = tickets[0].modes
-        if all(ticket.modes[0] is modes for ticket in tickets):
+        modes, snapshot = calls[0].modes
+        if all(call.modes[0] is modes for call in calls):
             return modes, snapshot
-        return Across(modes, frozenset(ticket.modes[0].stream for ticket in tickets)), snapshot
+        return CrossStreamModes(modes, frozenset(call.modes[0].stream for call in calls)), snapshot
 
     @contextmanager
-    def crossing(self, across: Across) -> Iterator[Modes]:
-        """Modes on the lane's stream, between waiting for the callers' streams and being waited for."""
-        if self._own is None:
+    def across_streams(self, modes: CrossStreamModes) -> Iterator[Modes]:
+        """Modes on the batcher's stream, between waiting for the callers' streams and being waited for."""
+        if self._batch_stream is None:
             with torch.cuda.device(self._index):
-                self._own = torch.cuda.Stream()
-        own, theirs = self._own, [stream_of(known) for known in across.streams]
-        for stream in theirs:
-            wait(own, stream)
+                self._batch_stream = torch.cuda.Stream()
+        batch_stream, caller_streams = (
+            self._batch_stream,
+            [stream_of(stream_id) for stream_id in modes.streams],
+        )
+        for stream in caller_streams:
+            wait_for_stream(batch_stream, stream)
         try:
-            yield on_stream(across.modes, (own.stream_id, own.device_index, own.device_type))
+            yield with_stream(
+                modes.modes, (batch_stream.stream_id, batch_stream.device_index, batch_stream.device_type)
+            )
         finally:
             # Also after a failure: what was launched before it reads what the callers may free now.
-            for stream in theirs:
-                wait(stream, own)
+            for stream in caller_streams:
+                wait_for_stream(stream, batch_stream)
 
-    def hand_over(self, outcomes: Sequence[Any], across: Across) -> None:
+    def record_streams(self, outcomes: Sequence[Any], modes: CrossStreamModes) -> None:
         """Tell the allocator that every caller's stream reads these outcomes."""
-        streams = [stream_of(known) for known in across.streams]
+        streams = [stream_of(stream_id) for stream_id in modes.streams]
         seen: set[int] = set()
         for tensor in tensors_in(outcomes):
             place = tensor.untyped_storage().data_ptr()
             if place not in seen:
                 seen.add(place)
                 for stream in streams:
-                    keep_for(tensor, stream)
+                    record_stream(tensor, stream)
 
-    def reap(self, modes: tuple[Modes | Across, Any], told: Callable[[Exception | None], object]) -> None:
+    def notify_when_done(
+        self, modes: tuple[Modes | CrossStreamModes, Any], on_done: Callable[[Exception | None], object]
+    ) -> None:
         """Call `told` from the reaper's thread once a batch under `modes` has run, with what went wrong."""
-        ran = modes[0]
+        batch_modes = modes[0]
         event = torch.cuda.Event(blocking=True)
-        event.record(self._own if isinstance(ran, Across) else stream_of(ran.stream))
+        event.record(
+            self._batch_stream if isinstance(batch_modes, CrossStreamModes) else stream_of(batch_modes.stream)
+        )
 
         def wait_for_it() -> None:
             error: Exception | None = None
@@ -100,57 +110,58 @@ class Streams:
                 event.synchronize()
             except Exception as raised:
                 error = raised
-            told(error)
+            on_done(error)
 
-        self._reaper.submit(wait_for_it)
+        self._event_thread.submit(wait_for_it)
 
 
-def stream_of(known: Stream | None) -> Any:
+def stream_of(stream_id: Stream | None) -> Any:
     """The stream object of what `current` gave."""
-    assert known is not None
-    number, index, kind = known
+    assert stream_id is not None
+    number, index, kind = stream_id
     make: Any = torch.cuda.Stream  # its constructor has no annotations
     return make(stream_id=number, device_index=index, device_type=kind)
 
 
-def set_stream(known: Stream | None) -> None:
+def set_stream(stream_id: Stream | None) -> None:
     """Make a stream the current one of this thread."""
-    assert known is not None
-    number, index, kind = known
+    assert stream_id is not None
+    number, index, kind = stream_id
     torch._C._cuda_setStream(stream_id=number, device_index=index, device_type=kind)
 
 
-class Ambient(Protocol):
+class AmbientModes(Protocol):
     """What is in force for tasks that begin while others wait."""
 
     ambient_grad: bool
     ambient_stream: Stream | None
 
 
-def leave(modes: Modes, front: Ambient) -> None:
+def suspend_modes(modes: Modes, driver: AmbientModes) -> None:
     """Put the loop's own grad mode and stream in force while a caller waits."""
     if not modes.inference:
-        # A front whose first caller was inside a block without gradients took that for the loop's own mode.
-        front.ambient_grad = front.ambient_grad or modes.grad
-        torch._C._set_grad_enabled(front.ambient_grad)
-    if modes.stream != front.ambient_stream:
-        set_stream(front.ambient_stream)
+        # A loop driver whose first caller was inside a block without gradients took that for the loop's own
+        # mode.
+        driver.ambient_grad = driver.ambient_grad or modes.grad
+        torch._C._set_grad_enabled(driver.ambient_grad)
+    if modes.stream != driver.ambient_stream:
+        set_stream(driver.ambient_stream)
 
 
-def come_back(modes: Modes, front: Ambient) -> None:
+def resume_modes(modes: Modes, driver: AmbientModes) -> None:
     """Put a caller's own grad mode and stream in force again."""
     if not modes.inference:
         torch._C._set_grad_enabled(modes.grad)
-    if modes.stream != front.ambient_stream:
+    if modes.stream != driver.ambient_stream:
         set_stream(modes.stream)
 
 
-def wait(later: Any, earlier: Any) -> None:
+def wait_for_stream(later: Any, earlier: Any) -> None:
     """What `later` is given from here on begins after what `earlier` has been given so far."""
     later.wait_stream(earlier)
 
 
-def keep_for(tensor: Tensor, stream: Any) -> None:
+def record_stream(tensor: Tensor, stream: Any) -> None:
     """The tensor's memory is not given away before `stream` has done what it is given until then."""
     tensor.record_stream(stream)
 

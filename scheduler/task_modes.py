@@ -22,19 +22,19 @@ from typing import Any, Final
 import torch
 from torch.utils._python_dispatch import _pop_mode, _push_mode
 
-from layerzero.native import HOT
+from layerzero.native import FAST_PATH
 
 _CAST_ON: Final = ("cpu", "cuda")  # what a runtime opens
 _C: Any = torch._C
 
 
-class _Here(threading.local):
+class _IsolatedSteps(threading.local):
     """How many steps of carried coroutines this thread is inside of."""
 
     steps = 0
 
 
-_HERE: Final = _Here()
+_ISOLATED_STEPS: Final = _IsolatedSteps()
 
 
 def _facts() -> tuple[Any, ...]:
@@ -77,7 +77,7 @@ def _stack(functions: list[Any], dispatches: list[Any], hooks: list[Any]) -> Non
         _C._autograd._push_saved_tensors_default_hooks(*pair)
 
 
-class Surroundings:
+class TorchState:
     """torch's state of this thread as it is now, to be entered once, or dropped by `drop`."""
 
     __slots__ = ("_guard", "_stacks", "facts")
@@ -95,7 +95,7 @@ class Surroundings:
         if self._stacks is not None:
             _stack(*self._stacks)
 
-    def same(self, facts: tuple[Any, ...]) -> bool:
+    def matches(self, facts: tuple[Any, ...]) -> bool:
         """Whether `facts` of a thread without stacks are these."""
         return self._stacks is None and self.facts == facts
 
@@ -116,48 +116,48 @@ class Surroundings:
 
     def drop(self) -> None:
         """Let go of it, where it will not be entered: its guard may not end by itself."""
-        now = Surroundings()
+        current = TorchState()
         self._guard.__exit__(None, None, None)
-        now.enter()
+        current.enter()
 
 
-class Carried(Coroutine[Any, Any, Any]):
+class IsolatedCoroutine(Coroutine[Any, Any, Any]):
     """A coroutine whose steps have torch's modes to themselves; the compiled twin has the same methods."""
 
     def __init__(self, inner: Coroutine[Any, Any, Any]) -> None:
         self._inner: Any = inner
-        self._own = Surroundings()
-        self._born = self._own.facts
+        self._state = TorchState()
+        self._facts_at_creation = self._state.facts
         self._ended = False
 
-    def _step(self, step: Callable[..., Any], *given: Any) -> Any:
-        own, facts = self._own, _facts()
+    def _step(self, step: Callable[..., Any], *step_args: Any) -> Any:
+        state, facts = self._state, _facts()
         if _C._functorch.maybe_current_level() is not None:
-            return step(*given)
-        inside = own.same(facts) and not _stacked()
-        before = own if inside else Surroundings()
-        if not inside:
-            own.enter()
-        _HERE.steps += 1
+            return step(*step_args)
+        unchanged = state.matches(facts) and not _stacked()
+        before = state if unchanged else TorchState()
+        if not unchanged:
+            state.enter()
+        _ISOLATED_STEPS.steps += 1
         try:
-            value = step(*given)
+            value = step(*step_args)
         except BaseException:
             self._ended = True
             raise
         finally:
-            _HERE.steps -= 1
-            self._leave(before, entered=not inside)
+            _ISOLATED_STEPS.steps -= 1
+            self._restore_thread(before, entered=not unchanged)
         return value
 
-    def _leave(self, before: Surroundings, *, entered: bool) -> None:
+    def _restore_thread(self, before: TorchState, *, entered: bool) -> None:
         """Note what is in force now as the coroutine's own, and put `before` back."""
-        facts, stacked = _facts(), _stacked()
-        if self._ended and facts != self._born and not stacked:
+        facts, has_stacks = _facts(), _stacked()
+        if self._ended and facts != self._facts_at_creation and not has_stacks:
             before.drop()
         elif self._ended:
             before.enter()
-        elif entered or stacked or not before.same(facts):
-            self._own = Surroundings()
+        elif entered or has_stacks or not before.matches(facts):
+            self._state = TorchState()
             before.enter()
 
     def send(self, value: Any) -> Any:
@@ -171,9 +171,9 @@ class Carried(Coroutine[Any, Any, Any]):
     def close(self) -> None:
         """End it."""
         if not self._ended:
-            self._step(self._closed)
+            self._step(self._close_inner)
 
-    def _closed(self) -> None:
+    def _close_inner(self) -> None:
         self._inner.close()
         self._ended = True
 
@@ -196,32 +196,34 @@ class Carried(Coroutine[Any, Any, Any]):
         if not self.__dict__.get("_ended", True):
             if self._inner.cr_frame is None or self._inner.cr_frame.f_lasti < 0:
                 self._ended = True
-                self._own.drop()
+                self._state.drop()
             else:
                 self.close()
 
 
-class Carrying:
+class TaskModes:
     """The class that wraps coroutines, `kind`, and whether the one that runs here is wrapped, `here`."""
 
-    __slots__ = ("here", "kind")
+    __slots__ = ("is_isolated", "isolate")
 
     def __init__(self) -> None:
-        self.adopt(None)
+        self.install(None)
 
-    def adopt(self, module: Any) -> None:
+    def install(self, module: Any) -> None:
         """Take up the compiled twin for coroutines that come, or with None the Python class."""
-        self.kind: Callable[[Any], Any] = Carried if module is None else module.Carried
-        self.here: Callable[[], bool] = _here if module is None else partial(_here_too, module.carries)
+        self.isolate: Callable[[Any], Any] = IsolatedCoroutine if module is None else module.IsolatedCoroutine
+        self.is_isolated: Callable[[], bool] = (
+            _in_python_step if module is None else partial(_in_any_step, module.carries)
+        )
 
 
-def _here() -> bool:
-    return _HERE.steps > 0
+def _in_python_step() -> bool:
+    return _ISOLATED_STEPS.steps > 0
 
 
-def _here_too(carries: Callable[[], bool]) -> bool:
-    return carries() or _HERE.steps > 0
+def _in_any_step(carries: Callable[[], bool]) -> bool:
+    return carries() or _ISOLATED_STEPS.steps > 0
 
 
-CARRYING: Final = Carrying()
-HOT.on_ready(CARRYING.adopt)
+TASK_MODES: Final = TaskModes()
+FAST_PATH.on_ready(TASK_MODES.install)

@@ -31,7 +31,7 @@ class Modes:
     None where the call is not on CUDA.
     """
 
-    __slots__ = ("_mask", "anywhere", "autocast", "bits", "grad", "inference", "stream")
+    __slots__ = ("_mask", "autocast", "bits", "grad", "inference", "stream", "without_stream")
 
     def __init__(self, mask: int, autocast: Autocast = (), stream: Stream | None = None) -> None:
         self._mask = mask
@@ -46,7 +46,7 @@ class Modes:
             | (AUTOCAST if autocast else 0)
         )
         # The same on no stream in particular: callers of several streams share batches.
-        self.anywhere: Modes = self if stream is None else on_stream(self, None)
+        self.without_stream: Modes = self if stream is None else with_stream(self, None)
 
     @property
     def deterministic(self) -> bool:
@@ -77,18 +77,18 @@ def capture(cuda: int | None = None) -> Modes:
         return _PLAIN[mask]
     stream: Stream | None = None if cuda is None else torch._C._cuda_getCurrentStream(cuda)
     key = (mask, _autocast() if _any_autocast() else (), stream)
-    found = _interned.get(key)
+    modes = _interned.get(key)
     # setdefault: of two threads that make the same modes at once, both get one object.
-    return found if found is not None else _interned.setdefault(key, Modes(*key))
+    return modes if modes is not None else _interned.setdefault(key, Modes(*key))
 
 
-def on_stream(modes: Modes, stream: Stream | None) -> Modes:
+def with_stream(modes: Modes, stream: Stream | None) -> Modes:
     """The same modes on another stream."""
     if stream is None and not modes.autocast:
         return _PLAIN[modes._mask]
     key = (modes._mask, modes.autocast, stream)
-    found = _interned.get(key)
-    return found if found is not None else _interned.setdefault(key, Modes(*key))
+    on_other_stream = _interned.get(key)
+    return on_other_stream if on_other_stream is not None else _interned.setdefault(key, Modes(*key))
 
 
 def without_gradient(modes: Modes) -> Modes:
@@ -97,8 +97,8 @@ def without_gradient(modes: Modes) -> Modes:
     if modes.stream is None and not modes.autocast:
         return _PLAIN[mask]
     key = (mask, modes.autocast, modes.stream)
-    found = _interned.get(key)
-    return found if found is not None else _interned.setdefault(key, Modes(*key))
+    without_grad = _interned.get(key)
+    return without_grad if without_grad is not None else _interned.setdefault(key, Modes(*key))
 
 
 def _autocast() -> Autocast:
@@ -106,7 +106,7 @@ def _autocast() -> Autocast:
     return tuple((d, torch.get_autocast_dtype(d)) for d in devices if torch.is_autocast_enabled(d))
 
 
-class applied:
+class apply_modes:
     """Run a block under `modes`, on whatever thread; nothing is touched where they are in force already.
 
     The deterministic flag belongs to the process: where it differs it is set for the block, for all threads.
@@ -120,15 +120,15 @@ class applied:
 
     def __enter__(self) -> None:
         modes = self._modes
-        now = capture(None if modes.stream is None else modes.stream[1])
-        if now is modes:
+        current = capture(None if modes.stream is None else modes.stream[1])
+        if current is modes:
             return
-        if _only_inference(modes, now):  # by far the most frequent: what a worker's thread lacks
+        if _only_inference(modes, current):  # by far the most frequent: what a worker's thread lacks
             self._stack = torch._C._InferenceMode(True)
             self._stack.__enter__()
             return
         with ExitStack() as stack:
-            _enter(stack, modes, now)
+            _enter(stack, modes, current)
             self._stack = stack.pop_all()
 
     def __exit__(self, *error: Any) -> None:
@@ -137,31 +137,31 @@ class applied:
             self._stack = None
 
 
-def _only_inference(modes: Modes, now: Modes) -> bool:
+def _only_inference(modes: Modes, current: Modes) -> bool:
     """Whether entering inference mode makes `modes` of `now`."""
     return (
         modes.inference
         and not modes.grad
-        and not now.inference
-        and modes.deterministic == now.deterministic
-        and modes.autocast == now.autocast
-        and modes.stream == now.stream
+        and not current.inference
+        and modes.deterministic == current.deterministic
+        and modes.autocast == current.autocast
+        and modes.stream == current.stream
     )
 
 
-def _enter(stack: ExitStack, modes: Modes, now: Modes) -> None:
-    if modes.inference != now.inference:
+def _enter(stack: ExitStack, modes: Modes, current: Modes) -> None:
+    if modes.inference != current.inference:
         stack.enter_context(torch.inference_mode(modes.inference))
     if modes.grad != torch.is_grad_enabled():
         stack.enter_context(torch.set_grad_enabled(modes.grad))
-    wanted = dict(modes.autocast)
-    for device in wanted.keys() | dict(now.autocast).keys():
-        stack.enter_context(torch.autocast(device, dtype=wanted.get(device), enabled=device in wanted))
-    if modes.deterministic != now.deterministic:
+    autocast = dict(modes.autocast)
+    for device in autocast.keys() | dict(current.autocast).keys():
+        stack.enter_context(torch.autocast(device, dtype=autocast.get(device), enabled=device in autocast))
+    if modes.deterministic != current.deterministic:
         warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
-        stack.callback(torch.use_deterministic_algorithms, now.deterministic, warn_only=warn_only)
+        stack.callback(torch.use_deterministic_algorithms, current.deterministic, warn_only=warn_only)
         torch.use_deterministic_algorithms(modes.deterministic, warn_only=warn_only)
-    if modes.stream is not None and modes.stream != now.stream:
+    if modes.stream is not None and modes.stream != current.stream:
         number, device_index, device_type = modes.stream
         stream: Any = torch.cuda.Stream  # its constructor has no annotations
         stream = stream(stream_id=number, device_index=device_index, device_type=device_type)
@@ -219,7 +219,7 @@ _forward = sys.modules["torch.autograd.forward_ad"]  # torch has imported it
 _functorch_level = torch._C._functorch.maybe_current_level  # pyright: ignore[reportAttributeAccessIssue]
 
 
-def bars_queueing() -> str | None:
+def must_run_inline() -> str | None:
     """What in force here makes a call run at once, on this thread; None where it may queue.
 
     A dispatch or function mode sees every operation of its thread and a functorch transform wraps tensors

@@ -146,7 +146,7 @@ def build(tree: Path, out: Path) -> tuple[Path, Path]:
         "README.md",
         "CHANGELOG.md",
         "docs/guide/policy.md",
-        "examples/generate_server.py",
+        "examples/serve.py",
     ):
         if needed not in packed:
             sys.exit(f"the sdist lacks {needed}")

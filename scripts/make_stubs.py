@@ -31,7 +31,7 @@ WAITING = (
 )  # fmt: skip
 BLOCKING = ("backend: str | None = None",)
 HEADER = '"""{}\n\nWritten by scripts/make_stubs.py; do not edit.\n"""\n'
-# A call's `timeout` is its deadline in the lane; a cancel scope around the await could not keep it queued.
+# A call's `timeout` is its deadline in the batcher; a cancel scope around the await could not keep it queued.
 NO_LINT = "# ruff: noqa: ASYNC109, E501\n# fmt: off\n"
 LONG_LINES = "# ruff: noqa: E501\n# fmt: off\n"
 SYNC_DOC = "The ops, blocking: same names and signatures as the awaitable ones in `layerzero`."

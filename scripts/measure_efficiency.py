@@ -22,7 +22,7 @@ from layerzero.backends import availability, load_builtin
 from layerzero.ops import table as ops
 from layerzero.ops.op import Args
 from layerzero.spec.hardware import Hardware, probe
-from layerzero.spec.kernel import Kernel, judge
+from layerzero.spec.kernel import Kernel, rejections
 
 Shapes = tuple[tuple[int, ...], ...]
 SHAPES: dict[str, Shapes] = {
@@ -79,7 +79,7 @@ def measure(kernel: Kernel, hardware: Hardware, dtype: torch.dtype, repeats: int
     for index, shape in enumerate(SHAPES[kernel.op]):
         args = call(kernel.op, shape, dtype)
         request = op.check(args)
-        if judge(kernel, request, hardware):
+        if rejections(kernel, request, hardware):
             return None
         took = median_us(run, args, repeats)
         cells.append(f"{took:.0f}" if took >= 10 else f"{took:.1f}")

@@ -18,7 +18,7 @@ from tests import lock_order
 
 lock_order.watch()  # before the library makes its first lock
 
-from layerzero.native import HOT
+from layerzero.native import FAST_PATH
 from layerzero.native.compiling import cache_folder
 from layerzero.spec.errors import BackendNotAvailableError
 from layerzero.spec.tolerances import need_full_float32
@@ -58,7 +58,7 @@ torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
 # What most installations run: the awaited path's compiled twin (compiled once, on a machine's first run).
 # `tests/native/twins.py` runs what concerns it in Python alone as well.
 try:
-    HOT.load()
+    FAST_PATH.load()
 except BackendNotAvailableError as error:
     print(f"the tests run without the compiled twin: {error}")
 

@@ -50,14 +50,14 @@ def kernel(
         capability=Capability(source="a test", **capability),
         load=load or (lambda: body),
         efficiency=Efficiency(flops=0.5, bandwidth=0.5, launch_us=launch_us, source="a test"),
-        rank=rank,
-        cold=cold,
+        tie_break_order=rank,
+        slow_import=cold,
         default=default,
     )
 
 
 def device(kernels: Iterable[Kernel], settings: Settings | None = None, **more: Any) -> LocalDevice:
-    """A CPU device that knows only `kernels`, with its lanes attached."""
+    """A CPU device that knows only `kernels`, with its batchers attached."""
     registry = Registry(kernels, lambda _: [])
     made = LocalDevice(torch.device("cpu"), settings or Settings(), registry, **more)
     attach(made)

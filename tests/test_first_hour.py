@@ -69,7 +69,7 @@ def test_the_list_of_commands_needs_no_torch() -> None:
     program = (
         "import sys\nfrom layerzero.cli import main\n"
         "try:\n    main(['--help'])\nexcept SystemExit as ended:\n    assert ended.code == 0\n"
-        "assert 'torch' not in sys.modules and 'layerzero.cli.asking' not in sys.modules\n"
+        "assert 'torch' not in sys.modules and 'layerzero.cli.explain' not in sys.modules\n"
     )
     done = subprocess.run(
         [sys.executable, "-c", program], capture_output=True, text=True, check=False, cwd=ROOT

@@ -37,16 +37,16 @@ def join_at_exit(thread: threading.Thread, stop: Callable[[], object] = _nothing
 def end(timeout_s: float = EXIT_S) -> bool:
     """Stop every such thread and wait for them; False where the time was not enough."""
     ENDING.set()
-    until = time.monotonic() + timeout_s
+    deadline = time.monotonic() + timeout_s
     alive = [(thread, stop) for thread, stop in list(_threads.items()) if thread.is_alive()]
     for _, stop in alive:
         stop()
     for thread, _ in alive:
-        thread.join(max(0.0, until - time.monotonic()))
-    left = [thread.name for thread, _ in alive if thread.is_alive()]
-    for name in left:
+        thread.join(max(0.0, deadline - time.monotonic()))
+    running = [thread.name for thread, _ in alive if thread.is_alive()]
+    for name in running:
         log.warning(STILL_RUNNING, thread=name, seconds=timeout_s)
-    return not left
+    return not running
 
 
 atexit.register(end)

@@ -11,25 +11,25 @@ if TYPE_CHECKING:
     from layerzero.observe.spans import Spans
 
 
-def sampling(device: LocalDevice) -> tuple[NumericsGuard | DriftWatch | Spans, ...]:
+def make_live_checks(device: LocalDevice) -> tuple[NumericsGuard | DriftWatch | Spans, ...]:
     """One watcher for each kind that is switched on; what is off is not even imported.
 
     Raises: ConfigurationError: spans are asked for without opentelemetry.
     """
     settings = device.settings
-    found: list[NumericsGuard | DriftWatch | Spans] = []
+    live_checks: list[NumericsGuard | DriftWatch | Spans] = []
     if settings.check_rate > 0:
         from layerzero.actors.device.numerics_guard import NumericsGuard
 
-        found.append(NumericsGuard(device, settings.check_rate))
+        live_checks.append(NumericsGuard(device, settings.check_rate))
     if settings.drift_rate > 0:
         from layerzero.measure.drift import DriftWatch
 
-        found.append(DriftWatch(device, settings.drift_rate))
+        live_checks.append(DriftWatch(device, settings.drift_rate))
     device.spans = None
     if settings.spans:
         from layerzero.observe.spans import Spans
 
         device.spans = Spans()
-        found.append(device.spans)
-    return tuple(found)
+        live_checks.append(device.spans)
+    return tuple(live_checks)

@@ -9,17 +9,17 @@ from typing import TYPE_CHECKING
 from layerzero._util import log
 from layerzero.actors.device.ending import ENDING
 from layerzero.actors.device.worker import Worker
-from layerzero.spec.call_spec import Request
+from layerzero.spec.call_spec import CallSpec
 
 if TYPE_CHECKING:
     from layerzero.actors.device.local_device import LocalDevice
-    from layerzero.selection.dispatch_table import Solved
+    from layerzero.selection.dispatch_table import ActiveDispatchTable
     from layerzero.spec.settings import Settings
 
 _DELAY_S = 0.1
 
 
-class Loading:
+class KernelLoader:
     """The background thread of one device; a kernel is loaded once at a time."""
 
     __slots__ = ("_closing", "_device", "_lock", "_thread", "_underway")
@@ -42,13 +42,13 @@ class Loading:
         self._thread.submit(job)
         return True
 
-    def behind(self, job: Callable[[], object]) -> threading.Event:
+    def run_later(self, job: Callable[[], object]) -> threading.Event:
         """Run `job` on the thread when the call that asked has had time to end; the event is set after it."""
         ended = threading.Event()
 
         def run() -> None:
             try:
-                if self.rested():
+                if self.wait_grace_period():
                     job()
             finally:
                 ended.set()
@@ -57,33 +57,33 @@ class Loading:
             ended.set()
         return ended
 
-    def rested(self) -> bool:
+    def wait_grace_period(self) -> bool:
         """On the thread: let the call that asked have time to end; False where thread or process are ending.
 
         An import holds the interpreter for tens of milliseconds at a time; the first call would wait for it.
         """
         return not (self._closing.wait(_DELAY_S) or ENDING.is_set())
 
-    def soon(self, kernel_id: str, request: Request) -> None:
+    def load_later(self, kernel_id: str, request: CallSpec) -> None:
         """Load a kernel, and compile what `request` needs, behind the call that found it cold."""
         with self._lock:
             if kernel_id in self._underway or self._closing.is_set():
                 return
             self._underway.add(kernel_id)
-        self._thread.submit(lambda: self._after_the_call(kernel_id, request))
+        self._thread.submit(lambda: self._load_after_grace(kernel_id, request))
 
-    def _after_the_call(self, kernel_id: str, request: Request) -> None:
-        if self.rested():
-            self.now(kernel_id, request)
+    def _load_after_grace(self, kernel_id: str, request: CallSpec) -> None:
+        if self.wait_grace_period():
+            self.load_now(kernel_id, request)
 
-    def now(self, kernel_id: str, request: Request | None = None) -> None:
+    def load_now(self, kernel_id: str, request: CallSpec | None = None) -> None:
         """Load a kernel in this thread; a failure blocks it, with its reason."""
         device = self._device
         started = device.clock.now()
         try:
             device.registry.callable_of(kernel_id)
             if request is not None:
-                device.registry.build(kernel_id, request)
+                device.registry.compile(kernel_id, request)
         except Exception as error:
             if not threading.main_thread().is_alive():
                 return  # the process is ending and takes no more threads: that says nothing of the kernel
@@ -106,14 +106,14 @@ class Loading:
         self._thread.close(timeout_s)
 
 
-def solved_under(device: LocalDevice, settings: Settings) -> Solved | None:
+def dispatch_table_for(device: LocalDevice, settings: Settings) -> ActiveDispatchTable | None:
     """The dispatch table of `settings`, refused where it does not hold for the device.
 
     Raises: ConfigurationError: it does not, and the settings are strict.
     """
     if settings.dispatch_table is None:
         return None
-    from layerzero.selection.dispatch_table import in_force
+    from layerzero.selection.dispatch_table import activate
 
     kernels = device.registry.all()
-    return in_force(settings.dispatch_table, device.hardware, kernels, strict=settings.strict)
+    return activate(settings.dispatch_table, device.hardware, kernels, strict=settings.strict)

@@ -10,50 +10,50 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from layerzero._util.clock import Clock, MonotonicClock, Timer
-from layerzero.actors.device.loading import Loading, solved_under
-from layerzero.actors.device.memory import Room
-from layerzero.actors.device.placement import placed
-from layerzero.actors.device.recovery import Recovery, blamed, guarded_on
+from layerzero.actors.device.loading import KernelLoader, dispatch_table_for
+from layerzero.actors.device.memory import WorkspaceBudget
+from layerzero.actors.device.placement import on_owning_device
+from layerzero.actors.device.recovery import Recovery, validated_args, with_guard
 from layerzero.actors.device.registry import Registry
 from layerzero.actors.device.watching import unless_foreign
 from layerzero.actors.device.worker import Worker
-from layerzero.health import Health, Store, Transition
+from layerzero.health import Health, QuarantineStore, Transition
 from layerzero.observe.counters import Counters
 from layerzero.ops.op import Args, Op, Signature
-from layerzero.selection.agreed_terms import Terms
-from layerzero.selection.decide import CostModel, Knobs, Standing, roofline
+from layerzero.selection.agreed_terms import AgreedTerms
+from layerzero.selection.decide import CostModel, KernelStatus, SelectionOptions, roofline_cost
 from layerzero.selection.dispatch import (
     GRAD,
+    DispatchState,
     Plan,
-    Rules,
-    Snapshot,
-    Table,
-    capturing_mode,
-    capturing_mode_without_grad,
-    mode,
-    mode_without_grad,
-    positional,
+    PlanTable,
+    SelectionContext,
+    capturing_mode_bits,
+    capturing_mode_bits_without_grad,
+    mode_bits,
+    mode_bits_without_grad,
+    signature_of,
 )
 from layerzero.selection.policy.policy import EMPTY, Policy
 from layerzero.selection.record import Selection
 from layerzero.selection.transform import compile_transforms, keep_aligned, with_memory, without_graph
-from layerzero.spec.call_spec import Request
+from layerzero.spec.call_spec import CallSpec
 from layerzero.spec.errors import KernelExecutionError, NoKernelFoundError, RuntimeClosedError
-from layerzero.spec.hardware import Hardware, kind_of, probe, settle_vector_math
+from layerzero.spec.hardware import Hardware, device_class, initialize_vector_math, probe
 from layerzero.spec.kernel import Kernel
 from layerzero.spec.settings import Settings
 
 if TYPE_CHECKING:  # what only some deployments use is imported where they ask for it
     from layerzero.actors.device.numerics_guard import NumericsGuard
-    from layerzero.actors.device.running_kernels import Journal
-    from layerzero.actors.device.watching import Watcher
+    from layerzero.actors.device.running_kernels import RunningKernelLog
+    from layerzero.actors.device.watching import PlanMiddleware
     from layerzero.graphs.proof import Proofs
     from layerzero.measure.drift import DriftWatch
     from layerzero.observe.spans import Spans
     from layerzero.perfdb import Measurement
-    from layerzero.selection.dispatch_table import Solved
+    from layerzero.selection.dispatch_table import ActiveDispatchTable
 
-_MAX_VIEWS = 64
+_MAX_POLICY_STATES = 64
 # Backends whose kernels are torch's operators: those ask a tensor's class themselves.
 _DISPATCHED = frozenset({"reference", "torch"})
 
@@ -62,7 +62,7 @@ class LocalDevice:
     """One device: reads of its snapshot need no lock; every change makes the next generation.
 
     `snapshot` is for the process-wide policy; `view(policy)` gives the snapshot of a context's own policy.
-    `fronts` (one lane for each event loop) and `capture` (torch's modes of a caller) belong to what stands
+    `fronts` (one batcher for each event loop) and `capture` (torch's modes of a caller) belong to what stands
     above this class; the runtime sets them. `journal`, where there is one, notes each kernel while it runs;
     `noted` is told each request that was decided here.
     """
@@ -74,43 +74,43 @@ class LocalDevice:
         registry: Registry,
         *,
         policy: Policy = EMPTY,
-        store: Store | None = None,
+        store: QuarantineStore | None = None,
         counters: Counters | None = None,
         clock: Clock | None = None,
         hardware: Hardware | None = None,
-        cost: CostModel = roofline,
+        cost: CostModel = roofline_cost,
     ) -> None:
         self._lock = threading.RLock()
         self.device = torch.device(device)
         self.settings = settings
-        self.snapshot = Snapshot(1, policy)
+        self.snapshot = DispatchState(1, policy)
         self.registry = registry
         self.hardware = hardware or probe(self.device)
         if self.device.type == "cpu":
-            settle_vector_math()
+            initialize_vector_math()
         self.clock: Clock = clock or MonotonicClock()
         self._proofs: Proofs | None = None
         self.counters = counters if counters is not None else Counters()
-        self.fronts: Any = None
-        self.capture: Any = None
-        self.journal: Journal | None = None
-        self.noted: Callable[[Request], object] | None = None
-        self._settle()
+        self.loop_drivers: Any = None
+        self.capture_modes: Any = None
+        self.running_log: RunningKernelLog | None = None
+        self.on_decided: Callable[[CallSpec], object] | None = None
+        self._apply_settings()
         self.worker = Worker(f"layerzero-{self.device}")
-        self.reaper = Worker(f"layerzero-reap-{self.device}")
-        self._loading = Loading(self)
+        self.event_thread = Worker(f"layerzero-reap-{self.device}")
+        self._loader = KernelLoader(self)
         self._cost = cost
-        self._expected: threading.Event | None = None  # of what is read last
-        self._watchers: tuple[Watcher, ...] = ()
-        self._samplers: tuple[NumericsGuard | DriftWatch | Spans, ...] = ()
+        self._costs_loading: threading.Event | None = None  # of what is read last
+        self._middlewares: tuple[PlanMiddleware, ...] = ()
+        self._live_checks: tuple[NumericsGuard | DriftWatch | Spans, ...] = ()
         self.spans: Spans | None = None
-        self.solved = solved_under(self, settings)  # the dispatch table, where there is one
-        self._sized: dict[str, bool] = {}
-        self.room = Room(self.device, self.hardware, self.clock.now)
-        self._sample()
+        self.dispatch_table = dispatch_table_for(self, settings)  # the dispatch table, where there is one
+        self._ops_with_workspace: dict[str, bool] = {}
+        self.workspace_budget = WorkspaceBudget(self.device, self.hardware, self.clock.now)
+        self._make_live_checks()
         self.measured: tuple[Measurement, ...] = ()  # what was tuned here and no file holds
         self._timer: Timer | None = None
-        self._views: dict[str, Snapshot] = {}
+        self._policy_states: dict[str, DispatchState] = {}
         self._recovery = Recovery(self)
         self.closed = False
         self._opened = False
@@ -119,7 +119,7 @@ class LocalDevice:
             self.clock.now,
             store=store,
             device=str(self.device),
-            environment=kind_of(self.hardware),
+            environment=device_class(self.hardware),
             changed=self._health_changed,
         )
         self._opened = True
@@ -128,52 +128,54 @@ class LocalDevice:
         if self._opened:  # stored quarantines arrive while the board is being made; nothing is planned yet
             self.refresh()
 
-    def _settle(self) -> None:
+    def _apply_settings(self) -> None:
         """What follows from the settings: how modes are read, what may run on the caller's thread."""
         cuda = self.device.type == "cuda"
         if self.settings.inference:
-            self.mode: Callable[[], int] = capturing_mode_without_grad if cuda else mode_without_grad
+            self.mode: Callable[[], int] = (
+                capturing_mode_bits_without_grad if cuda else mode_bits_without_grad
+            )
         else:
-            self.mode = capturing_mode if cuda else mode
+            self.mode = capturing_mode_bits if cuda else mode_bits
         # For who holds the captured modes already: their bits that count here, and what else adds one.
-        self.counted = ~GRAD if self.settings.inference else -1
+        self.mode_mask = ~GRAD if self.settings.inference else -1
         self.capturing: Callable[[], bool] | None = torch.cuda.is_current_stream_capturing if cuda else None
         self.inline_limit_us = float("inf") if cuda else self.settings.inline_limit_us
 
-    def set_settings(self, settings: Settings, solved: Solved | None = None) -> None:
+    def set_settings(self, settings: Settings, dispatch_table: ActiveDispatchTable | None = None) -> None:
         """Put other settings in force, and `solved`, what `solved_under` made of them."""
         self.settings = settings
         self.health.set_settings(settings)
-        self._settle()
-        self._sample()
-        self.solved = solved
-        self._look_at_memory()
+        self._apply_settings()
+        self._make_live_checks()
+        self.dispatch_table = dispatch_table
+        self._refresh_workspace_budget()
         self.refresh()
 
-    def _look_at_memory(self) -> None:
+    def _refresh_workspace_budget(self) -> None:
         """Choose anew where the room for workspaces has changed."""
 
-        def look() -> None:
-            if not self.closed and self.room.moved(self.settings):
+        def refresh_budget() -> None:
+            if not self.closed and self.workspace_budget.refresh(self.settings):
                 self.refresh()
 
-        if self.room.quick:
-            look()
+        if self.workspace_budget.reads_quickly:
+            refresh_budget()
         else:
-            self._loading.submit(look)
+            self._loader.submit(refresh_budget)
 
-    def _sample(self) -> None:
+    def _make_live_checks(self) -> None:
         """Have sampled calls checked or timed, or no longer, as the settings say."""
-        before = self._samplers
+        before = self._live_checks
         for sampler in before:
             sampler.close()
-        self._samplers = ()
+        self._live_checks = ()
         settings = self.settings
         if settings.check_rate or settings.drift_rate or settings.spans or self.spans is not None:
-            from layerzero.actors.device.live_checks import sampling
+            from layerzero.actors.device.live_checks import make_live_checks
 
-            self._samplers = sampling(self)
-        self._watchers = (*(w for w in self._watchers if w not in before), *self._samplers)
+            self._live_checks = make_live_checks(self)
+        self._middlewares = (*(w for w in self._middlewares if w not in before), *self._live_checks)
 
     # -- generations ------------------------------------------------------------------------------
 
@@ -188,9 +190,9 @@ class LocalDevice:
         return self._proofs
 
     @property
-    def generation(self) -> int:
+    def dispatch_version(self) -> int:
         """The number of the current generation."""
-        return self.snapshot.generation
+        return self.snapshot.version
 
     def set_policy(self, policy: Policy) -> None:
         """Put another process-wide policy in force; calls that started before finish under the old one."""
@@ -203,46 +205,47 @@ class LocalDevice:
     def _advance(self, policy: Policy) -> None:
         with self._lock:
             before = self.snapshot
-            generation = before.generation + 1
+            generation = before.version + 1
             self.snapshot = self._successor(before, policy, generation)
-            self._views = {
-                digest: self._successor(view, view.policy, generation) for digest, view in self._views.items()
+            self._policy_states = {
+                digest: self._successor(view, view.policy, generation)
+                for digest, view in self._policy_states.items()
             }
-        self._arm()
+        self._arm_probe_timer()
 
-    def _successor(self, before: Snapshot, policy: Policy, generation: int) -> Snapshot:
-        kept: dict[str, Table] = {}
-        rehearsed = dict(before.rehearsed)
+    def _successor(self, before: DispatchState, policy: Policy, generation: int) -> DispatchState:
+        tables: dict[str, PlanTable] = {}
+        rehearsed = dict(before.rehearsed_plans)
         for name, table in list(before.tables.items()):
             if self._rules(name, policy).fingerprint(name) == table.fingerprint:
-                kept[name] = table
-            rehearsed[name] = table.rehearsed()
-        return Snapshot(generation, policy, kept, rehearsed=rehearsed)
+                tables[name] = table
+            rehearsed[name] = table.rehearsed_plans()
+        return DispatchState(generation, policy, tables, rehearsed_plans=rehearsed)
 
-    def view(self, policy: Policy) -> Snapshot:
+    def state_for_policy(self, policy: Policy) -> DispatchState:
         """The snapshot of a context's own policy, kept while its generation lasts."""
         digest = policy.digest
-        found = self._views.get(digest)
-        if found is not None:
-            return found
+        state = self._policy_states.get(digest)
+        if state is not None:
+            return state
         with self._lock:
-            if len(self._views) >= _MAX_VIEWS:
-                self._views = {}
-            return self._views.setdefault(digest, Snapshot(self.snapshot.generation, policy))
+            if len(self._policy_states) >= _MAX_POLICY_STATES:
+                self._policy_states = {}
+            return self._policy_states.setdefault(digest, DispatchState(self.snapshot.version, policy))
 
     def reset_after_fork(self) -> None:
         """Start anew in a forked child: fresh locks, no timers or threads, an empty snapshot."""
         self._lock = threading.RLock()
         self._timer = None
-        self._loading.reset_after_fork()
-        self._expected = None
-        self._views = {}
-        self.snapshot = Snapshot(self.snapshot.generation + 1, self.snapshot.policy)
+        self._loader.reset_after_fork()
+        self._costs_loading = None
+        self._policy_states = {}
+        self.snapshot = DispatchState(self.snapshot.version + 1, self.snapshot.policy)
 
     # -- finding a plan ---------------------------------------------------------------------------
 
     def plan(
-        self, op: Op, signature: Signature, args: Args, bits: int, snapshot: Snapshot | None = None
+        self, op: Op, signature: Signature, args: Args, bits: int, snapshot: DispatchState | None = None
     ) -> Plan:
         """The plan for a call, remembered or made now.
 
@@ -250,97 +253,114 @@ class LocalDevice:
         """
         if self.closed:
             raise RuntimeClosedError(f"device {self.device} is closed")
-        if (snapshot is None or snapshot.terms is None) and self._sized_here(op.name) and self.room.due():
+        if (
+            (snapshot is None or snapshot.agreed_terms is None)
+            and self._states_workspace(op.name)
+            and self.workspace_budget.refresh_due()
+        ):
             current = snapshot is self.snapshot
-            self._look_at_memory()
+            self._refresh_workspace_budget()
             snapshot = None if current else snapshot
         table = self.table(op, snapshot)
         try:
-            plan = table.hot[bits].get(signature)
+            plan = table.by_signature[bits].get(signature)
         except TypeError:  # a trace's sizes have no hash
             plan = None
-        plan = plan or table.miss(signature, args, bits)
-        if snapshot is not None and snapshot.terms is not None:
-            snapshot.terms.note(plan.kernel)
+        plan = plan or table.resolve(signature, args, bits)
+        if snapshot is not None and snapshot.agreed_terms is not None:
+            snapshot.agreed_terms.record_call(plan.kernel)
         return plan
 
-    def _sized_here(self, op: str) -> bool:
+    def _states_workspace(self, op: str) -> bool:
         """Whether a kernel of the op states a workspace, so that free memory bears on the choice."""
-        known = self._sized.get(op)
-        if known is None:
-            stated = (kernel.workspace_bytes is not None for kernel in self.registry.for_op(op))
-            known = self._sized[op] = any(stated)
-        return known
+        sized = self._ops_with_workspace.get(op)
+        if sized is None:
+            workspaces_stated = (kernel.workspace_bytes is not None for kernel in self.registry.for_op(op))
+            sized = self._ops_with_workspace[op] = any(workspaces_stated)
+        return sized
 
-    def table(self, op: Op, snapshot: Snapshot | None = None) -> Table:
+    def table(self, op: Op, snapshot: DispatchState | None = None) -> PlanTable:
         """The table of an op in a snapshot (the current one by default), made on first use."""
-        now = snapshot or self.snapshot
-        table = now.tables.get(op.name)
+        state = snapshot or self.snapshot
+        table = state.tables.get(op.name)
         if table is None:
-            made = Table(
+            new_table = PlanTable(
                 op,
-                self._rules(op.name, now.policy, now.terms),
-                self._compile if now.terms is None else partial(self._compile_agreed, now.terms),
-                generation=now.generation,
+                self._rules(op.name, state.policy, state.agreed_terms),
+                self._compile
+                if state.agreed_terms is None
+                else partial(self._compile_agreed, state.agreed_terms),
+                version=state.version,
                 max_keys=self.settings.max_keys,
-                cost=self._cost if now.terms is None else now.terms.cost or roofline,
-                rehearsed=now.rehearsed.get(op.name, {}),
+                cost=self._cost if state.agreed_terms is None else state.agreed_terms.cost or roofline_cost,
+                rehearsed=state.rehearsed_plans.get(op.name, {}),
             )
-            table = now.tables.setdefault(op.name, made)
+            table = state.tables.setdefault(op.name, new_table)
         return table
 
-    def agreed_snapshot(self, policy: Policy, terms: Terms) -> Snapshot:
-        """The snapshot of a gang's plan: it outlives changes of this device and makes no choice."""
-        return Snapshot(self.snapshot.generation, policy, terms=terms)
+    def agreed_snapshot(self, policy: Policy, terms: AgreedTerms) -> DispatchState:
+        """The snapshot of a rank group's plan: it outlives changes of this device and makes no choice."""
+        return DispatchState(self.snapshot.version, policy, agreed_terms=terms)
 
-    def _rules(self, op: str, policy: Policy, terms: Terms | None = None) -> Rules:
+    def _rules(self, op: str, policy: Policy, terms: AgreedTerms | None = None) -> SelectionContext:
         settings = self.settings
         kernels = self.registry.for_op(op)
         if self._proofs is not None or settings.graph_strict or settings.state_dir is not None:
-            kernels = self.proofs.applied(kernels, strict=settings.graph_strict)
+            kernels = self.proofs.apply(kernels, strict=settings.graph_strict)
         if terms is not None:
-            return Rules(
+            return SelectionContext(
                 kernels=tuple(kernel for kernel in kernels if kernel.id in terms.kernels),
                 hardware=self.hardware,
                 policy=policy,
-                standing=Standing(),
-                knobs=terms.knobs,
+                status=KernelStatus(),
+                options=terms.options,
                 modes=terms.modes,
-                yields=frozenset() if terms.knobs.strict else terms.modes,
+                droppable_modes=frozenset() if terms.options.strict else terms.modes,
             )
-        blocked = {**self.registry.blocked(), **self.health.blocked()}
-        room = None
+        blocked = {**self.registry.blocked(), **self.health.blocked_kernels()}
+        budget_bytes = None
         if any(kernel.workspace_bytes for kernel in kernels):
-            known = self.room.bytes  # None before the first look
-            room = settings.workspace_limit_bytes if known is None else known
-        return Rules(
+            available_bytes = self.workspace_budget.bytes  # None before the first look
+            budget_bytes = settings.workspace_limit_bytes if available_bytes is None else available_bytes
+        return SelectionContext(
             kernels=kernels,
             hardware=self.hardware,
             policy=policy,
-            standing=Standing(blocked, self.registry.unready(), self.health.probing(), self._built()),
-            knobs=self.registry.under(Knobs(settings.strict, settings.tie_band, settings.default_gain, room)),
+            status=KernelStatus(
+                blocked, self.registry.unready(), self.health.probing_kernels(), self._compiled_units()
+            ),
+            options=self.registry.with_overlay(
+                SelectionOptions(settings.strict, settings.tie_band, settings.default_gain, budget_bytes)
+            ),
             modes=frozenset({"batch_invariant"}) if settings.determinism == "strict" else frozenset(),
-            costs=fingerprint(op) if (fingerprint := getattr(self._cost, "fingerprint", None)) else None,
+            cost_fingerprint=fingerprint(op)
+            if (fingerprint := getattr(self._cost, "fingerprint", None))
+            else None,
             # What a table remembers, and what `_compile` makes of a selection, follows from these, too.
-            watched=(settings.max_keys, settings.inference, settings.warm, *map(id, self._watchers)),
-            solved=self.solved,
+            compile_fingerprint=(
+                settings.max_keys,
+                settings.inference,
+                settings.warm,
+                *map(id, self._middlewares),
+            ),
+            dispatch_table=self.dispatch_table,
         )
 
-    def _built(self) -> frozenset[tuple[str, str]] | None:
+    def _compiled_units(self) -> frozenset[tuple[str, str]] | None:
         """What is compiled; None where a call is to wait for what it needs rather than take the next best."""
-        return None if self.settings.warm == "eager" else self.registry.built()
+        return None if self.settings.warm == "eager" else self.registry.compiled_units()
 
-    def watch(self, watcher: Watcher) -> None:
+    def add_middleware(self, middleware: PlanMiddleware) -> None:
         """Let `watcher` stand around every plan made from now on; what was planned before is planned anew."""
-        self._watchers = (*self._watchers, watcher)
+        self._middlewares = (*self._middlewares, middleware)
         self.refresh()
 
-    def unwatch(self, watcher: Watcher) -> None:
+    def remove_middleware(self, middleware: PlanMiddleware) -> None:
         """Plan without `watcher` again."""
-        self._watchers = tuple(w for w in self._watchers if w is not watcher)
+        self._middlewares = tuple(w for w in self._middlewares if w is not middleware)
         self.refresh()
 
-    def expect(self, build: Callable[[], CostModel], *, at_once: bool) -> None:
+    def load_costs(self, build: Callable[[], CostModel], *, at_once: bool) -> None:
         """Price with what `build()` gives, read on the background thread unless `at_once`.
 
         Calls do not wait for it; who asks for an explanation does (`expected`).
@@ -348,12 +368,12 @@ class LocalDevice:
         if at_once:
             self.set_costs(build())
         else:
-            self._expected = self._loading.behind(lambda: self.set_costs(build()))
+            self._costs_loading = self._loader.run_later(lambda: self.set_costs(build()))
 
-    def expected(self, timeout_s: float = 5.0) -> None:
+    def wait_for_costs(self, timeout_s: float = 5.0) -> None:
         """Wait until the measurements on file are read, if they are being read."""
-        if self._expected is not None:
-            self._expected.wait(timeout_s)
+        if self._costs_loading is not None:
+            self._costs_loading.wait(timeout_s)
 
     def set_costs(self, cost: CostModel) -> None:
         """Price with other expectations from now on; tables of ops that they do not touch are kept."""
@@ -365,10 +385,10 @@ class LocalDevice:
         """What choices are priced with now."""
         return self._cost
 
-    def _compile_agreed(self, terms: Terms, op: Op, selection: Selection) -> Plan:
-        """The plan of a selection that every rank of a gang makes: loaded before, watched by nobody."""
+    def _compile_agreed(self, terms: AgreedTerms, op: Op, selection: Selection) -> Plan:
+        """The plan of a selection that every rank of a rank group makes: loaded before, watched by nobody."""
         self.counters.add("selections", op=op.name)
-        call = guarded_on(self.device, op, self.callable_for(op, selection, selection.kernel))
+        call = with_guard(self.device, op, self.callable_for(op, selection, selection.kernel))
         return Plan(op, call, selection, selection.request)
 
     def _compile(self, op: Op, selection: Selection) -> Plan:
@@ -378,32 +398,32 @@ class LocalDevice:
         if kernel is None:
             message = f"{selection.kernel} was removed while it was being chosen; call again"
             raise NoKernelFoundError(message, trace=selection.trace, op=op.name, request=selection.request)
-        if selection.plan_miss is not None:
-            self.counters.add("plan_bucket_misses", op=op.name)
-        if self.noted is not None:
-            self.noted(selection.request)
+        if selection.table_miss is not None:
+            self.counters.add("dispatch_table_misses", op=op.name)
+        if self.on_decided is not None:
+            self.on_decided(selection.request)
         call = self.callable_for(op, selection, kernel.id)
-        for watcher in self._watchers:
-            watched = watcher.around(op, selection, call)
-            call = watched if watcher is self.spans else unless_foreign(watched, call)
-        if kernel.id in self.health.probing():
+        for watcher in self._middlewares:
+            wrapped = watcher.wrap(op, selection, call)
+            call = wrapped if watcher is self.spans else unless_foreign(wrapped, call)
+        if kernel.id in self.health.probing_kernels():
             call = self._recovery.probe(op, kernel.id, call, selection)
         if selection.when_warm is not None and self.settings.warm != "off":
-            self._loading.soon(selection.when_warm, selection.request)
-        return Plan(op, guarded_on(self.device, op, call), selection, selection.request)
+            self._loader.load_later(selection.when_warm, selection.request)
+        return Plan(op, with_guard(self.device, op, call), selection, selection.request)
 
     # -- running ----------------------------------------------------------------------------------
 
-    def launch(self, op: Op, args: Args, snapshot: Snapshot | None = None) -> Any:
+    def launch(self, op: Op, args: Args, snapshot: DispatchState | None = None) -> Any:
         """Select for exactly these arguments and run; the way a merged batch runs."""
         return self.launch_planned(op, args, snapshot)[0]
 
     def launch_planned(
-        self, op: Op, args: Args, snapshot: Snapshot | None = None, *, guarded: bool = False
+        self, op: Op, args: Args, snapshot: DispatchState | None = None, *, guarded: bool = False
     ) -> tuple[Any, Plan]:
         """`launch`, with the plan that ran; `guarded` says that the op's guard has given the arguments."""
         bits = self.mode()
-        plan = self.plan(op, positional(op, args), args, bits, snapshot)
+        plan = self.plan(op, signature_of(op, args), args, bits, snapshot)
         call = getattr(plan.call, "behind", plan.call) if guarded else plan.call
         try:
             return call(*args), plan
@@ -411,18 +431,17 @@ class LocalDevice:
             return self.recover(plan, args, error, snapshot)
 
     def recover(
-        self, plan: Plan, args: Args, error: Exception, snapshot: Snapshot | None = None
+        self, plan: Plan, args: Args, error: Exception, snapshot: DispatchState | None = None
     ) -> tuple[Any, Plan]:
         """The result of the next kernel that can answer, after `plan`'s kernel raised; and the plan of that.
 
         Raises: ValueError: the data was wrong. KernelExecutionError: nobody could answer.
         """
-        args = blamed(plan.op, args, error)
-        if snapshot is not None and snapshot.terms is not None:
+        args = validated_args(plan.op, args, error)
+        if snapshot is not None and snapshot.agreed_terms is not None:
             self.counters.add("failures", kernel=plan.kernel)
-            message = (
-                f"{plan.kernel} raised {type(error).__name__}: {error}; no rank of a gang falls back alone"
-            )
+            raised = f"{plan.kernel} raised {type(error).__name__}: {error}"
+            message = f"{raised}; no rank of a rank group falls back alone"
             raise KernelExecutionError(message, kernel=plan.kernel) from error
         return self._recovery.recover(plan, args, error, snapshot)
 
@@ -431,37 +450,37 @@ class LocalDevice:
         accepted = selection.candidate(kernel_id).accepted
         transforms = accepted.transforms if accepted is not None else ()
         run = self.registry.callable_of(kernel_id)
-        if self.journal is not None:
-            run = self.journal.watched(kernel_id, run)
+        if self.running_log is not None:
+            run = self.running_log.wrap(kernel_id, run)
         kernel = self.registry.get(kernel_id)
         if kernel is not None:
             run = keep_aligned(op, kernel.capability.alignment, run)
             if self.device.type == "cuda" and kernel.backend not in _DISPATCHED:
                 run = with_memory(op, run)
-        call = compile_transforms(op, transforms, placed(self.device, run))
+        call = compile_transforms(op, transforms, on_owning_device(self.device, run))
         return without_graph(call) if self.settings.inference else call
 
     # -- readiness and health ---------------------------------------------------------------------
 
-    def load_behind(self, load: Callable[[], object]) -> None:
+    def load_later(self, load: Callable[[], object]) -> None:
         """Run `load` on the thread that loads kernels, when the call that asked has had time to end."""
-        self._loading.behind(load)
+        self._loader.run_later(load)
 
     def stop_loading(self, timeout_s: float) -> None:
         """Begin no more background loads, and wait for the one that runs."""
-        self._loading.close(timeout_s)
+        self._loader.close(timeout_s)
 
-    def warm(self, kernel_ids: Sequence[str], request: Request | None = None) -> None:
+    def warm(self, kernel_ids: Sequence[str], request: CallSpec | None = None) -> None:
         """Load kernels now, in this thread, and compile what `request` needs; failures block them."""
         for kernel_id in kernel_ids:
-            self._loading.now(kernel_id, request)
+            self._loader.load_now(kernel_id, request)
 
-    def batches(self, op: Op, wanted: str | None = None) -> bool:
+    def batches(self, op: Op, mode: str | None = None) -> bool:
         """Whether calls of `op` may share launches: as a call wants it, else as the settings say."""
-        wanted = wanted or self.settings.batching
-        return wanted == "all" or (wanted == "rows" and op.rowwise)
+        mode = mode or self.settings.batching
+        return mode == "all" or (mode == "rows" and op.rowwise)
 
-    def _arm(self) -> None:
+    def _arm_probe_timer(self) -> None:
         """One timer for the next breaker that will want a probe."""
         with self._lock:
             if self._timer is not None:
@@ -470,28 +489,28 @@ class LocalDevice:
             due = self.health.next_change()
             if due is not None and not self.closed:
                 delay = max(0.0, due - self.clock.now())
-                self._timer = self.clock.call_later(delay, self._tick)
+                self._timer = self.clock.call_later(delay, self._on_probe_timer)
 
-    def _tick(self) -> None:
+    def _on_probe_timer(self) -> None:
         self.health.tick()
-        self._arm()
+        self._arm_probe_timer()
 
     # -- closing ----------------------------------------------------------------------------------
 
     def close(self) -> None:
         """Stop the threads and timers; every later call raises RuntimeClosedError."""
-        self._loading.stop()
+        self._loader.stop()
         with self._lock:
             self.closed = True
             if self._timer is not None:
                 self._timer.cancel()
                 self._timer = None
-            self.snapshot = Snapshot(self.snapshot.generation + 1, self.snapshot.policy)
-        for sampler in self._samplers:
+            self.snapshot = DispatchState(self.snapshot.version + 1, self.snapshot.policy)
+        for sampler in self._live_checks:
             sampler.close()
         self.worker.close()
-        self.reaper.close()
-        self._loading.close()
+        self.event_thread.close()
+        self._loader.close()
 
     def kernels(self) -> tuple[Kernel, ...]:
         """Every kernel registered on this device."""

@@ -6,14 +6,14 @@ from collections.abc import Callable
 
 import torch
 
-from layerzero.selection.workspace import room_for
+from layerzero.selection.workspace import workspace_budget
 from layerzero.spec.hardware import Hardware, free_memory
 from layerzero.spec.settings import Settings
 
-LOOK_EVERY_S = 1.0
+REFRESH_EVERY_S = 1.0
 
 
-class Room:
+class WorkspaceBudget:
     """`bytes` is what one workspace may take; it moves in steps, so that choices seldom are made anew."""
 
     def __init__(
@@ -27,26 +27,30 @@ class Room:
         self._total = hardware.memory_bytes
         self._clock = clock
         self._free = free
-        self._looked: float | None = None
+        self._refreshed_at: float | None = None
         self.bytes: int | None = None
         # The system's free memory stands in a file, which nobody reads on an event loop's thread.
-        self.quick = free is not free_memory or device.type == "cuda"
+        self.reads_quickly = free is not free_memory or device.type == "cuda"
 
-    def due(self) -> bool:
+    def refresh_due(self) -> bool:
         """Whether the last look was long enough ago; whoever is told so looks."""
-        now = self._clock()
-        if self._looked is not None and now - self._looked < LOOK_EVERY_S:
+        now_s = self._clock()
+        if self._refreshed_at is not None and now_s - self._refreshed_at < REFRESH_EVERY_S:
             return False
-        self._looked = now
+        self._refreshed_at = now_s
         return True
 
-    def moved(self, settings: Settings) -> bool:
+    def refresh(self, settings: Settings) -> bool:
         """Look, and say whether the room is another than before."""
-        self._looked = self._clock()
-        before, self.bytes = self.bytes, self.now(settings, self.bytes)
+        self._refreshed_at = self._clock()
+        before, self.bytes = self.bytes, self.current_bytes(settings, self.bytes)
         return self.bytes != before
 
-    def now(self, settings: Settings, before: int | None = None) -> int | None:
+    def current_bytes(self, settings: Settings, before: int | None = None) -> int | None:
         """The room of this moment, `before` while free memory is near it; None where nobody knows."""
         free, limit = self._free(self._device), settings.workspace_limit_bytes
-        return room_for(free, self._total, settings.memory_headroom, limit, before) if free > 0 else limit
+        return (
+            workspace_budget(free, self._total, settings.memory_headroom, limit, before)
+            if free > 0
+            else limit
+        )

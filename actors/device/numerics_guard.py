@@ -18,7 +18,7 @@ from torch import Tensor
 
 from layerzero._util import log
 from layerzero.actors.device.worker import Worker
-from layerzero.measure.correctness import Disagreement, cloned, disagreement
+from layerzero.measure.correctness import Mismatch, clone_tensors, find_mismatch
 from layerzero.ops.op import Args, Op
 from layerzero.selection.record import Selection
 
@@ -43,7 +43,7 @@ class NumericsGuard:
         self._lock = threading.Lock()
         self._waiting = 0
 
-    def around(self, op: Op, selection: Selection, call: Callable[..., Any]) -> Callable[..., Any]:
+    def wrap(self, op: Op, selection: Selection, call: Callable[..., Any]) -> Callable[..., Any]:
         """`call`, now and then remembered for checking; ops that draw or write in place are left alone."""
         reference = selection.kernel.startswith("reference.")
         if reference or op.stochastic or not op.pure or selection.request.modes & _NOT_CHECKED:
@@ -53,12 +53,12 @@ class NumericsGuard:
         def guarded(*args: Any) -> Any:
             if next(turns) % period:
                 return call(*args)
-            held = _bytes(args)
-            if not self._admit(held):
+            byte_count = _bytes(args)
+            if not self._admit(byte_count):
                 self._device.counters.add("numerics_skipped", kernel=kernel)
                 return call(*args)
             try:
-                versions, copies = _versions(args), cloned(args)
+                versions, copies = _versions(args), clone_tensors(args)
                 result = call(*args)
                 if not _unchanged(args, copies, versions):
                     self._device.counters.add("numerics_skipped", kernel=kernel)
@@ -78,9 +78,9 @@ class NumericsGuard:
         """Check no more."""
         self._worker.close()
 
-    def _admit(self, held: int) -> bool:
+    def _admit(self, byte_count: int) -> bool:
         with self._lock:
-            if held > MAX_BYTES or self._waiting >= MAX_WAITING:
+            if byte_count > MAX_BYTES or self._waiting >= MAX_WAITING:
                 return False
             self._waiting += 1
             return True
@@ -92,35 +92,37 @@ class NumericsGuard:
     def _check(self, op: Op, kernel: str, args: Args, outputs: Any, event: Any) -> None:
         try:
             with torch.no_grad(), _after(event, args[0]):
-                found = self._judged(op, args, outputs)
+                mismatch = self._compare(op, args, outputs)
         except Exception as error:
             log.warning(CHECK_FAILED, kernel=kernel, error=f"{type(error).__name__}: {error}"[:200])
         else:
             self._device.counters.add("numerics_checked", kernel=kernel)
-            if found is not None:
-                self._convict(op, kernel, args, found)
+            if mismatch is not None:
+                self._quarantine(op, kernel, args, mismatch)
         finally:
             self._done()
 
-    def _judged(self, op: Op, args: Args, outputs: Any) -> Disagreement | None:
-        found = disagreement(op, args, outputs, op.reference(*args))
-        if found is None:
+    def _compare(self, op: Op, args: Args, outputs: Any) -> Mismatch | None:
+        mismatch = find_mismatch(op, args, outputs, op.reference(*args))
+        if mismatch is None:
             return None
         wide = tuple(a.double() if isinstance(a, Tensor) and a.is_floating_point() else a for a in args)
-        return disagreement(op, args, outputs, op.reference(*wide))
+        return find_mismatch(op, args, outputs, op.reference(*wide))
 
-    def _convict(self, op: Op, kernel: str, args: Args, found: Disagreement) -> None:
+    def _quarantine(self, op: Op, kernel: str, args: Args, mismatch: Mismatch) -> None:
         request = op.check(args)
         sizes = " ".join(f"{name}={size}" for name, size in request.dims.items())
         asks = " ".join(sorted(request.features))
-        why = f"wrong numbers: {found} ({request.dtype} {sizes}{' ' + asks if asks else ''})"
+        why = f"wrong numbers: {mismatch} ({request.dtype} {sizes}{' ' + asks if asks else ''})"
         # Kept out before anybody is told, so that who reads the counter may rely on it; told even when the
         # quarantine cannot be written.
         try:
             self._device.health.quarantine(kernel, why)
         finally:
             self._device.counters.add("numerics_failures", kernel=kernel)
-            log.error(KERNEL_WRONG, kernel=kernel, op=op.name, error=found.error, limit=found.limit, why=why)
+            log.error(
+                KERNEL_WRONG, kernel=kernel, op=op.name, error=mismatch.error, limit=mismatch.limit, why=why
+            )
 
 
 def _bytes(args: Args) -> int:
@@ -137,9 +139,9 @@ def _unchanged(args: Args, copies: Args, versions: list[int | None]) -> bool:
     if _versions(args) != versions:
         return False
     return all(
-        torch.equal(_bytes_of(own), _bytes_of(copy))
-        for own, copy, version in zip(args, copies, versions, strict=True)
-        if version is None and isinstance(own, Tensor) and own.is_cpu
+        torch.equal(_bytes_of(original), _bytes_of(copy))
+        for original, copy, version in zip(args, copies, versions, strict=True)
+        if version is None and isinstance(original, Tensor) and original.is_cpu
     )
 
 
@@ -150,7 +152,7 @@ def _bytes_of(tensor: Tensor) -> Tensor:
 
 def _cloned_outputs(result: Any) -> Any:
     if isinstance(result, tuple):
-        return cloned(result)
+        return clone_tensors(result)
     return result.detach().clone()
 
 

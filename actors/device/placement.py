@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 
-def placed(device: torch.device, run: Callable[..., Any]) -> Callable[..., Any]:
+def on_owning_device(device: torch.device, run: Callable[..., Any]) -> Callable[..., Any]:
     """`run`, made with `device` as the thread's current one where there are several.
 
     Kernels that torch does not launch, those of Triton among them, go to the thread's current device; a new

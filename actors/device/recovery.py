@@ -14,10 +14,10 @@ import torch
 
 from layerzero._util import foreign, log
 from layerzero.ops.op import Args, Op
-from layerzero.selection.dispatch import Plan, Snapshot, composed
+from layerzero.selection.dispatch import DispatchState, Plan, reference_plan
 from layerzero.selection.outputs import check_outputs
 from layerzero.selection.record import Selection
-from layerzero.selection.workspace import in_words, needs
+from layerzero.selection.workspace import format_bytes, workspace_bytes
 from layerzero.spec.errors import CudaGraphUnsafeError, KernelExecutionError, LayerZeroError
 from layerzero.spec.hardware import free_memory
 
@@ -35,36 +35,36 @@ class Recovery:
         self._device = device
 
     def recover(
-        self, plan: Plan, args: Args, error: Exception, snapshot: Snapshot | None
+        self, plan: Plan, args: Args, error: Exception, snapshot: DispatchState | None
     ) -> tuple[Any, Plan]:
         """Run the kernels after `plan.kernel` in its selection's order until one answers."""
         op = plan.op
-        if isinstance(error, LayerZeroError) or foreign.raised_outside(error):
+        if isinstance(error, LayerZeroError) or foreign.is_raised_outside(error):
             raise error
-        if foreign.transformed(args):
-            return self._composed(plan, args, error)
+        if foreign.has_transformed(args):
+            return self._run_composed(plan, args, error)
         if "capture" in plan.request.modes:
             raise CudaGraphUnsafeError(
                 f"{plan.kernel} raised {_short(error)} during a graph capture, which can take no other",
                 kernel=plan.kernel,
             ) from error
-        quiet = foreign.surrounded()
+        quiet = foreign.in_foreign_mode()
         if not op.pure:
             if quiet:
                 raise error
-            raise self._failed(
+            raise self._error(
                 plan.kernel, error, f"{op.name} changes its inputs, so no other kernel may repeat it"
             )
         if is_out_of_memory(error):
-            return self._smaller(plan, args, error)
-        return self._next(plan, args, error, quiet)
+            return self._retry_with_less_memory(plan, args, error)
+        return self._try_next(plan, args, error, quiet)
 
-    def _next(self, plan: Plan, args: Args, error: Exception, quiet: bool) -> tuple[Any, Plan]:
+    def _try_next(self, plan: Plan, args: Args, error: Exception, quiet: bool) -> tuple[Any, Plan]:
         """The next kernel's answer, and a count against those that gave none unless `quiet`."""
         op, device = plan.op, self._device
         failed = [(plan.kernel, error)]
         for kernel_id in plan.selection.order:
-            if kernel_id == plan.kernel or kernel_id in device.health.blocked():
+            if kernel_id == plan.kernel or kernel_id in device.health.blocked_kernels():
                 continue
             try:
                 result = device.callable_for(op, plan.selection, kernel_id)(*args)
@@ -74,18 +74,18 @@ class Recovery:
                 continue
             if not quiet:
                 for broken, why in failed:
-                    self._count(plan, broken, kernel_id, why)
+                    self._count_failure(plan, broken, kernel_id, why)
                 device.health.success(kernel_id)
-            return result, self._note(plan, kernel_id, error)
+            return result, self._record_fallback(plan, kernel_id, error)
         if quiet or isinstance(error, _ARGUMENT_ERRORS):
             raise error
         device.counters.add("failures", kernel=plan.kernel)
         device.health.failure(plan.kernel, _short(error), op=op.name)
-        raise self._failed(plan.kernel, error, "no other kernel could answer")
+        raise self._error(plan.kernel, error, "no other kernel could answer")
 
-    def _composed(self, plan: Plan, args: Args, error: Exception) -> tuple[Any, Plan]:
+    def _run_composed(self, plan: Plan, args: Args, error: Exception) -> tuple[Any, Plan]:
         """Plain torch's answer to a transformed call; the kernel's error where there is none either."""
-        plain = composed(plan.op, plan.request)
+        plain = reference_plan(plan.op, plan.request)
         if plan.call is plain.call:
             raise error
         try:
@@ -93,43 +93,44 @@ class Recovery:
         except Exception as other:
             raise error from other
 
-    def _smaller(self, plan: Plan, args: Args, error: Exception) -> tuple[Any, Plan]:
+    def _retry_with_less_memory(self, plan: Plan, args: Args, error: Exception) -> tuple[Any, Plan]:
         """Run the kernel that states the smallest workspace, once; memory is not the first kernel's fault."""
         device, op, request = self._device, plan.op, plan.request
         device.counters.add("out_of_memory", kernel=plan.kernel)
         if device.device.type == "cuda":
             torch.cuda.empty_cache()
-        if device.room.moved(device.settings):
+        if device.workspace_budget.refresh(device.settings):
             device.refresh()
-        usage = f"{in_words(free_memory(device.device))} of {in_words(device.hardware.memory_bytes)} are free"
+        free, total = free_memory(device.device), device.hardware.memory_bytes
+        usage = f"{format_bytes(free)} of {format_bytes(total)} are free"
         failed = device.registry.get(plan.kernel)
         others = [
             kernel
             for kernel_id in plan.selection.order
             if kernel_id != plan.kernel
-            and kernel_id not in device.health.blocked()
+            and kernel_id not in device.health.blocked_kernels()
             and (kernel := device.registry.get(kernel_id)) is not None
-            and (failed is None or needs(kernel, request) <= needs(failed, request))
+            and (failed is None or workspace_bytes(kernel, request) <= workspace_bytes(failed, request))
         ]
         if not others:
-            raise self._failed(plan.kernel, error, f"no smaller kernel takes the call, and {usage}")
-        smallest = min(others, key=lambda kernel: needs(kernel, request)).id
+            raise self._error(plan.kernel, error, f"no smaller kernel takes the call, and {usage}")
+        smallest = min(others, key=lambda kernel: workspace_bytes(kernel, request)).id
         log.warning("kernel.out_of_memory", kernel=plan.kernel, used=smallest, op=op.name, usage=usage)
         try:
             result = device.callable_for(op, plan.selection, smallest)(*args)
             check_outputs(op, args, result, dtypes="autocast" not in request.modes)
         except Exception as other:
             message = f"so did {smallest} ({_short(other)}); {usage}: make the call smaller"
-            raise self._failed(plan.kernel, error, message) from other
-        return result, self._note(plan, smallest, error)
+            raise self._error(plan.kernel, error, message) from other
+        return result, self._record_fallback(plan, smallest, error)
 
-    def _count(self, plan: Plan, broken: str, used: str, error: Exception) -> None:
+    def _count_failure(self, plan: Plan, broken: str, used: str, error: Exception) -> None:
         device = self._device
         device.counters.add("fallbacks", kernel=broken)
         log.warning("kernel.fell_back", kernel=broken, used=used, op=plan.op.name, error=_short(error))
         device.health.failure(broken, _short(error), op=plan.op.name)
 
-    def _note(self, plan: Plan, used: str, error: Exception) -> Plan:
+    def _record_fallback(self, plan: Plan, used: str, error: Exception) -> Plan:
         """The plan as it really ran, for `last_selection`."""
         if self._device.spans is not None:
             self._device.spans.fell_back(plan, used, error)
@@ -142,7 +143,7 @@ class Recovery:
         )
         return Plan(plan.op, plan.call, record, plan.request)
 
-    def _failed(self, kernel: str, error: Exception, what: str) -> KernelExecutionError:
+    def _error(self, kernel: str, error: Exception, what: str) -> KernelExecutionError:
         failure = KernelExecutionError(f"{kernel} raised {_short(error)}; {what}", kernel=kernel)
         failure.__cause__ = error
         return failure
@@ -154,11 +155,11 @@ class Recovery:
         device = self._device
 
         def probing(*args: Any) -> Any:
-            if foreign.surrounded() or foreign.transformed(args):
-                return self._others(op, kernel_id, selection, args)
+            if foreign.in_foreign_mode() or foreign.has_transformed(args):
+                return self._run_fallback(op, kernel_id, selection, args)
             token = device.health.take_probe(kernel_id)
             if token is None:
-                return self._others(op, kernel_id, selection, args)
+                return self._run_fallback(op, kernel_id, selection, args)
             with token:
                 result = call(*args)
                 check_outputs(op, args, result, dtypes="autocast" not in selection.request.modes)
@@ -166,19 +167,19 @@ class Recovery:
 
         return probing
 
-    def _others(self, op: Op, kernel_id: str, selection: Selection, args: Args) -> Any:
+    def _run_fallback(self, op: Op, kernel_id: str, selection: Selection, args: Args) -> Any:
         for other in selection.order:
             if other != kernel_id:
                 return self._device.callable_for(op, selection, other)(*args)
         raise KernelExecutionError(f"{kernel_id} rests and no other kernel takes the call", kernel=kernel_id)
 
 
-def guarded_on(device: torch.device, op: Op, call: Callable[..., Any]) -> Callable[..., Any]:
+def with_guard(device: torch.device, op: Op, call: Callable[..., Any]) -> Callable[..., Any]:
     """`call` behind the op's guard, on the device whose data a guard may look at.
 
     torch's compiler sees the call alone. `.behind` is for arguments that a guard has given.
     """
-    guard = op.guard
+    guard = op.validate_values
     if guard is None or device.type != "cpu":
         return call
 
@@ -189,15 +190,15 @@ def guarded_on(device: torch.device, op: Op, call: Callable[..., Any]) -> Callab
     return guarded
 
 
-def blamed(op: Op, args: Args, error: Exception) -> Args:
+def validated_args(op: Op, args: Args, error: Exception) -> Args:
     """The arguments as the op's guard gives them, after a call with them raised `error`.
 
     Raises: ValueError: the data was wrong: what the guard said before the kernel, or what it says now.
     """
-    if op.guard is None:
+    if op.validate_values is None:
         return args
     try:
-        return op.guard(args)
+        return op.validate_values(args)
     except ValueError as fault:
         if type(error) is ValueError and error.args == fault.args:
             raise error from None

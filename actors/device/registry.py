@@ -13,8 +13,8 @@ from typing import Any
 
 from layerzero._util import foreign
 from layerzero.ops import table
-from layerzero.selection.decide import Knobs
-from layerzero.spec.call_spec import Request
+from layerzero.selection.decide import SelectionOptions
+from layerzero.spec.call_spec import CallSpec
 from layerzero.spec.errors import BackendNotAvailableError
 from layerzero.spec.kernel import Kernel
 from layerzero.spec.reasons import Reason, Rejected
@@ -46,11 +46,11 @@ class Registry:
         self._loaded: dict[str, Callable[..., Any]] = {}
         self._failed: dict[str, Rejected] = {}
         self._missing: dict[str, Rejected] = {}
-        self._built: frozenset[tuple[str, str]] = frozenset()
+        self._compiled_units: frozenset[tuple[str, str]] = frozenset()
         for kernel in kernels:
             self._add(kernel)
 
-    def under(self, knobs: Knobs) -> Knobs:
+    def with_overlay(self, knobs: SelectionOptions) -> SelectionOptions:
         """`knobs` with the overlay that these kernels stand under."""
         return dataclasses.replace(knobs, overlay=self._overlay) if self._overlay else knobs
 
@@ -59,35 +59,37 @@ class Registry:
 
         Raises: ValueError: a kernel of that id is registered already.
         """
-        self._ask_source(kernel.op)
+        self._register_from_source(kernel.op)
         with self._lock:
             self._add(kernel)
 
-    def _ask_source(self, op: str) -> None:
+    def _register_from_source(self, op: str) -> None:
         """Register what the source has for an op, once."""
         if self._source is None or op in self._sourced:
             return
-        found = tuple(self._source(op, False))
+        kernels = tuple(self._source(op, False))
         with self._lock:
             if op not in self._sourced:
-                for kernel in found:
+                for kernel in kernels:
                     self._add(kernel)
                 self._sourced |= {op}
 
     def complete(self, op: str) -> bool:
         """Register what cannot serve an op here, too, so that it can be said why; whether it was new."""
-        self._ask_source(op)
+        self._register_from_source(op)
         if self._source is None or op in self._completed:
             return False
-        found = tuple(self._source(op, True))
+        kernels = tuple(self._source(op, True))
         with self._lock:
-            fresh = [kernel for kernel in found if kernel.id not in self._by_id and op not in self._completed]
-            for kernel in fresh:
+            new_kernels = [
+                kernel for kernel in kernels if kernel.id not in self._by_id and op not in self._completed
+            ]
+            for kernel in new_kernels:
                 self._add(kernel)
             self._completed |= {op}
-        return bool(fresh)
+        return bool(new_kernels)
 
-    def _ask_all(self) -> None:
+    def _register_everything(self) -> None:
         if self._source is not None:
             for op in table.names():
                 self.complete(op)
@@ -106,7 +108,7 @@ class Registry:
 
         Raises: KeyError: no kernel has that id.
         """
-        self._ask_all()
+        self._register_everything()
         with self._lock:
             kernel = self._by_id[kernel_id]
             self._by_id = {k: v for k, v in self._by_id.items() if k != kernel_id}
@@ -122,7 +124,7 @@ class Registry:
 
         Raises: KeyError: no kernel has that id. ValueError: the replacement serves another op.
         """
-        self._ask_source(kernel.op)
+        self._register_from_source(kernel.op)
         with self._lock:
             before = self._by_id[kernel.id]
             if before.op != kernel.op:
@@ -140,20 +142,20 @@ class Registry:
 
     def get(self, kernel_id: str) -> Kernel | None:
         """The kernel of that id, or None."""
-        found = self._by_id.get(kernel_id)
-        if found is None:
-            self._ask_all()
-            found = self._by_id.get(kernel_id)
-        return found
+        kernel = self._by_id.get(kernel_id)
+        if kernel is None:
+            self._register_everything()
+            kernel = self._by_id.get(kernel_id)
+        return kernel
 
     def for_op(self, op: str) -> tuple[Kernel, ...]:
         """Every kernel of an op, in registration order."""
-        self._ask_source(op)
+        self._register_from_source(op)
         return self._by_op.get(op, ())
 
     def all(self) -> tuple[Kernel, ...]:
         """Every kernel, op by op."""
-        self._ask_all()
+        self._register_everything()
         return tuple(kernel for op in sorted(self._by_op) for kernel in self._by_op[op])
 
     def blocked(self) -> Mapping[str, Rejected]:
@@ -162,40 +164,40 @@ class Registry:
 
     def unready(self) -> frozenset[str]:
         """The kernels asked for so far whose loading is slow and has not happened."""
-        return frozenset(k.id for k in self._by_id.values() if k.cold and k.id not in self._loaded)
+        return frozenset(k.id for k in self._by_id.values() if k.slow_import and k.id not in self._loaded)
 
-    def built(self) -> frozenset[tuple[str, str]]:
+    def compiled_units(self) -> frozenset[tuple[str, str]]:
         """(kernel, unit) of everything compiled so far."""
-        return self._built
+        return self._compiled_units
 
-    def build(self, kernel_id: str, request: Request) -> None:
+    def compile(self, kernel_id: str, request: CallSpec) -> None:
         """Compile what `request` needs of a kernel that compiles by unit, once.
 
         Raises: what the vendor's compiler raises; the failure is remembered and blocks the kernel.
         """
         kernel = self.get(kernel_id)
-        if kernel is None or kernel.unit is None or kernel.build is None:
+        if kernel is None or kernel.compile_key is None or kernel.compile is None:
             return
-        unit = (kernel_id, kernel.unit(request))
-        if unit in self._built:
+        unit = (kernel_id, kernel.compile_key(request))
+        if unit in self._compiled_units:
             return
         try:
             with foreign.outside():
-                kernel.build(request)
+                kernel.compile(request)
         except Exception as error:
             self._failed = {**self._failed, kernel_id: _load_failure(kernel, error)}
             raise
         with self._lock:
-            self._built |= {unit}
+            self._compiled_units |= {unit}
 
     def callable_of(self, kernel_id: str) -> Callable[..., Any]:
         """The loaded callable of a kernel, loading it now if need be.
 
         Raises: what the vendor's import raises; the failure is remembered and blocks the kernel.
         """
-        found = self._loaded.get(kernel_id)
-        if found is not None:
-            return found
+        call = self._loaded.get(kernel_id)
+        if call is not None:
+            return call
         kernel = self.get(kernel_id)
         if kernel is None:
             raise KeyError(f"no kernel is named {kernel_id!r}")

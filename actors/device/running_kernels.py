@@ -29,41 +29,41 @@ _HEADER = 64
 _SLOTS = 256
 _WORDS = 2
 _SIZE = _HEADER + _SLOTS * _WORDS * 8
-DEATHS_TO_QUARANTINE = 2
-_MOST_NAMES = 1 << 20
-FORGIVEN_S = 24 * 3600.0
+CRASHES_TO_QUARANTINE = 2
+_MAX_NAME_BYTES = 1 << 20
+CRASH_MEMORY_S = 24 * 3600.0
 
 _now = time.monotonic_ns
-_journals = itertools.count(1)  # of this process
+_log_ids = itertools.count(1)  # of this process
 
 
-class Flight(msgspec.Struct, frozen=True):
+class RunningKernel(msgspec.Struct, frozen=True):
     """A kernel in flight, and for how many seconds."""
 
     kernel: str
     seconds: float
 
 
-class Death(msgspec.Struct, frozen=True):
+class Crash(msgspec.Struct, frozen=True):
     """One death of a device's process under a kernel; `at` is wall-clock time in seconds since 1970."""
 
     kernel: str
-    at: float
+    time_s: float
 
 
 class _Local(threading.local):
     slot = -1
 
 
-class Journal:
+class RunningKernelLog:
     """The journal of one life of a device; `watched` wraps a callable, `close` says that all is well.
 
     `twin` is the compiled module that notes a call in less time, `layerzero.native.NOTING`'s.
     """
 
-    def __init__(self, folder: Path, name: str, generation: str, twin: Any = None) -> None:
-        self._twin, self._id = twin, next(_journals)
-        stem = f"{_plain(name)}.{generation}"
+    def __init__(self, folder: Path, name: str, incarnation: str, twin: Any = None) -> None:
+        self._twin, self._id = twin, next(_log_ids)
+        stem = f"{_plain(name)}.{incarnation}"
         self.path = folder / f"{stem}.journal"
         self._names_path = folder / f"{stem}.kernels"
         while True:
@@ -85,28 +85,28 @@ class Journal:
         self._lock = threading.Lock()
         self._closed = False
 
-    def watched(self, kernel: str, call: Callable[..., Any]) -> Callable[..., Any]:
+    def wrap(self, kernel: str, call: Callable[..., Any]) -> Callable[..., Any]:
         """`call`, noted in the journal while it runs."""
         number = self._number(kernel)
         if self._twin is not None:
-            noted_by_twin: Callable[..., Any] = self._twin.watched(
+            logged_by_compiled: Callable[..., Any] = self._twin.watched(
                 call, number, self._map, self._id, self._slot
             )
-            return noted_by_twin
-        words, local, now, claim = self._words, self._local, _now, self._claim
+            return logged_by_compiled
+        words, local, clock_ns, claim = self._words, self._local, _now, self._claim
 
-        def noted(*args: Any) -> Any:
+        def logged(*args: Any) -> Any:
             slot = local.slot
             if slot < 0:
                 slot = claim()
             words[slot] = number
-            words[slot + 1] = now()
+            words[slot + 1] = clock_ns()
             try:
                 return call(*args)
             finally:
                 words[slot + 1] = 0
 
-        return noted
+        return logged
 
     def _slot(self) -> int:
         """The calling thread's slot."""
@@ -134,19 +134,19 @@ class Journal:
         slot = self._local.slot = _HEADER // 8 + index * _WORDS
         return slot
 
-    def flights(self) -> list[Flight]:
+    def running_kernels(self) -> list[RunningKernel]:
         """The kernels in flight now, longest first."""
         if self._closed:
             return []
-        return _flights(bytes(self._map), self._names)
+        return _running_in(bytes(self._map), self._names)
 
-    def recent(self) -> list[str]:
+    def last_kernels(self) -> list[str]:
         """The last kernel of every thread: who is suspect of an error that a device reports late."""
         words, first = self._words, _HEADER // 8
         numbers = {words[first + i * _WORDS] for i in range(min(self._taken, _SLOTS))}
         return sorted(self._names[n] for n in numbers)
 
-    def accuse(self) -> None:
+    def mark_suspects(self) -> None:
         """Leave the last kernel of every thread as in flight: the process ends on an error reported late."""
         for index in range(min(self._taken, _SLOTS)):
             self._words[_HEADER // 8 + index * _WORDS + 1] = _now()
@@ -160,87 +160,87 @@ class Journal:
             self.path.parent.rmdir()
 
 
-def _flights(data: bytes, names: list[str]) -> list[Flight]:
-    now = _now()
-    found = []
+def _running_in(data: bytes, names: list[str]) -> list[RunningKernel]:
+    now_ns = _now()
+    running = []
     for index in range(_SLOTS):
         number, began = struct.unpack_from("=QQ", data, _HEADER + index * _WORDS * 8)
         if began and number < len(names):
-            found.append(Flight(names[number], max(0.0, (now - began) / 1e9)))
-    return sorted(found, key=lambda flight: -flight.seconds)
+            running.append(RunningKernel(names[number], max(0.0, (now_ns - began) / 1e9)))
+    return sorted(running, key=lambda flight: -flight.seconds)
 
 
-def read(path: Path) -> list[Flight]:
+def read(path: Path) -> list[RunningKernel]:
     """The kernels that a journal shows in flight; a file that is none, or is cut short, shows nobody.
 
     Reads another process's journal as well as that of a dead one.
     """
     try:
         data = files.read_bounded(path, _SIZE)
-        names = files.read_bounded(path.with_suffix(".kernels"), _MOST_NAMES).decode().split("\n")[:-1]
+        names = files.read_bounded(path.with_suffix(".kernels"), _MAX_NAME_BYTES).decode().split("\n")[:-1]
     except FileNotFoundError:
         return []
     except (OSError, ValueError) as error:
-        log.warning("journal.unreadable", path=str(path), why=str(error))
+        log.warning("running_log.unreadable", path=str(path), why=str(error))
         return []
     if len(data) != _SIZE or data[:4] != _MAGIC:
-        log.warning("journal.unreadable", path=str(path), bytes=len(data))
+        log.warning("running_log.unreadable", path=str(path), bytes=len(data))
         return []
-    return _flights(data, names)
+    return _running_in(data, names)
 
 
-def bury(folder: Path, name: str) -> list[str]:
+def read_crash_log(folder: Path, name: str) -> list[str]:
     """The kernels that were in flight in earlier lives of a device; their journals are removed.
 
     Only the caller knows that no earlier life runs any more.
     Raises: PermissionError: others can write the folder; whom its journals blame says nothing.
     """
-    blamed: list[str] = []
+    suspects: list[str] = []
     if folder.is_dir():
         files.own_folder(folder)
     pattern = re.compile(re.escape(_plain(name)) + r"\.[0-9a-f]+\.journal")
     for path in sorted(folder.glob("*.journal")) if folder.is_dir() else ():
         if pattern.fullmatch(path.name):
-            blamed += [flight.kernel for flight in read(path)]
+            suspects += [flight.kernel for flight in read(path)]
             path.unlink(missing_ok=True)
             path.with_suffix(".kernels").unlink(missing_ok=True)
-    return sorted(set(blamed))
+    return sorted(set(suspects))
 
 
-class Deaths:
+class CrashRecords:
     """The deaths of one device, remembered in a file beside its journals.
 
     A death older than a day is forgiven: a process may be killed from outside under an innocent kernel.
     """
 
     def __init__(self, folder: Path, name: str) -> None:
-        self._path = folder / f"{_plain(name)}.deaths"
-        self._deaths: list[Death] = self._load()
+        self._path = folder / f"{_plain(name)}.crashes"
+        self._crashes: list[Crash] = self._load()
 
-    def _load(self) -> list[Death]:
+    def _load(self) -> list[Crash]:
         try:
-            return files.decoded(files.read_bounded(self._path, _MOST_NAMES), list[Death])
+            return files.decode_json(files.read_bounded(self._path, _MAX_NAME_BYTES), list[Crash])
         except FileNotFoundError:
             return []
         except (OSError, ValueError, msgspec.MsgspecError) as error:
             aside = self._path.with_name(self._path.name + ".damaged")
-            log.error("deaths.set_aside", path=str(self._path), moved_to=str(aside), why=str(error))
+            log.error("crashes.set_aside", path=str(self._path), moved_to=str(aside), why=str(error))
             os.replace(self._path, aside)
             return []
 
-    def add(self, kernels: Iterable[str], at: float) -> list[str]:
+    def add(self, kernels: Iterable[str], time_s: float) -> list[str]:
         """Note one death under each of `kernels`; the ones that have now died too often."""
         kernels = list(kernels)
-        self._deaths = [death for death in self._deaths if at - death.at < FORGIVEN_S]
-        self._deaths += [Death(kernel, at) for kernel in kernels]
+        self._crashes = [death for death in self._crashes if time_s - death.time_s < CRASH_MEMORY_S]
+        self._crashes += [Crash(kernel, time_s) for kernel in kernels]
         if kernels:
-            files.write_whole(self._path, msgspec.json.encode(self._deaths))
+            files.write_whole(self._path, msgspec.json.encode(self._crashes))
         counts = [(kernel, self.count(kernel)) for kernel in kernels]
-        return [kernel for kernel, count in counts if count >= DEATHS_TO_QUARANTINE]
+        return [kernel for kernel, count in counts if count >= CRASHES_TO_QUARANTINE]
 
     def count(self, kernel: str) -> int:
         """How often the device died under a kernel."""
-        return sum(death.kernel == kernel for death in self._deaths)
+        return sum(death.kernel == kernel for death in self._crashes)
 
 
 def _plain(name: str) -> str:

@@ -12,20 +12,20 @@ if TYPE_CHECKING:
     from layerzero.selection.record import Selection
 
 
-class Watcher(Protocol):
+class PlanMiddleware(Protocol):
     """What sees the calls of a device: a recorder, a guard of numerics; without one nothing is paid."""
 
-    def around(self, op: Op, selection: Selection, call: Callable[..., Any]) -> Callable[..., Any]:
+    def wrap(self, op: Op, selection: Selection, call: Callable[..., Any]) -> Callable[..., Any]:
         """`call`, watched; `call` itself where there is nothing to see."""
         ...
 
 
-def unless_foreign(watched: Callable[..., Any], call: Callable[..., Any]) -> Callable[..., Any]:
+def unless_foreign(wrapped: Callable[..., Any], call: Callable[..., Any]) -> Callable[..., Any]:
     """`watched`, and `call` itself where the caller's transforms, modes or hooks would be watched with it."""
-    if watched is call:
+    if wrapped is call:
         return call
 
     def either(*args: Any) -> Any:
-        return (call if foreign.surrounded() or foreign.transformed(args) else watched)(*args)
+        return (call if foreign.in_foreign_mode() or foreign.has_transformed(args) else wrapped)(*args)
 
     return either

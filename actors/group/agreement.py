@@ -73,14 +73,14 @@ Reply = bytes | None | tuple[bool, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class VoteOutcome:
     """What all ranks concluded: the plan that was committed, or why none was."""
 
     plan: bytes | None
     reason: str = ""
 
 
-Side = Generator[Step, Any, Outcome]
+Side = Generator[Step, Any, VoteOutcome]
 _COMMIT, _ABORT = b"commit:", b"abort:"
 
 
@@ -93,7 +93,7 @@ def propose(where: str, plan: bytes, followers: Sequence[int]) -> Side:
     """Rank 0's side: put `plan` up under `where`, collect the votes of `followers`, decide."""
     yield Put(f"{where}/plan", plan)
     votes = yield Meet(tuple(f"{where}/vote/{rank}" for rank in followers))
-    late = [rank for rank, there in zip(followers, votes, strict=True) if not there]
+    late = [rank for rank, present in zip(followers, votes, strict=True) if not present]
     absent = [f"rank {rank} did not vote in time" for rank in late]
     word = _ABORT + "; ".join(absent).encode() if absent else _COMMIT + digest_of(plan).encode()
     return _outcome((yield Swap(f"{where}/outcome", word)), plan)
@@ -117,61 +117,64 @@ def answer(where: str, rank: int, validate: Callable[[bytes], str | None]) -> Si
     return _outcome(word, plan)
 
 
-class Succession:
+class PlanSchedule:
     """Which of the agreed plans a rank has in force at which step; knows neither store nor clock.
 
     The ranks learn an outcome at different moments, so a step's number alone does not say which plan holds.
-    Rank 0 takes the newest plan whose step has come (`lead`) and names it in its manifest; a follower takes
-    the plan that the manifest names (`follow`). A plan that is agreed late holds from rank 0's next step.
+    Rank 0 takes the newest plan whose step has come (`lead`) and names it in its step message; a follower
+    takes the plan that the step message names (`follow`). A plan that is agreed late holds from rank 0's next
+    step.
     """
 
     def __init__(self) -> None:
-        self.now = ""
+        self.active = ""
         self.version = 0
-        self._held: dict[str, tuple[int, int]] = {}
+        self._pending: dict[str, tuple[int, int]] = {}
 
-    def hold(self, plan: str, version: int, activate_at: int) -> None:
+    def add(self, plan: str, version: int, activate_at: int) -> None:
         """Keep an agreed plan until its step."""
-        self._held[plan] = (version, activate_at)
+        self._pending[plan] = (version, activate_at)
 
-    def holds(self, plan: str) -> bool:
+    def knows(self, plan: str) -> bool:
         """Whether a plan is in force, or may be taken."""
-        return plan == self.now or plan in self._held
+        return plan == self.active or plan in self._pending
 
     @property
-    def waits(self) -> bool:
+    def has_pending(self) -> bool:
         """Whether a plan is held that may come in force."""
-        return bool(self._held)
+        return bool(self._pending)
 
-    def lead(self, number: int) -> str:
+    def activate_due(self, number: int) -> str:
         """On rank 0: the plan of step `number`, in force from now on."""
-        due = [(version, plan) for plan, (version, at) in self._held.items() if at <= number]
+        due = [
+            (version, plan) for plan, (version, activate_at) in self._pending.items() if activate_at <= number
+        ]
         if due:
-            self._take(max(due)[1])
-        return self.now
+            self._activate(max(due)[1])
+        return self.active
 
-    def follow(self, named: str) -> str:
+    def adopt(self, digest: str) -> str:
         """On a follower: the plan of a step, the one that rank 0 named; the old one where that is unknown."""
-        if named in self._held:
-            self._take(named)
-        return self.now
+        if digest in self._pending:
+            self._activate(digest)
+        return self.active
 
-    def _take(self, plan: str) -> None:
-        self.now, self.version = plan, self._held[plan][0]
-        self._held = {other: kept for other, kept in self._held.items() if kept[0] > self.version}
+    def _activate(self, plan: str) -> None:
+        self.active, self.version = plan, self._pending[plan][0]
+        self._pending = {other: entry for other, entry in self._pending.items() if entry[0] > self.version}
 
 
-def _outcome(word: bytes | None, plan: bytes | None) -> Outcome:
+def _outcome(word: bytes | None, plan: bytes | None) -> VoteOutcome:
     assert word is not None
     if word.startswith(_ABORT):
-        return Outcome(None, word[len(_ABORT) :].decode())
+        return VoteOutcome(None, word[len(_ABORT) :].decode())
     if plan is None or word != _COMMIT + digest_of(plan).encode():
         # A commit needs every rank's vote for this very plan: the store was written by somebody else.
         raise ValueError(f"the store's outcome {word!r} fits no plan that this rank voted for")
-    return Outcome(plan)
+    return VoteOutcome(plan)
 
 
-def carry_out(side: Side, store: AgreementStore, timeout_s: float) -> Outcome:
+def carry_out(side: Side, store: AgreementStore, timeout_s: float) -> VoteOutcome:
     """Drive one side against a store; each wait takes at most `timeout_s` seconds. Blocks the thread."""
     reply: Reply = None
     try:
@@ -187,5 +190,5 @@ def carry_out(side: Side, store: AgreementStore, timeout_s: float) -> Outcome:
             else:
                 reply = store.swap(step.key, step.value)
     except StopIteration as end:
-        outcome: Outcome = end.value
+        outcome: VoteOutcome = end.value
         return outcome

@@ -1,4 +1,4 @@
-"""One-to-all frames: rank 0's manifests on their way to the followers, and followers' words back.
+"""One-to-all frames: rank 0's step messages on their way to the followers, and followers' words back.
 
 Back come the digest of the ops that a follower ran in a step, and failures. Rank 0 gives a sign of life to
 followers that have nothing to read: one that is frozen, or whose host is gone, is noticed.
@@ -25,18 +25,18 @@ from layerzero.spec.errors import ConsistencyError, DeviceLostError
 _LENGTH = struct.Struct("!I")
 _HELLO = struct.Struct("!32sI")
 _MAX_FRAME = 1 << 22
-_AT_ONCE = 1 << 16
+_READ_BYTES = 1 << 16
 _NEVER_S = 1e7
-_STRANGERS = 16  # who may wait to be hung up on, beside the followers
-_BEAT = b"\xff" * _LENGTH.size  # a length that no frame has
-_BEAT_S = 1.0
-_BEATS = 3  # that may be late
-_RAN = struct.Struct("!cI")  # what a follower says after a step, before the digest
-_RAN_MARK = b"\0"
-_HEARD_S = 1.0  # until what a follower said before it hung up has been read
+_UNAUTHENTICATED_BACKLOG = 16  # who may wait to be hung up on, beside the followers
+_HEARTBEAT = b"\xff" * _LENGTH.size  # a length that no frame has
+_HEARTBEAT_S = 1.0
+_MAX_LATE_HEARTBEATS = 3  # that may be late
+_STEP_END = struct.Struct("!cI")  # what a follower says after a step, before the digest
+_STEP_END_MARK = b"\0"
+_REASON_WAIT_S = 1.0  # until what a follower said before it hung up has been read
 
 
-class Leader:
+class LeaderChannel:
     """Rank 0's end: `send` gives one frame to every follower; `lost` is told why one has gone.
 
     A follower that takes nothing for `timeout_s` seconds is given up; None waits for ever.
@@ -48,23 +48,25 @@ class Leader:
         self._followers = frozenset(followers)
         self._timeout_s = timeout_s
         self._token = secrets.token_bytes(32)
-        self._listener = socket.create_server((host, 0), backlog=len(followers) + _STRANGERS)
+        self._listener = socket.create_server((host, 0), backlog=len(followers) + _UNAUTHENTICATED_BACKLOG)
         port = self._listener.getsockname()[1]
-        self._near = _near_listener(len(followers))
-        near = self._near.getsockname()[1:].decode() if self._near is not None else "-"
+        self._unix_listener = _unix_listener(len(followers))
+        near = self._unix_listener.getsockname()[1:].decode() if self._unix_listener is not None else "-"
         self.address = f"{host} {port} {self._token.hex()} {near}".encode()
         self._sockets: dict[int, socket.socket] = {}
-        self._quick: dict[int, socket.socket] = {}  # the same ones, which never wait
+        self._nonblocking: dict[int, socket.socket] = {}  # the same ones, which never wait
         self._watcher: threading.Thread | None = None
         self._wake, self._woken = socket.socketpair()
         self._closing = threading.Lock()
-        self._greeting = threading.Lock()
+        self._accepting = threading.Lock()
         self._closed = self._leaving = False
         self.failure: str | None = None
-        self._heard = threading.Event()  # that the watcher has read why
+        self._reason_read = threading.Event()  # that the watcher has read why
         self._sending = threading.Lock()
-        self._news = threading.Condition()
-        self._ran: dict[int, tuple[int, bytes]] = {}  # the last step that a follower ended, and what it ran
+        self._step_ended = threading.Condition()
+        self._step_ends: dict[
+            int, tuple[int, bytes]
+        ] = {}  # the last step that a follower ended, and what it ran
 
     def accept(self, timeout_s: float, lost: Callable[[str], None]) -> None:
         """Wait for every follower; afterwards `lost` is called once, from a thread, when one fails or goes.
@@ -72,26 +74,26 @@ class Leader:
         Raises: DeviceLostError: one did not connect in time.
         """
         try:
-            with self._greeting:  # whose sockets stay open until it has noticed
-                self._greet(time.monotonic() + timeout_s, timeout_s)
+            with self._accepting:  # whose sockets stay open until it has noticed
+                self._accept_followers(time.monotonic() + timeout_s, timeout_s)
             with self._closing:
                 if self._closed:
                     raise DeviceLostError("rank 0 left while the others joined", retryable=True)
                 self._watcher = threading.Thread(
-                    target=self._watch, args=(lost,), name="layerzero-gang-watch", daemon=True
+                    target=self._watch, args=(lost,), name="layerzero-group-watch", daemon=True
                 )
                 self._watcher.start()
         except BaseException as error:
-            for peer in (*self._sockets.values(), *self._quick.values()):
+            for peer in (*self._sockets.values(), *self._nonblocking.values()):
                 peer.close()
             if self._closed and isinstance(error, OSError | ValueError):  # of a listener that is closed
                 raise DeviceLostError("rank 0 left while the others joined", retryable=True) from error
             raise
 
-    def _greet(self, until: float, timeout_s: float) -> None:
+    def _accept_followers(self, until: float, timeout_s: float) -> None:
         """Take every follower in who says the token, whatever strangers do meanwhile."""
         with ExitStack() as strangers, selectors.DefaultSelector() as selector:
-            for listener in filter(None, (self._listener, self._near)):
+            for listener in filter(None, (self._listener, self._unix_listener)):
                 selector.register(listener, selectors.EVENT_READ)
             selector.register(self._woken, selectors.EVENT_READ)
             while missing := self._followers - self._sockets.keys():
@@ -108,18 +110,18 @@ class Leader:
                         peer = strangers.enter_context(peer.accept()[0])
                         peer.setblocking(False)
                         selector.register(peer, selectors.EVENT_READ, bytearray())
-                    elif _said(peer, key.data):
+                    elif _read_hello(peer, key.data):
                         selector.unregister(peer)
-                        self._admit(peer, key.data)
+                        self._authenticate(peer, key.data)
 
-    def _admit(self, peer: socket.socket, said: bytes) -> None:
+    def _authenticate(self, peer: socket.socket, hello: bytes) -> None:
         """Keep who said the token and a rank that is still missing; hang up on anybody else."""
-        token, rank = _HELLO.unpack(said) if len(said) == _HELLO.size else (b"", -1)
+        token, rank = _HELLO.unpack(hello) if len(hello) == _HELLO.size else (b"", -1)
         if hmac.compare_digest(token, self._token) and rank in self._followers - self._sockets.keys():
-            self._quick[rank], own = peer.dup(), peer.dup()
-            self._sockets[rank] = own
-            self._quick[rank].setblocking(False)  # the other one too, unless it has a limit
-            _ready(own, _NEVER_S if self._timeout_s is None else self._timeout_s)
+            self._nonblocking[rank], blocking = peer.dup(), peer.dup()
+            self._sockets[rank] = blocking
+            self._nonblocking[rank].setblocking(False)  # the other one too, unless it has a limit
+            _set_options(blocking, _NEVER_S if self._timeout_s is None else self._timeout_s)
         peer.close()
 
     def send(self, frame: bytes, *, last: bool = False) -> None:
@@ -135,7 +137,7 @@ class Leader:
                 if self.failure is not None:
                     break
                 try:
-                    _send(self._quick[rank], peer, data)
+                    _send(self._nonblocking[rank], peer, data)
                 except TimeoutError:
                     self.failure = self.failure or (
                         f"rank {rank} has taken nothing for {self._timeout_s:g} s and its line is full; "
@@ -143,29 +145,31 @@ class Leader:
                     )
                 except OSError as error:
                     if not last:  # the reason, if it said one, lies on the line that it cut
-                        self.heard()
+                        self.wait_for_reason()
                     self.failure = self.failure or f"rank {rank} is gone: {error}"
         if self.failure is not None:
-            raise DeviceLostError(f"the gang cannot take this step: {self.failure}", retryable=True)
+            raise DeviceLostError(f"the rank group cannot take this step: {self.failure}", retryable=True)
 
-    def heard(self) -> None:
+    def wait_for_reason(self) -> None:
         """Wait a moment for the watcher to read why a follower has gone."""
-        self._heard.wait(_HEARD_S)
+        self._reason_read.wait(_REASON_WAIT_S)
 
-    def confirmed(self, number: int, ran: bytes, timeout_s: float | None) -> None:
+    def confirm_step(self, number: int, ran: bytes, timeout_s: float | None) -> None:
         """Wait until every follower has ended step `number`, and compare what it ran; b"" is not compared.
 
         Raises: ConsistencyError: one ran other ops. DeviceLostError: one has failed, or does not end it.
         """
-        with self._news:
-            self._news.wait_for(lambda: self.failure is not None or not self._behind(number), timeout_s)
-            if behind := self._behind(number):  # who has gone after it takes nothing from the step
+        with self._step_ended:
+            self._step_ended.wait_for(
+                lambda: self.failure is not None or not self._ranks_behind(number), timeout_s
+            )
+            if behind := self._ranks_behind(number):  # who has gone after it takes nothing from the step
                 late = f"ranks {behind} did not end it within {timeout_s} s of rank 0"
                 raise DeviceLostError(
                     f"step {number} counts for nobody: {self.failure or late}", retryable=False
                 )
-            said = {rank: words for rank, (_, words) in self._ran.items() if words}
-        for rank, words in said.items():
+            digests = {rank: digest for rank, (_, digest) in self._step_ends.items() if digest}
+        for rank, words in digests.items():
             if words != ran:
                 raise ConsistencyError(
                     f"ops of rank 0's step {number} need {ran.decode()!r}, got {words.decode()!r} on rank "
@@ -173,36 +177,36 @@ class Leader:
                     votes={0: ran.decode(), rank: words.decode()},
                 )
 
-    def _behind(self, number: int) -> list[int]:
-        return sorted(rank for rank in self._followers if self._ran.get(rank, (0, b""))[0] < number)
+    def _ranks_behind(self, number: int) -> list[int]:
+        return sorted(rank for rank in self._followers if self._step_ends.get(rank, (0, b""))[0] < number)
 
-    def _note(self, rank: int, words: bytes) -> None:
+    def _on_step_end(self, rank: int, frame: bytes) -> None:
         """Keep what a follower said after a step."""
-        if len(words) < _RAN.size:
-            raise ConsistencyError(f"a word after a step needs {_RAN.size} bytes, got {len(words)}")
-        _, number = _RAN.unpack_from(words)
-        with self._news:
-            self._ran[rank] = (number, words[_RAN.size :])
-            self._news.notify_all()
+        if len(frame) < _STEP_END.size:
+            raise ConsistencyError(f"a word after a step needs {_STEP_END.size} bytes, got {len(frame)}")
+        _, number = _STEP_END.unpack_from(frame)
+        with self._step_ended:
+            self._step_ends[rank] = (number, frame[_STEP_END.size :])
+            self._step_ended.notify_all()
 
-    def _beat(self) -> None:
+    def _send_heartbeat(self) -> None:
         """Give a sign of life to followers that have read all there was; who reads nothing needs none."""
         if not self._sending.acquire(blocking=False):
             return  # a step is being sent
         try:
-            for rank, quick in self._quick.items():
+            for rank, quick in self._nonblocking.items():
                 with suppress(OSError):  # who is gone, or takes nothing, is noticed elsewhere
-                    if not _unread(quick):
-                        _send(quick, self._sockets[rank], _BEAT)
+                    if not _unread_bytes(quick):
+                        _send(quick, self._sockets[rank], _HEARTBEAT)
         finally:
             self._sending.release()
 
-    def _words(self, rank: int) -> str | None:
+    def _read_message(self, rank: int) -> str | None:
         """Why a follower has failed, by its own words or without; None where it said what it ran."""
         try:
-            said = receive(self._sockets[rank])
-            if said.startswith(_RAN_MARK):
-                self._note(rank, said)
+            frame = receive_frame(self._sockets[rank])
+            if frame.startswith(_STEP_END_MARK):
+                self._on_step_end(rank, frame)
                 return None
         except TimeoutError:
             return f"rank {rank} stopped in the middle of a word"
@@ -210,24 +214,24 @@ class Leader:
             return f"rank {rank} is gone"
         except ConsistencyError as error:
             return f"rank {rank} says what cannot be read: {error}"
-        return said.decode(errors="replace")
+        return frame.decode(errors="replace")
 
     def _watch(self, lost: Callable[[str], None]) -> None:
         """Read what followers say: what they ran, or that they failed."""
-        beaten = time.monotonic()
+        beat_s = time.monotonic()
         with selectors.DefaultSelector() as selector:
             for rank, peer in self._sockets.items():
                 selector.register(peer, selectors.EVENT_READ, rank)
             selector.register(self._woken, selectors.EVENT_READ, -1)
             while True:
-                ready = selector.select(_BEAT_S)
-                if time.monotonic() - beaten >= _BEAT_S:
-                    self._beat()
-                    beaten = time.monotonic()
+                ready = selector.select(_HEARTBEAT_S)
+                if time.monotonic() - beat_s >= _HEARTBEAT_S:
+                    self._send_heartbeat()
+                    beat_s = time.monotonic()
                 for key, _ in ready:
                     if key.data == -1:
                         return
-                    text = self._words(key.data)
+                    text = self._read_message(key.data)
                     if text is None:
                         continue
                     if self._closed:
@@ -235,10 +239,10 @@ class Leader:
                     if self._leaving:
                         selector.unregister(key.fileobj)
                         continue
-                    with self._news:
+                    with self._step_ended:
                         self.failure = self.failure or text
-                        self._news.notify_all()
-                    self._heard.set()
+                        self._step_ended.notify_all()
+                    self._reason_read.set()
                     lost(self.failure)
                     return
 
@@ -250,36 +254,36 @@ class Leader:
             self._closed = True
         self._wake.send(b"x")
         for peer in list(self._sockets.values()):
-            _hang_up(peer)  # closing alone would not wake who reads or writes just now
+            _shut_down(peer)  # closing alone would not wake who reads or writes just now
         if self._watcher is not None and self._watcher is not threading.current_thread():
             self._watcher.join()
-        with self._greeting:
+        with self._accepting:
             pass
-        ends = (*self._sockets.values(), *self._quick.values())
-        for each in (*ends, self._listener, self._near, self._wake, self._woken):
+        ends = (*self._sockets.values(), *self._nonblocking.values())
+        for each in (*ends, self._listener, self._unix_listener, self._wake, self._woken):
             if each is not None:
                 each.close()
 
 
-class Follower:
+class FollowerChannel:
     """A follower's end of the line; `silence_s` without a sign of life mean that rank 0 is frozen or gone."""
 
     def __init__(self, rank: int, address: bytes, timeout_s: float, silence_s: float | None = None) -> None:
-        host, port, token, near = address.decode().split(" ")
-        found = _near_connection(near, timeout_s)
+        host, port, token, unix_name = address.decode().split(" ")
+        peer = _unix_connection(unix_name, timeout_s)
         try:
-            found = found or socket.create_connection((host, int(port)), timeout_s)
-            found.sendall(_HELLO.pack(bytes.fromhex(token), rank))
+            peer = peer or socket.create_connection((host, int(port)), timeout_s)
+            peer.sendall(_HELLO.pack(bytes.fromhex(token), rank))
         except OSError as error:
-            if found is not None:
-                found.close()
+            if peer is not None:
+                peer.close()
             message = f"rank 0 does not answer at {host}:{port}: {error}"
             raise DeviceLostError(message, retryable=True) from error
-        self._socket = found
-        _ready(self._socket, None)
-        self._silence_s = None if silence_s is None else max(silence_s, _BEATS * _BEAT_S)
+        self._socket = peer
+        _set_options(self._socket, None)
+        self._silence_s = None if silence_s is None else max(silence_s, _MAX_LATE_HEARTBEATS * _HEARTBEAT_S)
         self._limit: float | None = None
-        self._held = bytearray(_AT_ONCE)
+        self._buffer = bytearray(_READ_BYTES)
         self._from = self._upto = 0  # what has been received and not been given
 
     def receive(self, timeout_s: float | None = None) -> bytes:
@@ -297,7 +301,7 @@ class Follower:
                     self._limit = limit
                 if (frame := self._frame()) is not None:
                     return frame
-                if until is not None:  # a sign of life is no manifest
+                if until is not None:  # a sign of life is no step message
                     limit = min(limits[-1], max(1e-3, until - time.monotonic()))
         except TimeoutError:
             if until is not None and time.monotonic() >= until:
@@ -316,62 +320,62 @@ class Follower:
 
         Raises: EOFError: the other side hung up. ConsistencyError: the length is absurd.
         """
-        while (here := self._upto - self._from) < _LENGTH.size:
-            self._more(here)
-        if self._held.startswith(_BEAT, self._from):
+        while (buffered := self._upto - self._from) < _LENGTH.size:
+            self._fill_buffer(buffered)
+        if self._buffer.startswith(_HEARTBEAT, self._from):
             self._from += _LENGTH.size
             return None
-        (size,) = _LENGTH.unpack_from(self._held, self._from)
+        (size,) = _LENGTH.unpack_from(self._buffer, self._from)
         if size > _MAX_FRAME:
             raise ConsistencyError(f"a frame needs at most {_MAX_FRAME} bytes, got {size}")
         begin = self._from + _LENGTH.size
         end = begin + size
         if end <= self._upto:
             self._from = end
-            return bytes(memoryview(self._held)[begin:end])
-        found = bytes(memoryview(self._held)[begin : self._upto])
+            return bytes(memoryview(self._buffer)[begin:end])
+        part = bytes(memoryview(self._buffer)[begin : self._upto])
         self._from = self._upto = 0
-        return found + _exactly(self._socket, size - len(found))
+        return part + _receive_exactly(self._socket, size - len(part))
 
-    def _more(self, here: int) -> None:
+    def _fill_buffer(self, buffered: int) -> None:
         """Read on, behind the `here` bytes that are there."""
         if self._from:
-            self._held[:here] = self._held[self._from : self._upto]
-            self._from, self._upto = 0, here
-        count = self._socket.recv_into(memoryview(self._held)[here:])
+            self._buffer[:buffered] = self._buffer[self._from : self._upto]
+            self._from, self._upto = 0, buffered
+        count = self._socket.recv_into(memoryview(self._buffer)[buffered:])
         if not count:
             raise EOFError("the other side hung up")
         self._upto += count
 
-    def say(self, number: int, ran: bytes) -> None:
+    def report_step(self, number: int, ran: bytes) -> None:
         """Tell rank 0 what this rank ran in step `number`."""
-        self._tell(_RAN.pack(_RAN_MARK, number) + ran)
+        self._send(_STEP_END.pack(_STEP_END_MARK, number) + ran)
 
     def fail(self, why: str) -> None:
         """Tell rank 0 that this rank cannot go on; a line that is cut says the same."""
-        self._tell(why.encode())
+        self._send(why.encode())
 
-    def _tell(self, data: bytes) -> None:
+    def _send(self, data: bytes) -> None:
         with suppress(OSError):  # rank 0 is gone, or learns it from the closed line
             self._socket.sendall(_LENGTH.pack(len(data)) + data)
 
     def close(self) -> None:
         """Hang up; a thread that waits in `receive` raises."""
-        _hang_up(self._socket)
+        _shut_down(self._socket)
         self._socket.close()
 
 
-def _near_listener(backlog: int) -> socket.socket | None:
+def _unix_listener(backlog: int) -> socket.socket | None:
     """A Unix socket in Linux's abstract names, which vanish with their owner; None elsewhere."""
     if sys.platform != "linux":
         return None
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     listener.bind(f"\0layerzero-{secrets.token_hex(16)}")
-    listener.listen(backlog + _STRANGERS)
+    listener.listen(backlog + _UNAUTHENTICATED_BACKLOG)
     return listener
 
 
-def _near_connection(name: str, timeout_s: float) -> socket.socket | None:
+def _unix_connection(name: str, timeout_s: float) -> socket.socket | None:
     """A connection to rank 0 on this host; None where it is on another, or in another network namespace."""
     if name == "-" or sys.platform != "linux":
         return None
@@ -385,32 +389,32 @@ def _near_connection(name: str, timeout_s: float) -> socket.socket | None:
     return peer
 
 
-def _ready(peer: socket.socket, timeout_s: float | None) -> None:
+def _set_options(peer: socket.socket, timeout_s: float | None) -> None:
     """Waiting at most `timeout_s` for the other side, and never for more to send."""
     peer.settimeout(timeout_s)
     if peer.family != getattr(socket, "AF_UNIX", None):
         peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
 
-def _hang_up(peer: socket.socket) -> None:
+def _shut_down(peer: socket.socket) -> None:
     """End both directions, for this process's other threads too; what was sent still arrives."""
     with suppress(OSError):  # the other side has hung up before
         peer.shutdown(socket.SHUT_RDWR)
 
 
-def _said(peer: socket.socket, so_far: bytearray) -> bool:
+def _read_hello(peer: socket.socket, hello: bytearray) -> bool:
     """Read on in a hello; whether it is complete, or will never be."""
     try:
-        piece = peer.recv(_HELLO.size - len(so_far))
+        piece = peer.recv(_HELLO.size - len(hello))
     except BlockingIOError:
         return False
     except OSError:
         return True
-    so_far += piece
-    return not piece or len(so_far) == _HELLO.size
+    hello += piece
+    return not piece or len(hello) == _HELLO.size
 
 
-def _unread(peer: socket.socket) -> int:
+def _unread_bytes(peer: socket.socket) -> int:
     """Bytes that the other side has not taken yet, as far as this system says."""
     if sys.platform != "linux":
         return 0
@@ -430,22 +434,22 @@ def _send(quick: socket.socket, peer: socket.socket, data: bytes) -> None:
         peer.sendall(memoryview(data)[sent:])
 
 
-def receive(peer: socket.socket) -> bytes:
+def receive_frame(peer: socket.socket) -> bytes:
     """One frame of a socket.
 
     Raises: EOFError: the other side hung up. ConsistencyError: the length is absurd.
     """
-    (size,) = _LENGTH.unpack(_exactly(peer, _LENGTH.size))
+    (size,) = _LENGTH.unpack(_receive_exactly(peer, _LENGTH.size))
     if size > _MAX_FRAME:
         raise ConsistencyError(f"a frame needs at most {_MAX_FRAME} bytes, got {size}")
-    return _exactly(peer, size)
+    return _receive_exactly(peer, size)
 
 
-def _exactly(peer: socket.socket, size: int) -> bytes:
-    found = bytearray()
-    while len(found) < size:
-        piece = peer.recv(size - len(found))
+def _receive_exactly(peer: socket.socket, size: int) -> bytes:
+    data = bytearray()
+    while len(data) < size:
+        piece = peer.recv(size - len(data))
         if not piece:
             raise EOFError("the other side hung up")
-        found += piece
-    return bytes(found)
+        data += piece
+    return bytes(data)

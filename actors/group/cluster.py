@@ -1,8 +1,10 @@
-"""A gang on the devices of a fleet: `async with rt.gang(2, build=load) as gang`, from the driver.
+"""A rank group on the devices of a device pool: `async with rt.rank_group(2, build=load) as group`, from the
+driver.
 
 Each rank lives in its device's process. When one fails or dies, all of them end, begin again as new processes
 and meet under the next epoch; what was running resumes there or is told. Ray carries the code and the store
-where ranks meet; manifests go over the gang's own line and tensors over the process group of the ranks.
+where ranks meet; step messages go over the rank group's own line and tensors over the process group of the
+ranks.
 """
 
 from __future__ import annotations
@@ -17,22 +19,22 @@ from typing import TYPE_CHECKING, Any
 from layerzero._util import log
 from layerzero._util.clock import MonotonicClock
 from layerzero.actors.group.plan import Mode
-from layerzero.actors.group.ranks import Build, Seat, ask, dismiss, listen, sit
+from layerzero.actors.group.ranks import Build, RankSpec, call_rank0, run_rank, stop_rank0, stream_rank0
 from layerzero.actors.group.ray_store import RayStore
-from layerzero.actors.remote.restarts import Lifetimes
-from layerzero.actors.rpc.client import DevicePort, DeviceState
+from layerzero.actors.remote.restarts import RestartPolicy
+from layerzero.actors.rpc.client import DeviceClient, DeviceState
 from layerzero.spec.errors import ConfigurationError, DeviceLostError, RuntimeClosedError
 
 if TYPE_CHECKING:
     from layerzero.runtime import Runtime
 
-_TRIES = 4  # lives that one request may see the end of without an item of its own
-_LAST_S = 10.0
-_LOOK_S = 0.05
+_MAX_ATTEMPTS = 4  # lives that one request may see the end of without an item of its own
+_END_S = 10.0
+_POLL_S = 0.05
 
 
-class FleetGang:
-    """Ranks on a fleet's devices that live and end together; `run` and `stream` send code to rank 0.
+class RemoteRankGroup:
+    """Ranks on a pool's devices that live and end together; `run` and `stream` send code to rank 0.
 
     `devices` are the ranks in order, `plan` is the digest that they agreed on, `epoch` counts their lives.
     """
@@ -40,7 +42,7 @@ class FleetGang:
     def __init__(
         self,
         runtime: Runtime,
-        devices: Sequence[DevicePort],
+        devices: Sequence[DeviceClient],
         build: Build,
         *,
         mode: Mode,
@@ -48,20 +50,20 @@ class FleetGang:
         collectives: str | None,
         timeout_s: float,
     ) -> None:
-        self.name = f"layerzero-gang-{uuid.uuid4().hex[:8]}"
+        self.name = f"layerzero-group-{uuid.uuid4().hex[:8]}"
         self.devices = tuple(devices)
         self.epoch = 0
-        self.plan = ""
+        self.plan_digest = ""
         self.why = ""
         self._settings = runtime.settings
-        self._told: dict[str, Any] = {
+        self._rank_options: dict[str, Any] = {
             "mode": mode,
             "tp_invariant": tp_invariant,
             "collectives": collectives,
             "timeout_s": timeout_s,
             "build": build,
         }
-        self._lifetimes = Lifetimes(runtime.settings, MonotonicClock())
+        self._restart_policy = RestartPolicy(runtime.settings, MonotonicClock())
         self._store: Any = None
         self._serving = asyncio.Event()
         self._over = asyncio.Event()  # this life's end
@@ -77,13 +79,13 @@ class FleetGang:
 
     @property
     def restarts(self) -> int:
-        """How often the gang has begun again."""
-        return self._lifetimes.restarts
+        """How often the rank group has begun again."""
+        return self._restart_policy.restarts
 
     # -- lives -----------------------------------------------------------------------------------
 
-    async def __aenter__(self) -> FleetGang:
-        self._store = await asyncio.to_thread(RayStore.opened, self.name)
+    async def __aenter__(self) -> RemoteRankGroup:
+        self._store = await asyncio.to_thread(RayStore.create, self.name)
         self._supervisor = asyncio.get_running_loop().create_task(self._supervise())
         try:
             await self._serving.wait()
@@ -100,64 +102,64 @@ class FleetGang:
         await self.close()
 
     async def _supervise(self) -> None:
-        """One life after another, until the gang is closed or dies too often."""
+        """One life after another, until the rank group is closed or dies too often."""
         while True:
             self.epoch += 1
             self._over = asyncio.Event()
-            error = await self._life()
+            error = await self._serve_epoch()
             self._serving.clear()
             self._over.set()
             if self._closed:
                 return
             self.why = str(error)
-            log.warning("gang.lost", gang=self.name, epoch=self.epoch, why=self.why)
-            known = isinstance(error, DeviceLostError) or bool(self.plan)
-            if not known or not self._lifetimes.died():
-                self._give_up(error, self._lifetimes.verdict if known else "it could not begin")
+            log.warning("rank_group.lost", rank_group=self.name, epoch=self.epoch, why=self.why)
+            recoverable = isinstance(error, DeviceLostError) or bool(self.plan_digest)
+            if not recoverable or not self._restart_policy.record_crash():
+                self._give_up(error, self._restart_policy.verdict if recoverable else "it could not begin")
                 return
-            await asyncio.sleep(self._lifetimes.delay_s)
+            await asyncio.sleep(self._restart_policy.delay_s)
             try:
-                await asyncio.gather(*(self._renewed(device) for device in self.devices))
+                await asyncio.gather(*(self._renew(device) for device in self.devices))
             except (DeviceLostError, RuntimeClosedError) as lost:
                 self._give_up(lost, "a device did not come back")
                 return
 
     def _give_up(self, error: BaseException, verdict: str) -> None:
-        first = not self.plan
-        lost = DeviceLostError(f"the gang is dead, {verdict}: {error}", retryable=False)
+        first = not self.plan_digest
+        lost = DeviceLostError(f"the rank group is dead, {verdict}: {error}", retryable=False)
         lost.__cause__ = error
         self._failed = error if first else lost
-        log.error("gang.dead", gang=self.name, epoch=self.epoch, why=str(error))
+        log.error("rank_group.dead", rank_group=self.name, epoch=self.epoch, why=str(error))
         self._serving.set()  # whoever waits is to see that it will not come
 
-    async def _life(self) -> BaseException:
+    async def _serve_epoch(self) -> BaseException:
         """Seat every rank, serve until one ends; why it did."""
         loop = asyncio.get_running_loop()
         self._ready = set()
-        ranks = [loop.create_task(self._rank(rank)) for rank in range(self.ranks)]
+        ranks = [loop.create_task(self._run_rank(rank)) for rank in range(self.ranks)]
         try:
             await asyncio.wait(ranks, return_when=asyncio.FIRST_COMPLETED)
             # Who ended first may only have noticed what another died of.
-            await asyncio.wait(ranks, timeout=_LAST_S if self._closed else 10 * _LOOK_S)
+            await asyncio.wait(ranks, timeout=_END_S if self._closed else 10 * _POLL_S)
         finally:
             for rank in ranks:
                 rank.cancel()
             errors = await asyncio.gather(*ranks, return_exceptions=True)
-        said = [e for e in errors if isinstance(e, Exception)]
-        causes = [e for e in said if not isinstance(e, DeviceLostError)]
-        return (causes or said or [DeviceLostError("its ranks left", retryable=True)])[0]
+        raised = [e for e in errors if isinstance(e, Exception)]
+        causes = [e for e in raised if not isinstance(e, DeviceLostError)]
+        return (causes or raised or [DeviceLostError("its ranks left", retryable=True)])[0]
 
-    async def _rank(self, rank: int) -> None:
-        """Seat one rank until it ends; with the last one that is ready, the gang serves."""
-        seat = Seat(gang=self.name, rank=rank, ranks=self.ranks, epoch=self.epoch, **self._told)
-        async for plan in self.devices[rank].stream(sit, seat):
+    async def _run_rank(self, rank: int) -> None:
+        """Seat one rank until it ends; with the last one that is ready, the rank group serves."""
+        seat = RankSpec(group=self.name, rank=rank, ranks=self.ranks, epoch=self.epoch, **self._rank_options)
+        async for plan in self.devices[rank].stream(run_rank, seat):
             self._ready.add(rank)
             if len(self._ready) == self.ranks:
-                self.plan = plan
-                log.info("gang.serving", gang=self.name, epoch=self.epoch, plan=plan)
+                self.plan_digest = plan
+                log.info("rank_group.serving", rank_group=self.name, epoch=self.epoch, plan=plan)
                 self._serving.set()
 
-    async def _renewed(self, device: DevicePort) -> None:
+    async def _renew(self, device: DeviceClient) -> None:
         """Give a rank's device a new process; one that is about to get it anyway is waited for.
 
         Raises: DeviceLostError: it does not come back in time.
@@ -174,7 +176,7 @@ class FleetGang:
                 raise DeviceLostError(
                     f"device {device.name!r} is {device.state.value}: {why}", retryable=True
                 )
-            await asyncio.sleep(_LOOK_S)
+            await asyncio.sleep(_POLL_S)
 
     async def close(self) -> None:
         """Let every rank leave, and end the supervision. Idempotent."""
@@ -183,8 +185,8 @@ class FleetGang:
         self._closed = True
         if self._serving.is_set() and self._failed is None:
             with suppress(DeviceLostError, RuntimeClosedError, TimeoutError):
-                await self.devices[0].run(dismiss, self.name, timeout_s=_LAST_S)
-                await asyncio.wait_for(self._over.wait(), _LAST_S)
+                await self.devices[0].run(stop_rank0, self.name, timeout_s=_END_S)
+                await asyncio.wait_for(self._over.wait(), _END_S)
         if self._supervisor is not None:
             self._supervisor.cancel()
             with suppress(asyncio.CancelledError):
@@ -194,7 +196,7 @@ class FleetGang:
 
     # -- code ------------------------------------------------------------------------------------
 
-    async def _alive(self) -> int:
+    async def _serving_epoch(self) -> int:
         """The epoch that serves now, waiting for it.
 
         Raises: DeviceLostError: none comes in time, or none will. RuntimeClosedError: after close.
@@ -205,17 +207,17 @@ class FleetGang:
         try:
             await asyncio.wait_for(self._serving.wait(), limit)
         except TimeoutError:
-            what = f"the gang does not serve for more than {limit:g} s: {self.why}"
+            what = f"the rank group does not serve for more than {limit:g} s: {self.why}"
             raise DeviceLostError(what, retryable=True) from None
         if self._failed is not None:
             raise DeviceLostError(str(self._failed), retryable=False) from self._failed
         return self.epoch
 
-    async def _lost(self, epoch: int) -> bool:
+    async def _has_ended(self, epoch: int) -> bool:
         """Whether an epoch has ended, or ends in a moment."""
         if self.epoch == epoch:
             with suppress(TimeoutError):
-                await asyncio.wait_for(self._over.wait(), _LAST_S)
+                await asyncio.wait_for(self._over.wait(), _END_S)
         return self.epoch != epoch or self._over.is_set()
 
     async def run(
@@ -229,19 +231,22 @@ class FleetGang:
     ) -> Any:
         """Run `fn(model, *args, **kwargs)` beside rank 0's model, which `build` gave; its result.
 
-        A call that had not started when the gang was lost runs in the next epoch; `idempotent` ones that had
-        started, too.
-        Raises: what `fn` raises. DeviceLostError: the gang was lost; `retryable` says whether nothing ran.
+        A call that had not started when the rank group was lost runs in the next epoch; `idempotent` ones
+        that had started, too.
+        Raises: what `fn` raises. DeviceLostError: the rank group was lost; `retryable` says whether nothing
+        ran.
         """
-        for attempt in range(_TRIES):
-            epoch = await self._alive()
+        for attempt in range(_MAX_ATTEMPTS):
+            epoch = await self._serving_epoch()
             try:
-                return await self.devices[0].run(ask, self.name, epoch, fn, args, kwargs, timeout_s=timeout_s)
+                return await self.devices[0].run(
+                    call_rank0, self.name, epoch, fn, args, kwargs, timeout_s=timeout_s
+                )
             except DeviceLostError as error:
                 if (
                     not (error.retryable or idempotent)
-                    or attempt == _TRIES - 1
-                    or not await self._lost(epoch)
+                    or attempt == _MAX_ATTEMPTS - 1
+                    or not await self._has_ended(epoch)
                 ):
                     raise
         raise AssertionError("the last attempt returns or raises")
@@ -258,22 +263,26 @@ class FleetGang:
         so_far: list[Any] = list(kwargs.pop("so_far", ())) if resume else []
         attempts = 0
         while True:
-            epoch = await self._alive()
-            named = {**kwargs, "so_far": list(so_far)} if resume else kwargs
+            epoch = await self._serving_epoch()
+            keywords = {**kwargs, "so_far": list(so_far)} if resume else kwargs
             try:
-                async for item in self.devices[0].stream(listen, self.name, epoch, fn, args, named):
+                async for item in self.devices[0].stream(stream_rank0, self.name, epoch, fn, args, keywords):
                     so_far.append(item)
                     attempts = 0
                     yield item
                 return
             except DeviceLostError as error:
                 attempts += 1
-                fresh = error.retryable and not so_far
-                if not (resume or fresh) or attempts >= _TRIES or not await self._lost(epoch):
+                not_started = error.retryable and not so_far
+                if (
+                    not (resume or not_started)
+                    or attempts >= _MAX_ATTEMPTS
+                    or not await self._has_ended(epoch)
+                ):
                     raise
 
 
-def on_fleet(
+def remote_rank_group(
     runtime: Runtime,
     ranks: int | Sequence[str] | None,
     build: Build,
@@ -282,8 +291,8 @@ def on_fleet(
     tp_invariant: bool = False,
     collectives: str | None = "gloo",
     timeout_s: float = 60.0,
-) -> FleetGang:
-    """The gang of some devices of the runtime's fleet: so many, those of these names, or all.
+) -> RemoteRankGroup:
+    """The rank group of some devices of the runtime's pool: so many, those of these names, or all.
 
     `build(member)` makes one rank's model, in its device's process; `collectives` names the backend of
     torch.distributed's default group there, or is None where the model makes its own.
@@ -291,19 +300,18 @@ def on_fleet(
     """
     if runtime.settings.cluster is None:
         raise ConfigurationError(
-            "build needs a fleet, Settings(cluster=...), got none; a process that is a rank itself gives rank"
+            "build needs a device pool, Settings(cluster=...), got none; a process that is a rank itself "
+            "gives rank"
         )
-    fleet = runtime.fleet
+    pool = runtime.device_pool
     if isinstance(ranks, int) or ranks is None:
-        count = len(fleet.devices) if ranks is None else ranks
-        if not 1 <= count <= len(fleet.devices):
-            raise ConfigurationError(
-                f"ranks needs 1 to {len(fleet.devices)} devices of the fleet, got {count}"
-            )
-        chosen = list(fleet.devices.values())[:count]
+        count = len(pool.devices) if ranks is None else ranks
+        if not 1 <= count <= len(pool.devices):
+            raise ConfigurationError(f"ranks needs 1 to {len(pool.devices)} devices of the pool, got {count}")
+        chosen = list(pool.devices.values())[:count]
     else:
-        chosen = [fleet.device(name) for name in ranks]
-    return FleetGang(
+        chosen = [pool.device(name) for name in ranks]
+    return RemoteRankGroup(
         runtime,
         chosen,
         build,

@@ -1,7 +1,8 @@
-"""`rt.gang`: ranks that meet in collectives run the same requests in the same order under the same plan.
+"""`rt.rank_group`: ranks that meet in collectives run the same requests in the same order under the same
+plan.
 
-Rank 0 has the coroutines, the queue and every decision; what it runs for a batch is announced by a manifest
-that every other rank obeys (`follow`) or compares its own batch with, before the first collective.
+Rank 0 has the coroutines, the queue and every decision; what it runs for a batch is announced by a step
+message that every other rank obeys (`follow`) or compares its own batch with, before the first collective.
 """
 
 from __future__ import annotations
@@ -19,9 +20,9 @@ import torch
 
 from layerzero.actors.device.local_device import LocalDevice
 from layerzero.actors.group.agreement import AgreementStore
-from layerzero.actors.group.plan import Agreed, Mode
-from layerzero.actors.group.rank_group import Gang
-from layerzero.actors.group.step_message import Request, laid, need_sendable
+from layerzero.actors.group.plan import AgreedPlan, Mode
+from layerzero.actors.group.rank_group import RankGroup
+from layerzero.actors.group.step_message import RequestId, aligned_contiguous, check_sendable
 from layerzero.actors.group.steps import Steps
 from layerzero.calls.batched import Batched
 from layerzero.calls.scope import SCOPE, Scope
@@ -29,39 +30,39 @@ from layerzero.spec.errors import ConfigurationError, ConsistencyError, DeviceLo
 
 if TYPE_CHECKING:
     from layerzero.runtime import Runtime
-    from layerzero.selection.dispatch import Snapshot
+    from layerzero.selection.dispatch import DispatchState
 
 Function = Callable[..., Any]
 
 
-class Member:
-    """One rank of a gang, joined; what `async with rt.gang(...)` gives.
+class RankHandle:
+    """One rank of a rank group, joined; what `async with rt.rank_group(...)` gives.
 
     `rank` and `ranks` say who this is, `agreed` which plan is in force.
     """
 
-    def __init__(self, gang: Gang, runtime: Runtime) -> None:
-        self._gang = gang
+    def __init__(self, group: RankGroup, runtime: Runtime) -> None:
+        self._group = group
         self._runtime = runtime
-        self._steps = Steps(gang)
+        self._steps = Steps(group)
         self._functions: dict[str, tuple[Function, bool]] = {}
-        self.rank, self.ranks, self.epoch = gang.rank, gang.ranks, gang.epoch
+        self.rank, self.ranks, self.epoch = group.rank, group.ranks, group.epoch
 
     @property
-    def agreed(self) -> Agreed:
+    def agreed_plan(self) -> AgreedPlan:
         """The plan in force."""
-        assert self._gang.agreed is not None
-        return self._gang.agreed
+        assert self._group.agreed_plan is not None
+        return self._group.agreed_plan
 
     @property
-    def plan(self) -> str:
+    def plan_digest(self) -> str:
         """The digest of the plan in force: equal on every rank."""
-        return self._gang.plan
+        return self._group.plan_digest
 
     @property
     def failure(self) -> str | None:
-        """Why the gang has failed; None while it has not."""
-        return self._gang.failure
+        """Why the rank group has failed; None while it has not."""
+        return self._group.failure
 
     def batched(
         self,
@@ -82,33 +83,40 @@ class Member:
         Raises: ConfigurationError: another function has the name. When awaited, for the caller at fault
             alone: ValueError: its request is under way already. TypeError: an argument cannot be sent.
         """
-        called = name or str(getattr(fn, "__qualname__", type(fn).__name__))
-        if called in self._functions:
-            raise ConfigurationError(f"name needs to be new in this gang, got {called!r} again")
+        function_name = name or str(getattr(fn, "__qualname__", type(fn).__name__))
+        if function_name in self._functions:
+            raise ConfigurationError(f"name needs to be new in this rank group, got {function_name!r} again")
         wants_counts = "counts" in inspect.signature(fn).parameters
-        self._functions[called] = (fn, wants_counts)
-        self._steps.models[called] = model if alike else f"{model or called}, apart"
+        self._functions[function_name] = (fn, wants_counts)
+        self._steps.models[function_name] = model if alike else f"{model or function_name}, apart"
         if not alike:
-            self._steps.apart.add(called)
+            self._steps.rank_specific.add(function_name)
 
-        def run(requests: list[Request], *columns: Any, counts: list[int]) -> Any:
+        def run(requests: list[RequestId], *columns: Any, counts: list[int]) -> Any:
             values = (counts, list(columns)) if send else ()
-            own = [laid(c) if isinstance(c, torch.Tensor) else c for c in columns] if send else columns
-            with self._here(), self._scope(self._steps.take(called, requests, values)):
-                return self._call(called, own, counts)
+            arguments = (
+                [aligned_contiguous(c) if isinstance(c, torch.Tensor) else c for c in columns]
+                if send
+                else columns
+            )
+            with self._on_device(), self._scope(self._steps.start_step(function_name, requests, values)):
+                return self._call(function_name, arguments, counts)
 
-        together = Step(run, pure=False, name=called, device=self._gang.device.device)
-        under_way: set[Request] = set()
+        batched = CollectiveFunction(run, pure=False, name=function_name, device=self._group.device.device)
+        under_way: set[RequestId] = set()
 
-        async def step(request: Request, *args: Any, **options: Any) -> Any:
-            # Both are known before a manifest exists, so that they cost the neighbours in a batch nothing.
+        async def step(request: RequestId, *args: Any, **options: Any) -> Any:
+            # Both are known before a step message exists, so that they cost the neighbours in a batch
+            # nothing.
             if request in under_way:
-                raise ValueError(f"request needs to be once in a step of {called}, got {request!r} again")
+                raise ValueError(
+                    f"request needs to be once in a step of {function_name}, got {request!r} again"
+                )
             if send:
-                need_sendable(args, called)
+                check_sendable(args, function_name)
             under_way.add(request)
             try:
-                return await together(request, *args, **options)
+                return await batched(request, *args, **options)
             finally:
                 under_way.discard(request)
 
@@ -120,38 +128,38 @@ class Member:
             out = fn(*columns, counts=counts) if wants_counts else fn(*columns)
         except BaseException as error:
             # A rank that left breaks the others' collectives, whose error does not say why it left.
-            if isinstance(error, RuntimeError) and (why := self._gang.why()) is not None:
-                raise DeviceLostError(f"the gang failed in {name}: {why}", retryable=False) from error
+            if isinstance(error, RuntimeError) and (why := self._group.failure_reason()) is not None:
+                raise DeviceLostError(f"the rank group failed in {name}: {why}", retryable=False) from error
             # Other ranks are in the same step: nobody can tell whether they wait in a collective of it.
-            self._gang.fail(f"{name} raised {type(error).__name__}: {error}"[:300])
+            self._group.fail(f"{name} raised {type(error).__name__}: {error}"[:300])
             raise
-        self._steps.ran(name)
+        self._steps.end_step(name)
         return out
 
-    def under(self, model: str) -> AbstractContextManager[None]:
-        """A block whose ops are chosen for `model` under the gang's plan, on this rank alone.
+    def using_model(self, model: str) -> AbstractContextManager[None]:
+        """A block whose ops are chosen for `model` under the rank group's plan, on this rank alone.
 
         For what no other rank runs: a draft model beside a target that all ranks share. The ops inside are
         blocking ones.
         """
-        return self._scope(self._gang.under(model))
+        return self._scope(self._group.state_for(model))
 
-    def _here(self) -> AbstractContextManager[object]:
+    def _on_device(self) -> AbstractContextManager[object]:
         """A block on this rank's GPU: a new thread's current one is the first, whichever this rank's is."""
-        device = self._gang.device.device
+        device = self._group.device.device
         return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
     @contextmanager
-    def _scope(self, snapshot: Snapshot) -> Iterator[None]:
-        plan = -1 - self.agreed.version - (self.epoch << 32)
-        token = SCOPE.set(Agreeing(snapshot, self._runtime, plan))
+    def _scope(self, snapshot: DispatchState) -> Iterator[None]:
+        plan = -1 - self.agreed_plan.version - (self.epoch << 32)
+        token = SCOPE.set(GroupScope(snapshot, self._runtime, plan))
         try:
             yield
         finally:
             SCOPE.reset(token)
 
     async def follow(self) -> None:
-        """On a follower: run what rank 0 announces, until rank 0 closes the gang.
+        """On a follower: run what rank 0 announces, until rank 0 closes the rank group.
 
         Raises: ConsistencyError: this rank cannot follow. DeviceLostError: rank 0, or another rank, is gone.
             What a function raises.
@@ -161,58 +169,58 @@ class Member:
         await anyio.to_thread.run_sync(self._follow, abandon_on_cancel=True)
 
     def _follow(self) -> None:
-        inference = self._gang.device.settings.inference is not False
-        with self._here(), torch.inference_mode(inference):
+        inference = self._group.device.settings.inference is not False
+        with self._on_device(), torch.inference_mode(inference):
             while True:
-                manifest, snapshot = self._steps.next()
-                if not manifest.name:
+                message, snapshot = self._steps.next_step()
+                if not message.name:
                     return
-                if manifest.name not in self._functions:
-                    with self._gang.failing():
+                if message.name not in self._functions:
+                    with self._group.fail_on_error():
                         raise ConsistencyError(
-                            f"rank {self.rank} needs the function {manifest.name!r} that rank 0 runs, got "
+                            f"rank {self.rank} needs the function {message.name!r} that rank 0 runs, got "
                             f"{', '.join(sorted(self._functions)) or 'none'}"
                         )
-                counts, columns = self._steps.values(manifest)
+                counts, columns = self._steps.values(message)
                 with self._scope(snapshot):
-                    self._call(manifest.name, columns, counts)
+                    self._call(message.name, columns, counts)
 
-    async def propose(self, plan: Agreed) -> Agreed:
+    async def propose(self, plan: AgreedPlan) -> AgreedPlan:
         """On rank 0: agree on another plan, with followers that call `agree(plan.version)` meanwhile.
 
         Raises: ConsistencyError: a rank refused or did not answer in time; the old plan stays in force.
         """
-        return await anyio.to_thread.run_sync(self._gang.propose, plan)
+        return await anyio.to_thread.run_sync(self._group.propose, plan)
 
-    async def agree(self, version: int) -> Agreed:
+    async def agree(self, version: int) -> AgreedPlan:
         """On a follower: answer rank 0's proposal of plan `version`.
 
         Raises: ConsistencyError: this or another rank refused; the old plan stays in force.
         """
-        return await anyio.to_thread.run_sync(self._gang.agree, version)
+        return await anyio.to_thread.run_sync(self._group.agree, version)
 
     def close(self) -> None:
-        """Leave the gang; on rank 0 the followers' `follow` returns."""
+        """Leave the rank group; on rank 0 the followers' `follow` returns."""
         self._steps.close()
 
 
-class Step(Batched[Any]):
+class CollectiveFunction(Batched[Any]):
     """A function with collectives: however short, it waits for other ranks, never on a loop's thread."""
 
     def _learn(self, us_per_row: float) -> None:
         """Nothing: a step stays off the loop however short it proves."""
 
 
-class Agreeing(Scope):
-    """The scope of a gang's step: every selection is made in the snapshot that all ranks agreed on."""
+class GroupScope(Scope):
+    """The scope of a rank group's step: every selection is made in the snapshot that all ranks agreed on."""
 
-    __slots__ = ("_agreed", "_plan")
+    __slots__ = ("_state", "_version")
 
-    def __init__(self, snapshot: Snapshot, runtime: Runtime, plan: int) -> None:
+    def __init__(self, snapshot: DispatchState, runtime: Runtime, version: int) -> None:
         """`plan` is a number of the plan in force, below 0."""
         super().__init__(runtime=runtime)
-        self._agreed = snapshot
-        self._plan = plan
+        self._state = snapshot
+        self._version = version
 
     @property
     def key(self) -> Hashable:
@@ -221,45 +229,45 @@ class Agreeing(Scope):
 
     def generation(self, device: LocalDevice) -> int:
         """The plan's: a change on one rank alone must not make it capture what no other captures."""
-        return self._plan
+        return self._version
 
-    def snapshot(self, device: Any, op: str, backend: str | None) -> Snapshot:
-        """The gang's snapshot.
+    def snapshot(self, device: Any, op: str, backend: str | None) -> DispatchState:
+        """The rank group's snapshot.
 
         Raises: ConfigurationError: `backend=` asks for what one rank alone would do.
         """
         if backend is not None:
             raise ConfigurationError(
-                f"backend needs None inside a gang's step, got {backend!r}: put it into rank 0's policy"
+                f"backend needs None inside a rank group's step, got {backend!r}: put it into rank 0's policy"
             )
-        return self._agreed
+        return self._state
 
 
-class Joining:
-    """A gang to be entered; what `rt.gang` returns."""
+class JoinContext:
+    """A rank group to be entered; what `rt.rank_group` returns."""
 
-    def __init__(self, gang: Gang, runtime: Runtime) -> None:
-        self._gang = gang
-        self._member = Member(gang, runtime)
+    def __init__(self, group: RankGroup, runtime: Runtime) -> None:
+        self._group = group
+        self._handle = RankHandle(group, runtime)
 
-    async def __aenter__(self) -> Member:
+    async def __aenter__(self) -> RankHandle:
         try:
-            await anyio.to_thread.run_sync(self._gang.join, abandon_on_cancel=True)
+            await anyio.to_thread.run_sync(self._group.join, abandon_on_cancel=True)
         except BaseException:
-            self._gang.close()  # a cancelled joiner is heard no more, but its thread still joins
+            self._group.close()  # a cancelled joiner is heard no more, but its thread still joins
             raise
-        return self._member
+        return self._handle
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if error is not None and not isinstance(error, LayerZeroError):
-            self._gang.fail(f"rank {self._gang.rank} left with {type(error).__name__}: {error}"[:300])
+            self._group.fail(f"rank {self._group.rank} left with {type(error).__name__}: {error}"[:300])
         with anyio.CancelScope(shield=True):  # the others wait for it, whyever this rank leaves
-            await anyio.to_thread.run_sync(self._member.close)
+            await anyio.to_thread.run_sync(self._handle.close)
 
 
-def open_gang(
+def join_rank_group(
     runtime: Runtime,
     ranks: int | None = None,
     *,
@@ -272,15 +280,15 @@ def open_gang(
     host: str = "127.0.0.1",
     timeout_s: float = 30.0,
     on_failure: Callable[[str], None] | None = None,
-) -> Joining:
-    """The gang that this process is a rank of; `async with` joins it.
+) -> JoinContext:
+    """The rank group that this process is a rank of; `async with` joins it.
 
     `rank`, `ranks` and `epoch` default to torchrun's RANK, WORLD_SIZE and TORCHELASTIC_RESTART_COUNT, `store`
     to the store of torch.distributed, which has to be initialised then. `host` is where the other ranks reach
-    rank 0. A dead gang never returns: its ranks restart together, under a new `epoch`.
+    rank 0. A dead rank group never returns: its ranks restart together, under a new `epoch`.
     Raises: ConfigurationError: something is not given and cannot be found.
     """
-    gang = Gang(
+    group = RankGroup(
         runtime.device(device),
         store if store is not None else _default_store(),
         rank=_number("rank", rank, "RANK"),
@@ -292,12 +300,12 @@ def open_gang(
         timeout_s=timeout_s,
         on_failure=on_failure,
     )
-    return Joining(gang, runtime)
+    return JoinContext(group, runtime)
 
 
-def _number(name: str, given: int | None, variable: str) -> int:
-    if given is not None:
-        return given
+def _number(name: str, value: int | None, variable: str) -> int:
+    if value is not None:
+        return value
     text = os.environ.get(variable, "")
     if not text.isdigit():
         raise ConfigurationError(f"{name} needs a number, or the variable {variable}, got {text!r}")
@@ -314,4 +322,4 @@ def _default_store() -> AgreementStore:
         raise ConfigurationError(
             "store needs an AgreementStore, or torch.distributed.init_process_group() before, got None"
         )
-    return TorchStore(_get_default_store(), "layerzero-gang")
+    return TorchStore(_get_default_store(), "layerzero-group")

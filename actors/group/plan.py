@@ -1,4 +1,4 @@
-"""What each rank of a gang brings, and the plan that all of them can follow.
+"""What each rank of a rank group brings, and the plan that all of them can follow.
 
 A profile says what one rank has; the plan is a pure function of all profiles, rank 0's policy and the mode,
 so that every rank can check it. `gang.py` carries the plan to the ranks.
@@ -20,8 +20,8 @@ from layerzero._util.libraries import DISTRIBUTION
 from layerzero.actors.device.local_device import LocalDevice
 from layerzero.actors.group.agreement import digest_of
 from layerzero.perfdb import versions_of
-from layerzero.selection.agreed_terms import Terms
-from layerzero.selection.decide import CostModel, Knobs
+from layerzero.selection.agreed_terms import AgreedTerms
+from layerzero.selection.decide import CostModel, SelectionOptions
 from layerzero.selection.policy.policy import Policy
 from layerzero.selection.policy.rules import Action, Layer, Rule, make_rule
 from layerzero.spec.errors import ConsistencyError
@@ -31,23 +31,23 @@ from layerzero.spec.kernel import Kernel
 Mode = Literal["inference", "training"]
 
 
-class Profile(msgspec.Struct, frozen=True):
+class RankProfile(msgspec.Struct, frozen=True):
     """What one rank brings: its hardware's `group`, versions, ready kernels with a digest of each.
 
     `memory` is what one workspace may take there, in bytes, or None where nobody knows.
     """
 
     rank: int
-    group: str
+    hardware_class: str
     versions: dict[str, str]
     kernels: dict[str, str]
     policy: str
     costs: str
     memory: int | None
-    knobs: Knobs = Knobs()
+    knobs: SelectionOptions = SelectionOptions()
 
 
-class Spelled(msgspec.Struct, frozen=True):
+class SerializedRule(msgspec.Struct, frozen=True):
     """A rule of a policy as it is written, so that a rank that receives it checks it again."""
 
     action: Action
@@ -61,7 +61,7 @@ class Spelled(msgspec.Struct, frozen=True):
     note: str
 
     @classmethod
-    def of(cls, rule: Rule) -> Spelled:
+    def of(cls, rule: Rule) -> SerializedRule:
         """The rule's spelling; a timeboxed one is in the plan while it holds."""
         boost = rule.boost
         return cls(
@@ -94,8 +94,8 @@ class Spelled(msgspec.Struct, frozen=True):
         )
 
 
-class Agreed(msgspec.Struct, frozen=True):
-    """A plan: what every selection of the gang follows from.
+class AgreedPlan(msgspec.Struct, frozen=True):
+    """A plan: what every selection of the rank group follows from.
 
     `kernels` are the ids that each capability group may choose among; `memory` is what one workspace may take
     on the rank that has the least, in bytes, None where no rank knows; `measured` says whether all ranks hold
@@ -105,27 +105,28 @@ class Agreed(msgspec.Struct, frozen=True):
 
     version: int
     kernels: dict[str, tuple[str, ...]]
-    rules: tuple[Spelled, ...]
+    rules: tuple[SerializedRule, ...]
     memory: int | None
     measured: bool
     tp_invariant: bool
     activate_at: int
-    knobs: Knobs = Knobs()
+    knobs: SelectionOptions = SelectionOptions()
 
     def encoded(self) -> bytes:
         """The canonical bytes that ranks vote on."""
         return msgspec.json.encode(self, order="deterministic")
 
-    def terms(self, group: str, cost: CostModel) -> Terms:
+    def terms(self, hardware_class: str, cost: CostModel) -> AgreedTerms:
         """What selections of one capability group follow from, beside the policy.
 
-        `cost` is what the rank had when it joined: later measurements are its own and count for no gang.
+        `cost` is what the rank had when it joined: later measurements are its own and count for no rank
+        group.
         """
-        return Terms(
-            frozenset(self.kernels[group]),
+        return AgreedTerms(
+            frozenset(self.kernels[hardware_class]),
             frozenset({"tp_invariant"}) if self.tp_invariant else frozenset(),
             cost=cost if self.measured else None,
-            knobs=dataclasses.replace(self.knobs, room=self.memory, agreed=True),
+            knobs=dataclasses.replace(self.knobs, workspace_budget=self.memory, budget_is_agreed=True),
         )
 
     def policy(self) -> Policy:
@@ -137,14 +138,14 @@ class Agreed(msgspec.Struct, frozen=True):
 
 
 def common_plan(
-    profiles: Sequence[Profile],
+    profiles: Sequence[RankProfile],
     policy: Policy,
     mode: Mode,
     *,
     version: int = 1,
     activate_at: int = 1,
     tp_invariant: bool = False,
-) -> Agreed:
+) -> AgreedPlan:
     """The plan that all `profiles` can follow; a pure function of them, so that every rank can check it.
 
     Raises: ConsistencyError: a rank brings other versions or another policy, in training mode; no kernel is
@@ -152,25 +153,27 @@ def common_plan(
     """
     first = profiles[0]
     for other in profiles[1:]:
-        found = _differences(first, other)
-        if found and mode == "training":
+        differences = _differences(first, other)
+        if differences and mode == "training":
             raise ConsistencyError(
-                f"rank {other.rank} needs what rank 0 has, got other {'; '.join(found)}",
+                f"rank {other.rank} needs what rank 0 has, got other {'; '.join(differences)}",
                 votes={p.rank: digest_of(msgspec.json.encode(p.versions)) for p in profiles},
             )
-        if found:
-            log.warning("gang.ranks_differ", rank=other.rank, differences=found, mode=mode)
+        if differences:
+            log.warning("rank_group.ranks_differ", rank=other.rank, differences=differences, mode=mode)
     kernels: dict[str, tuple[str, ...]] = {}
-    for group in sorted({p.group for p in profiles}):
-        held = [p.kernels for p in profiles if p.group == group]
-        common = tuple(sorted(k for k, d in held[0].items() if all(h.get(k) == d for h in held[1:])))
+    for hardware_class in sorted({p.hardware_class for p in profiles}):
+        kernel_sets = [p.kernels for p in profiles if p.hardware_class == hardware_class]
+        common = tuple(
+            sorted(k for k, d in kernel_sets[0].items() if all(h.get(k) == d for h in kernel_sets[1:]))
+        )
         if not common:
-            raise ConsistencyError(f"ranks of {group} need a kernel in common, got none")
-        kernels[group] = common
-    return Agreed(
+            raise ConsistencyError(f"ranks of {hardware_class} need a kernel in common, got none")
+        kernels[hardware_class] = common
+    return AgreedPlan(
         version=version,
         kernels=kernels,
-        rules=tuple(Spelled.of(rule) for rule in policy.rules),
+        rules=tuple(SerializedRule.of(rule) for rule in policy.rules),
         memory=min((p.memory for p in profiles if p.memory is not None), default=None),
         measured=len({p.costs for p in profiles}) == 1,
         tp_invariant=tp_invariant,
@@ -179,64 +182,66 @@ def common_plan(
     )
 
 
-def _differences(first: Profile, other: Profile) -> list[str]:
-    found = [
+def _differences(first: RankProfile, other: RankProfile) -> list[str]:
+    differences = [
         f"{name} {other.versions.get(name, 'none')} for {first.versions.get(name, 'none')}"
         for name in sorted({*first.versions, *other.versions})
         if other.versions.get(name) != first.versions.get(name)
     ]
     if other.policy != first.policy:
-        found.append(f"policy {other.policy[:12] or 'none'} for {first.policy[:12] or 'none'}")
+        differences.append(f"policy {other.policy[:12] or 'none'} for {first.policy[:12] or 'none'}")
     if other.knobs != first.knobs:
-        found.append(f"settings {other.knobs} for {first.knobs}")
-    if other.group == first.group and other.kernels != first.kernels:
+        differences.append(f"settings {other.knobs} for {first.knobs}")
+    if other.hardware_class == first.hardware_class and other.kernels != first.kernels:
         missing = sorted(first.kernels.items() ^ other.kernels.items())
-        found.append("kernels " + ", ".join(dict.fromkeys(name for name, _ in missing)))
-    return found
+        differences.append("kernels " + ", ".join(dict.fromkeys(name for name, _ in missing)))
+    return differences
 
 
-def profile_of(device: LocalDevice, rank: int) -> Profile:
-    """What `device` brings to a gang; loads nothing, so kernels that are not ready are not in it."""
+def profile_of(device: LocalDevice, rank: int) -> RankProfile:
+    """What `device` brings to a rank group; loads nothing, so kernels that are not ready are not in it."""
     hardware = device.hardware
     fingerprint = getattr(device.costs, "fingerprint", None)
     ops = sorted({kernel.op for kernel in device.kernels()})
     costs = [] if fingerprint is None else [str(fingerprint(op)) for op in ops]
-    return Profile(
+    return RankProfile(
         rank=rank,
-        group=_group_of(hardware),
+        hardware_class=_hardware_class(hardware),
         versions={
             "layerzero": importlib.metadata.version(DISTRIBUTION),
             "torch": hardware.torch,
             "cuda": hardware.cuda or "",
             "driver": hardware.driver or "",
         },
-        kernels={kernel.id: _digest_of_kernel(kernel) for kernel in able(device)},
+        kernels={kernel.id: _digest_of_kernel(kernel) for kernel in runnable_kernels(device)},
         policy=device.snapshot.policy.digest if device.snapshot.policy else "",
         costs=hashlib.sha256("\n".join(costs).encode()).hexdigest()[:16],
-        memory=device.room.now(device.settings),
-        knobs=Knobs(device.settings.strict, device.settings.tie_band, device.settings.default_gain),
+        memory=device.workspace_budget.current_bytes(device.settings),
+        knobs=SelectionOptions(
+            device.settings.strict, device.settings.tie_band, device.settings.default_gain
+        ),
     )
 
 
-def _group_of(hardware: Hardware) -> str:
+def _hardware_class(hardware: Hardware) -> str:
     """The name that only ranks which price alike share: the hardware's, and its roofs."""
     roofs = msgspec.json.encode((hardware.peak_flops, hardware.bandwidth), order="deterministic")
     sm = f" sm{hardware.sm}" if hardware.sm is not None else ""
     return f"{hardware.name}{sm} ({digest_of(roofs)[:8]})"
 
 
-def able(device: LocalDevice) -> list[Kernel]:
+def runnable_kernels(device: LocalDevice) -> list[Kernel]:
     """The kernels that a device could run this moment."""
     platform = device.hardware.platform
     kernels = [k for k in device.kernels() if platform in k.capability.platforms]
-    absent = {*device.registry.blocked(), *device.health.blocked(), *device.registry.unready()}
+    absent = {*device.registry.blocked(), *device.health.blocked_kernels(), *device.registry.unready()}
     return [kernel for kernel in kernels if kernel.id not in absent]
 
 
-def lacking(device: LocalDevice, kernels: Iterable[str]) -> list[str]:
+def missing_kernels(device: LocalDevice, kernels: Iterable[str]) -> list[str]:
     """Those of `kernels`, by id, that a device could not run this moment."""
     registry, platform = device.registry, device.hardware.platform
-    absent = {*registry.blocked(), *device.health.blocked(), *registry.unready()}
+    absent = {*registry.blocked(), *device.health.blocked_kernels(), *registry.unready()}
     missing = []
     for name in kernels:
         kernel = None if name in absent else registry.get(name)

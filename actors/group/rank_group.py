@@ -1,10 +1,10 @@
-"""A gang: ranks that must decide alike, because they meet in collectives.
+"""A rank group: ranks that must decide alike, because they meet in collectives.
 
 A plan is what every selection follows from: the kernels that may be chosen, the policy, whether measurements
 count, the memory of the poorest rank. Ranks with one plan make the same choices for the same step without
 another word. Rank 0 proposes it, all vote, one outcome holds (`agreement.py`), and it comes in force at a
-named step. A rank that cannot follow fails the gang; nobody falls back alone. `actors/group/steps.py` takes
-the steps.
+named step. A rank that cannot follow fails the rank group; nobody falls back alone. `actors/group/steps.py`
+takes the steps.
 
 This file blocks; `actors/group/join.py` runs it beside an event loop.
 """
@@ -20,14 +20,28 @@ import msgspec
 
 from layerzero._util import log
 from layerzero.actors.device.local_device import LocalDevice
-from layerzero.actors.group.agreement import AgreementStore, Succession, answer, carry_out, digest_of, propose
-from layerzero.actors.group.channel import Follower, Leader
-from layerzero.actors.group.plan import Agreed, Mode, Profile, common_plan, lacking, profile_of
-from layerzero.selection.dispatch import Snapshot
+from layerzero.actors.group.agreement import (
+    AgreementStore,
+    PlanSchedule,
+    answer,
+    carry_out,
+    digest_of,
+    propose,
+)
+from layerzero.actors.group.channel import FollowerChannel, LeaderChannel
+from layerzero.actors.group.plan import (
+    AgreedPlan,
+    Mode,
+    RankProfile,
+    common_plan,
+    missing_kernels,
+    profile_of,
+)
+from layerzero.selection.dispatch import DispatchState
 from layerzero.spec.errors import ConfigurationError, ConsistencyError, DeviceLostError, PolicyValidationError
 
 
-class Gang:
+class RankGroup:
     """One rank's membership: `join`, agree on plans, `fail` or `close`.
 
     `plan` is the digest of the plan in force, `under` gives what selections of one model are made in; `line`
@@ -56,26 +70,26 @@ class Gang:
         self.device, self.rank, self.ranks, self.epoch = device, rank, ranks, epoch
         self.mode: Mode = mode
         self.failure: str | None = None
-        self.agreed: Agreed | None = None
-        self.line: Leader | Follower | None = None
-        self._group = ""
-        self.leads_group = True
+        self.agreed_plan: AgreedPlan | None = None
+        self.channel: LeaderChannel | FollowerChannel | None = None
+        self._hardware_class = ""
+        self.same_hardware_as_rank0 = True
         self._store, self._host, self.timeout_s = store, host, timeout_s
         self._tp_invariant = tp_invariant
         self._on_failure = on_failure
         self._lock = threading.Lock()
-        self._news = threading.Condition(self._lock)
-        self._plans: dict[str, Agreed] = {}
-        self._order = Succession()
+        self._changed = threading.Condition(self._lock)
+        self._plans: dict[str, AgreedPlan] = {}
+        self._schedule = PlanSchedule()
         self._version = 0  # the last that this rank proposed or answered; the store keeps every outcome
-        self._voted = ""  # for a plan whose outcome this rank has not learned yet
-        self._snapshots: dict[str, Snapshot] = {}
+        self._voted_for = ""  # for a plan whose outcome this rank has not learned yet
+        self._states: dict[str, DispatchState] = {}
         self._costs = device.costs
-        self._told = self._closed = False
+        self._ended = self._closed = False
 
     # -- joining and agreeing ---------------------------------------------------------------------
 
-    def join(self) -> Agreed:
+    def join(self) -> AgreedPlan:
         """Meet the other ranks, compare what each brings, and agree on the first plan.
 
         Raises: DeviceLostError: a rank did not come in time. ConsistencyError: what the ranks bring differs
@@ -83,65 +97,65 @@ class Gang:
             training mode, or a rank refuses the plan; every rank raises alike.
         """
         try:
-            agreed = self._joined()
+            agreed = self._exchange_and_agree()
         except BaseException:
             self.close()
             raise
-        self.turn(1, digest_of(agreed.encoded()))
-        self._stay()
+        self.activate_plan(1, digest_of(agreed.encoded()))
+        self._raise_if_closed()
         return agreed
 
-    def _stay(self) -> None:
+    def _raise_if_closed(self) -> None:
         """Give up where `close` was called while this rank was joining.
 
         Raises: DeviceLostError: it was.
         """
         with self._lock:
-            closed, line = self._closed, self.line
+            closed, line = self._closed, self.channel
         if closed:
             if line is not None:
                 line.close()
             raise DeviceLostError(f"rank {self.rank} left while it was joining", retryable=True)
 
-    def _joined(self) -> Agreed:
-        where = f"gang/{self.epoch}"
-        own = secrets.token_hex(8).encode()
-        if self._store.swap(f"{where}/seat/{self.rank}", own) != own:
+    def _exchange_and_agree(self) -> AgreedPlan:
+        prefix = f"rank_group/{self.epoch}"
+        nonce = secrets.token_hex(8).encode()
+        if self._store.swap(f"{prefix}/seat/{self.rank}", nonce) != nonce:
             raise ConsistencyError(
                 f"rank {self.rank} needs to join epoch {self.epoch} once, and somebody has; ranks that start "
                 "again need a new epoch"
             )
-        self.device.expected(self.timeout_s)
+        self.device.wait_for_costs(self.timeout_s)
         self._costs = self.device.costs
-        mine = profile_of(self.device, self.rank)
-        self._group = mine.group
-        self._store.put(f"{where}/profile/{self.rank}", msgspec.json.encode(mine))
-        profiles = [self._profile(where, rank) for rank in range(self.ranks)]
-        self.leads_group = profiles[0].group == mine.group
-        self._stay()
+        profile = profile_of(self.device, self.rank)
+        self._hardware_class = profile.hardware_class
+        self._store.put(f"{prefix}/profile/{self.rank}", msgspec.json.encode(profile))
+        profiles = [self._profile(prefix, rank) for rank in range(self.ranks)]
+        self.same_hardware_as_rank0 = profiles[0].hardware_class == profile.hardware_class
+        self._raise_if_closed()
         if self.rank == 0:
-            leader = self.line = Leader(range(1, self.ranks), self._host, self.timeout_s)
-            self._store.put(f"{where}/address", leader.address)
+            leader = self.channel = LeaderChannel(range(1, self.ranks), self._host, self.timeout_s)
+            self._store.put(f"{prefix}/address", leader.address)
             leader.accept(self.timeout_s, self.fail)
         else:
-            address = self._store.take(f"{where}/address", self.timeout_s)
+            address = self._store.take(f"{prefix}/address", self.timeout_s)
             if address is None:
                 raise DeviceLostError("rank 0 did not open its line in time", retryable=True)
-            self.line = Follower(self.rank, address, self.timeout_s, self.timeout_s)
+            self.channel = FollowerChannel(self.rank, address, self.timeout_s, self.timeout_s)
         # Every rank computes it: what rank 0 refuses, all refuse, with the same words.
         plan = common_plan(profiles, self.device.snapshot.policy, self.mode, tp_invariant=self._tp_invariant)
         return self._agree(plan if self.rank == 0 else None, 1)
 
-    def _profile(self, where: str, rank: int) -> Profile:
-        found = self._store.take(f"{where}/profile/{rank}", self.timeout_s)
-        if found is None:
+    def _profile(self, prefix: str, rank: int) -> RankProfile:
+        data = self._store.take(f"{prefix}/profile/{rank}", self.timeout_s)
+        if data is None:
             raise DeviceLostError(
-                f"rank {rank} did not join the gang of {self.ranks} within {self.timeout_s:g} s",
+                f"rank {rank} did not join the rank group of {self.ranks} within {self.timeout_s:g} s",
                 retryable=True,
             )
-        return msgspec.json.decode(found, type=Profile)
+        return msgspec.json.decode(data, type=RankProfile)
 
-    def propose(self, plan: Agreed) -> Agreed:
+    def propose(self, plan: AgreedPlan) -> AgreedPlan:
         """On rank 0: agree on another plan with the followers, who answer in `agree`.
 
         It holds from its step, or from the next one where that step has been taken by the time they agree.
@@ -150,7 +164,7 @@ class Gang:
         """
         return self._agree(plan, plan.version)
 
-    def agree(self, version: int) -> Agreed:
+    def agree(self, version: int) -> AgreedPlan:
         """On a follower: answer rank 0's proposal of plan `version`.
 
         Raises: ConsistencyError: this rank or another refused; the old plan stays. ConfigurationError: the
@@ -158,162 +172,170 @@ class Gang:
         """
         return self._agree(None, version)
 
-    def _agree(self, plan: Agreed | None, version: int) -> Agreed:
+    def _agree(self, plan: AgreedPlan | None, version: int) -> AgreedPlan:
         with self._lock:
             if version <= self._version:
                 raise ConfigurationError(f"version needs to be above {self._version}, got {version}")
             self._version = version
-        where = f"gang/{self.epoch}/plan/{version}"
+        prefix = f"rank_group/{self.epoch}/plan/{version}"
         if plan is not None:
-            side = propose(where, plan.encoded(), range(1, self.ranks))
+            side = propose(prefix, plan.encoded(), range(1, self.ranks))
             objection = self._objection(plan)
             if objection is not None:
                 raise ConsistencyError(f"rank 0 cannot follow its own plan: {objection}")
         else:
-            side = answer(where, self.rank, self._vote)
+            side = answer(prefix, self.rank, self._vote)
         try:
             outcome = carry_out(side, self._store, self.timeout_s)
             if outcome.plan is None:
                 raise ConsistencyError(f"the ranks did not agree on plan {version}: {outcome.reason}")
-            agreed = msgspec.json.decode(outcome.plan, type=Agreed)
+            agreed = msgspec.json.decode(outcome.plan, type=AgreedPlan)
             with self._lock:
                 digest = digest_of(outcome.plan)
                 self._plans[digest] = agreed
-                self._order.hold(digest, agreed.version, agreed.activate_at)
+                self._schedule.add(digest, agreed.version, agreed.activate_at)
             return agreed
         finally:
-            with self._news:
-                self._voted = ""
-                self._news.notify_all()
+            with self._changed:
+                self._voted_for = ""
+                self._changed.notify_all()
 
     def _vote(self, plan: bytes) -> str | None:
         try:
-            agreed = msgspec.json.decode(plan, type=Agreed)
+            agreed = msgspec.json.decode(plan, type=AgreedPlan)
             agreed.policy()
         except (msgspec.DecodeError, PolicyValidationError) as error:
             return f"the plan cannot be read: {error}"
         objection = self._objection(agreed)
         if objection is None:
             with self._lock:
-                self._voted = digest_of(plan)
+                self._voted_for = digest_of(plan)
         return objection
 
-    def _objection(self, plan: Agreed) -> str | None:
+    def _objection(self, plan: AgreedPlan) -> str | None:
         """What this rank has against a plan: kernels that it cannot run."""
-        wanted = plan.kernels.get(self._group)
-        if wanted is None:
-            return f"it has nothing for {self._group}"
-        missing = lacking(self.device, wanted)
+        kernels = plan.kernels.get(self._hardware_class)
+        if kernels is None:
+            return f"it has nothing for {self._hardware_class}"
+        missing = missing_kernels(self.device, kernels)
         if missing:
             return f"cannot run {', '.join(missing[:5])}"
         return None
 
-    def turn(self, number: int, named: str | None = None) -> None:
+    def activate_plan(self, number: int, digest: str | None = None) -> None:
         """Put the plan of step `number` in force: on rank 0 its own choice, elsewhere the one that it named.
 
         Rank 0 may have learned that all agree before this rank has, which waits for that here.
         """
-        order = self._order
-        if not order.waits and (named is None or named == order.now):
+        order = self._schedule
+        if not order.has_pending and (digest is None or digest == order.active):
             return  # every step between two plans
-        with self._news:
-            before = self._order.now
-            if named is None:
-                now = self._order.lead(number)
+        with self._changed:
+            before = self._schedule.active
+            if digest is None:
+                active = self._schedule.activate_due(number)
             else:
-                self._news.wait_for(lambda: self._order.holds(named) or self._voted != named, self.timeout_s)
-                now = self._order.follow(named)
-            if now == before:
+                self._changed.wait_for(
+                    lambda: self._schedule.knows(digest) or self._voted_for != digest, self.timeout_s
+                )
+                active = self._schedule.adopt(digest)
+            if active == before:
                 return
-            self.agreed = agreed = self._plans[now]
-            self._plans = {plan: kept for plan, kept in self._plans.items() if kept.version >= agreed.version}
-            self._snapshots = {}
-        log.info("gang.plan_active", version=agreed.version, plan=now, rank=self.rank, step=number)
+            self.agreed_plan = agreed = self._plans[active]
+            self._plans = {
+                plan: entry for plan, entry in self._plans.items() if entry.version >= agreed.version
+            }
+            self._states = {}
+        log.info("rank_group.plan_active", version=agreed.version, plan=active, rank=self.rank, step=number)
 
     @property
-    def plan(self) -> str:
+    def plan_digest(self) -> str:
         """The digest of the plan in force."""
-        return self._order.now
+        return self._schedule.active
 
-    def under(self, model: str = "") -> Snapshot:
+    def state_for(self, model: str = "") -> DispatchState:
         """What selections of one model are made in, under the plan in force.
 
         Each model's choices are its own: they share the plan, and change with it at the same step.
         Raises: ConsistencyError: this rank has not joined.
         """
-        found = self._snapshots.get(model)
-        if found is None:
-            if self.agreed is None:
+        state = self._states.get(model)
+        if state is None:
+            if self.agreed_plan is None:
                 raise ConsistencyError(f"rank {self.rank} needs to join before its first step")
-            found = self.device.agreed_snapshot(
-                self.agreed.policy(), self.agreed.terms(self._group, self._costs)
+            state = self.device.agreed_snapshot(
+                self.agreed_plan.policy(), self.agreed_plan.terms(self._hardware_class, self._costs)
             )
-            found = self._snapshots.setdefault(model, found)
-        return found
+            state = self._states.setdefault(model, state)
+        return state
 
-    def decided(self, model: str = "") -> str:
+    def selections_digest(self, model: str = "") -> str:
         """The digest of the ops that this rank has run for one model under the plan in force."""
-        found = self._snapshots.get(model)
-        return found.terms.decided if found is not None and found.terms is not None else ""
+        state = self._states.get(model)
+        return state.agreed_terms.digest if state is not None and state.agreed_terms is not None else ""
 
-    def check(self) -> None:
-        """Refuse to go on in a gang that has failed.
+    def raise_if_failed(self) -> None:
+        """Refuse to go on in a rank group that has failed.
 
         Raises: DeviceLostError: it has.
         """
         if self.failure is not None:
-            raise DeviceLostError(f"the gang has failed: {self.failure}", retryable=True)
+            raise DeviceLostError(f"the rank group has failed: {self.failure}", retryable=True)
 
-    def confirm(self, number: int, decided: str) -> None:
+    def confirm(self, number: int, selections_digest: str) -> None:
         """After step `number`: let nobody have its results before all ranks say that they ran the same ops.
 
         Raises: ConsistencyError: a rank ran others. DeviceLostError: one has failed, or says nothing in time.
         """
-        if isinstance(self.line, Leader):
-            self.line.confirmed(number, decided.encode(), self.timeout_s)
-        elif isinstance(self.line, Follower):
-            self.line.say(number, decided.encode() if self.leads_group else b"")
+        if isinstance(self.channel, LeaderChannel):
+            self.channel.confirm_step(number, selections_digest.encode(), self.timeout_s)
+        elif isinstance(self.channel, FollowerChannel):
+            self.channel.report_step(
+                number, selections_digest.encode() if self.same_hardware_as_rank0 else b""
+            )
 
-    def why(self) -> str | None:
-        """Why the gang has failed, waiting a moment for what a rank said before it broke a collective."""
-        if self.failure is None and isinstance(self.line, Leader):
-            self.line.heard()
-            return self.failure or self.line.failure
+    def failure_reason(self) -> str | None:
+        """Why the rank group has failed, waiting a moment for what a rank said before it broke a
+        collective."""
+        if self.failure is None and isinstance(self.channel, LeaderChannel):
+            self.channel.wait_for_reason()
+            return self.failure or self.channel.failure
         return self.failure
 
     # -- failing and closing ----------------------------------------------------------------------
 
     def fail(self, why: str) -> None:
-        """End the gang for every rank: tell rank 0, let `on_failure` break what this rank is waiting in."""
+        """End the rank group for every rank: tell rank 0, let `on_failure` break what this rank is waiting
+        in."""
         with self._lock:
-            if self._told:
+            if self._ended:
                 return
-            self._told = True
+            self._ended = True
             self.failure = why
-        log.warning("gang.failed", rank=self.rank, epoch=self.epoch, why=why)
-        self.device.counters.add("gang_failures", rank=str(self.rank))
-        if isinstance(self.line, Follower):
-            self.line.fail(f"rank {self.rank} cannot follow: {why}")
+        log.warning("rank_group.failed", rank=self.rank, epoch=self.epoch, why=why)
+        self.device.counters.add("rank_group_failures", rank=str(self.rank))
+        if isinstance(self.channel, FollowerChannel):
+            self.channel.fail(f"rank {self.rank} cannot follow: {why}")
         if self._on_failure is not None:
             self._on_failure(why)
 
     @contextmanager
-    def failing(self) -> Iterator[None]:
-        """Fail the gang with whatever the block raises about it."""
+    def fail_on_error(self) -> Iterator[None]:
+        """Fail the rank group with whatever the block raises about it."""
         try:
             yield
         except (ConsistencyError, DeviceLostError) as error:
             self.fail(str(error))
             raise
 
-    def close(self, last: bytes = b"") -> None:
-        """Leave; rank 0 says `last` to the others where the gang has not failed. Idempotent."""
+    def close(self, last_frame: bytes = b"") -> None:
+        """Leave; rank 0 says `last` to the others where the rank group has not failed. Idempotent."""
         with self._lock:
-            self._told = True
+            self._ended = True
             closed, self._closed = self._closed, True
-        if last and isinstance(self.line, Leader) and self.failure is None:
+        if last_frame and isinstance(self.channel, LeaderChannel) and self.failure is None:
             with suppress(DeviceLostError):  # who has gone before needs no last word
-                self.line.send(last, last=True)
+                self.channel.send(last_frame, last=True)
         self.failure = self.failure or "it was closed"
-        if self.line is not None and not closed:
-            self.line.close()
+        if self.channel is not None and not closed:
+            self.channel.close()

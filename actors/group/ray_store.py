@@ -1,4 +1,4 @@
-"""Where ranks on a fleet's devices meet: a store in a Ray actor, with the contract of `AgreementStore`."""
+"""Where ranks on a pool's devices meet: a store in a Ray actor, with the contract of `AgreementStore`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _AT_ONCE = 1000
 _PATIENCE_S = 30.0
 
 
-class Meeting:
+class StoreActor:
     """The values of a `RayStore`, in an actor of their own."""
 
     def __init__(self) -> None:
@@ -38,9 +38,9 @@ class Meeting:
     async def swap(self, key: str, value: bytes) -> bytes:
         """Write `value` unless something stands under `key`; what stands there now."""
         async with self._changed:
-            kept = self._values.setdefault(key, value)
+            stored = self._values.setdefault(key, value)
             self._changed.notify_all()
-            return kept
+            return stored
 
 
 class RayStore:
@@ -55,17 +55,17 @@ class RayStore:
         self._actor: Any = None
 
     @staticmethod
-    def opened(name: str) -> Any:
+    def create(name: str) -> Any:
         """Make the store; the actor's handle keeps it alive."""
         import ray
         from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-        here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=True)
+        strategy = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=True)
         remote: Any = ray.remote
-        made = remote(num_cpus=0, max_restarts=-1, max_task_retries=_ASK_AGAIN, max_concurrency=_AT_ONCE)(
-            Meeting
-        )
-        return made.options(name=name, scheduling_strategy=here).remote()
+        actor_class = remote(
+            num_cpus=0, max_restarts=-1, max_task_retries=_ASK_AGAIN, max_concurrency=_AT_ONCE
+        )(StoreActor)
+        return actor_class.options(name=name, scheduling_strategy=strategy).remote()
 
     def put(self, key: str, value: bytes) -> None:
         """Write `value` under `key`.
@@ -83,13 +83,13 @@ class RayStore:
         return tuple(value is not None for value in self._gathered(keys, timeout_s))
 
     def _gathered(self, keys: Sequence[str], timeout_s: float) -> tuple[bytes | None, ...]:
-        found: tuple[bytes | None, ...] = self._ask("gather", timeout_s, tuple(keys), timeout_s)
-        return found
+        values: tuple[bytes | None, ...] = self._ask("gather", timeout_s, tuple(keys), timeout_s)
+        return values
 
     def swap(self, key: str, value: bytes) -> bytes:
         """Write `value` unless something stands under `key`; what stands there now."""
-        kept: bytes = self._ask("swap", 0.0, key, value)
-        return kept
+        stored: bytes = self._ask("swap", 0.0, key, value)
+        return stored
 
     def _ask(self, method: str, wait_s: float, *args: Any) -> Any:
         import ray
@@ -100,7 +100,7 @@ class RayStore:
                 self._actor = ray.get_actor(self.name)
             return ray.get(getattr(self._actor, method).remote(*args), timeout=wait_s + _PATIENCE_S)
         except (exceptions.RayActorError, exceptions.GetTimeoutError, ValueError) as error:
-            what = f"the gang's store {self.name!r} does not answer: {type(error).__name__}"
+            what = f"the rank group's store {self.name!r} does not answer: {type(error).__name__}"
             raise DeviceLostError(what, retryable=True) from error
 
 

@@ -1,8 +1,9 @@
-"""Manifests: which requests a step runs, in which order, under which plan; rank 0 writes them, the rest obey.
+"""Step messages: which requests a step runs, in which order, under which plan; rank 0 writes them, the rest
+obey.
 
 Two ranks that batch by their own clocks add the rows of A to the rows of B: both get wrong sums and no error.
-So one rank decides, and every other compares what it is about to run with the manifest of that step, before
-the first collective of the step.
+So one rank decides, and every other compares what it is about to run with the step message of that step,
+before the first collective of the step.
 """
 
 from __future__ import annotations
@@ -20,114 +21,118 @@ from torch import Tensor
 from layerzero.ops.checks import MAX_ALIGNMENT
 from layerzero.spec.errors import ConsistencyError
 
-Request = int | str
+RequestId = int | str
 
 
-class Manifest(msgspec.Struct, frozen=True, array_like=True):
+class StepMessage(msgspec.Struct, frozen=True, array_like=True):
     """One step: `asked` are its requests, encoded, `name` what runs, `plan` and `decided` are digests.
 
-    `epoch` and `number` say which step of which life of the gang; `decided` is the digest of what rank 0's
-    selections were up to here; `values` are the step's arguments for ranks that have no coroutines of their
-    own, packed by `pack`, empty where each rank brings its own. An empty `name` ends the gang.
+    `epoch` and `number` say which step of which life of the rank group; `decided` is the digest of what rank
+    0's selections were up to here; `values` are the step's arguments for ranks that have no coroutines of
+    their own, packed by `pack`, empty where each rank brings its own. An empty `name` ends the rank group.
     """
 
     epoch: int
     number: int
     name: str
-    asked: msgspec.Raw
-    plan: str
-    decided: str
+    request_ids: msgspec.Raw
+    plan_digest: str
+    selections_digest: str
     values: bytes = b""
 
     @property
-    def requests(self) -> tuple[Request, ...]:
+    def requests(self) -> tuple[RequestId, ...]:
         """The requests in the order of their rows; only who compares needs them one by one.
 
         Raises: ConsistencyError: they are none.
         """
         try:
-            return _REQUESTS.decode(self.asked)
+            return _REQUESTS.decode(self.request_ids)
         except msgspec.DecodeError as error:
-            raise ConsistencyError(f"the requests of a manifest need to decode, got {error}") from error
+            raise ConsistencyError(f"the requests of a step message need to decode, got {error}") from error
 
 
-class Position:
-    """Where one rank stands in the sequence of manifests; knows neither sockets nor clocks."""
+class StepSequence:
+    """Where one rank stands in the sequence of step messages; knows neither sockets nor clocks."""
 
-    __slots__ = ("epoch", "number", "plan", "rank")
+    __slots__ = ("epoch", "number", "plan_digest", "rank")
 
     def __init__(self, rank: int, epoch: int) -> None:
         self.rank = rank
         self.epoch = epoch
         self.number = 0
-        self.plan = ""
+        self.plan_digest = ""
 
-    def issue(self, name: str, requests: Sequence[Request], decided: str, values: bytes = b"") -> Manifest:
-        """The next manifest, on rank 0.
+    def next_message(
+        self, name: str, requests: Sequence[RequestId], selections_digest: str, values: bytes = b""
+    ) -> StepMessage:
+        """The next step message, on rank 0.
 
         Raises: ValueError: a request stands in it twice.
         """
         if len(set(requests)) != len(requests):
-            twice = sorted({str(r) for r in requests if list(requests).count(r) > 1})
-            raise ValueError(f"requests needs each id once in a step, got {', '.join(twice)} again")
+            repeated = sorted({str(r) for r in requests if list(requests).count(r) > 1})
+            raise ValueError(f"requests needs each id once in a step, got {', '.join(repeated)} again")
         self.number += 1
-        asked = msgspec.Raw(_ENCODER.encode(requests))
-        return Manifest(self.epoch, self.number, name, asked, self.plan, decided, values)
+        request_ids = msgspec.Raw(_ENCODER.encode(requests))
+        return StepMessage(
+            self.epoch, self.number, name, request_ids, self.plan_digest, selections_digest, values
+        )
 
-    def admit(self, manifest: Manifest, decided: str) -> None:
-        """Take the next manifest on a follower that stands where it should.
+    def accept(self, message: StepMessage, selections_digest: str) -> None:
+        """Take the next step message on a follower that stands where it should.
 
         Raises: ConsistencyError: it is of another epoch, not the next one, under another plan, or rank 0's
             selections up to here were not this rank's.
         """
-        if manifest.epoch != self.epoch:
-            self._differs(manifest, "epoch", manifest.epoch, self.epoch)
-        if manifest.number != self.number + 1:
-            self._differs(manifest, "step", manifest.number, self.number + 1)
-        if manifest.name and manifest.plan != self.plan:  # the end comes under any plan
-            self._differs(manifest, "plan", manifest.plan, self.plan)
-        if manifest.decided and decided and manifest.decided != decided:
-            self._differs(manifest, "selections", manifest.decided, decided)
-        self.number = manifest.number
+        if message.epoch != self.epoch:
+            self._differs(message, "epoch", message.epoch, self.epoch)
+        if message.number != self.number + 1:
+            self._differs(message, "step", message.number, self.number + 1)
+        if message.name and message.plan_digest != self.plan_digest:  # the end comes under any plan
+            self._differs(message, "plan", message.plan_digest, self.plan_digest)
+        if message.selections_digest and selections_digest and message.selections_digest != selections_digest:
+            self._differs(message, "selections", message.selections_digest, selections_digest)
+        self.number = message.number
 
-    def compare(self, manifest: Manifest, name: str, requests: Sequence[Request]) -> None:
-        """Compare a manifest with the batch that this rank has formed itself.
+    def compare(self, message: StepMessage, name: str, requests: Sequence[RequestId]) -> None:
+        """Compare a step message with the batch that this rank has formed itself.
 
         Raises: ConsistencyError: it would run something else, other requests, or the same in another order.
         """
-        if manifest.name != name:
-            self._differs(manifest, "function", manifest.name, name)
-        if manifest.requests != tuple(requests):
-            self._differs(manifest, "requests", list(manifest.requests), list(requests))
+        if message.name != name:
+            self._differs(message, "function", message.name, name)
+        if message.requests != tuple(requests):
+            self._differs(message, "requests", list(message.requests), list(requests))
 
-    def _differs(self, manifest: Manifest, what: str, leader: Any, own: Any) -> None:
+    def _differs(self, message: StepMessage, what: str, leader: Any, local: Any) -> None:
         raise ConsistencyError(
-            f"{what} of rank 0's step {manifest.number} needs {leader!r}, got {own!r} on rank {self.rank}",
-            votes={0: str(leader), self.rank: str(own)},
+            f"{what} of rank 0's step {message.number} needs {leader!r}, got {local!r} on rank {self.rank}",
+            votes={0: str(leader), self.rank: str(local)},
         )
 
 
 # -- frames ---------------------------------------------------------------------------------------------
 
 _ENCODER = msgspec.msgpack.Encoder()
-_DECODER = msgspec.msgpack.Decoder(Manifest)
-_REQUESTS = msgspec.msgpack.Decoder(tuple[Request, ...])
+_DECODER = msgspec.msgpack.Decoder(StepMessage)
+_REQUESTS = msgspec.msgpack.Decoder(tuple[RequestId, ...])
 
 
-def encode(manifest: Manifest) -> bytes:
-    """The manifest as bytes."""
-    return _ENCODER.encode(manifest)
+def encode(message: StepMessage) -> bytes:
+    """The step message as bytes."""
+    return _ENCODER.encode(message)
 
 
-def decode(frame: bytes) -> Manifest:
-    """The manifest of a frame.
+def decode(frame: bytes) -> StepMessage:
+    """The step message of a frame.
 
     Raises: ConsistencyError: it is none.
     """
     try:
         return _DECODER.decode(frame)
     except msgspec.DecodeError as error:
-        raise ConsistencyError(f"a manifest needs to decode, got {error}") from error
+        raise ConsistencyError(f"a step message needs to decode, got {error}") from error
 
 
 _TENSOR = 1
@@ -144,7 +149,7 @@ MAX_VALUES = 1 << 20
 _PLAIN = frozenset({bool, int, float, str, bytes, type(None)})
 
 
-def need_sendable(values: Sequence[Any], what: str) -> None:
+def check_sendable(values: Sequence[Any], what: str) -> None:
     """Check one caller's arguments, without their data.
 
     Raises: TypeError: one is no tensor of a dtype that travels, number, text or list of those.
@@ -181,9 +186,9 @@ def _packed(what: str, value: Any) -> msgspec.msgpack.Ext:
             f"{type(value).__name__}; give followers what they can build it from"
         )
     # What changes nothing costs all the same, and every step pays: so does asking numpy for the bytes.
-    held = (value if value.is_cpu else value.to("cpu")).contiguous()
-    head = _HEADS[held.ndim].pack(_code_of(held, what), held.ndim, *held.shape)
-    return msgspec.msgpack.Ext(_TENSOR, head + ctypes.string_at(held.data_ptr(), held.nbytes))
+    tensor = (value if value.is_cpu else value.to("cpu")).contiguous()
+    head = _HEADS[tensor.ndim].pack(_code_of(tensor, what), tensor.ndim, *tensor.shape)
+    return msgspec.msgpack.Ext(_TENSOR, head + ctypes.string_at(tensor.data_ptr(), tensor.nbytes))
 
 
 @functools.lru_cache(maxsize=256)
@@ -200,13 +205,13 @@ def pack(values: Sequence[Any], what: str) -> bytes:
     packed = _packer(what).encode(values)
     if len(packed) > MAX_VALUES:
         raise ValueError(
-            f"{what} needs arguments of at most {MAX_VALUES} bytes in a manifest, got {len(packed)}; "
+            f"{what} needs arguments of at most {MAX_VALUES} bytes in a step message, got {len(packed)}; "
             "send ids and places, not activations"
         )
     return packed
 
 
-def laid(tensor: Tensor) -> Tensor:
+def aligned_contiguous(tensor: Tensor) -> Tensor:
     """The tensor as it lies on every rank of a step: contiguous, from an address that divides by 64.
 
     Rows that one rank took out of a larger batch could else mean another kernel there than elsewhere.
@@ -222,17 +227,17 @@ def laid(tensor: Tensor) -> Tensor:
 def _unpacked(device: torch.device, code: int, data: memoryview) -> Tensor:
     """The tensor that `_packed` packed, on `device`, from an address that divides by 64."""
     if code != _TENSOR:
-        raise ConsistencyError(f"a manifest's value needs a known kind, got {code}")
+        raise ConsistencyError(f"a step message's value needs a known kind, got {code}")
     dtype, axes = data[0], data[1]
     head = _HEADS[axes]
     # A GPU fetches it in its turn; out of ordinary memory it would wait for all that was launched before.
     pinned = device.type == "cuda"
-    found = torch.empty(head.unpack_from(data)[2:], dtype=_DTYPES[dtype], pin_memory=pinned)
-    held = bytes(data[head.size :])
-    if len(held) != found.nbytes:
-        raise ConsistencyError(f"a manifest's tensor needs {found.nbytes} bytes, got {len(held)}")
-    ctypes.memmove(found.data_ptr(), held, len(held))
-    return found if device.type == "cpu" else found.to(device, non_blocking=pinned)
+    tensor = torch.empty(head.unpack_from(data)[2:], dtype=_DTYPES[dtype], pin_memory=pinned)
+    data_bytes = bytes(data[head.size :])
+    if len(data_bytes) != tensor.nbytes:
+        raise ConsistencyError(f"a step message's tensor needs {tensor.nbytes} bytes, got {len(data_bytes)}")
+    ctypes.memmove(tensor.data_ptr(), data_bytes, len(data_bytes))
+    return tensor if device.type == "cpu" else tensor.to(device, non_blocking=pinned)
 
 
 @functools.lru_cache(maxsize=64)
@@ -242,5 +247,5 @@ def _unpacker(device: torch.device | str) -> msgspec.msgpack.Decoder[Any]:
 
 def unpack(packed: bytes, device: torch.device | str = "cpu") -> list[Any]:
     """The arguments of a step, tensors on `device`."""
-    found: list[Any] = _unpacker(device).decode(packed)
-    return found
+    values: list[Any] = _unpacker(device).decode(packed)
+    return values

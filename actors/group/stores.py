@@ -47,9 +47,9 @@ class LocalStore:
     def swap(self, key: str, value: bytes) -> bytes:
         """Write `value` unless something stands under `key`; what stands there now."""
         with self._changed:
-            kept = self._values.setdefault(key, value)
+            stored = self._values.setdefault(key, value)
             self._changed.notify_all()
-            return kept
+            return stored
 
 
 class TorchStore:
@@ -107,5 +107,5 @@ class TorchStore:
 
     def swap(self, key: str, value: bytes) -> bytes:
         """Write `value` unless something stands under `key`; what stands there now."""
-        kept: bytes = self._store.compare_set(key, "", value.decode())
-        return kept
+        stored: bytes = self._store.compare_set(key, "", value.decode())
+        return stored

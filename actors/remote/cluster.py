@@ -14,22 +14,22 @@ from typing import Any
 
 from layerzero._util import log
 from layerzero._util.fork_safety import renew_after_fork
-from layerzero.actors.remote.ray_actor import Spec, actor_class
+from layerzero.actors.remote.ray_actor import DeviceSpec, actor_class
 from layerzero.actors.remote.ray_device import RayDevice
 from layerzero.spec.errors import BackendNotAvailableError, ConfigurationError
 from layerzero.spec.settings import Settings
 
-_KNOCK_S = 10.0
+_CONNECT_S = 10.0
 _MODE, _TOKEN, _TOKEN_PATH = "RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"
 
 
 class Cluster:
     """A joined cluster: its placement group and the devices placed in it. `leave` undoes what joining did."""
 
-    def __init__(self, settings: Settings, ours: bool) -> None:
+    def __init__(self, settings: Settings, owns_ray: bool) -> None:
         self.name = uuid.uuid4().hex[:8]
         self._settings = settings
-        self._ours = ours  # we called ray.init, so we shut it down
+        self._owns_ray = owns_ray  # we called ray.init, so we shut it down
         self._group: Any = None
         self.devices: list[RayDevice] = []
 
@@ -43,9 +43,9 @@ class Cluster:
         self._group = await self._reserve(bundles)
         secret = secrets.token_bytes(32)
         for index, bundle in enumerate(bundles):
-            spec = Spec(
+            spec = DeviceSpec(
                 name=f"{'gpu' if 'GPU' in bundle else 'cpu'}-{index}",
-                fleet=self.name,
+                pool=self.name,
                 settings=self._settings.replace(cluster=None, cluster_devices=None),
                 opener=opener,
                 secret=secret,
@@ -69,11 +69,11 @@ class Cluster:
 
         total = ray.cluster_resources()
         gpus = int(total.get("GPU", 0))
-        wanted = self._settings.cluster_devices
+        device_count = self._settings.cluster_devices
         if gpus:
-            return [{"GPU": 1.0}] * (gpus if wanted is None else wanted)
+            return [{"GPU": 1.0}] * (gpus if device_count is None else device_count)
         alive = len([node for node in ray.nodes() if node["Alive"]])
-        return [{"CPU": 1.0}] * (max(1, alive) if wanted is None else wanted)
+        return [{"CPU": 1.0}] * (max(1, alive) if device_count is None else device_count)
 
     async def _reserve(self, bundles: list[dict[str, float]]) -> Any:
         import ray
@@ -94,11 +94,11 @@ class Cluster:
             ) from None
         return group
 
-    def _device(self, spec: Spec, bundle: Mapping[str, float], index: int) -> RayDevice:
+    def _device(self, spec: DeviceSpec, bundle: Mapping[str, float], index: int) -> RayDevice:
         import ray
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-        made = actor_class().options(
+        actor = actor_class().options(
             name=f"layerzero-{self.name}-{spec.name}",
             num_cpus=bundle.get("CPU", 0.0),
             num_gpus=bundle.get("GPU", 0.0),
@@ -107,7 +107,7 @@ class Cluster:
             ),
         )
         node = ray.get_runtime_context().get_node_id()
-        return RayDevice(spec, made.remote, node=node)
+        return RayDevice(spec, actor.remote, node=node)
 
     async def leave(self) -> None:
         """Close every device, give the places back, and leave Ray where we joined it."""
@@ -118,11 +118,11 @@ class Cluster:
         if self._group is not None:
             remove_placement_group(self._group)
             self._group = None
-        if self._ours and ray.is_initialized():
+        if self._owns_ray and ray.is_initialized():
             ray.shutdown()
 
 
-class _Client:
+class _RayClient:
     """Ray's client of this process, which a forked child must not call: its threads and locks stay behind.
 
     A child that only collects an old handle would wait for ever for a lock that one of those threads held.
@@ -140,7 +140,7 @@ class _Client:
             worker.set_is_connected(False)
 
 
-_CLIENT = _Client()
+_CLIENT = _RayClient()
 renew_after_fork(_CLIENT)
 
 
@@ -155,7 +155,7 @@ def join(settings: Settings) -> Cluster:
     address = settings.cluster
     assert address is not None
     if address == "local" and "ray" not in sys.modules:
-        _own_token()  # Ray reads its mode when it is imported
+        _ensure_token()  # Ray reads its mode when it is imported
     try:
         import ray
         from ray.exceptions import RayError
@@ -164,10 +164,10 @@ def join(settings: Settings) -> Cluster:
             "cluster needs ray: pip install 'layerzero-runtime[ray]'", backend="ray"
         ) from error
     if ray.is_initialized():
-        return Cluster(settings, ours=False)
+        return Cluster(settings, owns_ray=False)
     local: dict[str, Any] = {"include_dashboard": False} if address == "local" else {}
     try:
-        _knock(address)
+        _check_listening(address)
         ray.init(
             address=address,
             log_to_driver=False,
@@ -181,14 +181,14 @@ def join(settings: Settings) -> Cluster:
             field="cluster",
         ) from error
     try:
-        _refuse_open_doors(ray.util.get_node_ip_address())
+        _require_authentication(ray.util.get_node_ip_address())
     except ConfigurationError:
         ray.shutdown()
         raise
-    return Cluster(settings, ours=True)
+    return Cluster(settings, owns_ray=True)
 
 
-def _knock(address: str) -> None:
+def _check_listening(address: str) -> None:
     """See that somebody listens at host:port: Ray itself would wait for minutes.
 
     Raises: OSError: nobody does.
@@ -203,21 +203,21 @@ def _knock(address: str) -> None:
         hosts.append(get_node_ip_address())  # where Ray looks instead
     for number, each in enumerate(hosts, 1):
         try:
-            socket.create_connection((each, int(port)), _KNOCK_S).close()
+            socket.create_connection((each, int(port)), _CONNECT_S).close()
             return
         except OSError:
             if number == len(hosts):
                 raise
 
 
-def _own_token() -> None:
+def _ensure_token() -> None:
     """Whoever reaches a port of Ray's runs code as us: a cluster that we start asks for a token."""
     mode = os.environ.setdefault(_MODE, "token")
     if mode == "token" and not (os.environ.get(_TOKEN) or os.environ.get(_TOKEN_PATH)):
         os.environ[_TOKEN] = secrets.token_hex(32)
 
 
-def _refuse_open_doors(host: str) -> None:
+def _require_authentication(host: str) -> None:
     mode = os.environ.get(_MODE, "")
     if mode == "token" or ipaddress.ip_address(host).is_loopback:
         return

@@ -19,8 +19,8 @@ class Losses:
     `again` says whether it may begin once more then. `patience_s` is how long it may still wait for a device.
     """
 
-    def __init__(self, again: bool, patience_s: float, timeout_s: float | None) -> None:
-        self.again = again
+    def __init__(self, may_repeat: bool, patience_s: float, timeout_s: float | None) -> None:
+        self.may_repeat = may_repeat
         self.patience_s = patience_s
         self.deadline = None if timeout_s is None else anyio.current_time() + timeout_s
         self.begun = 0
@@ -28,7 +28,7 @@ class Losses:
         self.last: DeviceLostError | None = None
 
     @property
-    def left_s(self) -> float | None:
+    def remaining_s(self) -> float | None:
         """Seconds until the deadline, or None without one."""
         return None if self.deadline is None else max(0.0, self.deadline - anyio.current_time())
 
@@ -42,15 +42,15 @@ class Losses:
             raise error
         if not error.retryable:
             self.begun += 1
-            if not self.again:
+            if not self.may_repeat:
                 raise error
             if self.begun >= MAX_BEGUN:
-                raise self.gave_up(error) from error
+                raise self.gave_up_error(error) from error
         self.tried.add(device)
         self.last = error
-        log.warning("fleet.moved", device=device, why=str(error)[:200])
+        log.warning("device_pool.moved", device=device, why=str(error)[:200])
 
-    def gave_up(self, last: Any) -> DeviceLostError:
+    def gave_up_error(self, last: Any) -> DeviceLostError:
         """What the caller of a call is told that had begun and may not begin again."""
         what = f"the call lost {self.begun} lives of devices after it had begun, so it is not run again"
         return DeviceLostError(f"{what}: {last}", retryable=False)

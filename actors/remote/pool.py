@@ -14,18 +14,18 @@ from torch import Tensor
 
 from layerzero.actors.device.local_device import LocalDevice
 from layerzero.actors.remote.losses import Losses
-from layerzero.actors.rpc.client import DeviceFacts, DeviceHealth, DevicePort, DeviceState
-from layerzero.actors.rpc.local_client import LocalPort
+from layerzero.actors.rpc.client import DeviceClient, DeviceFacts, DeviceHealth, DeviceState
+from layerzero.actors.rpc.local_client import LocalClient
 from layerzero.actors.rpc.tensors import RemoteTensor
 from layerzero.ops.checks import need_number
 from layerzero.spec.errors import DeadlineExceededError, DeviceLostError, RuntimeClosedError
 from layerzero.spec.settings import Settings
 
-On = str | DevicePort | None
-_COMING = (DeviceState.STARTING, DeviceState.RESTARTING, DeviceState.HUNG)  # it will run again, or try to
+On = str | DeviceClient | None
+_RETURNING = (DeviceState.STARTING, DeviceState.RESTARTING, DeviceState.HUNG)  # it will run again, or try to
 
 
-class Fleet:
+class DevicePool:
     """The devices of a runtime by name; `on` takes a name, a device, or None for the least loaded one.
 
     `leave` is awaited by `close`, after the devices are closed. `patience_s` bounds how long a call waits in
@@ -34,7 +34,7 @@ class Fleet:
 
     def __init__(
         self,
-        devices: Mapping[str, DevicePort],
+        devices: Mapping[str, DeviceClient],
         leave: Callable[[], Awaitable[None]] | None = None,
         patience_s: float = 60.0,
     ) -> None:
@@ -54,12 +54,12 @@ class Fleet:
     @property
     def nodes(self) -> dict[str, list[str]]:
         """The names of the devices on each node."""
-        found: dict[str, list[str]] = {}
+        names: dict[str, list[str]] = {}
         for facts in self.facts:
-            found.setdefault(facts.node, []).append(facts.name)
-        return found
+            names.setdefault(facts.node, []).append(facts.name)
+        return names
 
-    def device(self, on: On = None) -> DevicePort:
+    def device(self, on: On = None) -> DeviceClient:
         """The device of a name, or the one that a call without `on` would get now.
 
         Raises: ValueError: no device has that name; the message lists them. RuntimeClosedError: after close.
@@ -67,25 +67,25 @@ class Fleet:
         """
         self._refuse_closed()
         if on is None:
-            return self._least()
+            return self._least_loaded()
         if not isinstance(on, str):
             return on
-        found = self.devices.get(on)
-        if found is None:
+        device = self.devices.get(on)
+        if device is None:
             raise ValueError(f"on needs one of {', '.join(map(repr, self.devices))}, got {on!r}")
-        return found
+        return device
 
     def _refuse_closed(self) -> None:
         if self._closed:
-            raise RuntimeClosedError("this fleet is closed; open a runtime with layerzero.start()")
+            raise RuntimeClosedError("this pool is closed; open a runtime with layerzero.start()")
 
-    def _running(self) -> list[DevicePort]:
+    def _running(self) -> list[DeviceClient]:
         self._refuse_closed()
         return [device for device in self.devices.values() if device.state is DeviceState.RUNNING]
 
-    def _least(self) -> DevicePort:
+    def _least_loaded(self) -> DeviceClient:
         # None runs: one that will.
-        coming = [device for device in self.devices.values() if device.state in _COMING]
+        coming = [device for device in self.devices.values() if device.state in _RETURNING]
         for group in (self._running(), coming):
             if group:
                 return min(group, key=lambda device: device.load)
@@ -95,44 +95,44 @@ class Fleet:
     def _states(self) -> str:
         return ", ".join(f"{d.name} is {d.state.value}" for d in self.devices.values())
 
-    async def _coming(self, patience_s: float, deadline: float | None) -> float:
+    async def _wait_for_device(self, patience_s: float, deadline: float | None) -> float:
         """Wait until some device may serve again; what is left of the patience.
 
         Raises: DeviceLostError: none came back, or none will. DeadlineExceededError: the deadline has passed.
         """
-        coming = [device for device in self.devices.values() if device.state in _COMING]
+        coming = [device for device in self.devices.values() if device.state in _RETURNING]
         if not coming:
             raise DeviceLostError(f"no device takes calls: {self._states}", retryable=True)
-        now = anyio.current_time()
-        until = now + patience_s if deadline is None else min(now + patience_s, deadline)
-        with anyio.move_on_at(until) as waited:
+        now_s = anyio.current_time()
+        until_s = now_s + patience_s if deadline is None else min(now_s + patience_s, deadline)
+        with anyio.move_on_at(until_s) as waited:
             async with anyio.create_task_group() as tasks:
 
-                async def first(device: DevicePort) -> None:
-                    await device.back()
+                async def first(device: DeviceClient) -> None:
+                    await device.wait_until_serving()
                     tasks.cancel_scope.cancel()
 
                 for device in coming:
                     tasks.start_soon(first, device)
         if not waited.cancelled_caught:
-            return patience_s - (anyio.current_time() - now)
-        if deadline is not None and until == deadline:
+            return patience_s - (anyio.current_time() - now_s)
+        if deadline is not None and until_s == deadline:
             raise DeadlineExceededError(f"no device came back in time: {self._states}")
         what = f"no device came back within placement_timeout_s={self._patience_s:g}"
         raise DeviceLostError(f"{what}: {self._states}", retryable=True)
 
-    async def _pick(self, losses: Losses) -> DevicePort:
+    async def _pick(self, losses: Losses) -> DeviceClient:
         """The least loaded device, of those that the call has not lost where there are such; waits for one.
 
         Raises: DeviceLostError: none takes calls. DeadlineExceededError, RuntimeClosedError.
         """
         try:
             while not (running := self._running()):
-                losses.patience_s = await self._coming(losses.patience_s, losses.deadline)
+                losses.patience_s = await self._wait_for_device(losses.patience_s, losses.deadline)
         except DeviceLostError as nowhere:
-            raise (losses.gave_up(nowhere) if losses.begun else nowhere) from losses.last
-        fresh = [each for each in running if each.name not in losses.tried]
-        return min(fresh or running, key=lambda each: each.load)
+            raise (losses.gave_up_error(nowhere) if losses.begun else nowhere) from losses.last
+        untried = [each for each in running if each.name not in losses.tried]
+        return min(untried or running, key=lambda each: each.load)
 
     # -- code ------------------------------------------------------------------------------------
 
@@ -148,9 +148,10 @@ class Fleet:
     ) -> Any:
         """Run `fn(*args, **kwargs)` on a device and return its result; there, `layerzero.*` is local.
 
-        A coroutine function runs on the device's event loop, where concurrent calls meet in one lane; a plain
-        function on a thread. Without `on`, a call that has not started moves on when its device is lost, and
-        so does an `idempotent` one that has; where no device serves it waits `Settings.placement_timeout_s`.
+        A coroutine function runs on the device's event loop, where concurrent calls meet in one batcher; a
+        plain function on a thread. Without `on`, a call that has not started moves on when its device is
+        lost, and so does an `idempotent` one that has; where no device serves it waits
+        `Settings.placement_timeout_s`.
 
         Raises: what `fn` raises. DeviceLostError, DeadlineExceededError, TypeError: see `DevicePort.run`.
             TypeError, ValueError: `fn` is no function, `timeout_s` no number of seconds.
@@ -166,8 +167,8 @@ class Fleet:
         while True:
             device = await self._pick(losses)
             try:
-                left = losses.left_s
-                return await device.run(fn, *args, timeout_s=left, wait_for_restart=False, **kwargs)
+                remaining_s = losses.remaining_s
+                return await device.run(fn, *args, timeout_s=remaining_s, wait_for_restart=False, **kwargs)
             except DeviceLostError as error:
                 losses.add(error, device.name)
 
@@ -204,10 +205,10 @@ class Fleet:
         What loads a model, registers a kernel or puts a policy in force belongs here. The results by device.
         """
         results: dict[str, Any] = {}
-        with _single():
+        with _first_error():
             async with anyio.create_task_group() as tasks:
                 for device in self.devices.values():
-                    tasks.start_soon(_keep, results, device.name, lambda d=device: d.prepare(fn, *args))
+                    tasks.start_soon(_collect, results, device.name, lambda d=device: d.prepare(fn, *args))
         return {name: results[name] for name in self.devices}
 
     # -- tensors ---------------------------------------------------------------------------------
@@ -238,10 +239,10 @@ class Fleet:
         """Let a device, or all, take no more calls and end those that run; False if some were cut off."""
         devices = list(self.devices.values()) if on is None else [self.device(on)]
         ended: dict[str, Any] = {}
-        with _single():
+        with _first_error():
             async with anyio.create_task_group() as tasks:
                 for device in devices:
-                    tasks.start_soon(_keep, ended, device.name, lambda d=device: d.drain(timeout_s))
+                    tasks.start_soon(_collect, ended, device.name, lambda d=device: d.drain(timeout_s))
         return all(ended.values())
 
     async def rolling_restart(self, *, drain_s: float = 30.0) -> None:
@@ -263,12 +264,12 @@ class Fleet:
             await self._leave()
 
 
-async def _keep(results: dict[str, Any], name: str, work: Callable[[], Awaitable[Any]]) -> None:
+async def _collect(results: dict[str, Any], name: str, work: Callable[[], Awaitable[Any]]) -> None:
     results[name] = await work()
 
 
 @contextmanager
-def _single() -> Iterator[None]:
+def _first_error() -> Iterator[None]:
     """Let the first of a task group's errors out as itself: callers know it by its type."""
     try:
         yield
@@ -279,14 +280,14 @@ def _single() -> Iterator[None]:
         raise error from group
 
 
-def local_fleet(device: LocalDevice) -> Fleet:
-    """The fleet of one process: its default device, under torch's name for it."""
+def local_pool(device: LocalDevice) -> DevicePool:
+    """The pool of one process: its default device, under torch's name for it."""
     name = str(device.device)
-    return Fleet({name: LocalPort(device, name)})
+    return DevicePool({name: LocalClient(device, name)})
 
 
-async def open_fleet(settings: Settings, opener: str) -> Fleet:
-    """The fleet of the cluster that `settings` name; each actor opens its device with the function `opener`.
+async def open_pool(settings: Settings, opener: str) -> DevicePool:
+    """The pool of the cluster that `settings` name; each actor opens its device with the function `opener`.
 
     Raises: ConfigurationError: the cluster cannot be joined or gives no place in time. DeviceLostError: a
         device did not start. BackendNotAvailableError: ray is not installed.
@@ -295,4 +296,4 @@ async def open_fleet(settings: Settings, opener: str) -> Fleet:
 
     cluster = join(settings)
     devices = await cluster.place(opener)
-    return Fleet({d.name: d for d in devices}, cluster.leave, settings.placement_timeout_s)
+    return DevicePool({d.name: d for d in devices}, cluster.leave, settings.placement_timeout_s)

@@ -1,4 +1,4 @@
-"""RayDevice: a device that lives in a Ray actor, as its fleet sees it: requests, streams, tensors.
+"""RayDevice: a device that lives in a Ray actor, as its pool sees it: requests, streams, tensors.
 
 Ray carries requests. The side channel carries control, the items of streams, and the question whether a
 request may begin. A request is sent again under its number until it is answered or the life that had it is
@@ -16,14 +16,14 @@ from torch import Tensor
 from layerzero.actors.remote import sending
 from layerzero.actors.remote.losses import MAX_BEGUN
 from layerzero.actors.remote.ray_actor import Kind
-from layerzero.actors.remote.restarts import LostLife, health_of
-from layerzero.actors.remote.sending import opened, payload_of
+from layerzero.actors.remote.restarts import IncarnationLost, health_of
+from layerzero.actors.remote.sending import payload_of, unpickled
 from layerzero.actors.remote.supervised import PAUSE_S, SupervisedDevice
 from layerzero.actors.rpc.client import DeviceHealth, DeviceState
 from layerzero.actors.rpc.parcels import Payload
-from layerzero.actors.rpc.server import Outcome
-from layerzero.actors.rpc.settling import settle
-from layerzero.actors.rpc.tensors import Cargo, RemoteTensor
+from layerzero.actors.rpc.server import CallOutcome
+from layerzero.actors.rpc.settling import result_of
+from layerzero.actors.rpc.tensors import RemoteTensor, TensorPayload
 from layerzero.spec.errors import DeviceLostError
 
 
@@ -53,7 +53,7 @@ class RayDevice(SupervisedDevice):
         *,
         timeout_s: float | None = None,
         idempotent: bool = False,
-        cargo: Any = None,
+        tensor_payload: Any = None,
         wait: bool = True,
     ) -> Any:
         self._refuse_a_fork()  # asyncio itself would say that no loop runs here
@@ -62,29 +62,31 @@ class RayDevice(SupervisedDevice):
         begun = 0  # in lives that it lost
         while True:
             try:
-                life = await self._alive(deadline, wait)
+                incarnation = await self._serving_incarnation(deadline, wait)
             except DeviceLostError as error:
                 raise (sending.lost_call(self.name, error, begun) if begun else error) from None
-            number = life.numbers.take()
+            number = incarnation.numbers.new_number()
             try:
-                outcome = await self._sender.send(self._actor, life, number, kind, payload, cargo, deadline)
-            except LostLife as lost:
-                if number not in life.started:
+                outcome = await self._sender.send(
+                    self._actor, incarnation, number, kind, payload, tensor_payload, deadline
+                )
+            except IncarnationLost as lost:
+                if number not in incarnation.started:
                     continue
                 begun += 1
                 if idempotent and begun < MAX_BEGUN:
                     continue
                 raise sending.lost_call(self.name, lost, begun if idempotent else 0) from None
             finally:
-                life.numbers.settle(number)
-            if await self._comes_again(outcome):
+                incarnation.numbers.ack(number)
+            if await self._must_resend(outcome):
                 continue
             if outcome.status == "lost" and idempotent and begun + 1 < MAX_BEGUN:
                 begun += 1
                 continue
-            return settle(opened(outcome), self.name)
+            return result_of(unpickled(outcome), self.name)
 
-    async def _comes_again(self, outcome: Outcome) -> bool:
+    async def _must_resend(self, outcome: CallOutcome) -> bool:
         """Whether a request that did not run is for the next life, having come too late for this one."""
         if outcome.status == "draining" and self.state is not DeviceState.DRAINING:
             await asyncio.sleep(PAUSE_S)
@@ -105,29 +107,29 @@ class RayDevice(SupervisedDevice):
         begun = 0  # in lives that it lost since its last item
         while True:
             try:
-                life = await self._alive(None, wait_for_restart)
+                incarnation = await self._serving_incarnation(None, wait_for_restart)
             except DeviceLostError as error:
                 raise (sending.lost_stream(self.name, error, begun) if begun else error) from None
-            number, delivered = life.numbers.take(), len(so_far)
-            items = life.sink(number)
+            number, delivered = incarnation.numbers.new_number(), len(so_far)
+            items = incarnation.sink(number)
             extra = {"so_far": list(so_far)} if resume else {}
             payload = payload_of(fn, args, {**kwargs, **extra})
             request = asyncio.ensure_future(
-                self._sender.send(self._actor, life, number, "stream", payload, None, None)
+                self._sender.send(self._actor, incarnation, number, "stream", payload, None, None)
             )
             try:
                 async for item in items.until(request):
                     so_far.append(item)
                     yield item
-                outcome = opened(await request)
-                if await self._comes_again(outcome):
+                outcome = unpickled(await request)
+                if await self._must_resend(outcome):
                     continue
-                count = settle(outcome, self.name)
+                count = result_of(outcome, self.name)
                 for item in await items.rest(count):
                     yield item
                 return
-            except LostLife as lost:
-                if number not in life.started:
+            except IncarnationLost as lost:
+                if number not in incarnation.started:
                     continue
                 begun = 1 if len(so_far) > delivered else begun + 1
                 if resume and begun < MAX_BEGUN:
@@ -136,14 +138,14 @@ class RayDevice(SupervisedDevice):
             finally:
                 if not request.done():
                     request.cancel()
-                life.numbers.settle(number)
-                life.drop(number)
+                incarnation.numbers.ack(number)
+                incarnation.drop(number)
 
     async def control(self, kind: str, body: Any = None, *, timeout_s: float = 10.0) -> Any:
         """Ask a handler of the hosted code through the side channel; see `DevicePort.control`."""
         serving = self.state is DeviceState.RUNNING and not self._forked
-        life = (self._life if serving else None) or await self._alive(None)
-        return await life.channel.ask(kind, body, timeout_s=timeout_s)
+        incarnation = (self._incarnation if serving else None) or await self._serving_incarnation(None)
+        return await incarnation.channel.request(kind, body, timeout_s=timeout_s)
 
     # -- tensors ---------------------------------------------------------------------------------
 
@@ -154,31 +156,33 @@ class RayDevice(SupervisedDevice):
 
         if isinstance(tensor, RemoteTensor):
             owner = source or self
-            cargo = owner.actor.export.remote(tensor)
+            tensor_payload = owner.actor.export.remote(tensor)
         else:
-            cargo = ray.put(Cargo.load(tensor))
+            tensor_payload = ray.put(TensorPayload.pack(tensor))
         try:
-            handle: RemoteTensor = await self._request("put", b"", cargo=cargo, idempotent=True)
+            handle: RemoteTensor = await self._request(
+                "put", b"", tensor_payload=tensor_payload, idempotent=True
+            )
         except exceptions.RayTaskError as error:
             raise sending.lost_tensor(error) from error
-        life = self._life
-        return handle.when_gone(lambda key: life.release(key) if life is not None else None)
+        incarnation = self._incarnation
+        return handle.on_collected(lambda key: incarnation.release(key) if incarnation is not None else None)
 
     async def fetch(self, handle: RemoteTensor) -> Tensor:
         """A copy of a kept tensor in this process."""
         try:
-            asked = payload_of(sending.loaded, (handle,), {})
-            cargo: Cargo = await self._request("call", asked, idempotent=True)
+            call = payload_of(sending.pack_tensor, (handle,), {})
+            tensor_payload: TensorPayload = await self._request("call", call, idempotent=True)
         except LookupError as error:
             raise DeviceLostError(str(error), retryable=False) from error
-        return cargo.unload("cpu")
+        return tensor_payload.unpack("cpu")
 
     # -- health and the end ----------------------------------------------------------------------
 
     async def health(self) -> DeviceHealth:
         """How the device is, as of its last sign of life."""
         why = "" if self.state is DeviceState.RUNNING else self._why
-        return health_of(self, self._life, self._facts, self._lifetimes.restarts, why)
+        return health_of(self, self._incarnation, self._facts, self._restart_policy.restarts, why)
 
     async def prepare(self, fn: Callable[..., Any], /, *args: Any) -> Any:
         """Run `fn` now and at the start of every later life."""

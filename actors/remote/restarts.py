@@ -10,12 +10,12 @@ import msgspec
 
 from layerzero._util import log
 from layerzero._util.clock import Clock
-from layerzero.actors.remote.ray_actor import Life, Pulse, Spec
+from layerzero.actors.remote.ray_actor import DeviceSpec, Heartbeat, StartReport
 from layerzero.actors.rpc.client import DeviceFacts, DeviceHealth
 from layerzero.actors.rpc.connection import Connection
 from layerzero.actors.rpc.frames import Address
 from layerzero.actors.rpc.server import MAX_DECIDED
-from layerzero.actors.rpc.settling import Numbers
+from layerzero.actors.rpc.settling import RequestNumbers
 from layerzero.spec.settings import Settings
 
 WINDOW_S = 300.0
@@ -24,11 +24,11 @@ MAX_DELAY_S = 10.0
 _REST_S = 10.0
 
 
-class LostLife(Exception):
+class IncarnationLost(Exception):
     """The life that had a request is over; the text says why."""
 
 
-class RunningLife:
+class ActorIncarnation:
     """What the client holds for one life: its channel, its request numbers, which requests may have begun.
 
     A request begins only when the client has said that it may, so one that is not in `started` never ran in
@@ -38,14 +38,14 @@ class RunningLife:
     written to the channel has been read.
     """
 
-    def __init__(self, generation: str, address: Address) -> None:
-        self.generation = generation
+    def __init__(self, incarnation: str, address: Address) -> None:
+        self.incarnation = incarnation
         self.address = address
-        self.numbers = Numbers()
+        self.numbers = RequestNumbers()
         self.started: set[int] = set()
         self._ended: set[int] = set()
-        self.pulse: Pulse | None = None
-        self.known = 0  # of its decisions
+        self.last_heartbeat: Heartbeat | None = None
+        self.decisions_received = 0  # of its decisions
         self.sending = 0  # requests without an answer
         self.over: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self._sinks: dict[int, Items] = {}
@@ -61,20 +61,20 @@ class RunningLife:
     def attach(self, channel: Connection) -> None:
         """Use a channel; its end is the end of this life."""
         self._channel = channel
-        channel.when_closed(lambda: self.end("its process or its node has gone"))
+        channel.on_closed(lambda: self.end("its process or its node has gone"))
 
     def begin(self, number: int, channel: Connection) -> bool:
         """Whether the host may begin a request; from here on it may have begun."""
-        if self.over.done() or not self.numbers.waits_for(number) or channel.hung_up:
+        if self.over.done() or not self.numbers.is_outstanding(number) or channel.peer_closed:
             return False
         self.started.add(number)
-        if len(self.started) > 2 * self.numbers.open + 256:
-            self.started = {n for n in self.started if n >= self.numbers.floor}
+        if len(self.started) > 2 * self.numbers.outstanding + 256:
+            self.started = {n for n in self.started if n >= self.numbers.ack_watermark}
         return True
 
     def note_ended(self, number: int, _: Connection) -> None:
         """The host has sent the answer to a request."""
-        if self.numbers.waits_for(number):
+        if self.numbers.is_outstanding(number):
             self._ended.add(number)
 
     def silent(self, number: int) -> bool:
@@ -93,8 +93,8 @@ class RunningLife:
 
     def sink(self, number: int) -> Items:
         """Where the items of a request go."""
-        made = self._sinks[number] = Items()
-        return made
+        items = self._sinks[number] = Items()
+        return items
 
     def drop(self, number: int) -> None:
         """Forget a request's items."""
@@ -103,7 +103,7 @@ class RunningLife:
     def release(self, key: str) -> None:
         """Free a kept tensor, from whatever thread collected its handle."""
         if not self.over.done() and not self._loop.is_closed():
-            self._loop.call_soon_threadsafe(self.channel.tell, "free", key)
+            self._loop.call_soon_threadsafe(self.channel.notify, "free", key)
 
     def end(self, why: str) -> None:
         """Say that the life is over."""
@@ -147,7 +147,7 @@ class Items:
         return self._items[self._taken : count]
 
 
-class Lifetimes:
+class RestartPolicy:
     """The crash-loop breaker: how long to wait before the next life, and when to give up.
 
     More than `Settings.max_restarts` deaths within five minutes are too many; each death within that time
@@ -155,75 +155,76 @@ class Lifetimes:
     """
 
     def __init__(self, settings: Settings, clock: Clock) -> None:
-        self._most = settings.max_restarts
+        self._max_restarts = settings.max_restarts
         self._clock = clock
-        self._deaths: list[float] = []
+        self._crashes: list[float] = []
         self.restarts = 0
 
-    def died(self) -> bool:
+    def record_crash(self) -> bool:
         """Note a death; False where there shall be no further life."""
-        now = self._clock.now()
-        self._deaths = [at for at in self._deaths if now - at < WINDOW_S] + [now]
-        if len(self._deaths) > self._most:
+        now_s = self._clock.now()
+        self._crashes = [crash_s for crash_s in self._crashes if now_s - crash_s < WINDOW_S] + [now_s]
+        if len(self._crashes) > self._max_restarts:
             return False
         self.restarts += 1
         return True
 
-    def restarted(self) -> None:
+    def record_restart(self) -> None:
         """Note a restart on request."""
         self.restarts += 1
 
-    def forgive(self) -> None:
+    def reset(self) -> None:
         """Forget every death: somebody wants it to begin anew."""
-        self._deaths.clear()
+        self._crashes.clear()
         self.restarts += 1
 
     @property
     def verdict(self) -> str:
         """Why there is no further life."""
-        return (
-            f"it died {len(self._deaths)} times within {WINDOW_S:.0f} s, more than max_restarts={self._most}"
-        )
+        times, most = len(self._crashes), self._max_restarts
+        return f"it died {times} times within {WINDOW_S:.0f} s, more than max_restarts={most}"
 
     @property
     def delay_s(self) -> float:
         """Seconds to wait before the next life."""
-        now = self._clock.now()
-        recent = sum(now - at < WINDOW_S for at in self._deaths)
+        now_s = self._clock.now()
+        recent = sum(now_s - crash_s < WINDOW_S for crash_s in self._crashes)
         return 0.0 if recent < 2 else min(FIRST_DELAY_S * 2.0 ** (recent - 2), MAX_DELAY_S)
 
 
-def learned(spec: Spec, started: Life) -> Spec:
+def with_quarantined(spec: DeviceSpec, started: StartReport) -> DeviceSpec:
     """What the next life begins with, now that this one has said what the last one died of."""
-    if started.blamed or started.condemned:
-        log.warning("device.blamed", device=spec.name, kernels=started.blamed, quarantined=started.condemned)
-    condemned = tuple(dict.fromkeys((*spec.condemned, *started.condemned)))
+    if started.suspects or started.quarantined:
+        log.warning(
+            "device.suspects", device=spec.name, kernels=started.suspects, quarantined=started.quarantined
+        )
+    condemned = tuple(dict.fromkeys((*spec.quarantined, *started.quarantined)))
     return msgspec.structs.replace(spec, condemned=condemned)
 
 
-def remembered(spec: Spec, pulse: Pulse) -> Spec:
+def with_decisions(spec: DeviceSpec, heartbeat: Heartbeat) -> DeviceSpec:
     """What the next life begins with, with the decisions that a sign of life has told."""
-    told = {repr(request): request for request in (*spec.decided, *pulse.decided)}
-    return msgspec.structs.replace(spec, decided=tuple(told.values())[-MAX_DECIDED:])
+    requests = {repr(request): request for request in (*spec.decided, *heartbeat.decided)}
+    return msgspec.structs.replace(spec, decided=tuple(requests.values())[-MAX_DECIDED:])
 
 
 def health_of(
-    device: Any, life: RunningLife | None, facts: DeviceFacts | None, restarts: int, why: str
+    device: Any, incarnation: ActorIncarnation | None, facts: DeviceFacts | None, restarts: int, why: str
 ) -> DeviceHealth:
     """How a device is, as of the last sign of its life."""
-    pulse = None if life is None else life.pulse
-    flight = pulse.flights[0] if pulse is not None and pulse.flights else None
+    heartbeat = None if incarnation is None else incarnation.last_heartbeat
+    longest = heartbeat.running[0] if heartbeat is not None and heartbeat.running else None
     return DeviceHealth(
         name=device.name,
         state=device.state,
-        generation="" if life is None else life.generation,
+        incarnation="" if incarnation is None else incarnation.incarnation,
         node="" if facts is None else facts.node,
         pid=0 if facts is None else facts.pid,
-        in_flight=0 if pulse is None else pulse.in_flight,
+        in_flight=0 if heartbeat is None else heartbeat.in_flight,
         waiting=device.load,
         restarts=restarts,
-        kernel="" if flight is None else flight.kernel,
-        kernel_s=0.0 if flight is None else flight.seconds,
-        blocked={} if pulse is None else pulse.blocked,
+        kernel="" if longest is None else longest.kernel,
+        kernel_s=0.0 if longest is None else longest.seconds,
+        blocked={} if heartbeat is None else heartbeat.blocked,
         why=why,
     )

@@ -9,10 +9,10 @@ from typing import Any
 from torch import Tensor
 
 from layerzero.actors.remote.ray_actor import Kind
-from layerzero.actors.remote.restarts import LostLife, RunningLife
-from layerzero.actors.rpc.parcels import Parcel, Payload, parcelled, unpacked
-from layerzero.actors.rpc.server import Envelope, Outcome
-from layerzero.actors.rpc.tensors import Cargo
+from layerzero.actors.remote.restarts import ActorIncarnation, IncarnationLost
+from layerzero.actors.rpc.parcels import Payload, StoredPayload, payload_bytes, to_payload
+from layerzero.actors.rpc.server import CallOutcome, Envelope
+from layerzero.actors.rpc.tensors import TensorPayload
 from layerzero.spec.errors import DeadlineExceededError, DeviceLostError
 
 _GRACE_S = 1.0
@@ -30,13 +30,13 @@ class Sender:
     async def send(
         self,
         actor: Any,
-        life: RunningLife,
+        incarnation: ActorIncarnation,
         number: int,
         kind: Kind,
         payload: Payload,
-        cargo: Any,
+        tensor_payload: Any,
         deadline: float | None,
-    ) -> Outcome:
+    ) -> CallOutcome:
         """The outcome of one request in one life, sent as often as it takes.
 
         Ray needs seconds to report a lost message. The channel says at once that a request begins and that
@@ -47,53 +47,62 @@ class Sender:
         """
         loop = asyncio.get_running_loop()
         replies: set[asyncio.Future[Any]] = set()
-        coming: asyncio.Future[Outcome] | None = None  # the answer, of which a long value is on its way
+        fetching: asyncio.Future[CallOutcome] | None = None  # the answer, of which a long value is on its way
         patience = _RESEND_S
-        life.sending += 1
+        incarnation.sending += 1
         try:
             while True:
-                left = None if deadline is None else deadline - loop.time()
-                if left is not None and left < -_GRACE_S:
-                    life.channel.tell("cancel", (self._client, number))
+                remaining_s = None if deadline is None else deadline - loop.time()
+                if remaining_s is not None and remaining_s < -_GRACE_S:
+                    incarnation.channel.notify("cancel", (self._client, number))
                     raise DeadlineExceededError(f"device {self._device!r} did not answer in time")
-                if not replies or (coming is None and life.silent(number)):
-                    ref = actor.serve.remote(self._envelope(life, number, left), kind, payload, cargo)
-                    replies.add(asyncio.ensure_future(value(ref)))
-                wait_s = patience if left is None else min(patience, max(0.0, left) + _GRACE_S)
+                if not replies or (fetching is None and incarnation.silent(number)):
+                    ref = actor.serve.remote(
+                        self._envelope(incarnation, number, remaining_s), kind, payload, tensor_payload
+                    )
+                    replies.add(asyncio.ensure_future(await_ref(ref)))
+                wait_s = patience if remaining_s is None else min(patience, max(0.0, remaining_s) + _GRACE_S)
                 done, _ = await asyncio.wait(
-                    {*replies, life.over}, timeout=wait_s, return_when=asyncio.FIRST_COMPLETED
+                    {*replies, incarnation.over}, timeout=wait_s, return_when=asyncio.FIRST_COMPLETED
                 )
-                for reply in done - {life.over}:
+                for reply in done - {incarnation.over}:
                     replies.discard(reply)
-                    outcome = _replied(reply)
-                    if reply is coming:
-                        coming = None
-                    if outcome is None or coming is not None:
+                    outcome = _outcome_of(reply)
+                    if reply is fetching:
+                        fetching = None
+                    if outcome is None or fetching is not None:
                         continue
-                    if isinstance(outcome.value, Parcel):
-                        coming = asyncio.ensure_future(_whole(outcome))
-                        replies.add(coming)
+                    if isinstance(outcome.value, StoredPayload):
+                        fetching = asyncio.ensure_future(_with_fetched_value(outcome))
+                        replies.add(fetching)
                         continue
                     if outcome.status == "stale":
-                        life.end(f"it is over: {outcome.detail}")
+                        incarnation.end(f"it is over: {outcome.detail}")
                         break
                     return outcome
-                if life.over.done():
-                    raise LostLife(life.over.result())
+                if incarnation.over.done():
+                    raise IncarnationLost(incarnation.over.result())
                 patience = min(patience * 2, _RESEND_MAX_S)
         except asyncio.CancelledError:
-            life.channel.tell("cancel", (self._client, number))
+            incarnation.channel.notify("cancel", (self._client, number))
             raise
         finally:
             for reply in replies:
                 reply.cancel()
-            life.sending -= 1
-            life.forget(number)
+            incarnation.sending -= 1
+            incarnation.forget(number)
 
-    def _envelope(self, life: RunningLife, number: int, left: float | None) -> Envelope:
-        numbers = life.numbers
-        left = None if left is None else max(0.0, left)
-        return Envelope(self._client, number, numbers.floor, life.generation, numbers.settled(), left)
+    def _envelope(self, incarnation: ActorIncarnation, number: int, remaining_s: float | None) -> Envelope:
+        numbers = incarnation.numbers
+        remaining_s = None if remaining_s is None else max(0.0, remaining_s)
+        return Envelope(
+            self._client,
+            number,
+            numbers.ack_watermark,
+            incarnation.incarnation,
+            numbers.take_acks(),
+            remaining_s,
+        )
 
 
 def payload_of(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Payload:
@@ -110,33 +119,33 @@ def payload_of(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, 
         raise TypeError(
             f"{name} and its arguments need to travel to the device, and cannot: {error}"
         ) from error
-    return parcelled(data)
+    return to_payload(data)
 
 
-async def _whole(outcome: Outcome) -> Outcome:
-    return Outcome(outcome.status, await unpacked(outcome.value), outcome.detail)
+async def _with_fetched_value(outcome: CallOutcome) -> CallOutcome:
+    return CallOutcome(outcome.status, await payload_bytes(outcome.value), outcome.detail)
 
 
-def opened(outcome: Outcome) -> Outcome:
+def unpickled(outcome: CallOutcome) -> CallOutcome:
     """The outcome with its value unpacked."""
     if outcome.status in ("done", "failed", "lost"):
         from ray import cloudpickle
 
-        return Outcome(outcome.status, cloudpickle.loads(outcome.value), outcome.detail)
+        return CallOutcome(outcome.status, cloudpickle.loads(outcome.value), outcome.detail)
     return outcome
 
 
-async def loaded(tensor: Tensor) -> Cargo:
+async def pack_tensor(tensor: Tensor) -> TensorPayload:
     """A kept tensor, as it leaves its process; runs in the actor."""
-    return Cargo.load(tensor)
+    return TensorPayload.pack(tensor)
 
 
-def _replied(reply: asyncio.Future[Any]) -> Outcome | None:
+def _outcome_of(reply: asyncio.Future[Any]) -> CallOutcome | None:
     """The outcome, or None where Ray says that the message, its answer or what that refers to was lost."""
     from ray import exceptions
 
     try:
-        outcome: Outcome = reply.result()
+        outcome: CallOutcome = reply.result()
     except (exceptions.RayActorError, exceptions.ObjectLostError):
         return None
     return outcome
@@ -168,6 +177,6 @@ def lost_tensor(error: Any) -> Exception:
     return DeviceLostError(str(cause), retryable=False) if isinstance(cause, LookupError) else cause
 
 
-async def value(ref: Any) -> Any:
+async def await_ref(ref: Any) -> Any:
     """An object reference as a coroutine, which is what asyncio's functions take."""
     return await ref

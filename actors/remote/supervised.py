@@ -15,32 +15,34 @@ from typing import Any
 from layerzero._util import log
 from layerzero._util.clock import Clock, MonotonicClock
 from layerzero._util.fork_safety import renew_after_fork
-from layerzero.actors.remote.ray_actor import Life, Spec
-from layerzero.actors.remote.restarts import Lifetimes, RunningLife, learned, remembered
-from layerzero.actors.remote.sending import Sender, opened, value
+from layerzero.actors.remote.ray_actor import DeviceSpec, StartReport
+from layerzero.actors.remote.restarts import ActorIncarnation, RestartPolicy, with_decisions, with_quarantined
+from layerzero.actors.remote.sending import Sender, await_ref, unpickled
 from layerzero.actors.rpc.channel import connect
 from layerzero.actors.rpc.client import DeviceFacts, DeviceState
 from layerzero.actors.rpc.connection import Handler
 from layerzero.actors.rpc.frames import Address
 from layerzero.actors.rpc.parcels import Payload
-from layerzero.actors.rpc.settling import settle
+from layerzero.actors.rpc.settling import result_of
 from layerzero.spec.errors import DeadlineExceededError, DeviceLostError, RuntimeClosedError
 
 PAUSE_S = 0.02
 _START_S = 1.0
 _STARTS = 8
 _LAST_S = 5.0
-PULSE_S = 0.25
+HEARTBEAT_S = 0.25
 
 
 class SupervisedDevice:
-    """What a fleet knows of a device that lives in a Ray actor; `RayDevice` sends it requests.
+    """What a device pool knows of a device that lives in a Ray actor; `RayDevice` sends it requests.
 
     `make` creates the actor; it is called once, and again only if Ray has given the actor up. All state
     belongs to the event loop that called `open`.
     """
 
-    def __init__(self, spec: Spec, make: Callable[[], Any], *, node: str, clock: Clock | None = None) -> None:
+    def __init__(
+        self, spec: DeviceSpec, make: Callable[[], Any], *, node: str, clock: Clock | None = None
+    ) -> None:
         self.name = spec.name
         self.state = DeviceState.STARTING
         self._spec = spec
@@ -50,14 +52,14 @@ class SupervisedDevice:
         self._sender = Sender(spec.name, self._client)
         self._actor: Any = None
         self._facts: DeviceFacts | None = None
-        self._life: RunningLife | None = None
+        self._incarnation: ActorIncarnation | None = None
         self._serving = asyncio.Event()
-        self._lifetimes = Lifetimes(spec.settings, clock or MonotonicClock())
+        self._restart_policy = RestartPolicy(spec.settings, clock or MonotonicClock())
         self._prepared: list[Payload] = []
         self._why = ""
         self._supervisor: asyncio.Task[None] | None = None
         self._watching: asyncio.Task[None] | None = None
-        self._planned = False
+        self._restart_requested = False
         self._forked = False
         renew_after_fork(self)
 
@@ -83,15 +85,15 @@ class SupervisedDevice:
 
         Raises: DeviceLostError: the device is between two lives.
         """
-        life = self._life
-        if life is None or life.over.done():
+        incarnation = self._incarnation
+        if incarnation is None or incarnation.over.done():
             raise DeviceLostError(f"device {self.name!r} is {self.state.value}", retryable=True)
-        return life.address
+        return incarnation.address
 
     @property
     def load(self) -> int:
         """Calls sent and not answered."""
-        return 0 if self._life is None else self._life.numbers.open
+        return 0 if self._incarnation is None else self._incarnation.numbers.outstanding
 
     @property
     def actor(self) -> Any:
@@ -100,7 +102,7 @@ class SupervisedDevice:
 
     # -- lives -----------------------------------------------------------------------------------
 
-    async def back(self) -> None:
+    async def wait_until_serving(self) -> None:
         """Wait until it serves, or never will."""
         await self._serving.wait()
 
@@ -126,31 +128,31 @@ class SupervisedDevice:
         """Begin a life, wait until it is over, begin the next, until closed or given up."""
         while self.state is not DeviceState.CLOSED:
             try:
-                life = await self._begin()
+                incarnation = await self._begin_incarnation()
             except Exception as error:
                 cause = getattr(error, "cause", error)  # Ray's own text is the actor's whole traceback
-                if not self._again(f"{type(cause).__name__}: {cause}"):
+                if not self._note_end(f"{type(cause).__name__}: {cause}"):
                     return
                 continue
             self.state = DeviceState.RUNNING
             self._serving.set()
-            self._watching = asyncio.get_running_loop().create_task(self._watch(life))
-            why = await asyncio.shield(life.over)
+            self._watching = asyncio.get_running_loop().create_task(self._watch(incarnation))
+            why = await asyncio.shield(incarnation.over)
             self._watching.cancel()
-            if not self._again(why):
+            if not self._note_end(why):
                 return
 
-    def _again(self, why: str) -> bool:
+    def _note_end(self, why: str) -> bool:
         """Note the end of a life; False where there shall be no other."""
         if self.state is DeviceState.CLOSED:
             return False
         self._serving.clear()
         self._why = why
-        planned, self._planned = self._planned, False
+        planned, self._restart_requested = self._restart_requested, False
         if not planned:
             log.warning("device.lost", device=self.name, why=why)
-            if not self._lifetimes.died():
-                self._give_up(f"{self._lifetimes.verdict}; the last time: {why}")
+            if not self._restart_policy.record_crash():
+                self._give_up(f"{self._restart_policy.verdict}; the last time: {why}")
                 return False
         self.state = DeviceState.RESTARTING
         return True
@@ -161,93 +163,96 @@ class SupervisedDevice:
         self._serving.set()  # whoever waits is to see that it will not come
         self._kill(restart=False)
 
-    async def _started(self) -> Life:
+    async def _start_actor(self) -> StartReport:
         """What the actor's `start` answers; asked again, for Ray needs seconds to miss a message."""
-        asked: set[asyncio.Future[Life]] = set()
+        attempts: set[asyncio.Future[StartReport]] = set()
         try:
             while True:
-                if len(asked) < _STARTS:
-                    asked.add(asyncio.ensure_future(value(self._actor.start.remote(self._spec))))
-                done, _ = await asyncio.wait(asked, timeout=_START_S, return_when=asyncio.FIRST_COMPLETED)
-                for answer in done:
-                    return answer.result()
+                if len(attempts) < _STARTS:
+                    attempts.add(asyncio.ensure_future(await_ref(self._actor.start.remote(self._spec))))
+                done, _ = await asyncio.wait(attempts, timeout=_START_S, return_when=asyncio.FIRST_COMPLETED)
+                for attempt_done in done:
+                    return attempt_done.result()
                 self._why = "its process has not come back: no node has room for it, or it is still starting"
         finally:
-            for question in asked:
-                question.cancel()
+            for attempt in attempts:
+                attempt.cancel()
 
-    async def _begin(self) -> RunningLife:
+    async def _begin_incarnation(self) -> ActorIncarnation:
         from ray import exceptions
 
-        await asyncio.sleep(self._lifetimes.delay_s)
-        old = self._life
+        await asyncio.sleep(self._restart_policy.delay_s)
+        old = self._incarnation
         until = asyncio.get_running_loop().time() + _LAST_S
         while True:
             try:
-                started = await self._started()
+                started = await self._start_actor()
             except exceptions.ActorUnavailableError:
                 await asyncio.sleep(PAUSE_S)
                 continue
             except exceptions.ActorDiedError:
                 self._actor = self._make()
                 continue
-            if old is None or started.facts.generation != old.generation:
+            if old is None or started.facts.incarnation != old.incarnation:
                 break
             # The old process: it has not noticed yet that it was killed, or only its channel has ended.
             if asyncio.get_running_loop().time() > until:
                 self._kill(restart=True)
                 until += _LAST_S
             await asyncio.sleep(PAUSE_S)
-        life = RunningLife(started.facts.generation, started.address)
+        incarnation = ActorIncarnation(started.facts.incarnation, started.address)
         handlers: dict[str, Handler] = {
-            "begin": life.begin,
-            "ended": life.note_ended,
-            "item": life.note_item,
+            "begin": incarnation.begin,
+            "ended": incarnation.note_ended,
+            "item": incarnation.note_item,
         }
         channel = await connect(started.address, client=self._client, node=self._node, handlers=handlers)
-        life.attach(channel)
-        self._life, self._facts = life, started.facts
-        self._spec = learned(self._spec, started)
+        incarnation.attach(channel)
+        self._incarnation, self._facts = incarnation, started.facts
+        self._spec = with_quarantined(self._spec, started)
         for payload in self._prepared:
-            number = life.numbers.take()
-            outcome = await self._sender.send(self._actor, life, number, "call", payload, None, None)
-            life.numbers.settle(number)
-            settle(opened(outcome), self.name)
+            number = incarnation.numbers.new_number()
+            outcome = await self._sender.send(self._actor, incarnation, number, "call", payload, None, None)
+            incarnation.numbers.ack(number)
+            result_of(unpickled(outcome), self.name)
         if self._prepared:  # a kernel that a preparation registered makes every verdict new
-            await life.channel.ask("decide")
-        return life
+            await incarnation.channel.request("decide")
+        return incarnation
 
-    async def _watch(self, life: RunningLife) -> None:
+    async def _watch(self, incarnation: ActorIncarnation) -> None:
         """Ask for signs of life; end a life that gives none, or whose kernel does not end."""
         limit = self._spec.settings.hang_s
-        while not life.over.done():
+        while not incarnation.over.done():
             try:
-                pulse = await asyncio.wait_for(value(self._actor.pulse.remote(life.known)), limit)
+                heartbeat = await asyncio.wait_for(
+                    await_ref(self._actor.heartbeat.remote(incarnation.decisions_received)), limit
+                )
             except TimeoutError:
-                self._hang(life, f"gave no sign of life for {limit} s")
+                self._hang(incarnation, f"gave no sign of life for {limit} s")
                 return
             except Exception as error:
                 # The end of the channel tells a death; an error of Ray's alone may be a lost message.
-                log.debug("device.pulse_lost", device=self.name, error=str(error)[:200])
-                await asyncio.sleep(PULSE_S)
+                log.debug("device.heartbeat_lost", device=self.name, error=str(error)[:200])
+                await asyncio.sleep(HEARTBEAT_S)
                 continue
-            if pulse is not None and pulse.generation == life.generation:
-                life.pulse = pulse
-                life.known += len(pulse.decided)
-                if pulse.decided:
-                    self._spec = remembered(self._spec, pulse)
-                if pulse.flights and pulse.flights[0].seconds > limit:
-                    flight = pulse.flights[0]
+            if heartbeat is not None and heartbeat.generation == incarnation.incarnation:
+                incarnation.last_heartbeat = heartbeat
+                incarnation.decisions_received += len(heartbeat.decided)
+                if heartbeat.decided:
+                    self._spec = with_decisions(self._spec, heartbeat)
+                if heartbeat.flights and heartbeat.flights[0].seconds > limit:
+                    longest = heartbeat.flights[0]
                     self._hang(
-                        life, f"kernel {flight.kernel} has run for {flight.seconds:.1f} s, above {limit} s"
+                        incarnation,
+                        f"kernel {longest.kernel} has run for {longest.seconds:.1f} s, above {limit} s",
                     )
                     return
-            await asyncio.sleep(PULSE_S)
+            await asyncio.sleep(HEARTBEAT_S)
 
-    def _hang(self, life: RunningLife, why: str) -> None:
+    def _hang(self, incarnation: ActorIncarnation, why: str) -> None:
         self.state = DeviceState.HUNG
         log.error("device.hung", device=self.name, why=why)
-        life.end(why)
+        incarnation.end(why)
         self._kill(restart=True)
 
     def _kill(self, *, restart: bool) -> None:
@@ -263,7 +268,7 @@ class SupervisedDevice:
                 "process's own with layerzero.start(), or start the child before the runtime"
             )
 
-    async def _alive(self, deadline: float | None, wait: bool = True) -> RunningLife:
+    async def _serving_incarnation(self, deadline: float | None, wait: bool = True) -> ActorIncarnation:
         """The present life, waiting for it while the device restarts.
 
         Raises: RuntimeClosedError, DeviceLostError, DeadlineExceededError.
@@ -272,9 +277,9 @@ class SupervisedDevice:
         loop = asyncio.get_running_loop()
         if not self._serving.is_set():
             patience = self._spec.settings.placement_timeout_s if wait else 0.0
-            left = patience if deadline is None else min(patience, deadline - loop.time())
+            timeout_s = patience if deadline is None else min(patience, deadline - loop.time())
             try:
-                await asyncio.wait_for(self._serving.wait(), max(0.0, left))
+                await asyncio.wait_for(self._serving.wait(), max(0.0, timeout_s))
             except TimeoutError:
                 if deadline is not None and loop.time() >= deadline:
                     raise DeadlineExceededError(
@@ -293,21 +298,21 @@ class SupervisedDevice:
                 f"device {self.name!r} takes no call now: it is draining; nothing ran, try another device",
                 retryable=True,
             )
-        assert self._life is not None
-        return self._life
+        assert self._incarnation is not None
+        return self._incarnation
 
     async def drain(self, timeout_s: float) -> bool:
         """Take no more calls; those that run end."""
         if self.state is DeviceState.RUNNING:
             self.state = DeviceState.DRAINING
-        return await self._asked_to_drain(timeout_s)
+        return await self._request_drain(timeout_s)
 
-    async def _asked_to_drain(self, timeout_s: float) -> bool:
-        life = self._life
-        if life is None or life.over.done():
+    async def _request_drain(self, timeout_s: float) -> bool:
+        incarnation = self._incarnation
+        if incarnation is None or incarnation.over.done():
             return False
         try:
-            return bool(await life.channel.ask("drain", timeout_s))
+            return bool(await incarnation.channel.request("drain", timeout_s))
         except DeviceLostError:
             return False
 
@@ -323,36 +328,36 @@ class SupervisedDevice:
             return
         if self.state is DeviceState.DRAINING:
             self.state = DeviceState.RUNNING  # it took no calls for the sake of this restart
-        life = await self._alive(None)
+        incarnation = await self._serving_incarnation(None)
         self.state = DeviceState.RESTARTING
         self._serving.clear()  # calls wait for the next life instead of being refused
-        await self._asked_to_drain(drain_s)
-        await self._answered(life, max(drain_s, _LAST_S))
-        self._planned = True  # before the goodbye, whose end of the channel is no death
-        self._lifetimes.restarted()
-        await self._leave(life)
-        life.end("restarted on request")
+        await self._request_drain(drain_s)
+        await self._wait_for_answers(incarnation, max(drain_s, _LAST_S))
+        self._restart_requested = True  # before the goodbye, whose end of the channel is no death
+        self._restart_policy.record_restart()
+        await self._request_leave(incarnation)
+        incarnation.end("restarted on request")
         self._kill(restart=True)
-        await self._alive(None)
+        await self._serving_incarnation(None)
 
     async def _revive(self) -> None:
-        self._lifetimes.forgive()
+        self._restart_policy.reset()
         self.state = DeviceState.RESTARTING
         self._serving.clear()
         # It finds that Ray has given the actor up, and makes another.
         self._supervisor = asyncio.get_running_loop().create_task(self._supervise())
-        await self._alive(None)
+        await self._serving_incarnation(None)
 
-    async def _answered(self, life: RunningLife, most_s: float) -> None:
+    async def _wait_for_answers(self, incarnation: ActorIncarnation, max_s: float) -> None:
         """Wait for the answers of what has ended there: one that was lost is asked for again."""
-        now = asyncio.get_running_loop().time
-        until = now() + most_s
-        while life.sending and not life.over.done() and now() < until:  # noqa: ASYNC110
+        clock = asyncio.get_running_loop().time
+        until = clock() + max_s
+        while incarnation.sending and not incarnation.over.done() and clock() < until:  # noqa: ASYNC110
             await asyncio.sleep(PAUSE_S)
 
-    async def _leave(self, life: RunningLife) -> None:
+    async def _request_leave(self, incarnation: ActorIncarnation) -> None:
         with suppress(Exception):  # a process that cannot say goodbye is ended all the same
-            await asyncio.wait_for(life.channel.ask("leave"), _LAST_S)
+            await asyncio.wait_for(incarnation.channel.request("leave"), _LAST_S)
 
     async def close(self) -> None:
         """End the actor for good."""
@@ -363,7 +368,7 @@ class SupervisedDevice:
         for task in (self._supervisor, self._watching):
             if task is not None:
                 task.cancel()
-        if self._life is not None:
-            await self._leave(self._life)
-            self._life.end("closed")
+        if self._incarnation is not None:
+            await self._request_leave(self._incarnation)
+            self._incarnation.end("closed")
         self._kill(restart=False)

@@ -21,8 +21,8 @@ from layerzero._util import log
 from layerzero.actors.rpc.connection import Connection, Handler
 from layerzero.actors.rpc.frames import Address
 
-MAX_STRANGERS = 32  # connections without a handshake; one takes a round trip
-_TELL_S = 10.0
+MAX_UNAUTHENTICATED = 32  # connections without a handshake; one takes a round trip
+_LOG_EVERY_S = 10.0
 
 
 class Listener:
@@ -42,9 +42,9 @@ class Listener:
         self._secret = secret
         self._folder = ""
         self._servers: list[asyncio.Server] = []
-        self._strangers: dict[Connection, None] = {}  # the latest last
+        self._unauthenticated: dict[Connection, None] = {}  # the latest last
         self._refused = 0
-        self._told_at = -_TELL_S
+        self._logged_at_s = -_LOG_EVERY_S
         self.connections: dict[str, Connection] = {}
 
     async def open(self) -> Address:
@@ -57,7 +57,7 @@ class Listener:
             self._folder = tempfile.mkdtemp(prefix="lz-")  # 0700
             path = os.path.join(self._folder, "channel")
         if path:
-            self._servers.append(await loop.create_unix_server(self._accept, _bound(path)))
+            self._servers.append(await loop.create_unix_server(self._accept, _socket_name(path)))
         tcp = await loop.create_server(self._accept, self._host, 0)
         self._servers.append(tcp)
         port = tcp.sockets[0].getsockname()[1]
@@ -68,30 +68,30 @@ class Listener:
             self._handlers,
             secret=self._secret,
             client=None,
-            made=self._made,
-            opened=self._opened,
-            ended=self._ended,
+            on_connect=self._on_connect,
+            on_ready=self._on_ready,
+            on_close=self._on_close,
         )
 
-    def _made(self, connection: Connection) -> None:
-        self._strangers[connection] = None
-        if len(self._strangers) > MAX_STRANGERS:
-            first = next(iter(self._strangers))
-            del self._strangers[first]
-            first.refuse(f"no handshake before {MAX_STRANGERS} others came")
+    def _on_connect(self, connection: Connection) -> None:
+        self._unauthenticated[connection] = None
+        if len(self._unauthenticated) > MAX_UNAUTHENTICATED:
+            first = next(iter(self._unauthenticated))
+            del self._unauthenticated[first]
+            first.refuse(f"no handshake before {MAX_UNAUTHENTICATED} others came")
 
-    def _opened(self, connection: Connection) -> None:
-        self._strangers.pop(connection, None)
+    def _on_ready(self, connection: Connection) -> None:
+        self._unauthenticated.pop(connection, None)
         self.connections[connection.peer] = connection
 
-    def _ended(self, connection: Connection) -> None:
-        self._strangers.pop(connection, None)
+    def _on_close(self, connection: Connection) -> None:
+        self._unauthenticated.pop(connection, None)
         if connection.refused and not connection.peer:
             self._refused += 1
-            now = asyncio.get_running_loop().time()
-            if now - self._told_at >= _TELL_S:
-                log.warning("channel.strangers", refused=self._refused, last=connection.refused)
-                self._refused, self._told_at = 0, now
+            now_s = asyncio.get_running_loop().time()
+            if now_s - self._logged_at_s >= _LOG_EVERY_S:
+                log.warning("channel.unauthenticated", refused=self._refused, last=connection.refused)
+                self._refused, self._logged_at_s = 0, now_s
         if self.connections.get(connection.peer) is connection:
             del self.connections[connection.peer]
 
@@ -99,7 +99,7 @@ class Listener:
         """Stop listening and end every connection."""
         for server in self._servers:
             server.close()
-        for connection in [*self.connections.values(), *self._strangers]:
+        for connection in [*self.connections.values(), *self._unauthenticated]:
             connection.close()
         if self._folder:
             shutil.rmtree(self._folder, ignore_errors=True)
@@ -120,22 +120,22 @@ async def connect(
     connection: Connection | None = None
     if address.path and address.node == node:
         with suppress(OSError):  # another network namespace, or another folder of temporary files
-            _, connection = await loop.create_unix_connection(made, _bound(address.path))
+            _, connection = await loop.create_unix_connection(made, _socket_name(address.path))
     if connection is None:
         _, connection = await loop.create_connection(made, address.host, address.port)
         with suppress(OSError):
-            _quick(connection)
+            _set_socket_options(connection)
     await connection.ready
     connection.peer = f"{address.host}:{address.port}"
     return connection
 
 
-def _bound(path: str) -> str:
+def _socket_name(path: str) -> str:
     """The name of a socket as the system takes it: an abstract one begins with a zero byte."""
     return path.replace("@", "\0", 1) if path.startswith("@") else path
 
 
-def _quick(connection: Connection) -> None:
+def _set_socket_options(connection: Connection) -> None:
     import socket
 
     raw = connection._transport.get_extra_info("socket")

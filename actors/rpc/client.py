@@ -1,4 +1,5 @@
-"""What a fleet asks of a device, wherever the device lives: in this process or in an actor of a cluster.
+"""What a device pool asks of a device, wherever the device lives: in this process or in an actor of a
+cluster.
 
 `DevicePort` has two implementations with the same semantics and the same errors: `LocalPort`
 (`inprocess.py`), which imports no ray, and `RayDevice` (`ray_device.py`). One suite of tests runs over both.
@@ -41,7 +42,7 @@ class DeviceFacts(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     name: str
-    generation: str
+    incarnation: str
     node: str
     pid: int
     device: str
@@ -59,7 +60,7 @@ class DeviceHealth(msgspec.Struct, frozen=True, kw_only=True):
 
     name: str
     state: DeviceState
-    generation: str = ""
+    incarnation: str = ""
     node: str = ""
     pid: int = 0
     in_flight: int = 0
@@ -71,8 +72,8 @@ class DeviceHealth(msgspec.Struct, frozen=True, kw_only=True):
     why: str = ""
 
 
-class DevicePort(Protocol):
-    """One device as its fleet sees it.
+class DeviceClient(Protocol):
+    """One device as its pool sees it.
 
     All of its coroutines run on the event loop that opened it. `LayerZeroError`s and the hosted code's own
     exceptions arrive as they were raised, whichever process raised them.
@@ -80,7 +81,7 @@ class DevicePort(Protocol):
 
     @property
     def name(self) -> str:
-        """The device's name in its fleet."""
+        """The device's name in its pool."""
         ...
 
     @property
@@ -98,7 +99,7 @@ class DevicePort(Protocol):
         """Calls sent and not answered."""
         ...
 
-    async def back(self) -> None:
+    async def wait_until_serving(self) -> None:
         """Wait until it serves again, or never will; returns at once where it does."""
         ...
 

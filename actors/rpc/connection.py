@@ -26,11 +26,11 @@ from layerzero.actors.rpc.frames import (
     ERRORS,
     UNREADABLE,
     UNWRITABLE,
-    Answer,
-    Ask,
     Challenge,
     Greeting,
-    Note,
+    Notification,
+    RpcRequest,
+    RpcResponse,
     decode,
     encode,
 )
@@ -42,7 +42,7 @@ MAX_ERROR = 1 << 16  # characters of an error's text
 _PREFIX = 4
 _HANDSHAKE_S = 10.0
 _QUICK_S = 250e-6
-_SPOT_MS = 1  # the finest that poll counts in; select is finer, and costs a fifth of a round trip
+_SPIN_MS = 1  # the finest that poll counts in; select is finer, and costs a fifth of a round trip
 _TURN_S = 1e-3
 _CHUNK = 1 << 16
 _GONE = 0 if sys.platform == "win32" else select.POLLHUP | select.POLLERR | getattr(select, "POLLRDHUP", 0)
@@ -64,30 +64,30 @@ class Connection(asyncio.Protocol):
         *,
         secret: bytes,
         client: str | None,
-        made: Callable[[Connection], None] | None = None,
-        opened: Callable[[Connection], None] | None = None,
-        ended: Callable[[Connection], None] | None = None,
+        on_connect: Callable[[Connection], None] | None = None,
+        on_ready: Callable[[Connection], None] | None = None,
+        on_close: Callable[[Connection], None] | None = None,
     ) -> None:
         self._handlers = handlers
         self._secret = secret
         self._client = client
-        self._made = made
-        self._opened = opened
-        self._ended = ended
+        self._on_connect = on_connect
+        self._on_ready = on_ready
+        self._on_close = on_close
         self._buffer = bytearray()
         self._nonce = secrets.token_bytes(32) if client is None else b""
-        self._asked: dict[int, asyncio.Future[Any]] = {}
+        self._pending: dict[int, asyncio.Future[Any]] = {}
         self._next = 0
         self._tasks: set[asyncio.Task[None]] = set()
         self._writable = asyncio.Event()
         self._writable.set()
         self._transport: Any = None
-        self._watch: asyncio.TimerHandle | None = None
+        self._handshake_timer: asyncio.TimerHandle | None = None
         self._file = -1
-        self._left = False  # this end wants nothing more of it
+        self._closed_here = False  # this end wants nothing more of it
         self._poll: Any = None  # tells whether something has come; None where only the transport may read
         self._reading = False
-        self._pace = _Pace()
+        self._spin = _SpinPolicy()
         self._context = copy_context()
         self.peer = ""
         self.refused = ""
@@ -98,15 +98,17 @@ class Connection(asyncio.Protocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = transport
-        self._watch = asyncio.get_running_loop().call_later(_HANDSHAKE_S, self._too_slow)
+        self._handshake_timer = asyncio.get_running_loop().call_later(
+            _HANDSHAKE_S, self._on_handshake_timeout
+        )
         if sys.platform != "win32":
-            self._read_ourselves(transport)
+            self._read_without_transport(transport)
         if self._client is None:
             self._write(Challenge(self._nonce))
-        if self._made is not None:
-            self._made(self)
+        if self._on_connect is not None:
+            self._on_connect(self)
 
-    def _read_ourselves(self, transport: Any) -> None:
+    def _read_without_transport(self, transport: Any) -> None:
         """Read and write the socket without the transport, which costs each end some microseconds a frame.
 
         What could not be written at once, and every ending, stays with the transport.
@@ -128,12 +130,12 @@ class Connection(asyncio.Protocol):
         if not data:
             asyncio.get_running_loop().remove_reader(self._file)
             self._transport.close()
-        elif not self._left:
+        elif not self._closed_here:
             self.data_received(data)
 
     def _read_rest(self) -> None:
         """Handle what had come before a write met the end of the socket."""
-        while not self._left:
+        while not self._closed_here:
             try:
                 data = os.read(self._file, _CHUNK)
             except OSError:  # nothing more, or broken: the end is known already
@@ -151,17 +153,17 @@ class Connection(asyncio.Protocol):
 
     def _read(self, data: bytes) -> None:
         buffer = self._buffer
-        if not buffer and int.from_bytes(data[:_PREFIX], "big") == len(data) - _PREFIX <= self._most:
+        if not buffer and int.from_bytes(data[:_PREFIX], "big") == len(data) - _PREFIX <= self._max_frame:
             # One frame, as it nearly always is: nothing is copied.
             if (message := self._decoded(memoryview(data)[_PREFIX:])) is not None:
-                self._take(message)
+                self._dispatch(message)
             return
         buffer += data
         start = 0
         while len(buffer) - start >= _PREFIX:
             length = int.from_bytes(buffer[start : start + _PREFIX], "big")
-            if length > self._most:
-                self.refuse(f"a frame of {length} bytes, above {self._most}")
+            if length > self._max_frame:
+                self.refuse(f"a frame of {length} bytes, above {self._max_frame}")
                 return
             end = start + _PREFIX + length
             if len(buffer) < end:
@@ -169,12 +171,12 @@ class Connection(asyncio.Protocol):
             if (message := self._decoded(memoryview(buffer)[start + _PREFIX : end])) is None:
                 return
             start = end
-            self._take(message)
+            self._dispatch(message)
         if start:
             del buffer[:start]
 
     @property
-    def _most(self) -> int:
+    def _max_frame(self) -> int:
         return MAX_FRAME if self.ready.done() else MAX_GREETING
 
     def _decoded(self, frame: memoryview) -> Any:
@@ -197,27 +199,27 @@ class Connection(asyncio.Protocol):
             asyncio.get_running_loop().remove_reader(self._file)
             os.close(self._file)
             self._file, self._poll = -1, None
-        if self._watch is not None:
-            self._watch.cancel()
+        if self._handshake_timer is not None:
+            self._handshake_timer.cancel()
         self._writable.set()
         lost = DeviceLostError(f"the side channel to {self.peer or 'a device'} has ended", retryable=False)
-        for future in self._asked.values():
+        for future in self._pending.values():
             if not future.done():
                 future.set_exception(lost)
                 future.exception()  # who waits gets it; who has gone needs no warning
-        self._asked.clear()
+        self._pending.clear()
         if not self.ready.done():
             self.ready.set_exception(lost)
             self.ready.exception()
         for task in list(self._tasks):
             task.cancel()
         self.closed.set()
-        if self._ended is not None:
-            self._ended(self)
+        if self._on_close is not None:
+            self._on_close(self)
 
     # -- messages --------------------------------------------------------------------------------
 
-    async def ask(self, kind: str, body: Any = None, *, timeout_s: float | None = None) -> Any:
+    async def request(self, kind: str, body: Any = None, *, timeout_s: float | None = None) -> Any:
         """The other end's answer.
 
         Raises: DeviceLostError: the channel ended first. TimeoutError: `timeout_s` has passed. Otherwise what
@@ -227,34 +229,34 @@ class Connection(asyncio.Protocol):
         self._next = number + 1
         if self._transport is None or self._transport.is_closing():
             raise DeviceLostError(f"the side channel to {self.peer} has ended", retryable=True)
-        spot = self._poll is not None and not (self._asked or self._reading) and self._pace.may_wait(kind)
+        spot = self._poll is not None and not (self._pending or self._reading) and self._spin.may_spin(kind)
         began = time.perf_counter()
-        self._write(Ask(number, kind, body))
-        data = self._soon() if spot else b""
-        if data and (answer := self._only(number, data)) is not None:
-            self._pace.held(time.perf_counter() - began)
-            return _said(answer)
-        future = self._asked[number] = asyncio.get_running_loop().create_future()
+        self._write(RpcRequest(number, kind, body))
+        data = self._poll_response() if spot else b""
+        if data and (answer := self._sole_response(number, data)) is not None:
+            self._spin.add_spin(time.perf_counter() - began)
+            return _body_of(answer)
+        future = self._pending[number] = asyncio.get_running_loop().create_future()
         if data:
             self._context.run(self.data_received, data)
         try:
             async with asyncio.timeout(timeout_s):
                 return await future
         finally:
-            self._pace.took(kind, time.perf_counter() - began)
-            self._asked.pop(number, None)
+            self._spin.note_latency(kind, time.perf_counter() - began)
+            self._pending.pop(number, None)
 
-    def _soon(self) -> bytes:
+    def _poll_response(self) -> bytes:
         """What comes within a moment; nothing at an end or an error, which the loop meets as well."""
         assert self._poll is not None
-        if not self._poll.poll(_SPOT_MS):
+        if not self._poll.poll(_SPIN_MS):
             return b""
         try:
             return os.read(self._file, _CHUNK)
         except OSError:
             return b""
 
-    def _only(self, number: int, data: bytes) -> Answer | None:
+    def _sole_response(self, number: int, data: bytes) -> RpcResponse | None:
         """The answer to a question, where it is all that came."""
         if self._buffer or int.from_bytes(data[:_PREFIX], "big") != len(data) - _PREFIX:
             return None
@@ -262,15 +264,15 @@ class Connection(asyncio.Protocol):
             message = decode(memoryview(data)[_PREFIX:])
         except UNREADABLE:
             return None  # refused with the rest, by who reads it next
-        return message if type(message) is Answer and message.number == number else None
+        return message if type(message) is RpcResponse and message.number == number else None
 
-    def tell(self, kind: str, body: Any = None) -> None:
+    def notify(self, kind: str, body: Any = None) -> None:
         """Send a note; to an ended channel it goes nowhere."""
         if self._transport is not None:
-            self._write(Note(kind, body))
+            self._write(Notification(kind, body))
 
     @property
-    def hung_up(self) -> bool:
+    def peer_closed(self) -> bool:
         """Whether this machine knows that the other end has gone, read or not; a cut network tells nobody."""
         if self._transport is None or self._transport.is_closing():
             return True
@@ -280,16 +282,16 @@ class Connection(asyncio.Protocol):
         """Wait until the other end reads; returns at once for an ended channel."""
         await self._writable.wait()
 
-    def when_closed(self, then: Callable[[], None]) -> None:
+    def on_closed(self, callback: Callable[[], None]) -> None:
         """Call `then` when the channel has ended; now, if it has already."""
         if self.closed.is_set():
-            then()
+            callback()
         else:
-            self._ended = lambda _: then()
+            self._on_close = lambda _: callback()
 
     def close(self) -> None:
         """End the channel; what has come and was not read is dropped."""
-        self._left = True
+        self._closed_here = True
         if self._transport is not None:
             self._transport.close()
 
@@ -309,15 +311,15 @@ class Connection(asyncio.Protocol):
                 return
         self._transport.write(frame)
 
-    def _take(self, message: Any) -> None:
+    def _dispatch(self, message: Any) -> None:
         kind = type(message)
         if not self.ready.done():
             self._handshake(message)
-        elif kind is Answer:
+        elif kind is RpcResponse:
             self._resolve(message)
-        elif kind is Ask:
+        elif kind is RpcRequest:
             self._serve(message)
-        elif kind is Note:
+        elif kind is Notification:
             handler = self._handlers.get(message.kind)
             if handler is None:
                 log.warning("channel.note_unknown", kind=message.kind, peer=self.peer)
@@ -328,73 +330,73 @@ class Connection(asyncio.Protocol):
                 log.warning("channel.note_failed", kind=message.kind, peer=self.peer, error=_text(error))
                 return
             if isinstance(result, Awaitable):
-                self._keep(_finish(result))
+                self._run_task(_finish(result))
 
     def _handshake(self, message: Any) -> None:
         if self._client is not None and type(message) is Challenge:
             self._write(Greeting(self._client, _proof(self._secret, message.nonce)))
-            self._settle()
+            self._finish_handshake()
         elif self._client is None and type(message) is Greeting:
             if not hmac.compare_digest(message.proof, _proof(self._secret, self._nonce)):
                 self.refuse("a proof that does not fit")
                 return
             self.peer = message.client
-            self._settle()
+            self._finish_handshake()
         else:
             self.refuse(f"{type(message).__name__} before the handshake")
 
-    def _settle(self) -> None:
-        if self._watch is not None:
-            self._watch.cancel()
+    def _finish_handshake(self) -> None:
+        if self._handshake_timer is not None:
+            self._handshake_timer.cancel()
         self.ready.set_result(None)
-        if self._opened is not None:
-            self._opened(self)
+        if self._on_ready is not None:
+            self._on_ready(self)
 
-    def _resolve(self, answer: Answer) -> None:
-        future = self._asked.get(answer.number)
+    def _resolve(self, answer: RpcResponse) -> None:
+        future = self._pending.get(answer.number)
         if future is None or future.done():
             return
         try:
-            future.set_result(_said(answer))
+            future.set_result(_body_of(answer))
         except Exception as error:
             future.set_exception(error)
 
-    def _serve(self, ask: Ask) -> None:
-        handler = self._handlers.get(ask.kind)
+    def _serve(self, request: RpcRequest) -> None:
+        handler = self._handlers.get(request.kind)
         try:
             if handler is None:
-                known = ", ".join(sorted(self._handlers)) or "none"
-                raise LookupError(f"no handler is registered for {ask.kind!r}; there are: {known}")
-            result = handler(ask.body, self)
+                kinds = ", ".join(sorted(self._handlers)) or "none"
+                raise LookupError(f"no handler is registered for {request.kind!r}; there are: {kinds}")
+            result = handler(request.body, self)
         except Exception as error:
-            self._write(_failed(ask, error))
+            self._write(_error_response(request, error))
             return
         if hasattr(result, "__await__"):  # what Awaitable asks, in a third of the time
-            self._keep(self._serve_later(ask, result))
+            self._run_task(self._serve_later(request, result))
         else:
-            self._reply(ask, result)
+            self._reply(request, result)
 
-    async def _serve_later(self, ask: Ask, result: Awaitable[Any]) -> None:
+    async def _serve_later(self, request: RpcRequest, result: Awaitable[Any]) -> None:
         try:
             value = await result
         except Exception as error:
-            self._write(_failed(ask, error))
+            self._write(_error_response(request, error))
         else:
-            self._reply(ask, value)
+            self._reply(request, value)
 
-    def _reply(self, ask: Ask, value: Any) -> None:
+    def _reply(self, request: RpcRequest, value: Any) -> None:
         try:
-            self._write(Answer(ask.number, value))
+            self._write(RpcResponse(request.number, value))
         except UNWRITABLE as error:
-            text = f"the answer to {ask.kind!r} needs plain values: {error}"
-            self._write(_failed(ask, TypeError(text)))
+            text = f"the answer to {request.kind!r} needs plain values: {error}"
+            self._write(_error_response(request, TypeError(text)))
 
-    def _keep(self, work: Any) -> None:
+    def _run_task(self, work: Any) -> None:
         task = asyncio.get_running_loop().create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
-    def _too_slow(self) -> None:
+    def _on_handshake_timeout(self) -> None:
         self.refuse(f"no handshake within {_HANDSHAKE_S} s")
 
     def refuse(self, what: str) -> None:
@@ -402,32 +404,32 @@ class Connection(asyncio.Protocol):
         if self.peer:  # of strangers, who may be many, the listener tells
             log.warning("channel.refused", peer=self.peer, got=what)
         self.refused = what
-        self._left = True
+        self._closed_here = True
         self._buffer.clear()
         self._transport.abort()
 
 
-class _Pace:
+class _SpinPolicy:
     """Which kinds of questions are answered quickly, and how long they held the loop since its last turn."""
 
     def __init__(self) -> None:
         self._quick: set[str] = set()
-        self._held_s = 0.0
+        self._spun_s = 0.0
 
-    def may_wait(self, kind: str) -> bool:
+    def may_spin(self, kind: str) -> bool:
         """Whether the next question may wait on the spot; one that may not gives the loop its turn."""
         if kind not in self._quick:
             return False
-        if self._held_s > _TURN_S:
-            self._held_s = 0.0
+        if self._spun_s > _TURN_S:
+            self._spun_s = 0.0
             return False
         return True
 
-    def held(self, seconds: float) -> None:
+    def add_spin(self, seconds: float) -> None:
         """The loop had no turn for so long."""
-        self._held_s += seconds
+        self._spun_s += seconds
 
-    def took(self, kind: str, seconds: float) -> None:
+    def note_latency(self, kind: str, seconds: float) -> None:
         """A question had its answer after some turns, also one that had waited on the spot in vain."""
         if seconds < _QUICK_S:
             self._quick.add(kind)
@@ -435,7 +437,7 @@ class _Pace:
             self._quick.discard(kind)
 
 
-def _said(answer: Answer) -> Any:
+def _body_of(answer: RpcResponse) -> Any:
     if answer.error is not None:
         name, text = answer.error
         raise ERRORS.get(name, RuntimeError)(text)
@@ -450,8 +452,8 @@ def _proof(secret: bytes, nonce: bytes) -> bytes:
     return hmac.digest(secret, b"layerzero channel 1" + nonce, "sha256")
 
 
-def _failed(ask: Ask, error: Exception) -> Answer:
-    return Answer(ask.number, None, (type(error).__name__, _text(error)))
+def _error_response(request: RpcRequest, error: Exception) -> RpcResponse:
+    return RpcResponse(request.number, None, (type(error).__name__, _text(error)))
 
 
 def _text(error: Exception) -> str:

@@ -20,7 +20,7 @@ class Greeting(msgspec.Struct, array_like=True, tag="greeting"):
     proof: bytes
 
 
-class Ask(msgspec.Struct, array_like=True, tag="ask"):
+class RpcRequest(msgspec.Struct, array_like=True, tag="request"):
     """A question that wants an `Answer` of the same number."""
 
     number: int
@@ -28,7 +28,7 @@ class Ask(msgspec.Struct, array_like=True, tag="ask"):
     body: Any = None
 
 
-class Answer(msgspec.Struct, array_like=True, tag="answer"):
+class RpcResponse(msgspec.Struct, array_like=True, tag="response"):
     """The answer to an `Ask`; `error` is the name of an exception's class and its message, or None."""
 
     number: int
@@ -36,7 +36,7 @@ class Answer(msgspec.Struct, array_like=True, tag="answer"):
     error: tuple[str, str] | None = None
 
 
-class Note(msgspec.Struct, array_like=True, tag="note"):
+class Notification(msgspec.Struct, array_like=True, tag="notification"):
     """A message that wants no answer."""
 
     kind: str
@@ -57,7 +57,7 @@ class Address(msgspec.Struct, frozen=True):
 
 
 encode = msgspec.msgpack.Encoder().encode
-decode = msgspec.msgpack.Decoder(Challenge | Greeting | Ask | Answer | Note).decode
+decode = msgspec.msgpack.Decoder(Challenge | Greeting | RpcRequest | RpcResponse | Notification).decode
 # What they raise of bytes that are no message, or too deep a one, and of a body that cannot travel.
 UNREADABLE = (msgspec.MsgspecError, RecursionError, UnicodeDecodeError)
 UNWRITABLE = (TypeError, ValueError, OverflowError, RecursionError)

@@ -13,11 +13,11 @@ from typing import Generic, TypeVar
 T = TypeVar("T")
 
 
-class Settled(Exception):
+class AlreadyAcknowledged(Exception):
     """A request arrived again after its client had settled it; it must not run a second time."""
 
 
-class Ledger(Generic[T]):
+class IdempotencyLog(Generic[T]):
     """What each client has asked and not settled: an entry of type T for each request number.
 
     Numbers of one client rise from 0. `floor` in a request says that all numbers below it are settled, so the
@@ -25,59 +25,61 @@ class Ledger(Generic[T]):
     """
 
     def __init__(self) -> None:
-        self._clients: dict[str, _Client[T]] = {}
+        self._clients: dict[str, _ClientLog[T]] = {}
         self.executions = 0
 
-    def find(self, client: str, number: int, floor: int) -> T | None:
+    def find(self, client: str, number: int, ack_watermark: int) -> T | None:
         """The entry of a request that arrived before, or None for one that is new.
 
         Raises: Settled: the client has settled this number.
         """
-        known = self._clients.setdefault(client, _Client())
-        known.raise_floor(floor)
-        if number < known.floor or number in known.settled:
-            raise Settled(f"request {number} of {client} was settled before")
-        return known.entries.get(number)
+        log = self._clients.setdefault(client, _ClientLog())
+        log.raise_watermark(ack_watermark)
+        if number < log.ack_watermark or number in log.acked:
+            raise AlreadyAcknowledged(f"request {number} of {client} was settled before")
+        return log.entries.get(number)
 
-    def enter(self, client: str, number: int, entry: T) -> None:
+    def add(self, client: str, number: int, entry: T) -> None:
         """Keep the entry of a new request, whose execution begins now."""
         self._clients[client].entries[number] = entry
         self.executions += 1
 
-    def settle(self, client: str, numbers: Iterable[int]) -> list[T]:
+    def ack(self, client: str, numbers: Iterable[int]) -> list[T]:
         """Forget requests that their client needs no more; they will be refused from now on.
 
         Returns the entries that were kept for them.
         """
-        known = self._clients.setdefault(client, _Client())
-        gone = []
+        log = self._clients.setdefault(client, _ClientLog())
+        entries = []
         for number in numbers:
-            if number >= known.floor:
-                known.settled.add(number)
-                if (entry := known.entries.pop(number, None)) is not None:
-                    gone.append(entry)
-        return gone
+            if number >= log.ack_watermark:
+                log.acked.add(number)
+                if (entry := log.entries.pop(number, None)) is not None:
+                    entries.append(entry)
+        return entries
 
     def forget(self, client: str) -> list[T]:
         """Forget a client that has gone for good; returns the entries that were kept for it."""
-        known = self._clients.pop(client, None)
-        return [] if known is None else list(known.entries.values())
+        log = self._clients.pop(client, None)
+        return [] if log is None else list(log.entries.values())
 
     def entries(self) -> list[T]:
         """Every entry that is kept, of all clients."""
         return [entry for client in self._clients.values() for entry in client.entries.values()]
 
 
-class _Client(Generic[T]):
-    __slots__ = ("entries", "floor", "settled")
+class _ClientLog(Generic[T]):
+    __slots__ = ("ack_watermark", "acked", "entries")
 
     def __init__(self) -> None:
-        self.floor = 0
+        self.ack_watermark = 0
         self.entries: dict[int, T] = {}
-        self.settled: set[int] = set()
+        self.acked: set[int] = set()
 
-    def raise_floor(self, floor: int) -> None:
-        if floor > self.floor:
-            self.floor = floor
-            self.settled = {number for number in self.settled if number >= floor}
-            self.entries = {number: entry for number, entry in self.entries.items() if number >= floor}
+    def raise_watermark(self, ack_watermark: int) -> None:
+        if ack_watermark > self.ack_watermark:
+            self.ack_watermark = ack_watermark
+            self.acked = {number for number in self.acked if number >= ack_watermark}
+            self.entries = {
+                number: entry for number, entry in self.entries.items() if number >= ack_watermark
+            }

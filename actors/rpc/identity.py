@@ -21,13 +21,13 @@ DISTRIBUTIONS = (
 
 def versions() -> dict[str, str]:
     """The versions of the libraries that decide what a kernel computes, and of Python."""
-    found = {"python": platform.python_version()}
+    version_of = {"python": platform.python_version()}
     for name in DISTRIBUTIONS:
         try:
-            found[name] = metadata.version(name)
+            version_of[name] = metadata.version(name)
         except metadata.PackageNotFoundError:
             continue
-    return found
+    return version_of
 
 
 def kernels_digest(device: LocalDevice) -> str:
@@ -43,11 +43,11 @@ def kernels_digest(device: LocalDevice) -> str:
     return digest.hexdigest()[:32]
 
 
-def facts_of(device: LocalDevice, name: str, generation: str, node: str) -> DeviceFacts:
+def facts_of(device: LocalDevice, name: str, incarnation: str, node: str) -> DeviceFacts:
     """The facts of a device in this process."""
     return DeviceFacts(
         name=name,
-        generation=generation,
+        incarnation=incarnation,
         node=node,
         pid=os.getpid(),
         device=str(device.device),

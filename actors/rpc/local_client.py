@@ -1,4 +1,4 @@
-"""LocalPort: the device of this process as its fleet sees it. No ray, no socket, no copy, no pickle."""
+"""LocalPort: the device of this process as its pool sees it. No ray, no socket, no copy, no pickle."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from layerzero._util.fork_safety import renew_after_fork
 from layerzero.actors.device.local_device import LocalDevice
 from layerzero.actors.rpc.client import DeviceFacts, DeviceHealth, DeviceState
 from layerzero.actors.rpc.identity import facts_of
-from layerzero.actors.rpc.server import Envelope, Host, install_host, uninstall_host
-from layerzero.actors.rpc.settling import Numbers, settle
+from layerzero.actors.rpc.server import CallServer, Envelope, install_server, uninstall_server
+from layerzero.actors.rpc.settling import RequestNumbers, result_of
 from layerzero.actors.rpc.tensors import RemoteTensor
 from layerzero.spec.errors import DeadlineExceededError, DeviceLostError, RuntimeClosedError
 
 _CLIENT = "here"
 
 
-class LocalPort:
+class LocalClient:
     """The device of this process; `DevicePort` says what each method promises.
 
     `restart` begins a new generation of the host: its tensors go, its preparations run again.
@@ -33,40 +33,40 @@ class LocalPort:
     def __init__(self, device: LocalDevice, name: str) -> None:
         self._device = device
         self.name = name
-        self._host_of: Host | None = None
+        self._current_server: CallServer | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._numbers = Numbers()
+        self._numbers = RequestNumbers()
         self._prepared: list[tuple[Callable[..., Any], tuple[Any, ...]]] = []
         self._restarts = 0
-        self._back: asyncio.Future[None] | None = None  # while it restarts
+        self._restarting: asyncio.Future[None] | None = None  # while it restarts
         self._closed = False
         self._forked = False
         renew_after_fork(self)
 
     def after_fork(self) -> None:
         """In a forked child the host's loop does not run; the device itself begins anew and works."""
-        self._host_of = None
-        self._numbers = Numbers()
-        self._back = None
+        self._current_server = None
+        self._numbers = RequestNumbers()
+        self._restarting = None
 
     @property
-    def _host(self) -> Host:
+    def _server(self) -> CallServer:
         if self._closed:
             raise RuntimeClosedError(f"device {self.name!r} is closed")
         loop = asyncio.get_running_loop()
-        if self._host_of is None or (self._loop is not loop and self._idle_elsewhere()):
-            if self._host_of is not None:
-                uninstall_host(self._host_of)
-            self._host_of = Host(self._device, self.name)
+        if self._current_server is None or (self._loop is not loop and self._loop_has_ended()):
+            if self._current_server is not None:
+                uninstall_server(self._current_server)
+            self._current_server = CallServer(self._device, self.name)
             self._loop = loop
-            install_host(self._host_of)
+            install_server(self._current_server)
         elif self._loop is not loop:
             raise RuntimeError(
                 f"device {self.name!r} hosts code on another event loop, which still runs; use it from there"
             )
-        return self._host_of
+        return self._current_server
 
-    def _idle_elsewhere(self) -> bool:
+    def _loop_has_ended(self) -> bool:
         return self._loop is None or self._loop.is_closed()
 
     @property
@@ -74,24 +74,24 @@ class LocalPort:
         """Where it stands now."""
         if self._closed:
             return DeviceState.CLOSED
-        if self._back is not None:
+        if self._restarting is not None:
             return DeviceState.RESTARTING
-        return DeviceState.RUNNING if self._host_of is None else self._host_of.state
+        return DeviceState.RUNNING if self._current_server is None else self._current_server.state
 
     @property
     def facts(self) -> DeviceFacts:
         """What it is."""
-        return facts_of(self._device, self.name, self._host.generation, platform.node())
+        return facts_of(self._device, self.name, self._server.incarnation, platform.node())
 
     @property
     def load(self) -> int:
         """Calls that run or wait."""
-        return 0 if self._host_of is None else self._host_of.in_flight
+        return 0 if self._current_server is None else self._current_server.in_flight
 
-    async def back(self) -> None:
+    async def wait_until_serving(self) -> None:
         """Wait until it has restarted."""
-        if self._back is not None:
-            await asyncio.shield(self._back)
+        if self._restarting is not None:
+            await asyncio.shield(self._restarting)
 
     async def run(
         self,
@@ -105,32 +105,32 @@ class LocalPort:
     ) -> Any:
         """Run `fn` here; see `DevicePort.run`."""
         host = await self._serving(timeout_s)
-        return await self._settled(host, lambda: host.invoke(fn, args, kwargs), timeout_s)
+        return await self._run_once(host, lambda: host.invoke(fn, args, kwargs), timeout_s)
 
-    async def _serving(self, timeout_s: float | None = None) -> Host:
+    async def _serving(self, timeout_s: float | None = None) -> CallServer:
         """The host, waiting for the next one while the device restarts.
 
         Raises: DeadlineExceededError: `timeout_s` has passed.
         """
-        while self._back is not None:
+        while self._restarting is not None:
             try:
                 async with asyncio.timeout(timeout_s):
-                    await asyncio.shield(self._back)
+                    await asyncio.shield(self._restarting)
             except TimeoutError:
                 raise DeadlineExceededError(f"device {self.name!r} did not come back in time") from None
-        return self._host
+        return self._server
 
-    async def _settled(self, host: Host, work: Callable[[], Any], timeout_s: float | None) -> Any:
-        number = self._numbers.take()
-        envelope = Envelope(_CLIENT, number, self._numbers.floor, host.generation, (), timeout_s)
+    async def _run_once(self, host: CallServer, work: Callable[[], Any], timeout_s: float | None) -> Any:
+        number = self._numbers.new_number()
+        envelope = Envelope(_CLIENT, number, self._numbers.ack_watermark, host.incarnation, (), timeout_s)
         try:
             outcome = await host.serve(envelope, work)
         except asyncio.CancelledError:
             host.cancel(_CLIENT, number)
             raise
         finally:
-            self._numbers.settle(number)
-        return settle(outcome, self.name, here=True)
+            self._numbers.ack(number)
+        return result_of(outcome, self.name, same_process=True)
 
     async def stream(
         self,
@@ -153,7 +153,7 @@ class LocalPort:
 
         async def pump() -> Any:
             try:
-                return await self._settled(host, work, None)
+                return await self._run_once(host, work, None)
             finally:
                 await queue.put(ended)
 
@@ -177,30 +177,30 @@ class LocalPort:
 
     async def put(self, tensor: Tensor | RemoteTensor) -> RemoteTensor:
         """Keep a compact copy of a tensor under a handle."""
-        shelf = self._host.shelf
-        own = shelf.get(tensor) if isinstance(tensor, RemoteTensor) else tensor
-        copy = own.detach().to(self._device.device, copy=True).contiguous()
-        return shelf.add(copy).when_gone(_freeing(weakref.ref(self)))
+        store = self._server.tensor_store
+        local = store.get(tensor) if isinstance(tensor, RemoteTensor) else tensor
+        copy = local.detach().to(self._device.device, copy=True).contiguous()
+        return store.add(copy).on_collected(_free_from(weakref.ref(self)))
 
     async def fetch(self, handle: RemoteTensor) -> Tensor:
         """A copy of a kept tensor."""
         try:
-            return self._host.shelf.get(handle).detach().to("cpu", copy=True)
+            return self._server.tensor_store.get(handle).detach().to("cpu", copy=True)
         except LookupError as error:
             raise DeviceLostError(str(error), retryable=False) from error
 
     def _free(self, key: str) -> None:
-        if self._host_of is not None:
-            self._host_of.shelf.free(key)
+        if self._current_server is not None:
+            self._current_server.tensor_store.free(key)
 
     async def health(self) -> DeviceHealth:
         """How the device is now."""
-        host = self._host_of
-        blocked = {k: v.got for k, v in self._device.health.blocked().items()}
+        host = self._current_server
+        blocked = {k: v.got for k, v in self._device.health.blocked_kernels().items()}
         return DeviceHealth(
             name=self.name,
             state=self.state,
-            generation="" if host is None else host.generation,
+            incarnation="" if host is None else host.incarnation,
             node=platform.node(),
             pid=os.getpid(),
             in_flight=self.load,
@@ -210,24 +210,24 @@ class LocalPort:
 
     async def drain(self, timeout_s: float) -> bool:
         """Take no more calls; those that run end."""
-        return await self._host.drain(timeout_s)
+        return await self._server.drain(timeout_s)
 
     async def restart(self, *, drain_s: float = 30.0) -> None:
         """Begin a new generation in the same process."""
         old = await self._serving()
-        back = self._back = asyncio.get_running_loop().create_future()
+        restarting = self._restarting = asyncio.get_running_loop().create_future()
         try:
             await old.drain(drain_s)
-            uninstall_host(old)
-            self._host_of = None
+            uninstall_server(old)
+            self._current_server = None
             self._restarts += 1
             self._device.refresh()
-            host = self._host
+            host = self._server
             for fn, args in self._prepared:
-                await self._settled(host, partial(host.invoke, fn, args, {}), None)
+                await self._run_once(host, partial(host.invoke, fn, args, {}), None)
         finally:
-            self._back = None
-            back.set_result(None)
+            self._restarting = None
+            restarting.set_result(None)
 
     async def prepare(self, fn: Callable[..., Any], /, *args: Any) -> Any:
         """Run `fn` now and after each restart."""
@@ -239,16 +239,16 @@ class LocalPort:
         """Cut off what runs and forget the host; the device itself belongs to the runtime."""
         if self._closed:
             return
-        host, self._closed = self._host_of, True
+        host, self._closed = self._current_server, True
         if host is not None:
             await host.drain(0.0)
-            uninstall_host(host)
+            uninstall_server(host)
 
 
-def _freeing(port: weakref.ref[LocalPort]) -> Callable[[str], None]:
+def _free_from(client_ref: weakref.ref[LocalClient]) -> Callable[[str], None]:
     def free(key: str) -> None:
-        alive = port()
-        if alive is not None:
-            alive._free(key)
+        client = client_ref()
+        if client is not None:
+            client._free(key)
 
     return free

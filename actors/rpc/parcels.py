@@ -10,7 +10,7 @@ from typing import Any
 INLINE = 1 << 16  # bytes; Ray itself keeps values of up to 100 KiB in the message
 
 
-class Parcel:
+class StoredPayload:
     """A reference to bytes in Ray's object store; Ray does not fetch what stands inside another object."""
 
     __slots__ = ("ref",)
@@ -19,27 +19,27 @@ class Parcel:
         self.ref = ref
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return Parcel, (self.ref,)
+        return StoredPayload, (self.ref,)
 
 
-Payload = bytes | Parcel
+Payload = bytes | StoredPayload
 
 
-def parcelled(data: bytes) -> Payload:
+def to_payload(data: bytes) -> Payload:
     """The bytes themselves, or the parcel of long ones; its owner is this process."""
     if len(data) <= INLINE:
         return data
     import ray
 
-    return Parcel(ray.put(data))
+    return StoredPayload(ray.put(data))
 
 
-async def unpacked(payload: Payload) -> bytes:
+async def payload_bytes(payload: Payload) -> bytes:
     """The bytes.
 
     Raises: ray.exceptions.ObjectLostError: they went with their owner.
     """
-    if not isinstance(payload, Parcel):
+    if not isinstance(payload, StoredPayload):
         return payload
     data: bytes = await payload.ref
     return data

@@ -20,14 +20,14 @@ import msgspec
 
 from layerzero._util import log
 from layerzero.actors.device.local_device import LocalDevice
-from layerzero.actors.device.running_kernels import Flight
+from layerzero.actors.device.running_kernels import RunningKernel
 from layerzero.actors.rpc.client import DeviceState
 from layerzero.actors.rpc.connection import Connection, Handler
 from layerzero.actors.rpc.faults import lost_device
-from layerzero.actors.rpc.idempotency_log import Ledger, Settled
-from layerzero.actors.rpc.tensors import RemoteTensor, TensorShelf
+from layerzero.actors.rpc.idempotency_log import AlreadyAcknowledged, IdempotencyLog
+from layerzero.actors.rpc.tensors import RemoteTensor, RemoteTensorStore
 from layerzero.ops import table as ops_table
-from layerzero.spec.call_spec import Request
+from layerzero.spec.call_spec import CallSpec
 from layerzero.spec.errors import DeadlineExceededError, DeviceLostError, NoKernelFoundError, UnknownOpError
 
 MAX_RUNNING = 4096
@@ -45,13 +45,13 @@ class Envelope(msgspec.Struct, frozen=True, array_like=True):
 
     client: str
     number: int
-    floor: int
-    generation: str
-    settled: tuple[int, ...] = ()
+    ack_watermark: int
+    incarnation: str
+    acked: tuple[int, ...] = ()
     timeout_s: float | None = None
 
 
-class Outcome:
+class CallOutcome:
     """How a request ended; `value` is the result or the exception, `detail` the traceback or the reason.
 
     `packed` is the same as it leaves the process, once it was packed.
@@ -63,19 +63,19 @@ class Outcome:
         self.status: Status = status
         self.value = value
         self.detail = detail
-        self.packed: Outcome | None = None
+        self.packed: CallOutcome | None = None
 
 
-class _Entry:
+class _ServedCall:
     __slots__ = ("began", "cut", "task")
 
     def __init__(self) -> None:
-        self.task: asyncio.Task[Outcome] | None = None
+        self.task: asyncio.Task[CallOutcome] | None = None
         self.began = False
         self.cut = False
 
 
-class Host:
+class CallServer:
     """Hosts code on one device, on the event loop that made it.
 
     `generation` names this life. `handlers` answers control messages by kind; hosted code adds its own with
@@ -85,23 +85,23 @@ class Host:
     def __init__(self, device: LocalDevice, name: str) -> None:
         self.device = device
         self.name = name
-        self.generation = uuid.uuid4().hex[:16]
+        self.incarnation = uuid.uuid4().hex[:16]
         self.state = DeviceState.RUNNING
-        self.ledger: Ledger[_Entry] = Ledger()
-        self.shelf = TensorShelf(name, self.generation)
+        self.idempotency_log: IdempotencyLog[_ServedCall] = IdempotencyLog()
+        self.tensor_store = RemoteTensorStore(name, self.incarnation)
         self.handlers: dict[str, Handler] = {
             "ping": lambda body, _: body,
             "cancel": lambda body, _: self.cancel(*body),
-            "free": lambda body, _: self.shelf.free(body),
+            "free": lambda body, _: self.tensor_store.free(body),
             "drain": lambda body, _: self.drain(body),
             "decide": lambda body, _: self.rebuild(),
         }
         self._loop = asyncio.get_running_loop()
         self._limit = anyio.Semaphore(MAX_RUNNING)
-        self._running: set[asyncio.Task[Outcome]] = set()
-        self.earlier: Sequence[Request] = ()  # what earlier lives decided
-        self._fresh: deque[Request] = deque(maxlen=MAX_DECIDED)
-        self._decided: dict[str, Request] = {}  # in the order in which they were decided first
+        self._running: set[asyncio.Task[CallOutcome]] = set()
+        self.inherited_requests: Sequence[CallSpec] = ()  # what earlier lives decided
+        self._new_requests: deque[CallSpec] = deque(maxlen=MAX_DECIDED)
+        self._decided_requests: dict[str, CallSpec] = {}  # in the order in which they were decided first
 
     # -- requests --------------------------------------------------------------------------------
 
@@ -110,24 +110,24 @@ class Host:
         envelope: Envelope,
         work: Callable[[], Awaitable[Any]],
         leave: Callable[[], Awaitable[bool]] | None = None,
-    ) -> Outcome:
+    ) -> CallOutcome:
         """Run `work` unless this request has run or is running; the outcome of its one execution.
 
         `leave` is asked before the work begins: whoever must know that it may have effects. What was refused
         is over for this life.
         """
-        if envelope.generation != self.generation:
-            return Outcome("stale", detail=f"generation {envelope.generation} has ended")
+        if envelope.incarnation != self.incarnation:
+            return CallOutcome("stale", detail=f"generation {envelope.incarnation} has ended")
         try:
-            entry = self.ledger.find(envelope.client, envelope.number, envelope.floor)
-        except Settled as error:
-            return Outcome("settled", detail=str(error))
-        self.ledger.settle(envelope.client, envelope.settled)
+            entry = self.idempotency_log.find(envelope.client, envelope.number, envelope.ack_watermark)
+        except AlreadyAcknowledged as error:
+            return CallOutcome("settled", detail=str(error))
+        self.idempotency_log.ack(envelope.client, envelope.acked)
         if entry is None:
             if self.state is not DeviceState.RUNNING:
-                return Outcome("draining", detail=f"device {self.name!r} is {self.state.value}")
-            entry = _Entry()
-            self.ledger.enter(envelope.client, envelope.number, entry)
+                return CallOutcome("draining", detail=f"device {self.name!r} is {self.state.value}")
+            entry = _ServedCall()
+            self.idempotency_log.add(envelope.client, envelope.number, entry)
             task = entry.task = self._loop.create_task(self._execute(entry, envelope, work, leave))
             self._running.add(task)
             task.add_done_callback(self._running.discard)
@@ -136,50 +136,50 @@ class Host:
 
     async def _execute(
         self,
-        entry: _Entry,
+        entry: _ServedCall,
         envelope: Envelope,
         work: Callable[[], Awaitable[Any]],
         leave: Callable[[], Awaitable[bool]] | None,
-    ) -> Outcome:
+    ) -> CallOutcome:
         try:
             async with self._limit:
                 if leave is not None and not await leave():
-                    return Outcome("stale", detail="its client has left this life of the device")
+                    return CallOutcome("stale", detail="its client has left this life of the device")
                 entry.began = True
                 with anyio.fail_after(envelope.timeout_s):
-                    return Outcome("done", await work())
+                    return CallOutcome("done", await work())
         except asyncio.CancelledError:
-            return Outcome("cut" if entry.cut else "cancelled")
+            return CallOutcome("cut" if entry.cut else "cancelled")
         except TimeoutError as error:
             if envelope.timeout_s is None or isinstance(error, DeadlineExceededError):
                 return self._failed(error)
             late = f"the call took longer than timeout_s={envelope.timeout_s:.3g} on {self.name!r}"
-            return Outcome("failed", DeadlineExceededError(late))
+            return CallOutcome("failed", DeadlineExceededError(late))
         except (SystemExit, KeyboardInterrupt) as error:
             # Let through, they would end the event loop, and whoever waits here would wait for ever.
-            said = f"hosted code raised {error!r}; it cannot end its device's process"
-            return self._failed(RuntimeError(said).with_traceback(error.__traceback__))
+            message = f"hosted code raised {error!r}; it cannot end its device's process"
+            return self._failed(RuntimeError(message).with_traceback(error.__traceback__))
         except Exception as error:
             return self._failed(error)
 
-    def _failed(self, error: Exception) -> Outcome:
+    def _failed(self, error: Exception) -> CallOutcome:
         text = "".join(traceback.format_exception(error))
         fault = lost_device(error)
         if fault is None:
-            return Outcome("failed", error, text)
+            return CallOutcome("failed", error, text)
         log.error("device.faulted", device=self.name, fault=fault)
         self.state = DeviceState.DEAD
-        if self.device.journal is not None:
-            self.device.journal.accuse()
+        if self.device.running_log is not None:
+            self.device.running_log.mark_suspects()
         lost = DeviceLostError(
             f"device {self.name!r} reported {fault!r}; its process must end", retryable=False
         )
         lost.__cause__ = error
-        return Outcome("lost", lost, text)
+        return CallOutcome("lost", lost, text)
 
     def cancel(self, client: str, number: int) -> None:
         """Cancel a request, also one that has not arrived yet."""
-        for entry in self.ledger.settle(client, (number,)):
+        for entry in self.idempotency_log.ack(client, (number,)):
             if entry.task is not None:
                 entry.task.cancel()
 
@@ -190,32 +190,35 @@ class Host:
 
     async def invoke(self, fn: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         """`fn(*args, **kwargs)` with handles replaced by their tensors; plain functions run on a thread."""
-        full = [self._own(value) for value in args]
-        named = {name: self._own(value) for name, value in kwargs.items()}
+        full = [self._local_tensor(value) for value in args]
+        named = {name: self._local_tensor(value) for name, value in kwargs.items()}
         if inspect.iscoroutinefunction(fn) or inspect.iscoroutinefunction(type(fn).__call__):
             return await fn(*full, **named)
-        result = await anyio.to_thread.run_sync(_called, fn, full, named, abandon_on_cancel=True)
+        result = await anyio.to_thread.run_sync(_call, fn, full, named, abandon_on_cancel=True)
         return await result if inspect.isawaitable(result) else result
 
     async def emit(
         self, fn: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any], emit: Emit
     ) -> int:
         """Emit the items of the async generator `fn(*args, **kwargs)`; how many there were."""
-        made = fn(*[self._own(v) for v in args], **{name: self._own(v) for name, v in kwargs.items()})
-        if not isinstance(made, AsyncIterator):
-            raise TypeError(f"stream needs an async generator function, got {_named(fn)}")
+        items = fn(
+            *[self._local_tensor(v) for v in args],
+            **{name: self._local_tensor(v) for name, v in kwargs.items()},
+        )
+        if not isinstance(items, AsyncIterator):
+            raise TypeError(f"stream needs an async generator function, got {_name_of(fn)}")
         count = 0
         try:
-            async for item in made:
+            async for item in items:
                 await emit(item)
                 count += 1
         finally:
-            if (close := getattr(made, "aclose", None)) is not None:
+            if (close := getattr(items, "aclose", None)) is not None:
                 await close()
         return count
 
-    def _own(self, value: Any) -> Any:
-        return self.shelf.get(value) if isinstance(value, RemoteTensor) else value
+    def _local_tensor(self, value: Any) -> Any:
+        return self.tensor_store.get(value) if isinstance(value, RemoteTensor) else value
 
     # -- control ---------------------------------------------------------------------------------
 
@@ -233,67 +236,67 @@ class Host:
         """The answer to a control message that came without a channel."""
         handler = self.handlers.get(kind)
         if handler is None:
-            known = ", ".join(sorted(self.handlers)) or "none"
-            raise LookupError(f"no handler is registered for {kind!r}; there are: {known}")
+            kinds = ", ".join(sorted(self.handlers)) or "none"
+            raise LookupError(f"no handler is registered for {kind!r}; there are: {kinds}")
         result = handler(body, None)  # type: ignore[arg-type]
         return await result if isinstance(result, Awaitable) else result
 
-    def flights(self) -> list[Flight]:
+    def running_kernels(self) -> list[RunningKernel]:
         """The kernels in flight, longest first; none where no journal is kept. From any thread."""
-        journal = self.device.journal
-        return [] if journal is None else journal.flights()
+        journal = self.device.running_log
+        return [] if journal is None else journal.running_kernels()
 
     # -- decisions -------------------------------------------------------------------------------
 
-    def note(self, request: Request) -> None:
+    def on_decided(self, request: CallSpec) -> None:
         """The device has decided `request`. From any thread."""
-        self._fresh.append(request)
+        self._new_requests.append(request)
 
-    def decided(self, known: int = 0) -> list[Request]:
+    def decided_requests(self, received: int = 0) -> list[CallSpec]:
         """What this life has decided, without the first `known` of them. From one thread at a time.
 
         What was told may have been lost on the way, so who asks says how far it has come.
         """
-        while self._fresh and len(self._decided) < MAX_DECIDED:
-            request = self._fresh.popleft()
-            self._decided.setdefault(repr(request), request)
-        return list(self._decided.values())[known:]
+        while self._new_requests and len(self._decided_requests) < MAX_DECIDED:
+            request = self._new_requests.popleft()
+            self._decided_requests.setdefault(repr(request), request)
+        return list(self._decided_requests.values())[received:]
 
     async def rebuild(self) -> int:
         """Decide anew what earlier lives decided, at the prices in force; how many still have a kernel."""
-        if not self.earlier:
+        if not self.inherited_requests:
             return 0
-        await anyio.to_thread.run_sync(self.device.expected)  # else their arrival would undo it
-        return self.decide(self.earlier)
+        await anyio.to_thread.run_sync(self.device.wait_for_costs)  # else their arrival would undo it
+        return self.rebuild_decisions(self.inherited_requests)
 
-    def decide(self, requests: Sequence[Request]) -> int:
+    def rebuild_decisions(self, requests: Sequence[CallSpec]) -> int:
         """Decide requests of an earlier life again, plans included; how many still have a kernel."""
-        kept = 0
+        rebuilt_count = 0
         for request in requests:
             try:
-                self.device.table(ops_table.get(request.op)).decided(request)
-                kept += 1
+                self.device.table(ops_table.get(request.op)).plan_for(request)
+                rebuilt_count += 1
             except (NoKernelFoundError, UnknownOpError) as error:
                 log.warning("decision.not_rebuilt", op=request.op, why=str(error)[:200])
-        return kept
+        return rebuilt_count
 
-    def condemn(self, kernels: Sequence[str], why: str) -> list[str]:
+    def quarantine(self, kernels: Sequence[str], why: str) -> list[str]:
         """Quarantine kernels, but never the last one that an op has left; those that are now out."""
-        out = []
+        quarantined = []
         for kernel_id in kernels:
             kernel = self.device.registry.get(kernel_id)
             if kernel is None:  # a preparation may register it yet
                 self.device.health.quarantine(kernel_id, why)
-                out.append(kernel_id)
+                quarantined.append(kernel_id)
                 continue
-            blocked = {**self.device.registry.blocked(), **self.device.health.blocked()}
+            blocked = {**self.device.registry.blocked(), **self.device.health.blocked_kernels()}
             others = [k.id for k in self.device.registry.for_op(kernel.op) if k.id != kernel_id]
             if kernel_id not in blocked and all(other in blocked for other in others):
                 log.error("kernel.kept_as_last", kernel=kernel_id, op=kernel.op, why=why)
                 continue
             self.device.health.quarantine(kernel_id, why)
-            out.append(kernel_id)
-        return out
+            quarantined.append(kernel_id)
+        return quarantined
 
     # -- the end ---------------------------------------------------------------------------------
 
@@ -305,7 +308,7 @@ class Host:
             _, late = await asyncio.wait(running, timeout=timeout_s)
         else:
             late = set()
-        for entry in self.ledger.entries():
+        for entry in self.idempotency_log.entries():
             if entry.task in late:
                 entry.cut = True
         for task in late:
@@ -315,36 +318,36 @@ class Host:
         return not late
 
 
-def _called(fn: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+def _call(fn: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     try:
         return fn(*args, **kwargs)
     except StopIteration as error:  # no future takes it, as no coroutine does
-        raise RuntimeError(f"{_named(fn)} raised StopIteration") from error
+        raise RuntimeError(f"{_name_of(fn)} raised StopIteration") from error
 
 
-def _named(fn: Any) -> str:
+def _name_of(fn: Any) -> str:
     return getattr(fn, "__qualname__", None) or repr(fn)
 
 
-_HERE: list[Host] = []
+_SERVERS: list[CallServer] = []
 
 
-def here() -> Host:
+def current_server() -> CallServer:
     """The host of this process: what hosted code registers handlers with.
 
     Raises: RuntimeError: no code is hosted in this process.
     """
-    if not _HERE:
-        raise RuntimeError("no device hosts code in this process; call this from code that fleet.run runs")
-    return _HERE[-1]
+    if not _SERVERS:
+        raise RuntimeError("no device hosts code in this process; call this from code that pool.run runs")
+    return _SERVERS[-1]
 
 
-def install_host(host: Host) -> None:
+def install_server(server: CallServer) -> None:
     """Make `host` the one that `here` gives."""
-    _HERE.append(host)
+    _SERVERS.append(server)
 
 
-def uninstall_host(host: Host) -> None:
+def uninstall_server(server: CallServer) -> None:
     """Forget `host`."""
-    if host in _HERE:
-        _HERE.remove(host)
+    if server in _SERVERS:
+        _SERVERS.remove(server)

@@ -5,53 +5,53 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
-from layerzero.actors.rpc.server import Outcome
+from layerzero.actors.rpc.server import CallOutcome
 from layerzero.spec.errors import DeviceLostError
 
 
-class Numbers:
+class RequestNumbers:
     """Request numbers of one client: `floor` is below every number that is not settled."""
 
     def __init__(self) -> None:
         self._next = 0
-        self._open: set[int] = set()
-        self._late: list[int] = []
+        self._outstanding: set[int] = set()
+        self._unsent_acks: list[int] = []
 
-    def take(self) -> int:
+    def new_number(self) -> int:
         """The next number."""
         number = self._next
         self._next = number + 1
-        self._open.add(number)
+        self._outstanding.add(number)
         return number
 
-    def settle(self, number: int) -> None:
+    def ack(self, number: int) -> None:
         """Say that nothing more is wanted of a number."""
-        self._open.discard(number)
-        self._late.append(number)
+        self._outstanding.discard(number)
+        self._unsent_acks.append(number)
 
     @property
-    def floor(self) -> int:
+    def ack_watermark(self) -> int:
         """Every number below it is settled."""
-        return min(self._open, default=self._next)
+        return min(self._outstanding, default=self._next)
 
-    def settled(self, most: int = 256) -> tuple[int, ...]:
+    def take_acks(self, max_count: int = 256) -> tuple[int, ...]:
         """Settled numbers at or above the floor that were not told yet."""
-        floor = self.floor
-        told = [number for number in self._late if number >= floor][:most]
-        self._late = [number for number in self._late if number >= floor][most:]
-        return tuple(told)
+        watermark = self.ack_watermark
+        acks = [number for number in self._unsent_acks if number >= watermark][:max_count]
+        self._unsent_acks = [number for number in self._unsent_acks if number >= watermark][max_count:]
+        return tuple(acks)
 
-    def waits_for(self, number: int) -> bool:
+    def is_outstanding(self, number: int) -> bool:
         """Whether a number is outstanding."""
-        return number in self._open
+        return number in self._outstanding
 
     @property
-    def open(self) -> int:
+    def outstanding(self) -> int:
         """How many are outstanding."""
-        return len(self._open)
+        return len(self._outstanding)
 
 
-def settle(outcome: Outcome, device: str, *, here: bool = False) -> Any:
+def result_of(outcome: CallOutcome, device: str, *, same_process: bool = False) -> Any:
     """The value of an outcome.
 
     Raises: the exception that the hosted code raised, with the place noted. DeviceLostError: the device took
@@ -64,7 +64,7 @@ def settle(outcome: Outcome, device: str, *, here: bool = False) -> Any:
         error = outcome.value
         if status == "failed" and isinstance(error, DeviceLostError):
             error.context = {**error.context, "hosted_on": device}
-        if not here and outcome.detail:
+        if not same_process and outcome.detail:
             error.add_note(f"raised on device {device!r}:\n{outcome.detail}")
         raise error
     if status in ("draining", "stale"):

@@ -12,36 +12,36 @@ from torch import Tensor
 
 _ADVICE = (
     "this tensor lives on device {device!r} of another process: move the code to it with "
-    "fleet.run(fn, handle, on={device!r}), or the tensor to you with await fleet.fetch(handle)"
+    "pool.run(fn, handle, on={device!r}), or the tensor to you with await pool.fetch(handle)"
 )
 
 
 class RemoteTensor:
-    """A handle of a tensor on a device of the fleet; passed to `run` there, the code gets the tensor.
+    """A handle of a tensor on a device of the pool; passed to `run` there, the code gets the tensor.
 
     `shape` and `dtype` may be read; anything that needs the data raises TypeError and says what to do.
     The tensor is freed with the last handle of the process that shipped it.
     """
 
-    __slots__ = ("__weakref__", "device", "dtype", "generation", "key", "shape")
+    __slots__ = ("__weakref__", "device", "dtype", "incarnation", "key", "shape")
 
-    def __init__(self, key: str, device: str, generation: str, shape: tuple[int, ...], dtype: str) -> None:
+    def __init__(self, key: str, device: str, incarnation: str, shape: tuple[int, ...], dtype: str) -> None:
         self.key = key
         self.device = device
-        self.generation = generation
+        self.incarnation = incarnation
         self.shape = shape
         self.dtype = dtype
 
-    def when_gone(self, free: Callable[[str], None]) -> RemoteTensor:
+    def on_collected(self, free: Callable[[str], None]) -> RemoteTensor:
         """Call `free(key)` when this handle is collected."""
         weakref.finalize(self, free, self.key).atexit = False
         return self
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return RemoteTensor, (self.key, self.device, self.generation, self.shape, self.dtype)
+        return RemoteTensor, (self.key, self.device, self.incarnation, self.shape, self.dtype)
 
     @property
-    def elsewhere(self) -> str:
+    def advice(self) -> str:
         """What to do instead of using this handle as a tensor."""
         return _ADVICE.format(device=self.device)
 
@@ -58,30 +58,30 @@ class RemoteTensor:
         for value in (*args, *(kwargs or {}).values()):
             if isinstance(value, RemoteTensor):
                 value._refuse()
-        raise TypeError("a tensor of another process cannot be used here; use fleet.run or fleet.fetch")
+        raise TypeError("a tensor of another process cannot be used here; use pool.run or pool.fetch")
 
     def _refuse(self, *_: Any) -> NoReturn:
-        raise TypeError(self.elsewhere)
+        raise TypeError(self.advice)
 
     # Python looks for these on the class alone.
     __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = _refuse
     __truediv__ = __rtruediv__ = __matmul__ = __rmatmul__ = __neg__ = __getitem__ = _refuse
 
 
-class TensorShelf:
+class RemoteTensorStore:
     """The tensors that a device keeps for others, by key."""
 
-    def __init__(self, device: str, generation: str) -> None:
+    def __init__(self, device: str, incarnation: str) -> None:
         self._device = device
-        self._generation = generation
-        self._kept: dict[str, Tensor] = {}
+        self._incarnation = incarnation
+        self._tensors: dict[str, Tensor] = {}
 
     def add(self, tensor: Tensor) -> RemoteTensor:
         """Keep a tensor and return its handle."""
         key = uuid.uuid4().hex
-        self._kept[key] = tensor
+        self._tensors[key] = tensor
         dtype = str(tensor.dtype).removeprefix("torch.")
-        return RemoteTensor(key, self._device, self._generation, tuple(tensor.shape), dtype)
+        return RemoteTensor(key, self._device, self._incarnation, tuple(tensor.shape), dtype)
 
     def get(self, handle: RemoteTensor) -> Tensor:
         """The tensor of a handle.
@@ -91,25 +91,24 @@ class TensorShelf:
         if handle.device != self._device:
             raise ValueError(
                 f"{handle!r} needs code on that device, got code on {self._device!r}: "
-                f"move it with await fleet.ship(handle, to={self._device!r})"
+                f"move it with await pool.ship(handle, to={self._device!r})"
             )
-        found = self._kept.get(handle.key)
-        if found is None:
+        tensor = self._tensors.get(handle.key)
+        if tensor is None:
             lost = "was lost with an earlier life of its device"
-            raise LookupError(
-                f"{handle!r} {'was freed' if handle.generation == self._generation else lost}; ship it again"
-            )
-        return found
+            why = "was freed" if handle.incarnation == self._incarnation else lost
+            raise LookupError(f"{handle!r} {why}; ship it again")
+        return tensor
 
     def free(self, key: str) -> None:
         """Drop a tensor; unknown keys are ignored, since a restart has dropped them already."""
-        self._kept.pop(key, None)
+        self._tensors.pop(key, None)
 
     def __len__(self) -> int:
-        return len(self._kept)
+        return len(self._tensors)
 
 
-class Cargo:
+class TensorPayload:
     """A tensor as bytes on its way between processes: one copy, no pickled code, no stranger's rows."""
 
     __slots__ = ("data", "dtype", "shape")
@@ -120,10 +119,10 @@ class Cargo:
         self.data = data
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return Cargo, (self.dtype, self.shape, self.data)
+        return TensorPayload, (self.dtype, self.shape, self.data)
 
     @classmethod
-    def load(cls, tensor: Tensor) -> Cargo:
+    def pack(cls, tensor: Tensor) -> TensorPayload:
         """Pack a tensor; a view is compacted, so that its neighbours' rows stay behind."""
         flat = tensor.detach().to("cpu", copy=True).contiguous().view(-1)
         data = (
@@ -131,11 +130,11 @@ class Cargo:
         )
         return cls(str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), data)
 
-    def unload(self, device: torch.device | str) -> Tensor:
+    def unpack(self, device: torch.device | str) -> Tensor:
         """The tensor, in memory of its own on `device`."""
         dtype = getattr(torch, self.dtype)
-        made = torch.empty(self.shape, dtype=dtype)
-        if made.numel():
+        tensor = torch.empty(self.shape, dtype=dtype)
+        if tensor.numel():
             # What the object store hands out is read-only; the copy is ours.
-            made.view(-1).view(torch.uint8).numpy()[:] = self.data
-        return made.to(device)
+            tensor.view(-1).view(torch.uint8).numpy()[:] = self.data
+        return tensor.to(device)

@@ -15,7 +15,7 @@ import layerzero as lz
 from benchmarks import gang as measured
 from benchmarks.ganging.rank import Rank
 from benchmarks.harness import distribution
-from layerzero.actors.group.rank_group import Gang
+from layerzero.actors.group.rank_group import RankGroup
 from layerzero.actors.group.steps import Steps
 from layerzero.actors.group.stores import TorchStore
 
@@ -26,7 +26,7 @@ async def agree(me: Rank) -> None:
     """Plans agreed and manifests sent: what `benchmarks/gang.py` measures, on this rank's device."""
     store = _get_default_store()
     with lz.start(me.settings) as runtime:
-        gang = Gang(
+        gang = RankGroup(
             runtime.device(), TorchStore(store, "agree"), rank=me.rank, ranks=me.ranks, timeout_s=60.0
         )
         agreed, walk, gate = gang.join(), Steps(gang), measured.Gate(store, me.rank, me.ranks)
@@ -38,7 +38,7 @@ async def agree(me: Rank) -> None:
         me.row(what="manifest", rank=me.rank, requests=len(measured.REQUESTS), **found)
         gate()
         if me.rank:
-            walk.next()
+            walk.next_step()
         walk.close()
 
 
@@ -78,7 +78,7 @@ async def _divergent(me: Rank, order: list[int], other_choice: bool) -> None:
     async with lz.start(me.settings) as runtime:
         lz.sync.linear(torch.ones(2, WIDE, device=me.device, dtype=me.like.dtype), weight)
         try:
-            async with runtime.gang(timeout_s=30.0, on_failure=broken) as gang:
+            async with runtime.rank_group(timeout_s=30.0, on_failure=broken) as gang:
                 together = gang.batched(step, send=False)
                 for turn in range(3):
 

@@ -17,10 +17,10 @@ from typing import Any
 import torch
 from generating import by_hand
 from generating.captured import Whole
-from llama import BLOCKING, Draw, Llama, finished, pool
-from stages import Stage
+from models.llama import BLOCKING, Llama, SampleArgs, kv_pool, run_sync
+from tensor_parallel.pipeline import PipelineLlama
+from tensor_parallel.run import TensorParallelLlama, shard_of
 from torch import Tensor
-from tp_generate import Shard, shard_of
 
 import layerzero as lz
 from benchmarks.ganging.rank import Rank, compiled, plant_attention, summed
@@ -36,7 +36,9 @@ def points(me: Rank) -> list[Point]:
         return [(2, 16), (4, 32)]
     wanted = [(1, 512), (64, 1024), (128, 3072)]
     config = me.config
-    token = 2 * config.layers * config.kv_heads * config.head_dim * me.like.element_size()
+    token = (
+        2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim * me.like.element_size()
+    )
     room = (
         0.55 * torch.cuda.get_device_properties(me.device).total_memory
     )  # a share of the cache stands beside
@@ -62,9 +64,9 @@ def warmed(me: Rank, runtime: lz.Runtime, heads: int, rows: tuple[int, ...] = (1
         for _ in range(2):
             numbers = [model.cache.new() for _ in range(n)]
             model.cache.extend(numbers, [context] * n)
-            at = model.cache.step(numbers, [each] * n)
+            at = model.cache.prepare_batch(numbers, [each] * n)
             ids = torch.zeros(n * each, dtype=torch.int64, device=me.device)
-            logits = finished(model.forward(BLOCKING, model._blocking, ids, at))
+            logits = run_sync(model.forward(BLOCKING, model._blocking, ids, at))
             lz.sync.sample(logits[:n], temperature=0.0, seed=1)
             for number in numbers:
                 model.cache.free(number)
@@ -73,7 +75,7 @@ def warmed(me: Rank, runtime: lz.Runtime, heads: int, rows: tuple[int, ...] = (1
 
 
 def _pool(me: Rank, config: Any, pages: int) -> Any:
-    return pool(config, me.device, me.like.dtype, pages, 16)
+    return kv_pool(config, me.device, me.like.dtype, pages, 16)
 
 
 async def crowd(model: Llama, n: int, context: int, tokens: int) -> list[list[int]]:
@@ -83,9 +85,9 @@ async def crowd(model: Llama, n: int, context: int, tokens: int) -> list[list[in
         found: list[int] = []
         with model.sequence(context + tokens) as sequence:
             sequence.extend(context)
-            ids = torch.tensor([number % model.config.vocab], device=model.cache.device)
+            ids = torch.tensor([number % model.config.vocab_size], device=model.cache.device)
             for drawn in range(tokens):
-                ids = await model.next(ids, sequence.extend(1), Draw(0.0, 1.0, number, drawn))
+                ids = await model.sample_next(ids, sequence.extend(1), SampleArgs(0.0, 1.0, number, drawn))
                 found.append(int(await lz.to_host(ids)))
         return found
 
@@ -130,7 +132,7 @@ class Sides:
     def __init__(self, me: Rank, member: Any) -> None:
         self.me, self.count = me, tokens_of(me)
         crowds = sorted({n for n, _ in points(me)})
-        self.shard = Shard(me.config, me.weights(), member, me.like, pages_of(me), crowds)
+        self.shard = TensorParallelLlama(me.config, me.weights(), member, me.like, pages_of(me), crowds)
         self.graph, self.wide = self.shard._graph, self.shard.wide
         self._switched([False])
         self.cache = by_hand.Paged(self.shard, by_hand.chosen_attention(self.shard, *points(me)[-1]))
@@ -149,7 +151,7 @@ class Sides:
         return [replayed(self.me, self.cache, *now, self.count) for now in zip(n, context, strict=True)]
 
     def _reduced(self, rows: list[int]) -> list[float]:
-        x = torch.zeros(rows[0], self.me.config.channels, dtype=self.me.like.dtype, device=self.me.device)
+        x = torch.zeros(rows[0], self.me.config.hidden_size, dtype=self.me.like.dtype, device=self.me.device)
         return [self.me.seconds(lambda: summed(x), 50)]
 
     def _switched(self, captured: list[bool]) -> list[None]:
@@ -191,15 +193,16 @@ async def generate(me: Rank) -> None:
     async with lz.start(me.settings) as runtime:
         kernel = warmed(me, runtime, me.ranks)
         whole = warmed(me, runtime, 1) if me.rank == 0 else ""
-        async with runtime.gang(timeout_s=60.0) as member:
+        async with runtime.rank_group(timeout_s=60.0) as member:
             sides = Sides(me, member)
             if member.rank:
                 await member.follow()
                 return
             me.row(
-                what="setting", ranks=member.ranks, layers=me.config.layers, channels=me.config.channels,
+                what="setting", ranks=member.ranks, layers=me.config.num_hidden_layers,
+                channels=me.config.hidden_size,
                 tokens=sides.count, dtype=str(me.like.dtype), attention=kernel, attention_alone=whole,
-                plan=member.plan, awaited_path=await compiled(),
+                plan=member.plan_digest, awaited_path=await compiled(),
             )  # fmt: skip
             sides.lone()
             with me.trying(what="logits"):
@@ -300,14 +303,14 @@ async def stages(me: Rank) -> None:
     """Tokens a second over a pipeline of as many stages as ranks, beside one device."""
     async with lz.start(me.settings) as runtime:
         kernel = warmed(me, runtime, 1)
-        async with runtime.gang(timeout_s=60.0) as member:
-            stage = Stage(me.config, me.weights(), member, me.like, pages_of(me))
+        async with runtime.rank_group(timeout_s=60.0) as member:
+            stage = PipelineLlama(me.config, me.weights(), member, me.like, pages_of(me))
             if member.rank:
                 await member.follow()
                 return
             path = await compiled()
             me.row(
-                what="setting", stages=member.ranks, layers=me.config.layers, attention=kernel,
+                what="setting", stages=member.ranks, layers=me.config.num_hidden_layers, attention=kernel,
                 awaited_path=path,
             )  # fmt: skip
             alone = Llama(me.config, me.weights(), _pool(me, me.config, pages_of(me)))

@@ -18,16 +18,17 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from llama import Config
+from models.llama import LlamaConfig
+from tensor_parallel.run import LLAMA_3_8B, config_and_weights
 from torch import Tensor
-from tp_generate import LLAMA_3_8B, config_and_weights
 
 import layerzero as lz
-from layerzero.native import COMPILING, HOT
+from layerzero.native import COMPILING, FAST_PATH
 
-TINY = Config(
-    vocab=256, channels=64, inner=96, layers=4, heads=8, kv_heads=4, head_dim=16, eps=1e-5, rope_base=1e4,
-    positions=512,
+TINY = LlamaConfig(
+    vocab_size=256, hidden_size=64, intermediate_size=96, num_hidden_layers=4, num_attention_heads=8,
+    num_key_value_heads=4, head_dim=16, rms_norm_eps=1e-5, rope_theta=1e4,
+    max_position_embeddings=512,
 )  # fmt: skip
 
 
@@ -48,7 +49,9 @@ class Rank:
         cuda = not self.rehearse
         self.device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if cuda else torch.device("cpu")
         self.like = torch.empty(0, device=self.device, dtype=torch.bfloat16 if cuda else torch.float32)
-        self.config = replace(LLAMA_3_8B, layers=self.layers, positions=4096) if cuda else TINY
+        self.config = (
+            replace(LLAMA_3_8B, num_hidden_layers=self.layers, max_position_embeddings=4096) if cuda else TINY
+        )
 
     @property
     def settings(self) -> lz.Settings:
@@ -66,7 +69,7 @@ class Rank:
 
     def weights(self) -> Any:
         """How to get the whole random weights of the model, the same on every rank."""
-        asked = argparse.Namespace(layers=self.config.layers, folder=None)
+        asked = argparse.Namespace(layers=self.config.num_hidden_layers, folder=None)
         get: Any = config_and_weights(asked, self.like)[1]
         return get
 
@@ -112,10 +115,10 @@ class Rank:
 
 async def compiled() -> str:
     """Wait for the awaited path's compiled twin, which a new machine has to make; what runs it then."""
-    HOT.start()
-    while HOT.state == COMPILING:  # noqa: ASYNC110  a thread compiles, and tells nobody
+    FAST_PATH.start()
+    while FAST_PATH.state == COMPILING:  # noqa: ASYNC110  a thread compiles, and tells nobody
         await asyncio.sleep(0.1)
-    return HOT.describe()
+    return FAST_PATH.describe()
 
 
 def summed(partial: Tensor) -> Tensor:
@@ -125,12 +128,12 @@ def summed(partial: Tensor) -> Tensor:
 
 
 def gathered(
-    q: Tensor, k_pages: Tensor, v_pages: Tensor, tables: Tensor, lengths: Tensor,
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, tables: Tensor, lengths: Tensor,
     offsets: Tensor | None = None, *_: Any,
 ) -> Tensor:  # fmt: skip
     """Paged attention out of torch's parts, for a GPU without a library: gather the pages, mask, SDPA."""
-    size, groups = k_pages.shape[1], q.shape[1] != k_pages.shape[2]
-    keys, values = (p[tables.long()].flatten(1, 2).transpose(1, 2) for p in (k_pages, v_pages))
+    size, groups = k_cache.shape[1], q.shape[1] != k_cache.shape[2]
+    keys, values = (p[tables.long()].flatten(1, 2).transpose(1, 2) for p in (k_cache, v_cache))
     at = torch.arange(tables.shape[1] * size, device=q.device)
     if offsets is None:
         seen = (at < lengths[:, None])[:, None, None]

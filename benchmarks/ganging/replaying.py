@@ -34,7 +34,7 @@ class Replayed(by_hand.Paged):
         self.near.copy_(torch.tensor([each.pages for each in sequences]))
         self.positions.fill_(context - 1)
         self.lengths.fill_(context)
-        self.ids.copy_(self.rows % self.model.config.vocab)
+        self.ids.copy_(self.rows % self.model.config.vocab_size)
 
     def begin(self) -> None:
         """Give each sequence's next token its place."""

@@ -13,11 +13,11 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from generation import Sampling
-from generation import generate as plainly
-from llama import Llama, pool
-from speculate import Decoding, Share, drafted, speculated
-from tp_generate import Shard
+from generate import SamplingParams
+from generate import generate as plainly
+from models.llama import Llama, kv_pool
+from speculate import SequenceDecoder, TargetShard, speculate_request, start_generation
+from tensor_parallel.run import TensorParallelLlama
 
 import layerzero as lz
 from benchmarks.ganging.generation import _timed, interleaved, warmed
@@ -33,12 +33,12 @@ class Damped:
     """A model whose layers behind the first can be scaled again and again."""
 
     def __init__(self, model: Llama) -> None:
-        self._last = [(layer, layer.w_out.clone(), layer.w_down.clone()) for layer in model.layers[1:]]
+        self._last = [(layer, layer.w_o.clone(), layer.w_down.clone()) for layer in model.layers[1:]]
 
     def scale(self, share: float) -> None:
         """Let the layers add `share` of what they were made to."""
         for layer, out, down in self._last:
-            layer.w_out.copy_(out * share)
+            layer.w_o.copy_(out * share)
             layer.w_down.copy_(down * share)
 
 
@@ -49,14 +49,14 @@ def first_layer(me: Rank, device: torch.device) -> Llama:
     return Llama(
         config,
         lambda name, shape: get(name, shape).to(device),
-        pool(config, device, me.like.dtype, PAGES, 16),
+        kv_pool(config, device, me.like.dtype, PAGES, 16),
     )
 
 
 def prompt_of(me: Rank, number: int) -> list[int]:
     """Some tokens for each request."""
     drawn = torch.Generator().manual_seed(number)
-    return torch.randint(me.config.vocab, (16 if me.rehearse else 64,), generator=drawn).tolist()
+    return torch.randint(me.config.vocab_size, (16 if me.rehearse else 64,), generator=drawn).tolist()
 
 
 def crowds(me: Rank) -> tuple[int, ...]:
@@ -64,9 +64,9 @@ def crowds(me: Rank) -> tuple[int, ...]:
     return (2,) if me.rehearse else (1,)
 
 
-def sampling(me: Rank, number: int) -> Sampling:
+def sampling(me: Rank, number: int) -> SamplingParams:
     """How request `number` draws."""
-    return Sampling(max_tokens=8 if me.rehearse else 32, temperature=TEMPERATURE, seed=number)
+    return SamplingParams(max_tokens=8 if me.rehearse else 32, temperature=TEMPERATURE, seed=number)
 
 
 async def plain(me: Rank, model: Any, n: int) -> None:
@@ -84,20 +84,20 @@ async def guessed(me: Rank, draft: Llama, target: Llama, n: int, stats: list[Any
 
     async def one(number: int) -> None:
         asked = prompt_of(me, number), sampling(me, number)
-        stats.append((await speculated(draft, target, *asked, PLACES))[1])
+        stats.append((await speculate_request(draft, target, *asked, PLACES))[1])
 
     await asyncio.gather(*map(one, range(n)))
 
 
-async def shared(me: Rank, draft: Llama, share: Share, n: int, stats: list[Any]) -> None:
+async def shared(me: Rank, draft: Llama, share: TargetShard, n: int, stats: list[Any]) -> None:
     """`n` requests, drafted on rank 0 and verified by all ranks."""
 
     async def one(number: int) -> None:
         prompt = prompt_of(me, number)
         limit = len(prompt) + sampling(me, number).max_tokens + 2 * PLACES
-        with Decoding(draft, limit) as small:
+        with SequenceDecoder(draft, limit) as small:
             async with share.target.sequence(limit) as large:
-                generation = drafted(small, large, prompt, sampling(me, number), PLACES)
+                generation = start_generation(small, large, prompt, sampling(me, number), PLACES)
                 async for _ in generation:
                     pass
         stats.append(generation.stats)
@@ -112,9 +112,9 @@ async def speculate(me: Rank) -> None:
         warmed(me, runtime, me.ranks, (1, PLACES + 1, 64))
         if me.rank == 0:
             warmed(me, runtime, 1, (1, PLACES + 1, 64))
-        async with runtime.gang(timeout_s=60.0) as member:
-            shard = Shard(me.config, me.weights(), member, me.like, PAGES)
-            share = Share(member, me.config, me.weights(), me.like)
+        async with runtime.rank_group(timeout_s=60.0) as member:
+            shard = TensorParallelLlama(me.config, me.weights(), member, me.like, PAGES)
+            share = TargetShard(member, me.config, me.weights(), me.like)
             both = [Damped(shard), Damped(share.model)]
 
             def damp(shares: list[float]) -> list[None]:
@@ -127,11 +127,12 @@ async def speculate(me: Rank) -> None:
                 await member.follow()
                 return
             draft = first_layer(me, me.device)
-            target = Llama(me.config, me.weights(), pool(me.config, me.device, me.like.dtype, PAGES, 16))
+            target = Llama(me.config, me.weights(), kv_pool(me.config, me.device, me.like.dtype, PAGES, 16))
             alone, numbers = Damped(target), itertools.count()
             several = me.device.type == "cuda" and torch.cuda.device_count() > 1
             away = first_layer(me, torch.device("cuda", 1)) if several else None
-            me.row(what="speculation setting", layers=me.config.layers, draft_layers=1, places=PLACES,
+            me.row(what="speculation setting", layers=me.config.num_hidden_layers, draft_layers=1,
+            places=PLACES,
                    temperature=TEMPERATURE, prompt=len(prompt_of(me, 0)), tokens=sampling(me, 0).max_tokens,
                    draft_elsewhere=several, ranks=member.ranks, awaited_path=await compiled())  # fmt: skip
             for n, scale in itertools.product(crowds(me), SCALES):
@@ -146,7 +147,13 @@ async def speculate(me: Rank) -> None:
 
 
 async def _ways(
-    me: Rank, n: int, draft: Llama, away: Llama | None, target: Llama, shard: Shard, share: Share
+    me: Rank,
+    n: int,
+    draft: Llama,
+    away: Llama | None,
+    target: Llama,
+    shard: TensorParallelLlama,
+    share: TargetShard,
 ) -> dict[str, Any]:
     """Every way to decode at one scale: tokens a second, over plain decoding, and how many drafts stay."""
     stats: dict[str, list[Any]] = {

@@ -10,11 +10,11 @@ from contextlib import ExitStack
 from typing import Any, Protocol
 
 import torch
-from llama import Draw
+from models.llama import SampleArgs
 from torch import Tensor
 
 from generating import by_hand
-from layerzero.kvcache import Span
+from layerzero.kvcache import TokenRange
 
 # In spreads of a row's logits. The best of 128,256 words stands some four of them above the mean, and
 # bfloat16 steps by a thirtieth of one there.
@@ -25,7 +25,7 @@ FEWEST = 0.5  # of the rows have the very token
 class Graph(Protocol):
     """A model that answers for all callers at once."""
 
-    def nexts(self, ids: Tensor, spans: list[Span], draws: list[Draw]) -> Tensor: ...
+    def nexts(self, ids: Tensor, spans: list[TokenRange], draws: list[SampleArgs]) -> Tensor: ...
 
 
 def agreement(cache: by_hand.Paged, graph: Graph, context: int, requests: int) -> dict[str, Any]:
@@ -34,13 +34,13 @@ def agreement(cache: by_hand.Paged, graph: Graph, context: int, requests: int) -
     Raises: ValueError: a token is not the loop's.
     """
     model = cache.model
-    ids = torch.arange(requests, device=model.cache.device) % model.config.vocab
-    draws = [Draw(0.0, 1.0, number, 0) for number in range(requests)]
+    ids = torch.arange(requests, device=model.cache.device) % model.config.vocab_size
+    draws = [SampleArgs(0.0, 1.0, number, 0) for number in range(requests)]
     with ExitStack() as stack:
         sequences = [stack.enter_context(model.sequence(context + 1)) for _ in range(requests)]
         cache.join(sequences, [context] * requests)
         logits = by_hand.step(cache, ids).float()
-        tokens = graph.nexts(ids, [Span(sequence, context, 1) for sequence in sequences], draws)
+        tokens = graph.nexts(ids, [TokenRange(sequence, context, 1) for sequence in sequences], draws)
     best = logits.max(-1)
     short = best.values - logits.gather(1, tokens.long()[:, None])[:, 0]
     distance = float((short / logits.std(-1)).max())

@@ -19,8 +19,8 @@ class Completions(litserve.LitAPI):
 
     def setup(self, device: str) -> None:
         """Load the model in the worker's process."""
-        import llama
         import torch
+        from models import llama
 
         import layerzero as lz
 

@@ -25,8 +25,8 @@ class Completions:
 
     def __init__(self, pages: int, threads: int) -> None:
         sys.path[:0] = PATHS
-        import llama
         import torch
+        from models import llama
 
         import layerzero as lz
 

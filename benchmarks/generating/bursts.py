@@ -1,4 +1,4 @@
-"""What queues in front of the lane: a burst, an open load near saturation, and queues of several depths.
+"""What queues in front of the batcher: a burst, an open load near saturation, and queues of several depths.
 
 Requests are small: a norm and a linear layer of one row, a few times over, each op awaited by itself.
 """
@@ -98,7 +98,7 @@ def measure(seconds: float, rounds: int) -> dict[str, Any]:
         bursts = [asyncio.run(_burst(runtime, small, seed)) for seed in range(rounds + 1)][1:]
         load = asyncio.run(_load(runtime, small, seconds))
         load["by_hand"] = asyncio.run(_load(runtime, ByHand(), seconds))
-    with lz.start(settings.replace(max_items=64)) as runtime:
+    with lz.start(settings.replace(max_batch_size=64)) as runtime:
         depths = asyncio.run(_depths(runtime, small, rounds))
     drained = statistics.median([burst["drained_s"] for burst in bursts])
     return {
@@ -109,7 +109,7 @@ def measure(seconds: float, rounds: int) -> dict[str, Any]:
 
 
 def _batches(runtime: lz.Runtime) -> tuple[int, int]:
-    sizes = runtime.device("cpu").fronts.stats().sizes
+    sizes = runtime.device("cpu").loop_drivers.stats().sizes
     return sum(sizes.values()), sum(size * count for size, count in sizes.items())
 
 
@@ -123,7 +123,7 @@ async def _arriving(runtime: lz.Runtime, small: Requests, gaps: list[float]) -> 
         late.append(time.perf_counter() - due)
 
     batches, calls = _batches(runtime)
-    lane = runtime.device("cpu").fronts.current().lane
+    lane = runtime.device("cpu").loop_drivers.current().batcher
     begin = due = time.perf_counter()
     tasks = []
     for gap in gaps:

@@ -11,12 +11,12 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from llama import Layer, Llama
+from models.llama import Layer, Llama
 from torch import Tensor
 from torch.nn.functional import linear, rms_norm, scaled_dot_product_attention, silu
 
 import layerzero as lz
-from layerzero.ops.host_copies import on_device
+from layerzero.ops.host_copies import to_device_with_host_copy
 
 Attention = Callable[..., Any]
 
@@ -30,7 +30,7 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 class Paged:
     """Keys and values in the model's own pages, one slot of a fixed batch a sequence.
 
-    `attention(q, k_pages, v_pages, tables, lengths)` is what the measured side runs, taken from it.
+    `attention(q, k_cache, v_cache, tables, lengths)` is what the measured side runs, taken from it.
     """
 
     def __init__(self, model: Llama, attention: Attention | None = None) -> None:
@@ -43,7 +43,7 @@ class Paged:
         widest = max(len(sequence.pages) for sequence in sequences)
         self.tables = sequences[0].tables.pick([sequence.row for sequence in sequences], widest)
         self.counts = torch.tensor(lengths, dtype=torch.int32)
-        self.positions = on_device(self.counts.long(), device) - 1
+        self.positions = to_device_with_host_copy(self.counts.long(), device) - 1
         self.rows = torch.arange(len(sequences), device=device)
         self.width = 0
 
@@ -54,17 +54,17 @@ class Paged:
         width = -(-int(self.counts.max()) // size)
         if width != self.width:
             self.width = width
-            self.near = on_device(self.tables[:, :width].contiguous(), device)
-        self.lengths = on_device(self.counts, device)
+            self.near = to_device_with_host_copy(self.tables[:, :width].contiguous(), device)
+        self.lengths = to_device_with_host_copy(self.counts, device)
         self.positions = self.positions + 1
         page = self.near[self.rows, self.positions // size].long()
         self.slots = page * size + self.positions % size
 
     def attend(self, index: int, layer: Layer, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Append one token a sequence and attend over all of its tokens."""
-        layer.k_pages.flatten(0, 1).index_copy_(0, self.slots, k)
-        layer.v_pages.flatten(0, 1).index_copy_(0, self.slots, v)
-        out: Tensor = self.attention(q, layer.k_pages, layer.v_pages, self.near, self.lengths)
+        layer.k_cache.flatten(0, 1).index_copy_(0, self.slots, k)
+        layer.v_cache.flatten(0, 1).index_copy_(0, self.slots, v)
+        out: Tensor = self.attention(q, layer.k_cache, layer.v_cache, self.near, self.lengths)
         return out
 
 
@@ -72,12 +72,12 @@ class Contiguous:
     """Keys and values of each sequence in one piece, padded to the longest; torch's own attention."""
 
     def __init__(self, model: Llama, slots: int, width: int) -> None:
-        config, first = model.config, model.layers[0].k_pages
-        shape = (config.layers, slots, config.kv_heads, width, config.head_dim)
+        config, first = model.config, model.layers[0].k_cache
+        shape = (config.num_hidden_layers, slots, config.num_key_value_heads, width, config.head_dim)
         self.model, self.device, self.width = model, first.device, width
         self.keys = torch.zeros(shape, dtype=first.dtype, device=first.device).normal_()
         self.values = torch.zeros_like(self.keys).normal_()
-        self.grouped = config.heads != config.kv_heads
+        self.grouped = config.num_attention_heads != config.num_key_value_heads
 
     def join(self, sequences: Sequence[Any], lengths: Sequence[int]) -> None:
         """Make the first slots, each with so many tokens, the batch that steps from now on."""
@@ -114,32 +114,40 @@ def step(cache: Paged | Contiguous, ids: Tensor) -> Tensor:
     config, layers = model.config, model.layers
     cache.begin()
     cos, sin = (
-        table[cache.positions].unsqueeze(1).to(model.words.dtype) for table in (layers[0].cos, layers[0].sin)
+        table[cache.positions].unsqueeze(1).to(model.embed_tokens.dtype)
+        for table in (layers[0].cos, layers[0].sin)
     )
-    x = model.words[ids]
-    normed = rms_norm(x, (config.channels,), model.norm_first, config.eps)
+    x = model.embed_tokens[ids]
+    normed = rms_norm(x, (config.hidden_size,), model.input_norm, config.rms_norm_eps)
     for index, layer in enumerate(layers):
         qkv = linear(normed, layer.w_qkv, layer.b_qkv)
         q, k, v = qkv.unflatten(-1, (-1, config.head_dim)).split(layer.split, dim=1)
         mixed = cache.attend(index, layer, rotate(q, cos, sin), rotate(k, cos, sin), v)
-        x = x + layer.reduce(linear(mixed.flatten(1), layer.w_out, layer.b_out))
+        x = x + layer.all_reduce(linear(mixed.flatten(1), layer.w_o, layer.b_o))
         gate, up = linear(
-            rms_norm(x, (config.channels,), layer.norm_mlp, config.eps), layer.w_up, layer.b_up
+            rms_norm(x, (config.hidden_size,), layer.post_attention_norm, config.rms_norm_eps),
+            layer.w_up,
+            layer.b_up,
         ).chunk(2, dim=-1)
-        x = x + layer.reduce(linear(silu(gate) * up, layer.w_down, layer.b_down))
-        normed = rms_norm(x, (config.channels,), layer.norm_next, config.eps)
-    return linear(normed, model.head)
+        x = x + layer.all_reduce(linear(silu(gate) * up, layer.w_down, layer.b_down))
+        normed = rms_norm(x, (config.hidden_size,), layer.next_norm, config.rms_norm_eps)
+    return linear(normed, model.lm_head)
 
 
 def chosen_attention(model: Llama, sequences: int = 64, context: int = 2048) -> Attention:
     """The paged attention kernel that LayerZero takes for so many sequences, as a bare callable."""
     layer, config = model.layers[0], model.config
-    like, device = layer.k_pages, model.cache.device
-    q = torch.zeros(sequences, config.heads, config.head_dim, dtype=like.dtype, device=device)
+    like, device = layer.k_cache, model.cache.device
+    q = torch.zeros(sequences, config.num_attention_heads, config.head_dim, dtype=like.dtype, device=device)
     tables = torch.zeros(sequences, -(-context // model.cache.page_size), dtype=torch.int32)
     lengths = torch.full((sequences,), context, dtype=torch.int32)
     bound: Attention = lz.bind(
-        "paged_attention", q, like, layer.v_pages, on_device(tables, device), on_device(lengths, device),
+        "paged_attention",
+        q,
+        like,
+        layer.v_cache,
+        to_device_with_host_copy(tables, device),
+        to_device_with_host_copy(lengths, device),
         guard=False,
-    )  # fmt: skip
+    )
     return bound

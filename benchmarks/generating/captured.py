@@ -12,11 +12,11 @@ from __future__ import annotations
 from array import array
 
 import torch
-from llama import BLOCKING, Draw, Layer, Llama, finished, tokens
+from models.llama import BLOCKING, Layer, Llama, SampleArgs, run_sync, sample_tokens
 from torch import Tensor
 
 import layerzero as lz
-from layerzero.kvcache import PagedCache, PagedSequence, Rows, Span
+from layerzero.kvcache import AttentionMetadata, PagedCache, PagedSequence, TokenRange
 
 
 class Frame:
@@ -39,10 +39,10 @@ class Frame:
             self._held = first.to(device, copy=True)
         self._numbers = self._held[: 3 * rows].view(3, rows)
         self._tables = self._held[self._begin :].view(rows, self.width)
-        self._spans: list[Span] = []
+        self._spans: list[TokenRange] = []
         self._sequences: list[PagedSequence] = []  # whose tables stand in the first rows
 
-    def load(self, spans: list[Span]) -> None:
+    def load(self, spans: list[TokenRange]) -> None:
         """Let `spans`, a token each, be what the rows are from now on."""
         if spans == self._spans:  # another layer of the same step
             return
@@ -62,14 +62,14 @@ class Frame:
             self._sequences = sequences
             tables = host[self._begin :].view(rows, self.width)
             tables.copy_(self._near)
-            near = sequences[0].tables.pick([sequence.row for sequence in sequences], self.width)
+            near = sequences[0].block_tables.gather([sequence.row for sequence in sequences], self.width)
             tables[:count, : near.shape[1]] = near
         self._held[:reach].copy_(host, non_blocking=True)
 
-    def places(self, rows: int) -> Rows:
+    def places(self, rows: int) -> AttentionMetadata:
         """Where the first `rows` rows stand, whatever is loaded."""
         positions, slots, lengths = self._numbers[:, :rows]
-        return Rows(positions, slots, self._tables[:rows], lengths, None, slice(None))
+        return AttentionMetadata(positions, slots, self._tables[:rows], lengths, None, slice(None))
 
     def close(self) -> None:
         """Give the pages of the padding back."""
@@ -87,15 +87,15 @@ class Whole:
         self._graph = lz.compile(self._step, buckets=sorted({1, rows}))
         self._joined = lz.batched(self.nexts)
 
-    async def next(self, ids: Tensor, span: Span, draw: Draw) -> Tensor:
+    async def next(self, ids: Tensor, span: TokenRange, draw: SampleArgs) -> Tensor:
         """The token (1,) that follows `ids` (1,) of one sequence."""
         token: Tensor = await self._joined(ids, span, draw)
         return token
 
-    def nexts(self, ids: Tensor, spans: list[Span], draws: list[Draw]) -> Tensor:
+    def nexts(self, ids: Tensor, spans: list[TokenRange], draws: list[SampleArgs]) -> Tensor:
         """`next` for all callers at once."""
         self.frame.load(spans)
-        return tokens(self._graph(ids), draws)
+        return sample_tokens(self._graph(ids), draws)
 
     def close(self) -> None:
         """Give the pages of the padding back."""
@@ -103,7 +103,7 @@ class Whole:
 
     def _step(self, ids: Tensor) -> Tensor:
         at = self.frame.places(ids.shape[0])
-        return finished(self.model.forward(BLOCKING, self.model._blocking, ids, at))
+        return run_sync(self.model.forward(BLOCKING, self.model._blocking, ids, at))
 
 
 class Part:
@@ -112,30 +112,30 @@ class Part:
     def __init__(self, model: Llama, index: int, frame: Frame) -> None:
         self.model, self.frame, self.index = model, frame, index
         self.layer: Layer = model.layers[index]
-        self.norm = model.norm_first if index == 0 else model.layers[index - 1].norm_next
+        self.norm = model.input_norm if index == 0 else model.layers[index - 1].next_norm
         self._graph = lz.compile(self._step, buckets=(frame.rows,))
 
-    def run(self, x: Tensor, spans: list[Span]) -> Tensor:
+    def run(self, x: Tensor, spans: list[TokenRange]) -> Tensor:
         """The layer for the rows of all callers at once."""
         self.frame.load(spans)
         out: Tensor = self._graph(x)
         return out
 
-    def draw(self, x: Tensor, spans: list[Span], draws: list[Draw]) -> Tensor:
+    def draw(self, x: Tensor, spans: list[TokenRange], draws: list[SampleArgs]) -> Tensor:
         """`run` of the last layer, and a token (1,) for each caller."""
-        return tokens(self.run(x, spans), draws)
+        return sample_tokens(self.run(x, spans), draws)
 
     def _step(self, x: Tensor) -> Tensor:
-        model, eps = self.model, self.model.config.eps
+        model, eps = self.model, self.model.config.rms_norm_eps
         if self.index == 0:
-            x = lz.sync.embedding(x, model.words)
+            x = lz.sync.embedding(x, model.embed_tokens)
         # Normed anew, so that one tensor goes from layer to layer and not two.
         normed = lz.sync.rms_norm(x, self.norm, eps=eps)
         at = self.frame.places(x.shape[0])
-        normed, x = finished(self.layer.forward(BLOCKING, normed, x, at))
+        normed, x = run_sync(self.layer.forward(BLOCKING, normed, x, at))
         if self.index < len(model.layers) - 1:
             return x
-        logits: Tensor = lz.sync.linear(normed, model.head)
+        logits: Tensor = lz.sync.linear(normed, model.lm_head)
         return logits
 
 
@@ -150,7 +150,7 @@ class Layered:
         self._joined = [lz.batched(part.run) for part in self.parts[:-1]]
         self._last = lz.batched(self.parts[-1].draw)
 
-    async def next(self, ids: Tensor, span: Span, draw: Draw) -> Tensor:
+    async def next(self, ids: Tensor, span: TokenRange, draw: SampleArgs) -> Tensor:
         """The token (1,) that follows `ids` (1,) of one sequence."""
         x = ids
         for layer in self._joined:
@@ -158,7 +158,7 @@ class Layered:
         token: Tensor = await self._last(x, span, draw)
         return token
 
-    def nexts(self, ids: Tensor, spans: list[Span], draws: list[Draw]) -> Tensor:
+    def nexts(self, ids: Tensor, spans: list[TokenRange], draws: list[SampleArgs]) -> Tensor:
         """`next` for all callers at once, without an await."""
         x = ids
         for part in self.parts[:-1]:

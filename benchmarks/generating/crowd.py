@@ -15,11 +15,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from llama import Draw, Llama, Per
+from models.llama import Llama, Per, SampleArgs
 
 import layerzero as lz
 from generating import by_hand
-from layerzero.ops.host_copies import on_device
+from layerzero.ops.host_copies import to_device_with_host_copy
 
 FEWEST, MOST = 16, 48  # tokens of a request, uniformly drawn
 Lengths = Callable[[], int]
@@ -111,9 +111,9 @@ async def request(model: Llama, context: int, tokens: int, seed: int, meter: Met
     """One request behind `context` tokens, written as if it were alone."""
     with model.sequence(context + tokens) as sequence:
         sequence.extend(context)
-        token = on_device(torch.tensor([seed % model.config.vocab]), model.cache.device)
+        token = to_device_with_host_copy(torch.tensor([seed % model.config.vocab_size]), model.cache.device)
         for drawn in range(tokens):
-            token = await model.next(token, sequence.extend(1), Draw(0.0, 1.0, seed, drawn))
+            token = await model.sample_next(token, sequence.extend(1), SampleArgs(0.0, 1.0, seed, drawn))
             await lz.to_host(token)
             meter.times.append(time.perf_counter())
             if meter.over:
@@ -147,10 +147,10 @@ async def awaited(runtime: lz.Runtime, model: Llama, crowd: Crowd, per: Per, *, 
 
 
 def _batches(runtime: lz.Runtime) -> tuple[int, int]:
-    """Batches that the lanes have run, and the calls in them; a lone inline call is in neither."""
+    """Batches that the batchers have run, and the calls in them; a lone inline call is in neither."""
     batches = calls = 0
     for device in runtime.devices.values():
-        for size, count in device.fronts.stats().sizes.items():
+        for size, count in device.loop_drivers.stats().sizes.items():
             batches += count
             calls += size * count
     return batches, calls

@@ -83,7 +83,7 @@ def kernels_of(runtime: lz.Runtime, device: torch.device) -> dict[str, list[str]
     tables = runtime.device(device).snapshot.tables
     found: dict[str, set[str]] = {}
     for op, table in list(tables.items()):
-        for plans in table.hot:
+        for plans in table.by_signature:
             found.setdefault(op, set()).update(plan.kernel for plan in list(plans.values()))
     return {op: sorted(ids) for op, ids in sorted(found.items()) if ids}
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import llama
 import torch
-from llama import Config, Llama, Per
+from models import llama
+from models.llama import Llama, LlamaConfig, Per
 
 # Long enough for a context of 2,048 and what is generated behind it.
 POSITIONS = 4096
@@ -13,17 +13,18 @@ POSITIONS = 4096
 def shape(
     vocab: int, channels: int, inner: int, layers: int, heads: int, kv_heads: int, head_dim: int,
     rope_base: float = 10_000.0,
-) -> Config:  # fmt: skip
+) -> LlamaConfig:  # fmt: skip
     """A Llama with a head of its own."""
-    return Config(
-        vocab=vocab, channels=channels, inner=inner, layers=layers, heads=heads, kv_heads=kv_heads,
-        head_dim=head_dim, eps=1e-5, rope_base=rope_base, positions=POSITIONS,
+    return LlamaConfig(
+        vocab_size=vocab, hidden_size=channels, intermediate_size=inner, num_hidden_layers=layers,
+        num_attention_heads=heads, num_key_value_heads=kv_heads,
+        head_dim=head_dim, rms_norm_eps=1e-5, rope_theta=rope_base, max_position_embeddings=POSITIONS,
     )  # fmt: skip
 
 
 SHAPES = {
     "tiny": shape(64, 32, 48, 2, 4, 2, 8),
-    "shipped": Config.read(llama.FOLDER),
+    "shipped": LlamaConfig.read(llama.FOLDER),
     "mid": shape(8192, 512, 1408, 4, 8, 4, 64),
     # Llama 3 8B with a quarter of its 32 layers.
     "8b-8": shape(128_256, 4096, 14_336, 8, 32, 8, 128, 500_000.0),
@@ -51,23 +52,24 @@ def build(
             SHAPES[name], device=device, dtype=dtype, pages=pages, page_size=page_size, per=per
         )
     for layer in model.layers:
-        layer.k_pages.normal_()
-        layer.v_pages.normal_()
+        layer.k_cache.normal_()
+        layer.v_cache.normal_()
     return model
 
 
-def described(config: Config) -> str:
+def described(config: LlamaConfig) -> str:
     """A shape in one line."""
     return (
-        f"{config.layers} layers, {config.channels} channels, {config.heads}/{config.kv_heads} heads "
-        f"of {config.head_dim}, {config.inner} inner, {config.vocab} words, "
+        f"{config.num_hidden_layers} layers, {config.hidden_size} channels, "
+        f"{config.num_attention_heads}/{config.num_key_value_heads} heads "
+        f"of {config.head_dim}, {config.intermediate_size} inner, {config.vocab_size} words, "
         f"{parameters(config) / 1e6:.1f} M weights"
     )
 
 
-def parameters(config: Config) -> int:
+def parameters(config: LlamaConfig) -> int:
     """How many weights a shape has."""
-    heads = (2 * config.heads + 2 * config.kv_heads) * config.head_dim
-    layer = config.channels * (heads + 3 * config.inner + 2)
-    words = config.vocab * config.channels * (1 if config.tied else 2)
-    return config.layers * layer + words + config.channels
+    heads = (2 * config.num_attention_heads + 2 * config.num_key_value_heads) * config.head_dim
+    layer = config.hidden_size * (heads + 3 * config.intermediate_size + 2)
+    words = config.vocab_size * config.hidden_size * (1 if config.tie_word_embeddings else 2)
+    return config.num_hidden_layers * layer + words + config.hidden_size

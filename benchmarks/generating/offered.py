@@ -148,7 +148,7 @@ def serving(name: str, traffic: Traffic) -> Iterator[Served]:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     if name == OURS:
-        command = ["examples/generate_server.py", "--port", str(port), "--pages", str(traffic.pages)]
+        command = ["examples/serve.py", "--port", str(port), "--pages", str(traffic.pages)]
     else:
         script = f"benchmarks/generating/{PEERS[name][1]}"
         command = [script, str(port), str(traffic.pages), str(traffic.threads)]
@@ -270,16 +270,16 @@ class Client:
         return Seen(seconds, list(self.latencies), self.tokens, calls / max(batches, 1e-9), self.failed)
 
     async def _lanes(self) -> tuple[float, float]:
-        """Batches and calls that LayerZero's lanes have counted so far; nothing for the others."""
+        """Batches and calls that LayerZero's batchers have counted so far; nothing for the others."""
         answer = await self.http.get(self.url.replace("/v1/completions", "/metrics"))
         if answer.status_code != 200:
             return 0.0, 0.0
         found = dict(
-            re.findall(r"^(layerzero_lane_batch_size_(?:count|sum))(?:{[^}]*})? (\S+)", answer.text, re.M)
+            re.findall(r"^(layerzero_batcher_batch_size_(?:count|sum))(?:{[^}]*})? (\S+)", answer.text, re.M)
         )
         return (
-            float(found.get("layerzero_lane_batch_size_count", 0)),
-            float(found.get("layerzero_lane_batch_size_sum", 0)),
+            float(found.get("layerzero_batcher_batch_size_count", 0)),
+            float(found.get("layerzero_batcher_batch_size_sum", 0)),
         )
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from llama import Draw, Llama
+from models.llama import Llama, SampleArgs
 
 Asked = dict[str, Any]
 
@@ -28,14 +28,15 @@ def _complete(model: Llama, asked: list[Asked]) -> list[Asked]:
         ids = torch.tensor([token for one in asked for token in one["prompt"]])
         spans = [s.extend(len(one["prompt"])) for s, one in zip(sequences, asked, strict=True)]
         while live:
-            draws = [Draw(0.0, 1.0, 0, len(given[index])) for index in live]
-            drawn = model.nexts(ids, spans, draws)
+            draws = [SampleArgs(0.0, 1.0, 0, len(given[index])) for index in live]
+            drawn = model.sample_next_batch(ids, spans, draws)
             for index, token in zip(live, drawn.tolist(), strict=True):
                 given[index].append(token)
             kept = [
                 place
                 for place, index in enumerate(live)
-                if len(given[index]) < asked[index]["max_tokens"] and given[index][-1] not in model.config.end
+                if len(given[index]) < asked[index]["max_tokens"]
+                and given[index][-1] not in model.config.eos_token_ids
             ]
             ids, live = drawn[kept], [live[place] for place in kept]
             spans = [sequences[index].extend() for index in live]

@@ -11,8 +11,8 @@ import importlib.util
 import time
 from typing import Any
 
-import llama
 import torch
+from models import llama
 
 from generating import models
 
@@ -37,10 +37,11 @@ def build(name: str) -> Any:
         return transformers.LlamaForCausalLM.from_pretrained(str(llama.FOLDER), dtype=torch.float32).eval()
     shape = models.SHAPES[name]
     config = transformers.LlamaConfig(
-        vocab_size=shape.vocab, hidden_size=shape.channels, intermediate_size=shape.inner,
-        num_hidden_layers=shape.layers, num_attention_heads=shape.heads,
-        num_key_value_heads=shape.kv_heads, head_dim=shape.head_dim,
-        max_position_embeddings=shape.positions, rms_norm_eps=shape.eps, tie_word_embeddings=shape.tied,
+        vocab_size=shape.vocab_size, hidden_size=shape.hidden_size, intermediate_size=shape.intermediate_size,
+        num_hidden_layers=shape.num_hidden_layers, num_attention_heads=shape.num_attention_heads,
+        num_key_value_heads=shape.num_key_value_heads, head_dim=shape.head_dim,
+        max_position_embeddings=shape.max_position_embeddings, rms_norm_eps=shape.rms_norm_eps,
+        tie_word_embeddings=shape.tie_word_embeddings,
     )  # fmt: skip
     return transformers.LlamaForCausalLM(config).eval()
 

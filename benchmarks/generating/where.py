@@ -16,7 +16,7 @@ PARTS = (
     ("layerzero/backends/", "kernels and their launches"),
     ("layerzero/ops/batching", "rows joined and split"),
     ("layerzero/ops/paged_batching", "rows joined and split"),
-    ("layerzero/ops/mirrors", "rows joined and split"),
+    ("layerzero/ops/host_copies", "rows joined and split"),
     ("layerzero/ops/", "an op's arguments, guard or reference"),
     ("scheduler/batch_executor.py", "a batch run"),
     ("layerzero/graphs/", "graphs filled and replayed"),

@@ -6,17 +6,17 @@ from collections import Counter
 from typing import Any
 
 import torch
-from minilm import EPS, HEADS, MiniLM
+from models.minilm import EPS, HEADS, MiniLM
 from torch import Tensor
 
 import layerzero as lz
 
 
 def launches(runtime: lz.Runtime) -> Counter[int]:
-    """Return how many batches of each size the lanes have run so far: {requests in a batch: batches}."""
+    """Return how many batches of each size the batchers have run so far: {requests in a batch: batches}."""
     total: Counter[int] = Counter()
     for device in runtime.devices.values():
-        total.update(device.fronts.stats().sizes)
+        total.update(device.loop_drivers.stats().sizes)
     return total
 
 
@@ -53,12 +53,12 @@ def kernels(model: MiniLM, texts: list[str]) -> list[dict[str, Any]]:
     return rows
 
 
-def explanation(model: MiniLM, texts: list[str], wanted: str = "attention") -> str:
+def explanation(model: MiniLM, texts: list[str], op_name: str = "attention") -> str:
     """Return every kernel's verdict on one op's call, as a table for people."""
     for op, args, options in example_calls(model, texts):
-        if op == wanted:
+        if op == op_name:
             return str(lz.explain(op, *args, **options))
-    raise ValueError(f"wanted needs to be an op of the encoder, got {wanted!r}")
+    raise ValueError(f"wanted needs to be an op of the encoder, got {op_name!r}")
 
 
 def _projected(model: MiniLM, ids: Tensor) -> Tensor:

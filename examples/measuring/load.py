@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from types import TracebackType
 
 import torch
-from minilm import MiniLM
+from models.minilm import MiniLM
 from torch import Tensor
 
 Embed = Callable[[str], Awaitable[Tensor]]
@@ -61,10 +61,10 @@ def percentile(values: Sequence[float], quantile: float) -> float:
 def poisson_arrivals(count: int, rate: float, seed: int) -> list[float]:
     """Return `count` arrival times in seconds, `rate` a second on average, the same for the same seed."""
     draw = random.Random(seed)
-    times, now = [], 0.0
+    times, now_s = [], 0.0
     for _ in range(count):
-        now += draw.expovariate(rate)
-        times.append(now)
+        now_s += draw.expovariate(rate)
+        times.append(now_s)
     return times
 
 
@@ -91,9 +91,9 @@ class LoopLag:
             self._handle.cancel()
         self._record(asyncio.get_running_loop().time())
 
-    def _record(self, now: float) -> None:
-        while self._due <= now:
-            self.late_s.append(now - self._due)
+    def _record(self, now_s: float) -> None:
+        while self._due <= now_s:
+            self.late_s.append(now_s - self._due)
             self._due += LAG_PERIOD_S
 
     def _tick(self) -> None:
@@ -189,21 +189,21 @@ class BatchingServer:
         """Run batches until nobody waits; a failed batch fails those who wait for it."""
         loop = asyncio.get_running_loop()
         while self._waiting:
-            taken, self._waiting = self._waiting, []
+            batch, self._waiting = self._waiting, []
             try:
-                await loop.run_in_executor(self._worker, self._run, loop, taken)
+                await loop.run_in_executor(self._worker, self._run, loop, batch)
             except Exception as error:
-                for _, answer in taken:
+                for _, answer in batch:
                     if not answer.done():
                         answer.set_exception(error)
         self._serving = None
 
-    def _run(self, loop: asyncio.AbstractEventLoop, taken: list[tuple[str, asyncio.Future[Tensor]]]) -> None:
+    def _run(self, loop: asyncio.AbstractEventLoop, batch: list[tuple[str, asyncio.Future[Tensor]]]) -> None:
         """Embed what was taken and hand each batch to the loop as soon as it is done."""
-        for indexes, rows in self._model.batches([text for text, _ in taken], self._batch):
+        for indexes, rows in self._model.batches([text for text, _ in batch], self._batch):
             rows = rows.to("cpu")
             self.sizes[len(indexes)] = self.sizes.get(len(indexes), 0) + 1
-            loop.call_soon_threadsafe(_answer, [taken[index][1] for index in indexes], rows)
+            loop.call_soon_threadsafe(_answer, [batch[index][1] for index in indexes], rows)
 
 
 def _answer(waiting: list[asyncio.Future[Tensor]], rows: Tensor) -> None:

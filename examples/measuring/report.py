@@ -83,14 +83,14 @@ def summary(session: Session) -> dict[str, Any]:
 
 def parity(session: Session) -> dict[str, Any]:
     """Compare every embedding of every way and round with sentence-transformers."""
-    wanted = session.reference.double()
+    expected = session.reference.double()
     ways: dict[str, dict[str, float]] = {}
     for name in WAYS:
         runs = session.runs[name]
         got = [run.embeddings.double() for run in runs]
         ways[name] = {
-            "max_abs_diff": max(float((rows - wanted).abs().max()) for rows in got),
-            "min_cosine": min(float(F.cosine_similarity(rows, wanted).min()) for rows in got),
+            "max_abs_diff": max(float((rows - expected).abs().max()) for rows in got),
+            "min_cosine": min(float(F.cosine_similarity(rows, expected).min()) for rows in got),
         }
     lowest = min(numbers["min_cosine"] for numbers in ways.values())
     return {
@@ -175,7 +175,7 @@ def targets(session: Session) -> list[dict[str, Any]]:
 
 def environment(device: str) -> dict[str, Any]:
     """Return what a reader needs to judge the numbers: processor, threads, versions, date."""
-    found: dict[str, Any] = {
+    facts: dict[str, Any] = {
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         **provenance(),
         "cpu": cpu_model(),
@@ -185,9 +185,9 @@ def environment(device: str) -> dict[str, Any]:
         "versions": {name: installed(name) for name in PACKAGES},
     }
     if device.startswith("cuda"):
-        found["gpu"] = torch.cuda.get_device_name()
-        found["cuda"] = torch.version.cuda
-    return found
+        facts["gpu"] = torch.cuda.get_device_name()
+        facts["cuda"] = torch.version.cuda
+    return facts
 
 
 def provenance() -> dict[str, Any]:
@@ -195,8 +195,8 @@ def provenance() -> dict[str, Any]:
     path = Path(__file__).resolve().parents[2] / "benchmarks" / "provenance.py"
     if not path.exists():
         return {}
-    found: dict[str, Any] = runpy.run_path(str(path))["provenance"]()
-    return found
+    namespace: dict[str, Any] = runpy.run_path(str(path))["provenance"]()
+    return namespace
 
 
 def installed(package: str) -> str | None:

@@ -50,7 +50,7 @@ def _parity(console: Console, parity: dict[str, Any]) -> None:
 
 
 def _query(console: Console, query: dict[str, Any]) -> None:
-    table = _table(f"Nearest to: {escape(query['text'])}", ("cosine", "sentence"), left=(1,))
+    table = _table(f"Nearest to: {escape(query['text'])}", ("cosine", "sentence"), left_columns=(1,))
     for answer in query["answers"]:
         table.add_row(f"{answer['cosine']:.3f}", escape(answer["text"]))
     console.print(table)
@@ -81,7 +81,9 @@ def _ways(console: Console, numbers: dict[str, Any]) -> None:
 
 def _kernels(console: Console, numbers: dict[str, Any]) -> None:
     table = _table(
-        "Which kernel served each op, and why", ("op", "call", "kernel", "us", "why"), left=(0, 1, 2, 4)
+        "Which kernel served each op, and why",
+        ("op", "call", "kernel", "us", "why"),
+        left_columns=(0, 1, 2, 4),
     )
     for row in numbers["kernels"]:
         table.add_row(
@@ -93,11 +95,13 @@ def _kernels(console: Console, numbers: dict[str, Any]) -> None:
 
 def _batches(console: Console, batches: dict[str, list[dict[str, int]]]) -> None:
     for name, bars in batches.items():
-        table = _table(f"Batch sizes: {WAYS[name]}", ("requests", "launches", ""), left=(2,))
-        most = max((bar["launches"] for bar in bars), default=1)
+        table = _table(f"Batch sizes: {WAYS[name]}", ("requests", "launches", ""), left_columns=(2,))
+        max_launches = max((bar["launches"] for bar in bars), default=1)
         for bar in bars:
             label = str(bar["from"]) if bar["from"] == bar["to"] else f"{bar['from']}-{bar['to']}"
-            table.add_row(label, str(bar["launches"]), "█" * max(1, round(BAR * bar["launches"] / most)))
+            table.add_row(
+                label, str(bar["launches"]), "█" * max(1, round(BAR * bar["launches"] / max_launches))
+            )
         console.print(table)
 
 
@@ -118,11 +122,11 @@ def _verdict(good: bool, yes: str, no: str) -> Text:
     return Text(yes, style="green") if good else Text(no, style="bold red")
 
 
-def _table(title: str, columns: Iterable[str], left: tuple[int, ...] = ()) -> Table:
+def _table(title: str, columns: Iterable[str], left_columns: tuple[int, ...] = ()) -> Table:
     """Return an empty table: the first column and those in `left` hold words, the others numbers."""
     table = Table(title=title, title_justify="left", title_style="bold")
     for position, column in enumerate(columns):
-        words = position in left or (position == 0 and not left)
+        words = position in left_columns or (position == 0 and not left_columns)
         side: Literal["left", "right"] = "left" if words else "right"
         table.add_column(column, justify=side, overflow="fold", no_wrap=column in WHOLE)
     return table

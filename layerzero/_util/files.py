@@ -64,25 +64,27 @@ def own_folder(path: Path, *, default: bool = False) -> Path:
         raise PermissionError(errno.EPERM, f"a link of user {link.st_uid} leads elsewhere", str(path))
     handle = os.open(path, os.O_RDONLY | os.O_DIRECTORY | (0 if linked else _NO_LINK))
     try:
-        found = os.fstat(handle)
-        if problem := _exposed(found):
+        status = os.fstat(handle)
+        if problem := _exposure(status):
             raise PermissionError(errno.EPERM, f"the folder needs {problem}", str(path))
-        if default and found.st_mode & 0o077:
+        if default and status.st_mode & 0o077:
             os.fchmod(handle, 0o700)  # raises where it is another user's
     finally:
         os.close(handle)
     return path
 
 
-def _exposed(found: os.stat_result) -> str:
+def _exposure(status: os.stat_result) -> str:
     """What a file or folder lacks to be this user's alone to write; empty where it lacks nothing."""
     user = os.geteuid()  # beside whom only root, who needs no plan, may own it
-    shared = found.st_mode & stat.S_IWOTH or (found.st_mode & stat.S_IWGRP and found.st_gid != os.getegid())
-    if found.st_uid in (user, 0) and not shared:
+    shared = status.st_mode & stat.S_IWOTH or (
+        status.st_mode & stat.S_IWGRP and status.st_gid != os.getegid()
+    )
+    if status.st_uid in (user, 0) and not shared:
         return ""
     return (
-        f"to belong to this user ({user}) and to be writable by nobody else, got owner {found.st_uid} and "
-        f"mode {stat.S_IMODE(found.st_mode):o}"
+        f"to belong to this user ({user}) and to be writable by nobody else, got owner {status.st_uid} and "
+        f"mode {stat.S_IMODE(status.st_mode):o}"
     )
 
 
@@ -157,7 +159,7 @@ def read_bounded(path: Path, limit: int) -> bytes:
     return _read(path, limit, _READ | _NO_LINK, _need_own)
 
 
-def held_open(path: Path) -> str:
+def pinned_path(path: Path) -> str:
     """A path to the file that stands at `path` now, whatever stands there later; open until the process ends.
 
     Never closed: the loader knows libraries by their paths, and a number that is given again would name the
@@ -170,21 +172,21 @@ def held_open(path: Path) -> str:
     except BaseException:
         os.close(handle)
         raise
-    held = f"/proc/self/fd/{handle}"
-    if os.path.exists(held):
-        return held
+    path_of_handle = f"/proc/self/fd/{handle}"
+    if os.path.exists(path_of_handle):
+        return path_of_handle
     os.close(handle)
     return str(path)
 
 
-def _need_own(path: Path, found: os.stat_result) -> None:
-    _need_plain(path, found)
-    if _POSIX and (problem := _exposed(found)):
+def _need_own(path: Path, status: os.stat_result) -> None:
+    _need_plain(path, status)
+    if _POSIX and (problem := _exposure(status)):
         raise PermissionError(errno.EPERM, f"the file needs {problem}", str(path))
 
 
-def _need_plain(path: Path, found: os.stat_result) -> None:
-    if not stat.S_ISREG(found.st_mode):
+def _need_plain(path: Path, status: os.stat_result) -> None:
+    if not stat.S_ISREG(status.st_mode):
         raise OSError(errno.EINVAL, "no plain file", str(path))
 
 
@@ -205,7 +207,7 @@ def _read(path: Path, limit: int, flags: int, need: Callable[[Path, os.stat_resu
     return data
 
 
-def decoded(data: bytes, type: type[_T]) -> _T:
+def decode_json(data: bytes, type: type[_T]) -> _T:
     """The value of a file's JSON.
 
     Raises: msgspec.MsgspecError: it is none, of another kind, or nested too deeply.

@@ -26,7 +26,7 @@ _PYTHON: Any = _C.DispatchKey.Python
 _OPERATOR: Final[CodeType] = torch._ops.OpOverload.__call__.__code__
 
 
-def transformed(values: Iterable[Any]) -> bool:
+def has_transformed(values: Iterable[Any]) -> bool:
     """Whether a call on `values` is under a functorch transform or a trace, or has an operand without memory.
 
     Operands without memory are fake, functional and wrapped tensors, and those of subclasses with
@@ -53,18 +53,18 @@ def has_memory(tensor: Tensor) -> bool:
     return not _C._dispatch_keys(tensor).has(_PYTHON)
 
 
-def surrounded() -> bool:
+def in_foreign_mode() -> bool:
     """Whether a mode or a hook of the caller's sees what kernels do, and may raise in the midst of them."""
     return bool(_count_dispatch_modes()) or _pack_hook() is not None or bool(_function_modes())
 
 
-def raised_outside(error: BaseException) -> bool:
+def is_raised_outside(error: BaseException) -> bool:
     """Whether an exception is control flow, or was raised by a mode or hook that stands around the call."""
     if isinstance(error, StopIteration | StopAsyncIteration | concurrent.futures.CancelledError):
         return True
     if type(error).__module__ == "torch.utils.checkpoint":  # how a recomputation ends early
         return True
-    if not surrounded():
+    if not in_foreign_mode():
         return False
     codes, theirs = _codes(), False
     trace = error.__traceback__

@@ -45,7 +45,7 @@ class Library(msgspec.Struct, frozen=True):
         )
 
 
-class Found(msgspec.Struct, frozen=True, kw_only=True):
+class LibraryStatus(msgspec.Struct, frozen=True, kw_only=True):
     """What became of one library: `state`, the installed version, one sentence, and what would change it."""
 
     backend: str
@@ -80,28 +80,30 @@ LIBRARIES: tuple[Library, ...] = (
 
 def examine(
     libraries: Iterable[Library] = LIBRARIES, *, imports: bool = True, timeout_s: float = 60.0
-) -> tuple[Found, ...]:
+) -> tuple[LibraryStatus, ...]:
     """How each library stands, in order; with `imports` every installed one is imported in a child."""
     with ThreadPoolExecutor(max_workers=2, thread_name_prefix="layerzero-doctor") as pool:
         return tuple(pool.map(lambda library: _one(library, imports, timeout_s), libraries))
 
 
-def _one(library: Library, imports: bool, timeout_s: float) -> Found:
+def _one(library: Library, imports: bool, timeout_s: float) -> LibraryStatus:
     try:
         version = importlib.metadata.version(library.distribution)
     except importlib.metadata.PackageNotFoundError:
         if library.ended:
-            return Found(backend=library.backend, state="ended", detail=f"not installed; {library.ended}")
-        return Found(backend=library.backend, state="missing", install=library.install)
+            return LibraryStatus(
+                backend=library.backend, state="ended", detail=f"not installed; {library.ended}"
+            )
+        return LibraryStatus(backend=library.backend, state="missing", install=library.install)
     if library.ended:
         detail = f"installed and not used; {library.ended}"
-        return Found(backend=library.backend, state="ended", version=version, detail=detail)
+        return LibraryStatus(backend=library.backend, state="ended", version=version, detail=detail)
     if not imports:
-        return Found(backend=library.backend, state="installed", version=version)
+        return LibraryStatus(backend=library.backend, state="installed", version=version)
     failure = import_failure(library.module, timeout_s)
     if failure is None:
-        return Found(backend=library.backend, state="works", version=version)
-    return Found(
+        return LibraryStatus(backend=library.backend, state="works", version=version)
+    return LibraryStatus(
         backend=library.backend, state="broken", version=version, detail=failure, install=library.install
     )
 
@@ -126,8 +128,8 @@ def import_failure(module: str, timeout_s: float) -> str | None:
         return None
     if child.returncode < 0:
         return f"importing {module} ended the process by {_signal_name(-child.returncode)}"
-    said = [line for line in child.stderr.splitlines() if line.strip()]
-    return (said[-1] if said else f"exit status {child.returncode}")[:_SAID]
+    lines = [line for line in child.stderr.splitlines() if line.strip()]
+    return (lines[-1] if lines else f"exit status {child.returncode}")[:_SAID]
 
 
 def _signal_name(number: int) -> str:

@@ -63,7 +63,7 @@ def redact(logger: object, method: str, event: MutableMapping[str, Any]) -> Muta
     return event
 
 
-def redacted(text: str) -> str:
+def redact_text(text: str) -> str:
     """`text` without URL userinfo, authorization values, hub tokens and the process's own token values."""
     return _clean_text(text, _environment_secrets())
 
@@ -121,8 +121,8 @@ def _is_secret(key: object) -> bool:
 
 
 def _environment_secrets() -> tuple[str, ...]:
-    found = (value for name, value in os.environ.items() if _SECRET_KEY.search(name) and len(value) >= 8)
-    return tuple(found)
+    values = (value for name, value in os.environ.items() if _SECRET_KEY.search(name) and len(value) >= 8)
+    return tuple(values)
 
 
 def _clean(value: Any, secrets: tuple[str, ...], level: int) -> Any:

@@ -97,15 +97,15 @@ def parse(data: bytes) -> Document:
 
 def path_in(message: str) -> Path:
     """The path that a msgspec message ends with: ``... - at `$.rules[2].op` `` is ("rules", 2, "op")."""
-    _, found, tail = message.rpartition("`$")
-    if not found:
+    _, location, tail = message.rpartition("`$")
+    if not location:
         return ()
     return tuple(name or int(index) for name, index in _PATH_STEP.findall(tail))
 
 
-def near(name: str, known: Iterable[str]) -> str:
+def suggestion(name: str, candidates: Iterable[str]) -> str:
     """A clause that names the known words closest to `name`, or some of them where none is close."""
-    words = sorted(known)
+    words = sorted(candidates)
     matches = difflib.get_close_matches(name[:MAX_SHOWN], words, n=3, cutoff=0.6)
     if matches:
         return "did you mean " + " or ".join(repr(match) for match in matches) + "?"
@@ -114,13 +114,13 @@ def near(name: str, known: Iterable[str]) -> str:
     return "known: " + ", ".join(words[:24]) + (", ..." if len(words) > 24 else "")
 
 
-def shown(value: object) -> str:
+def quote(value: object) -> str:
     """`repr` of a value from outside, cut so that an error stays readable."""
     text = repr(value)
     return text if len(text) <= MAX_SHOWN else text[: MAX_SHOWN - 3] + "..."
 
 
-class _Open:
+class _OpenNode:
     """A mapping or sequence that is still being filled."""
 
     __slots__ = ("key", "path", "value")
@@ -136,7 +136,7 @@ class _Builder:
 
     def __init__(self, lines: dict[Path, int]) -> None:
         self.lines = lines
-        self.stack: list[_Open] = []
+        self.stack: list[_OpenNode] = []
         self.root: Any = None
         self.documents = 0
 
@@ -165,7 +165,7 @@ class _Builder:
         if event.anchor is not None:
             raise YamlError(f"anchor &{event.anchor} is refused: write the value out", line)
         if event.tag is not None:
-            raise YamlError(f"tag {shown(event.tag)} is refused: types follow from the field", line)
+            raise YamlError(f"tag {quote(event.tag)} is refused: types follow from the field", line)
 
     def _scalar(self, text: str, plain: bool, line: int) -> None:
         parent = self.stack[-1] if self.stack else None
@@ -174,19 +174,19 @@ class _Builder:
         else:
             self._place(_plain_value(text, line) if plain else text, line)
 
-    def _key(self, parent: _Open, mapping: dict[str, Any], text: str, line: int) -> None:
+    def _key(self, parent: _OpenNode, mapping: dict[str, Any], text: str, line: int) -> None:
         if text == "<<":
             raise YamlError("merge key '<<' is refused: write the fields out", line)
         if text in mapping:
             first = self.lines.get((*parent.path, text))
-            raise YamlError(f"duplicate key {shown(text)}, first on line {first}", line)
+            raise YamlError(f"duplicate key {quote(text)}, first on line {first}", line)
         parent.key = text
         self.lines[(*parent.path, text)] = line
 
     def _open(self, value: dict[str, Any] | list[Any], line: int) -> None:
         if len(self.stack) >= MAX_DEPTH:
             raise YamlError(f"needs at most {MAX_DEPTH} levels of nesting", line)
-        self.stack.append(_Open(value, self._place(value, line)))
+        self.stack.append(_OpenNode(value, self._place(value, line)))
 
     def _place(self, value: Any, line: int) -> Path:
         if not self.stack:
@@ -218,7 +218,7 @@ def _plain_value(text: str, line: int) -> Any:
     if _FLOAT.fullmatch(text):
         number = float(text)
         if not math.isfinite(number):
-            raise YamlError(f"number {shown(text)} is out of range", line)
+            raise YamlError(f"number {quote(text)} is out of range", line)
         return number
     return text
 

@@ -8,10 +8,10 @@ from collections.abc import Iterator
 from typing import Any
 
 from layerzero.backends import installed_plugins
-from layerzero.calls.blocking import runtime_here
+from layerzero.calls.blocking import context_runtime
 from layerzero.calls.scope import SCOPE, Scope
 from layerzero.ops import table as ops_table
-from layerzero.selection.policy import EMPTY, Policy, disabling, merge, only, preferring
+from layerzero.selection.policy import EMPTY, Policy, allow_only, exclusion, merge, preference
 from layerzero.selection.policy import get_locks as policy_locks
 from layerzero.selection.policy import lock as policy_lock
 from layerzero.selection.policy import unlock as policy_unlock
@@ -22,7 +22,7 @@ from layerzero.spec.settings import Settings
 
 def get_config() -> Settings:
     """The settings in force."""
-    return runtime_here().settings
+    return context_runtime().settings
 
 
 def configure(**changes: Any) -> Settings:
@@ -33,7 +33,7 @@ def configure(**changes: Any) -> Settings:
     Raises: ConfigurationError: an unknown setting (near names are listed), a value it does not take, or a
         setting that is read only when a runtime opens.
     """
-    runtime = runtime_here()
+    runtime = context_runtime()
     settings = runtime.settings.replace(**changes)
     runtime.reconfigure(settings)
     return settings
@@ -45,7 +45,7 @@ def load_config(path: str | os.PathLike[str]) -> Settings:
     Raises: ConfigurationError: the file names what does not exist; file and line are named.
     """
     settings = Settings.load(path)
-    runtime_here().reconfigure(settings)
+    context_runtime().reconfigure(settings)
     return settings
 
 
@@ -54,7 +54,7 @@ def load_policy(path: str | os.PathLike[str]) -> None:
 
     Raises: PolicyLoadError: the file and the line are named.
     """
-    runtime_here().load_policy_file(path)
+    context_runtime().load_policy_file(path)
 
 
 def lock(op: str, kernel: str, *, when: str | tuple[str, ...] = (), for_s: float | None = None) -> None:
@@ -65,17 +65,17 @@ def lock(op: str, kernel: str, *, when: str | tuple[str, ...] = (), for_s: float
 
     Raises: PolicyValidationError: the op or the kernel is unknown here.
     """
-    runtime = runtime_here()
+    runtime = context_runtime()
     base = op.replace("/", ".").split(".")[0]
-    known = runtime.known_kernels(base) if base in ops_table.names() else frozenset[str]()
+    known_kernels = runtime.kernel_ids(base) if base in ops_table.names() else frozenset[str]()
     until = _until(for_s)
     try:
         program = policy_lock(
-            runtime.program,
+            runtime.program_policy,
             op,
             kernel,
             known_ops=frozenset(ops_table.names()),
-            known_kernels=known,
+            known_kernels=known_kernels,
             when=when,
             until=until,
         )
@@ -84,7 +84,7 @@ def lock(op: str, kernel: str, *, when: str | tuple[str, ...] = (), for_s: float
         if barred:
             error.add_note(f"installed and not allowed by Settings.plugins: {', '.join(barred)}")
         raise
-    runtime.set_program(program)
+    runtime.set_program_policy(program)
 
 
 def unlock(op: str | None = None) -> None:
@@ -92,13 +92,15 @@ def unlock(op: str | None = None) -> None:
 
     Raises: PolicyValidationError: the op is unknown.
     """
-    runtime = runtime_here()
-    runtime.set_program(policy_unlock(runtime.program, op, known_ops=frozenset(ops_table.names())))
+    runtime = context_runtime()
+    runtime.set_program_policy(
+        policy_unlock(runtime.program_policy, op, known_ops=frozenset(ops_table.names()))
+    )
 
 
 def get_locks() -> dict[str, str]:
     """Op to locked kernel or backend, from file, environment and program."""
-    return policy_locks(runtime_here().policy)
+    return policy_locks(context_runtime().policy)
 
 
 def add_policy(*, prefer: str = "", deny: str = "", op: str = "*", for_s: float | None = None) -> None:
@@ -106,19 +108,19 @@ def add_policy(*, prefer: str = "", deny: str = "", op: str = "*", for_s: float 
 
     Raises: PolicyValidationError: a pattern does not parse.
     """
-    runtime = runtime_here()
+    runtime = context_runtime()
     until = _until(for_s)
     added: list[Policy] = []
     if prefer:
-        added.append(preferring(prefer, op=op, until=until, layer=Layer.PROGRAM))
+        added.append(preference(prefer, op=op, until=until, layer=Layer.PROGRAM))
     if deny:
-        added.append(disabling(deny, op=op, until=until, layer=Layer.PROGRAM))
-    runtime.set_program(merge(runtime.program, *added))
+        added.append(exclusion(deny, op=op, until=until, layer=Layer.PROGRAM))
+    runtime.set_program_policy(merge(runtime.program_policy, *added))
 
 
 def reset_policy() -> None:
     """Forget everything the program added; file and environment stay."""
-    runtime_here().set_program(EMPTY)
+    context_runtime().set_program_policy(EMPTY)
 
 
 @contextlib.contextmanager
@@ -127,7 +129,7 @@ def prefer(*kernels: str, op: str = "*") -> Iterator[None]:
 
     Raises: PolicyValidationError: a pattern does not parse.
     """
-    with _scoped(preferring(*kernels, op=op)):
+    with _scoped(preference(*kernels, op=op)):
         yield
 
 
@@ -137,7 +139,7 @@ def disable(*kernels: str, op: str = "*") -> Iterator[None]:
 
     Raises: PolicyValidationError: a pattern does not parse.
     """
-    policy = disabling(*kernels, op=op) if kernels else only("reference.*", op=op)
+    policy = exclusion(*kernels, op=op) if kernels else allow_only("reference.*", op=op)
     with _scoped(policy):
         yield
 
@@ -145,7 +147,7 @@ def disable(*kernels: str, op: str = "*") -> Iterator[None]:
 @contextlib.contextmanager
 def _scoped(policy: Policy) -> Iterator[None]:
     outer = SCOPE.get()
-    token = SCOPE.set((outer or Scope()).inside(policy))
+    token = SCOPE.set((outer or Scope()).nested(policy))
     try:
         yield
     finally:
@@ -157,4 +159,4 @@ def _until(for_s: float | None) -> float | None:
         return None
     if isinstance(for_s, bool) or not isinstance(for_s, int | float) or not for_s > 0:
         raise ValueError(f"for_s needs a number of seconds above 0, got {for_s!r}")
-    return runtime_here().clock.now() + for_s
+    return context_runtime().clock.now() + for_s

@@ -13,24 +13,24 @@ from typing import Any
 import msgspec
 import torch
 
-from layerzero._util.libraries import Found, examine
+from layerzero._util.libraries import LibraryStatus, examine
 from layerzero.api.inspect import list_kernels
 from layerzero.backends import Plugin, installed_plugins
-from layerzero.calls.blocking import runtime_here
-from layerzero.health.breaker import Standing
-from layerzero.native import HOT
+from layerzero.calls.blocking import context_runtime
+from layerzero.health.breaker import BreakerStatus
+from layerzero.native import FAST_PATH
 from layerzero.ops import table as ops_table
 from layerzero.runtime import Runtime
 from layerzero.selection.policy.policy import describe
-from layerzero.spec.call_spec import Request
+from layerzero.spec.call_spec import CallSpec
 from layerzero.spec.errors import LayerZeroError
 from layerzero.spec.hardware import Hardware, probe
-from layerzero.spec.kernel import Kernel, judge
+from layerzero.spec.kernel import Kernel, rejections
 from layerzero.spec.reasons import Category
 from layerzero.spec.settings import Settings
 
 
-class Host(msgspec.Struct, frozen=True, kw_only=True):
+class HostInfo(msgspec.Struct, frozen=True, kw_only=True):
     """The machine and the interpreter; `awaited_path` says whether the awaited ops run compiled."""
 
     system: str
@@ -41,7 +41,7 @@ class Host(msgspec.Struct, frozen=True, kw_only=True):
     awaited_path: str
 
 
-class Torch(msgspec.Struct, frozen=True, kw_only=True):
+class TorchInfo(msgspec.Struct, frozen=True, kw_only=True):
     """Torch and what it was built with; `onednn` is the version of oneDNN inside it, None without it."""
 
     version: str
@@ -54,7 +54,7 @@ class Torch(msgspec.Struct, frozen=True, kw_only=True):
     devices: tuple[Hardware, ...] = ()
 
 
-class SQLite(msgspec.Struct, frozen=True):
+class SQLiteInfo(msgspec.Struct, frozen=True):
     """The SQLite of this Python; `wal_reset_bug` says whether two connections may corrupt a WAL file."""
 
     version: str
@@ -71,21 +71,21 @@ class OpKernels(msgspec.Struct, frozen=True, kw_only=True):
     elsewhere: tuple[str, ...] = ()
 
 
-class Report(msgspec.Struct, frozen=True, kw_only=True):
+class DoctorReport(msgspec.Struct, frozen=True, kw_only=True):
     """What `doctor` found; `str()` is for people.
 
     `problems` are broken required parts, one sentence each; `notes` are worth knowing. An optional library
     that is absent or broken is neither.
     """
 
-    host: Host
-    torch: Torch
-    libraries: tuple[Found, ...]
-    sqlite: SQLite
+    host: HostInfo
+    torch: TorchInfo
+    libraries: tuple[LibraryStatus, ...]
+    sqlite: SQLiteInfo
     plugins: tuple[Plugin, ...] = ()
     device: str = ""
     kernels: tuple[OpKernels, ...] = ()
-    health: tuple[Standing, ...] = ()
+    health: tuple[BreakerStatus, ...] = ()
     policy: tuple[dict[str, Any], ...] = ()
     settings: dict[str, Any] = {}
     problems: tuple[str, ...] = ()
@@ -146,7 +146,7 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
         return "\n\n".join(parts)
 
 
-def doctor(*, imports: bool = True, timeout_s: float = 60.0) -> Report:
+def doctor(*, imports: bool = True, timeout_s: float = 60.0) -> DoctorReport:
     """Examine this process; a broken part is in the report's `problems`, never raised.
 
     With `imports`, each optional library that is installed is imported in a child process, for at most
@@ -158,7 +158,7 @@ def doctor(*, imports: bool = True, timeout_s: float = 60.0) -> Report:
         raise ValueError(f"timeout_s needs a number of seconds above 0, got {timeout_s!r}")
     problems: list[str] = []
     sqlite = _sqlite()
-    report = Report(
+    report = DoctorReport(
         host=_host(),
         torch=_torch(problems),
         sqlite=sqlite,
@@ -166,11 +166,11 @@ def doctor(*, imports: bool = True, timeout_s: float = 60.0) -> Report:
         plugins=installed_plugins(),
     )
     notes = [f"SQLite {sqlite.version}: {_sqlite_note(sqlite)}"] if sqlite.wal_reset_bug else []
-    runtime = _attempt("the runtime", runtime_here, problems)
-    found = (
+    runtime = _attempt("the runtime", context_runtime, problems)
+    of_runtime = (
         {} if runtime is None else _attempt("the device", lambda: _of_runtime(runtime, problems), problems)
     )
-    return msgspec.structs.replace(report, **(found or {}), problems=tuple(problems), notes=tuple(notes))
+    return msgspec.structs.replace(report, **(of_runtime or {}), problems=tuple(problems), notes=tuple(notes))
 
 
 def _attempt(what: str, act: Callable[[], Any], problems: list[str]) -> Any:
@@ -185,25 +185,25 @@ def _attempt(what: str, act: Callable[[], Any], problems: list[str]) -> Any:
 # -- the parts -----------------------------------------------------------------------------------------
 
 
-def _host() -> Host:
-    return Host(
+def _host() -> HostInfo:
+    return HostInfo(
         system=f"{platform.system()} {platform.release()} {platform.machine()}",
         python=f"{platform.python_implementation()} {platform.python_version()} at {sys.executable}",
         cpu=probe("cpu"),
         cpus=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
         cpu_capability=torch.backends.cpu.get_cpu_capability(),
-        awaited_path=HOT.describe(),
+        awaited_path=FAST_PATH.describe(),
     )
 
 
-def _torch(problems: list[str]) -> Torch:
+def _torch(problems: list[str]) -> TorchInfo:
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    found = (
+    probed = (
         _attempt(f"cuda:{index}", functools.partial(probe, f"cuda:{index}"), problems)
         for index in range(count)
     )
-    devices = tuple(device for device in found if device is not None)
-    return Torch(
+    devices = tuple(device for device in probed if device is not None)
+    return TorchInfo(
         version=str(torch.__version__),
         onednn=onednn_version(torch.__config__.show()) if torch.backends.mkldnn.is_available() else None,
         cuda=torch.version.cuda,
@@ -217,8 +217,8 @@ def _torch(problems: list[str]) -> Torch:
 
 def onednn_version(config: str) -> str:
     """oneDNN's own version as torch's build configuration names it."""
-    found = re.search(r"(?:MKL-DNN|oneDNN) v(\d[\w.]*)", config)
-    return found.group(1) if found else "present, version not reported"
+    match = re.search(r"(?:MKL-DNN|oneDNN) v(\d[\w.]*)", config)
+    return match.group(1) if match else "present, version not reported"
 
 
 def has_wal_reset_bug(release: tuple[int, ...]) -> bool:
@@ -232,10 +232,10 @@ def has_wal_reset_bug(release: tuple[int, ...]) -> bool:
     return repaired is None or release[2] < repaired
 
 
-def _sqlite() -> SQLite:
+def _sqlite() -> SQLiteInfo:
     import sqlite3
 
-    return SQLite(sqlite3.sqlite_version, has_wal_reset_bug(sqlite3.sqlite_version_info))
+    return SQLiteInfo(sqlite3.sqlite_version, has_wal_reset_bug(sqlite3.sqlite_version_info))
 
 
 def _of_runtime(runtime: Runtime, problems: list[str]) -> dict[str, Any]:
@@ -250,7 +250,7 @@ def _of_runtime(runtime: Runtime, problems: list[str]) -> dict[str, Any]:
     return {
         "device": str(device.device),
         "kernels": kernels,
-        "health": device.health.standings(),
+        "health": device.health.statuses(),
         "policy": tuple(dict(rule) for rule in describe(runtime.policy)),
         "settings": {name: value for name, value in settings.items() if value != defaults[name]},
     }
@@ -258,18 +258,18 @@ def _of_runtime(runtime: Runtime, problems: list[str]) -> dict[str, Any]:
 
 def _kernels_of(op: str, hardware: Hardware) -> OpKernels:
     groups: dict[str, list[str]] = {"ready": [], "cold": [], "blocked": [], "elsewhere": []}
-    here = {
-        kernel.id for kernel in runtime_here().device().registry.for_op(op) if not unfit(kernel, hardware)
+    fit = {
+        kernel.id for kernel in context_runtime().device().registry.for_op(op) if not unfit(kernel, hardware)
     }
     for info in list_kernels(op):
-        groups[info.state if info.id in here else "elsewhere"].append(info.id)
+        groups[info.state if info.id in fit else "elsewhere"].append(info.id)
     return OpKernels(op=op, **{name: tuple(ids) for name, ids in groups.items()})
 
 
 def unfit(kernel: Kernel, hardware: Hardware) -> str:
     """Why a kernel is not for this hardware whatever it is asked; empty where it is."""
-    anything = Request(op=kernel.op, platform=hardware.platform, device=hardware.device)
-    reasons = [r for r in judge(kernel, anything, hardware) if r.reason.category is Category.HARDWARE]
+    anything = CallSpec(op=kernel.op, platform=hardware.platform, device=hardware.device)
+    reasons = [r for r in rejections(kernel, anything, hardware) if r.reason.category is Category.HARDWARE]
     return "; ".join(map(str, reasons))
 
 
@@ -285,7 +285,7 @@ def aligned(rows: list[tuple[str, ...]], indent: str = "  ") -> str:
     return "\n".join(f"{indent}{line}".rstrip() for line in lines)
 
 
-def _host_rows(host: Host) -> Iterator[tuple[str, str]]:
+def _host_rows(host: HostInfo) -> Iterator[tuple[str, str]]:
     cpu = host.cpu
     yield "system", host.system
     yield "python", host.python
@@ -295,27 +295,27 @@ def _host_rows(host: Host) -> Iterator[tuple[str, str]]:
     yield "awaited path", host.awaited_path
 
 
-def _torch_rows(found: Torch) -> Iterator[tuple[str, str]]:
-    yield "torch", found.version
-    yield "oneDNN", found.onednn or "not in this torch"
-    if found.cuda is None and found.hip is None:
+def _torch_rows(info: TorchInfo) -> Iterator[tuple[str, str]]:
+    yield "torch", info.version
+    yield "oneDNN", info.onednn or "not in this torch"
+    if info.cuda is None and info.hip is None:
         yield "cuda", "this torch was built without"
     else:
-        kind = f"ROCm {found.hip}" if found.hip else f"CUDA {found.cuda}"
-        yield "cuda", f"{kind}, driver {found.driver or 'none'}, cuDNN {found.cudnn or 'none'}"
-    for device in found.devices:
+        kind = f"ROCm {info.hip}" if info.hip else f"CUDA {info.cuda}"
+        yield "cuda", f"{kind}, driver {info.driver or 'none'}, cuDNN {info.cudnn or 'none'}"
+    for device in info.devices:
         sm = "" if device.sm is None else f", sm {device.sm // 10}.{device.sm % 10} {device.generation.name}"
         yield device.device, f"{device.name}{sm}, {device.memory_bytes / 2**30:.0f} GiB"
-    yield "mps", "available" if found.mps else "not available"
+    yield "mps", "available" if info.mps else "not available"
 
 
-def _sqlite_note(sqlite: SQLite) -> str:
+def _sqlite_note(sqlite: SQLiteInfo) -> str:
     if sqlite.wal_reset_bug:
         return "has the WAL-reset bug (repaired in 3.51.3, 3.50.7, 3.44.6): one connection a WAL file is safe"
     return "free of the WAL-reset bug"
 
 
-def _health_rows(standings: tuple[Standing, ...]) -> list[tuple[str, ...]]:
+def _health_rows(standings: tuple[BreakerStatus, ...]) -> list[tuple[str, ...]]:
     return [(s.kernel, s.state.value, s.why or "-") for s in standings]
 
 

@@ -12,13 +12,13 @@ from torch import Tensor
 
 from layerzero._util import log
 from layerzero.actors.device.local_device import LocalDevice
-from layerzero.calls.blocking import checked_build, device_here, runtime_here, snapshot_here
+from layerzero.calls.blocking import checked_build, context_device, context_runtime, context_snapshot
 from layerzero.calls.scope import SCOPE
-from layerzero.graphs.observe import changed, observe
-from layerzero.graphs.proof import Proof
+from layerzero.graphs.observe import change_inputs, observe
+from layerzero.graphs.proof import CaptureProof
 from layerzero.graphs.rehearsal import rehearsal
-from layerzero.graphs.step import BUCKETS, Step
-from layerzero.graphs.verdict import Finding, findings
+from layerzero.graphs.step import BUCKETS, GraphedFunction
+from layerzero.graphs.verdict import CaptureFinding, find_problems
 from layerzero.ops import table as ops_table
 from layerzero.ops.op import Args, Op
 from layerzero.selection.dispatch import CAPTURE
@@ -37,7 +37,7 @@ def validate_graph_capture(
     kernel: str | None = None,
     others: Mapping[str, Tensor] | None = None,
     **kwargs: Any,
-) -> tuple[Proof, ...]:
+) -> tuple[CaptureProof, ...]:
     """Capture kernels with these arguments, replay them with changed inputs, and keep what was found.
 
     Every kernel that would take the call outside a capture is tried, or only `kernel`. Each is warmed up,
@@ -54,15 +54,15 @@ def validate_graph_capture(
     definition = ops_table.get(op)
     _, full = checked_build(definition, args, kwargs)
     if others is None:
-        second = changed(full)
+        second = change_inputs(full)
     else:
         _, second = checked_build(definition, (), {**_named(definition, args, kwargs), **others})
-    device = device_here(full)
+    device = context_device(full)
     if device.device.type != "cuda":
         raise CudaGraphUnsafeError(f"{op} needs tensors on a CUDA device to be captured, got {device.device}")
     if torch.cuda.is_current_stream_capturing():
         raise CudaGraphUnsafeError("a capture is under way; validate before it")
-    selection = device.table(definition, snapshot_here(device, op, None)).fresh(
+    selection = device.table(definition, context_snapshot(device, op, None)).recompute(
         device.table(definition).describe(full, device.mode() & ~CAPTURE)
     )
     proofs = []
@@ -74,23 +74,25 @@ def validate_graph_capture(
                 raise
             log.warning(GRAPH_NOT_TRIED, kernel=kernel_id, error=f"{type(error).__name__}: {error}")
             continue
-        found = _tried(definition, run, full, second)
-        proofs.append(record_finding(device, kernel_id, case_of(selection), found))
+        case_findings = _case_findings(definition, run, full, second)
+        proofs.append(record_finding(device, kernel_id, case_of(selection), case_findings))
     device.refresh()
     return tuple(proofs)
 
 
-def record_finding(device: LocalDevice, kernel_id: str, case: str, found: tuple[Finding, ...]) -> Proof:
+def record_finding(
+    device: LocalDevice, kernel_id: str, case: str, case_findings: tuple[CaptureFinding, ...]
+) -> CaptureProof:
     """Keep what a case showed about a kernel of a device, and say so in the log."""
     kernel = device.registry.get(kernel_id)
     if kernel is None:
         raise ValueError(f"kernel needs the id of a registered kernel, got {kernel_id!r}")
-    proof = device.proofs.add(kernel, case, found)
-    if found:
-        log.warning(GRAPH_REFUSED, kernel=kernel_id, case=case, found=[str(f) for f in found])
+    proof = device.proofs.add(kernel, case, case_findings)
+    if case_findings:
+        log.warning(GRAPH_REFUSED, kernel=kernel_id, case=case, found=[str(f) for f in case_findings])
     else:
         log.info(GRAPH_PROVED, kernel=kernel_id, case=case)
-    device.counters.add("graph_validations", kernel=kernel_id, safe=not found)
+    device.counters.add("graph_validations", kernel=kernel_id, safe=not case_findings)
     return proof
 
 
@@ -99,7 +101,7 @@ def _named(op: Op, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str
 
 
 def _candidates(selection: Selection, kernel: str | None) -> tuple[str, ...]:
-    takes = tuple(c.kernel for c in selection.trace if c.takes)
+    takes = tuple(c.kernel for c in selection.trace if c.eligible)
     if kernel is None:
         return takes
     if kernel not in takes:
@@ -107,11 +109,11 @@ def _candidates(selection: Selection, kernel: str | None) -> tuple[str, ...]:
     return (kernel,)
 
 
-def _tried(op: Op, run: Callable[..., Any], args: Args, others: Args) -> tuple[Finding, ...]:
-    found: dict[Finding, None] = {}
+def _case_findings(op: Op, run: Callable[..., Any], args: Args, others: Args) -> tuple[CaptureFinding, ...]:
+    unique: dict[CaptureFinding, None] = {}
     for observation in observe(run, args, others, writes=op.writes):
-        found |= dict.fromkeys(findings(observation))
-    return tuple(found)
+        unique |= dict.fromkeys(find_problems(observation))
+    return tuple(unique)
 
 
 def case_of(selection: Selection) -> str:
@@ -130,7 +132,7 @@ class GraphSafety(msgspec.Struct, frozen=True):
     kernel: str
     safe: bool
     basis: str
-    proof: Proof | None = None
+    proof: CaptureProof | None = None
 
     def __bool__(self) -> bool:
         return self.safe
@@ -144,17 +146,17 @@ def is_graph_safe(name: str, /, *args: Any, **kwargs: Any) -> GraphSafety:
     Raises: ValueError: no kernel has that id. NoKernelFoundError: no op has that name.
     """
     if not args and not kwargs:
-        device = runtime_here().device()
+        device = context_runtime().device()
         kernel = device.registry.get(name)
         if kernel is None:
             raise ValueError(f"is_graph_safe needs a kernel's id, or an op with arguments, got {name!r}")
         return _safety(device, kernel.id)
     definition = ops_table.get(name)
     _, full = checked_build(definition, args, kwargs)
-    device = device_here(full)
-    table = device.table(definition, snapshot_here(device, name, None))
+    device = context_device(full)
+    table = device.table(definition, context_snapshot(device, name, None))
     try:
-        chosen = table.fresh(table.describe(full, device.mode() | CAPTURE))
+        chosen = table.recompute(table.describe(full, device.mode() | CAPTURE))
     except NoKernelFoundError:
         return GraphSafety("", False, "no kernel takes the call under capture")
     return _safety(device, chosen.kernel)
@@ -163,8 +165,8 @@ def is_graph_safe(name: str, /, *args: Any, **kwargs: Any) -> GraphSafety:
 def _safety(device: LocalDevice, kernel_id: str) -> GraphSafety:
     kernel = device.registry.get(kernel_id)
     assert kernel is not None
-    proof = device.proofs.of(kernel)
-    (applied,) = device.proofs.applied((kernel,), strict=device.settings.graph_strict)
+    proof = device.proofs.proof_of(kernel)
+    (applied,) = device.proofs.apply((kernel,), strict=device.settings.graph_strict)
     safe = applied.capability.graph_safe
     declared = "declared" if kernel.capability.graph_safe else "unknown"
     basis = declared if proof is None else "proved" if proof.safe else "found unsafe"
@@ -182,7 +184,7 @@ def rehearse_capture() -> Any:
 
 def compile(
     fn: Callable[..., Any], *, buckets: Sequence[int] = BUCKETS, fill: Mapping[str, float] | None = None
-) -> Step:
+) -> GraphedFunction:
     """A step function as graph plans: captured once for each bucket of rows, then replayed.
 
     `fn` takes and returns tensors with rows along their first axis. A call is padded up to the next bucket
@@ -193,9 +195,9 @@ def compile(
 
     Raises: ValueError: a bucket below 1, or `fill` names no argument.
     """
-    return Step(fn, buckets=buckets, fill=fill, generation=_generation)
+    return GraphedFunction(fn, buckets=buckets, fill=fill, version=_generation)
 
 
 def _generation(device: torch.device) -> int:
-    scope, own = SCOPE.get(), runtime_here().device(device)
-    return own.generation if scope is None else scope.generation(own)
+    scope, local_device = SCOPE.get(), context_runtime().device(device)
+    return local_device.dispatch_version if scope is None else scope.generation(local_device)

@@ -8,13 +8,13 @@ from typing import Any
 import msgspec
 
 from layerzero.actors.device.local_device import LocalDevice
-from layerzero.calls.blocking import checked_build, device_here, runtime_here, snapshot_here
+from layerzero.calls.blocking import checked_build, context_device, context_runtime, context_snapshot
 from layerzero.ops import table as ops_table
 from layerzero.ops.op import Args, Op, Signature
-from layerzero.selection.decide import Knobs, Standing, decide
-from layerzero.selection.dispatch import Plan, positional
+from layerzero.selection.decide import KernelStatus, SelectionOptions, decide
+from layerzero.selection.dispatch import Plan, signature_of
 from layerzero.selection.record import Selection
-from layerzero.spec.call_spec import Request
+from layerzero.spec.call_spec import CallSpec
 from layerzero.spec.hardware import Hardware
 from layerzero.spec.kernel import Capability, Kernel
 from layerzero.spec.reasons import Rejected
@@ -56,7 +56,7 @@ def select(op: str, /, *args: Any, backend: str | None = None, **kwargs: Any) ->
 
     Raises: UnknownOpError: the ops are listed. NoKernelFoundError: no kernel may and can.
     """
-    return _plan(ops_table.get(op), args, kwargs, backend).record()
+    return _plan(ops_table.get(op), args, kwargs, backend).selection_for_request()
 
 
 def select_batch(
@@ -68,13 +68,15 @@ def select_batch(
     Raises: NoKernelFoundError: as `select`. ValueError, TypeError: an argument is wrong, by name.
     """
     definition = ops_table.get(op)
-    found: dict[Signature, Selection] = {}
+    by_signature: dict[Signature, Selection] = {}
     selections: list[Selection] = []
     for call in calls:
         signature, full = checked_build(definition, (), dict(call))
-        selection = found.get(signature)
+        selection = by_signature.get(signature)
         if selection is None:
-            selection = found[signature] = _planned(definition, signature, full, backend).record()
+            selection = by_signature[signature] = _planned(
+                definition, signature, full, backend
+            ).selection_for_request()
         selections.append(selection)
     return selections
 
@@ -87,11 +89,13 @@ def which(op: str, /, *args: Any, batch: int = 1, backend: str | None = None, **
     if isinstance(batch, bool) or not isinstance(batch, int) or batch < 1:
         raise ValueError(f"batch needs an int >= 1, got {batch!r}")
     _, full = checked_build(definition, args, kwargs)
-    together = merged(definition, full, batch)
-    device = device_here(together)
+    together = merged_args(definition, full, batch)
+    device = context_device(together)
     complete(device, op)
-    snapshot = snapshot_here(device, op, backend)
-    return device.plan(definition, positional(definition, together), together, device.mode(), snapshot).kernel
+    snapshot = context_snapshot(device, op, backend)
+    return device.plan(
+        definition, signature_of(definition, together), together, device.mode(), snapshot
+    ).kernel
 
 
 def explain(op: str, /, *args: Any, backend: str | None = None, **kwargs: Any) -> Explanation:
@@ -101,13 +105,13 @@ def explain(op: str, /, *args: Any, backend: str | None = None, **kwargs: Any) -
     """
     definition = ops_table.get(op)
     _, full = checked_build(definition, args, kwargs)
-    device = device_here(full)
+    device = context_device(full)
     complete(device, op)
-    table = device.table(definition, snapshot_here(device, op, backend))
+    table = device.table(definition, context_snapshot(device, op, backend))
     request = table.describe(full, device.mode())
     if definition.empty is not None and definition.empty(full) is not None:
-        return Explanation(_plan(definition, args, kwargs, backend).record())
-    return Explanation(table.fresh(request))
+        return Explanation(_plan(definition, args, kwargs, backend).selection_for_request())
+    return Explanation(table.recompute(request))
 
 
 def dry_run(
@@ -116,24 +120,27 @@ def dry_run(
     """The choice for these arguments on other hardware, or under another strictness; nothing runs.
 
     On the machine at hand this is `select`. On `hardware`, every registered kernel is judged as if its
-    library were installed there, so that a fleet can be planned from a laptop; beside them stand kernels that
+    library were installed there, so that a device pool can be planned from a laptop; beside them stand
+    kernels that
     are descriptors only, which the record says. A name such as "b200" or "mi300x" is a described device.
 
     Raises: ConfigurationError: no device is described under that name. NoKernelFoundError: as `select`.
     """
     definition = ops_table.get(op)
     signature, full = checked_build(definition, args, kwargs)
-    device = device_here(full)
+    device = context_device(full)
     complete(device, op)
-    snapshot = snapshot_here(device, op, None)
+    snapshot = context_snapshot(device, op, None)
     request = device.table(definition, snapshot).describe(full, device.mode())
     settings, policy = device.settings, snapshot.policy
-    knobs = Knobs(settings.strict if strict is None else strict, settings.tie_band, settings.default_gain)
+    knobs = SelectionOptions(
+        settings.strict if strict is None else strict, settings.tie_band, settings.default_gain
+    )
     if hardware is None:
         if strict is None:
-            return device.plan(definition, signature, full, device.mode(), snapshot).record()
-        standing = Standing(
-            {**device.registry.blocked(), **device.health.blocked()}, device.registry.unready()
+            return device.plan(definition, signature, full, device.mode(), snapshot).selection_for_request()
+        standing = KernelStatus(
+            {**device.registry.blocked(), **device.health.blocked_kernels()}, device.registry.unready()
         )
         return decide(
             definition,
@@ -149,13 +156,13 @@ def dry_run(
 
     if not isinstance(hardware, str | Hardware):
         raise TypeError(f"hardware needs a Hardware or the name of one, got {type(hardware).__name__}")
-    there = imagined(hardware) if isinstance(hardware, str) else hardware
-    elsewhere = request.replace(platform=there.platform, device=there.device)
+    target = imagined(hardware) if isinstance(hardware, str) else hardware
+    elsewhere = request.replace(platform=target.platform, device=target.device)
     kernels = (*device.registry.for_op(op), *described(op))
-    return decide(definition, elsewhere, kernels, there, policy, Standing(), knobs)
+    return decide(definition, elsewhere, kernels, target, policy, KernelStatus(), knobs)
 
 
-def validate(op: str, /, *args: Any, **kwargs: Any) -> Request:
+def validate(op: str, /, *args: Any, **kwargs: Any) -> CallSpec:
     """The request that these arguments make, after every check of the op; nothing is selected or run.
 
     Raises: ValueError, TypeError: an argument is wrong, by name.
@@ -163,8 +170,8 @@ def validate(op: str, /, *args: Any, **kwargs: Any) -> Request:
     definition = ops_table.get(op)
     _, full = checked_build(definition, args, kwargs)
     request = definition.check(full)
-    if definition.guard is not None:
-        definition.guard(full)
+    if definition.validate_values is not None:
+        definition.validate_values(full)
     return request
 
 
@@ -173,7 +180,7 @@ def list_kernels(op: str | None = None, *, backend: str | None = None) -> list[K
 
     Raises: NoKernelFoundError: `op` does not exist. ValueError: no kernel is of `backend`.
     """
-    device = runtime_here().device()
+    device = context_runtime().device()
     kernels: tuple[Kernel, ...] = device.kernels()
     if op is not None:
         kernels = device.registry.for_op(ops_table.get(op).name)
@@ -182,7 +189,7 @@ def list_kernels(op: str | None = None, *, backend: str | None = None) -> list[K
         if backend not in names:
             raise ValueError(f"backend needs one of {', '.join(names)}, got {backend!r}")
         kernels = tuple(kernel for kernel in kernels if kernel.backend == backend)
-    blocked = {**device.registry.blocked(), **device.health.blocked()}
+    blocked = {**device.registry.blocked(), **device.health.blocked_kernels()}
     unready = device.registry.unready()
     return [
         KernelInfo(
@@ -200,7 +207,7 @@ def list_kernels(op: str | None = None, *, backend: str | None = None) -> list[K
 
 def complete(device: LocalDevice, op: str) -> None:
     """Let the device know what cannot serve the op on it, too, so that it can be said why."""
-    device.expected()
+    device.wait_for_costs()
     if device.registry.complete(op):
         device.refresh()
 
@@ -210,9 +217,9 @@ def _plan(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any], backend: str | 
 
 
 def _planned(op: Op, signature: Signature, full: Args, backend: str | None) -> Plan:
-    device = device_here(full)
+    device = context_device(full)
     complete(device, op.name)
-    return device.plan(op, signature, full, device.mode(), snapshot_here(device, op.name, backend))
+    return device.plan(op, signature, full, device.mode(), context_snapshot(device, op.name, backend))
 
 
 class _Captured(BaseException):
@@ -223,9 +230,9 @@ class _Captured(BaseException):
         self.merged = args
 
 
-def merged(op: Op, args: Args, batch: int) -> Args:
+def merged_args(op: Op, args: Args, batch: int) -> Args:
     """The arguments that `batch` such calls become."""
-    if op.batching is None or op.batching.group(args) is None:
+    if op.batching is None or op.batching.batch_key(args) is None:
         return args
 
     def capture(merged: Args) -> Any:

@@ -1,4 +1,4 @@
-"""What a runtime's lanes have counted, for a Prometheus registry."""
+"""What a runtime's batchers have counted, for a Prometheus registry."""
 
 from __future__ import annotations
 
@@ -16,16 +16,17 @@ _OUTCOMES = ("done", "failed", "cancelled", "expired", "rejected")
 
 
 def collector(runtime: Runtime, prefix: str = "layerzero_") -> Collector:
-    """A collector for a `prometheus_client` registry: lanes and counters are read when it is scraped.
+    """A collector for a `prometheus_client` registry: batchers and counters are read when it is scraped.
 
-    Every lane family is labelled by device. `lane_queue_wait_seconds` sums the time that launched calls
-    queued; `lane_batch_size` counts batches by their calls; `lane_calls` counts calls by how they ended;
-    `lane_in_flight` is what has been submitted and has not ended.
+    Every batcher family is labelled by device. `batcher_queue_wait_seconds` sums the time that launched calls
+    queued; `batcher_batch_size` counts batches by their calls; `batcher_calls` counts calls by how they
+    ended;
+    `batcher_in_flight` is what has been submitted and has not ended.
     """
-    return _Lanes(runtime, prefix)
+    return _BatcherCollector(runtime, prefix)
 
 
-class _Lanes:
+class _BatcherCollector:
     def __init__(self, runtime: Runtime, prefix: str) -> None:
         self._runtime = runtime
         self._prefix = prefix
@@ -38,7 +39,7 @@ class _Lanes:
             SummaryMetricFamily,
         )
 
-        name, device = self._prefix + "lane_", ["device"]
+        name, device = self._prefix + "batcher_", ["device"]
         wait = SummaryMetricFamily(name + "queue_wait_seconds", "time launched calls queued", labels=device)
         worst = GaugeMetricFamily(name + "queue_wait_max_seconds", "longest wait of a call", labels=device)
         sizes = HistogramMetricFamily(name + "batch_size", "calls in one batch", labels=device)
@@ -47,7 +48,7 @@ class _Lanes:
         calls = CounterMetricFamily(name + "calls", "calls by how they ended", labels=["device", "outcome"])
         live = GaugeMetricFamily(name + "in_flight", "calls submitted and not ended", labels=device)
         for where, local in list(self._runtime.devices.items()):
-            labels, stats = [str(where)], local.fronts.stats()
+            labels, stats = [str(where)], local.loop_drivers.stats()
             launched = sum(size * count for size, count in stats.sizes.items())
             wait.add_metric(labels, count_value=launched, sum_value=stats.wait_s)
             worst.add_metric(labels, stats.wait_max_s)

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from layerzero.calls.blocking import runtime_here
+from layerzero.calls.blocking import context_runtime
 from layerzero.calls.scope import SCOPE
-from layerzero.native import HOT
+from layerzero.native import FAST_PATH
 from layerzero.runtime import ACTIVE
-from layerzero.scheduler.readback import Readback, compacted
-from layerzero.scheduler.streams import come_back, leave
+from layerzero.scheduler.readback import Readback, compact
+from layerzero.scheduler.streams import resume_modes, suspend_modes
 
 
 async def to_host(tensor: Tensor) -> Tensor:
@@ -22,27 +22,27 @@ async def to_host(tensor: Tensor) -> Tensor:
     """
     if not isinstance(tensor, Tensor):
         raise _no_tensor(tensor)
-    if HOT.module is not None:
-        owned: Tensor = HOT.module.own(tensor)
+    if FAST_PATH.module is not None:
+        owned: Tensor = FAST_PATH.module.own(tensor)
         if owned is not NotImplemented:
             return owned
     plain = tensor.detach()
     if plain.device.type != "cuda":
-        return compacted(plain.cpu() if plain.device.type != "cpu" else plain)
+        return compact(plain.cpu() if plain.device.type != "cpu" else plain)
     device = None if SCOPE.get() is not None else ACTIVE.devices.get(plain.device)
     if device is None:
-        device = runtime_here().device(plain.device)
-    front = device.fronts.current()
+        device = context_runtime().device(plain.device)
+    front = device.loop_drivers.current()
     readback: Readback | None = front.readback
     if readback is None:
-        readback = front.readback = Readback(front, device.reaper)
-    modes = device.capture()
+        readback = front.readback = Readback(front, device.event_thread)
+    modes = device.capture_modes()
     assert modes.stream is not None
-    leave(modes, front)
+    suspend_modes(modes, front)
     try:
         return await readback.read(plain, modes.stream)
     finally:
-        come_back(modes, front)
+        resume_modes(modes, front)
 
 
 def _no_tensor(value: object) -> TypeError:

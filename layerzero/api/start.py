@@ -7,10 +7,10 @@ from contextvars import Token
 from types import TracebackType
 from typing import Any
 
-from layerzero.actors.remote.pool import open_fleet
+from layerzero.actors.remote.pool import open_pool
 from layerzero.calls.scope import SCOPE, Scope
 from layerzero.runtime import Runtime, install, uninstall
-from layerzero.scheduler.loop_drivers import begin_carrying, end_carrying
+from layerzero.scheduler.loop_drivers import isolate_task_modes, stop_isolating_task_modes
 from layerzero.spec.errors import ConfigurationError
 from layerzero.spec.settings import Settings
 
@@ -53,7 +53,7 @@ class Started:
         if runtime.settings.freeze_gc and not gc.get_freeze_count():
             gc.collect()
             gc.freeze()
-            runtime.freezes = True
+            runtime.freezes_gc = True
             runtime.on_close(gc.unfreeze)
         return runtime
 
@@ -66,15 +66,15 @@ class Started:
         else:
             uninstall(self._runtime)
         if self._loop is not None:
-            end_carrying(self._loop)
+            stop_isolating_task_modes(self._loop)
         self._runtime.close()
 
     async def __aenter__(self) -> Runtime:
         runtime = self._enter()
-        self._loop = begin_carrying()  # for tasks too that it makes before the first call
+        self._loop = isolate_task_modes()  # for tasks too that it makes before the first call
         if runtime.settings.cluster is not None:
             try:
-                runtime.fleet = await open_fleet(runtime.settings, OPENER)
+                runtime.device_pool = await open_pool(runtime.settings, OPENER)
             except BaseException:
                 self.__exit__(None, None, None)
                 raise
@@ -87,7 +87,7 @@ class Started:
         try:
             if kind is None:
                 await self._runtime.drain(DRAIN_S)
-            await self._runtime.close_fleet()
+            await self._runtime.close_device_pool()
         finally:
             self.__exit__(kind, error, trace)
 
@@ -97,7 +97,7 @@ def start(settings: Settings | None = None, *, scoped: bool = False) -> Started:
 
     It serves the whole process: every thread and every event loop. A second one at the same time is an
     error, unless `scoped=True`, which opens it for this context alone. `async with` drains before closing,
-    and joins the cluster where the settings name one; `runtime.fleet` are its devices.
+    and joins the cluster where the settings name one; `runtime.device_pool` are its devices.
 
     Raises: ConfigurationError: a runtime is open already, a setting does not fit, or the cluster cannot be
         joined. DeviceLostError: a device of the cluster did not start.

@@ -1,4 +1,4 @@
-"""`tokenize` and `detokenize`: texts of many callers meet in the CPU's lane like the rows of an op."""
+"""`tokenize` and `detokenize`: texts of many callers meet in the CPU's batcher like the rows of an op."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ async def tokenize(
     special_tokens: bool = True,
     offsets: bool = False,
     priority: int = 1,
-    timeout: float | None = None,  # noqa: ASYNC109  the lane cancels queued calls by it
+    timeout: float | None = None,  # noqa: ASYNC109  the batcher cancels queued calls by it
 ) -> Tokens:
     """The tokens of one text; concurrent calls with the same tokenizer are encoded as one batch.
 
@@ -30,7 +30,7 @@ async def tokenize(
     _need(tokenizer)
     if not isinstance(text, str):
         raise TypeError(f"text needs a str, got {type(text).__name__}")
-    # A lane learns what a call costs: texts of very different lengths are different functions to it.
+    # A batcher learns what a call costs: texts of very different lengths are different functions to it.
     size = max(len(text), _SHORT).bit_length() // 2
     encode = batched(tokenizer.encode_rows, pure=True, device="cpu", key=f"encode_rows, {size}")
     tokens: Tokens = await encode(

@@ -68,17 +68,17 @@ class Tokenizer:
 
         Raises: TypeError: a text is no string, by position.
         """
-        for at, text in enumerate(texts):
+        for index, text in enumerate(texts):
             if not isinstance(text, str):
-                raise TypeError(f"texts[{at}] needs a str, got {type(text).__name__}")
+                raise TypeError(f"texts[{index}] needs a str, got {type(text).__name__}")
         run = self._own.encode_batch if offsets else self._own.encode_batch_fast
-        found = run(list(texts), add_special_tokens=special_tokens)
+        encodings = run(list(texts), add_special_tokens=special_tokens)
         return [
             Tokens(
                 torch.tensor(one.ids, dtype=torch.int64),
                 torch.tensor(one.offsets, dtype=torch.int64).view(-1, 2) if offsets else None,
             )
-            for one in found
+            for one in encodings
         ]
 
     def decode(self, rows: Sequence[Tensor], *, skip_special_tokens: bool = True) -> list[str]:
@@ -86,7 +86,7 @@ class Tokenizer:
 
         Raises: TypeError, ValueError: a row is no vector of ids, or an id is not in the vocabulary.
         """
-        plain = [self.ids_of(row, f"rows[{at}]") for at, row in enumerate(rows)]
+        plain = [self.ids_of(row, f"rows[{index}]") for index, row in enumerate(rows)]
         return self._decode(plain, skip_special_tokens)
 
     def _decode(self, rows: list[list[int]], skip: bool) -> list[str]:
@@ -110,15 +110,17 @@ class Tokenizer:
                 )
         return ids
 
-    # -- what a lane runs: one result a caller, whatever their flags ----------------------------------
+    # -- what a batcher runs: one result a caller, whatever their flags ----------------------------------
 
     def encode_rows(self, texts: list[str], special: list[bool], offsets: list[bool]) -> list[Tokens]:
         """The tokens of every caller's text: one call of the library for each pair of flags."""
         results: list[Any] = [None] * len(texts)
         for flags in dict.fromkeys(zip(special, offsets, strict=True)):
-            where = [i for i, own in enumerate(zip(special, offsets, strict=True)) if own == flags]
-            found = self.encode([texts[i] for i in where], special_tokens=flags[0], offsets=flags[1])
-            for i, tokens in zip(where, found, strict=True):
+            where = [
+                i for i, row_flags in enumerate(zip(special, offsets, strict=True)) if row_flags == flags
+            ]
+            encodings = self.encode([texts[i] for i in where], special_tokens=flags[0], offsets=flags[1])
+            for i, tokens in zip(where, encodings, strict=True):
                 results[i] = tokens
         return results
 
@@ -126,9 +128,9 @@ class Tokenizer:
         """The text of every caller's ids."""
         results = [""] * len(rows)
         for flag in dict.fromkeys(skip):
-            where = [i for i, own in enumerate(skip) if own == flag]
-            found = self._decode([rows[i] for i in where], flag)
-            for i, text in zip(where, found, strict=True):
+            where = [i for i, row_flag in enumerate(skip) if row_flag == flag]
+            texts = self._decode([rows[i] for i in where], flag)
+            for i, text in zip(where, texts, strict=True):
                 results[i] = text
         return results
 

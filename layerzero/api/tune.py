@@ -24,27 +24,27 @@ from layerzero._util import log
 from layerzero._util.files import need_own
 from layerzero.actors.device.ending import ENDING, join_at_exit
 from layerzero.actors.device.local_device import LocalDevice
-from layerzero.calls.blocking import runtime_here
+from layerzero.calls.blocking import context_runtime
 from layerzero.measure.calls import Call, Workload, workload_of
 from layerzero.measure.compare import HeadToHead, head_to_head
-from layerzero.measure.missing import uncovered
+from layerzero.measure.missing import find_uncovered
 from layerzero.measure.recorder import Recorder
-from layerzero.measure.shapes import standard
-from layerzero.measure.stability import Change, changes
+from layerzero.measure.shapes import standard_calls
+from layerzero.measure.stability import WinnerChange, winner_changes
 from layerzero.measure.timing import QUICK, Effort
-from layerzero.measure.tuner import Tuned, Tuner
+from layerzero.measure.tuner import Tuner, TuningResult
 from layerzero.ops import table as ops_table
 from layerzero.ops.op import Op
-from layerzero.perfdb.record import Environment, Launch, Measurement, plausible
-from layerzero.perfdb.shipped import Provenance, Table, condensed, write_table
+from layerzero.perfdb.record import Environment, Launch, Measurement, implausible_reason
+from layerzero.perfdb.shipped import Provenance, ShippedTable, condense, write_table
 from layerzero.perfdb.store import PerfDB, read_rows
 from layerzero.runtime import Runtime
 from layerzero.scheduler.single_flight import SingleFlight
-from layerzero.selection.cost.cost_model import measured_costs, perfdb_path
+from layerzero.selection.cost.cost_model import load_costs, perfdb_path
 from layerzero.selection.cost.measured import MeasuredCosts
 from layerzero.selection.dispatch_table import Bucket, DispatchTable, capabilities_hash, content_hash
 from layerzero.selection.record import Selection
-from layerzero.spec.call_spec import Request
+from layerzero.spec.call_spec import CallSpec
 from layerzero.spec.errors import ConfigurationError, NoKernelFoundError
 
 TUNED = "tuning.finished"
@@ -53,7 +53,7 @@ _KEEP_EVERY_S = 10.0
 _APART = 40
 BUCKET_REFUSED = "solve.bucket_refused"
 
-Progress = Callable[[int, int, Tuned | None], None]
+TuneProgress = Callable[[int, int, TuningResult | None], None]
 
 
 class TuneReport(msgspec.Struct, frozen=True, kw_only=True):
@@ -68,10 +68,10 @@ class TuneReport(msgspec.Struct, frozen=True, kw_only=True):
     device: str
     calls: int
     seconds: float
-    tuned: tuple[Tuned, ...]
+    tuned: tuple[TuningResult, ...]
     skipped: int = 0
     compared: int = 0
-    changes: tuple[Change, ...] = ()
+    changes: tuple[WinnerChange, ...] = ()
     thirds: int = 0
     path: str | None = None
 
@@ -106,7 +106,7 @@ async def tune(
     budget_s: float | None = None,
     repeat: int = 1,
     missing: bool = False,
-    progress: Progress | None = None,
+    progress: TuneProgress | None = None,
 ) -> TuneReport:
     """Measure every kernel that takes a workload's calls, keep the times, and choose by them from now on.
 
@@ -121,26 +121,28 @@ async def tune(
 
     Raises: ConfigurationError: the workload cannot be read. NoKernelFoundError: an op does not exist.
     """
-    job = _Job(runtime_here(), workload, ops, device, launches, quick, budget_s, repeat, missing, progress)
-    landed = anyio.Event()
+    job = _TuneJob(
+        context_runtime(), workload, ops, device, launches, quick, budget_s, repeat, missing, progress
+    )
+    finished = anyio.Event()
     token = anyio.lowlevel.current_token()
     flight = _FLIGHTS.flight(job.key(), job.run)
 
-    def told() -> None:
+    def notify() -> None:
         try:
-            anyio.from_thread.run_sync(landed.set, token=token)
+            anyio.from_thread.run_sync(finished.set, token=token)
         except RuntimeError:
             log.debug("tuning.caller_gone")  # its loop ended while we measured
 
     def listen() -> None:
-        flight.add(told)
+        flight.add(notify)
 
     # From a thread of its own: a flight that has landed meanwhile calls back at once, and not from the loop.
     threading.Thread(target=listen, name="layerzero-tune-told", daemon=True).start()
     try:
-        await landed.wait()
+        await finished.wait()
     finally:
-        flight.leave(told)
+        flight.leave(notify)
     return flight.result()
 
 
@@ -151,22 +153,22 @@ def record() -> Iterator[Recorder]:
     `with lz.record() as seen: ...`, then `lz.tune(seen.workload())` or `seen.save(path)`. A call costs a few
     microseconds more meanwhile; outside the block nothing is left.
     """
-    runtime, recorder = runtime_here(), Recorder()
+    runtime, recorder = context_runtime(), Recorder()
     runtime.device()
     devices = list(runtime.devices.values())
     for device in devices:
-        device.watch(recorder)
+        device.add_middleware(recorder)
     try:
         yield recorder
     finally:
         for device in devices:
-            device.unwatch(recorder)
+            device.remove_middleware(recorder)
 
 
 def tune_blocking(workload: Any = None, **options: Any) -> TuneReport:
     """`tune`, blocking."""
-    job = _Job(
-        runtime_here(), workload, options.pop("ops", None), options.pop("device", None),
+    job = _TuneJob(
+        context_runtime(), workload, options.pop("ops", None), options.pop("device", None),
         options.pop("launches", ("eager", "graph")), options.pop("quick", False),
         options.pop("budget_s", None), options.pop("repeat", 1), options.pop("missing", False),
         options.pop("progress", None),
@@ -185,13 +187,13 @@ def _start(run: Callable[[], None]) -> None:
 _FLIGHTS: SingleFlight[TuneReport] = SingleFlight(_start)
 
 
-class _Job:
+class _TuneJob:
     """One tuning: what to measure, and what becomes of it."""
 
     def __init__(
         self, runtime: Runtime, workload: Any, ops: Sequence[str] | None, device: str | None,
         launches: Sequence[Launch], quick: bool, budget_s: float | None, repeat: int,
-        missing: bool, progress: Progress | None,
+        missing: bool, progress: TuneProgress | None,
     ) -> None:  # fmt: skip
         for name in ops or ():
             ops_table.get(name)
@@ -205,16 +207,16 @@ class _Job:
         self._repeat = repeat
         self._progress = progress
         if workload is None:
-            self._calls = standard(ops, self._device.device.type, quick)
+            self._calls = standard_calls(ops, self._device.device.type, quick)
         else:
-            given = workload_of(workload)
-            self._calls = tuple(c for c in given.calls if ops is None or c.op in ops)
+            chosen = workload_of(workload)
+            self._calls = tuple(c for c in chosen.calls if ops is None or c.op in ops)
         if missing:
-            self._calls = tuple(missing_of(self._device, self._calls, kept_rows(self._device)))
+            self._calls = tuple(missing_calls(self._device, self._calls, stored_rows(self._device)))
         self._tuner = Tuner(self._device, self._launches, self._effort)
         self._pending: list[Measurement] = []
         self._path: Path | None = None
-        self._kept, self._count = time.monotonic(), 0
+        self._published_s, self._count = time.monotonic(), 0
 
     def key(self) -> Any:
         """Equal for jobs that measure the same on the same device."""
@@ -228,19 +230,19 @@ class _Job:
         """
         _need_writable(self._device)
         started = time.monotonic()
-        rounds: list[list[Tuned]] = [[] for _ in range(self._repeat)]
-        thirds: list[Tuned] = []
+        rounds: list[list[TuningResult]] = [[] for _ in range(self._repeat)]
+        thirds: list[TuningResult] = []
         done = 0
         for begin in range(0, len(self._calls), _APART):
             block = self._calls[begin : begin + _APART]
-            taken = self._block(block, rounds, thirds, started)
-            done += taken
-            if taken < len(block):
+            count = self._block(block, rounds, thirds, started)
+            done += count
+            if count < len(block):
                 break
-        self._keep(now=True)
+        self._publish_pending(force=True)
         skipped = len(self._calls) - done
-        tuned = tuple(t for own in (*rounds, thirds) for t in own)
-        compared, changed = changes(*rounds) if self._repeat == 2 else (0, ())
+        tuned = tuple(t for round_ in (*rounds, thirds) for t in round_)
+        compared, changed = winner_changes(*rounds) if self._repeat == 2 else (0, ())
         report = TuneReport(
             device=str(self._device.device), calls=done, seconds=time.monotonic() - started, tuned=tuned,
             skipped=skipped, compared=compared, changes=changed, thirds=len({t.call for t in thirds}),
@@ -250,64 +252,72 @@ class _Job:
         return report
 
     def _block(
-        self, block: Sequence[Call], rounds: list[list[Tuned]], thirds: list[Tuned], started: float
+        self,
+        block: Sequence[Call],
+        rounds: list[list[TuningResult]],
+        thirds: list[TuningResult],
+        started: float,
     ) -> int:
         """Measure each of a few calls once, then each again: the rounds of a call lie apart.
 
         Returns how many calls there was time for, once at least.
         """
         ends = started + self._budget_s if self._budget_s is not None else math.inf
-        begun, taken = time.monotonic(), 0
-        latest: list[list[Tuned]] = [[] for _ in rounds]
+        block_started, count = time.monotonic(), 0
+        latest: list[list[TuningResult]] = [[] for _ in rounds]
         for call in block:
-            now = time.monotonic()
+            now_s = time.monotonic()
             # The other rounds will take as long as the first has taken.
-            if ENDING.is_set() or now + (now - begun) * (len(rounds) - 1) > ends:
+            if ENDING.is_set() or now_s + (now_s - block_started) * (len(rounds) - 1) > ends:
                 break
-            latest[0] += self._measured(call)
-            taken += 1
-        for own in latest[1:]:
-            for call in block[:taken]:
+            latest[0] += self._measure(call)
+            count += 1
+        for round_ in latest[1:]:
+            for call in block[:count]:
                 if time.monotonic() < ends and not ENDING.is_set():
-                    own += self._measured(call)
-        for own, found in zip(rounds, latest, strict=True):
-            own += found
+                    round_ += self._measure(call)
+        for round_, latest_round in zip(rounds, latest, strict=True):
+            round_ += latest_round
         if len(latest) == 2:
-            unsteady = {change.call for change in changes(*latest)[1] if change.outside}
-            for call in block[:taken]:
+            unsteady = {change.call for change in winner_changes(*latest)[1] if change.outside}
+            for call in block[:count]:
                 if str(call) in unsteady and time.monotonic() < ends and not ENDING.is_set():
-                    thirds += self._measured(call)
-        return taken
+                    thirds += self._measure(call)
+        return count
 
-    def _measured(self, call: Call) -> list[Tuned]:
-        found = self._tuner.measure(call)
-        self._pending += [row for tuned in found for row in tuned.rows]
+    def _measure(self, call: Call) -> list[TuningResult]:
+        tuned_call = self._tuner.measure(call)
+        self._pending += [row for tuned in tuned_call for row in tuned.rows]
         self._count += 1
         if self._progress is not None:
             total = len(self._calls) * self._repeat
-            self._progress(min(self._count, total), total, found[-1])
-        self._keep()
-        return found
+            self._progress(min(self._count, total), total, tuned_call[-1])
+        self._publish_pending()
+        return tuned_call
 
-    def _keep(self, now: bool = False) -> None:
+    def _publish_pending(self, force: bool = False) -> None:
         """Publish what was measured, every few seconds: what ends this process loses little."""
-        if now or time.monotonic() - self._kept > _KEEP_EVERY_S:
+        if force or time.monotonic() - self._published_s > _KEEP_EVERY_S:
             self._path = publish(self._device, self._pending) or self._path
-            self._pending, self._kept = [], time.monotonic()
+            self._pending, self._published_s = [], time.monotonic()
 
 
-def missing_of(device: LocalDevice, calls: Sequence[Call], rows: Iterable[Measurement]) -> list[Call]:
+def missing_calls(device: LocalDevice, calls: Sequence[Call], rows: Iterable[Measurement]) -> list[Call]:
     """The calls that `rows` do not cover on a device (`tuning.missing`)."""
-    asked = [(call.site(device.hardware), _takers(device, call)) for call in calls]
-    return [call for call, wanted in zip(calls, uncovered(asked, rows), strict=True) if wanted]
+    takers_of_sites = [(call.benchmark_case(device.hardware), _takers(device, call)) for call in calls]
+    return [
+        call
+        for call, is_missing in zip(calls, find_uncovered(takers_of_sites, rows), strict=True)
+        if is_missing
+    ]
 
 
 def _takers(device: LocalDevice, call: Call) -> set[str]:
     try:
-        selection = device.table(ops_table.get(call.op)).fresh(call.request(device.hardware))
+        selection = device.table(ops_table.get(call.op)).recompute(call.request(device.hardware))
     except NoKernelFoundError:
         return set()  # tuning says why
-    return {candidate.kernel for candidate in selection.trace if candidate.takes}
+    return {candidate.kernel for candidate in selection.trace if candidate.eligible}
 
 
 def solve(
@@ -322,26 +332,26 @@ def solve(
         FileExistsError: `path` is another kind of file.
     """
     need_own(Path(path), "buckets")
-    runtime = runtime_here()
+    runtime = context_runtime()
     opened = runtime.device(device)
-    opened.expected()
+    opened.wait_for_costs()
     costs = opened.costs
     if not isinstance(costs, MeasuredCosts):
         raise ConfigurationError(f"solve needs measurements for {opened.hardware.name}, got none: tune first")
     buckets = []
     for name in ops if ops is not None else sorted(ops_table.FILES):
         op = ops_table.get(name)
-        for request, _ in costs.places(name):
+        for request, _ in costs.measured_buckets(name):
             try:
-                selection = _warmed(opened, op, request)
+                selection = _decide_warm(opened, op, request)
             except NoKernelFoundError as error:
                 log.warning(BUCKET_REFUSED, op=name, why=str(error).partition("\n")[0])
                 continue
             buckets.append(_bucket(selection, request))
     buckets.sort(key=lambda b: (b.op, b.dtype, b.capture, b.features, tuple(sorted(b.dims.items()))))
     table = DispatchTable(
-        made=datetime.now(UTC).date().isoformat(),
-        hardware=Environment.of(opened.hardware),
+        date=datetime.now(UTC).date().isoformat(),
+        hardware=Environment.of_hardware(opened.hardware),
         policy=runtime.policy.digest,
         capabilities=capabilities_hash(opened.registry.all()),
         content=content_hash(tuple(buckets)),
@@ -351,23 +361,23 @@ def solve(
     return table
 
 
-def _warmed(device: LocalDevice, op: Op, request: Request) -> Selection:
+def _decide_warm(device: LocalDevice, op: Op, request: CallSpec) -> Selection:
     """The decision once nothing better is cold; a kernel that does not load is no longer better."""
-    selection = device.table(op).fresh(request, ahead=False)
+    selection = device.table(op).recompute(request, use_dispatch_table=False)
     tried: set[str] = set()
     while (better := selection.when_warm) is not None and better not in tried:
         tried.add(better)
         device.warm((better,), request)
-        selection = device.table(op).fresh(request, ahead=False)
+        selection = device.table(op).recompute(request, use_dispatch_table=False)
     device.counters.add("buckets_warmed", op=op.name)
     return selection
 
 
-def _bucket(selection: Selection, request: Request) -> Bucket:
+def _bucket(selection: Selection, request: CallSpec) -> Bucket:
     accepted = selection.candidate(selection.kernel).accepted
     return Bucket(
         op=selection.op, kernel=selection.kernel, expected_us=round(selection.expected_us, 3),
-        source=accepted.source if accepted is not None else "", why=selection.why, dtype=request.dtype,
+        cost_source=accepted.source if accepted is not None else "", why=selection.why, dtype=request.dtype,
         dims=dict(request.dims), dtypes=tuple(sorted(set(request.dtypes))),
         features=tuple(sorted(request.features)), layout=request.layout, contiguous=request.contiguous,
         capture="capture" in request.modes,
@@ -385,42 +395,46 @@ def bench_call(
     effort = Effort(samples=samples, budget_s=2.0)
     tuned = Tuner(device, (launch,), effort).measure(call)[-1]
     default = next((k.id for k in device.registry.for_op(call.op) if k.default and k.id in tuned.timings), "")
-    found = head_to_head(
+    comparison = head_to_head(
         tuned.timings, baseline or default, tie_band=device.settings.tie_band, failed=tuned.failed
     )
     if save:
         publish(device, tuned.rows)
-    return found
+    return comparison
 
 
-def table_of(
+def write_shipped_table(
     rows: Sequence[Measurement],
     device: LocalDevice,
     path: str | os.PathLike[str],
     *,
     command: str,
     note: str = "",
-) -> Table:
+) -> ShippedTable:
     """Write rows as a table that ships: with who made it, when, and with which libraries.
 
     Rows that no choice would believe are left out; of several tunes of a call there is one row.
     """
-    rows = condensed(row for row in rows if not plausible(row))
+    rows = condense(row for row in rows if not implausible_reason(row))
     provenance = Provenance(
         command=command,
         date=datetime.now(UTC).date().isoformat(),
         version=layerzero.__version__,
-        environment=Environment.of(device.hardware),
+        environment=Environment.of_hardware(device.hardware),
         libraries=tuple(sorted({row.version for row in rows if row.version})),
         note=note,
     )
     return write_table(path, provenance, list(rows))
 
 
-def kept_rows(device: LocalDevice) -> tuple[Measurement, ...]:
+def stored_rows(device: LocalDevice) -> tuple[Measurement, ...]:
     """What was measured in this environment and is kept: in the device's file, or in memory without one."""
     path = perfdb_path(device.settings)
-    rows = read_rows(path, Environment.of(device.hardware)) if path is not None and path.is_file() else []
+    rows = (
+        read_rows(path, Environment.of_hardware(device.hardware))
+        if path is not None and path.is_file()
+        else []
+    )
     return (*rows, *device.measured)
 
 
@@ -428,12 +442,12 @@ def publish(device: LocalDevice, rows: Sequence[Measurement]) -> Path | None:
     """Keep rows in the device's file, if it has one, and price with them from now on."""
     path = perfdb_path(device.settings)
     if path is not None and rows:
-        anyio.run(_write, path, Environment.of(device.hardware), rows)
+        anyio.run(_write, path, Environment.of_hardware(device.hardware), rows)
         device.measured = ()
     else:
         device.measured = (*device.measured, *rows)
     kernels = {kernel.id: kernel for kernel in device.registry.all()}
-    device.set_costs(measured_costs(device.settings, kernels, device.hardware, device.measured))
+    device.set_costs(load_costs(device.settings, kernels, device.hardware, device.measured))
     return path if rows else None
 
 
@@ -443,7 +457,7 @@ def _need_writable(device: LocalDevice) -> None:
     if path is None:
         return
     try:
-        anyio.run(_write, path, Environment.of(device.hardware), ())
+        anyio.run(_write, path, Environment.of_hardware(device.hardware), ())
     except (OSError, sqlite3.DatabaseError) as error:
         raise ConfigurationError(
             f"perfdb needs a file that can be written, got {path}: {error}; perfdb=None keeps nothing",

@@ -16,15 +16,15 @@ import torch
 from layerzero._util import log
 from layerzero.actors.device.ending import join_at_exit
 from layerzero.actors.device.local_device import LocalDevice
-from layerzero.calls.blocking import runtime_here
+from layerzero.calls.blocking import context_runtime
 from layerzero.measure.calls import Call, Workload
 from layerzero.runtime import Runtime
 from layerzero.warmup import Manifest, Warmed, Warmer, manifest_of
 
 WARMUP_FINISHED = "warmup.finished"
 
-Given = Manifest | Workload | str | Path | Iterable[Call]
-Progress = Callable[[int, int, Warmed], None]
+ManifestSource = Manifest | Workload | str | Path | Iterable[Call]
+WarmupProgress = Callable[[int, int, Warmed], None]
 
 
 class WarmupReport(msgspec.Struct, frozen=True, kw_only=True):
@@ -69,7 +69,7 @@ class Readiness(msgspec.Struct, frozen=True, kw_only=True):
         return self.ready
 
 
-class _State:
+class _WarmupState:
     """The warm-ups of one runtime, on one device: what they covered, what is under way."""
 
     def __init__(self) -> None:
@@ -78,8 +78,8 @@ class _State:
         self.done: dict[str, Warmed] = {}
         self.pending = 0
         self.stop = threading.Event()
-        self.base = 0.0
-        self.own = 0.0
+        self.selections_before = 0.0
+        self.warmup_selections = 0.0
         self.threads: list[threading.Thread] = []
 
     def close(self) -> None:
@@ -89,24 +89,24 @@ class _State:
             thread.join()
 
 
-_STATES: weakref.WeakKeyDictionary[Runtime, dict[torch.device, _State]] = weakref.WeakKeyDictionary()
+_STATES: weakref.WeakKeyDictionary[Runtime, dict[torch.device, _WarmupState]] = weakref.WeakKeyDictionary()
 
 
-def _state(runtime: Runtime, device: LocalDevice) -> _State:
+def _state(runtime: Runtime, device: LocalDevice) -> _WarmupState:
     states = _STATES.setdefault(runtime, {})
     state = states.get(device.device)
     if state is None:
-        state = states.setdefault(device.device, _State())
+        state = states.setdefault(device.device, _WarmupState())
         runtime.on_close(state.close)
     return state
 
 
 async def warmup(
-    manifest: Given,
+    manifest: ManifestSource,
     *,
     device: str | None = None,
     timeout_s: float | None = None,
-    progress: Progress | None = None,
+    progress: WarmupProgress | None = None,
 ) -> WarmupReport:
     """Make the calls of a manifest ready: kernels chosen, imported, compiled and run once.
 
@@ -117,18 +117,18 @@ async def warmup(
 
     Raises: ConfigurationError: the file is no manifest. RuntimeClosedError: after close.
     """
-    job = _Job(runtime_here(), manifest_of(manifest), device, progress)
+    job = _WarmupJob(context_runtime(), manifest_of(manifest), device, progress)
     job.start()
     await anyio.to_thread.run_sync(job.wait, timeout_s, abandon_on_cancel=True)
     return job.report()
 
 
 def warmup_blocking(
-    manifest: Given,
+    manifest: ManifestSource,
     *,
     device: str | None = None,
     timeout_s: float | None = None,
-    progress: Progress | None = None,
+    progress: WarmupProgress | None = None,
     whole: bool = False,
     forbid: bool = False,
 ) -> WarmupReport:
@@ -136,14 +136,14 @@ def warmup_blocking(
 
     `forbid` lets nothing be compiled: what would be stands in the records.
     """
-    job = _Job(runtime_here(), manifest_of(manifest), device, progress, forbid=forbid)
+    job = _WarmupJob(context_runtime(), manifest_of(manifest), device, progress, forbid=forbid)
     job.start()
     if job.wait(timeout_s) and whole:
         job.join()
     return job.report()
 
 
-class _Job:
+class _WarmupJob:
     """One manifest on its way, on a thread of its own."""
 
     def __init__(
@@ -151,7 +151,7 @@ class _Job:
         runtime: Runtime,
         manifest: Manifest,
         device: str | None,
-        progress: Progress | None,
+        progress: WarmupProgress | None,
         *,
         forbid: bool = False,
     ) -> None:
@@ -161,7 +161,7 @@ class _Job:
         self._warmer = Warmer(self._device, forbid=forbid)
         self._progress = progress
         self._critical = threading.Event()
-        self._made: list[Warmed] = []
+        self._warmed: list[Warmed] = []
         self._started = time.monotonic()
 
     def start(self) -> None:
@@ -184,18 +184,18 @@ class _Job:
 
     def report(self) -> WarmupReport:
         """What is known now."""
-        made = tuple(self._made[: len(self._manifest.critical)])
+        warmed = tuple(self._warmed[: len(self._manifest.critical)])
         late = tuple(
             Warmed(call=str(call), critical=True, state="late")
-            for call in self._manifest.critical[len(made) :]
+            for call in self._manifest.critical[len(warmed) :]
         )
         return WarmupReport(
             device=str(self._device.device),
             version=self._manifest.version,
             seconds=time.monotonic() - self._started,
-            critical=made + late,
-            others=tuple(self._made[len(self._manifest.critical) :]),
-            pending=len(self._manifest.calls) - len(self._made),
+            critical=warmed + late,
+            others=tuple(self._warmed[len(self._manifest.critical) :]),
+            pending=len(self._manifest.calls) - len(self._warmed),
             problems=_problems(self._device),
         )
 
@@ -210,49 +210,51 @@ class _Job:
                 self._one(call, position < count)
         finally:
             with state.lock:
-                state.pending -= len(self._manifest.calls) - len(self._made)
+                state.pending -= len(self._manifest.calls) - len(self._warmed)
             self._open()
-            log.info(WARMUP_FINISHED, version=self._manifest.version, calls=len(self._made))
+            log.info(WARMUP_FINISHED, version=self._manifest.version, calls=len(self._warmed))
 
     def _open(self) -> None:
         """The critical calls are done: from now on a choice that warming does not make is a cold call."""
         if not self._critical.is_set():
-            self._state.base = self._device.counters.total("selections") - self._state.own
+            self._state.selections_before = (
+                self._device.counters.total("selections") - self._state.warmup_selections
+            )
             self._critical.set()
 
     def _one(self, call: Call, critical: bool) -> None:
         before = self._device.counters.total("selections")
         warmed = self._warmer.warm(call, critical=critical)
-        self._made.append(warmed)
+        self._warmed.append(warmed)
         with self._state.lock:
             self._state.pending -= 1
             self._state.done[str(call)] = warmed
-            self._state.own += self._device.counters.total("selections") - before
+            self._state.warmup_selections += self._device.counters.total("selections") - before
         if self._progress is not None:
-            self._progress(len(self._made), len(self._manifest.calls), warmed)
+            self._progress(len(self._warmed), len(self._manifest.calls), warmed)
 
 
-def readiness_check(manifest: Given | None = None, *, device: str | None = None) -> Readiness:
+def readiness_check(manifest: ManifestSource | None = None, *, device: str | None = None) -> Readiness:
     """Whether this process would serve a manifest's calls without choosing, importing or compiling anything.
 
     Without `manifest` it asks about all that were warmed in this runtime; with none warmed it is not ready.
     Cheap enough for a health endpoint: plans are looked up, nothing runs.
     """
-    runtime = runtime_here()
-    own = runtime.device(device)
-    state = _state(runtime, own)
+    runtime = context_runtime()
+    local_device = runtime.device(device)
+    state = _state(runtime, local_device)
     manifests: Sequence[Manifest] = (
         list(state.manifests.values()) if manifest is None else [manifest_of(manifest)]
     )
     problems = [] if manifests else ["nothing was warmed up: call warmup with a manifest"]
-    problems += _problems(own)
+    problems += _problems(local_device)
     for each in manifests:
         for call in each.calls:
-            why = _why_cold(own, state, call)
+            why = _why_cold(local_device, state, call)
             if why:
                 problems.append(f"{call}: {why}")
-    made = own.counters.total("selections") - state.base - state.own
-    cold = max(0, int(made)) if state.manifests else 0
+    unwarmed = local_device.counters.total("selections") - state.selections_before - state.warmup_selections
+    cold = max(0, int(unwarmed)) if state.manifests else 0
     return Readiness(
         ready=not problems and state.pending == 0,
         problems=tuple(problems),
@@ -263,11 +265,11 @@ def readiness_check(manifest: Given | None = None, *, device: str | None = None)
 
 def _problems(device: LocalDevice) -> tuple[str, ...]:
     """What is wrong with every call of a device: decisions made ahead that do not hold."""
-    why = device.solved.problem(device.snapshot.policy) if device.solved is not None else ""
+    why = device.dispatch_table.problem(device.snapshot.policy) if device.dispatch_table is not None else ""
     return (f"dispatch_table: {why}",) if why else ()
 
 
-def _why_cold(device: LocalDevice, state: _State, call: Call) -> str:
+def _why_cold(device: LocalDevice, state: _WarmupState, call: Call) -> str:
     """What a request like this call would still have to wait for; empty where nothing."""
     warmed = state.done.get(str(call))
     if warmed is None:
@@ -276,7 +278,7 @@ def _why_cold(device: LocalDevice, state: _State, call: Call) -> str:
         return warmed.error or warmed.state
     if warmed.kernel in device.registry.unready():
         return f"{warmed.kernel} is not loaded"
-    blocked = {**device.registry.blocked(), **device.health.blocked()}
+    blocked = {**device.registry.blocked(), **device.health.blocked_kernels()}
     if warmed.kernel in blocked:
         return f"{warmed.kernel}: {blocked[warmed.kernel]}"
     return ""

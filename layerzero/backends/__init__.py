@@ -151,7 +151,7 @@ class Plugin(msgspec.Struct, frozen=True):
 
 def installed_plugins() -> tuple[Plugin, ...]:
     """Every backend that an installed distribution announces, by name; nothing of them is imported."""
-    found = importlib.metadata.entry_points(group=ENTRY_POINT_GROUP)
+    entry_points = importlib.metadata.entry_points(group=ENTRY_POINT_GROUP)
     return tuple(
         Plugin(
             point.name,
@@ -159,7 +159,7 @@ def installed_plugins() -> tuple[Plugin, ...]:
             point.dist.version if point.dist else "",
             point.value,
         )
-        for point in sorted(found, key=lambda point: point.name)
+        for point in sorted(entry_points, key=lambda point: point.name)
     )
 
 
@@ -171,32 +171,32 @@ def load_plugins(names: Collection[str]) -> list[Kernel]:
         id is taken.
     """
     kernels = [kernel for name in sorted(set(names)) for kernel in _load_plugin(name)]
-    taken = {k.id for op in {kernel.op for kernel in kernels} for k in load_builtin(op=op)}
+    builtin_ids = {k.id for op in {kernel.op for kernel in kernels} for k in load_builtin(op=op)}
     for kernel in kernels:
-        if kernel.id in taken:
+        if kernel.id in builtin_ids:
             allowed = ", ".join(sorted(set(names)))
             raise ConfigurationError(
                 f"two kernels are named {kernel.id!r}; ids need to be unique, also of plugins: {allowed}"
             )
-        taken.add(kernel.id)
+        builtin_ids.add(kernel.id)
     return kernels
 
 
 def _load_plugin(name: str) -> list[Kernel]:
-    found = list(importlib.metadata.entry_points(group=ENTRY_POINT_GROUP, name=name))
-    if not found:
+    entry_points = list(importlib.metadata.entry_points(group=ENTRY_POINT_GROUP, name=name))
+    if not entry_points:
         raise BackendNotAvailableError(
             f"backend plugin {name!r} is allowed but no installed distribution announces it in the entry "
             f"point group {ENTRY_POINT_GROUP!r}",
             backend=name,
         )
-    if len(found) > 1:
-        values = ", ".join(sorted(point.value for point in found))
+    if len(entry_points) > 1:
+        values = ", ".join(sorted(point.value for point in entry_points))
         raise ConfigurationError(
             f"backend plugin {name!r} needs one distribution that announces it, got {values}"
         )
     try:
-        announced = found[0].load()
+        announced = entry_points[0].load()
         kernels = announced() if callable(announced) else announced
     except Exception as error:  # whatever a stranger's module raises
         message = f"backend plugin {name!r} does not load: {type(error).__name__}: {error}"
@@ -207,9 +207,9 @@ def _load_plugin(name: str) -> list[Kernel]:
         )
     for kernel in kernels:
         if kernel.op not in table.FILES:
-            known = ", ".join(sorted(table.FILES))
+            op_names = ", ".join(sorted(table.FILES))
             raise ConfigurationError(
-                f"backend plugin {name!r}: {kernel.id!r} needs an op among {known}, got {kernel.op!r}"
+                f"backend plugin {name!r}: {kernel.id!r} needs an op among {op_names}, got {kernel.op!r}"
             )
     return list(kernels)
 
@@ -217,12 +217,12 @@ def _load_plugin(name: str) -> list[Kernel]:
 def availability(kernel: Kernel) -> list[Rejected]:
     """Why `kernel`'s libraries cannot serve here, from installed metadata alone; empty where they can."""
     verdicts = (_check_distribution(requirement) for requirement in kernel.distributions)
-    found = [verdict for verdict in verdicts if verdict is not None]
-    for first, second in kernel.beside:
+    states = [verdict for verdict in verdicts if verdict is not None]
+    for first, second in kernel.co_requirements:
         if _installed(first) and not _installed(second):
             fix = f"pip install '{second}', or pip uninstall '{first}'"
-            found.append(Rejected(Reason.BACKEND_MISSING, second, f"beside {first}", "not installed", fix))
-    return found
+            states.append(Rejected(Reason.BACKEND_MISSING, second, f"beside {first}", "not installed", fix))
+    return states
 
 
 # `name`, `name>=1.2`, `name>=1.2,<2`: what nearly every kernel asks for, compared by numbers alone.
@@ -234,7 +234,7 @@ _NAMED = re.compile(r"(?P<name>[A-Za-z0-9](?:[A-Za-z0-9._-]*[A-Za-z0-9])?)(?=\s*
 _RELEASE = re.compile(r"\d+(?:\.\d+)*(?:\+.*)?")
 
 
-def _holds_simply(text: str) -> bool:
+def _satisfies_simple(text: str) -> bool:
     """Whether an installed release satisfies a plain requirement; False also where that takes a closer look.
 
     `packaging` decides everything else, but importing it would delay the first call of a process.
@@ -243,13 +243,13 @@ def _holds_simply(text: str) -> bool:
     if simple is None:
         return False
     try:
-        found = importlib.metadata.version(simple["name"])
+        installed = importlib.metadata.version(simple["name"])
     except importlib.metadata.PackageNotFoundError:
         return False
-    if not _RELEASE.fullmatch(found):
+    if not _RELEASE.fullmatch(installed):
         return False
-    here, least, below = (_numbers(v) for v in (found, simple["least"], simple["below"]))
-    return least <= here and (not below or here < below)
+    version, lower, below = (_numbers(v) for v in (installed, simple["least"], simple["below"]))
+    return lower <= version and (not below or version < below)
 
 
 def _installed(name: str) -> bool:
@@ -270,7 +270,7 @@ def _numbers(text: str | None) -> tuple[int, ...]:
 
 @functools.cache
 def _check_distribution(text: str) -> Rejected | None:
-    if _holds_simply(text):
+    if _satisfies_simple(text):
         return None
     named = _NAMED.match(text)
     if named is not None and not _installed(named["name"]):
@@ -285,9 +285,9 @@ def _check_distribution(text: str) -> Rejected | None:
         raise ConfigurationError(f"distributions needs requirement strings, got {text!r}: {error}") from error
     needs, fix = str(requirement.specifier) or "any version", f"pip install '{text}'"
     try:
-        found = importlib.metadata.version(requirement.name)
+        installed = importlib.metadata.version(requirement.name)
     except importlib.metadata.PackageNotFoundError:
         return Rejected(Reason.BACKEND_MISSING, requirement.name, needs, "not installed", fix)
-    if requirement.specifier.contains(found, prereleases=True):
+    if requirement.specifier.contains(installed, prereleases=True):
         return None
-    return Rejected(Reason.BACKEND_VERSION_MISMATCH, requirement.name, needs, found, fix)
+    return Rejected(Reason.BACKEND_VERSION_MISMATCH, requirement.name, needs, installed, fix)

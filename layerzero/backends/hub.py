@@ -23,7 +23,7 @@ from typing import Any
 
 import msgspec
 
-from layerzero._util.files import decoded, own_user_folder, read_bounded, read_given
+from layerzero._util.files import decode_json, own_user_folder, read_bounded, read_given
 from layerzero.spec.errors import BackendNotAvailableError, ConfigurationError
 from layerzero.spec.kernel import Capability, Efficiency, Kernel
 from layerzero.spec.reasons import Reason
@@ -159,8 +159,8 @@ def hub_kernel(
         capability=capability,
         load=lambda: adapt(hub.load(repository)),
         efficiency=efficiency or Efficiency(0.5, 0.6, 20.0, "an estimate for a hub kernel; tune measures"),
-        rank=rank,
-        cold=True,
+        tie_break_order=rank,
+        slow_import=True,
         distributions=("kernels>=0.10",),
     )
 
@@ -177,8 +177,8 @@ def lock_folder(
     for repository, (version, commit) in repositories.items():
         if not _REPOSITORY.fullmatch(repository):
             raise _refused(repository, "its name is no <owner>/<name>")
-        found = _files(repository, Path(folder).resolve() / repository)
-        digests = {path: _digest(_content(repository, file)) for path, file in sorted(found.items())}
+        files = _files(repository, Path(folder).resolve() / repository)
+        digests = {path: _digest(_content(repository, file)) for path, file in sorted(files.items())}
         dependency = {"repo-id": repository, "version": version}
         entries.append({"dependency": dependency, "lock": {"commit": commit}, "files": digests})
     return entries
@@ -186,7 +186,7 @@ def lock_folder(
 
 def _read(path: Path) -> dict[str, Locked]:
     try:
-        entries = decoded(read_given(path, _MAX_LOCK), list[Locked])
+        entries = decode_json(read_given(path, _MAX_LOCK), list[Locked])
     except (OSError, ValueError, msgspec.MsgspecError) as error:
         raise ConfigurationError(f"lockfile needs a readable lock file, got {path}: {error}") from error
     locked: dict[str, Locked] = {}
@@ -203,17 +203,17 @@ def _read(path: Path) -> dict[str, Locked]:
 
 def _files(repository: str, where: Path) -> dict[str, Path]:
     """Every file by its path with slashes. Links are refused."""
-    found: dict[str, Path] = {}
+    paths: dict[str, Path] = {}
     for folder, folders, files in os.walk(where):
         for name in (*folders, *files):
             if (Path(folder) / name).is_symlink():
                 raise _refused(repository, f"{name} is a link")
         for name in files:
             path = Path(folder) / name
-            found[path.relative_to(where).as_posix()] = path
-    if not found:
+            paths[path.relative_to(where).as_posix()] = path
+    if not paths:
         raise _refused(repository, f"{where} holds no file")
-    return found
+    return paths
 
 
 def _pieces(repository: str, where: Path, entry: Locked) -> Iterator[tuple[str, bytes]]:
@@ -221,13 +221,13 @@ def _pieces(repository: str, where: Path, entry: Locked) -> Iterator[tuple[str, 
 
     Raises: BackendNotAvailableError: a file is not what was locked, missing, or one too many.
     """
-    found = _files(repository, where)
-    for path in sorted(found.keys() | entry.files.keys()):
+    files = _files(repository, where)
+    for path in sorted(files.keys() | entry.files.keys()):
         if path not in entry.files:
             raise _refused(repository, f"{path} is not in the lock file")
-        if path not in found:
+        if path not in files:
             raise _refused(repository, f"{path} is locked and not there")
-        content = _content(repository, found[path])
+        content = _content(repository, files[path])
         if _digest(content) != entry.files[path]:
             raise _refused(repository, f"{path} is not what was locked")
         if path.endswith(".so"):

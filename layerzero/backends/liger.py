@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from layerzero.ops.checks import dtype_bytes
-from layerzero.spec.call_spec import Request
+from layerzero.spec.call_spec import CallSpec
 from layerzero.spec.kernel import AtLeast, AtMost, Capability, Efficiency, Kernel, Limit, MultipleOf
 from layerzero.spec.reasons import Reason
 
@@ -120,11 +120,11 @@ def _cross_entropy() -> Callable[..., Any]:
         rows = logits.reshape(-1, logits.shape[-1])
         if logits.requires_grad:
             rows = rows.clone()
-        found = apply(
+        result = apply(
             rows, target.reshape(-1).long(), weight, ignore_index, 0.0, label_smoothing, reduction, None,
             False, False, False,
         )  # fmt: skip
-        return _as_asked(found[0], target, reduction, logits)
+        return _as_asked(result[0], target, reduction, logits)
 
     return cross_entropy
 
@@ -142,11 +142,11 @@ def _linear_cross_entropy() -> Callable[..., Any]:
         reduction: str,
     ) -> Tensor:
         """`LigerFusedLinearCrossEntropyFunction`: logits in chunks, weight gradients summed in float32."""
-        found = apply(
+        result = apply(
             x.reshape(-1, x.shape[-1]), weight, target.reshape(-1).long(), bias, None, ignore_index, 0.0,
             label_smoothing, reduction, None, False, torch.float32,
         )  # fmt: skip
-        return _as_asked(found[0], target, reduction, x)
+        return _as_asked(result[0], target, reduction, x)
 
     return linear_cross_entropy
 
@@ -168,7 +168,7 @@ def _kernel(
     features: frozenset[str],
     efficiency: tuple[float, float, float],
     limits: tuple[Limit, ...],
-    workspace_bytes: Callable[[Request], int] | None = None,
+    workspace_bytes: Callable[[CallSpec], int] | None = None,
     **more: Any,
 ) -> Kernel:
     return Kernel(
@@ -187,25 +187,25 @@ def _kernel(
         ),
         load=load,
         efficiency=Efficiency(*efficiency, _MEASURED),
-        rank=45,
-        cold=True,
+        tie_break_order=45,
+        slow_import=True,
         distributions=_DISTRIBUTIONS,
         workspace_bytes=workspace_bytes,
     )
 
 
-def _hidden_bytes(request: Request) -> int:
+def _hidden_bytes(request: CallSpec) -> int:
     """The projection with both halves, and the gated half of it."""
     return 3 * dtype_bytes(request.dtype) * request.dim("N") * request.dim("F")
 
 
-def _logits_bytes(request: Request) -> int:
+def _logits_bytes(request: CallSpec) -> int:
     """A loss and a count of each row; the copy of the logits that becomes their gradient."""
     n, v = request.dim("N"), request.dim("V")
     return 8 * n + (dtype_bytes(request.dtype) * n * v if "grad" in request.modes else 0)
 
 
-def _chunk_bytes(request: Request) -> int:
+def _chunk_bytes(request: CallSpec) -> int:
     """One chunk of logits, as many elements as its inputs have, and gradients: inputs', and the weight's.
 
     Chunks are powers of two of rows, so that one may be twice as large as asked for.

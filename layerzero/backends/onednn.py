@@ -29,10 +29,10 @@ def _operator() -> Callable[..., Tensor]:
     """
     if not torch.backends.mkldnn.is_available():
         raise ImportError("this torch was built without oneDNN")
-    found = getattr(torch.ops.mkldnn, "_linear_pointwise", None)
-    if found is None:
+    operator = getattr(torch.ops.mkldnn, "_linear_pointwise", None)
+    if operator is None:
         raise ImportError("this torch has no fused oneDNN linear")
-    default: Callable[..., Tensor] = found.default
+    default: Callable[..., Tensor] = operator.default
     return default
 
 
@@ -86,7 +86,7 @@ KERNELS: tuple[Kernel, ...] = (
         capability=_capability(frozenset({"bias"})),
         load=_linear,
         efficiency=Efficiency(0.72, 0.7, 2.5, _SOURCE),
-        rank=30,
+        tie_break_order=30,
     ),
     Kernel(
         id="onednn.mlp.fused",
@@ -95,6 +95,6 @@ KERNELS: tuple[Kernel, ...] = (
         capability=_capability(frozenset({"bias", *(f"act_{name}" for name in _FUSED)})),
         load=_mlp,
         efficiency=Efficiency(0.65, 0.65, 8.0, _SOURCE),
-        rank=30,
+        tie_break_order=30,
     ),
 )

@@ -70,5 +70,5 @@ def reference_kernel(op: Op) -> Kernel:
             30.0,
             "scripts/measure_efficiency.py, AMD EPYC with AVX-512, 1 thread; middle of all ops",
         ),
-        rank=99,
+        tie_break_order=99,
     )

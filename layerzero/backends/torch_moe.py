@@ -43,7 +43,7 @@ def grouped(
     return sent.weighed(functional.grouped_mm(hidden, w_down.transpose(1, 2), offs=ends), x)
 
 
-class _Sent(NamedTuple):
+class _DispatchedTokens(NamedTuple):
     """Rows (N * top_k, C) in the order of their experts, and the way back."""
 
     rows: Tensor
@@ -59,7 +59,7 @@ class _Sent(NamedTuple):
 
 def _sent(
     x: Tensor, router_logits: Tensor, number: int, top_k: int, scoring: str, renormalize: bool
-) -> _Sent:
+) -> _DispatchedTokens:
     rows = x.reshape(-1, x.shape[-1])
     experts, scores = route(router_logits.reshape(len(rows), -1), top_k, scoring, renormalize)
     flat = experts.flatten()
@@ -68,7 +68,7 @@ def _sent(
     back[order] = torch.arange(len(order), device=order.device)
     counts = torch.zeros(number, dtype=torch.int64, device=flat.device)
     counts.scatter_add_(0, flat, torch.ones_like(flat))
-    return _Sent(rows[order // top_k], counts, back, scores)
+    return _DispatchedTokens(rows[order // top_k], counts, back, scores)
 
 
 _H200 = "benchmarks/results/rows_h200.json"
@@ -86,7 +86,7 @@ def _by_expert(name: str, platforms: frozenset[str], efficiency: Efficiency) -> 
         ),
         load=lambda: by_expert,
         efficiency=efficiency,
-        rank=45,
+        tie_break_order=45,
         default=True,
     )
 
@@ -113,6 +113,6 @@ KERNELS: tuple[Kernel, ...] = (
         ),
         load=lambda: grouped,
         efficiency=Efficiency(0.57, 0.6, 395.0, _H200),
-        rank=40,
+        tie_break_order=40,
     ),
 )

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from layerzero.ops.linear.linear import dense_if_odd
+from layerzero.ops.linear.linear import contiguous_if_odd
 from layerzero.ops.linear.mlp import activate
 from layerzero.ops.norm.norm import layer_norm_reference, rms_norm_reference
 from layerzero.ops.paged import append
@@ -52,7 +52,7 @@ def add_layer_norm(
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """`torch.nn.functional.linear`."""
-    return functional.linear(x if x.is_contiguous() else dense_if_odd(x), weight, bias)
+    return functional.linear(x if x.is_contiguous() else contiguous_if_odd(x), weight, bias)
 
 
 def mlp(
@@ -93,16 +93,18 @@ def cross_entropy(
     return (loss.view(target.shape) if reduction == "none" else loss).to(logits.dtype)
 
 
-def append_kv(k: Tensor, v: Tensor, k_pages: Tensor, v_pages: Tensor, slots: Tensor, layout: str) -> Tensor:
+def append_kv(
+    k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor, layout: str
+) -> Tensor:
     """One copy by index a pool, over its tokens where they stand one behind the other."""
-    args = (k, v, k_pages, v_pages, slots, layout)
-    if layout != "NHD" or not (k_pages.is_contiguous() and v_pages.is_contiguous()):
+    args = (k, v, k_cache, v_cache, slot_mapping, layout)
+    if layout != "NHD" or not (k_cache.is_contiguous() and v_cache.is_contiguous()):
         return append.append_kv_reference(*args)
-    append.guard(args)
-    k, v = append.apart(k, k_pages, v_pages), append.apart(v, k_pages, v_pages)
-    for pool, rows in ((k_pages, k), (v_pages, v)):
-        pool.flatten(0, 1).index_copy_(0, slots.long(), rows.to(pool.dtype))
-    return slots
+    append.validate_values(args)
+    k, v = append.copy_if_aliased(k, k_cache, v_cache), append.copy_if_aliased(v, k_cache, v_cache)
+    for pool, rows in ((k_cache, k), (v_cache, v)):
+        pool.flatten(0, 1).index_copy_(0, slot_mapping.long(), rows.to(pool.dtype))
+    return slot_mapping
 
 
 def linear_cross_entropy(
@@ -208,7 +210,7 @@ def _native(
         capability=Capability(source="torch.nn.functional; run on torch 2.13 CPU", features=features, **more),
         load=lambda: function,
         efficiency=efficiency,
-        rank=40,
+        tie_break_order=40,
         default=True,
     )
 
@@ -226,7 +228,7 @@ def _by_row(op: str, function: Callable[..., Any], features: frozenset[str], lau
         ),
         load=lambda: function,
         efficiency=Efficiency(0.15, 0.03, launch_us, _CPU),
-        rank=90,
+        tie_break_order=90,
     )
 
 
@@ -255,7 +257,7 @@ def _append(variant: str, platforms: frozenset[str], efficiency: Efficiency) -> 
         ),
         load=lambda: append_kv,
         efficiency=efficiency,
-        rank=40,
+        tie_break_order=40,
         default=True,
     )
 

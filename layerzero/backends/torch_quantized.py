@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from layerzero.ops.linear.linear import dense_if_odd
+from layerzero.ops.linear.linear import contiguous_if_odd
 from layerzero.ops.quantize.quantize import FORMAT_OF, decode, dequantize_reference, quantize_reference
 from layerzero.spec.kernel import AtLeast, Capability, Efficiency, Kernel, MultipleOf
 
@@ -25,7 +25,7 @@ def widened(x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None, input
         codes, spread = quantize_reference(x, FORMAT_OF[weight.dtype], "row", 0, None)
         out = functional.linear(codes.to(kind), decode(weight, scale.to(kind))) * spread.to(kind)
         return (out if bias is None else out + bias.to(kind)).to(x.dtype)
-    rows = x if x.is_contiguous() else dense_if_odd(x)
+    rows = x if x.is_contiguous() else contiguous_if_odd(x)
     return functional.linear(rows, decode(weight, scale.to(kind)).to(x.dtype), shift)
 
 
@@ -74,7 +74,7 @@ def _kernel(
         capability=Capability(source=source, gradient=False, **more),
         load=lambda: function,
         efficiency=efficiency,
-        rank=rank,
+        tie_break_order=rank,
         default=default,
     )
 

@@ -24,7 +24,7 @@ def padded(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    cu_seqlens: Tensor,
+    cu_seqlens_q: Tensor,
     cu_seqlens_k: Tensor,
     is_causal: bool,
     scale: float | None,
@@ -33,8 +33,8 @@ def padded(
     return_lse: bool,
 ) -> Tensor:
     """Attention of every sequence to itself, one SDPA launch for each padded length."""
-    starts = cu_seqlens.tolist()
-    starts_k = starts if cu_seqlens_k is cu_seqlens else cu_seqlens_k.tolist()
+    starts = cu_seqlens_q.tolist()
+    starts_k = starts if cu_seqlens_k is cu_seqlens_q else cu_seqlens_k.tolist()
     out = q.new_empty(q.shape[0], q.shape[1], v.shape[2])
     for members in _by_length(starts, starts_k):
         _attend(q, k, v, [starts[b] for b in members], [starts_k[b] for b in members],
@@ -79,8 +79,8 @@ def _attend(
     if min(lengths) == size:
         out.index_copy_(0, rows, flat)
     else:
-        kept = real.view(-1).nonzero().squeeze(1)
-        out.index_copy_(0, rows.index_select(0, kept), flat.index_select(0, kept))
+        real_rows = real.view(-1).nonzero().squeeze(1)
+        out.index_copy_(0, rows.index_select(0, real_rows), flat.index_select(0, real_rows))
 
 
 def _rows(starts: list[int], lengths: list[int], size: int) -> tuple[Tensor, Tensor]:
@@ -127,7 +127,7 @@ KERNELS: tuple[Kernel, ...] = (
         efficiency=Efficiency(
             0.4, 0.3, 150.0, "an estimate, from batches of short sequences on an AMD EPYC with AVX-512"
         ),
-        rank=30,
+        tie_break_order=30,
         default=True,
     ),
 )

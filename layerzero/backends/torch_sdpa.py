@@ -16,9 +16,9 @@ from torch import Tensor
 from torch.nn import functional
 
 from layerzero.ops.attention import masks
-from layerzero.ops.attention.lse import sunk
-from layerzero.ops.batching import cat
-from layerzero.spec.call_spec import Request
+from layerzero.ops.attention.lse import apply_sinks
+from layerzero.ops.batching import concat_copy
+from layerzero.spec.call_spec import CallSpec
 from layerzero.spec.kernel import (
     AtMost,
     Capability,
@@ -59,11 +59,11 @@ def math(
 ) -> Tensor:  # fmt: skip
     """Softmax of the whole score matrix, step by step; half precision keeps float32 in between."""
     if block_mask is not None:
-        attn_mask = masks.with_blocks(attn_mask, block_mask, q.shape[0], q.shape[1])
+        attn_mask = masks.merge_block_mask(attn_mask, block_mask, q.shape[0], q.shape[1])
     if sinks is not None:
         q, k, v, attn_mask = _with_sink(q, k, v, sinks, attn_mask, is_causal, window, alibi_slopes)
         is_causal, window, alibi_slopes = False, None, None
-    bias, causal = masks.fold(q, k, attn_mask, is_causal, window, alibi_slopes, scale=scale)
+    bias, causal = masks.fold_mask(q, k, attn_mask, is_causal, window, alibi_slopes, scale=scale)
     grouped = q.shape[1] != k.shape[1]
     out: Tensor = _math(q, k, v, bias, dropout_p, causal, None, scale=scale, enable_gqa=grouped)[0]
     return out
@@ -77,17 +77,17 @@ def flash_cpu(
 ) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
     """The CPU's tiled kernel, which never writes the score matrix."""
     if block_mask is not None:
-        attn_mask = masks.with_blocks(attn_mask, block_mask, q.shape[0], q.shape[1])
-    bias, causal = masks.fold(q, k, attn_mask, is_causal, window, alibi_slopes, scale=scale)
+        attn_mask = masks.merge_block_mask(attn_mask, block_mask, q.shape[0], q.shape[1])
+    bias, causal = masks.fold_mask(q, k, attn_mask, is_causal, window, alibi_slopes, scale=scale)
     if bias is not None and bias.dim() != 2:  # the operator takes two or four axes
         bias = bias.expand(q.shape[0], q.shape[1], q.shape[2], k.shape[2])
     out, lse = _flash_cpu(q, k, v, dropout_p, causal, attn_mask=bias, scale=scale)
     if not return_lse and sinks is None:
         return out  # type: ignore[no-any-return]
     if bias is not None:
-        lse = lse.masked_fill(masks.sees_nothing(bias), -torch.inf)
+        lse = lse.masked_fill(masks.fully_masked_rows(bias), -torch.inf)
     if sinks is not None:
-        out, lse = sunk(out, lse, sinks)
+        out, lse = apply_sinks(out, lse, sinks)
     return (out, lse.float()) if return_lse else out
 
 
@@ -97,7 +97,7 @@ def _with_sink(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Operands with one more key, of zeros: its score is the sink, its value nothing; and the whole bias."""
     dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
-    bias = masks.additive(q, k, attn_mask, is_causal, window, slopes, dtype)
+    bias = masks.additive_bias(q, k, attn_mask, is_causal, window, slopes, dtype)
     if bias is None:
         bias = q.new_zeros((), dtype=dtype)
     batch, heads, rows, keys = q.shape[0], q.shape[1], q.shape[2], k.shape[2]
@@ -111,17 +111,17 @@ def by_sequence(q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None, *rest
     slopes = rest[5]
     outs: list[Any] = []
     for i in range(q.shape[0]):
-        mine = slice(i, i + 1)
+        row = slice(i, i + 1)
         mask = attn_mask
         if mask is not None and mask.dim() == 4 and mask.shape[0] > 1:
-            mask = mask[mine]
-        own = slopes[mine] if slopes is not None and slopes.dim() == 2 else slopes
+            mask = mask[row]
+        row_slopes = slopes[row] if slopes is not None and slopes.dim() == 2 else slopes
         outs.append(
-            flash_cpu(q[mine].clone(), k[mine].clone(), v[mine].clone(), mask, *rest[:5], own, *rest[6:])
+            flash_cpu(q[row].clone(), k[row].clone(), v[row].clone(), mask, *rest[:5], row_slopes, *rest[6:])
         )
     if isinstance(outs[0], tuple):
-        return tuple(cat(parts) for parts in zip(*outs, strict=True))
-    return cat(outs)
+        return tuple(concat_copy(parts) for parts in zip(*outs, strict=True))
+    return concat_copy(outs)
 
 
 def flash(
@@ -146,13 +146,13 @@ def efficient(
     if hidden > 0 and _wants_gradient(q, k, v):
         # Over rows that see nothing its backward gets the keys wrong (torch 2.11, bfloat16).
         seen = q[:, :, hidden:]
-        found = efficient(
+        result = efficient(
             seen, k, v, None, True, scale, dropout_p, None, softcap, alibi_slopes, layout, return_lse
         )
-        out, lse = found if isinstance(found, tuple) else (found, None)
+        out, lse = result if isinstance(result, tuple) else (result, None)
         out = functional.pad(out, (0, 0, hidden, 0))
         return out if lse is None else (out, functional.pad(lse, (hidden, 0), value=-torch.inf))
-    bias, causal = masks.fold(q, k, attn_mask, is_causal, window, dtype=q.dtype)
+    bias, causal = masks.fold_mask(q, k, attn_mask, is_causal, window, dtype=q.dtype)
     out, lse, *_rest = _efficient(
         q, k, v, _padded(bias, q, k), return_lse or _wants_gradient(q, k, v), dropout_p, causal, scale=scale
     )
@@ -160,7 +160,7 @@ def efficient(
         return out  # type: ignore[no-any-return]
     lse = lse[:, :, : q.shape[2]]  # the operator rounds the rows up to 32
     if bias is not None:
-        lse = lse.masked_fill(masks.sees_nothing(bias), -torch.inf)
+        lse = lse.masked_fill(masks.fully_masked_rows(bias), -torch.inf)
     return out, lse
 
 
@@ -170,7 +170,7 @@ def cudnn(
     return_lse: bool, *_: Any,
 ) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
     """cuDNN's fused attention; what it writes for a row that sees nothing is arbitrary."""
-    bias, causal = masks.fold(q, k, attn_mask, is_causal, window, dtype=q.dtype)
+    bias, causal = masks.fold_mask(q, k, attn_mask, is_causal, window, dtype=q.dtype)
     if bias is not None:
         bias = bias.expand(q.shape[0], q.shape[1], q.shape[2], k.shape[2])
     out, lse, *_rest = _cudnn(
@@ -190,7 +190,7 @@ def default(
     if attn_mask is None and not is_causal and window is None and alibi_slopes is None:
         return _sdpa(q, k, v, None, dropout_p, False, scale=scale, enable_gqa=grouped)
     dtype = None if q.device.type == "cpu" else q.dtype
-    bias, causal = masks.fold(q, k, attn_mask, is_causal, window, alibi_slopes, dtype, scale)
+    bias, causal = masks.fold_mask(q, k, attn_mask, is_causal, window, alibi_slopes, dtype, scale)
     return _sdpa(q, k, v, bias, dropout_p, causal, scale=scale, enable_gqa=grouped)
 
 
@@ -213,7 +213,7 @@ _H200 = "an estimate for an H200, beside the prefills in benchmarks/results/regr
 _CPU = "scripts/measure_efficiency.py, AMD EPYC with AVX-512, 1 thread"
 
 
-def _score_bytes(request: Request) -> int:
+def _score_bytes(request: CallSpec) -> int:
     """What the step by step implementation holds at once, in float32: scores, softmax and operands.
 
     Two copies of queries, four of keys and values together.
@@ -225,7 +225,7 @@ def _score_bytes(request: Request) -> int:
 
 def _kernel(
     variant: str, run: Callable[..., Any], efficiency: Efficiency, rank: int, default: bool = False,
-    workspace_bytes: Callable[[Request], int] | None = None, tiling: Tiling | None = None, **capability: Any,
+    workspace_bytes: Callable[[CallSpec], int] | None = None, tiling: Tiling | None = None, **capability: Any,
 ) -> Kernel:  # fmt: skip
     return Kernel(
         id=f"torch.attention.{variant}",
@@ -236,7 +236,7 @@ def _kernel(
         workspace_bytes=workspace_bytes,
         tiling=tiling,
         efficiency=efficiency,
-        rank=rank,
+        tie_break_order=rank,
         default=default,
     )
 

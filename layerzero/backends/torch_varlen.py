@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from layerzero.ops.host_copies import longest
+from layerzero.ops.host_copies import max_seqlen
 from layerzero.spec.kernel import (
     AtMost,
     Capability,
@@ -34,17 +34,17 @@ _EVERYTHING, _BOTTOM_RIGHT = 0, 2
 
 
 def flash(
-    q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, cu_seqlens_k: Tensor, is_causal: bool,
+    q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, is_causal: bool,
     scale: float | None, window: tuple[int, int] | None, softcap: float | None, return_lse: bool,
 ) -> Result:  # fmt: skip
     """FlashAttention 2 as torch carries it; causal is bottom-right by itself."""
-    left, right = window if window is not None else (-1, -1)
+    window_left, right = window if window is not None else (-1, -1)
     windowed: dict[str, int] = {}
-    if left >= 0 or right >= 0:
-        windowed = {"window_size_left": left, "window_size_right": 0 if is_causal else right}
+    if window_left >= 0 or right >= 0:
+        windowed = {"window_size_left": window_left, "window_size_right": 0 if is_causal else right}
     out, lse, *_ = aten._flash_attention_forward(
-        q, k, v, _int32(cu_seqlens), _int32(cu_seqlens_k), longest(cu_seqlens, q.shape[0]),
-        longest(cu_seqlens_k, k.shape[0]), 0.0, is_causal and not windowed, False, scale=scale,
+        q, k, v, _int32(cu_seqlens_q), _int32(cu_seqlens_k), max_seqlen(cu_seqlens_q, q.shape[0]),
+        max_seqlen(cu_seqlens_k, k.shape[0]), 0.0, is_causal and not windowed, False, scale=scale,
         **windowed,
     )  # fmt: skip
     if not return_lse:
@@ -54,13 +54,13 @@ def flash(
 
 
 def efficient(
-    q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, cu_seqlens_k: Tensor, is_causal: bool,
+    q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, is_causal: bool,
     scale: float | None, window: tuple[int, int] | None, softcap: float | None, return_lse: bool,
 ) -> Tensor:  # fmt: skip
     """The memory-efficient kernel that torch carries from xFormers, the only one of the two with float32."""
     out: Tensor = aten._efficient_attention_forward(
-        q.unsqueeze(0), k.unsqueeze(0), v.unsqueeze(0), None, _int32(cu_seqlens), _int32(cu_seqlens_k),
-        longest(cu_seqlens, q.shape[0]), longest(cu_seqlens_k, k.shape[0]), 0.0,
+        q.unsqueeze(0), k.unsqueeze(0), v.unsqueeze(0), None, _int32(cu_seqlens_q), _int32(cu_seqlens_k),
+        max_seqlen(cu_seqlens_q, q.shape[0]), max_seqlen(cu_seqlens_k, k.shape[0]), 0.0,
         _BOTTOM_RIGHT if is_causal else _EVERYTHING, False, scale=scale,
     )[0]  # fmt: skip
     return out.squeeze(0)
@@ -91,7 +91,7 @@ def _kernel(
         ),
         load=lambda: run,
         efficiency=efficiency,
-        rank=rank,
+        tie_break_order=rank,
         default=default,
     )
 

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from layerzero.ops.attention import masks
-from layerzero.spec.call_spec import Request
+from layerzero.spec.call_spec import CallSpec
 from layerzero.spec.kernel import AtMost, Capability, Efficiency, Kernel, MultipleOf, OneOf, SameAs
 from layerzero.spec.reasons import Reason
 
@@ -52,7 +52,7 @@ def _grouped(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 def _mask(q: Tensor, k: Tensor, attn_mask: Tensor | None, is_causal: bool, window: masks.Window) -> Any:
     """The mask as a bias (B, H, Sq, Sk) whose rows have addresses of whole vectors; None without any."""
     queries, keys = q.transpose(1, 2), k.transpose(1, 2)
-    bias = masks.additive(queries, keys, attn_mask, is_causal, window, None, q.dtype)
+    bias = masks.additive_bias(queries, keys, attn_mask, is_causal, window, None, q.dtype)
     if bias is None:
         return None
     batch, rows, heads, columns = q.shape[0], q.shape[1], q.shape[2], k.shape[1]
@@ -96,26 +96,26 @@ def _load(module: str, bias_of: Callable[..., Any] = _bias) -> Callable[..., Any
         """`FwOp.apply` over (B, S, H, D), or five axes where heads are grouped."""
         bias = bias_of(q, k, attn_mask, is_causal, window)
         query, key, value = _grouped(q, k, v)
-        given = inputs(query=query, key=key, value=value, attn_bias=bias, scale=scale)
-        out = operator.apply(given, needs_gradient=False)[0]
+        call_inputs = inputs(query=query, key=key, value=value, attn_bias=bias, scale=scale)
+        out = operator.apply(call_inputs, needs_gradient=False)[0]
         return out.reshape(*q.shape[:3], v.shape[3])  # type: ignore[no-any-return]
 
     return attention
 
 
-def _bias_bytes(request: Request) -> int:
+def _bias_bytes(request: CallSpec) -> int:
     """The mask as a bias in whole vectors, and again where it is bounded."""
     b, h, sq, sk = (request.dim(name) for name in ("B", "Hq", "Sq", "Sk"))
     masked = request.features & {"mask_bool", "mask_float", "mask_and_causal", "window"}
     return 2 * 4 * b * h * sq * (sk + 8) if masked else 4 * b * h * sq
 
 
-def _flash_bytes(request: Request) -> int:
+def _flash_bytes(request: CallSpec) -> int:
     """Log-sum-exps, and partial results in float32: two blocks of 64 rows a multiprocessor, of some 150."""
     return _bias_bytes(request) + 150 * 2 * 64 * 4 * (request.dim("D") + 1)
 
 
-def _split_bytes(request: Request) -> int:
+def _split_bytes(request: CallSpec) -> int:
     """A bias, or at most 64 partial results in float32 and their log-sum-exps in float64."""
     b, h, sq, d = (request.dim(name) for name in ("B", "Hq", "Sq", "D"))
     rows = b * max(h * (sq + 63), request.dim("Hk") * 64)
@@ -132,7 +132,7 @@ _LIMITS = (
 def _kernel(
     variant: str, module: str, dtypes: frozenset[str], features: frozenset[str], efficiency: Efficiency,
     limits: tuple[Any, ...] = _LIMITS, bias_of: Callable[..., Any] = _bias,
-    workspace_bytes: Callable[[Request], int] = _bias_bytes, **more: Any,
+    workspace_bytes: Callable[[CallSpec], int] = _bias_bytes, **more: Any,
 ) -> Kernel:  # fmt: skip
     return Kernel(
         id=f"xformers.attention.{variant}",
@@ -154,10 +154,10 @@ def _kernel(
         ),
         load=functools.partial(_load, module, bias_of),
         efficiency=efficiency,
-        rank=70,
-        cold=True,
+        tie_break_order=70,
+        slow_import=True,
         distributions=("xformers>=0.0.35",),
-        beside=(("flash-attn-4", "flash-attn"),),
+        co_requirements=(("flash-attn-4", "flash-attn"),),
         workspace_bytes=workspace_bytes,
     )
 

@@ -52,7 +52,7 @@ def _attention() -> Callable[..., Any]:
         dropout_p: float, window: masks.Window, softcap: float | None, alibi_slopes: Tensor | None, *_: Any,
     ) -> Tensor:  # fmt: skip
         """`zentorch_sdpa`; its second result, meant for the log-sum-exp, is not filled in."""
-        bias, causal = masks.fold(q, k, attn_mask, is_causal, window, alibi_slopes)
+        bias, causal = masks.fold_mask(q, k, attn_mask, is_causal, window, alibi_slopes)
         if bias is not None and bias.dim() != 2:  # the operator takes two or four axes
             bias = bias.expand(q.shape[0], q.shape[1], q.shape[2], k.shape[2])
         out: Tensor = sdpa(q, k, v, 0.0, causal, attn_mask=bias, scale=scale)[0]
@@ -200,7 +200,7 @@ KERNELS: tuple[Kernel, ...] = (
         ),
         load=_attention,
         efficiency=Efficiency(0.8, 0.8, 12.0, _MEASURED),
-        cold=True,
+        slow_import=True,
         distributions=_DISTRIBUTIONS,
     ),
     Kernel(
@@ -210,7 +210,7 @@ KERNELS: tuple[Kernel, ...] = (
         capability=_capability(frozenset(), limits=(AtLeast("C", 2),), batch_invariant=True),
         load=_rms_norm,
         efficiency=Efficiency(0.3, 1.0, 8.0, _MEASURED),
-        cold=True,
+        slow_import=True,
         distributions=_DISTRIBUTIONS,
     ),
     Kernel(
@@ -220,7 +220,7 @@ KERNELS: tuple[Kernel, ...] = (
         capability=_capability(frozenset(), limits=(AtLeast("C", 2),), batch_invariant=True),
         load=_add_rms_norm,
         efficiency=Efficiency(0.2, 0.9, 8.0, _MEASURED),
-        cold=True,
+        slow_import=True,
         distributions=_DISTRIBUTIONS,
     ),
     Kernel(
@@ -230,7 +230,7 @@ KERNELS: tuple[Kernel, ...] = (
         capability=_capability(frozenset({"bias"})),
         load=_linear,
         efficiency=Efficiency(0.8, 0.3, 20.0, _MEASURED),
-        cold=True,
+        slow_import=True,
         distributions=_DISTRIBUTIONS,
     ),
     Kernel(
@@ -245,7 +245,7 @@ KERNELS: tuple[Kernel, ...] = (
         efficiency=Efficiency(
             1.0, 0.6, 14.0, "an estimate: below torch._int_mm's time on an AMD EPYC with AVX-512"
         ),
-        cold=True,
+        slow_import=True,
         distributions=_DISTRIBUTIONS,
     ),
     Kernel(
@@ -259,7 +259,7 @@ KERNELS: tuple[Kernel, ...] = (
         ),
         load=_moe,
         efficiency=Efficiency(0.7, 0.5, 60.0, "an estimate, beside torch's expert by expert"),
-        cold=True,
+        slow_import=True,
         distributions=_DISTRIBUTIONS,
     ),
 )

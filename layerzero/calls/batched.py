@@ -1,7 +1,7 @@
 """`batched`: any function over rows becomes an awaitable whose concurrent calls share one run.
 
 Ops are one granularity; a layer or a whole step of a model is another. A batched function goes through the
-same lane: it coalesces across callers, obeys priorities and deadlines, is cancelled alike, and one bad
+same batcher: it coalesces across callers, obeys priorities and deadlines, is cancelled alike, and one bad
 caller fails alone.
 """
 
@@ -20,41 +20,41 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from layerzero._util import log
 from layerzero.actors.device.local_device import LocalDevice
-from layerzero.calls.awaited import Group, away, hurry, parts
-from layerzero.calls.blocking import LAST, runtime_here
+from layerzero.calls.awaited import BatchKey, await_with_modes, modes_differ, set_priority
+from layerzero.calls.blocking import LAST, context_runtime
 from layerzero.calls.functions import (
     Args,
     as_columns,
-    held_by,
-    kind_of,
+    captured_values,
+    describe_rows,
+    has_graph,
+    has_trainable_tensor,
     needs_grad,
     takes_counts,
-    trains,
     unbound,
-    wants_gradient,
 )
 from layerzero.calls.scope import SCOPE, Scope
-from layerzero.native import HOT
+from layerzero.native import FAST_PATH
 from layerzero.ops.checks import need_choice, need_number
 from layerzero.runtime import ACTIVE
-from layerzero.scheduler.core.pending_call import TICKETS, Ticket
-from layerzero.scheduler.loop_driver import QUEUE, Front
-from layerzero.scheduler.streams import come_back, leave
-from layerzero.scheduler.torch_modes import Modes, bars_queueing, restore
+from layerzero.scheduler.core.pending_call import PENDING_CALL, PendingCall
+from layerzero.scheduler.loop_driver import FAST_QUEUE, LoopDriver
+from layerzero.scheduler.streams import resume_modes, suspend_modes
+from layerzero.scheduler.torch_modes import Modes, must_run_inline, restore
 from layerzero.selection.transform import without_graph
 from layerzero.spec.settings import BATCHING
 
 R = TypeVar("R")
 T = TypeVar("T")
 _NEWEST = 0.25
-_MAX_KINDS = 1024
+_MAX_BATCH_KEYS = 1024
 RUNS_ALONE = "batched.runs_alone"
 
 
 class Batched(Generic[R]):
     """A function over rows, awaited; what `batched` returns.
 
-    It stands in a lane where an op stands: `name`, `pure`, `run`. `expected_us` is learned from its own
+    It stands in a batcher where an op stands: `name`, `pure`, `run`. `expected_us` is learned from its own
     batches, microseconds a row.
     """
 
@@ -68,21 +68,21 @@ class Batched(Generic[R]):
         self.pure = pure
         self.us_per_row = float("inf")
         # Whether results want a gradient that no argument shows: of weights. Each run says so again.
-        self._weights_want = any(map(trains, held_by(fn)))
-        self._said_alone = False
-        self._groups: dict[Hashable, Group] = {}
+        self._weights_need_grad = any(map(has_trainable_tensor, captured_values(fn)))
+        self._warned_alone = False
+        self._batch_keys: dict[Hashable, BatchKey] = {}
         self._scoped: MutableMapping[Hashable, _Scoped] = weakref.WeakValueDictionary()
-        self._kinds: Any = None
-        self.adopt(HOT.module)
+        self._cache: Any = None
+        self.install_cache(FAST_PATH.module)
 
-    def adopt(self, module: Any) -> None:
+    def install_cache(self, module: Any) -> None:
         """Remember kinds of calls in the compiled twin, or with None go without."""
-        self._kinds = None if module is None else module.Kinds(self, ACTIVE, SCOPE, LAST, restore)
+        self._cache = None if module is None else module.FunctionCache(self, ACTIVE, SCOPE, LAST, restore)
 
-    def forget(self) -> None:
+    def clear_cache(self) -> None:
         """Keep nothing alive that belonged to a runtime which is gone."""
-        if self._kinds is not None:
-            self._kinds.forget()
+        if self._cache is not None:
+            self._cache.forget()
 
     def __call__(
         self,
@@ -99,45 +99,45 @@ class Batched(Generic[R]):
         Raises, when it is awaited: ValueError: tensors with different numbers of rows. What the function
             raises.
         """
-        if self._kinds is None or priority != 1 or timeout is not None or batching is not None:
-            return self._asked(args, priority, timeout, batching)
-        call: Awaitable[R] = self._kinds.call(args)
+        if self._cache is None or priority != 1 or timeout is not None or batching is not None:
+            return self._call_async(args, priority, timeout, batching)
+        call: Awaitable[R] = self._cache.call(args)
         return call
 
-    async def _asked(
+    async def _call_async(
         self,
         args: Args,
         priority: int = 1,
-        timeout: float | None = None,  # noqa: ASYNC109  the lane cancels queued calls by it
+        timeout: float | None = None,  # noqa: ASYNC109  the batcher cancels queued calls by it
         batching: str | None = None,
     ) -> Any:
         """A call as Python makes it: alone, of a new kind, or with something that concerns its waiting."""
-        kinds = self._kinds
-        ticket = None if kinds is None or batching is not None else kinds.find(args, self.us_per_row)
-        if ticket is None:
-            return await self._unknown(args, priority, timeout, batching)
-        front = ticket.front
+        kinds = self._cache
+        pending = None if kinds is None or batching is not None else kinds.find(args, self.us_per_row)
+        if pending is None:
+            return await self._call_uncached(args, priority, timeout, batching)
+        driver = pending.driver
         if (
-            front.alone is not None
-            and ticket.expected_us < front.inline_limit_us
-            and (front.may_inline() or await front.rested())
+            driver.sole_caller is not None
+            and pending.expected_us < driver.inline_limit_us
+            and (driver.may_inline() or await driver.yield_once())
         ):
-            front.charge(ticket.expected_us)
+            driver.add_inline_us(pending.expected_us)
             LAST.plan = None
-            return self._alone(ticket.plan, args)
+            return self._run_inline(pending.plan, args)
         if priority != 1 or timeout is not None:
-            hurry(ticket, priority, timeout)
-        if not QUEUE.known(front, ticket):
-            front.submit(ticket)
-        modes = ticket.modes[0]
-        if parts(modes, front):
-            return await away(ticket, modes, front)
-        result, LAST.plan = await ticket
-        if not ticket.unchanged():
+            set_priority(pending, priority, timeout)
+        if not FAST_QUEUE.try_submit(driver, pending):
+            driver.submit(pending)
+        modes = pending.modes[0]
+        if modes_differ(modes, driver):
+            return await await_with_modes(pending, modes, driver)
+        result, LAST.plan = await pending
+        if not pending.unchanged():
             restore(modes)
         return result
 
-    async def _unknown(
+    async def _call_uncached(
         self,
         args: Args,
         priority: int,
@@ -147,55 +147,57 @@ class Batched(Generic[R]):
         """A call of a kind that the compiled twin does not know: every step in Python."""
         if batching is not None:
             need_choice("batching", batching, BATCHING)
-        rows, size, where, kinds = kind_of(self.name, args)
+        rows, size, where, kinds = describe_rows(self.name, args)
         device = None if where is None or SCOPE.get() is not None else ACTIVE.devices.get(where)
         if device is None:
-            device = runtime_here().device(where or self._device)
-        front = device.fronts.current()
+            device = context_runtime().device(where or self._device)
+        driver = device.loop_drivers.current()
         expected_us = self.us_per_row * rows
-        if expected_us < device.inline_limit_us and (front.may_inline() or await front.rested()):
-            front.charge(expected_us)
+        if expected_us < device.inline_limit_us and (driver.may_inline() or await driver.yield_once()):
+            driver.add_inline_us(expected_us)
             LAST.plan = None
-            return self._alone(device, args)
-        if bars_queueing() is not None:
-            return self._alone(device, args)
-        modes = device.capture()
+            return self._run_inline(device, args)
+        if must_run_inline() is not None:
+            return self._run_inline(device, args)
+        modes = device.capture_modes()
         # Of callers that shared a run the first to go backward would free the others' graph.
         differentiates = modes.grad and not device.settings.inference
-        for_weights = differentiates and self._weights_want
+        for_weights = differentiates and self._weights_need_grad
         if for_weights:
-            self._say_alone()
+            self._warn_runs_alone()
         off = (batching or device.settings.batching) == "off"
         apart = for_weights or off or (differentiates and needs_grad(args))
         # Only a call outside of every scope is the function's own: the others' runs enter theirs.
         scope = SCOPE.get()
         around = None if scope is None else scope.key
-        group = None if apart else self._group((modes.anywhere, where, kinds, around))
-        op = self if scope is None else self._within(scope, around)
-        ticket = TICKETS.kind(op, args, group, expected_us, rows, size, priority, None, (modes, None))
-        if group is not None and batching is None and device.spans is None:
-            self._remember(args, device, group, ticket.modes)
+        batch_key = None if apart else self._batch_key((modes.without_stream, where, kinds, around))
+        op = self if scope is None else self._in_scope(scope, around)
+        pending = PENDING_CALL.cls(
+            op, args, batch_key, expected_us, rows, size, priority, None, (modes, None)
+        )
+        if batch_key is not None and batching is None and device.spans is None:
+            self._remember(args, device, batch_key, pending.modes)
         if timeout is not None:
-            ticket.deadline = front.loop.time() + need_number("timeout", timeout, low=0.0)
+            pending.deadline = driver.loop.time() + need_number("timeout", timeout, low=0.0)
         if device.spans is None:
-            return await self._queued(ticket, modes, front)
+            return await self._submit_and_await(pending, modes, driver)
         with device.spans.waiting(self.name, args):
-            return await self._queued(ticket, modes, front)
+            return await self._submit_and_await(pending, modes, driver)
 
-    async def _queued(self, ticket: Ticket, modes: Modes, front: Front) -> Any:
-        front.submit(ticket)
-        leaves = modes.stream != front.ambient_stream or parts(modes, front)
+    async def _submit_and_await(self, pending: PendingCall, modes: Modes, driver: LoopDriver) -> Any:
+        driver.submit(pending)
+        leaves = modes.stream != driver.ambient_stream or modes_differ(modes, driver)
         if leaves:
-            leave(modes, front)
+            suspend_modes(modes, driver)
         try:
-            result, LAST.plan = await ticket
+            result, LAST.plan = await pending
         finally:
             if leaves:
-                come_back(modes, front)
+                resume_modes(modes, driver)
         restore(modes)
         return result
 
-    def _alone(self, device: LocalDevice, args: Args) -> Any:
+    def _run_inline(self, device: LocalDevice, args: Args) -> Any:
         """Run one call on this thread."""
         run = without_graph(self.run) if device.settings.inference else self.run
         if device.spans is not None:
@@ -203,28 +205,30 @@ class Batched(Generic[R]):
                 return run([args])[0]
         return run([args])[0]
 
-    def _remember(self, args: Args, device: LocalDevice, group: Group, modes: Any) -> None:
+    def _remember(self, args: Args, device: LocalDevice, batch_key: BatchKey, modes: Any) -> None:
         """Let the compiled twin answer for such calls, where only the process's runtime governs them."""
-        if self._kinds is None or SCOPE.get() is not None or ACTIVE.devices.get(device.device) is not device:
+        if self._cache is None or SCOPE.get() is not None or ACTIVE.devices.get(device.device) is not device:
             return
-        self._kinds.remember(args, (ACTIVE.devices, device, device.fronts.by_loop), group, modes)
+        self._cache.remember(args, (ACTIVE.devices, device, device.loop_drivers.by_loop), batch_key, modes)
 
-    def _group(self, key: Hashable) -> Group:
-        """The compatibility class of calls of one kind: one object, so that lanes compare a pointer."""
-        found = self._groups.get(key)
-        if found is None:
-            if len(self._groups) >= _MAX_KINDS:
-                self._groups.clear()  # who waits under the old objects runs apart, nothing worse
-                self.forget()
-            found = self._groups[key] = Group((self.name, key))  # a lane keeps it: nothing of the function
-        return found
+    def _batch_key(self, key: Hashable) -> BatchKey:
+        """The compatibility class of calls of one kind: one object, so that batchers compare a pointer."""
+        batch_key = self._batch_keys.get(key)
+        if batch_key is None:
+            if len(self._batch_keys) >= _MAX_BATCH_KEYS:
+                self._batch_keys.clear()  # who waits under the old objects runs apart, nothing worse
+                self.clear_cache()
+            batch_key = self._batch_keys[key] = BatchKey(
+                (self.name, key)
+            )  # a batcher keeps it: nothing of the function
+        return batch_key
 
-    def _within(self, scope: Scope, key: Hashable) -> _Scoped:
-        """This function under a scope: one object for all scopes of one key while a lane holds it."""
-        found = self._scoped.get(key)
-        if found is None:
-            found = self._scoped[key] = _Scoped(self, scope)
-        return found
+    def _in_scope(self, scope: Scope, key: Hashable) -> _Scoped:
+        """This function under a scope: one object for all scopes of one key while a batcher holds it."""
+        scoped = self._scoped.get(key)
+        if scoped is None:
+            scoped = self._scoped[key] = _Scoped(self, scope)
+        return scoped
 
     def run(self, calls: Sequence[Args]) -> list[Any]:
         """Call the function once for the rows of all callers; one result a caller."""
@@ -237,27 +241,29 @@ class Batched(Generic[R]):
         counts, columns = as_columns(calls)
         started = time.perf_counter()
         out = function(*columns, counts=counts) if self._wants_counts else function(*columns)
-        self._learn((time.perf_counter() - started) * 1e6 / max(1, sum(counts)))
+        self._update_us_per_row((time.perf_counter() - started) * 1e6 / max(1, sum(counts)))
         if torch.is_grad_enabled() and not any(needs_grad(args) for args in calls):
-            self._see_gradient(wants_gradient(out))
+            self._note_gradient(has_graph(out))
         return self._split(out, counts)
 
-    def _see_gradient(self, wanted: bool) -> None:
+    def _note_gradient(self, has_gradient: bool) -> None:
         """Note what a run under a gradient gave; kinds that were known before would still join."""
-        if wanted and not self._weights_want:
-            self.forget()
-        self._weights_want = wanted
+        if has_gradient and not self._weights_need_grad:
+            self.clear_cache()
+        self._weights_need_grad = has_gradient
 
-    def _say_alone(self) -> None:
+    def _warn_runs_alone(self) -> None:
         """Log once that nothing is shared: a server that forgot `no_grad` would only be slow."""
-        if not self._said_alone:
-            self._said_alone = True
+        if not self._warned_alone:
+            self._warned_alone = True
             why = "results want a gradient; under torch.no_grad(), or with frozen weights, calls share runs"
             log.warning(RUNS_ALONE, function=self.name, why=why)
 
-    def _learn(self, us_per_row: float) -> None:
-        known = self.us_per_row
-        self.us_per_row = us_per_row if known == float("inf") else known + _NEWEST * (us_per_row - known)
+    def _update_us_per_row(self, us_per_row: float) -> None:
+        mean_us = self.us_per_row
+        self.us_per_row = (
+            us_per_row if mean_us == float("inf") else mean_us + _NEWEST * (us_per_row - mean_us)
+        )
 
     def _split(self, out: Any, counts: list[int]) -> list[Any]:
         if isinstance(out, tuple) and out:
@@ -268,7 +274,9 @@ class Batched(Generic[R]):
             if rows != sum(counts) and rows == len(counts):
                 counts = [1] * rows
             if rows == sum(counts):
-                pieces = NotImplemented if HOT.module is None else HOT.module.split(out, counts, False)
+                pieces = (
+                    NotImplemented if FAST_PATH.module is None else FAST_PATH.module.split(out, counts, False)
+                )
                 return list(out.split_with_sizes(counts)) if pieces is NotImplemented else pieces
         if isinstance(out, list) and len(out) == len(counts):
             return out
@@ -305,7 +313,7 @@ class _Scoped:
 # By identity: equal objects may compute other things. A function made inside another, and an object that is
 # called, live as long as somebody keeps their wrapping; it holds them, so that this table must not hold it.
 _FUNCTIONS: MutableMapping[Any, dict[Hashable, Batched[Any]]] = WeakIdKeyDictionary()
-_PASSING: MutableMapping[Any, weakref.WeakValueDictionary[Hashable, Batched[Any]]] = WeakIdKeyDictionary()
+_SHORT_LIVED: MutableMapping[Any, weakref.WeakValueDictionary[Hashable, Batched[Any]]] = WeakIdKeyDictionary()
 
 
 def _entries(fn: Any, name: str) -> MutableMapping[Hashable, Batched[Any]]:
@@ -317,7 +325,7 @@ def _entries(fn: Any, name: str) -> MutableMapping[Hashable, Batched[Any]]:
     try:
         if isinstance(fn, MethodType) or (isinstance(fn, FunctionType) and "<l" not in name):
             return _FUNCTIONS.setdefault(holder, {})
-        return _PASSING.setdefault(holder, weakref.WeakValueDictionary())
+        return _SHORT_LIVED.setdefault(holder, weakref.WeakValueDictionary())
     except TypeError:
         raise TypeError(
             f"fn needs an object with a weak reference (`__weakref__` among its `__slots__`), got {name} of "
@@ -325,23 +333,23 @@ def _entries(fn: Any, name: str) -> MutableMapping[Hashable, Batched[Any]]:
         ) from None
 
 
-def _every() -> list[Batched[Any]]:
-    tables = [*list(_FUNCTIONS.values()), *list(_PASSING.values())]
+def _all_functions() -> list[Batched[Any]]:
+    tables = [*list(_FUNCTIONS.values()), *list(_SHORT_LIVED.values())]
     return [function for entries in tables for function in list(entries.values())]
 
 
-def _adopt(module: Any) -> None:
-    for function in _every():
-        function.adopt(module)
+def _install(module: Any) -> None:
+    for function in _all_functions():
+        function.install_cache(module)
 
 
-def _forget() -> None:
-    for function in _every():
-        function.forget()
+def _clear() -> None:
+    for function in _all_functions():
+        function.clear_cache()
 
 
-HOT.on_ready(_adopt)
-ACTIVE.on_change(_forget)
+FAST_PATH.on_ready(_install)
+ACTIVE.on_change(_clear)
 
 
 @overload
@@ -390,9 +398,9 @@ def batched(
     `counts`, the rows of each caller. It returns tensors with as many rows, or with one row a caller, or a
     list with one result a caller, or a tuple of those. Where results want a gradient, of an argument or of
     weights that `fn` holds, calls run alone, as those of ops do. The same function, or the same method of
-    the same object, is one lane entry wherever it is wrapped. A lambda, a function made inside another and
+    the same object, is one batcher entry wherever it is wrapped. A lambda, a function made inside another and
     an object that is called are remembered as long as their wrapping is kept: wrap them once. `pure=True`
-    allows the lane to run a failed batch again in halves to find the caller at fault; leave it False for a
+    allows the batcher to run a failed batch again in halves to find the caller at fault; leave it False for a
     function that writes a KV cache.
 
     Raises: TypeError: `fn` is no function, is a coroutine function, or is a lambda or a function made

@@ -16,11 +16,11 @@ from torch import Tensor
 
 from layerzero._util import foreign
 from layerzero.actors.device.local_device import LocalDevice
-from layerzero.calls.call_cache import KnownPlans
+from layerzero.calls.call_cache import BlockingCallCache
 from layerzero.calls.scope import ROOT, SCOPE, Scope
 from layerzero.ops.op import Args, Op, Signature
 from layerzero.runtime import ACTIVE, Runtime, current
-from layerzero.selection.dispatch import Plan, Snapshot
+from layerzero.selection.dispatch import DispatchState, Plan
 from layerzero.selection.record import Selection
 
 
@@ -39,17 +39,17 @@ def last_selection() -> Selection | None:
     None before the first call of this thread.
     """
     plan = LAST.plan
-    return None if plan is None else plan.record()
+    return None if plan is None else plan.selection_for_request()
 
 
 def blocking(op: Op) -> Callable[..., Any]:
     """The op as a blocking function with the signature of `op.build`, plus `backend=`."""
     build, name, active, scoped, last = op.build, op.name, ACTIVE, SCOPE.get, LAST
-    known = KnownPlans(op, last, _recovered)
+    cache = BlockingCallCache(op, last, _recover)
 
     def call(*args: Any, backend: str | None = None, **kwargs: Any) -> Any:
-        if backend is None and known.plans is not None:
-            result = known.plans.run(args, kwargs)
+        if backend is None and cache.entries is not None:
+            result = cache.entries.run(args, kwargs)
             if result is not NotImplemented:
                 return result
         try:
@@ -58,36 +58,36 @@ def blocking(op: Op) -> Callable[..., Any]:
             bits = device.mode()
             if backend is None and scoped() is None:
                 snapshot = device.snapshot
-                plan = snapshot.tables[name].hot[bits][signature]
+                plan = snapshot.tables[name].by_signature[bits][signature]
             else:
-                return _unusual(op, signature, full, backend)
+                return _run_uncached(op, signature, full, backend)
         except (KeyError, AttributeError, TypeError) as error:
-            return _first(op, args, kwargs, backend, error)
+            return _first_call(op, args, kwargs, backend, error)
         last.plan = plan
-        known.remember(args, kwargs, full, device, snapshot, plan)
+        cache.remember(args, kwargs, full, device, snapshot, plan)
         try:
             return plan.call(*full)
         except Exception as error:
-            return _recovered(device, plan, full, error, None)
+            return _recover(device, plan, full, error, None)
 
-    return named(call, op, BLOCKING_DOC)
+    return with_signature_of(call, op, BLOCKING_DOC)
 
 
 BLOCKING_DOC = """    Choosing: backend is a kernel's id or a backend's name, for this call alone.
 """
 
 
-def named(call: Callable[..., Any], op: Op, more: str) -> Callable[..., Any]:
+def with_signature_of(call: Callable[..., Any], op: Op, extra_doc: str) -> Callable[..., Any]:
     """`call` under the op's name, with its documentation, its signature and `more` of both.
 
     `more` documents the keyword-only parameters that `call` itself names: those beside the op's own.
     """
-    own = inspect.signature(call).parameters.values()
+    parameters_of_call = inspect.signature(call).parameters.values()
     signature = inspect.signature(op.build)
-    extra = [p for p in own if p.kind is p.KEYWORD_ONLY]
+    extra = [p for p in parameters_of_call if p.kind is p.KEYWORD_ONLY]
     parameters = [p for p in signature.parameters.values() if p.kind is not p.VAR_KEYWORD]
     call.__name__ = call.__qualname__ = op.name
-    call.__doc__ = _documented(op.build.__doc__ or "", more)
+    call.__doc__ = _with_doc(op.build.__doc__ or "", extra_doc)
     call.__module__ = "layerzero"
     call.__signature__ = signature.replace(  # type: ignore[attr-defined]
         parameters=[*parameters, *extra], return_annotation=inspect.signature(op.reference).return_annotation
@@ -95,18 +95,18 @@ def named(call: Callable[..., Any], op: Op, more: str) -> Callable[..., Any]:
     return call
 
 
-def _documented(doc: str, more: str) -> str:
+def _with_doc(doc: str, extra_doc: str) -> str:
     """An op's docstring with the lines of `more` after those about its arguments."""
     head, returns, tail = doc.partition("    Returns:")
-    return f"{head}{more}{returns}{tail}" if returns else f"{doc.rstrip()}\n{more}"
+    return f"{head}{extra_doc}{returns}{tail}" if returns else f"{doc.rstrip()}\n{extra_doc}"
 
 
-def _first(
+def _first_call(
     op: Op, args: tuple[Any, ...], kwargs: dict[str, Any], backend: str | None, error: Exception
 ) -> Any:
     """A call whose plan is not there yet, or whose arguments are wrong."""
     signature, full = checked_build(op, args, kwargs, error)
-    return _unusual(op, signature, full, backend)
+    return _run_uncached(op, signature, full, backend)
 
 
 def checked_build(
@@ -123,18 +123,18 @@ def checked_build(
     try:
         signature, full = op.build(*args, **kwargs)
     except (AttributeError, TypeError) as wrong:
-        raise _explained(op, args, kwargs, wrong) from error
+        raise _argument_error(op, args, kwargs, wrong) from error
     try:
         hash(signature)
     except TypeError as wrong:
         op.check(full)
-        if foreign.transformed(full):  # the sizes of a trace have no hash, and need none
+        if foreign.has_transformed(full):  # the sizes of a trace have no hash, and need none
             return signature, full
         raise TypeError(f"{op.name}() needs hashable flags and numbers: {wrong}") from None
     return signature, full
 
 
-def _explained(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any], wrong: Exception) -> Exception:
+def _argument_error(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any], wrong: Exception) -> Exception:
     """The error that names the argument which is no tensor."""
     bound = inspect.signature(op.build).bind(*args, **kwargs)
     bound.apply_defaults()
@@ -149,7 +149,7 @@ def _explained(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any], wrong: Exc
     return wrong
 
 
-def runtime_here() -> Runtime:
+def context_runtime() -> Runtime:
     """The runtime of the calling context: a scoped one, else the process's."""
     scope = SCOPE.get()
     return scope.runtime if scope is not None and scope.runtime is not None else current()
@@ -166,12 +166,12 @@ def device_of(args: Args) -> torch.device:
     return first.device
 
 
-def device_here(args: Args) -> LocalDevice:
+def context_device(args: Args) -> LocalDevice:
     """The LocalDevice of a call's tensors, in the calling context's runtime."""
-    return runtime_here().device(device_of(args))
+    return context_runtime().device(device_of(args))
 
 
-def snapshot_here(device: LocalDevice, op: str, backend: str | None) -> Snapshot:
+def context_snapshot(device: LocalDevice, op: str, backend: str | None) -> DispatchState:
     """The snapshot that governs a call in the calling context."""
     scope: Scope | None = SCOPE.get()
     if scope is None:
@@ -179,20 +179,20 @@ def snapshot_here(device: LocalDevice, op: str, backend: str | None) -> Snapshot
     return scope.snapshot(device, op, backend)
 
 
-def _unusual(op: Op, signature: Signature, args: Args, backend: str | None) -> Any:
+def _run_uncached(op: Op, signature: Signature, args: Args, backend: str | None) -> Any:
     """Plan and run a call in full: scopes, first uses, everything."""
-    device = device_here(args)
-    snapshot = snapshot_here(device, op.name, backend)
+    device = context_device(args)
+    snapshot = context_snapshot(device, op.name, backend)
     plan = device.plan(op, signature, args, device.mode(), snapshot)
     LAST.plan = plan
     try:
         return plan.call(*args)
     except Exception as error:
-        return _recovered(device, plan, args, error, snapshot)
+        return _recover(device, plan, args, error, snapshot)
 
 
-def _recovered(
-    device: LocalDevice, plan: Plan, args: Args, error: Exception, snapshot: Snapshot | None
+def _recover(
+    device: LocalDevice, plan: Plan, args: Args, error: Exception, snapshot: DispatchState | None
 ) -> Any:
     result, LAST.plan = device.recover(plan, args, error, snapshot)
     return result

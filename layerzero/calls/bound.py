@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from layerzero.actors.device.local_device import LocalDevice
-from layerzero.calls.blocking import checked_build, device_here, device_of, snapshot_here
+from layerzero.calls.blocking import checked_build, context_device, context_snapshot, device_of
 from layerzero.ops import table as ops_table
 from layerzero.ops.op import Args, Op
-from layerzero.selection.dispatch import GRAD, Plan, Snapshot, positional
+from layerzero.selection.dispatch import GRAD, DispatchState, Plan, signature_of
 from layerzero.spec.kernel import Kernel
 
 Check = Callable[..., bool]
@@ -34,13 +34,13 @@ class Binding:
         self._count = count
         self.full = full
         self.tail = full[count:]
-        self.base: Snapshot = device.snapshot
-        self.snapshot: Snapshot = snapshot_here(device, op.name, backend)
+        self.base: DispatchState = device.snapshot
+        self.snapshot: DispatchState = context_snapshot(device, op.name, backend)
         self.plan: Plan = self._planned(full)
 
     def _planned(self, full: Args) -> Plan:
         bits = self._device.mode()
-        return self._device.plan(self._op, positional(self._op, full), full, bits, self.snapshot)
+        return self._device.plan(self._op, signature_of(self._op, full), full, bits, self.snapshot)
 
     def kernel(self) -> Kernel:
         """The kernel of the plan it holds."""
@@ -54,18 +54,18 @@ class Binding:
     def rebind(self) -> Plan:
         """The plan in the device's present generation."""
         self.base = self._device.snapshot
-        self.snapshot = snapshot_here(self._device, self._op.name, self._backend)
+        self.snapshot = context_snapshot(self._device, self._op.name, self._backend)
         self.plan = self._planned(self.full)
         return self.plan
 
-    def other(self, tensors: tuple[Any, ...]) -> Any:
+    def run_unmatched(self, tensors: tuple[Any, ...]) -> Any:
         """A call whose tensors do not fit the guard: planned for itself."""
         if len(tensors) != self._count:
             raise TypeError(f"the bound {self._op.name} needs {self._count} arguments, got {len(tensors)}")
         full = (*tensors, *self.tail)
-        where, own = device_of(full), self._device.device
-        if where != own:
-            raise ValueError(f"the bound {self._op.name} needs tensors on {own}, got {where}")
+        where, bound_device = device_of(full), self._device.device
+        if where != bound_device:
+            raise ValueError(f"the bound {self._op.name} needs tensors on {bound_device}, got {where}")
         if self._device.snapshot is not self.base:
             self.rebind()
         plan = self._planned(full)
@@ -98,7 +98,7 @@ def bind(
     """
     definition = ops_table.get(op)
     _, full = checked_build(definition, example, fixed)
-    device = device_here(full)
+    device = context_device(full)
     binding = Binding(definition, device, full, len(example), backend)
     tail = binding.tail
     if guard:
@@ -121,7 +121,7 @@ def _guarded(binding: Binding, device: LocalDevice, tail: Args, check: Check) ->
 
     def bound(*tensors: Any) -> Any:
         if not check(*tensors) or mode() != bits:
-            return binding.other(tensors)
+            return binding.run_unmatched(tensors)
         plan = binding.plan if device.snapshot is binding.base else binding.rebind()
         try:
             return plan.call(*tensors, *tail)

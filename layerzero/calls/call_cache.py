@@ -1,10 +1,10 @@
 """What is known about calls, kept where the compiled twin finds it in one step.
 
 For a blocking op these are the plans of one generation (`KnownPlans`). For an awaited op a memo holds
-everything between a call's arguments and its ticket: plan, group, size, modes. Both belong to one generation
-of a device of the process's runtime; another runtime, policy or health verdict empties them. Calls that more
-than bits describe (scopes, subclasses, autocast, modes that see every operation, CUDA streams beside the
-default one) never enter.
+everything between a call's arguments and its pending call: plan, group, size, modes. Both belong to one
+generation of a device of the process's runtime; another runtime, policy or health verdict empties them. Calls
+that more than bits describe (scopes, subclasses, autocast, modes that see every operation, CUDA streams
+beside the default one) never enter.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from typing import Any
 
 from layerzero.actors.device.local_device import LocalDevice
 from layerzero.calls.scope import SCOPE
-from layerzero.native import HOT, UNUSED
+from layerzero.native import FAST_PATH, UNUSED
 from layerzero.ops.op import Args, Op
 from layerzero.runtime import ACTIVE
-from layerzero.scheduler.core.pending_call import Ticket
-from layerzero.selection.dispatch import REHEARSAL, LaneFacts, Plan, Snapshot
+from layerzero.scheduler.core.pending_call import PendingCall
+from layerzero.selection.dispatch import REHEARSAL, BatchFacts, DispatchState, Plan
 
 
 def _parameters(op: Op) -> tuple[tuple[str, ...], tuple[Any, ...], int] | None:
@@ -35,71 +35,71 @@ def _parameters(op: Op) -> tuple[tuple[str, ...], tuple[Any, ...], int] | None:
     )
 
 
-class KnownPlans:
+class BlockingCallCache:
     """One op's plans of blocking calls while the compiled twin is there, else None.
 
     `last` notes a thread's last plan, `recover` goes on where a kernel raised.
     """
 
-    __slots__ = ("_last", "_op", "_recover", "plans")
+    __slots__ = ("_last", "_op", "_recover", "entries")
 
     def __init__(self, op: Op, last: Any, recover: Callable[..., Any]) -> None:
         self._op = op
         self._last = last
         self._recover = recover
-        self.plans: Any = None
-        HOT.on_ready(self.adopt)
-        ACTIVE.on_change(self.forget)
+        self.entries: Any = None
+        FAST_PATH.on_ready(self.install)
+        ACTIVE.on_change(self.clear)
 
-    def adopt(self, module: Any) -> None:
+    def install(self, module: Any) -> None:
         """Begin with the compiled twin, or go without."""
         parameters = _parameters(self._op)
         if module is None or parameters is None:
-            self.plans = None
+            self.entries = None
             return
-        self.plans = module.Plans(*parameters, ACTIVE, SCOPE, REHEARSAL, self._last, self._recover)
+        self.entries = module.PlanCache(*parameters, ACTIVE, SCOPE, REHEARSAL, self._last, self._recover)
 
-    def forget(self) -> None:
+    def clear(self) -> None:
         """Keep nothing alive that belonged to a runtime which is gone."""
-        if self.plans is not None:
-            self.plans.forget()
+        if self.entries is not None:
+            self.entries.forget()
 
     def remember(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], full: Args, device: LocalDevice,
-        snapshot: Snapshot, plan: Plan,
+        snapshot: DispatchState, plan: Plan,
     ) -> None:  # fmt: skip
         """Keep the plan of a call that the current policy governs; the first one has the twin loaded soon."""
-        if self.plans is not None:
-            self.plans.remember(args, kwargs, full, ACTIVE.devices, device, snapshot, plan)
-        elif not HOT.requested:
-            HOT.requested = True
-            if HOT.state == UNUSED:
-                device.load_behind(HOT.start)
+        if self.entries is not None:
+            self.entries.remember(args, kwargs, full, ACTIVE.devices, device, snapshot, plan)
+        elif not FAST_PATH.requested:
+            FAST_PATH.requested = True
+            if FAST_PATH.state == UNUSED:
+                device.load_later(FAST_PATH.start)
 
 
-class Known:
+class AwaitedCallCache:
     """One op's memo while the compiled twin is there, else None."""
 
-    __slots__ = ("_op", "memo")
+    __slots__ = ("_op", "entries")
 
     def __init__(self, op: Op) -> None:
         self._op = op
-        self.memo: Any = None
-        HOT.on_ready(self.adopt)
-        ACTIVE.on_change(self.forget)
+        self.entries: Any = None
+        FAST_PATH.on_ready(self.install)
+        ACTIVE.on_change(self.clear)
 
-    def adopt(self, module: Any) -> None:
+    def install(self, module: Any) -> None:
         """Begin a memo of the compiled twin, or go without."""
         parameters = _parameters(self._op)
         if module is None or parameters is None:
-            self.memo = None
+            self.entries = None
             return
-        self.memo = module.Memo(self._op, *parameters, ACTIVE, SCOPE, REHEARSAL)
+        self.entries = module.CallCache(self._op, *parameters, ACTIVE, SCOPE, REHEARSAL)
 
-    def forget(self) -> None:
+    def clear(self) -> None:
         """Keep nothing alive that belonged to a runtime which is gone."""
-        if self.memo is not None:
-            self.memo.forget()
+        if self.entries is not None:
+            self.entries.forget()
 
     def remember(
         self,
@@ -108,24 +108,33 @@ class Known:
         full: Args,
         device: LocalDevice,
         plan: Plan,
-        ticket: Ticket,
+        pending: PendingCall,
         *,
-        usual: bool,
+        is_plain: bool,
     ) -> bool:
         """Keep a call that the current policy governs (`usual`: nothing in it asks for more than that).
 
         Whether it can be found again.
         """
-        lane: LaneFacts | None = plan.lane
-        modes, snapshot = ticket.modes
-        if self.memo is None or not usual or snapshot is not None or SCOPE.get() is not None:
+        facts: BatchFacts | None = plan.batch_facts
+        modes, snapshot = pending.modes
+        if self.entries is None or not is_plain or snapshot is not None or SCOPE.get() is not None:
             return False
-        if lane is None or lane.shared is None:
+        if facts is None or facts.shared_positions is None:
             return False
-        if device.capture() is not modes or ACTIVE.devices.get(device.device) is not device:
+        if device.capture_modes() is not modes or ACTIVE.devices.get(device.device) is not device:
             return False
-        remembered: bool = self.memo.remember(
-            args, kwargs, full, lane.shared, (ACTIVE.devices, device, device.snapshot, device.fronts.by_loop),
-            plan, ticket.group, ticket.modes, lane.tokens, lane.bytes, plan.expected_us,
-        )  # fmt: skip
+        remembered: bool = self.entries.remember(
+            args,
+            kwargs,
+            full,
+            facts.shared_positions,
+            (ACTIVE.devices, device, device.snapshot, device.loop_drivers.by_loop),
+            plan,
+            pending.batch_key,
+            pending.modes,
+            facts.tokens,
+            facts.size_bytes,
+            plan.expected_us,
+        )
         return remembered

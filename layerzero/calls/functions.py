@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from layerzero.native import HOT
-from layerzero.ops.batching import join_rows
+from layerzero.native import FAST_PATH
+from layerzero.ops.batching import concat_rows
 
 Args = tuple[Any, ...]
 
@@ -35,14 +35,14 @@ def takes_counts(fn: Any) -> bool:
 _EMPTY = CellType()
 
 
-def held_by(fn: Any) -> Iterator[Any]:
+def captured_values(fn: Any) -> Iterator[Any]:
     """What `fn` computes with beside its arguments, as far as one can see from outside."""
     yield fn
     owner = getattr(fn, "__self__", None)
     yield owner
     yield from getattr(owner, "__dict__", {}).values()
     if isinstance(fn, partial):
-        yield from (*fn.args, *fn.keywords.values(), *held_by(fn.func))
+        yield from (*fn.args, *fn.keywords.values(), *captured_values(fn.func))
     plain = inspect.unwrap(unbound(fn))
     if isinstance(plain, FunctionType):
         cells = plain.__closure__ or ()
@@ -50,14 +50,14 @@ def held_by(fn: Any) -> Iterator[Any]:
         yield from (plain.__globals__.get(name) for name in plain.__code__.co_names)
 
 
-def trains(value: Any) -> bool:
+def has_trainable_tensor(value: Any) -> bool:
     """Whether a tensor, or a parameter of a module, wants a gradient."""
     if isinstance(value, torch.nn.Module):
         return any(parameter.requires_grad for parameter in value.parameters())
     return isinstance(value, Tensor) and value.requires_grad
 
 
-def kind_of(name: str, args: Args) -> tuple[int, int, torch.device | None, Hashable]:
+def describe_rows(name: str, args: Args) -> tuple[int, int, torch.device | None, Hashable]:
     """Rows and bytes of one call's tensors, the first one's device, and what tells kinds of calls apart."""
     rows, size, where = -1, 0, None
     kinds: list[Hashable] = []
@@ -83,10 +83,10 @@ def kind_of(name: str, args: Args) -> tuple[int, int, torch.device | None, Hasha
 
 def as_columns(calls: Sequence[Args]) -> tuple[list[int], Sequence[Any]]:
     """The rows of each call, and the calls' arguments as columns."""
-    columns = NotImplemented if HOT.module is None else HOT.module.columns(calls)
+    columns = NotImplemented if FAST_PATH.module is None else FAST_PATH.module.columns(calls)
     if columns is not NotImplemented:
-        found: tuple[list[int], Sequence[Any]] = columns
-        return found
+        counts_and_columns: tuple[list[int], Sequence[Any]] = columns
+        return counts_and_columns
     return [_rows(args) for args in calls], [_column(values) for values in zip(*calls, strict=True)]
 
 
@@ -99,13 +99,13 @@ def _rows(args: Args) -> int:
 
 
 def _column(values: tuple[Any, ...]) -> Any:
-    return join_rows(values) if isinstance(values[0], Tensor) else list(values)
+    return concat_rows(values) if isinstance(values[0], Tensor) else list(values)
 
 
-def wants_gradient(out: Any) -> bool:
+def has_graph(out: Any) -> bool:
     """Whether a result has a graph, or a part of it."""
     if isinstance(out, tuple):
-        return any(wants_gradient(part) for part in out)
+        return any(has_graph(part) for part in out)
     return isinstance(out, Tensor) and out.requires_grad
 
 

@@ -12,8 +12,8 @@ from weakref import ref
 
 from layerzero.actors.device.local_device import LocalDevice
 from layerzero.runtime import Runtime
-from layerzero.selection.dispatch import Snapshot
-from layerzero.selection.policy import EMPTY, Policy, merge, requesting
+from layerzero.selection.dispatch import DispatchState
+from layerzero.selection.policy import EMPTY, Policy, merge, request_lock
 
 _MAX_VIEWS = 256
 
@@ -26,9 +26,9 @@ class Scope:
     def __init__(self, policy: Policy = EMPTY, runtime: Runtime | None = None) -> None:
         self.policy = policy
         self.runtime = runtime
-        self._views: dict[tuple[LocalDevice, str, str | None], tuple[Snapshot, Snapshot]] = {}
+        self._views: dict[tuple[LocalDevice, str, str | None], tuple[DispatchState, DispatchState]] = {}
 
-    def inside(self, policy: Policy) -> Scope:
+    def nested(self, policy: Policy) -> Scope:
         """A scope within this one, with more rules."""
         return Scope(merge(self.policy, policy), self.runtime)
 
@@ -39,18 +39,18 @@ class Scope:
 
     def generation(self, device: LocalDevice) -> int:
         """A number that changes where what was captured in this scope has to be captured anew."""
-        return device.generation
+        return device.dispatch_version
 
-    def snapshot(self, device: LocalDevice, op: str, backend: str | None) -> Snapshot:
+    def snapshot(self, device: LocalDevice, op: str, backend: str | None) -> DispatchState:
         """The device's snapshot under this scope's policy, and under `backend=` for one op.
 
         Raises: PolicyValidationError: `backend` names no kernel of the op.
         """
         base = device.snapshot
         key = (device, op, backend)
-        found = self._views.get(key)
-        if found is not None and found[0] is base:
-            return found[1]
+        cached = self._views.get(key)
+        if cached is not None and cached[0] is base:
+            return cached[1]
         policy = self.policy
         if backend is not None:
             if not isinstance(backend, str):
@@ -58,9 +58,9 @@ class Scope:
                     f"backend needs a kernel id or a backend's name, got {type(backend).__name__}"
                 )
             device.registry.complete(op)
-            known = frozenset(kernel.id for kernel in device.registry.for_op(op))
-            policy = merge(policy, requesting(op, backend, known_kernels=known))
-        view = device.view(merge(base.policy, policy)) if policy else base
+            kernel_ids = frozenset(kernel.id for kernel in device.registry.for_op(op))
+            policy = merge(policy, request_lock(op, backend, known_kernels=kernel_ids))
+        view = device.state_for_policy(merge(base.policy, policy)) if policy else base
         if len(self._views) > _MAX_VIEWS:
             self._views = {}
         self._views[key] = (base, view)

@@ -14,7 +14,7 @@ from layerzero import __version__
 # Each command, the module that has it, and its line in `lz --help`, which imports none of them.
 COMMANDS = {
     "bench": (
-        "measuring",
+        "tune",
         "Time every kernel that takes a call against each other: median, tail, variance, winner, speed-up",
     ),
     "capabilities": (
@@ -25,31 +25,31 @@ COMMANDS = {
         "consistency",
         "Compare versions, kernels, plans, numerics and batch order over all devices of a deployment",
     ),
-    "doctor": ("looking", "Examine the installation: hardware, torch, libraries, kernels, health, policy"),
-    "explain": ("asking", "Show every kernel's verdict on a call and why one is taken"),
-    "kernels": ("looking", "List the kernels and how each stands on a device"),
+    "doctor": ("doctor", "Examine the installation: hardware, torch, libraries, kernels, health, policy"),
+    "explain": ("explain", "Show every kernel's verdict on a call and why one is taken"),
+    "kernels": ("doctor", "List the kernels and how each stands on a device"),
     "perfdb": (
-        "measuring",
+        "tune",
         "Show what was measured on this machine: rows by op, and which of them count here",
     ),
-    "policy": ("policies", "Work with policy files"),
+    "policy": ("policy", "Work with policy files"),
     "ready": (
-        "warming",
+        "warmup",
         "Say whether a fresh process would serve MANIFEST without compiling; compiles nothing itself",
     ),
     "solve": (
-        "measuring",
+        "tune",
         "Decide every measured bucket now and write the decisions to PATH, as a dispatch table",
     ),
     "tune": (
-        "measuring",
+        "tune",
         "Measure kernels on this machine, so that choices here rest on measurements from now on",
     ),
     "warmup": (
-        "warming",
+        "warmup",
         "Make the calls of MANIFEST ready on this machine, so that later processes find everything compiled",
     ),
-    "which": ("asking", "Print the id of the kernel that a call gets; takes what `explain` takes"),
+    "which": ("explain", "Print the id of the kernel that a call gets; takes what `explain` takes"),
 }
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import click
 
 from layerzero.backends import load_builtin
-from layerzero.cli import show
+from layerzero.cli import output
 from layerzero.cli.options import json_option
 from layerzero.spec.capability_overlays import export, load_overlay, read, write
 from layerzero.spec.errors import LayerZeroError
@@ -27,9 +27,9 @@ def export_(path: str, json_: bool) -> None:
     document = export(load_builtin(Settings.load().plugins))
     write(path, document)
     if json_:
-        show.as_json({"path": path, "kernels": len(document.kernels), "content": document.content})
+        output.as_json({"path": path, "kernels": len(document.kernels), "content": document.content})
     else:
-        show.line(f"{len(document.kernels)} kernels in {path}, content {document.content[:12]}")
+        output.line(f"{len(document.kernels)} kernels in {path}, content {document.content[:12]}")
 
 
 @capabilities.command()
@@ -47,22 +47,25 @@ def check(ctx: click.Context, /, path: str, overlay: bool, json_: bool) -> None:
             kernels = {k.id: k for k in load_builtin(Settings.load().plugins)}
             loaded = load_overlay(path, list(kernels.values()))
             narrowed = {name: loaded.apply(kernels[name]).capability.narrowed for name in loaded.changes}
-            found = {name: sorted(fields) for name, fields in narrowed.items()}
-            said, digest = f"{path} narrows {sum(map(bool, found.values()))} kernels", loaded.digest
+            narrowed_fields = {name: sorted(fields) for name, fields in narrowed.items()}
+            summary, digest = (
+                f"{path} narrows {sum(map(bool, narrowed_fields.values()))} kernels",
+                loaded.digest,
+            )
         else:
             document = read(path)
-            found, digest = {name: [] for name in document.kernels}, document.content
-            said = f"{path} holds: {len(found)} kernels"
+            narrowed_fields, digest = {name: [] for name in document.kernels}, document.content
+            summary = f"{path} holds: {len(narrowed_fields)} kernels"
     except LayerZeroError as error:
         if json_:
-            show.as_json({"ok": False, "problem": str(error)})
+            output.as_json({"ok": False, "problem": str(error)})
         else:
-            show.line(str(error), bad=True)
+            output.line(str(error), bad=True)
         ctx.exit(1)
     if json_:
-        show.as_json({"ok": True, "digest": digest, "kernels": found})
+        output.as_json({"ok": True, "digest": digest, "kernels": narrowed_fields})
         return
-    show.line(f"{said}, digest {digest[:12]}")
-    for name, fields in found.items():
+    output.line(f"{summary}, digest {digest[:12]}")
+    for name, fields in narrowed_fields.items():
         if fields:
-            show.line(f"{name}: {', '.join(fields)}")
+            output.line(f"{name}: {', '.join(fields)}")

@@ -7,8 +7,8 @@ from typing import Any
 import anyio
 import click
 
-from layerzero.cli import show
-from layerzero.cli.deployment import Report, check, load
+from layerzero.cli import output
+from layerzero.cli.deployment import ConsistencyReport, check, load
 from layerzero.cli.options import json_option
 from layerzero.spec.errors import ConfigurationError, LayerZeroError
 from layerzero.spec.settings import Settings
@@ -22,7 +22,7 @@ from layerzero.spec.settings import Settings
     help="The Ray cluster: an address, auto, or local; this process alone if left out.",
 )
 @click.option(
-    "--manifest",
+    "--deployment",
     "path",
     required=True,
     type=click.Path(exists=True, dir_okay=False),
@@ -35,7 +35,7 @@ def consistency(ctx: click.Context, cluster: str | None, path: str, devices: int
     """Compare versions, kernels, plans, numerics and batch order over all devices of a deployment.
 
     \b
-    lz consistency --cluster 10.0.0.1:6379 --manifest deployment.yaml
+    lz consistency --cluster 10.0.0.1:6379 --deployment deployment.yaml
     with   calls:
              - {op: rms_norm, arguments: ["x=64x4096:bf16"]}
 
@@ -47,16 +47,16 @@ def consistency(ctx: click.Context, cluster: str | None, path: str, devices: int
     except ConfigurationError as error:
         raise click.UsageError(str(error)) from error
     except LayerZeroError as error:
-        show.line(f"{type(error).__name__}: {error}", bad=True)
+        output.line(f"{type(error).__name__}: {error}", bad=True)
         ctx.exit(1)
     if json_:
-        show.as_json(plain(report))
+        output.as_json(plain(report))
     else:
         draw(report)
     ctx.exit(0 if report.ok else 1)
 
 
-def plain(report: Report) -> dict[str, Any]:
+def plain(report: ConsistencyReport) -> dict[str, Any]:
     """The report as data."""
     return {
         "ok": report.ok,
@@ -73,16 +73,16 @@ def plain(report: Report) -> dict[str, Any]:
     }
 
 
-def draw(report: Report) -> None:
+def draw(report: ConsistencyReport) -> None:
     """The report for people: the devices, then what disagrees, value by value."""
     rows = [(d.name, d.node[:12], d.hardware.name, d.versions.get("torch", "-")) for d in report.devices]
-    show.table("devices", ("device", "node", "hardware", "torch"), rows)
+    output.table("devices", ("device", "node", "hardware", "torch"), rows)
     for finding in report.findings:
-        show.line(f"{finding.check}: {finding.about}", bad=True)
+        output.line(f"{finding.check}: {finding.about}", bad=True)
         for name, value in finding.values.items():
-            show.line(f"  {name}: {value}")
-        show.line(f"  -> {finding.advice}")
+            output.line(f"  {name}: {value}")
+        output.line(f"  -> {finding.advice}")
     for kind, calls in report.numbers.items():
-        show.table(f"numbers of {kind}", ("call", "compared"), list(calls.items()))
+        output.table(f"numbers of {kind}", ("call", "compared"), list(calls.items()))
     compared = ", ".join(f"{count} {what}" for what, count in report.compared.items())
-    show.line(f"{compared} compared: {'all agree' if report.ok else f'{len(report.findings)} disagree'}")
+    output.line(f"{compared} compared: {'all agree' if report.ok else f'{len(report.findings)} disagree'}")

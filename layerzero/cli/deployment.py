@@ -23,19 +23,19 @@ from packaging.version import InvalidVersion
 from layerzero._util import log
 from layerzero._util.strict_yaml import YamlError, parse_file
 from layerzero.actors.device.local_device import LocalDevice
-from layerzero.actors.remote.pool import Fleet
+from layerzero.actors.remote.pool import DevicePool
 from layerzero.actors.rpc.client import DeviceFacts
 from layerzero.actors.rpc.identity import kernels_digest
 from layerzero.api.start import start
-from layerzero.calls.awaited import awaited
-from layerzero.calls.blocking import last_selection, runtime_here
-from layerzero.cli import spec
+from layerzero.calls.awaited import awaitable
+from layerzero.calls.blocking import context_runtime, last_selection
+from layerzero.cli import call_arguments
 from layerzero.ops import table as ops_table
 from layerzero.ops.op import Args, Op
-from layerzero.selection.dispatch import positional
+from layerzero.selection.dispatch import signature_of
 from layerzero.spec.errors import ConfigurationError, LayerZeroError
 from layerzero.spec.settings import Settings
-from layerzero.spec.tolerances import disagreements
+from layerzero.spec.tolerances import mismatches
 
 FORMAT_VERSION = 1
 SEED = 20_26
@@ -44,7 +44,7 @@ _EPS = 1e-6
 _BATCHED = "batched rows"
 
 
-class Call(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class DeploymentCall(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """One call of the manifest: the op, and its arguments in the words that `lz explain` takes."""
 
     op: str
@@ -54,16 +54,16 @@ class Call(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return " ".join((self.op, *self.arguments))
 
 
-class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class Deployment(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """What a deployment promises: its calls, how many devices there are, which versions they have."""
 
-    calls: tuple[Call, ...]
+    calls: tuple[DeploymentCall, ...]
     version: int = FORMAT_VERSION
     devices: int | None = None
     versions: dict[str, str] = {}
 
 
-class Finding(msgspec.Struct, frozen=True):
+class Disagreement(msgspec.Struct, frozen=True):
     """One disagreement: the check, what it is about, each device's value, and what to do."""
 
     check: str
@@ -72,7 +72,7 @@ class Finding(msgspec.Struct, frozen=True):
     advice: str
 
 
-class Report(msgspec.Struct, frozen=True, kw_only=True):
+class ConsistencyReport(msgspec.Struct, frozen=True, kw_only=True):
     """What was compared over which devices; `ok` where nothing disagrees.
 
     `numbers` says of each kind of hardware and call whether outputs were compared bit for bit.
@@ -80,7 +80,7 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
 
     devices: tuple[DeviceFacts, ...]
     compared: dict[str, int]
-    findings: tuple[Finding, ...]
+    findings: tuple[Disagreement, ...]
     numbers: dict[str, dict[str, str]]
 
     @property
@@ -89,7 +89,7 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
         return not self.findings
 
 
-class Answer(msgspec.Struct, frozen=True):
+class CallResult(msgspec.Struct, frozen=True):
     """What one device answers to one call: its kernel, its transforms, its output and the output's digest."""
 
     kernel: str
@@ -104,25 +104,25 @@ class Answer(msgspec.Struct, frozen=True):
         return self.error or f"{self.kernel} {self.transforms}".strip()
 
 
-class Examined(msgspec.Struct, frozen=True):
+class DeviceResults(msgspec.Struct, frozen=True):
     """What one device says of itself beyond its facts, once it is ready: `kernels` as in its facts."""
 
     policy: str
     settings: str
     kernels: str
-    answers: tuple[Answer, ...]
+    answers: tuple[CallResult, ...]
     order: tuple[int, ...]
-    rows: Answer
+    rows: CallResult
 
 
-def load(path: str | Path) -> Manifest:
+def load(path: str | Path) -> Deployment:
     """Read a manifest.
 
     Raises: ConfigurationError: it cannot be read, or says what no manifest says; file and line are named.
     """
     try:
         document = parse_file(path)
-        manifest = msgspec.convert(document.value, Manifest)
+        manifest = msgspec.convert(document.value, Deployment)
     except OSError as error:
         raise ConfigurationError(f"{path}: cannot be read: {error.strerror}") from error
     except YamlError as error:
@@ -133,32 +133,34 @@ def load(path: str | Path) -> Manifest:
         raise ConfigurationError(f"{path}: version needs {FORMAT_VERSION}, got {manifest.version}")
     for call in manifest.calls:
         try:
-            spec.built(ops_table.get(call.op), call.arguments)
+            call_arguments.build_call(ops_table.get(call.op), call.arguments)
         except (LayerZeroError, ValueError, TypeError, click.UsageError) as error:
             raise ConfigurationError(f"{path}: {call}: {error}") from error
     return manifest
 
 
-async def examine(calls: Sequence[Call]) -> Examined:
+async def examine(calls: Sequence[DeploymentCall]) -> DeviceResults:
     """What this device is set to, and what it answers to the calls; runs on each device."""
-    runtime = runtime_here()
+    runtime = context_runtime()
     device = runtime.device()
-    wanted = [(ops_table.get(call.op), _arguments(call, device.device)) for call in calls]
+    real_calls = [(ops_table.get(call.op), _arguments(call, device.device)) for call in calls]
     norm = ops_table.get("rms_norm")
     rows = _rows(device.device)
     batches = [(norm, (torch.cat(rows[:count]), None, _EPS)) for count in range(1, ROWS + 1)]
-    await anyio.to_thread.run_sync(_make_ready, device, [*wanted, *batches])
-    answers = tuple([_answer(device, op, args) for op, args in wanted])
-    order, batched = await _batched(device.device)
+    await anyio.to_thread.run_sync(_make_ready, device, [*real_calls, *batches])
+    answers = tuple([_answer(device, op, args) for op, args in real_calls])
+    order, batched = await _run_batched_rows(device.device)
     settings = msgspec.json.encode(runtime.settings, order="deterministic")
-    return Examined(runtime.policy.digest, _digest(settings), kernels_digest(device), answers, order, batched)
+    return DeviceResults(
+        runtime.policy.digest, _digest(settings), kernels_digest(device), answers, order, batched
+    )
 
 
 def _make_ready(device: LocalDevice, calls: Sequence[tuple[Op, Args]]) -> None:
     """Read the measurements and load what would serve the calls better: no choice changes afterwards."""
-    device.expected()
+    device.wait_for_costs()
     for op, args in calls:
-        signature, tried = positional(op, args), set[str]()
+        signature, tried = signature_of(op, args), set[str]()
         try:
             plan = device.plan(op, signature, args, device.mode())
             while (better := plan.selection.when_warm) is not None and better not in tried:
@@ -171,20 +173,22 @@ def _make_ready(device: LocalDevice, calls: Sequence[tuple[Op, Args]]) -> None:
             log.debug("consistency.not_ready", op=op.name, error=str(error))  # the call's answer says so too
 
 
-def _arguments(call: Call, device: torch.device) -> Args:
+def _arguments(call: DeploymentCall, device: torch.device) -> Args:
     """The call's arguments on a device, with values that only the seed decides."""
-    _, args = spec.built(ops_table.get(call.op), call.arguments)
+    _, args = call_arguments.build_call(ops_table.get(call.op), call.arguments)
     generator = torch.Generator().manual_seed(SEED)
     return tuple([_real(value, generator, device) for value in args])
 
 
-def _answer(device: LocalDevice, op: Op, args: Args) -> Answer:
+def _answer(device: LocalDevice, op: Op, args: Args) -> CallResult:
     try:
         result, plan = device.launch_planned(op, args)
     except Exception as error:
-        return Answer("", "", "", None, f"{type(error).__name__}: {error}")
+        return CallResult("", "", "", None, f"{type(error).__name__}: {error}")
     flat = _first(result).detach().cpu().contiguous()
-    return Answer(plan.kernel, ", ".join(map(str, plan.selection.transforms)), _digest(_bytes(flat)), flat)
+    return CallResult(
+        plan.kernel, ", ".join(map(str, plan.selection.transforms)), _digest(_bytes(flat)), flat
+    )
 
 
 def _real(value: Any, generator: torch.Generator, device: torch.device) -> Any:
@@ -192,12 +196,12 @@ def _real(value: Any, generator: torch.Generator, device: torch.device) -> Any:
     if not isinstance(value, torch.Tensor):
         return value
     if value.dtype.is_floating_point:
-        made = torch.randn(value.shape, generator=generator).to(value.dtype)
+        tensor = torch.randn(value.shape, generator=generator).to(value.dtype)
     elif value.dtype is torch.bool:
-        made = torch.ones(value.shape, dtype=torch.bool)
+        tensor = torch.ones(value.shape, dtype=torch.bool)
     else:
-        made = torch.zeros(value.shape, dtype=value.dtype)
-    return made.to(device)
+        tensor = torch.zeros(value.shape, dtype=value.dtype)
+    return tensor.to(device)
 
 
 def _rows(device: torch.device) -> list[torch.Tensor]:
@@ -206,9 +210,9 @@ def _rows(device: torch.device) -> list[torch.Tensor]:
     return [torch.randn(1, 64, generator=generator).to(device) for _ in range(ROWS)]
 
 
-async def _batched(device: torch.device) -> tuple[tuple[int, ...], Answer]:
+async def _run_batched_rows(device: torch.device) -> tuple[tuple[int, ...], CallResult]:
     """The order in which rows that were submitted together come back, and what they got."""
-    norm, rows = awaited(ops_table.get("rms_norm")), _rows(device)
+    norm, rows = awaitable(ops_table.get("rms_norm")), _rows(device)
     ended: list[int] = []
     ran: list[str] = [""] * ROWS
     values: list[torch.Tensor] = [torch.empty(0)] * ROWS
@@ -224,7 +228,7 @@ async def _batched(device: torch.device) -> tuple[tuple[int, ...], Answer]:
         for index in range(ROWS):
             tasks.start_soon(one, index)
     joined = torch.cat([value.detach().cpu() for value in values]).contiguous()
-    return tuple(ended), Answer(", ".join(dict.fromkeys(ran)), "", _digest(_bytes(joined)), joined)
+    return tuple(ended), CallResult(", ".join(dict.fromkeys(ran)), "", _digest(_bytes(joined)), joined)
 
 
 def _bytes(flat: torch.Tensor) -> bytes:
@@ -235,85 +239,89 @@ def _digest(data: bytes) -> str:
     return hashlib.sha256(data).hexdigest()[:16]
 
 
-async def check(manifest: Manifest, settings: Settings) -> Report:
-    """Examine every device of the fleet that `settings` open, and compare.
+async def check(manifest: Deployment, settings: Settings) -> ConsistencyReport:
+    """Examine every device of the pool that `settings` open, and compare.
 
     Raises: ConfigurationError, DeviceLostError: the cluster cannot be joined, or a device was lost.
     """
     async with start(settings, scoped=True) as runtime:
-        return await check_fleet(manifest, runtime.fleet)
+        return await check_pool(manifest, runtime.device_pool)
 
 
-async def check_fleet(manifest: Manifest, fleet: Fleet) -> Report:
-    """Examine every device of an open fleet, and compare."""
-    examined: dict[str, Examined] = {}
+async def check_pool(manifest: Deployment, device_pool: DevicePool) -> ConsistencyReport:
+    """Examine every device of an open pool, and compare."""
+    examined: dict[str, DeviceResults] = {}
 
     async def one(name: str) -> None:
-        examined[name] = await fleet.run(examine, manifest.calls, on=name)
+        examined[name] = await device_pool.run(examine, manifest.calls, on=name)
 
     async with anyio.create_task_group() as tasks:
-        for name in fleet.devices:
+        for name in device_pool.devices:
             tasks.start_soon(one, name)
-    facts = {fact.name: fact for fact in fleet.facts}
+    facts = {fact.name: fact for fact in device_pool.facts}
     return compare(manifest, facts, examined)
 
 
-def compare(manifest: Manifest, facts: Mapping[str, DeviceFacts], examined: Mapping[str, Examined]) -> Report:
+def compare(
+    manifest: Deployment, facts: Mapping[str, DeviceFacts], examined: Mapping[str, DeviceResults]
+) -> ConsistencyReport:
     """The disagreements between devices; pure, so that any deployment can be compared anywhere."""
-    found: list[Finding] = []
+    disagreements_found: list[Disagreement] = []
     if manifest.devices is not None and manifest.devices != len(facts):
         counted = {name: fact.node for name, fact in facts.items()}
-        found.append(
-            Finding(
+        disagreements_found.append(
+            Disagreement(
                 "devices", f"{manifest.devices} promised, {len(facts)} there", counted, "add what is missing"
             )
         )
-    found += _versions(manifest, facts)
+    disagreements_found += _versions(manifest, facts)
     alike: dict[str, list[str]] = {}
     for name, fact in facts.items():
         alike.setdefault(f"{fact.hardware.platform}: {fact.hardware.name}", []).append(name)
     numbers: dict[str, dict[str, str]] = {}
     for kind, names in alike.items():
-        found += _group(names, examined)
+        disagreements_found += _compare_kind(names, examined)
         numbers[kind] = {}
         for about, answers in _outputs(manifest, names, examined):
             numbers[kind][about], differences = _bits(about, answers)
-            found += differences
-    found += _numerics(manifest, list(facts), examined)
+            disagreements_found += differences
+    disagreements_found += _numerics(manifest, list(facts), examined)
     compared = {
         "devices": len(facts),
         "kinds of hardware": len(alike),
         "calls": len(manifest.calls),
         "versions": len({v for fact in facts.values() for v in fact.versions}),
     }
-    return Report(devices=tuple(facts.values()), compared=compared, findings=tuple(found), numbers=numbers)
+    return ConsistencyReport(
+        devices=tuple(facts.values()), compared=compared, findings=tuple(disagreements_found), numbers=numbers
+    )
 
 
-def _versions(manifest: Manifest, facts: Mapping[str, DeviceFacts]) -> list[Finding]:
-    found = []
+def _versions(manifest: Deployment, facts: Mapping[str, DeviceFacts]) -> list[Disagreement]:
+    disagreeing = []
     for library in sorted({v for fact in facts.values() for v in fact.versions} | set(manifest.versions)):
         have = {name: fact.versions.get(library, "missing") for name, fact in facts.items()}
-        wanted = manifest.versions.get(library)
+        promised = manifest.versions.get(library)
         if len(set(have.values())) > 1:
-            found.append(Finding("versions", library, have, "install one version on every node"))
-        elif wanted is not None and not all(_promised(wanted, version) for version in have.values()):
-            found.append(
-                Finding("versions", f"{library}, {wanted} promised", have, "install what is promised")
+            disagreeing.append(Disagreement("versions", library, have, "install one version on every node"))
+        elif promised is not None and not all(_keeps_promise(promised, version) for version in have.values()):
+            disagreeing.append(
+                Disagreement("versions", f"{library}, {promised} promised", have, "install what is promised")
             )
-    return found
+    return disagreeing
 
 
-def _promised(wanted: str, version: str) -> bool:
+def _keeps_promise(promise: str, version: str) -> bool:
     """Whether a version is the promised one, as PEP 440 has it: a promise of 2.13.0 is kept by 2.13.0+cpu."""
     try:
-        return SpecifierSet(f"=={wanted}").contains(version, prereleases=True)
+        return SpecifierSet(f"=={promise}").contains(version, prereleases=True)
     except (InvalidSpecifier, InvalidVersion):
-        return wanted == version
+        return promise == version
 
 
-def _group(names: Sequence[str], examined: Mapping[str, Examined]) -> list[Finding]:
+def _compare_kind(names: Sequence[str], examined: Mapping[str, DeviceResults]) -> list[Disagreement]:
     """What devices of one kind of hardware must have in common."""
-    found = []
+    disagreeing = []
     for what, values, advice in (
         ("kernels", {n: examined[n].kernels for n in names}, "compare `lz kernels` on the nodes"),
         ("policy", {n: examined[n].policy for n in names}, "give every node the same policy file"),
@@ -321,13 +329,13 @@ def _group(names: Sequence[str], examined: Mapping[str, Examined]) -> list[Findi
         ("batch order", {n: str(examined[n].order) for n in names}, "compare versions and settings"),
     ):
         if len(set(values.values())) > 1:
-            found.append(Finding(what, "all devices of one kind", values, advice))
-    return found
+            disagreeing.append(Disagreement(what, "all devices of one kind", values, advice))
+    return disagreeing
 
 
 def _outputs(
-    manifest: Manifest, names: Sequence[str], examined: Mapping[str, Examined]
-) -> list[tuple[str, dict[str, Answer]]]:
+    manifest: Deployment, names: Sequence[str], examined: Mapping[str, DeviceResults]
+) -> list[tuple[str, dict[str, CallResult]]]:
     """What devices answered, call by call, and last the rows that were submitted together."""
     calls = [
         (str(call), {n: examined[n].answers[index] for n in names})
@@ -336,39 +344,45 @@ def _outputs(
     return [*calls, (_BATCHED, {n: examined[n].rows for n in names})]
 
 
-def _bits(about: str, answers: Mapping[str, Answer]) -> tuple[str, list[Finding]]:
+def _bits(about: str, answers: Mapping[str, CallResult]) -> tuple[str, list[Disagreement]]:
     """How the outputs of devices of one kind were compared, and what differs: bits only under one kernel."""
     chosen = {n: a.chosen for n, a in answers.items()}
     if len(set(chosen.values())) > 1:
         how = "within tolerance: " + "; ".join(f"{n} ran {what}" for n, what in chosen.items())
         advice = "one node measured or quarantined what others did not: `lz doctor`, lock the kernel, or tune"
-        return how, [] if about == _BATCHED else [Finding("plans", about, chosen, advice)]
+        return how, [] if about == _BATCHED else [Disagreement("plans", about, chosen, advice)]
     how = f"bit for bit, under {next(iter(chosen.values()), 'nothing')}"
     digests = {n: a.digest for n, a in answers.items()}
     if len(set(digests.values())) == 1:
         return how, []
     check = _BATCHED if about == _BATCHED else "numerics"
-    return how, [Finding(check, f"{about}: bits", digests, "same kernel, other bits: suspect the device")]
+    return how, [
+        Disagreement(check, f"{about}: bits", digests, "same kernel, other bits: suspect the device")
+    ]
 
 
-def _numerics(manifest: Manifest, names: Sequence[str], examined: Mapping[str, Examined]) -> list[Finding]:
+def _numerics(
+    manifest: Deployment, names: Sequence[str], examined: Mapping[str, DeviceResults]
+) -> list[Disagreement]:
     """Outputs compared with the float64 reference, on whatever hardware."""
     cpu = torch.device("cpu")
     norm = ops_table.get("rms_norm")
-    wanted = [(ops_table.get(call.op), _arguments(call, cpu)) for call in manifest.calls]
-    wanted.append((norm, (torch.cat(_rows(cpu)), None, _EPS)))
-    found = []
-    for (about, answers), (op, real) in zip(_outputs(manifest, names, examined), wanted, strict=True):
+    real_calls = [(ops_table.get(call.op), _arguments(call, cpu)) for call in manifest.calls]
+    real_calls.append((norm, (torch.cat(_rows(cpu)), None, _EPS)))
+    disagreeing = []
+    for (about, answers), (op, real) in zip(_outputs(manifest, names, examined), real_calls, strict=True):
         exact = [v.double() if isinstance(v, torch.Tensor) and v.dtype.is_floating_point else v for v in real]
         truth, baseline = _first(op.reference(*exact)), _first(op.reference(*real))
         wrong: dict[str, str] = {}
         for name, answer in answers.items():
-            problems = [answer.error] if answer.error else disagreements(answer.output, truth, baseline)
+            problems = [answer.error] if answer.error else mismatches(answer.output, truth, baseline)
             if problems:
                 wrong[name] = "; ".join(problems)
         if wrong:
-            found.append(Finding("numerics", about, wrong, "quarantine the kernel there: it is wrong"))
-    return found
+            disagreeing.append(
+                Disagreement("numerics", about, wrong, "quarantine the kernel there: it is wrong")
+            )
+    return disagreeing
 
 
 def _first(result: Any) -> torch.Tensor:

@@ -21,7 +21,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 json_option = click.option("--json", "json_", is_flag=True, help="Print JSON.")
 
 
-def standing_options(command: F) -> F:
+def target_options(command: F) -> F:
     """--device, --policy, --strict: what decides beside the call itself."""
     for option in (
         click.option("--strict", is_flag=True, help="Refuse layout, dtype and contiguity transforms."),

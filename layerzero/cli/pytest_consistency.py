@@ -1,6 +1,6 @@
 """A pytest plugin: each check of a deployment's manifest as a test.
 
-    pytest -p layerzero.cli.pytest_consistency --lz-manifest deployment.yaml --lz-cluster ADDRESS
+    pytest -p layerzero.cli.pytest_consistency --lz-deployment deployment.yaml --lz-cluster ADDRESS
 
 A test asks for the fixture `lz_consistency`, the report of one comparison a session.
 """
@@ -12,7 +12,7 @@ from typing import Any
 import anyio
 import pytest
 
-from layerzero.cli.deployment import Report, check, load
+from layerzero.cli.deployment import ConsistencyReport, check, load
 from layerzero.spec.settings import Settings
 
 CHECKS = (
@@ -24,16 +24,16 @@ CHECKS = (
 def pytest_addoption(parser: pytest.Parser) -> None:
     """The deployment that is compared."""
     group = parser.getgroup("layerzero")
-    group.addoption("--lz-manifest", default=None, help="The manifest of the deployment.")
+    group.addoption("--lz-deployment", default=None, help="The manifest of the deployment.")
     group.addoption("--lz-cluster", default=None, help="Its Ray cluster; this process alone if left out.")
 
 
 @pytest.fixture(scope="session")
-def lz_consistency(request: pytest.FixtureRequest) -> Report:
+def lz_consistency(request: pytest.FixtureRequest) -> ConsistencyReport:
     """The report of comparing all devices; skipped where no manifest was given."""
-    path: Any = request.config.getoption("--lz-manifest")
+    path: Any = request.config.getoption("--lz-deployment")
     if path is None:
-        pytest.skip("no --lz-manifest was given")
+        pytest.skip("no --lz-deployment was given")
     settings = Settings.load(cluster=request.config.getoption("--lz-cluster"))
     return anyio.run(check, load(path), settings)
 
@@ -42,15 +42,15 @@ def pytest_collection_modifyitems(
     session: pytest.Session, config: pytest.Config, items: list[pytest.Item]
 ) -> None:
     """Add one test a check, where a manifest was given."""
-    if config.getoption("--lz-manifest") is not None:
+    if config.getoption("--lz-deployment") is not None:
         for what in CHECKS:
-            items.append(_Check.from_parent(session, name=f"layerzero[{what}]", what=what))
+            items.append(_ConsistencyItem.from_parent(session, name=f"layerzero[{what}]", what=what))
 
 
-_REPORT = pytest.StashKey[Report]()
+_REPORT = pytest.StashKey[ConsistencyReport]()
 
 
-class _Check(pytest.Item):
+class _ConsistencyItem(pytest.Item):
     """One check over all devices."""
 
     def __init__(self, *, what: str, **more: Any) -> None:
@@ -62,10 +62,10 @@ class _Check(pytest.Item):
         stash = self.session.stash
         if _REPORT not in stash:
             settings = Settings.load(cluster=self.config.getoption("--lz-cluster"))
-            stash[_REPORT] = anyio.run(check, load(str(self.config.getoption("--lz-manifest"))), settings)
-        found = [f for f in stash[_REPORT].findings if f.check == self._what]
-        if found:
-            raise AssertionError("\n".join(f"{f.about}: {f.values}; {f.advice}" for f in found))
+            stash[_REPORT] = anyio.run(check, load(str(self.config.getoption("--lz-deployment"))), settings)
+        disagreeing = [f for f in stash[_REPORT].findings if f.check == self._what]
+        if disagreeing:
+            raise AssertionError("\n".join(f"{f.about}: {f.values}; {f.advice}" for f in disagreeing))
 
     def repr_failure(self, excinfo: Any, style: Any = None) -> str:
         """What disagrees, without this module's frames."""
@@ -73,4 +73,4 @@ class _Check(pytest.Item):
 
     def reportinfo(self) -> tuple[str, int | None, str]:
         """Where the check comes from."""
-        return str(self.config.getoption("--lz-manifest")), None, self.name
+        return str(self.config.getoption("--lz-deployment")), None, self.name

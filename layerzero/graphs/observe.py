@@ -31,31 +31,31 @@ def observe(
     are the positions of the tensors that the kernel changes, which count as results.
     """
     device = next(a.device for a in args if isinstance(a, Tensor))
-    seen = []
+    observations = []
     with torch.cuda.device(device), torch.no_grad():
         for number in range(STREAMS):
             stream = torch.cuda.Stream(device)
             stream.wait_stream(torch.cuda.current_stream(device))
             with torch.cuda.stream(stream):
-                seen.append(_on_stream(run, args, others, tuple(writes), number))
+                observations.append(_observe_on_stream(run, args, others, tuple(writes), number))
             torch.cuda.synchronize(device)
-            if seen[-1].raised or seen[-1].synchronised or seen[-1].capture_error:
+            if observations[-1].raised or observations[-1].synchronised or observations[-1].capture_error:
                 break
-    return tuple(seen)
+    return tuple(observations)
 
 
-def _on_stream(
+def _observe_on_stream(
     run: Callable[..., Any], args: Args, others: Args, writes: tuple[int, ...], number: int
 ) -> Observation:
     try:
         for _ in range(WARMUPS - 1):
-            _direct(run, args, writes)
-        first = _direct(run, args, writes)
-        second, again = (_direct(run, others, writes) for _ in range(2))
+            _run_directly(run, args, writes)
+        first = _run_directly(run, args, writes)
+        second, again = (_run_directly(run, others, writes) for _ in range(2))
         torch.cuda.current_stream().synchronize()
     except Exception as error:
-        return Observation(stream=number, raised=_words(error))
-    checked = _synchronising(run, args)
+        return Observation(stream=number, raised=_first_line(error))
+    checked = _synchronisation_error(run, args)
     if checked:
         return Observation(stream=number, synchronised=checked)
     static = _copies(args)
@@ -81,21 +81,21 @@ def _on_stream(
     )
 
 
-def _direct(run: Callable[..., Any], args: Args, writes: tuple[int, ...]) -> list[Tensor]:
-    own = _copies(args)
-    return [*_tensors(run(*own)), *(own[position] for position in writes)]
+def _run_directly(run: Callable[..., Any], args: Args, writes: tuple[int, ...]) -> list[Tensor]:
+    copies = _copies(args)
+    return [*_tensors(run(*copies)), *(copies[position] for position in writes)]
 
 
-def _synchronising(run: Callable[..., Any], args: Args) -> str:
+def _synchronisation_error(run: Callable[..., Any], args: Args) -> str:
     """The error of a call that synchronises in a way that torch sees; empty where it does not."""
-    own, before = _copies(args), torch.cuda.get_sync_debug_mode()
+    copies, before = _copies(args), torch.cuda.get_sync_debug_mode()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch calls its check a prototype
         torch.cuda.set_sync_debug_mode("error")
     try:
-        run(*own)
+        run(*copies)
     except Exception as error:
-        return _words(error)
+        return _first_line(error)
     finally:
         torch.cuda.set_sync_debug_mode(before)
     return ""
@@ -109,14 +109,14 @@ def _capture(run: Callable[..., Any], static: Args) -> tuple[torch.cuda.CUDAGrap
     try:
         with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
             # From here on: beginning a capture allocates the random generator's own 16 bytes.
-            results, snapshot = _traced(run, static)
+            results, snapshot = _run_traced(run, static)
     except Exception as error:
         _restore(stream)
-        return _words(error)
-    return graph, results, _outside(snapshot, graph.pool(), stream.device_index)
+        return _first_line(error)
+    return graph, results, _bytes_outside_pool(snapshot, graph.pool(), stream.device_index)
 
 
-def _traced(run: Callable[..., Any], static: Args) -> tuple[list[Tensor], Any]:
+def _run_traced(run: Callable[..., Any], static: Args) -> tuple[list[Tensor], Any]:
     """The results of a call, and the allocator's history of it."""
     torch.cuda.memory._record_memory_history(max_entries=_MAX_TRACE, context=None)
     try:
@@ -135,9 +135,9 @@ def _restore(stream: torch.cuda.Stream) -> None:
     torch.cuda.synchronize()
 
 
-def _outside(snapshot: Any, pool: tuple[int, int], device: int) -> int:
+def _bytes_outside_pool(snapshot: Any, pool: tuple[int, int], device: int) -> int:
     """The bytes that a memory history shows allocated in other segments than the pool's."""
-    own = [
+    pool_segments = [
         (segment["address"], segment["address"] + segment["total_size"])
         for segment in snapshot["segments"]
         if segment["device"] == device and tuple(segment["segment_pool_id"]) == tuple(pool)
@@ -146,14 +146,14 @@ def _outside(snapshot: Any, pool: tuple[int, int], device: int) -> int:
     return sum(
         entry["size"]
         for entry in traces
-        if entry["action"] == "alloc" and not any(low <= entry["addr"] < high for low, high in own)
+        if entry["action"] == "alloc" and not any(low <= entry["addr"] < high for low, high in pool_segments)
     )
 
 
 def _poison(like: list[Tensor]) -> None:
     """Write over what is free: a graph that reads memory it no longer owns must not find its old values."""
-    held = [torch.empty(t.numel() * t.element_size(), dtype=torch.uint8, device=t.device) for t in like * 2]
-    for block in held:
+    blocks = [torch.empty(t.numel() * t.element_size(), dtype=torch.uint8, device=t.device) for t in like * 2]
+    for block in blocks:
         block.fill_(_POISON)
 
 
@@ -164,10 +164,10 @@ def _copies(args: Args) -> Args:
 
 def _copy(tensor: Tensor) -> Tensor:
     storage = torch.empty(tensor.untyped_storage().nbytes(), dtype=torch.uint8, device=tensor.device)
-    made = torch.empty(0, dtype=tensor.dtype, device=tensor.device).set_(
+    copy = torch.empty(0, dtype=tensor.dtype, device=tensor.device).set_(
         storage.untyped_storage(), tensor.storage_offset(), tensor.shape, tensor.stride()
     )
-    return made.copy_(tensor.detach())
+    return copy.copy_(tensor.detach())
 
 
 def _refill(static: Args, values: Args) -> None:
@@ -176,20 +176,20 @@ def _refill(static: Args, values: Args) -> None:
             buffer.copy_(value)
 
 
-def changed(args: Args) -> Args:
+def change_inputs(args: Args) -> Args:
     """The arguments with other floats in them: each tensor turned along its last axis by another step.
 
     Integers (ids, tables, lengths) and masks stay: not every value is a valid one.
     """
-    made: list[Any] = []
+    shifted: list[Any] = []
     for position, value in enumerate(args):
         if isinstance(value, Tensor) and value.is_floating_point() and value.numel() > 1:
             flat = value.reshape(-1).roll(position + 1) if value.shape[-1:] == (1,) else None
             rolled = flat.view(value.shape) if flat is not None else value.roll(position + 1, -1)
-            made.append(_copy(value).copy_(rolled))
+            shifted.append(_copy(value).copy_(rolled))
         else:
-            made.append(value)
-    return tuple(made)
+            shifted.append(value)
+    return tuple(shifted)
 
 
 def difference(got: Sequence[Tensor], expected: Sequence[Tensor]) -> float:
@@ -208,9 +208,9 @@ def difference(got: Sequence[Tensor], expected: Sequence[Tensor]) -> float:
 
 
 def _tensors(result: Any) -> list[Tensor]:
-    found = result if isinstance(result, tuple | list) else (result,)
-    return [out for out in found if isinstance(out, Tensor)]
+    outputs = result if isinstance(result, tuple | list) else (result,)
+    return [out for out in outputs if isinstance(out, Tensor)]
 
 
-def _words(error: Exception) -> str:
+def _first_line(error: Exception) -> str:
     return f"{type(error).__name__}: {error}".splitlines()[0][:300]

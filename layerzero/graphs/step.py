@@ -23,7 +23,7 @@ BUCKETS = (1, 2, 4, 8, 16, 32, 64)
 WARMUPS = 3
 
 
-class Recorded(Protocol):
+class Replayable(Protocol):
     """A step ready to run again on its static inputs; `outputs` are its static results.
 
     `generation` is that of the plans it holds, as it was asked for before they were recorded.
@@ -31,19 +31,19 @@ class Recorded(Protocol):
 
     outputs: tuple[Tensor, ...]
     pool: Any
-    generation: int
+    version: int
 
     def replay(self) -> None: ...
 
 
-class Rerun:
+class EagerRerun:
     """The step called anew each time: what a device without graphs does."""
 
-    def __init__(self, run: Callable[[], Any], pool: Any, generation: Callable[[], int]) -> None:
+    def __init__(self, run: Callable[[], Any], pool: Any, version: Callable[[], int]) -> None:
         self._run = run
         self.pool = pool
         self.outputs = _tensors(run())
-        self.generation = generation()  # it plans anew with every run
+        self.version = version()  # it plans anew with every run
 
     def replay(self) -> None:
         """Run the step again."""
@@ -53,7 +53,7 @@ class Rerun:
 class CudaGraph:
     """The step captured once on a side stream, after rehearsals that make every plan and workspace."""
 
-    def __init__(self, run: Callable[[], Any], pool: Any, generation: Callable[[], int]) -> None:
+    def __init__(self, run: Callable[[], Any], pool: Any, version: Callable[[], int]) -> None:
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream), rehearsal():
@@ -61,7 +61,7 @@ class CudaGraph:
                 run()
         torch.cuda.current_stream().wait_stream(stream)
         # Rehearsing may have moved it on; what moves it from here on asks for another capture.
-        self.generation = generation()
+        self.version = version()
         self._graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(self._graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
             self.outputs = _tensors(run())
@@ -72,7 +72,7 @@ class CudaGraph:
         self._graph.replay()
 
 
-class Step:
+class GraphedFunction:
     """A function over rows that runs for buckets of rows; calls between two buckets are padded up.
 
     Its arguments are tensors with rows along their first axis, the same number in each; so are its results.
@@ -87,7 +87,7 @@ class Step:
         *,
         buckets: Sequence[int] = BUCKETS,
         fill: Mapping[str, float] | None = None,
-        generation: Callable[[torch.device], int] = lambda _: 0,
+        version: Callable[[torch.device], int] = lambda _: 0,
     ) -> None:
         """Raises: ValueError: no bucket, one below 1, or `fill` names no argument. TypeError: no function."""
         if not callable(fn):
@@ -101,9 +101,9 @@ class Step:
             raise ValueError(f"fill needs arguments among {', '.join(self._names)}, got {', '.join(unknown)}")
         self._fill = dict(fill or {})
         self.buckets = tuple(sorted(set(buckets)))
-        self._generation = generation
+        self._version = version
         self._lock = threading.Lock()
-        self._made: dict[Any, tuple[int, tuple[Tensor, ...], Recorded]] = {}
+        self._captured: dict[Any, tuple[int, tuple[Tensor, ...], Replayable]] = {}
         self._pools: dict[torch.device, Any] = {}
         self._streams: dict[torch.device, Any] = {}
         self.captures = 0
@@ -122,8 +122,8 @@ class Step:
             raise ValueError(f"{self._name} needs at most {self.buckets[-1]} rows, got {rows}")
         with self._lock, torch.no_grad():
             device = args[0].device
-            self._after_last(device)
-            static, recorded = self._recorded(self.buckets[place], args)
+            self._order_streams(device)
+            static, recorded = self._captured_for(self.buckets[place], args)
             if rows == self.buckets[place]:
                 for buffer, value in zip(static, args, strict=True):
                     buffer.copy_(value)
@@ -145,7 +145,7 @@ class Step:
         self._rows(args)
         with self._lock, torch.no_grad():
             for bucket in reversed(self.buckets):
-                self._recorded(bucket, args)
+                self._captured_for(bucket, args)
 
     @property
     def _name(self) -> str:
@@ -164,23 +164,23 @@ class Step:
             raise ValueError(f"{self._name} is captured without a gradient: needs torch.no_grad()")
         return counts.pop()
 
-    def _after_last(self, device: torch.device) -> None:
+    def _order_streams(self, device: torch.device) -> None:
         """Let the current stream wait for the last call's where that was another: a stream is in order."""
         if device.type != "cuda":
             return
-        here, last = torch.cuda.current_stream(device), self._streams.get(device)
-        if here != last:
+        current, last = torch.cuda.current_stream(device), self._streams.get(device)
+        if current != last:
             if last is not None:
-                here.wait_stream(last)
-            self._streams[device] = here
+                current.wait_stream(last)
+            self._streams[device] = current
 
-    def _recorded(self, bucket: int, args: tuple[Tensor, ...]) -> tuple[tuple[Tensor, ...], Recorded]:
+    def _captured_for(self, bucket: int, args: tuple[Tensor, ...]) -> tuple[tuple[Tensor, ...], Replayable]:
         device = args[0].device
         key = (bucket, device, *((a.dtype, a.shape[1:]) for a in args))
-        generation = self._generation(device)
-        made = self._made.get(key)
-        if made is not None and made[0] == generation:
-            return made[1], made[2]
+        version = self._version(device)
+        captured = self._captured.get(key)
+        if captured is not None and captured[0] == version:
+            return captured[1], captured[2]
         # Buffers outlive the modes they are made under.
         with torch.inference_mode(False), torch.no_grad():
             static = tuple(
@@ -190,16 +190,16 @@ class Step:
             for buffer, value in zip(static, args, strict=True):
                 shared = min(bucket, value.shape[0])
                 buffer[:shared].copy_(value[:shared])
-            recorder = CudaGraph if device.type == "cuda" else Rerun
+            recorder = CudaGraph if device.type == "cuda" else EagerRerun
             recorded = recorder(
-                lambda: self._fn(*static), self._pools.get(device), lambda: self._generation(device)
+                lambda: self._fn(*static), self._pools.get(device), lambda: self._version(device)
             )
         for out in recorded.outputs:
             if not out.dim() or out.shape[0] != bucket:
                 raise ValueError(f"{self._name} needs results of {bucket} rows, got shape {tuple(out.shape)}")
         self.captures += 1
         self._pools[device] = recorded.pool
-        self._made[key] = (recorded.generation, static, recorded)
+        self._captured[key] = (recorded.version, static, recorded)
         return static, recorded
 
 
@@ -208,7 +208,9 @@ def _names(fn: Callable[..., Any]) -> tuple[str, ...]:
 
 
 def _tensors(results: Any) -> tuple[Tensor, ...]:
-    found = results if isinstance(results, tuple) else (results,)
-    if not all(isinstance(out, Tensor) for out in found):
-        raise ValueError(f"a step needs to return tensors, got {', '.join(type(o).__name__ for o in found)}")
-    return found
+    outputs = results if isinstance(results, tuple) else (results,)
+    if not all(isinstance(out, Tensor) for out in outputs):
+        raise ValueError(
+            f"a step needs to return tensors, got {', '.join(type(o).__name__ for o in outputs)}"
+        )
+    return outputs

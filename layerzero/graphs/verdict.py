@@ -11,7 +11,7 @@ import msgspec
 REPLAY_ULPS = 8.0
 
 
-class Problem(StrEnum):
+class CaptureProblem(StrEnum):
     """Why a kernel may not run while a graph is captured."""
 
     RAISED = "raised"
@@ -23,10 +23,10 @@ class Problem(StrEnum):
     NOT_SHOWN = "not shown"
 
 
-class Finding(msgspec.Struct, frozen=True):
+class CaptureFinding(msgspec.Struct, frozen=True):
     """One problem and what was seen of it."""
 
-    problem: Problem
+    problem: CaptureProblem
     seen: str = ""
 
     def __str__(self) -> str:
@@ -57,27 +57,33 @@ class Observation(msgspec.Struct, frozen=True, kw_only=True):
     eps: float = 0.0
 
 
-def findings(observation: Observation) -> tuple[Finding, ...]:
+def find_problems(observation: Observation) -> tuple[CaptureFinding, ...]:
     """Every problem that an observation shows; an empty tuple is the proof that capturing is safe."""
     seen = observation
     for text, problem in (
-        (seen.raised, Problem.RAISED),
-        (seen.synchronised, Problem.SYNCHRONISED),
-        (seen.capture_error, Problem.CAPTURE_FAILED),
+        (seen.raised, CaptureProblem.RAISED),
+        (seen.synchronised, CaptureProblem.SYNCHRONISED),
+        (seen.capture_error, CaptureProblem.CAPTURE_FAILED),
     ):
         if text:
-            return (Finding(problem, text),)
-    found: list[Finding] = []
+            return (CaptureFinding(problem, text),)
+    problems: list[CaptureFinding] = []
     if seen.outside_bytes:
-        found.append(Finding(Problem.ALLOCATED_OUTSIDE, f"{seen.outside_bytes} bytes"))
+        problems.append(CaptureFinding(CaptureProblem.ALLOCATED_OUTSIDE, f"{seen.outside_bytes} bytes"))
     bound = REPLAY_ULPS * seen.eps
     # A NaN is no difference that can be compared: it fails, as it must.
     if not seen.repeats <= bound:
-        found.append(Finding(Problem.NOT_SHOWN, f"two direct calls differ by {seen.repeats:.3g}"))
+        problems.append(
+            CaptureFinding(CaptureProblem.NOT_SHOWN, f"two direct calls differ by {seen.repeats:.3g}")
+        )
     elif not seen.replays:
-        found.append(Finding(Problem.NOT_SHOWN, "nothing was replayed"))
+        problems.append(CaptureFinding(CaptureProblem.NOT_SHOWN, "nothing was replayed"))
     elif not all(difference <= bound for difference in seen.replays):
-        found.append(Finding(Problem.REPLAY_DIFFERS, f"by {max(seen.replays):.3g}, needs <= {bound:.3g}"))
+        problems.append(
+            CaptureFinding(CaptureProblem.REPLAY_DIFFERS, f"by {max(seen.replays):.3g}, needs <= {bound:.3g}")
+        )
     if not seen.changed > bound:
-        found.append(Finding(Problem.INPUTS_IGNORED, f"results differ by {seen.changed:.3g}"))
-    return tuple(found)
+        problems.append(
+            CaptureFinding(CaptureProblem.INPUTS_IGNORED, f"results differ by {seen.changed:.3g}")
+        )
+    return tuple(problems)

@@ -10,12 +10,12 @@ All times are seconds of one monotonic clock, passed in.
 """
 
 from layerzero.health.board import Health as Health
-from layerzero.health.board import Level as Level
+from layerzero.health.board import HealthLevel as HealthLevel
 from layerzero.health.breaker import Breaker as Breaker
+from layerzero.health.breaker import BreakerState as BreakerState
+from layerzero.health.breaker import BreakerStatus as BreakerStatus
 from layerzero.health.breaker import Probe as Probe
-from layerzero.health.breaker import Standing as Standing
-from layerzero.health.breaker import State as State
 from layerzero.health.breaker import Transition as Transition
-from layerzero.health.store import JsonStore as JsonStore
+from layerzero.health.store import JsonQuarantineStore as JsonQuarantineStore
 from layerzero.health.store import QuarantineRecord as QuarantineRecord
-from layerzero.health.store import Store as Store
+from layerzero.health.store import QuarantineStore as QuarantineStore

@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterable
 from enum import StrEnum
 
 from layerzero._util import log
-from layerzero.health.breaker import MAX_WHY, Breaker, Probe, Standing, State, Transition
-from layerzero.health.store import QuarantineRecord, Store
+from layerzero.health.breaker import MAX_WHY, Breaker, BreakerState, BreakerStatus, Probe, Transition
+from layerzero.health.store import QuarantineRecord, QuarantineStore
 from layerzero.spec.reasons import Reason, Rejected
 from layerzero.spec.settings import Settings
 
@@ -19,7 +19,7 @@ CIRCUIT_HALF_OPENED = "circuit.half_opened"
 CIRCUIT_CLOSED = "circuit.closed"
 
 
-class Level(StrEnum):
+class HealthLevel(StrEnum):
     """How a backend is: no kernel in trouble, some, or none left to serve."""
 
     HEALTHY = "healthy"
@@ -39,7 +39,7 @@ class Health:
         settings: Settings,
         clock: Callable[[], float] = time.monotonic,
         *,
-        store: Store | None = None,
+        store: QuarantineStore | None = None,
         device: str = "*",
         environment: str = "*",
         changed: Callable[[Transition], None] | None = None,
@@ -61,7 +61,7 @@ class Health:
         for breaker in self._all():
             breaker.set_settings(settings)
 
-    def adopt(self, store: Store | None) -> None:
+    def adopt(self, store: QuarantineStore | None) -> None:
         """Remember quarantines there from now on; those that are there hold at once.
 
         Raises: OSError: it cannot be read.
@@ -71,16 +71,16 @@ class Health:
             if record.device in ("*", self._device) and record.environment in ("*", self._environment):
                 self._breaker(record.kernel).quarantine(self._clock(), record.why or "quarantined earlier")
 
-    def copy_to(self, store: Store | None) -> None:
+    def copy_to(self, store: QuarantineStore | None) -> None:
         """Write the quarantines in force to another store.
 
         Raises: OSError: it cannot be read or written.
         """
         if store is not None:
             store.load()
-            for standing in self.standings():
-                if standing.state is State.QUARANTINED:
-                    store.save(self._record(standing.kernel, standing.why))
+            for status in self.statuses():
+                if status.state is BreakerState.QUARANTINED:
+                    store.save(self._record(status.kernel, status.why))
 
     def failure(self, kernel: str, why: str, **facts: object) -> Transition | None:
         """A call of `kernel` failed; `facts` (op, sizes, dtype) go to the log."""
@@ -118,65 +118,67 @@ class Health:
 
     def tick(self) -> tuple[Transition, ...]:
         """Let time act on every breaker."""
-        now = self._clock()
-        return tuple(t for breaker in self._all() if (t := breaker.tick(now)) is not None)
+        now_s = self._clock()
+        return tuple(t for breaker in self._all() if (t := breaker.tick(now_s)) is not None)
 
     def next_change(self) -> float | None:
         """The clock's time at which the next cooldown ends, or None."""
-        return min((at for breaker in self._all() if (at := breaker.next_probe_at) is not None), default=None)
+        return min(
+            (next_s for breaker in self._all() if (next_s := breaker.next_probe_at) is not None), default=None
+        )
 
-    def state(self, kernel: str) -> State:
+    def state(self, kernel: str) -> BreakerState:
         """Where the breaker of `kernel` stands."""
         breaker = self._breakers.get(kernel)
-        return State.CLOSED if breaker is None else breaker.state
+        return BreakerState.CLOSED if breaker is None else breaker.state
 
-    def blocked(self) -> dict[str, Rejected]:
+    def blocked_kernels(self) -> dict[str, Rejected]:
         """Kernel id to the reason why it must not run now; kernels on probation are in `probing`."""
-        now = self._clock()
-        blocked: dict[str, Rejected] = {}
+        now_s = self._clock()
+        rejections: dict[str, Rejected] = {}
         for breaker in self._all():
-            breaker.tick(now)
-            standing = breaker.standing(now)
-            if standing.state is State.OPEN:
-                left = max(0.0, (standing.next_probe_at or now) - now)
-                blocked[standing.kernel] = Rejected(
+            breaker.tick(now_s)
+            status = breaker.status(now_s)
+            if status.state is BreakerState.OPEN:
+                remaining_s = max(0.0, (status.next_probe_at or now_s) - now_s)
+                rejections[status.kernel] = Rejected(
                     Reason.CIRCUIT_OPEN,
                     "health",
                     "a closed circuit",
-                    standing.why,
-                    f"probed again in {left:.1f} s",
+                    status.why,
+                    f"probed again in {remaining_s:.1f} s",
                 )
-            elif standing.state is State.QUARANTINED:
-                blocked[standing.kernel] = Rejected(
-                    Reason.QUARANTINED, "health", "no quarantine", standing.why, "quarantine lifted"
+            elif status.state is BreakerState.QUARANTINED:
+                rejections[status.kernel] = Rejected(
+                    Reason.QUARANTINED, "health", "no quarantine", status.why, "quarantine lifted"
                 )
-        return blocked
+        return rejections
 
-    def probing(self) -> frozenset[str]:
+    def probing_kernels(self) -> frozenset[str]:
         """Kernels on probation: each call of them takes a probe first."""
-        return frozenset(b.kernel for b in self._all() if b.state is State.HALF_OPEN)
+        return frozenset(b.kernel for b in self._all() if b.state is BreakerState.HALF_OPEN)
 
-    def level(self, kernels: Iterable[str]) -> Level:
+    def level(self, kernels: Iterable[str]) -> HealthLevel:
         """How a backend with these kernels is; a kernel without trouble counts as healthy."""
         names = list(kernels)
-        now = self._clock()
+        now_s = self._clock()
         troubled = 0
         out = 0
         for name in names:
             breaker = self._breakers.get(name)
             if breaker is None:
                 continue
-            standing = breaker.standing(now)
-            out += standing.state in (State.OPEN, State.QUARANTINED)
-            troubled += standing.state is not State.CLOSED or standing.recent_failures > 0
+            status = breaker.status(now_s)
+            out += status.state in (BreakerState.OPEN, BreakerState.QUARANTINED)
+            troubled += status.state is not BreakerState.CLOSED or status.recent_failures > 0
         if names and out == len(names):
-            return Level.UNHEALTHY
-        return Level.DEGRADED if troubled else Level.HEALTHY
+            return HealthLevel.UNHEALTHY
+        return HealthLevel.DEGRADED if troubled else HealthLevel.HEALTHY
 
-    def standings(self) -> tuple[Standing, ...]:
+    def statuses(self) -> tuple[BreakerStatus, ...]:
         """One record for each kernel that ever failed here, by id."""
-        now = self._clock()
-        return tuple(sorted((b.standing(now) for b in self._all()), key=lambda s: s.kernel))
+        now_s = self._clock()
+        return tuple(sorted((b.status(now_s) for b in self._all()), key=lambda s: s.kernel))
 
     def _all(self) -> list[Breaker]:
         return list(self._breakers.values())  # one C call: no other thread can insert meanwhile
@@ -184,7 +186,7 @@ class Health:
     def _breaker(self, kernel: str) -> Breaker:
         breaker = self._breakers.get(kernel)
         if breaker is None:
-            new = Breaker(self._settings, self._clock, kernel=kernel, changed=self._moved)
+            new = Breaker(self._settings, self._clock, kernel=kernel, changed=self._state_changed)
             breaker = self._breakers.setdefault(kernel, new)  # atomic: every thread gets the same one
         return breaker
 
@@ -194,16 +196,16 @@ class Health:
             device=self._device,
             environment=self._environment,
             why=why[:MAX_WHY],
-            at=self._wall(),
+            timestamp=self._wall(),
         )
 
-    def _moved(self, transition: Transition) -> None:
-        if transition.after is State.OPEN:
+    def _state_changed(self, transition: Transition) -> None:
+        if transition.after is BreakerState.OPEN:
             log.warning(CIRCUIT_OPENED, kernel=transition.kernel, why=transition.why)
-        elif transition.after is State.QUARANTINED:
+        elif transition.after is BreakerState.QUARANTINED:
             log.error(KERNEL_QUARANTINED, kernel=transition.kernel, why=transition.why)
         else:
-            event = CIRCUIT_CLOSED if transition.after is State.CLOSED else CIRCUIT_HALF_OPENED
+            event = CIRCUIT_CLOSED if transition.after is BreakerState.CLOSED else CIRCUIT_HALF_OPENED
             log.info(event, kernel=transition.kernel, why=transition.why)
         if self._changed is not None:
             self._changed(transition)

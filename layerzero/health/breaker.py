@@ -18,7 +18,7 @@ from layerzero.spec.settings import Settings
 MAX_WHY = 500
 
 
-class State(StrEnum):
+class BreakerState(StrEnum):
     """Where a kernel's breaker stands."""
 
     CLOSED = "closed"
@@ -31,17 +31,17 @@ class Transition(msgspec.Struct, frozen=True):
     """One change of a breaker's state, and why."""
 
     kernel: str
-    before: State
-    after: State
+    before: BreakerState
+    after: BreakerState
     why: str
-    at: float
+    time_s: float
 
 
-class Standing(msgspec.Struct, frozen=True):
+class BreakerStatus(msgspec.Struct, frozen=True):
     """What a breaker knows, as values: for reports."""
 
     kernel: str
-    state: State
+    state: BreakerState
     recent_failures: int
     failures: int
     successes: int
@@ -63,17 +63,17 @@ class Probe:
         self._breaker = breaker
         self.number = number
 
-    def succeeded(self) -> Transition | None:
+    def succeed(self) -> Transition | None:
         """The kernel works: close the breaker."""
-        return self._breaker._settle(self.number, True, "a probe succeeded")
+        return self._breaker._end_probe(self.number, True, "a probe succeeded")
 
-    def failed(self, why: str) -> Transition | None:
+    def fail(self, why: str) -> Transition | None:
         """The kernel still fails: open the breaker again, for longer."""
-        return self._breaker._settle(self.number, False, why)
+        return self._breaker._end_probe(self.number, False, why)
 
     def release(self) -> None:
         """Give the place back; the call said nothing about the kernel."""
-        self._breaker._settle(self.number, None, "")
+        self._breaker._end_probe(self.number, None, "")
 
     def __enter__(self) -> Probe:
         return self
@@ -82,9 +82,9 @@ class Probe:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if error is None:
-            self.succeeded()
+            self.succeed()
         elif isinstance(error, Exception):
-            self.failed(f"{type(error).__name__}: {error}")
+            self.fail(f"{type(error).__name__}: {error}")
         else:
             self.release()
 
@@ -108,7 +108,7 @@ class Breaker:
         self._settings = settings
         self._clock = clock
         self._changed = changed
-        self._state = State.CLOSED
+        self._state = BreakerState.CLOSED
         self._recent: deque[float] = deque()  # it opens at failures_to_open, so it holds no more
         self._why = ""
         self._rounds = 0
@@ -122,7 +122,7 @@ class Breaker:
         _after_fork.add(self)
 
     @property
-    def state(self) -> State:
+    def state(self) -> BreakerState:
         """The state as of the last event; `tick` moves it with time."""
         return self._state
 
@@ -136,68 +136,68 @@ class Breaker:
         with self._lock:
             self._settings = settings
 
-    def failure(self, now: float, why: str) -> Transition | None:
+    def failure(self, now_s: float, why: str) -> Transition | None:
         """An ordinary call failed at `now`."""
         with self._lock:
             self._failures += 1
-            if self._state is not State.CLOSED:
+            if self._state is not BreakerState.CLOSED:
                 return None
             self._why = why[:MAX_WHY]
-            self._forget_before(now - self._settings.window_s)
-            self._recent.append(now)
+            self._forget_before(now_s - self._settings.window_s)
+            self._recent.append(now_s)
             if len(self._recent) < self._settings.failures_to_open:
                 return None
-            transition = self._open(now, why)
-        return self._tell(transition)
+            transition = self._open(now_s, why)
+        return self._notify(transition)
 
-    def success(self, now: float) -> None:
+    def success(self, now_s: float) -> None:
         """An ordinary call succeeded at `now`."""
         with self._lock:
             self._successes += 1
-            if self._state is State.CLOSED:
+            if self._state is BreakerState.CLOSED:
                 self._recent.clear()
 
-    def tick(self, now: float) -> Transition | None:
+    def tick(self, now_s: float) -> Transition | None:
         """Let time act: cooldowns end, probes that nobody settled count as failures."""
         with self._lock:
-            transition = self._pass_time(now)
-        return self._tell(transition)
+            transition = self._advance(now_s)
+        return self._notify(transition)
 
-    def take_probe(self, now: float | None = None) -> Probe | None:
+    def take_probe(self, now_s: float | None = None) -> Probe | None:
         """One of the `probes` places of a half-open breaker, or None where none is free."""
-        moment = self._clock() if now is None else now
+        time_s = self._clock() if now_s is None else now_s
         with self._lock:
-            transition = self._pass_time(moment)
+            transition = self._advance(time_s)
             probe = None
-            if self._state is State.HALF_OPEN and len(self._probes) < self._settings.probes:
+            if self._state is BreakerState.HALF_OPEN and len(self._probes) < self._settings.probes:
                 self._issued += 1
-                self._probes[self._issued] = moment
+                self._probes[self._issued] = time_s
                 probe = Probe(self, self._issued)
-        self._tell(transition)
+        self._notify(transition)
         return probe
 
-    def quarantine(self, now: float, why: str) -> Transition | None:
+    def quarantine(self, now_s: float, why: str) -> Transition | None:
         """Take the kernel out of service until `lift`."""
         with self._lock:
-            if self._state is State.QUARANTINED:
+            if self._state is BreakerState.QUARANTINED:
                 return None
-            transition = self._move(State.QUARANTINED, now, why)
+            transition = self._move(BreakerState.QUARANTINED, now_s, why)
             self._next_probe_at = None
-        return self._tell(transition)
+        return self._notify(transition)
 
-    def lift(self, now: float) -> Transition | None:
+    def lift(self, now_s: float) -> Transition | None:
         """End a quarantine; in any other state nothing changes."""
         with self._lock:
-            if self._state is not State.QUARANTINED:
+            if self._state is not BreakerState.QUARANTINED:
                 return None
-            transition = self._close(now, "quarantine lifted")
-        return self._tell(transition)
+            transition = self._close(now_s, "quarantine lifted")
+        return self._notify(transition)
 
-    def standing(self, now: float) -> Standing:
+    def status(self, now_s: float) -> BreakerStatus:
         """Everything this breaker knows, as values."""
         with self._lock:
-            self._forget_before(now - self._settings.window_s)
-            return Standing(
+            self._forget_before(now_s - self._settings.window_s)
+            return BreakerStatus(
                 self.kernel,
                 self._state,
                 len(self._recent),
@@ -208,46 +208,50 @@ class Breaker:
                 self._why,
             )
 
-    def _settle(self, number: int, good: bool | None, why: str) -> Transition | None:
-        now = self._clock()
+    def _end_probe(self, number: int, good: bool | None, why: str) -> Transition | None:
+        now_s = self._clock()
         with self._lock:
             if self._probes.pop(number, None) is None or good is None:
                 return None
             if good:
                 self._successes += 1
-                transition = self._close(now, why)
+                transition = self._close(now_s, why)
             else:
                 self._failures += 1
-                transition = self._open(now, why)
-        return self._tell(transition)
+                transition = self._open(now_s, why)
+        return self._notify(transition)
 
-    def _pass_time(self, now: float) -> Transition | None:
-        if self._state is State.OPEN and self._next_probe_at is not None and now >= self._next_probe_at:
-            transition = self._move(State.HALF_OPEN, now, "cooldown ended")
+    def _advance(self, now_s: float) -> Transition | None:
+        if (
+            self._state is BreakerState.OPEN
+            and self._next_probe_at is not None
+            and now_s >= self._next_probe_at
+        ):
+            transition = self._move(BreakerState.HALF_OPEN, now_s, "cooldown ended")
             self._next_probe_at = None
             return transition
-        limit = now - self._settings.probe_timeout_s
-        if self._state is State.HALF_OPEN and any(begun <= limit for begun in self._probes.values()):
+        limit = now_s - self._settings.probe_timeout_s
+        if self._state is BreakerState.HALF_OPEN and any(begun <= limit for begun in self._probes.values()):
             self._failures += 1
-            return self._open(now, f"a probe did not return within {self._settings.probe_timeout_s:g} s")
+            return self._open(now_s, f"a probe did not return within {self._settings.probe_timeout_s:g} s")
         return None
 
-    def _open(self, now: float, why: str) -> Transition:
+    def _open(self, now_s: float, why: str) -> Transition:
         settings = self._settings
         longest = max(settings.cooldown_s, settings.cooldown_max_s)
         cooldown = min(longest, settings.cooldown_s * 2.0 ** min(self._rounds, 60))
         self._rounds += 1
         self._opened += 1
-        self._next_probe_at = now + cooldown
-        return self._move(State.OPEN, now, why)
+        self._next_probe_at = now_s + cooldown
+        return self._move(BreakerState.OPEN, now_s, why)
 
-    def _close(self, now: float, why: str) -> Transition:
+    def _close(self, now_s: float, why: str) -> Transition:
         self._rounds = 0
         self._next_probe_at = None
-        return self._move(State.CLOSED, now, why)
+        return self._move(BreakerState.CLOSED, now_s, why)
 
-    def _move(self, after: State, now: float, why: str) -> Transition:
-        transition = Transition(self.kernel, self._state, after, why[:MAX_WHY], now)
+    def _move(self, after: BreakerState, now_s: float, why: str) -> Transition:
+        transition = Transition(self.kernel, self._state, after, why[:MAX_WHY], now_s)
         self._state = after
         self._why = transition.why
         self._recent.clear()
@@ -258,7 +262,7 @@ class Breaker:
         while self._recent and self._recent[0] <= moment:
             self._recent.popleft()
 
-    def _tell(self, transition: Transition | None) -> Transition | None:
+    def _notify(self, transition: Transition | None) -> Transition | None:
         if transition is not None and self._changed is not None:
             self._changed(transition)
         return transition

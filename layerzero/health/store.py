@@ -38,10 +38,10 @@ class QuarantineRecord(msgspec.Struct, frozen=True, kw_only=True):
     device: str = "*"
     environment: str = "*"
     why: str = ""
-    at: float = 0.0
+    timestamp: float = 0.0
 
 
-class Store(Protocol):
+class QuarantineStore(Protocol):
     """Where quarantine is kept between processes."""
 
     def load(self) -> Sequence[QuarantineRecord]: ...
@@ -61,7 +61,7 @@ class _Header(msgspec.Struct, frozen=True):
     schema: int
 
 
-class JsonStore:
+class JsonQuarantineStore:
     """Records as files in `directory`, which is made for this user alone on the first save."""
 
     def __init__(self, directory: str | os.PathLike[str]) -> None:
@@ -105,13 +105,13 @@ class JsonStore:
     def _read(self, path: Path) -> QuarantineRecord | None:
         try:
             data = files.read_bounded(path, MAX_BYTES)
-            schema = files.decoded(data, _Header).schema
+            schema = files.decode_json(data, _Header).schema
             if schema > SCHEMA:
                 log.warning(RECORD_NEWER, path=str(path), schema=schema, needs=SCHEMA)
                 return QuarantineRecord(
                     kernel=_kernel(path), why=f"record of a newer format {schema}: {path.name}"
                 )
-            stored = files.decoded(data, _Stored)
+            stored = files.decode_json(data, _Stored)
             if stored.checksum != _checksum(stored.record) or self._path(stored.record) != path:
                 raise ValueError("checksum or name does not fit the record")
         except FileNotFoundError:

@@ -123,16 +123,16 @@ def _metrics(registry: Callable[[], Any] | None) -> Any:
 
     from layerzero.api import metrics
 
-    own: dict[Runtime, Any] = {}
+    registries: dict[Runtime, Any] = {}
 
     async def exposition(request: Request) -> Response:
         """GET /metrics: what the runtime has counted."""
         runtime = request.app.state.runtime
-        if registry is None and runtime not in own:
-            own.clear()
-            own[runtime] = CollectorRegistry()
-            own[runtime].register(metrics.collector(runtime))
-        exposed = own[runtime] if registry is None else registry()
+        if registry is None and runtime not in registries:
+            registries.clear()
+            registries[runtime] = CollectorRegistry()
+            registries[runtime].register(metrics.collector(runtime))
+        exposed = registries[runtime] if registry is None else registry()
         return Response(generate_latest(exposed), headers={"Content-Type": CONTENT_TYPE_LATEST})
 
     return exposition
@@ -173,12 +173,12 @@ class Admission:
             return
         self.requests += 1
         try:
-            await _Admitted(self, scope, receive, send).run()
+            await _AdmittedRequest(self, scope, receive, send).run()
         finally:
             self.requests -= 1
 
 
-class _Refused(Exception):
+class _BodyRefused(Exception):
     """A body that may not be read on: its response, and nothing of the application's."""
 
     def __init__(self, status: int, message: str, retry_after_s: float | None = None) -> None:
@@ -186,7 +186,7 @@ class _Refused(Exception):
         self.status, self.retry_after_s = status, retry_after_s
 
 
-class _Admitted:
+class _AdmittedRequest:
     """One request that has been let in, while its body is read."""
 
     def __init__(self, bounds: Admission, scope: Scope, receive: Receive, send: Send) -> None:
@@ -201,7 +201,7 @@ class _Admitted:
         try:
             self._announced()
             await bounds.app(self._scope, self.receive, self.send)
-        except _Refused as refused:
+        except _BodyRefused as refused:
             if not self._begun:
                 # What was announced will not be read: the connection ends with the answer.
                 response = bounds._refuse(refused.status, str(refused), refused.retry_after_s)
@@ -219,9 +219,9 @@ class _Admitted:
     def _need_room(self, size: int) -> None:
         bounds = self._bounds
         if size > bounds.max_body:
-            raise _Refused(413, f"the body needs at most {bounds.max_body} bytes, got {size} or more")
+            raise _BodyRefused(413, f"the body needs at most {bounds.max_body} bytes, got {size} or more")
         if bounds.unread - self._read + size > bounds.max_unread:
-            raise _Refused(503, f"bodies of {bounds.unread} bytes are being read, which is the most", 1.0)
+            raise _BodyRefused(503, f"bodies of {bounds.unread} bytes are being read, which is the most", 1.0)
 
     async def receive(self) -> Message:
         """The next message; a body that is too large, too slow or one too many ends the request."""
@@ -233,7 +233,7 @@ class _Admitted:
         with anyio.CancelScope(deadline=self._deadline):
             message = await self._receive()
         if message is None:
-            raise _Refused(408, f"the body needs to arrive within {self._bounds.body_timeout_s:g} s")
+            raise _BodyRefused(408, f"the body needs to arrive within {self._bounds.body_timeout_s:g} s")
         if message["type"] == "http.request":
             size = len(message.get("body", b""))
             self._need_room(self._read + size)

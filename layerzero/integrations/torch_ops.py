@@ -22,8 +22,8 @@ def embedding_lookup(weight: Tensor, indices: Tensor, padding_idx: int | None = 
     Raises: ValueError, TypeError: as `layerzero.sync.embedding`.
     """
     with torch.no_grad():
-        found: Tensor = sync.embedding(indices, weight, padding_idx=padding_idx)
-    return found
+        rows: Tensor = sync.embedding(indices, weight, padding_idx=padding_idx)
+    return rows
 
 
 @embedding_lookup.register_fake

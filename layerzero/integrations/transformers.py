@@ -17,7 +17,7 @@ from torch import Tensor
 
 import layerzero.sync as sync
 from layerzero._util import log
-from layerzero.calls.blocking import device_here
+from layerzero.calls.blocking import context_device
 
 NAME = "layerzero"
 # For models that do not know SDPA: that they are causal stands in their masks alone, so none is left out.
@@ -37,21 +37,21 @@ _IN_THE_MASK = frozenset({"block_indices", "indices"})
 _WARNED: set[tuple[str, str]] = set()
 
 
-class Patched(str):
+class PatchedName(str):
     """The name of our implementation in a patched model's configuration; `own` is the one before it.
 
     Equal to "sdpa", too: our masks and conventions are SDPA's, and models compare this name to learn them.
     """
 
-    own: str
+    original: str
 
-    def __new__(cls, own: str, name: str = NAME) -> Patched:
-        made = super().__new__(cls, name)
-        made.own = own
-        return made
+    def __new__(cls, original: str, name: str = NAME) -> PatchedName:
+        patched = super().__new__(cls, name)
+        patched.original = original
+        return patched
 
     def __getnewargs__(self) -> tuple[str, str]:  # type: ignore[override]
-        return self.own, str.__str__(self)
+        return self.original, str.__str__(self)
 
     @property
     def masked(self) -> bool:
@@ -69,27 +69,29 @@ class Patched(str):
 
 def patch(model: Any) -> Any:
     """Register our attention and have `model` use it, until `unpatch`."""
-    if isinstance(model.config._attn_implementation, Patched):
+    if isinstance(model.config._attn_implementation, PatchedName):
         return model
     _register()
     before = [(config, config._attn_implementation) for config in _configs(model)]
     model.set_attn_implementation(NAME)
     if model.config._attn_implementation != NAME:
         raise ValueError(f"model needs transformers' attention interface, {type(model).__name__} lacks it")
-    for config, own in before:
+    for config, original in before:
         if config._attn_implementation == NAME:
-            known = _knows_sdpa(model, config)
-            config._attn_implementation_internal = Patched(own or "eager", NAME if known else MASKED)
+            knows_sdpa = _knows_sdpa(model, config)
+            config._attn_implementation_internal = PatchedName(
+                original or "eager", NAME if knows_sdpa else MASKED
+            )
     return model
 
 
 def unpatch(model: Any) -> Any:
     """Restore what `patch` replaced."""
-    if not isinstance(model.config._attn_implementation, Patched):
+    if not isinstance(model.config._attn_implementation, PatchedName):
         raise ValueError(f"model needs to be patched first, this {type(model).__name__} is not")
     for config in _configs(model):
-        if isinstance(config._attn_implementation, Patched):
-            config._attn_implementation_internal = config._attn_implementation.own
+        if isinstance(config._attn_implementation, PatchedName):
+            config._attn_implementation_internal = config._attn_implementation.original
     return model
 
 
@@ -103,17 +105,17 @@ def _knows_sdpa(model: Any, config: Any) -> bool:
 
 def _configs(model: Any) -> list[Any]:
     """Every configuration that the model's modules read, each once."""
-    found: dict[int, Any] = {}
+    configs: dict[int, Any] = {}
 
     def add(config: Any) -> None:
-        if hasattr(config, "_attn_implementation_internal") and id(config) not in found:
-            found[id(config)] = config
+        if hasattr(config, "_attn_implementation_internal") and id(config) not in configs:
+            configs[id(config)] = config
             for name in config.sub_configs:
                 add(getattr(config, name, None))
 
     for module in model.modules():
         add(getattr(module, "config", None))
-    return list(found.values())
+    return list(configs.values())
 
 
 def _register() -> None:
@@ -146,17 +148,21 @@ def forward(
     What the op has no meaning for goes to the model's own implementation, and so does a traced call.
     """
     queries = query.shape[2]
-    wanted = is_causal if is_causal is not None else getattr(module, "is_causal", True)
+    causal_by_model = is_causal if is_causal is not None else getattr(module, "is_causal", True)
     name = getattr(getattr(module, "config", None), "_attn_implementation", None)
-    if isinstance(name, Patched) and name.masked:
-        wanted = False
-    causal = bool(wanted) and attention_mask is None and queries > 1
+    if isinstance(name, PatchedName) and name.masked:
+        causal_by_model = False
+    causal = bool(causal_by_model) and attention_mask is None and queries > 1
     if torch.compiler.is_compiling():
-        return _own(module, query, key, value, attention_mask, causal, dropout, scaling, kwargs)
+        return _original_attention(
+            module, query, key, value, attention_mask, causal, dropout, scaling, kwargs
+        )
     strange = [name for name in _strange(kwargs) if name != "output_attentions" or kwargs[name]]
     if strange:
-        _say(module, query, strange)
-        return _own(module, query, key, value, attention_mask, causal, dropout, scaling, kwargs)
+        _warn_fallback(module, query, strange)
+        return _original_attention(
+            module, query, key, value, attention_mask, causal, dropout, scaling, kwargs
+        )
     if causal and key.shape[2] > queries:
         # An empty static cache: what lies behind the prompt is not there yet.
         key, value = key[:, :, :queries], value[:, :, :queries]
@@ -188,10 +194,10 @@ def _with_bias(bias: Tensor, mask: Tensor | None, causal: bool, query: Tensor, k
     return joined
 
 
-def _say(module: Any, query: Tensor, names: list[str]) -> None:
+def _warn_fallback(module: Any, query: Tensor, names: list[str]) -> None:
     """Count the call, and warn of each argument once for each kind of module."""
     model = type(module).__name__
-    counters = device_here((query,)).counters
+    counters = context_device((query,)).counters
     for name in names:
         counters.add("own_attention", argument=name)
         if (model, name) not in _WARNED:
@@ -199,7 +205,7 @@ def _say(module: Any, query: Tensor, names: list[str]) -> None:
             log.warning(FELL_BACK, argument=name, module=model, why="the attention op has no such argument")
 
 
-def _own(
+def _original_attention(
     module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, causal: bool, dropout: float,
     scaling: float | None, kwargs: dict[str, Any],
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
@@ -209,15 +215,15 @@ def _own(
         the model's file has no implementation.
     """
     name = getattr(getattr(module, "config", None), "_attn_implementation", None)
-    own = name.own if isinstance(name, Patched) else "eager"
+    original = name.original if isinstance(name, PatchedName) else "eager"
     inside = sorted(_IN_THE_MASK & set(_strange(kwargs)))
-    if inside and not isinstance(name, Patched):
+    if inside and not isinstance(name, PatchedName):
         raise ValueError(f"{inside[0]} of {type(module).__name__} needs a model given to layerzero.patch")
-    if own == "sdpa" and kwargs.get("softcap") is None and kwargs.get("s_aux") is None:
+    if original == "sdpa" and kwargs.get("softcap") is None and kwargs.get("s_aux") is None:
         sdpa: Any = importlib.import_module("transformers.integrations.sdpa_attention")
-        given = {"dropout": dropout, "scaling": scaling, "is_causal": causal, **kwargs}
+        options = {"dropout": dropout, "scaling": scaling, "is_causal": causal, **kwargs}
         result: tuple[Tensor, Tensor | None] = sdpa.sdpa_attention_forward(
-            module, query, key, value, mask, **given
+            module, query, key, value, mask, **options
         )
         return result
     eager = getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)

@@ -18,9 +18,9 @@ from layerzero.ops.checks import need_int, need_number
 
 # asyncio accepts a backlog of connections at a time, some such times before it looks at the first of them.
 BACKLOG = 128
-TIMES = 4
+ACCEPT_ROUNDS = 4
 # What files, pipes and the event loop need beside connections.
-RESERVE = 64
+RESERVED_DESCRIPTORS = 64
 CLOSED = "server.connection_closed"
 _BUSY = (
     b"HTTP/1.1 503 Service Unavailable\r\nRetry-After: 1\r\nConnection: close\r\nContent-Length: 0\r\n\r\n"
@@ -39,15 +39,17 @@ def config(
         seconds that a connection may take until the headers of its next request are complete.
     Raises: ValueError, TypeError: a bound is no positive number, or does not fit the descriptors.
     """
-    left = descriptors_left()
-    backlog = min(BACKLOG, max(8, left // 16))
-    most = left - RESERVE - TIMES * backlog
+    free_descriptors = descriptors_left()
+    backlog = min(BACKLOG, max(8, free_descriptors // 16))
+    max_possible = free_descriptors - RESERVED_DESCRIPTORS - ACCEPT_ROUNDS * backlog
     if max_connections is None:
-        max_connections = max(1, most)
-    need_int("max_connections", max_connections, low=1, high=max(1, most))
+        max_connections = max(1, max_possible)
+    need_int("max_connections", max_connections, low=1, high=max(1, max_possible))
     need_number("header_timeout_s", header_timeout_s, low=0.0)
-    bounds = {"most": max_connections, "header_timeout_s": header_timeout_s}
-    return uvicorn.Config(app, http=type("Bounded", (Bounded,), bounds), backlog=backlog, **options)
+    bounds = {"max_connections": max_connections, "header_timeout_s": header_timeout_s}
+    return uvicorn.Config(
+        app, http=type("BoundedProtocol", (BoundedProtocol,), bounds), backlog=backlog, **options
+    )
 
 
 def descriptors_left() -> int:
@@ -60,10 +62,10 @@ def descriptors_left() -> int:
     return (soft if soft != resource.RLIM_INFINITY else 1 << 20) - used
 
 
-class Bounded(_Base):  # type: ignore[misc]  # uvicorn chooses it
+class BoundedProtocol(_Base):  # type: ignore[misc]  # uvicorn chooses it
     """uvicorn's protocol, which knows since when it waits for a request."""
 
-    most: int
+    max_connections: int
     header_timeout_s: float
     waits_since: float
     timer: Any = None
@@ -71,8 +73,8 @@ class Bounded(_Base):  # type: ignore[misc]  # uvicorn chooses it
     def connection_made(self, transport: Any) -> None:
         super().connection_made(transport)
         self.waits_since = self.loop.time()
-        self.timer = self.loop.call_later(self.header_timeout_s, self.look)
-        if len(self.connections) > self.most:
+        self.timer = self.loop.call_later(self.header_timeout_s, self.check_headers)
+        if len(self.connections) > self.max_connections:
             self.make_room()
 
     def make_room(self) -> None:
@@ -89,15 +91,17 @@ class Bounded(_Base):  # type: ignore[misc]  # uvicorn chooses it
         """Whether a request whose headers are complete is being answered."""
         return self.cycle is not None and not self.cycle.response_complete
 
-    def look(self) -> None:
+    def check_headers(self) -> None:
         """Close a connection whose headers are late; look again later at every other."""
-        now = self.loop.time()
+        now_s = self.loop.time()
         if self.serving:
-            self.waits_since = now
-        if now - self.waits_since >= self.header_timeout_s:
+            self.waits_since = now_s
+        if now_s - self.waits_since >= self.header_timeout_s:
             self.end("its headers are late")
             return
-        self.timer = self.loop.call_later(self.waits_since + self.header_timeout_s - now, self.look)
+        self.timer = self.loop.call_later(
+            self.waits_since + self.header_timeout_s - now_s, self.check_headers
+        )
 
     def end(self, why: str) -> None:
         """Close it; what was written is sent."""

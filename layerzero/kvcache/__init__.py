@@ -4,20 +4,20 @@
 dense tensors. All three are a `Cache`. One event loop or thread owns a cache; it has no lock.
 """
 
-from layerzero.kvcache.attention_metadata import Rows as Rows
+from layerzero.kvcache.attention_metadata import AttentionMetadata as AttentionMetadata
 from layerzero.kvcache.block_allocator import ForeignPageError as ForeignPageError
 from layerzero.kvcache.block_allocator import FreedPageError as FreedPageError
 from layerzero.kvcache.block_allocator import PageAllocator as PageAllocator
 from layerzero.kvcache.block_allocator import PagesExhaustedError as PagesExhaustedError
 from layerzero.kvcache.block_tables import PagedSequence as PagedSequence
-from layerzero.kvcache.block_tables import Span as Span
+from layerzero.kvcache.block_tables import TokenRange as TokenRange
 from layerzero.kvcache.chunked import ChunkedCache as ChunkedCache
 from layerzero.kvcache.contiguous import ContiguousCache as ContiguousCache
 from layerzero.kvcache.convert import Conversion as Conversion
 from layerzero.kvcache.convert import conversion as conversion
 from layerzero.kvcache.convert import convert as convert
 from layerzero.kvcache.paged_cache import PagedCache as PagedCache
-from layerzero.kvcache.protocol import Cache as Cache
 from layerzero.kvcache.protocol import FreedSequenceError as FreedSequenceError
-from layerzero.kvcache.protocol import Spec as Spec
+from layerzero.kvcache.protocol import KVCache as KVCache
+from layerzero.kvcache.protocol import KVCacheSpec as KVCacheSpec
 from layerzero.kvcache.protocol import UnknownSequenceError as UnknownSequenceError

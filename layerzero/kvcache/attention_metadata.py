@@ -10,12 +10,12 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-from layerzero.kvcache.block_tables import PagedSequence, Span, Tables
-from layerzero.ops.host_copies import on_device, remember
+from layerzero.kvcache.block_tables import BlockTables, PagedSequence, TokenRange
+from layerzero.ops.host_copies import attach_host_copy, to_device_with_host_copy
 
 
 @dataclass(frozen=True, slots=True)
-class Rows:
+class AttentionMetadata:
     """Where the rows (T,) of B sequences stand: what a forward needs beside the rows themselves.
 
     positions (T,) int64 in their sequences and slots (T,) int64 in the pool, as `append_kv` takes them.
@@ -24,100 +24,108 @@ class Rows:
     """
 
     positions: Tensor
-    slots: Tensor
-    tables: Tensor
-    lengths: Tensor
-    offsets: Tensor | None
-    last: Tensor | slice
+    slot_mapping: Tensor
+    block_tables: Tensor
+    seq_lens: Tensor
+    cu_seqlens_q: Tensor | None
+    logits_indices: Tensor | slice
 
 
-class RowMaker:
+class MetadataBuilder:
     """Makes `Rows`; what the step before had already is used again.
 
     The layers of one step ask for the same spans, and a crowd that stays keeps its tables: they are made anew
     where a sequence joins, leaves or gets another page, and where the longest one needs a wider table.
     """
 
-    __slots__ = ("_device", "_last", "_near", "_size", "_tables")
+    __slots__ = ("_block_tables", "_cached_metadata", "_cached_tables", "_device", "_size")
 
-    def __init__(self, tables: Tables, page_size: int, device: torch.device) -> None:
-        self._tables, self._size, self._device = tables, page_size, device
-        self._last: tuple[list[Span], Hashable, Rows] | None = None
-        self._near: tuple[list[PagedSequence], Hashable, Tensor] | None = None
+    def __init__(self, block_tables: BlockTables, page_size: int, device: torch.device) -> None:
+        self._block_tables, self._size, self._device = block_tables, page_size, device
+        self._cached_metadata: tuple[list[TokenRange], Hashable, AttentionMetadata] | None = None
+        self._cached_tables: tuple[list[PagedSequence], Hashable, Tensor] | None = None
 
-    def rows(self, spans: Sequence[Span]) -> Rows:
+    def build(self, ranges: Sequence[TokenRange]) -> AttentionMetadata:
         """Where the tokens of `spans` stand, one span behind the other."""
-        spans, here = list(spans), self._stream()
-        last = self._last
-        if last is not None and last[0] == spans and last[1] == here:
+        ranges, stream = list(ranges), self._stream()
+        last = self._cached_metadata
+        if last is not None and last[0] == ranges and last[1] == stream:
             return last[2]
         with torch.inference_mode(False):
-            made = self._made(spans)
-        self._last = (spans, here, made)
-        return made
+            metadata = self._build(ranges)
+        self._cached_metadata = (ranges, stream, metadata)
+        return metadata
 
     def _stream(self) -> Hashable:
         """The current CUDA stream: another one would not wait for what was sent on it."""
         return torch.cuda.current_stream(self._device).cuda_stream if self._device.type == "cuda" else None
 
-    def _made(self, spans: list[Span]) -> Rows:
-        sequences = [span.sequence for span in spans]
-        counts = [span.count for span in spans]
-        offsets: Tensor | None = None
-        last: Tensor | slice = slice(None)
-        if max(counts) == 1:
-            size, positions = self._size, [span.start for span in spans]
-            slots = [s.pages[n // size] * size + n % size for s, n in zip(sequences, positions, strict=True)]
-            lengths = [start + 1 for start in positions]
+    def _build(self, ranges: list[TokenRange]) -> AttentionMetadata:
+        sequences = [span.sequence for span in ranges]
+        query_lens = [span.count for span in ranges]
+        cu_seqlens_q: Tensor | None = None
+        logits_indices: Tensor | slice = slice(None)
+        if max(query_lens) == 1:
+            size, positions = self._size, [span.start for span in ranges]
+            slot_mapping = [
+                s.pages[n // size] * size + n % size for s, n in zip(sequences, positions, strict=True)
+            ]
+            seq_lens = [start + 1 for start in positions]
         else:
-            positions = [place for span in spans for place in range(span.start, span.end)]
-            slots, lengths = self.slots(spans), [span.end for span in spans]
-            ends = list(accumulate(counts))
-            offsets = on_device(torch.tensor([0, *ends], dtype=torch.int32), self._device)
-            last = on_device(torch.tensor(ends) - 1, self._device)
-        where, slot, length = self._sent(positions, slots, lengths)
-        tables = self.tables(sequences, -(-max(lengths) // self._size))
-        return Rows(where, slot, tables, length, offsets, last)
+            positions = [place for span in ranges for place in range(span.start, span.end)]
+            slot_mapping, seq_lens = self.slot_mapping(ranges), [span.end for span in ranges]
+            ends = list(accumulate(query_lens))
+            cu_seqlens_q = to_device_with_host_copy(torch.tensor([0, *ends], dtype=torch.int32), self._device)
+            logits_indices = to_device_with_host_copy(torch.tensor(ends) - 1, self._device)
+        position_tensor, slot_tensor, seq_lens_tensor = self._to_device(positions, slot_mapping, seq_lens)
+        block_tables = self.block_tables(sequences, -(-max(seq_lens) // self._size))
+        return AttentionMetadata(
+            position_tensor, slot_tensor, block_tables, seq_lens_tensor, cu_seqlens_q, logits_indices
+        )
 
-    def slots(self, spans: Sequence[Span]) -> list[int]:
+    def slot_mapping(self, ranges: Sequence[TokenRange]) -> list[int]:
         """The places in the pool of all tokens, page by page."""
         size = self._size
-        slots: list[int] = []
-        for span in spans:
-            at, end, pages = span.start, span.end, span.sequence.pages
-            while at < end:
-                until = min(end, at - at % size + size)
-                first = pages[at // size] * size + at % size
-                slots += range(first, first + until - at)
-                at = until
-        return slots
+        slot_mapping: list[int] = []
+        for span in ranges:
+            position, end, pages = span.start, span.end, span.sequence.pages
+            while position < end:
+                until = min(end, position - position % size + size)
+                first = pages[position // size] * size + position % size
+                slot_mapping += range(first, first + until - position)
+                position = until
+        return slot_mapping
 
-    def _sent(self, positions: list[int], slots: list[int], lengths: list[int]) -> tuple[Tensor, ...]:
+    def _to_device(
+        self, positions: list[int], slot_mapping: list[int], seq_lens: list[int]
+    ) -> tuple[Tensor, ...]:
         """All three on the device, in one transfer; each begins where sixteen bytes do."""
-        gap = [0] * (len(slots) % 2)
-        numbers = array("q", [*positions, *gap, *slots, *gap])
-        numbers.frombytes(array("i", lengths + [0] * (len(lengths) % 2)).tobytes())
-        count, behind = len(slots), len(slots) + len(gap)
-        own = (
+        gap = [0] * (len(slot_mapping) % 2)
+        numbers = array("q", [*positions, *gap, *slot_mapping, *gap])
+        numbers.frombytes(array("i", seq_lens + [0] * (len(seq_lens) % 2)).tobytes())
+        count, padded = len(slot_mapping), len(slot_mapping) + len(gap)
+        tensors = (
             torch.frombuffer(numbers, dtype=torch.int64, count=count),
-            torch.frombuffer(numbers, dtype=torch.int64, count=count, offset=8 * behind),
-            torch.frombuffer(numbers, dtype=torch.int32, count=len(lengths), offset=16 * behind),
+            torch.frombuffer(numbers, dtype=torch.int64, count=count, offset=8 * padded),
+            torch.frombuffer(numbers, dtype=torch.int32, count=len(seq_lens), offset=16 * padded),
         )
         if self._device.type == "cpu":
-            return own
-        there = on_device(torch.frombuffer(numbers, dtype=torch.int64), self._device)
-        ends = there[2 * behind :].view(torch.int32)[: len(lengths)]
-        return there[:count], there[behind : behind + count], remember(ends, own[2])
+            return tensors
+        on_target = to_device_with_host_copy(torch.frombuffer(numbers, dtype=torch.int64), self._device)
+        ends = on_target[2 * padded :].view(torch.int32)[: len(seq_lens)]
+        return on_target[:count], on_target[padded : padded + count], attach_host_copy(ends, tensors[2])
 
-    def tables(self, sequences: list[PagedSequence], width: int) -> Tensor:
+    def block_tables(self, sequences: list[PagedSequence], width: int) -> Tensor:
         """The page tables (B, width) of `sequences` on the device."""
-        here = self._stream(), width, self._tables.version
-        near = self._near
-        if near is not None and near[0] == sequences and near[1] == here:
-            return near[2]
-        if any(sequence.tables is not self._tables for sequence in sequences):
+        cache_key = self._stream(), width, self._block_tables.version
+        cached = self._cached_tables
+        if cached is not None and cached[0] == sequences and cached[1] == cache_key:
+            return cached[2]
+        if any(sequence.block_tables is not self._block_tables for sequence in sequences):
             raise ValueError("spans needs those of this cache's sequences, got another cache's")
-        picked = self._tables.pick([sequence.row for sequence in sequences], width)
-        made = picked if self._device.type == "cpu" else on_device(picked, self._device)
-        self._near = (sequences, here, made)
-        return made
+        picked = self._block_tables.gather([sequence.row for sequence in sequences], width)
+        block_tables = (
+            picked if self._device.type == "cpu" else to_device_with_host_copy(picked, self._device)
+        )
+        self._cached_tables = (sequences, cache_key, block_tables)
+        return block_tables

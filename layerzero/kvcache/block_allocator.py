@@ -30,35 +30,37 @@ class PageAllocator:
     to it. `epoch` rises with every change.
     """
 
-    __slots__ = ("_counts", "_free", "epoch", "evict")
+    __slots__ = ("_free", "_refcounts", "evict", "version")
 
     def __init__(self, count: int, evict: Evict | None = None) -> None:
         checks.need_int("count", count, low=1)
-        self._counts = [0] * count
+        self._refcounts = [0] * count
         self._free = list(range(count - 1, -1, -1))
         self.evict = evict
-        self.epoch = 0
+        self.version = 0
 
     @property
     def total(self) -> int:
         """All pages."""
-        return len(self._counts)
+        return len(self._refcounts)
 
     @property
     def free_pages(self) -> int:
         """Pages that nobody holds."""
         return len(self._free)
 
-    def holders(self, page: int) -> int:
+    def refcount(self, page: int) -> int:
         """How many owners a page has.
 
         Raises: ForeignPageError: the pool has no such page.
         """
-        if not isinstance(page, int) or not 0 <= page < len(self._counts):
-            raise ForeignPageError(f"page needs an id in [0, {len(self._counts)}), got {page!r}", page=page)
-        return self._counts[page]
+        if not isinstance(page, int) or not 0 <= page < len(self._refcounts):
+            raise ForeignPageError(
+                f"page needs an id in [0, {len(self._refcounts)}), got {page!r}", page=page
+            )
+        return self._refcounts[page]
 
-    def take(self, count: int) -> list[int]:
+    def allocate(self, count: int) -> list[int]:
         """`count` pages with one owner each: all of them or none.
 
         Raises: PagesExhaustedError: too few are free, even after `evict`.
@@ -73,42 +75,42 @@ class PageAllocator:
                 missing=missing,
                 total=self.total,
             )
-        taken = [self._free.pop() for _ in range(count)]
-        for page in taken:
-            self._counts[page] = 1
-        if taken:
-            self.epoch += 1
-        return taken
+        pages = [self._free.pop() for _ in range(count)]
+        for page in pages:
+            self._refcounts[page] = 1
+        if pages:
+            self.version += 1
+        return pages
 
-    def share(self, pages: Iterable[int]) -> None:
+    def incref(self, pages: Iterable[int]) -> None:
         """One more owner for each page: all of them or none.
 
         Raises: FreedPageError: a page has no owner. ForeignPageError: an id is not of this pool.
         """
-        pages = self._held(pages)
+        pages = self._checked(pages)
         for page in pages:
-            self._counts[page] += 1
+            self._refcounts[page] += 1
         if pages:
-            self.epoch += 1
+            self.version += 1
 
-    def give_back(self, pages: Iterable[int]) -> None:
+    def free(self, pages: Iterable[int]) -> None:
         """One owner less for each page; the last one frees it. All of them or none.
 
         Raises: FreedPageError: a page is free already. ForeignPageError: an id is not of this pool.
         """
-        pages = self._held(pages)
+        pages = self._checked(pages)
         for page in reversed(pages):
-            self._counts[page] -= 1
-            if not self._counts[page]:
+            self._refcounts[page] -= 1
+            if not self._refcounts[page]:
                 self._free.append(page)
         if pages:
-            self.epoch += 1
+            self.version += 1
 
-    def _held(self, pages: Iterable[int]) -> Sequence[int]:
+    def _checked(self, pages: Iterable[int]) -> Sequence[int]:
         pages = list(pages)
-        asked: dict[int, int] = {}
+        needed: dict[int, int] = {}
         for page in pages:
-            asked[page] = asked.get(page, 0) + 1
-            if self.holders(page) < asked[page]:
+            needed[page] = needed.get(page, 0) + 1
+            if self.refcount(page) < needed[page]:
                 raise FreedPageError(f"page {page} needs an owner, got a page that was freed", page=page)
         return pages

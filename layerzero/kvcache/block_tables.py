@@ -14,7 +14,7 @@ from layerzero.kvcache.block_allocator import PageAllocator
 from layerzero.ops import checks
 
 
-class Span:
+class TokenRange:
     """`count` tokens that a sequence has grown by, from position `start` on; it stays what it is."""
 
     __slots__ = ("count", "sequence", "start")
@@ -28,10 +28,10 @@ class Span:
         return self.start + self.count
 
     def __repr__(self) -> str:
-        return f"Span({self.sequence!r}, {self.start}, {self.count})"
+        return f"TokenRange({self.sequence!r}, {self.start}, {self.count})"
 
 
-class Owner(Protocol):
+class SequenceOwner(Protocol):
     """What a sequence asks of its cache."""
 
     def reserve(self, sequence: int, tokens: int) -> None: ...
@@ -48,19 +48,23 @@ class PagedSequence:
     has those pages next writes them in a later batch.
     """
 
-    __slots__ = ("_allocator", "_cache", "_length", "number", "pages", "room", "row", "tables")
+    __slots__ = ("_allocator", "_cache", "_length", "block_tables", "capacity", "number", "pages", "row")
 
     def __init__(
-        self, number: int, cache: ReferenceType[Owner], allocator: PageAllocator, tables: Tables
+        self,
+        number: int,
+        cache: ReferenceType[SequenceOwner],
+        allocator: PageAllocator,
+        block_tables: BlockTables,
     ) -> None:
-        self.number, self._cache, self._allocator, self.tables = number, cache, allocator, tables
-        self._length = self.room = 0
+        self.number, self._cache, self._allocator, self.block_tables = number, cache, allocator, block_tables
+        self._length = self.capacity = 0
         self.pages: list[int] = []
-        self.row = tables.take()
+        self.row = block_tables.allocate_row()
 
     def __del__(self) -> None:
         # Not before: who reads the row may be a batch that outlives the sequence.
-        self.tables.give_back(self.row)
+        self.block_tables.free_row(self.row)
 
     @property
     def length(self) -> int:
@@ -71,7 +75,7 @@ class PagedSequence:
     def length(self, tokens: int) -> None:
         self._owner().rollback(self.number, tokens)
 
-    def extend(self, count: int = 1) -> Span:
+    def extend(self, count: int = 1) -> TokenRange:
         """Places for the next `count` tokens, which the length counts from here on.
 
         Write them with `append_kv` before anything reads them.
@@ -79,26 +83,26 @@ class PagedSequence:
             TypeError: `count` is no positive number.
         """
         start = self._length
-        if count.__class__ is not int or count < 1 or start + count > self.room:
+        if count.__class__ is not int or count < 1 or start + count > self.capacity:
             self._owner().reserve(self.number, start + checks.need_int("count", count, low=1))
         self._length = start + count
-        self._allocator.epoch += 1
-        return Span(self, start, count)
+        self._allocator.version += 1
+        return TokenRange(self, start, count)
 
-    def grow(self, count: int) -> Span:
+    def grow(self, count: int) -> TokenRange:
         """`extend` by tokens whose room has been seen to; for the cache to call."""
         start = self._length
         self._length = start + count
-        return Span(self, start, count)
+        return TokenRange(self, start, count)
 
-    def settle(self, length: int, pages: list[int], room: int) -> None:
+    def set_state(self, length: int, pages: list[int], capacity: int) -> None:
         """Have so many tokens, `pages`, and a place for each token up to `room`; for the cache to call."""
         if pages != self.pages:
-            self.tables.write(self.row, pages, self.pages)
+            self.block_tables.write(self.row, pages, self.pages)
             self.pages = pages
-        self._length, self.room = length, room
+        self._length, self.capacity = length, capacity
 
-    def _owner(self) -> Owner:
+    def _owner(self) -> SequenceOwner:
         cache = self._cache()
         if cache is None:
             raise ReferenceError(f"sequence {self.number} needs its cache, got one that is gone")
@@ -125,68 +129,68 @@ class PagedSequence:
         return f"<sequence {self.number} of {self._length} tokens>"
 
 
-class Tables:
+class BlockTables:
     """The page tables of all sequences, a row each of (R, W) int32 on the host.
 
     A row belongs to a sequence until the object dies. `version` rises with every entry that changes.
     """
 
-    __slots__ = ("_free", "_laid", "version")
+    __slots__ = ("_free", "_storage", "version")
 
     def __init__(self) -> None:
-        self._laid = _laid_out(64, 16)  # replaced as one: another thread may pick meanwhile
+        self._storage = _new_storage(64, 16)  # replaced as one: another thread may pick meanwhile
         self._free = list(range(63, -1, -1))
         self.version = 0
 
-    def take(self) -> int:
+    def allocate_row(self) -> int:
         """A row of zeros."""
-        count, width = self._laid[1].shape
+        count, width = self._storage[1].shape
         if not self._free:
             self._grow(2 * count, width)
             self._free += range(2 * count - 1, count - 1, -1)  # in place: others give back meanwhile
         row = self._free.pop()
-        self._laid[0][row * width : (row + 1) * width] = array("i", bytes(4 * width))
+        self._storage[0][row * width : (row + 1) * width] = array("i", bytes(4 * width))
         self.version += 1
         return row
 
-    def give_back(self, row: int) -> None:
+    def free_row(self, row: int) -> None:
         """Let a later sequence have the row."""
         self._free.append(row)
 
     def write(self, row: int, pages: list[int], before: list[int]) -> None:
         """Let the row hold `pages`, where it held `before`."""
-        count, width = self._laid[1].shape
+        count, width = self._storage[1].shape
         if width < len(pages):
             width = max(2 * width, len(pages))
             self._grow(count, width)
-        at = len(before) if pages[: len(before)] == before else 0
-        new = pages[at:] + [0] * (len(before) - len(pages))
-        begin = row * width + at
-        self._laid[0][begin : begin + len(new)] = array("i", new)
+        start = len(before) if pages[: len(before)] == before else 0
+        new = pages[start:] + [0] * (len(before) - len(pages))
+        begin = row * width + start
+        self._storage[0][begin : begin + len(new)] = array("i", new)
         self.version += 1
 
-    def pick(self, owners: list[int], width: int) -> Tensor:
+    def gather(self, rows_: list[int], width: int) -> Tensor:
         """A copy of the first entries of some rows, (B, width) or as wide as all rows are."""
-        numbers, rows = self._laid
+        numbers, rows = self._storage
         whole = rows.shape[1]
         width = min(width, whole)
-        if len(owners) == 1 and width:
-            begin = owners[0] * whole
-            own = numbers[begin : begin + width]
-            return torch.frombuffer(own, dtype=torch.int32).view(1, width)
-        if not owners:
+        if len(rows_) == 1 and width:
+            begin = rows_[0] * whole
+            entries = numbers[begin : begin + width]
+            return torch.frombuffer(entries, dtype=torch.int32).view(1, width)
+        if not rows_:
             return rows[:0, :width]
-        where = torch.frombuffer(array("q", owners), dtype=torch.int64)
+        where = torch.frombuffer(array("q", rows_), dtype=torch.int64)
         return rows.narrow(1, 0, width).index_select(0, where)
 
     def _grow(self, count: int, width: int) -> None:
-        numbers, rows = _laid_out(count, width)
-        known = self._laid[1]
-        rows[: known.shape[0], : known.shape[1]] = known
-        self._laid = numbers, rows
+        numbers, rows = _new_storage(count, width)
+        old_rows = self._storage[1]
+        rows[: old_rows.shape[0], : old_rows.shape[1]] = old_rows
+        self._storage = numbers, rows
 
 
-def _laid_out(count: int, width: int) -> tuple[array[int], Tensor]:
+def _new_storage(count: int, width: int) -> tuple[array[int], Tensor]:
     """An array of zeros, which Python writes at once, and its memory as a tensor (count, width)."""
     numbers = array("i", bytes(4 * count * width))
     with torch.inference_mode(False):

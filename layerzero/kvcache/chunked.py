@@ -7,14 +7,14 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from layerzero.kvcache.protocol import Sequences, Spec
+from layerzero.kvcache.protocol import KVCacheSpec, Sequences
 from layerzero.ops import checks
 
 Chunk = tuple[Tensor, Tensor]
 
 
 @dataclass(slots=True)
-class _Chunks:
+class _ChunkedSequence:
     length: int = 0
     chunks: list[Chunk] = field(default_factory=list)
 
@@ -22,18 +22,18 @@ class _Chunks:
 class ChunkedCache:
     """Chunks of `chunk` tokens, allocated as they are needed; reading joins them."""
 
-    __slots__ = ("_chunk", "_sequences", "epoch", "spec")
+    __slots__ = ("_chunk", "_sequences", "spec", "version")
 
-    def __init__(self, spec: Spec, *, chunk: int = 64) -> None:
+    def __init__(self, spec: KVCacheSpec, *, chunk: int = 64) -> None:
         self.spec = spec
-        self.epoch = 0
+        self.version = 0
         self._chunk = checks.need_int("chunk", chunk, low=1)
-        self._sequences: Sequences[_Chunks] = Sequences()
+        self._sequences: Sequences[_ChunkedSequence] = Sequences()
 
     def new(self) -> int:
         """A sequence without tokens."""
-        self.epoch += 1
-        return self._sequences.add(_Chunks())
+        self.version += 1
+        return self._sequences.add(_ChunkedSequence())
 
     def fork(self, sequence: int) -> int:
         """A sequence over the same full chunks and a copy of the last one."""
@@ -41,10 +41,10 @@ class ChunkedCache:
         chunks = list(source.chunks)
         if source.length % self._chunk:
             last, chunks[-1] = chunks[-1], self._empty()
-            for place, held in zip(chunks[-1], last, strict=True):
-                place.copy_(held)
-        self.epoch += 1
-        return self._sequences.add(_Chunks(source.length, chunks))
+            for copy, source_chunk in zip(chunks[-1], last, strict=True):
+                copy.copy_(source_chunk)
+        self.version += 1
+        return self._sequences.add(_ChunkedSequence(source.length, chunks))
 
     def append(self, sequence: int, keys: Tensor, values: Tensor) -> None:
         """Write tokens behind the sequence's, into new chunks where the last is full."""
@@ -56,22 +56,22 @@ class ChunkedCache:
             if entry == len(state.chunks):
                 state.chunks.append(self._empty())
             step = min(self._chunk - slot, count - done)
-            for place, given in zip(state.chunks[entry], (keys, values), strict=True):
-                place[slot : slot + step].copy_(given[done : done + step])
+            for chunk, new in zip(state.chunks[entry], (keys, values), strict=True):
+                chunk[slot : slot + step].copy_(new[done : done + step])
             state.length += step
             done += step
         if count:
-            self.epoch += 1
+            self.version += 1
 
     def _empty(self) -> Chunk:
         spec = self.spec
-        keys = spec.zeros(self._chunk, spec.heads, spec.width)
-        return keys, spec.zeros(self._chunk, spec.heads, spec.value_width)
+        keys = spec.zeros(self._chunk, spec.num_kv_heads, spec.head_dim)
+        return keys, spec.zeros(self._chunk, spec.num_kv_heads, spec.head_dim_v)
 
     def free(self, sequence: int) -> None:
         """Forget the sequence; chunks that forks share stay."""
         self._sequences.pop(sequence)
-        self.epoch += 1
+        self.version += 1
 
     def length(self, sequence: int) -> int:
         """The sequence's tokens."""
@@ -87,7 +87,7 @@ class ChunkedCache:
             keys, values = (torch.cat([chunk[part] for chunk in chunks]) for part in (0, 1))
         return keys[: state.length], values[: state.length]
 
-    def bytes_held(self) -> int:
+    def allocated_bytes(self) -> int:
         """Bytes of all chunks, shared ones once."""
         chunks = {id(keys) for state in self._sequences.values() for keys, _ in state.chunks}
         return len(chunks) * self._chunk * self.spec.token_bytes

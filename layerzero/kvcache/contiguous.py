@@ -6,12 +6,12 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from layerzero.kvcache.protocol import Sequences, Spec
+from layerzero.kvcache.protocol import KVCacheSpec, Sequences
 from layerzero.ops import checks
 
 
 @dataclass(slots=True)
-class _Block:
+class _ContiguousSequence:
     keys: Tensor
     values: Tensor
     length: int = 0
@@ -20,34 +20,34 @@ class _Block:
 class ContiguousCache:
     """Blocks that start with room for `capacity` tokens; growing and forking copy."""
 
-    __slots__ = ("_capacity", "_sequences", "epoch", "spec")
+    __slots__ = ("_capacity", "_sequences", "spec", "version")
 
-    def __init__(self, spec: Spec, *, capacity: int = 64) -> None:
+    def __init__(self, spec: KVCacheSpec, *, capacity: int = 64) -> None:
         self.spec = spec
-        self.epoch = 0
+        self.version = 0
         self._capacity = checks.need_int("capacity", capacity, low=1)
-        self._sequences: Sequences[_Block] = Sequences()
+        self._sequences: Sequences[_ContiguousSequence] = Sequences()
 
-    def _block(self, capacity: int, like: _Block | None = None) -> _Block:
+    def _block(self, capacity: int, like: _ContiguousSequence | None = None) -> _ContiguousSequence:
         """An empty block, or one that holds what `like` holds."""
         spec = self.spec
-        keys = spec.zeros(capacity, spec.heads, spec.width)
-        made = _Block(keys, spec.zeros(capacity, spec.heads, spec.value_width))
+        keys = spec.zeros(capacity, spec.num_kv_heads, spec.head_dim)
+        block = _ContiguousSequence(keys, spec.zeros(capacity, spec.num_kv_heads, spec.head_dim_v))
         if like is not None:
-            made.length = like.length
-            made.keys[: like.length].copy_(like.keys[: like.length])
-            made.values[: like.length].copy_(like.values[: like.length])
-        return made
+            block.length = like.length
+            block.keys[: like.length].copy_(like.keys[: like.length])
+            block.values[: like.length].copy_(like.values[: like.length])
+        return block
 
     def new(self) -> int:
         """A sequence without tokens."""
-        self.epoch += 1
+        self.version += 1
         return self._sequences.add(self._block(self._capacity))
 
     def fork(self, sequence: int) -> int:
         """A copy of the sequence."""
         source = self._sequences.get(sequence)
-        self.epoch += 1
+        self.version += 1
         return self._sequences.add(self._block(source.keys.shape[0], source))
 
     def append(self, sequence: int, keys: Tensor, values: Tensor) -> None:
@@ -63,12 +63,12 @@ class ContiguousCache:
         block.keys[block.length : end].copy_(keys)
         block.values[block.length : end].copy_(values)
         block.length = end
-        self.epoch += 1
+        self.version += 1
 
     def free(self, sequence: int) -> None:
         """Forget the sequence; views that callers hold keep its memory alive."""
         self._sequences.pop(sequence)
-        self.epoch += 1
+        self.version += 1
 
     def length(self, sequence: int) -> int:
         """The sequence's tokens."""
@@ -79,6 +79,6 @@ class ContiguousCache:
         block = self._sequences.get(sequence)
         return block.keys[: block.length], block.values[: block.length]
 
-    def bytes_held(self) -> int:
+    def allocated_bytes(self) -> int:
         """Bytes of all blocks, their unused ends included."""
         return sum(block.keys.shape[0] for block in self._sequences.values()) * self.spec.token_bytes

@@ -8,14 +8,13 @@ from weakref import ref
 import torch
 from torch import Tensor
 
-from layerzero.kvcache.attention_metadata import RowMaker, Rows
+from layerzero.kvcache.attention_metadata import AttentionMetadata, MetadataBuilder
 from layerzero.kvcache.block_allocator import Evict, PageAllocator
-from layerzero.kvcache.block_tables import PagedSequence, Span, Tables
-from layerzero.kvcache.protocol import Sequences, Spec
-from layerzero.ops import checks
-from layerzero.ops import host_copies as mirrors
+from layerzero.kvcache.block_tables import BlockTables, PagedSequence, TokenRange
+from layerzero.kvcache.protocol import KVCacheSpec, Sequences
+from layerzero.ops import checks, host_copies
 from layerzero.ops.paged.append import append_kv_reference
-from layerzero.ops.paged.checks import LAYOUTS, gather
+from layerzero.ops.paged.checks import LAYOUTS, gather_pages
 
 
 class PagedCache:
@@ -34,9 +33,9 @@ class PagedCache:
 
     __slots__ = (
         "__weakref__",
-        "_maker",
+        "_block_tables",
+        "_metadata_builder",
         "_sequences",
-        "_tables",
         "allocator",
         "layout",
         "page_size",
@@ -46,7 +45,7 @@ class PagedCache:
 
     def __init__(
         self,
-        spec: Spec,
+        spec: KVCacheSpec,
         *,
         pages: int,
         page_size: int = 16,
@@ -62,24 +61,24 @@ class PagedCache:
         self.layout = layout
         self.allocator = PageAllocator(pages, evict)
         self._sequences: Sequences[PagedSequence] = Sequences()
-        self._tables = Tables()
-        self._maker = RowMaker(self._tables, page_size, torch.device(spec.device))
+        self._block_tables = BlockTables()
+        self._metadata_builder = MetadataBuilder(self._block_tables, page_size, torch.device(spec.device))
         self.pools: tuple[tuple[Tensor, Tensor], ...] = tuple(
-            (self._pool(pages, spec.width), self._pool(pages, spec.value_width)) for _ in range(layers)
+            (self._pool(pages, spec.head_dim), self._pool(pages, spec.head_dim_v)) for _ in range(layers)
         )
 
     def _pool(self, pages: int, width: int) -> Tensor:
-        heads, size = self.spec.heads, self.page_size
+        heads, size = self.spec.num_kv_heads, self.page_size
         shape = (pages, size, heads, width) if self.layout == "NHD" else (pages, heads, size, width)
         return self.spec.zeros(*shape)
 
     @property
-    def k_pages(self) -> Tensor:
+    def k_cache(self) -> Tensor:
         """The keys of the first layer; `pools` holds every layer's keys and values."""
         return self.pools[0][0]
 
     @property
-    def v_pages(self) -> Tensor:
+    def v_cache(self) -> Tensor:
         """The values of the first layer."""
         return self.pools[0][1]
 
@@ -89,30 +88,30 @@ class PagedCache:
         return self.pools[0][0].device
 
     @property
-    def epoch(self) -> int:
+    def version(self) -> int:
         """Rises with every change of whose pages are whose."""
-        return self.allocator.epoch
+        return self.allocator.version
 
     def new(self) -> int:
         """A sequence without tokens; it holds no page yet."""
-        return self._opened().number
+        return self._open().number
 
-    def _opened(self) -> PagedSequence:
-        made = PagedSequence(self._sequences.next, ref(self), self.allocator, self._tables)
-        self._sequences.add(made)
-        return made
+    def _open(self) -> PagedSequence:
+        sequence = PagedSequence(self._sequences.next, ref(self), self.allocator, self._block_tables)
+        self._sequences.add(sequence)
+        return sequence
 
     def sequence(self, tokens: int) -> PagedSequence:
         """A new sequence with the pages for `tokens` tokens, so that growing up to there cannot fail.
 
         Raises: ValueError: a pool of this size could never hold it. PagesExhaustedError: it cannot now.
         """
-        most = self.allocator.total * self.page_size
-        if not 1 <= checks.need_int("tokens", tokens) <= most:
-            raise ValueError(f"tokens needs 1 to {most}, what the whole pool holds, got {tokens}")
-        opened = self._opened()
+        capacity = self.allocator.total * self.page_size
+        if not 1 <= checks.need_int("tokens", tokens) <= capacity:
+            raise ValueError(f"tokens needs 1 to {capacity}, what the whole pool holds, got {tokens}")
+        opened = self._open()
         try:
-            self._make_room([(opened, tokens)])
+            self._ensure_capacity([(opened, tokens)])
         except Exception:
             self._sequences.pop(opened.number)
             raise
@@ -122,10 +121,10 @@ class PagedCache:
         """A sequence over the same pages; whoever appends first to the last one copies it."""
         source = self._sequences.get(sequence)
         used = source.pages[: self._pages_for(source.length)]
-        self.allocator.share(used)
-        forked = self._opened()
-        for own, pages in ((source, source.pages), (forked, used)):
-            own.settle(source.length, pages, source.length)
+        self.allocator.incref(used)
+        forked = self._open()
+        for state, pages in ((source, source.pages), (forked, used)):
+            state.set_state(source.length, pages, source.length)
         return forked.number
 
     def rollback(self, sequence: int, tokens: int) -> None:
@@ -136,12 +135,12 @@ class PagedCache:
         state = self._sequences.get(sequence)
         if not 0 <= checks.need_int("tokens", tokens) <= state.length:
             raise ValueError(f"tokens needs 0 to {state.length}, what the sequence has, got {tokens}")
-        kept, held = self._pages_for(tokens), self._pages_for(state.length)
-        shared = [page for page in state.pages[kept:held] if self.allocator.holders(page) > 1]
-        pages = [page for at, page in enumerate(state.pages) if at < kept or page not in shared]
-        self.allocator.give_back(shared)
-        state.settle(tokens, pages, tokens)
-        self.allocator.epoch += 1
+        pages_needed, pages_used = self._pages_for(tokens), self._pages_for(state.length)
+        shared = [page for page in state.pages[pages_needed:pages_used] if self.allocator.refcount(page) > 1]
+        pages = [page for entry, page in enumerate(state.pages) if entry < pages_needed or page not in shared]
+        self.allocator.free(shared)
+        state.set_state(tokens, pages, tokens)
+        self.allocator.version += 1
 
     def reserve(self, sequence: int, tokens: int) -> None:
         """Take the pages for `tokens` tokens in all now, so that growing up to there cannot fail.
@@ -150,7 +149,7 @@ class PagedCache:
         """
         checks.need_int("tokens", tokens, low=0)
         state = self._sequences.get(sequence)
-        self._make_room([(state, max(0, tokens - state.length))])
+        self._ensure_capacity([(state, max(0, tokens - state.length))])
 
     def extend(self, sequences: Sequence[int], counts: Sequence[int]) -> Tensor:
         """Slots (T,) int64 for the next counts[i] tokens of sequences[i]: all of them or none.
@@ -160,29 +159,29 @@ class PagedCache:
             ValueError: a sequence stands there twice, a count is negative. FreedSequenceError,
             UnknownSequenceError.
         """
-        slots = self._maker.slots(self._grown(sequences, counts, 0))
-        return torch.tensor(slots, dtype=torch.int64, device=self.spec.device)
+        slot_mapping = self._metadata_builder.slot_mapping(self._extend(sequences, counts, 0))
+        return torch.tensor(slot_mapping, dtype=torch.int64, device=self.spec.device)
 
-    def step(self, sequences: Sequence[int], counts: Sequence[int]) -> Rows:
+    def prepare_batch(self, sequences: Sequence[int], counts: Sequence[int]) -> AttentionMetadata:
         """Grow sequences[i] by counts[i] tokens, at least one each, and say where their rows stand.
 
         Raises: what `extend` raises, and like it changes all of them or none.
         """
         if not len(sequences):
             raise ValueError("sequences needs at least one, got none")
-        return self._maker.rows(self._grown(sequences, counts, 1))
+        return self._metadata_builder.build(self._extend(sequences, counts, 1))
 
-    def rows(self, spans: Sequence[Span]) -> Rows:
+    def attention_metadata(self, ranges: Sequence[TokenRange]) -> AttentionMetadata:
         """Where the tokens of `spans` stand, one span behind the other.
 
         It reads what the spans name and no sequence: any thread may ask, also while others grow or are freed.
         Raises: ValueError: there is none, or one is of another cache.
         """
-        if not spans:
+        if not ranges:
             raise ValueError("spans needs at least one, got none")
-        return self._maker.rows(spans)
+        return self._metadata_builder.build(ranges)
 
-    def _grown(self, sequences: Sequence[int], counts: Sequence[int], low: int) -> list[Span]:
+    def _extend(self, sequences: Sequence[int], counts: Sequence[int], low: int) -> list[TokenRange]:
         if len(sequences) != len(counts) or len(set(sequences)) != len(sequences):
             raise ValueError(
                 f"sequences needs each sequence once, with one count each, got {list(sequences)} and "
@@ -191,13 +190,17 @@ class PagedCache:
         if counts and (set(map(type, counts)) != {int} or min(counts) < low):
             for count in counts:
                 checks.need_int("counts", count, low=low)
-        states = self._sequences.many(sequences)
-        ends = [state.length + count for state, count in zip(states, counts, strict=True)]
-        short = [at for at, (state, end) in enumerate(zip(states, ends, strict=True)) if end > state.room]
-        if short:
-            self._make_room([(states[at], counts[at]) for at in short], states)
+        states = self._sequences.get_many(sequences)
+        seq_lens = [state.length + count for state, count in zip(states, counts, strict=True)]
+        growing = [
+            index
+            for index, (state, end) in enumerate(zip(states, seq_lens, strict=True))
+            if end > state.capacity
+        ]
+        if growing:
+            self._ensure_capacity([(states[at], counts[at]) for at in growing], states)
         if any(counts):
-            self.allocator.epoch += 1
+            self.allocator.version += 1
         return [state.grow(count) for state, count in zip(states, counts, strict=True)]
 
     def append(self, sequence: int, keys: Tensor, values: Tensor) -> None:
@@ -210,50 +213,50 @@ class PagedCache:
                 f"append needs a cache of one layer, got {len(self.pools)}; extend gives slots for append_kv"
             )
         count = self.spec.check(keys, values)
-        slots = self.extend([sequence], [count])
+        slot_mapping = self.extend([sequence], [count])
         if count:
-            append_kv_reference(keys, values, self.k_pages, self.v_pages, slots, self.layout)
+            append_kv_reference(keys, values, self.k_cache, self.v_cache, slot_mapping, self.layout)
 
     def _pages_for(self, tokens: int) -> int:
         return -(-tokens // self.page_size)
 
-    def _make_room(
-        self, wanted: Sequence[tuple[PagedSequence, int]], beside: Sequence[PagedSequence] = ()
+    def _ensure_capacity(
+        self, growth: Sequence[tuple[PagedSequence, int]], others: Sequence[PagedSequence] = ()
     ) -> None:
         """Pages for so many more tokens of each sequence, the one each goes on writing unshared.
 
         Raises: FreedSequenceError: the eviction hook freed one of them, or of those `beside`.
         """
-        holders: dict[int, int] = {}
+        refcounts: dict[int, int] = {}
         need: list[tuple[PagedSequence, int, int]] = []  # pages to add; the shared page's entry, or -1
-        for state, count in wanted:
-            more = max(0, self._pages_for(state.length + count) - len(state.pages))
+        for state, count in growth:
+            page_count = max(0, self._pages_for(state.length + count) - len(state.pages))
             entry, shared = state.length // self.page_size, -1
             if count and state.length % self.page_size:
                 page = state.pages[entry]
-                left = holders.setdefault(page, self.allocator.holders(page))
-                if left > 1:  # the last of several sharers that grow at once keeps the page
-                    holders[page], shared = left - 1, entry
-            need.append((state, more, shared))
-        taken = self.allocator.take(sum(more + (shared >= 0) for _, more, shared in need))
+                remaining = refcounts.setdefault(page, self.allocator.refcount(page))
+                if remaining > 1:  # the last of several sharers that grow at once keeps the page
+                    refcounts[page], shared = remaining - 1, entry
+            need.append((state, page_count, shared))
+        new_pages = self.allocator.allocate(sum(more + (shared >= 0) for _, more, shared in need))
         # Pages of a sequence that is gone would be nobody's.
         try:
-            self._sequences.many([state.number for state in (*beside, *(state for state, _ in wanted))])
+            self._sequences.get_many([state.number for state in (*others, *(state for state, _ in growth))])
         except ValueError:
-            self.allocator.give_back(taken)
+            self.allocator.free(new_pages)
             raise
-        for state, more, shared in need:
+        for state, page_count, shared in need:
             pages = list(state.pages)
             if shared >= 0:
-                self._copy_page(pages, shared, taken.pop(0))
-            pages += taken[:more]
-            del taken[:more]
-            state.settle(state.length, pages, self._room(state.length, pages))
+                self._copy_page(pages, shared, new_pages.pop(0))
+            pages += new_pages[:page_count]
+            del new_pages[:page_count]
+            state.set_state(state.length, pages, self._capacity_of(state.length, pages))
 
-    def _room(self, length: int, pages: list[int]) -> int:
+    def _capacity_of(self, length: int, pages: list[int]) -> int:
         """Up to how many tokens `pages` are a sequence's own; none behind its last used one is shared."""
         entry = length // self.page_size
-        if length % self.page_size and self.allocator.holders(pages[entry]) > 1:
+        if length % self.page_size and self.allocator.refcount(pages[entry]) > 1:
             return length
         return len(pages) * self.page_size
 
@@ -262,13 +265,13 @@ class PagedCache:
         for pool in (pool for layer in self.pools for pool in layer):
             pool[copy].copy_(pool[last])
         pages[entry] = copy
-        self.allocator.give_back([last])
+        self.allocator.free([last])
 
     def free(self, sequence: int) -> None:
         """Give the sequence's pages back; those that forks share stay."""
         freed = self._sequences.pop(sequence)
-        freed.settle(freed.length, freed.pages, 0)
-        self.allocator.give_back(freed.pages)
+        freed.set_state(freed.length, freed.pages, 0)
+        self.allocator.free(freed.pages)
 
     def length(self, sequence: int) -> int:
         """The sequence's tokens."""
@@ -278,34 +281,38 @@ class PagedCache:
         """The sequence's pages in order."""
         return tuple(self._sequences.get(sequence).pages)
 
-    def tables(self, sequences: Sequence[int], *, dtype: torch.dtype = torch.int32) -> tuple[Tensor, Tensor]:
-        """`block_tables` (B, M) and `context_lens` (B,) of some sequences, as `paged_attention` takes them.
+    def block_tables(
+        self, sequences: Sequence[int], *, dtype: torch.dtype = torch.int32
+    ) -> tuple[Tensor, Tensor]:
+        """`block_tables` (B, M) and `seq_lens` (B,) of some sequences, as `paged_attention` takes them.
 
         M is the longest sequence's pages; shorter rows end in zeros or in pages that no length reaches. On a
         device both come with host copies, so that kernels which plan by lengths need not wait for it.
         """
         states = [self._sequences.get(sequence) for sequence in sequences]
-        lengths = [state.length for state in states]
+        seq_lens = [state.length for state in states]
         with torch.inference_mode(False):
-            width = self._pages_for(max(lengths, default=0))
-            table = self._tables.pick([state.row for state in states], width)
-            counts = torch.tensor(lengths, dtype=dtype, device="cpu")
+            width = self._pages_for(max(seq_lens, default=0))
+            block_tables = self._block_tables.gather([state.row for state in states], width)
+            seq_lens_tensor = torch.tensor(seq_lens, dtype=dtype, device="cpu")
         device = self.spec.device
-        return mirrors.on_device(table.to(dtype), device), mirrors.on_device(counts, device)
+        return host_copies.to_device_with_host_copy(
+            block_tables.to(dtype), device
+        ), host_copies.to_device_with_host_copy(seq_lens_tensor, device)
 
     def read(self, sequence: int, layer: int = 0) -> tuple[Tensor, Tensor]:
         """A dense copy of the sequence's keys and values in one layer, (S, heads, width)."""
         state = self._sequences.get(sequence)
         pages = torch.tensor(state.pages, dtype=torch.int64, device=self.spec.device)
-        keys, values = (gather(pool, pages, state.length, self.layout) for pool in self.pools[layer])
+        keys, values = (gather_pages(pool, pages, state.length, self.layout) for pool in self.pools[layer])
         return keys, values
 
     def sequences(self) -> list[int]:
         """Every live sequence."""
         return self._sequences.numbers()
 
-    def bytes_held(self) -> int:
+    def allocated_bytes(self) -> int:
         """Bytes of the pages that somebody holds."""
         allocator = self.allocator
-        held = (allocator.total - allocator.free_pages) * self.page_size
-        return held * self.spec.token_bytes * len(self.pools)
+        tokens = (allocator.total - allocator.free_pages) * self.page_size
+        return tokens * self.spec.token_bytes * len(self.pools)

@@ -27,23 +27,23 @@ class FreedSequenceError(LayerZeroError, ValueError):
 
 
 @dataclass(frozen=True, slots=True)
-class Spec:
+class KVCacheSpec:
     """One token's keys and values: `heads` key heads of `width`, values of `value_width`, in `dtype`."""
 
-    heads: int
-    width: int
-    value_width: int = 0
+    num_kv_heads: int
+    head_dim: int
+    head_dim_v: int = 0
     dtype: torch.dtype = torch.float32
     device: torch.device | str = "cpu"
 
     def __post_init__(self) -> None:
-        checks.need_int("heads", self.heads, low=1)
-        checks.need_int("width", self.width, low=1)
-        checks.need_int("value_width", self.value_width, low=0)
+        checks.need_int("num_kv_heads", self.num_kv_heads, low=1)
+        checks.need_int("head_dim", self.head_dim, low=1)
+        checks.need_int("head_dim_v", self.head_dim_v, low=0)
         if not isinstance(self.dtype, torch.dtype):
             raise TypeError(f"dtype needs a torch.dtype, got {type(self.dtype).__name__}: {self.dtype!r}")
-        if not self.value_width:
-            object.__setattr__(self, "value_width", self.width)
+        if not self.head_dim_v:
+            object.__setattr__(self, "head_dim_v", self.head_dim)
 
     def zeros(self, *shape: int) -> Tensor:
         """Memory for every mode to write: what is made in inference mode is not written outside of it."""
@@ -53,7 +53,7 @@ class Spec:
     @property
     def token_bytes(self) -> int:
         """Bytes of one token's key and value."""
-        return self.heads * (self.width + self.value_width) * self.dtype.itemsize
+        return self.num_kv_heads * (self.head_dim + self.head_dim_v) * self.dtype.itemsize
 
     def check(self, keys: Tensor, values: Tensor) -> int:
         """The number of tokens in `keys` (S, heads, width) and `values` (S, heads, value_width).
@@ -61,17 +61,19 @@ class Spec:
         Raises: ValueError, TypeError: shape, dtype or device differ, nothing is converted on the way; a
             gradient is asked for.
         """
-        where = torch.device(self.device)
-        for name, tensor, width in (("keys", keys, self.width), ("values", values, self.value_width)):
+        expected_device = torch.device(self.device)
+        for name, tensor, width in (("keys", keys, self.head_dim), ("values", values, self.head_dim_v)):
             checks.need_tensor(name, tensor, rank=3)
-            if tensor.shape[1:] != (self.heads, width):
-                raise ValueError(f"{name} needs shape (S, {self.heads}, {width}), got {tuple(tensor.shape)}")
+            if tensor.shape[1:] != (self.num_kv_heads, width):
+                raise ValueError(
+                    f"{name} needs shape (S, {self.num_kv_heads}, {width}), got {tuple(tensor.shape)}"
+                )
             if tensor.dtype != self.dtype:
-                wanted, got = checks.dtype_name(self.dtype), checks.dtype_name(tensor.dtype)
-                raise TypeError(f"{name} needs dtype {wanted} like the cache, got {got}; convert it first")
-            there = tensor.device
-            if there.type != where.type or where.index not in (None, there.index):
-                raise ValueError(f"{name} needs to be on {self.device}, got {there}")
+                needed, got = checks.dtype_name(self.dtype), checks.dtype_name(tensor.dtype)
+                raise TypeError(f"{name} needs dtype {needed} like the cache, got {got}; convert it first")
+            device = tensor.device
+            if device.type != expected_device.type or expected_device.index not in (None, device.index):
+                raise ValueError(f"{name} needs to be on {self.device}, got {device}")
             if tensor.requires_grad and torch.is_grad_enabled():
                 raise ValueError(
                     f"{name} needs not to require grad, or torch.no_grad(): a cache is written in place"
@@ -81,16 +83,16 @@ class Spec:
         return int(keys.shape[0])
 
 
-class Cache(Protocol):
+class KVCache(Protocol):
     """Keys and values of many growing sequences; a sequence is an int that `new` or `fork` gave.
 
     `epoch` rises with every change, so that whoever remembers something of a cache can tell that it is old.
     """
 
-    spec: Spec
+    spec: KVCacheSpec
 
     @property
-    def epoch(self) -> int:
+    def version(self) -> int:
         """Rises with every change."""
         ...
 
@@ -118,7 +120,7 @@ class Cache(Protocol):
         """All keys (S, heads, width) and values (S, heads, value_width) in order; maybe views."""
         ...
 
-    def bytes_held(self) -> int:
+    def allocated_bytes(self) -> int:
         """Bytes of keys and values that live sequences occupy, shared ones once."""
         ...
 
@@ -149,18 +151,18 @@ class Sequences(Generic[T]):
 
         Raises: FreedSequenceError: it was freed. UnknownSequenceError: there never was one.
         """
-        found = self._live.get(sequence)
-        if found is None:
-            self._refuse(sequence)
-        return found
+        state = self._live.get(sequence)
+        if state is None:
+            self._raise_not_live(sequence)
+        return state
 
-    def many(self, sequences: Iterable[int]) -> list[T]:
+    def get_many(self, sequences: Iterable[int]) -> list[T]:
         """The states of live sequences; the same errors as `get`."""
         live = self._live
-        found = [live.get(sequence) for sequence in sequences]
-        if None in found:
+        states = [live.get(sequence) for sequence in sequences]
+        if None in states:
             return [self.get(sequence) for sequence in sequences]
-        return found  # type: ignore[return-value]
+        return states  # type: ignore[return-value]
 
     def pop(self, sequence: int) -> T:
         """Forget a live sequence; the same errors as `get`."""
@@ -176,7 +178,7 @@ class Sequences(Generic[T]):
         """Every live number."""
         return list(self._live)
 
-    def _refuse(self, sequence: int) -> NoReturn:
+    def _raise_not_live(self, sequence: int) -> NoReturn:
         if isinstance(sequence, int) and 0 <= sequence < self._next:
             raise FreedSequenceError(
                 f"sequence {sequence} needs to be live, got one that was freed", sequence=sequence

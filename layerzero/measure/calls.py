@@ -16,11 +16,11 @@ import msgspec
 import torch
 from torch import Tensor
 
-from layerzero._util.files import decoded, read_given
+from layerzero._util.files import decode_json, read_given
 from layerzero.ops import table as ops_table
 from layerzero.ops.op import Args, Op
-from layerzero.perfdb.record import Site
-from layerzero.spec.call_spec import Request
+from layerzero.perfdb.record import BenchmarkCase
+from layerzero.spec.call_spec import CallSpec
 from layerzero.spec.errors import ConfigurationError
 from layerzero.spec.hardware import Hardware
 
@@ -84,17 +84,19 @@ class Call(msgspec.Struct, frozen=True):
     def of(cls, op: Op, args: Args, count: int = 1) -> Call:
         """The call that a full argument tuple makes; reads index tensors."""
         names = inspect.signature(op.build).parameters
-        return cls(op.name, {n: _described(v) for n, v in zip(names, args, strict=True)}, count)
+        return cls(op.name, {n: _describe(v) for n, v in zip(names, args, strict=True)}, count)
 
     def make(self, device: torch.device | str = "cpu", seed: int = 0) -> Args:
         """The full argument tuple, drawn from `seed`."""
         where = torch.device(device)
         generator = torch.Generator(where).manual_seed(seed)
-        made = {n: v.make(where, generator) if isinstance(v, Operand) else v for n, v in self.args.items()}
-        args: Args = ops_table.get(self.op).build(**made)[1]
+        operands = {
+            n: v.make(where, generator) if isinstance(v, Operand) else v for n, v in self.args.items()
+        }
+        args: Args = ops_table.get(self.op).build(**operands)[1]
         return args
 
-    def request(self, hardware: Hardware) -> Request:
+    def request(self, hardware: Hardware) -> CallSpec:
         """What the call asks of a device; no tensor is made for the answer."""
         op = ops_table.get(self.op)
         named = {
@@ -103,14 +105,14 @@ class Call(msgspec.Struct, frozen=True):
             else v
             for n, v in self.args.items()
         }
-        found = op.check(op.build(**named)[1])
-        return found.replace(platform=hardware.platform, device=hardware.device)
+        request = op.check(op.build(**named)[1])
+        return request.replace(platform=hardware.platform, device=hardware.device)
 
-    def site(self, hardware: Hardware) -> Site:
+    def benchmark_case(self, hardware: Hardware) -> BenchmarkCase:
         """Where its measurements on a device stand."""
-        return Site.of(self.request(hardware))
+        return BenchmarkCase.of_request(self.request(hardware))
 
-    def bytes(self) -> int:
+    def operand_bytes(self) -> int:
         """What its tensors hold together."""
         return sum(
             _count(v.shape) * getattr(torch, v.dtype).itemsize
@@ -144,7 +146,7 @@ class Workload(msgspec.Struct, frozen=True):
         Raises: ConfigurationError: the file cannot be read or holds no workload.
         """
         try:
-            return decoded(read_given(path), Workload)
+            return decode_json(read_given(path), Workload)
         except (OSError, ValueError, msgspec.MsgspecError) as error:
             raise ConfigurationError(f"{path}: {error}", path=str(path)) from error
 
@@ -173,10 +175,10 @@ def workload_of(what: Workload | str | Path | Iterable[Call]) -> Workload:
     if isinstance(what, str | Path):
         return Workload.load(what)
     calls = tuple(what)
-    for given in calls:
-        if not isinstance(given, Call):
-            raise TypeError(f"workload needs calls, got {type(given).__name__}")
-        ops_table.get(given.op)
+    for call_ in calls:
+        if not isinstance(call_, Call):
+            raise TypeError(f"workload needs calls, got {type(call_).__name__}")
+        ops_table.get(call_.op)
     return Workload(calls)
 
 
@@ -192,7 +194,7 @@ def _count(shape: Sequence[int]) -> int:
     return count
 
 
-def _described(value: Any) -> Operand | Plain:
+def _describe(value: Any) -> Operand | Plain:
     if not isinstance(value, Tensor):
         if isinstance(value, torch.dtype):
             return str(value).removeprefix("torch.")

@@ -53,22 +53,24 @@ def head_to_head(
         raise ValueError(f"timings needs at least one that could be taken, got {failed or 'none'}")
     ordered = sorted(timings, key=lambda name: timings[name].median_us)
     best = timings[ordered[0]]
-    base = baseline or ordered[-1]
-    if base not in timings:
-        raise ValueError(f"baseline needs one of {', '.join(ordered)}, got {base!r}")
+    baseline_name = baseline or ordered[-1]
+    if baseline_name not in timings:
+        raise ValueError(f"baseline needs one of {', '.join(ordered)}, got {baseline_name!r}")
     contenders = tuple(
         Contender(
             name,
-            own.median_us,
-            own.quantile_us(0.95),
-            own.quantile_us(0.99),
-            own.variance,
-            len(own.samples),
-            own.median_us / best.median_us,
-            own.median_us <= best.median_us * (1 + tie_band)
-            or own.quantile_us(0.25) < best.quantile_us(0.75),
+            timing.median_us,
+            timing.quantile_us(0.95),
+            timing.quantile_us(0.99),
+            timing.variance,
+            len(timing.samples),
+            timing.median_us / best.median_us,
+            timing.median_us <= best.median_us * (1 + tie_band)
+            or timing.quantile_us(0.25) < best.quantile_us(0.75),
         )
         for name in ordered
-        if (own := timings[name])
+        if (timing := timings[name])
     )
-    return HeadToHead(contenders, base, timings[base].median_us / best.median_us, failed or {})
+    return HeadToHead(
+        contenders, baseline_name, timings[baseline_name].median_us / best.median_us, failed or {}
+    )

@@ -27,17 +27,19 @@ class Conditions(msgspec.Struct, frozen=True):
     free_bytes: int | None = None
 
 
-def now(device: torch.device) -> Conditions:
+def read_conditions(device: torch.device) -> Conditions:
     """How a device stands."""
     free = free_memory(device)
     bucket = 1 << (free.bit_length() - 1) if free else None
     if device.type != "cuda":
         return Conditions(free_bytes=bucket)
     temperature, power = _sensors(device.index or 0)
-    return Conditions(_rounded(temperature, _TEMPERATURE_STEP_C), _rounded(power, _POWER_STEP_W), bucket)
+    return Conditions(
+        _round_down(temperature, _TEMPERATURE_STEP_C), _round_down(power, _POWER_STEP_W), bucket
+    )
 
 
-def _rounded(value: int | None, step: int) -> int | None:
+def _round_down(value: int | None, step: int) -> int | None:
     return None if value is None else value // step * step
 
 

@@ -23,7 +23,7 @@ _MIN_ELEMENTS_FOR_SCALE = 64
 _MAX_UNEQUAL = 0.01
 
 
-class Disagreement(msgspec.Struct, frozen=True):
+class Mismatch(msgspec.Struct, frozen=True):
     """How an output misses the reference: which output, by how much, and in words."""
 
     output: int
@@ -35,64 +35,62 @@ class Disagreement(msgspec.Struct, frozen=True):
         return f"output {self.output}: {self.why}"
 
 
-def disagreement(op: Op, args: Args, result: Any, reference: Any) -> Disagreement | None:
+def find_mismatch(op: Op, args: Args, result: Any, reference: Any) -> Mismatch | None:
     """The first output of `result` that is not the reference's; None where all agree.
 
     Limits follow the widest rounding on the way: the coarser of operands and output.
     """
-    got = result if isinstance(result, tuple) else (result,)
-    wanted = reference if isinstance(reference, tuple) else (reference,)
+    outputs = result if isinstance(result, tuple) else (result,)
+    expected = reference if isinstance(reference, tuple) else (reference,)
     coarse = max(
         (LIMITS.get(a.dtype, 0.0) for a in args if isinstance(a, Tensor) and a.is_floating_point()),
         default=0.0,
     )
-    for index, (ours, theirs) in enumerate(zip(got, wanted, strict=True)):
+    for index, (ours, theirs) in enumerate(zip(outputs, expected, strict=True)):
         if not isinstance(ours, Tensor) or ours.numel() == 0:
             continue
         if ours.dtype.is_floating_point and ours.dtype in LIMITS:
-            found = _floats(index, ours, theirs, max(coarse, LIMITS[ours.dtype]))
+            mismatch = _compare_floats(index, ours, theirs, max(coarse, LIMITS[ours.dtype]))
         elif not op.stochastic:
-            found = _unequal(index, ours, theirs)
+            mismatch = _compare_exactly(index, ours, theirs)
         else:
-            found = None
-        if found is not None:
-            return found
+            mismatch = None
+        if mismatch is not None:
+            return mismatch
     return None
 
 
-def _floats(index: int, ours: Tensor, theirs: Tensor, limit: float) -> Disagreement | None:
+def _compare_floats(index: int, ours: Tensor, theirs: Tensor, limit: float) -> Mismatch | None:
     wide = torch.float64 if torch.float64 in (ours.dtype, theirs.dtype) else torch.float32
     a, b = ours.detach().to(wide).flatten(), theirs.detach().to(wide).flatten()
     finite = torch.isfinite(b)
     if not torch.equal(torch.isfinite(a), finite):
         places = int((torch.isfinite(a) != finite).sum())
-        return Disagreement(
-            index, float("inf"), limit, f"{places} elements are finite in one of the two only"
-        )
+        return Mismatch(index, float("inf"), limit, f"{places} elements are finite in one of the two only")
     a, b = torch.where(finite, a, 0), torch.where(finite, b, 0)
     size = float(b.norm())
     error = float((a - b).norm())
     if size == 0.0:
-        return None if error <= limit * a.numel() ** 0.5 else Disagreement(index, error, limit, "is not zero")
+        return None if error <= limit * a.numel() ** 0.5 else Mismatch(index, error, limit, "is not zero")
     if error > limit * size:
-        return Disagreement(
+        return Mismatch(
             index, error / size, limit, f"relative L2 error {error / size:.3g}, allowed {limit:.3g}"
         )
     scale = float((a @ b) / (b @ b)) - 1.0
     allowed = limit * _SCALE_SHARE
     if a.numel() >= _MIN_ELEMENTS_FOR_SCALE and abs(scale) > allowed:
-        return Disagreement(index, abs(scale), allowed, f"scaled by 1{scale:+.3g}, allowed {allowed:.3g}")
+        return Mismatch(index, abs(scale), allowed, f"scaled by 1{scale:+.3g}, allowed {allowed:.3g}")
     return None
 
 
-def _unequal(index: int, ours: Tensor, theirs: Tensor) -> Disagreement | None:
+def _compare_exactly(index: int, ours: Tensor, theirs: Tensor) -> Mismatch | None:
     share = float((ours != theirs.to(ours.dtype)).float().mean())
     if share <= _MAX_UNEQUAL:
         return None
-    return Disagreement(index, share, _MAX_UNEQUAL, f"{share:.1%} of the elements differ")
+    return Mismatch(index, share, _MAX_UNEQUAL, f"{share:.1%} of the elements differ")
 
 
-def cloned(args: Args) -> Args:
+def clone_tensors(args: Args) -> Args:
     """The arguments with tensors of their own, laid out as before."""
     return tuple(a.detach().clone() if isinstance(a, Tensor) else a for a in args)
 
@@ -101,6 +99,6 @@ def poison(args: Args) -> None:
     """Fill memory that the next allocations will get with NaN, so that what a kernel does not write shows."""
     first = args[0]
     sizes = {a.numel() for a in args if isinstance(a, Tensor) and a.is_floating_point()}
-    held = [torch.full((size,), torch.nan, dtype=first.dtype, device=first.device) for size in sizes
+    blocks = [torch.full((size,), torch.nan, dtype=first.dtype, device=first.device) for size in sizes
             if first.is_floating_point()]  # fmt: skip
-    del held
+    del blocks

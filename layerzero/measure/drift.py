@@ -26,7 +26,7 @@ from layerzero._util.clock import Clock
 from layerzero.observe.counters import Counters
 from layerzero.ops.op import Op
 from layerzero.perfdb.record import Environment
-from layerzero.selection.cost.cost_model import measured_costs, perfdb_path
+from layerzero.selection.cost.cost_model import load_costs, perfdb_path
 from layerzero.selection.cost.measured import MEASURED, SHIPPED, MeasuredCosts
 from layerzero.selection.record import Selection
 from layerzero.spec.hardware import Hardware
@@ -39,77 +39,77 @@ NOT_WRITTEN = "drift.not_written"
 # A live call finds colder caches than a tuned one: less than this is no news.
 FACTOR = 2.0
 SAMPLES = 16
-FOR_S = 30.0
+MIN_DURATION_S = 30.0
 # Below this the clock and the interpreter are most of what one call shows.
-LEAST_US = 20.0
+MIN_US = 20.0
 _NOT_TIMED = frozenset({"grad", "autocast", "capture"})
-_MAX_SPOTS = 1024
+_MAX_KEYS = 1024
 _PENDING = 64
 
 
-class Slower(msgspec.Struct, frozen=True):
+class Slowdown(msgspec.Struct, frozen=True):
     """What became slower: `times` the measurement, over `seconds`; `machine` says that most else did, too."""
 
-    spot: Hashable
-    times: float
+    key: Hashable
+    ratio: float
     seconds: float
     machine: bool
 
 
-class _Seen:
-    __slots__ = ("ratios", "since", "told")
+class _LiveTimes:
+    __slots__ = ("ratios", "reported", "since")
 
     def __init__(self) -> None:
         self.ratios: deque[float] = deque(maxlen=SAMPLES)
         self.since: float | None = None
-        self.told = False
+        self.reported = False
 
 
-class Drift:
+class DriftDetector:
     """Live times by spot, and which of them have been too slow for too long; no thread, no file."""
 
-    def __init__(self, now: Callable[[], float]) -> None:
-        self._now = now
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
         self._lock = threading.Lock()
-        self._spots: dict[Hashable, _Seen] = {}
+        self._times_by_key: dict[Hashable, _LiveTimes] = {}
 
-    def see(self, spot: Hashable, us: float, expected_us: float) -> Slower | None:
+    def observe(self, key: Hashable, us: float, expected_us: float) -> Slowdown | None:
         """Take one live time in; the finding, once, where this spot has drifted."""
         with self._lock:
-            seen = self._spots.get(spot)
-            if seen is None:
-                if len(self._spots) >= _MAX_SPOTS:
-                    self._spots.pop(next(iter(self._spots)))
-                seen = self._spots[spot] = _Seen()
-            seen.ratios.append(us / expected_us)
-            if len(seen.ratios) < SAMPLES:
+            times = self._times_by_key.get(key)
+            if times is None:
+                if len(self._times_by_key) >= _MAX_KEYS:
+                    self._times_by_key.pop(next(iter(self._times_by_key)))
+                times = self._times_by_key[key] = _LiveTimes()
+            times.ratios.append(us / expected_us)
+            if len(times.ratios) < SAMPLES:
                 return None
-            times, now = statistics.median(seen.ratios), self._now()
-            if times <= FACTOR:
-                seen.since, seen.told = None, False
+            slowdown, now_s = statistics.median(times.ratios), self._clock()
+            if slowdown <= FACTOR:
+                times.since, times.reported = None, False
                 return None
-            if seen.since is None:
-                seen.since = now
-            if seen.told or now - seen.since < FOR_S:
+            if times.since is None:
+                times.since = now_s
+            if times.reported or now_s - times.since < MIN_DURATION_S:
                 return None
-            seen.told = True
-            return Slower(spot, times, now - seen.since, self._machine(spot))
+            times.reported = True
+            return Slowdown(key, slowdown, now_s - times.since, self._machine_slowed(key))
 
-    def forget(self, spot: Hashable) -> None:
+    def forget(self, key: Hashable) -> None:
         """Begin anew with a spot."""
         with self._lock:
-            self._spots.pop(spot, None)
+            self._times_by_key.pop(key, None)
 
-    def _machine(self, spot: Hashable) -> bool:
+    def _machine_slowed(self, key: Hashable) -> bool:
         others = [
-            statistics.median(seen.ratios)
-            for other, seen in self._spots.items()
-            if other != spot and len(seen.ratios) == SAMPLES
+            statistics.median(times.ratios)
+            for other, times in self._times_by_key.items()
+            if other != key and len(times.ratios) == SAMPLES
         ]
         return len(others) >= 2 and statistics.median(others) > FACTOR
 
 
-class Device(Protocol):
+class WatchedDevice(Protocol):
     """What watching needs of a device; `LocalDevice` is one."""
 
     settings: Settings
@@ -128,16 +128,18 @@ class Device(Protocol):
 class DriftWatch:
     """Times one call in `round(1 / rate)` of every plan that a measurement chose."""
 
-    def __init__(self, device: Device, rate: float, ticks: Callable[[], int] = time.perf_counter_ns) -> None:
+    def __init__(
+        self, device: WatchedDevice, rate: float, ticks: Callable[[], int] = time.perf_counter_ns
+    ) -> None:
         self._device = device
         self._period = max(1, round(1 / rate))
         self._ticks = ticks
-        self._drift = Drift(device.clock.now)
+        self._drift = DriftDetector(device.clock.now)
         self._pending: deque[tuple[Any, Any, Selection, Hashable]] = deque(maxlen=_PENDING)
         self._forgotten: frozenset[Hashable] = frozenset()
         self._closed = False
 
-    def around(self, op: Op, selection: Selection, call: Callable[..., Any]) -> Callable[..., Any]:
+    def wrap(self, op: Op, selection: Selection, call: Callable[..., Any]) -> Callable[..., Any]:
         """`call`, now and then timed; plans that rest on estimates, and short ones, are left alone."""
         costs = self._device.costs
         accepted = next((c.accepted for c in selection.trace if c.kernel == selection.kernel), None)
@@ -146,19 +148,19 @@ class DriftWatch:
             or accepted.source not in (MEASURED, SHIPPED)
             or accepted.transforms
             or not isinstance(costs, MeasuredCosts)
-            or selection.expected_us < LEAST_US
+            or selection.expected_us < MIN_US
             or selection.request.modes & _NOT_TIMED
         ):
             return call
-        spot = costs.spot(selection.kernel, selection.request)
-        if spot is None:
+        key = costs.key_of(selection.kernel, selection.request)
+        if key is None:
             return call
         turns, period = itertools.count(1), self._period
 
         def timed(*args: Any) -> Any:
             if next(turns) % period:
                 return call(*args)
-            return self._timed(selection, spot, call, args)
+            return self._timed(selection, key, call, args)
 
         return timed
 
@@ -168,73 +170,77 @@ class DriftWatch:
         self._pending.clear()
 
     def _timed(
-        self, selection: Selection, spot: Hashable, call: Callable[..., Any], args: tuple[Any, ...]
+        self, selection: Selection, key: Hashable, call: Callable[..., Any], args: tuple[Any, ...]
     ) -> Any:
         if any(isinstance(a, Tensor) and a.is_cuda for a in args):
-            return self._between_events(selection, spot, call, args)
+            return self._between_events(selection, key, call, args)
         begin = self._ticks()
         result = call(*args)
-        self._noted(selection, spot, (self._ticks() - begin) / 1e3)
+        self._record(selection, key, (self._ticks() - begin) / 1e3)
         return result
 
     def _between_events(
-        self, selection: Selection, spot: Hashable, call: Callable[..., Any], args: tuple[Any, ...]
+        self, selection: Selection, key: Hashable, call: Callable[..., Any], args: tuple[Any, ...]
     ) -> Any:
         """Time on the device; read at a later sample, so that nobody waits for it."""
         while self._pending and self._pending[0][1].query():
-            begin, end, earlier, where = self._pending.popleft()
-            self._noted(earlier, where, begin.elapsed_time(end) * 1e3)
+            begin, end, earlier, earlier_key = self._pending.popleft()
+            self._record(earlier, earlier_key, begin.elapsed_time(end) * 1e3)
         begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         begin.record()
         result = call(*args)
         end.record()
-        self._pending.append((begin, end, selection, spot))
+        self._pending.append((begin, end, selection, key))
         return result
 
-    def _noted(self, selection: Selection, spot: Hashable, us: float) -> None:
-        found = self._drift.see(spot, us, selection.expected_us)
-        if found is None or self._closed:
+    def _record(self, selection: Selection, key: Hashable, us: float) -> None:
+        slowdown = self._drift.observe(key, us, selection.expected_us)
+        if slowdown is None or self._closed:
             return
         kernel = selection.kernel
-        what = {"kernel": kernel, "op": selection.op, "times": round(found.times, 2)}
-        if found.machine:
+        what = {"kernel": kernel, "op": selection.op, "times": round(slowdown.ratio, 2)}
+        if slowdown.machine:
             self._device.counters.add("machine_slowdowns")
             log.warning(MACHINE_SLOWED, **what, expected_us=round(selection.expected_us, 1))
             return
         self._device.counters.add("drifts", kernel=kernel)
         sizes = " ".join(f"{name}={size}" for name, size in selection.request.dims.items())
         log.warning(
-            KERNEL_DRIFTED, **what, expected_us=round(selection.expected_us, 1), seconds=round(found.seconds),
-            sizes=sizes, why="its measurement no longer counts: tune again",
-        )  # fmt: skip
-        threading.Thread(target=self.forget, args=(kernel, spot), name="layerzero-drift", daemon=True).start()
+            KERNEL_DRIFTED,
+            **what,
+            expected_us=round(selection.expected_us, 1),
+            seconds=round(slowdown.seconds),
+            sizes=sizes,
+            why="its measurement no longer counts: tune again",
+        )
+        threading.Thread(target=self.forget, args=(kernel, key), name="layerzero-drift", daemon=True).start()
 
-    def forget(self, kernel: str, spot: Hashable) -> None:
+    def forget(self, kernel: str, key: Hashable) -> None:
         """Let a kernel's measurements of a spot count no longer, here and in the file; then choose anew."""
         device = self._device
         costs = device.costs
         if not isinstance(costs, MeasuredCosts):
             return
-        self._forgotten |= {spot}
+        self._forgotten |= {key}
         path = perfdb_path(device.settings)
         if path is not None and path.is_file():
             try:
-                anyio.run(_discard, path, Environment.of(device.hardware), kernel, spot)
+                anyio.run(_discard, path, Environment.of_hardware(device.hardware), kernel, key)
             except OSError as error:
                 log.warning(NOT_WRITTEN, kernel=kernel, error=str(error))
         kernels: dict[str, Kernel] = {k.id: k for k in device.registry.all()}
-        self._drift.forget(spot)
+        self._drift.forget(key)
         device.set_costs(
-            measured_costs(
-                device.settings, kernels, device.hardware, device.measured, without=self._forgotten
-            )
+            load_costs(device.settings, kernels, device.hardware, device.measured, excluded=self._forgotten)
         )
 
 
-async def _discard(path: Any, environment: Environment, kernel: str, spot: Hashable) -> None:
+async def _discard(path: Any, environment: Environment, kernel: str, key: Hashable) -> None:
     from layerzero.perfdb.store import PerfDB
-    from layerzero.selection.cost.measured import spot_of
+    from layerzero.selection.cost.measured import measurement_key
 
     async with PerfDB(path) as db:
-        rows = [row for row in await db.rows(environment) if row.kernel == kernel and spot_of(row) == spot]
+        rows = [
+            row for row in await db.rows(environment) if row.kernel == kernel and measurement_key(row) == key
+        ]
         await db.discard(environment, rows)

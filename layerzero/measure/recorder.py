@@ -10,7 +10,7 @@ from typing import Any
 from layerzero._util import log
 from layerzero.measure.calls import Call, Workload
 from layerzero.ops.op import Args, Op
-from layerzero.selection.dispatch import positional
+from layerzero.selection.dispatch import signature_of
 from layerzero.selection.record import Selection
 from layerzero.spec.errors import ConfigurationError
 
@@ -28,19 +28,19 @@ class Recorder:
         self._counts: dict[Hashable, int] = {}
         self.dropped = 0
 
-    def around(self, op: Op, selection: Selection, call: Callable[..., Any]) -> Callable[..., Any]:
+    def wrap(self, op: Op, selection: Selection, call: Callable[..., Any]) -> Callable[..., Any]:
         """`call`, counted; under graph capture nothing may be read, so such plans are left alone."""
         if "capture" in selection.request.modes:
             return call
 
         def recorded(*args: Any) -> Any:
-            self._note(op, args)
+            self._count(op, args)
             return call(*args)
 
         return recorded
 
-    def _note(self, op: Op, args: Args) -> None:
-        signature = positional(op, args)
+    def _count(self, op: Op, args: Args) -> None:
+        signature = signature_of(op, args)
         with self._lock:
             if signature in self._counts:
                 self._counts[signature] += 1

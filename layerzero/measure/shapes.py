@@ -11,7 +11,7 @@ from layerzero.ops import table as ops_table
 Dtypes = tuple[str, ...]
 
 
-def standard(ops: Sequence[str] | None, platform: str, quick: bool = False) -> tuple[Call, ...]:
+def standard_calls(ops: Sequence[str] | None, platform: str, quick: bool = False) -> tuple[Call, ...]:
     """Calls for each of `ops` (all that have standard shapes by default) on a kind of device.
 
     After one shape of each op, ops advance together, and the shapes of one are shuffled, always alike: tuning
@@ -19,19 +19,22 @@ def standard(ops: Sequence[str] | None, platform: str, quick: bool = False) -> t
     """
     dtypes: Dtypes = ("bfloat16",) if platform == "cuda" else ("float32", "bfloat16")
     small = platform != "cuda"
-    found: list[tuple[float, Call]] = []
+    calls: list[tuple[float, Call]] = []
     for name in ops if ops is not None else _SHAPES:
         ops_table.get(name)
         for dtype in dtypes[:1] if quick else dtypes:
-            made = sorted(_SHAPES[name](dtype, small) if name in _SHAPES else (), key=_shuffled)
-            kept = made[:3] if quick else made
-            found += [(turn and (turn + 0.5) / len(kept), each) for turn, each in enumerate(kept)]
-    found.sort(key=lambda pair: pair[0])
-    return tuple({str(made): made for _, made in found}.values())
+            shuffled = sorted(_SHAPES[name](dtype, small) if name in _SHAPES else (), key=_shuffle_key)
+            selected = shuffled[:3] if quick else shuffled
+            calls += [
+                (position and (position + 0.5) / len(selected), each)
+                for position, each in enumerate(selected)
+            ]
+    calls.sort(key=lambda pair: pair[0])
+    return tuple({str(made): made for _, made in calls}.values())
 
 
-def _shuffled(made: Call) -> bytes:
-    return hashlib.blake2b(str(made).encode(), digest_size=8).digest()
+def _shuffle_key(described: Call) -> bytes:
+    return hashlib.blake2b(str(described).encode(), digest_size=8).digest()
 
 
 def attention(
@@ -53,11 +56,11 @@ def paged(
     return call(
         "paged_attention",
         q=tensor(b * queries, hq, d, dtype=dtype),
-        k_pages=pool,
-        v_pages=pool,
+        k_cache=pool,
+        v_cache=pool,
         block_tables=tensor(b, pages, dtype="int32", fill="permutation", bound=b * pages),
-        context_lens=tensor(b, dtype="int32", fill="constant", bound=context),
-        cu_seqlens=offsets,
+        seq_lens=tensor(b, dtype="int32", fill="constant", bound=context),
+        cu_seqlens_q=offsets,
     )
 
 
@@ -69,24 +72,24 @@ def ragged(
     kv = tensor(b * length, hk, d, dtype=dtype)
     q = tensor(b * length, hq, d, dtype=dtype)
     return call(
-        "ragged_attention", q=q, k=kv, v=kv, cu_seqlens=offsets, cu_seqlens_k=offsets, is_causal=causal
+        "ragged_attention", q=q, k=kv, v=kv, cu_seqlens_q=offsets, cu_seqlens_k=offsets, is_causal=causal
     )
 
 
 def norm(op: str, rows: int, width: int, dtype: str = "bfloat16") -> Call:
     """One call of a norm, with weight (and residual, and bias where the op has one)."""
     x, weight = tensor(rows, width, dtype=dtype), tensor(width, dtype=dtype)
-    more = {"residual": x} if op.startswith("add_") else {}
+    optional = {"residual": x} if op.startswith("add_") else {}
     if op.endswith("layer_norm"):
-        more["bias"] = weight
-    return call(op, x=x, weight=weight, **more)
+        optional["bias"] = weight
+    return call(op, x=x, weight=weight, **optional)
 
 
 def linear(rows: int, k: int, n: int, dtype: str = "bfloat16", bias: bool = False) -> Call:
     """One matrix product of `rows` with a weight (n, k)."""
     weight = tensor(n, k, dtype=dtype, scale=k**-0.5)
-    more = {"bias": tensor(n, dtype=dtype)} if bias else {}
-    return call("linear", x=tensor(rows, k, dtype=dtype), weight=weight, **more)
+    optional = {"bias": tensor(n, dtype=dtype)} if bias else {}
+    return call("linear", x=tensor(rows, k, dtype=dtype), weight=weight, **optional)
 
 
 def mlp(
@@ -96,8 +99,10 @@ def mlp(
     wide = (2 if activation == "swiglu" else 1) * f
     up = tensor(wide, c, dtype=dtype, scale=c**-0.5)
     down = tensor(c, f, dtype=dtype, scale=f**-0.5)
-    more = {"b_up": tensor(wide, dtype=dtype), "b_down": tensor(c, dtype=dtype)} if bias else {}
-    return call("mlp", x=tensor(rows, c, dtype=dtype), w_up=up, w_down=down, activation=activation, **more)
+    optional = {"b_up": tensor(wide, dtype=dtype), "b_down": tensor(c, dtype=dtype)} if bias else {}
+    return call(
+        "mlp", x=tensor(rows, c, dtype=dtype), w_up=up, w_down=down, activation=activation, **optional
+    )
 
 
 def embedding(rows: int, vocabulary: int, width: int, dtype: str = "bfloat16") -> Call:
@@ -131,8 +136,8 @@ def _attention(dtype: str, small: bool) -> Iterator[Call]:
         for b, sk in ((1, 1024), (8, 128), (8, 1024), (32, 512)):
             yield attention(b, 12, 12, 1, sk, 32, dtype, causal=False)
             yield attention(b, 8, 1, 1, sk, 128, dtype, causal=False)
-        for hq, hk, sq, left in ((8, 2, 1024, 127), (12, 12, 256, 63)):
-            yield attention(1, hq, hk, sq, sq, 64, dtype, window=(left, 0))
+        for hq, hk, sq, window_left in ((8, 2, 1024, 127), (12, 12, 256, 63)):
+            yield attention(1, hq, hk, sq, sq, 64, dtype, window=(window_left, 0))
         return
     yield from _large_attention(dtype)
 
@@ -150,8 +155,8 @@ def _large_attention(dtype: str) -> Iterator[Call]:
             yield attention(b, hq, hk, sq, sk, d, dtype, causal=False)
         for b, sq, sk in ((1, 512, 4096), (4, 16, 2048), (8, 128, 1024)):
             yield attention(b, hq, hk, sq, sk, d, dtype)
-    for sq, left in ((1024, 255), (4096, 1023), (16384, 1023), (16384, 4095)):
-        yield attention(1, 32, 8, sq, sq, 128, dtype, window=(left, 0))
+    for sq, window_left in ((1024, 255), (4096, 1023), (16384, 1023), (16384, 4095)):
+        yield attention(1, 32, 8, sq, sq, 128, dtype, window=(window_left, 0))
     yield attention(1, 32, 8, 32768, 32768, 128, dtype)
     yield attention(1, 32, 8, 1, 131072, 128, dtype, causal=False)
     yield from _other_heads(dtype)

@@ -14,18 +14,18 @@ from collections.abc import Iterable, Mapping
 import msgspec
 
 from layerzero.measure.timing import Timing
-from layerzero.measure.tuner import Tuned, tied_with
+from layerzero.measure.tuner import TuningResult, tied_with
 from layerzero.perfdb.record import Launch
 
 # Launched eagerly a call that takes this many times its replay waits for the host.
-_WAITS = 1.3
+_HOST_BOUND = 1.3
 # So many kernels have to have waited for the host in both tunes before they say how fast it was.
-_ENOUGH = 2
+_MIN_KERNELS = 2
 # A call that waits for the device takes this share of its replay, and microseconds between two calls.
 _SHARE, _GAP_US = 1.02, 1.5
 
 
-class Change(msgspec.Struct, frozen=True):
+class WinnerChange(msgspec.Struct, frozen=True):
     """Two winners of one call; `outside` where one of them was clearly beaten in the other's tune.
 
     `host` is how many times as long the host took in the second tune, by the kernels that waited for it.
@@ -39,27 +39,39 @@ class Change(msgspec.Struct, frozen=True):
     host: float = 1.0
 
 
-def changes(first: Iterable[Tuned], second: Iterable[Tuned]) -> tuple[int, tuple[Change, ...]]:
+def winner_changes(
+    first: Iterable[TuningResult], second: Iterable[TuningResult]
+) -> tuple[int, tuple[WinnerChange, ...]]:
     """Of two tunes of one machine: how many calls were compared, and those whose winners differ."""
-    ours: dict[tuple[str, Launch], Tuned] = {(t.call, t.launch): t for t in first}
-    theirs = {(t.call, t.launch): t for t in second}
-    compared, found = 0, []
-    for (call, launch), tuned in ours.items():
-        other = theirs.get((call, launch))
+    first_by_call: dict[tuple[str, Launch], TuningResult] = {(t.call, t.launch): t for t in first}
+    second_by_call = {(t.call, t.launch): t for t in second}
+    compared, differing = 0, []
+    for (call, launch), tuned in first_by_call.items():
+        other = second_by_call.get((call, launch))
         if other is None or not tuned.winner or not other.winner:
             continue
         compared += 1
         if tuned.winner == other.winner:
             continue
         host = 1.0
-        if launch == "eager" and (call, "graph") in ours and (call, "graph") in theirs:
-            replayed = _together(ours[call, "graph"].times_us, theirs[call, "graph"].times_us)
+        if launch == "eager" and (call, "graph") in first_by_call and (call, "graph") in second_by_call:
+            replayed = _geometric_means(
+                first_by_call[call, "graph"].times_us, second_by_call[call, "graph"].times_us
+            )
             host = host_ratio(tuned.times_us, other.times_us, replayed)
-            tuned, other = _as_fast(tuned, 1 / host, replayed), _as_fast(other, host, replayed)
+            tuned, other = _at_host_speed(tuned, 1 / host, replayed), _at_host_speed(other, host, replayed)
         outside = tuned.winner not in other.tied or other.winner not in tuned.tied
-        found.append(Change(call, launch, ours[call, launch].winner, theirs[call, launch].winner, outside,
-                            round(host, 3)))  # fmt: skip
-    return compared, tuple(found)
+        differing.append(
+            WinnerChange(
+                call,
+                launch,
+                first_by_call[call, launch].winner,
+                second_by_call[call, launch].winner,
+                outside,
+                round(host, 3),
+            )
+        )
+    return compared, tuple(differing)
 
 
 def host_ratio(
@@ -69,19 +81,19 @@ def host_ratio(
     waited = [
         math.log(second[kernel] / us)
         for kernel, us in first.items()
-        if kernel in second and min(us, second[kernel]) > _WAITS * replayed.get(kernel, math.inf)
+        if kernel in second and min(us, second[kernel]) > _HOST_BOUND * replayed.get(kernel, math.inf)
     ]
-    return math.exp(statistics.median(waited)) if len(waited) >= _ENOUGH else 1.0
+    return math.exp(statistics.median(waited)) if len(waited) >= _MIN_KERNELS else 1.0
 
 
-def _as_fast(tuned: Tuned, slower: float, replayed: Mapping[str, float]) -> Tuned:
+def _at_host_speed(tuned: TuningResult, slower: float, replayed: Mapping[str, float]) -> TuningResult:
     """The tune as it would have been with a host `slower` times as fast; itself where that is not faster."""
     if slower <= 1.0:
         return tuned
     timings = {}
     for kernel, timing in tuned.timings.items():
-        least = _SHARE * replayed[kernel] + _GAP_US if kernel in replayed else math.inf
-        samples = tuple(min(us, max(us / slower, least)) for us in timing.samples)
+        floor_us = _SHARE * replayed[kernel] + _GAP_US if kernel in replayed else math.inf
+        samples = tuple(min(us, max(us / slower, floor_us)) for us in timing.samples)
         timings[kernel] = Timing(samples, timing.cache)
     best = min(timings, key=lambda kernel: timings[kernel].median_us)
     return msgspec.structs.replace(
@@ -89,5 +101,5 @@ def _as_fast(tuned: Tuned, slower: float, replayed: Mapping[str, float]) -> Tune
     )
 
 
-def _together(first: Mapping[str, float], second: Mapping[str, float]) -> dict[str, float]:
+def _geometric_means(first: Mapping[str, float], second: Mapping[str, float]) -> dict[str, float]:
     return {kernel: math.sqrt(us * second[kernel]) for kernel, us in first.items() if kernel in second}

@@ -42,7 +42,7 @@ _LAUNCHED_CALLS = 3
 _MAX_CALLS = 200
 _WARM_ENOUGH_S = 0.01
 # A call this long finds the same caches whoever ran before it.
-_UNHURRIED_US = 10_000.0
+_LONG_CALL_US = 10_000.0
 
 
 class Effort(msgspec.Struct, frozen=True):
@@ -78,20 +78,20 @@ class Timing(msgspec.Struct, frozen=True):
         return statistics.pvariance(self.samples[cut : len(self.samples) - cut])
 
 
-class _Arm:
+class _Contestant:
     def __init__(self, run: Run, sets: Sequence[Args]) -> None:
         self.run = run
-        self.sets = sets
+        self.argument_sets = sets
         self.calls = 1
         self.next = 0
-        self.took_us = 0.0
+        self.estimate_us = 0.0
         self.graph: Any = None
         self.samples: list[float] = []
 
     def step(self) -> None:
         for _ in range(self.calls):
-            args = self.sets[self.next]
-            self.next = (self.next + 1) % len(self.sets)
+            args = self.argument_sets[self.next]
+            self.next = (self.next + 1) % len(self.argument_sets)
             self.run(*args)
 
 
@@ -103,11 +103,11 @@ def time_kernels(
     `copies` are equal calls on operands of their own (`copies_for` says how many make the cache cold).
     """
     cuda = device.type == "cuda"
-    measure = _replay if cuda and launch == "graph" else _events if cuda else _wall
-    arms: dict[str, _Arm] = {}
+    measure = _time_replay if cuda and launch == "graph" else _time_with_events if cuda else _time_on_host
+    arms: dict[str, _Contestant] = {}
     failed: dict[str, str] = {}
     for name, run in runs.items():
-        arm = _Arm(run, copies)
+        arm = _Contestant(run, copies)
         try:
             _prepare(arm, measure, device, launch, effort)
         except Exception as error:
@@ -117,16 +117,19 @@ def time_kernels(
     order = list(arms)
     started = time.perf_counter()
     rounds = 0
-    fastest = min((arm.took_us for arm in arms.values()), default=0.0)
-    draw = random.Random(len(order))
+    fastest = min((arm.estimate_us for arm in arms.values()), default=0.0)
+    rng = random.Random(len(order))
     while order and rounds < effort.samples:
         # Shuffled, not rotated: threads that one library leaves spinning must not always meet the same arm.
-        for name in draw.sample(order, len(order)):
+        for name in rng.sample(order, len(order)):
             arms[name].samples.append(measure(arms[name]))
         rounds += 1
-        left = [name for name in order if _goes_on(arms[name], fastest)]
-        if len(left) < len(order):
-            order, started = left, time.perf_counter()  # the slow have had their time, the others theirs now
+        remaining = [name for name in order if _needs_more_samples(arms[name], fastest)]
+        if len(remaining) < len(order):
+            order, started = (
+                remaining,
+                time.perf_counter(),
+            )  # the slow have had their time, the others theirs now
         if rounds >= MIN_SAMPLES and time.perf_counter() - started > effort.budget_s * len(order):
             break
     started = time.perf_counter()
@@ -134,16 +137,16 @@ def time_kernels(
         close = _undecided({name: arms[name].samples for name in order})
         if not close or time.perf_counter() - started > _MORE * effort.budget_s * len(close):
             break
-        for name in draw.sample(close, len(close)):
+        for name in rng.sample(close, len(close)):
             arms[name].samples.append(measure(arms[name]))
-    cache: Cache = "cold" if cuda and _held(copies) > 1.5 * _cache_bytes(device) else "warm"
+    cache: Cache = "cold" if cuda and _operand_bytes(copies) > 1.5 * _cache_bytes(device) else "warm"
     return {n: Timing(tuple(sorted(a.samples)), cache) for n, a in arms.items()}, failed
 
 
-def _goes_on(arm: _Arm, fastest: float) -> bool:
+def _needs_more_samples(arm: _Contestant, fastest: float) -> bool:
     """Whether a kernel is sampled in the next round, too: a slow one as a row of it needs."""
-    enough = MIN_SAMPLES if arm.took_us < LONG_US else FEW_SAMPLES
-    return arm.took_us <= fastest * _HOPELESS or len(arm.samples) < enough
+    enough = MIN_SAMPLES if arm.estimate_us < LONG_US else FEW_SAMPLES
+    return arm.estimate_us <= fastest * _HOPELESS or len(arm.samples) < enough
 
 
 def _undecided(samples: dict[str, list[float]]) -> list[str]:
@@ -153,7 +156,7 @@ def _undecided(samples: dict[str, list[float]]) -> list[str]:
     """
     if not samples:
         return []
-    timings = {name: Timing(tuple(sorted(own)), "warm") for name, own in samples.items()}
+    timings = {name: Timing(tuple(sorted(times)), "warm") for name, times in samples.items()}
     best = min(timings.values(), key=lambda t: t.median_us)
     close = [name for name, own in timings.items() if own.quantile_us(0.25) <= best.quantile_us(0.75)]
     apart = any(timings[name].median_us > best.median_us * (1 + _EQUAL) for name in close)
@@ -166,21 +169,25 @@ def copies_for(bytes_a_call: int, device: torch.device, free_bytes: int | None =
         return 1
     if bytes_a_call < _SMALL_BYTES:
         return _SMALL_COPIES
-    wanted = int(_COLD * _cache_bytes(device) / bytes_a_call) + 1
-    room = wanted if free_bytes is None else max(1, free_bytes // bytes_a_call)
-    return max(1, min(wanted, _MAX_COPIES, room))
+    count = int(_COLD * _cache_bytes(device) / bytes_a_call) + 1
+    limit = count if free_bytes is None else max(1, free_bytes // bytes_a_call)
+    return max(1, min(count, _MAX_COPIES, limit))
 
 
 def _cache_bytes(device: torch.device) -> int:
     return int(torch.cuda.get_device_properties(device).L2_cache_size)
 
 
-def _held(copies: Sequence[Args]) -> int:
+def _operand_bytes(copies: Sequence[Args]) -> int:
     return sum(a.nbytes for args in copies for a in args if isinstance(a, Tensor))
 
 
 def _prepare(
-    arm: _Arm, measure: Callable[[_Arm], float], device: torch.device, launch: Launch, effort: Effort
+    arm: _Contestant,
+    measure: Callable[[_Contestant], float],
+    device: torch.device,
+    launch: Launch,
+    effort: Effort,
 ) -> None:
     began, last = time.perf_counter(), 0.0
     for turn in range(effort.warmup):
@@ -192,41 +199,41 @@ def _prepare(
         # A first call may compile: one that long says nothing yet.
         if begin + last - began > _WARM_ENOUGH_S and (turn or last * 1e6 < LONG_US):
             break
-    if measure is _replay:
-        arm.took_us = _events(arm)
+    if measure is _time_replay:
+        arm.estimate_us = _time_with_events(arm)
         # A row of a slow kernel overflows the cache by itself: fewer calls do.
-        arm.calls = max(1, min(len(arm.sets), int(_ROW_US / max(arm.took_us, 0.1))))
+        arm.calls = max(1, min(len(arm.argument_sets), int(_ROW_US / max(arm.estimate_us, 0.1))))
         _capture(arm)
-        arm.took_us = min(measure(arm) for _ in range(2))
+        arm.estimate_us = min(measure(arm) for _ in range(2))
         return
     if last * 1e6 > LONG_US:
-        arm.took_us = last * 1e6
-        arm.samples.append(arm.took_us)
+        arm.estimate_us = last * 1e6
+        arm.samples.append(arm.estimate_us)
         return
-    arm.took_us = min(measure(arm) for _ in range(2))
+    arm.estimate_us = min(measure(arm) for _ in range(2))
     row_us = effort.sample_us
-    if measure is _events:
-        row_us = max(row_us, _LAUNCHED_ROW_US, min(_LAUNCHED_CALLS * arm.took_us, _UNHURRIED_US))
-        arm.calls = _in_a_row(arm.took_us, row_us)
-        arm.took_us = min(arm.took_us, measure(arm))
-    arm.calls = _in_a_row(arm.took_us, row_us)
+    if measure is _time_with_events:
+        row_us = max(row_us, _LAUNCHED_ROW_US, min(_LAUNCHED_CALLS * arm.estimate_us, _LONG_CALL_US))
+        arm.calls = _calls_per_sample(arm.estimate_us, row_us)
+        arm.estimate_us = min(arm.estimate_us, measure(arm))
+    arm.calls = _calls_per_sample(arm.estimate_us, row_us)
 
 
-def _in_a_row(call_us: float, row_us: float) -> int:
+def _calls_per_sample(call_us: float, row_us: float) -> int:
     """How many calls of `call_us` make a sample of about `row_us`."""
     return max(1, min(_MAX_CALLS, int(row_us / max(call_us, 0.1))))
 
 
-def _wall(arm: _Arm) -> float:
-    if arm.took_us < _UNHURRIED_US:
+def _time_on_host(arm: _Contestant) -> float:
+    if arm.estimate_us < _LONG_CALL_US:
         # Not counted: it finds the caches and the thread pool as the arm before left them.
-        arm.run(*arm.sets[0])
+        arm.run(*arm.argument_sets[0])
     begin = time.perf_counter_ns()
     arm.step()
     return (time.perf_counter_ns() - begin) / arm.calls / 1e3
 
 
-def _events(arm: _Arm) -> float:
+def _time_with_events(arm: _Contestant) -> float:
     begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
     torch.cuda.synchronize()
     begin.record()
@@ -237,14 +244,14 @@ def _events(arm: _Arm) -> float:
 
 
 @functools.cache
-def _side(device: int) -> torch.cuda.Stream:
+def _capture_stream(device: int) -> torch.cuda.Stream:
     """One stream for all captures of a device: libraries keep a workspace for each stream."""
     return torch.cuda.Stream(device)
 
 
-def _capture(arm: _Arm) -> None:
+def _capture(arm: _Contestant) -> None:
     """Record a row of calls on a side stream after warming up there: libraries keep plans by stream."""
-    side = _side(torch.cuda.current_device())
+    side = _capture_stream(torch.cuda.current_device())
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
         arm.step()
@@ -258,7 +265,7 @@ def _capture(arm: _Arm) -> None:
     torch.cuda.synchronize()
 
 
-def _replay(arm: _Arm) -> float:
+def _time_replay(arm: _Contestant) -> float:
     begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
     torch.cuda.synchronize()
     begin.record()

@@ -17,15 +17,15 @@ import torch
 from layerzero._util import log
 from layerzero.measure import conditions
 from layerzero.measure.calls import Call
-from layerzero.measure.correctness import cloned, disagreement, poison
+from layerzero.measure.correctness import clone_tensors, find_mismatch, poison
 from layerzero.measure.timing import Effort, Timing, copies_for, time_kernels
 from layerzero.ops import table as ops_table
 from layerzero.ops.op import Args, Op
-from layerzero.perfdb.record import Launch, Measurement, Site, versions_of
-from layerzero.selection.decide import Knobs, pick
+from layerzero.perfdb.record import BenchmarkCase, Launch, Measurement, versions_of
+from layerzero.selection.decide import SelectionOptions, pick
 from layerzero.selection.record import Accepted, Candidate, Selection
-from layerzero.selection.workspace import in_words, needs
-from layerzero.spec.call_spec import Request
+from layerzero.selection.workspace import format_bytes, workspace_bytes
+from layerzero.spec.call_spec import CallSpec
 from layerzero.spec.errors import LayerZeroError
 from layerzero.spec.hardware import Hardware
 from layerzero.spec.kernel import Kernel
@@ -39,10 +39,10 @@ _REFERENCE_FLOPS = {"cpu": 3e10, "cuda": 5e12}
 _MAX_COPY_BYTES = 8 << 30
 _MAX_WORKSPACE = 4 << 30
 # A kernel that takes this many times the best when launched is not worth a graph.
-_NOT_CAPTURED = 12.0
+_MAX_CAPTURED_RATIO = 12.0
 
 
-class Device(Protocol):
+class TunableDevice(Protocol):
     """What tuning needs of a device; `LocalDevice` is one."""
 
     device: torch.device
@@ -56,7 +56,7 @@ class Device(Protocol):
     def callable_for(self, op: Op, selection: Selection, kernel_id: str) -> Callable[..., Any]: ...
 
 
-class Tuned(msgspec.Struct, frozen=True, kw_only=True):
+class TuningResult(msgspec.Struct, frozen=True, kw_only=True):
     """What one call came to: times by kernel in microseconds (transforms included), who won, who failed why.
 
     `best` is the fastest; `winner` the one that band and default guard give; `tied` all that another tune may
@@ -80,102 +80,106 @@ class Tuned(msgspec.Struct, frozen=True, kw_only=True):
 class Tuner:
     """Measures calls on one device, in the thread that asks."""
 
-    def __init__(self, device: Device, launches: Sequence[Launch], effort: Effort) -> None:
+    def __init__(self, device: TunableDevice, launches: Sequence[Launch], effort: Effort) -> None:
         self._device = device
         self._launches = launches if device.device.type == "cuda" else ("eager",)
         self._effort = effort
 
-    def measure(self, call: Call, seed: int = 0) -> list[Tuned]:
+    def measure(self, call: Call, seed: int = 0) -> list[TuningResult]:
         """One record a launch kind; a call that no kernel takes gives its reason under the name `call`."""
         op = ops_table.get(call.op)
         try:
             with torch.no_grad():
-                return self._measured(op, call, seed)
+                return self._measure(op, call, seed)
         except (LayerZeroError, ValueError, TypeError, torch.OutOfMemoryError) as error:
             log.warning(KERNEL_REFUSED, op=call.op, kernel="", why=str(error)[:200])
             why = {"call": f"{type(error).__name__}: {error}"[:300]}
-            return [Tuned(call=str(call), op=call.op, launch=self._launches[0], failed=why)]
+            return [TuningResult(call=str(call), op=call.op, launch=self._launches[0], failed=why)]
 
-    def _measured(self, op: Op, call: Call, seed: int) -> list[Tuned]:
+    def _measure(self, op: Op, call: Call, seed: int) -> list[TuningResult]:
         device = self._device
         args = call.make(device.device, seed)
         table = device.table(op)
         request = table.describe(args, device.mode())
-        selection: Selection = table.fresh(request)
-        runs, failed = self._gated(op, args, request, selection)
+        selection: Selection = table.recompute(request)
+        runs, failed = self._verified(op, args, request, selection)
         if not runs:
-            return [Tuned(call=str(call), op=op.name, launch=self._launches[0], failed=failed)]
+            return [TuningResult(call=str(call), op=op.name, launch=self._launches[0], failed=failed)]
         copies = self._copies(call, args, seed)
-        results: list[Tuned] = []
+        results: list[TuningResult] = []
         for launch in self._launches:
             if launch == "graph" and results:
                 runs = _near_the_best(runs, results[0].times_us)
             timings, broke = time_kernels(runs, copies, device.device, launch, self._effort)
-            found = self._noted(op, call, request, selection, launch, timings)
-            results.append(msgspec.structs.replace(found, failed={**failed, **broke}))
+            tuned = self._record(op, call, request, selection, launch, timings)
+            results.append(msgspec.structs.replace(tuned, failed={**failed, **broke}))
         return results
 
     def _copies(self, call: Call, args: Args, seed: int) -> list[Args]:
-        wanted = copies_for(call.bytes(), self._device.device, _MAX_COPY_BYTES)
-        return [args, *(call.make(self._device.device, seed + n) for n in range(1, wanted))]
+        count = copies_for(call.operand_bytes(), self._device.device, _MAX_COPY_BYTES)
+        return [args, *(call.make(self._device.device, seed + n) for n in range(1, count))]
 
-    def _gated(
-        self, op: Op, args: Args, request: Request, selection: Selection
+    def _verified(
+        self, op: Op, args: Args, request: CallSpec, selection: Selection
     ) -> tuple[dict[str, Callable[..., Any]], dict[str, str]]:
         """The kernels whose numbers are right, loaded; and why each other one is not."""
         device = self._device
         runs: dict[str, Callable[..., Any]] = {}
         failed: dict[str, str] = {}
-        wanted: Any = None
+        expected: Any = None
         kernels = {k.id: k for k in device.registry.for_op(op.name)}
         ordered = sorted(selection.order, key=lambda k: not kernels[k].default)
         heavy = op.work(request).flops > _REFERENCE_FLOPS.get(device.device.type, 3e10)
         if not heavy:
-            wanted = op.reference(*cloned(args))
-        for kernel_id in [c.kernel for c in selection.trace if c.takes and c.kernel not in ordered] + ordered:
+            expected = op.reference(*clone_tensors(args))
+        for kernel_id in [
+            c.kernel for c in selection.trace if c.eligible and c.kernel not in ordered
+        ] + ordered:
             if heavy and kernels[kernel_id].backend == "reference":
                 continue  # it would take the whole budget; nobody chooses it at such a size
-            if needs(kernels[kernel_id], request) > _MAX_WORKSPACE:
-                failed[kernel_id] = f"its workspace takes more than {in_words(_MAX_WORKSPACE)}"
+            if workspace_bytes(kernels[kernel_id], request) > _MAX_WORKSPACE:
+                failed[kernel_id] = f"its workspace takes more than {format_bytes(_MAX_WORKSPACE)}"
                 continue
             try:
                 run = device.callable_for(op, selection, kernel_id)
-                own = cloned(args) if not op.pure else args
+                arguments = clone_tensors(args) if not op.pure else args
                 poison(args)
-                result = run(*own)
-                if wanted is None:
-                    wanted = result
-                wrong = None if op.stochastic else disagreement(op, args, result, wanted)
+                result = run(*arguments)
+                if expected is None:
+                    expected = result
+                mismatch = None if op.stochastic else find_mismatch(op, args, result, expected)
             except Exception as error:
                 failed[kernel_id] = f"{type(error).__name__}: {error}"[:300]
             else:
-                if wrong is None:
+                if mismatch is None:
                     runs[kernel_id] = run
                 else:
-                    failed[kernel_id] = f"wrong: {wrong}"
+                    failed[kernel_id] = f"wrong: {mismatch}"
             if kernel_id in failed:
                 log.warning(KERNEL_REFUSED, op=op.name, kernel=kernel_id, why=failed[kernel_id])
         return runs, failed
 
-    def _noted(
-        self, op: Op, call: Call, request: Request, selection: Selection, launch: Launch,
+    def _record(
+        self, op: Op, call: Call, request: CallSpec, selection: Selection, launch: Launch,
         timings: dict[str, Timing],
-    ) -> Tuned:  # fmt: skip
+    ) -> TuningResult:  # fmt: skip
         kernels = {k.id: k for k in self._device.registry.for_op(op.name)}
         times = {kernel: timing.median_us for kernel, timing in timings.items()}
-        state = conditions.now(self._device.device)
+        state = conditions.read_conditions(self._device.device)
         rows = tuple(
             _row(kernels[k], selection.candidate(k), request, launch, timing, state)
             for k, timing in timings.items()
         )
         settings = self._device.settings
-        winner, tied = won(times, kernels, Knobs(False, settings.tie_band, settings.default_gain))
+        winner, tied = pick_winner(
+            times, kernels, SelectionOptions(False, settings.tie_band, settings.default_gain)
+        )
         best = min(times, key=times.__getitem__) if times else ""
         band = max(settings.tie_band, settings.default_gain)
         if best:
             tied = tuple(sorted({*tied, *tied_with(best, timings, band)}))
         log.debug(MEASURED, op=op.name, winner=winner, us=times.get(winner))
-        return Tuned(
+        return TuningResult(
             call=str(call), op=op.name, launch=launch, winner=winner, best=best, times_us=times,
             timings=timings, tied=tied, band=band, rows=rows,
         )  # fmt: skip
@@ -185,38 +189,40 @@ def _near_the_best(
     runs: dict[str, Callable[..., Any]], times: dict[str, float]
 ) -> dict[str, Callable[..., Any]]:
     best = min(times.values(), default=0.0)
-    return {k: run for k, run in runs.items() if times.get(k, 0.0) <= best * _NOT_CAPTURED}
+    return {k: run for k, run in runs.items() if times.get(k, 0.0) <= best * _MAX_CAPTURED_RATIO}
 
 
-def won(times: dict[str, float], kernels: dict[str, Kernel], knobs: Knobs) -> tuple[str, tuple[str, ...]]:
+def pick_winner(
+    times: dict[str, float], kernels: dict[str, Kernel], options: SelectionOptions
+) -> tuple[str, tuple[str, ...]]:
     """Who is taken among kernels with these times, and who stands inside the tie band or the guard's gain."""
     if not times:
         return "", ()
     pool = [Candidate(k, kernels[k].backend, Accepted(us, 0.0, us, "measured")) for k, us in times.items()]
-    chosen, _ = pick(pool, kernels, knobs)
-    floor = min(times.values()) * (1 + max(knobs.tie_band, knobs.default_gain))
+    chosen, _ = pick(pool, kernels, options)
+    floor = min(times.values()) * (1 + max(options.tie_band, options.default_gain))
     return chosen.kernel, tuple(sorted(k for k, us in times.items() if us <= floor))
 
 
 def tied_with(best: str, timings: Mapping[str, Timing], band: float) -> tuple[str, ...]:
     """The kernels whose lower quartile lies within the band, counted from the fastest's upper one."""
     upper = timings[best].quantile_us(0.75) * (1 + band)
-    return tuple(sorted(kernel for kernel, own in timings.items() if own.quantile_us(0.25) <= upper))
+    return tuple(sorted(kernel for kernel, timing in timings.items() if timing.quantile_us(0.25) <= upper))
 
 
 def _row(
-    kernel: Kernel, candidate: Candidate, request: Request, launch: Launch, timing: Timing,
+    kernel: Kernel, candidate: Candidate, request: CallSpec, launch: Launch, timing: Timing,
     state: conditions.Conditions,
 ) -> Measurement:  # fmt: skip
     """The row of a kernel alone: what its transforms are priced at is taken off, since a choice adds it."""
     accepted = candidate.accepted
-    own = accepted.transform_us if accepted is not None else 0.0
+    transform_us = accepted.transform_us if accepted is not None else 0.0
     cast = next((t.after for t in accepted.transforms if t.kind == "cast"), None) if accepted else None
     # Where most of the time would be transforms their price is off: half is the kernel's then, or a size
     # that needs none would look as good as free.
-    median = max(timing.median_us - own, timing.median_us / 2)
+    median = max(timing.median_us - transform_us, timing.median_us / 2)
     return Measurement(
-        site=Site.of(request, cast),
+        case=BenchmarkCase.of_request(request, cast),
         kernel=kernel.id,
         version=versions_of(kernel),
         launch=launch,
@@ -225,7 +231,7 @@ def _row(
         p95_us=round(timing.quantile_us(0.95), 4),
         variance=round(timing.variance, 6),
         samples=len(timing.samples),
-        at=int(time.time()),
+        timestamp=int(time.time()),
         temperature_c=state.temperature_c,
         power_w=state.power_w,
         free_bytes=state.free_bytes,

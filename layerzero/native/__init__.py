@@ -27,10 +27,10 @@ UNAVAILABLE: Final = "unavailable"
 _DELAY_S = 1.0
 
 
-class Hot:
+class NativeModule:
     """What `name`.cpp compiles to, once it is there: `module`, else None; `state` and `detail` say why."""
 
-    __slots__ = ("_adopters", "_error", "_lock", "_name", "detail", "module", "requested", "state")
+    __slots__ = ("_error", "_installers", "_lock", "_name", "detail", "module", "requested", "state")
 
     def __init__(self, name: str = "hot") -> None:
         self._name = name
@@ -38,7 +38,7 @@ class Hot:
         self.state = UNUSED
         self.requested = False  # somebody will call `start` soon
         self.detail = ""
-        self._adopters: list[Callable[[Any], None]] = []
+        self._installers: list[Callable[[Any], None]] = []
         self._error: BackendNotAvailableError | None = None
         self._lock = threading.Lock()
 
@@ -46,19 +46,19 @@ class Hot:
         # Imported here: it needs what only Unix has, and nobody else needs it at import.
         from layerzero.native import compiling
 
-        return compiling.Library(
+        return compiling.CppModule(
             f"layerzero_{self._name}",
             Path(__file__).with_name(f"{self._name}.cpp"),
             ("-O2", "-std=c++20", "-fPIC", "-shared", "-fvisibility=hidden"),
         )
 
-    def on_ready(self, adopt: Callable[[Any], None]) -> None:
+    def on_ready(self, install: Callable[[Any], None]) -> None:
         """Call `adopt(module)` when the module is there, now if it is; with None when it is put aside."""
-        self._adopters.append(adopt)
+        self._installers.append(install)
         if self.module is None:
             return
         try:
-            adopt(self.module)
+            install(self.module)
         except Exception as error:
             self._failed(error)
 
@@ -69,7 +69,7 @@ class Hot:
         with self._lock:
             if self.state != UNUSED:
                 return
-            if self._unwanted():
+            if self._is_disabled():
                 return
             self.state = COMPILING
         try:
@@ -81,18 +81,18 @@ class Hot:
         if compiled:
             self._load()
         else:
-            threading.Thread(target=self._later, name="layerzero-native", daemon=True).start()
+            threading.Thread(target=self._load_later, name="layerzero-native", daemon=True).start()
 
-    def _unwanted(self) -> bool:
+    def _is_disabled(self) -> bool:
         if os.environ.get("LAYERZERO_NATIVE", "").lower() not in ("off", "0", "false"):
             return False
         self.state = OFF
         self.detail = "LAYERZERO_NATIVE says so"
         return True
 
-    def now(self) -> Any:
+    def try_load(self) -> Any:
         """The module, compiled now if need be; None where it is not wanted or cannot be."""
-        if self.module is None and self.state not in (OFF, UNAVAILABLE) and not self._unwanted():
+        if self.module is None and self.state not in (OFF, UNAVAILABLE) and not self._is_disabled():
             self._load()
         return self.module
 
@@ -120,8 +120,8 @@ class Hot:
         self.state = READY if module is not None else OFF
         self.detail = ""
         try:
-            for adopt in self._adopters:
-                adopt(module)
+            for install in self._installers:
+                install(module)
         except Exception as error:
             self._failed(error)
             raise
@@ -137,14 +137,14 @@ class Hot:
     def describe(self) -> str:
         """One line for people: what runs the awaited path, and what would make it faster."""
         if self.state == UNUSED:
-            known = "compiled, loaded with the first awaited call"
-            later = "not compiled yet: python -m layerzero.native does, else a runtime in the background"
-            return known if self.compiled else later
+            when_compiled = "compiled, loaded with the first awaited call"
+            when_not = "not compiled yet: python -m layerzero.native does, else a runtime in the background"
+            return when_compiled if self.compiled else when_not
         if self.state == READY:
             return "compiled"
         return f"Python alone: {self.state}{', ' if self.detail else ''}{self.detail}"
 
-    def _later(self) -> None:
+    def _load_later(self) -> None:
         if not _ENDING.wait(_DELAY_S):
             self._load()
 
@@ -161,17 +161,17 @@ class Hot:
         """Use Python alone, all of it: nobody keeps a part of a module that the others do not have."""
         if self.module is not None:
             self.module = None
-            for adopt in self._adopters:
-                adopt(None)
+            for install in self._installers:
+                install(None)
         self.state = UNAVAILABLE
         self.detail = str(error)
         # Without a compiler nothing is wrong; everything else is worth a look.
-        told = log.info if isinstance(error, BackendNotAvailableError) else log.warning
-        told("native.unavailable", error=self.detail)
+        write = log.info if isinstance(error, BackendNotAvailableError) else log.warning
+        write("native.unavailable", error=self.detail)
 
 
 _ENDING = threading.Event()
-HOT: Final = Hot()
-# What notes the kernels in flight (`actors/device/running_kernels.py`): small, so that a device of a fleet
-# waits for it.
-NOTING: Final = Hot("noting")
+FAST_PATH: Final = NativeModule()
+# What notes the kernels in flight (`actors/device/running_kernels.py`): small, so that a device of a device
+# pool waits for it.
+KERNEL_NOTES: Final = NativeModule("noting")

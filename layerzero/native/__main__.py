@@ -5,18 +5,18 @@ from __future__ import annotations
 import sys
 import time
 
-from layerzero.native import HOT, NOTING
+from layerzero.native import FAST_PATH, KERNEL_NOTES
 from layerzero.spec.errors import BackendNotAvailableError
 
 
 def main() -> int:
     """Compile and load; 0 also where that is impossible, since everything works without."""
     started = time.perf_counter()
-    if not HOT.compiled:
+    if not FAST_PATH.compiled:
         print("layerzero.native: compiling, once for this machine (about 20 s) ...", flush=True)
     try:
-        NOTING.load()
-        HOT.load()
+        KERNEL_NOTES.load()
+        FAST_PATH.load()
     except BackendNotAvailableError as error:
         print(f"layerzero.native: goes without: {error}")
         return 0

@@ -123,7 +123,7 @@ PySendResult call_begin(Call* self, PyObject** out) {
   }
   if (PyErr_Occurred()) return PYGEN_ERROR;
   PyObject* function = reinterpret_cast<Kinds*>(self->kinds)->function;
-  self->inner = PyObject_CallMethod(function, "_asked", "(O)", self->args);
+  self->inner = PyObject_CallMethod(function, "_call_async", "(O)", self->args);
   return self->inner == nullptr ? PYGEN_ERROR : PyIter_Send(self->inner, Py_None, out);
 }
 

@@ -286,7 +286,7 @@ PyType_Slot carried_slots[] = {
     {Py_am_await, reinterpret_cast<void*>(carried_await)},
     {Py_am_send, reinterpret_cast<void*>(carried_send)},
     {0, nullptr}};
-PyType_Spec carried_spec = {"layerzero.native.Carried", sizeof(Carried), 0, Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC,
+PyType_Spec carried_spec = {"layerzero.native.IsolatedCoroutine", sizeof(Carried), 0, Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC,
                             carried_slots};
 
 // carries(): whether the coroutine that runs here has modes of its own.

@@ -33,7 +33,7 @@ COMPILE_TIMEOUT_S = 600
 
 
 @dataclass(frozen=True, slots=True)
-class Library:
+class CppModule:
     """A C++ module: its name, its source (headers beside it count), its compiler flags."""
 
     name: str
@@ -82,23 +82,23 @@ class Library:
             home / "include/torch/csrc/api/include",
             sysconfig.get_paths()["include"],
         )
-        made = target.with_suffix(f".{os.getpid()}.part")
+        part = target.with_suffix(f".{os.getpid()}.part")
         command = [
             compiler(), *self.flags, *(f"-I{folder}" for folder in includes),
             f"-DTORCH_EXTENSION_NAME={self.name}",
             f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}",
-            str(self.source), "-o", str(made),
+            str(self.source), "-o", str(part),
             f"-L{home / 'lib'}", "-lc10", "-ltorch_cpu", "-ltorch", "-ltorch_python",
         ]  # fmt: skip
         try:
-            returned, said = _run(command)
+            returned, messages = _run(command)
             if returned:
-                raise unavailable(Reason.JIT_FAILED, f"did not compile: {first_error(said)}")
-            made.replace(target)
+                raise unavailable(Reason.JIT_FAILED, f"did not compile: {first_error(messages)}")
+            part.replace(target)
         except (OSError, subprocess.TimeoutExpired) as error:
             raise unavailable(Reason.JIT_FAILED, f"did not compile: {error}") from error
         finally:
-            made.unlink(missing_ok=True)
+            part.unlink(missing_ok=True)
 
     def load(self, path: Path) -> Any:
         """The module in the shared library at `path`: the very file that was found to be this user's.
@@ -106,7 +106,7 @@ class Library:
         Raises: BackendNotAvailableError: others could have written it, or the loader refuses it.
         """
         try:
-            origin = files.held_open(path)
+            origin = files.pinned_path(path)
             loader = importlib.machinery.ExtensionFileLoader(self.name, origin)
             spec = importlib.util.spec_from_file_location(self.name, origin, loader=loader)
             assert spec is not None
@@ -122,13 +122,13 @@ def _run(command: list[str]) -> tuple[int, str]:
     with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True) as running:
         atexit.register(running.kill)
         try:
-            _, said = running.communicate(timeout=COMPILE_TIMEOUT_S)
+            _, messages = running.communicate(timeout=COMPILE_TIMEOUT_S)
         except BaseException:
             running.kill()
             raise
         finally:
             atexit.unregister(running.kill)
-    return running.returncode, said
+    return running.returncode, messages
 
 
 def cache_folder() -> Path:
@@ -166,18 +166,18 @@ def compiler() -> str:
 
     Raises: BackendNotAvailableError: there is none.
     """
-    wanted = os.environ.get("CXX") or "g++"
-    found = shutil.which(wanted)
-    if found is None:
+    name = os.environ.get("CXX") or "g++"
+    path = shutil.which(name)
+    if path is None:
         raise unavailable(
-            Reason.BACKEND_MISSING, f"needs a C++ compiler with C++20 and OpenMP, got no {wanted!r}"
+            Reason.BACKEND_MISSING, f"needs a C++ compiler with C++20 and OpenMP, got no {name!r}"
         )
-    return found
+    return path
 
 
-def first_error(said: str) -> str:
+def first_error(messages: str) -> str:
     """The first line of a compiler's output that speaks of an error."""
-    lines = said.strip().splitlines() or ["it said nothing"]
+    lines = messages.strip().splitlines() or ["it said nothing"]
     return next((line for line in lines if "error" in line.lower()), lines[0])[:250]
 
 

@@ -232,7 +232,7 @@ PyType_Slot kinds_slots[] = {{Py_tp_doc, const_cast<char*>("What is known about 
                              {Py_tp_clear, reinterpret_cast<void*>(kinds_clear)},
                              {Py_tp_methods, kinds_methods},
                              {0, nullptr}};
-PyType_Spec kinds_spec = {"layerzero.native.Kinds", sizeof(Kinds), 0, Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC,
+PyType_Spec kinds_spec = {"layerzero.native.FunctionCache", sizeof(Kinds), 0, Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC,
                           kinds_slots};
 
 // Rows of one call: what its first tensor has along its first axis, one without a tensor; -1 for Python to look.

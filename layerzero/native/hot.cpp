@@ -261,13 +261,13 @@ Ticket* blank_ticket() {
 }
 
 PyObject* ticket_new(PyTypeObject*, PyObject* args, PyObject* kwargs) {
-  static const char* names[] = {"op",       "args",     "group", "expected_us", "tokens", "bytes",
+  static const char* names[] = {"op",       "args",     "batch_key", "expected_us", "tokens", "bytes",
                                 "priority", "deadline", "modes", "caller",      nullptr};
   PyObject *op, *full, *group = Py_None, *priority = nullptr, *deadline = Py_None, *modes = Py_None,
                        *caller = Py_None;
   double expected_us = 0.0;
   long long tokens = 1, bytes = 0;
-  if (!PyArg_ParseTupleAndKeywords(args, kwargs, "OO|OdLLOOOO:Ticket", const_cast<char**>(names), &op, &full,
+  if (!PyArg_ParseTupleAndKeywords(args, kwargs, "OO|OdLLOOOO:PendingCall", const_cast<char**>(names), &op, &full,
                                    &group, &expected_us, &tokens, &bytes, &priority, &deadline, &modes, &caller))
     return nullptr;
   long wanted = 1;
@@ -387,18 +387,18 @@ PyMethodDef ticket_methods[] = {
 #define FIELD(name, type, member) {name, type, offsetof(Ticket, member), 0, nullptr}
 PyMemberDef ticket_members[] = {FIELD("op", T_OBJECT, op),
                                 FIELD("args", T_OBJECT, args),
-                                FIELD("group", T_OBJECT, group),
+                                FIELD("batch_key", T_OBJECT, group),
                                 FIELD("modes", T_OBJECT, modes),
                                 FIELD("caller", T_OBJECT, caller),
-                                FIELD("slot", T_OBJECT, slot),
+                                FIELD("point", T_OBJECT, slot),
                                 FIELD("value", T_OBJECT, value),
                                 FIELD("wake", T_OBJECT, wake),
                                 FIELD("context", T_OBJECT, context),
-                                FIELD("front", T_OBJECT, front),
+                                FIELD("driver", T_OBJECT, front),
                                 FIELD("_loop", T_OBJECT, loop),
                                 FIELD("deadline", T_OBJECT, deadline),
                                 FIELD("plan", T_OBJECT, plan),
-                                FIELD("at", T_DOUBLE, at),
+                                FIELD("submitted_at", T_DOUBLE, at),
                                 FIELD("expected_us", T_DOUBLE, expected_us),
                                 FIELD("seq", T_LONGLONG, seq),
                                 FIELD("tokens", T_LONGLONG, tokens),
@@ -423,7 +423,7 @@ PyType_Slot ticket_slots[] = {
     {Py_am_await, reinterpret_cast<void*>(ticket_await)},
     {Py_am_send, reinterpret_cast<void*>(ticket_send)},
     {0, nullptr}};
-PyType_Spec ticket_spec = {"layerzero.native.Ticket", sizeof(Ticket), 0, Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC,
+PyType_Spec ticket_spec = {"layerzero.native.PendingCall", sizeof(Ticket), 0, Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC,
                            ticket_slots};
 
 // -- a batch of tickets -------------------------------------------------------------------------------
@@ -1117,7 +1117,7 @@ PyType_Slot memo_slots[] = {{Py_tp_doc, const_cast<char*>("What is known about t
                             {Py_tp_methods, memo_methods},
                             {Py_tp_getset, memo_getset},
                             {0, nullptr}};
-PyType_Spec memo_spec = {"layerzero.native.Memo", sizeof(Memo), 0, Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC, memo_slots};
+PyType_Spec memo_spec = {"layerzero.native.CallCache", sizeof(Memo), 0, Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC, memo_slots};
 
 // -- batched functions, and the way into the queue ----------------------------------------------------------
 
@@ -1198,11 +1198,11 @@ PyMODINIT_FUNC PyInit_layerzero_hot() {
   Py_INCREF(PlansType);
   Py_INCREF(KindsType);
   Py_INCREF(CarriedType);
-  if (PyModule_AddObject(module.get(), "Ticket", reinterpret_cast<PyObject*>(TicketType)) ||
-      PyModule_AddObject(module.get(), "Memo", reinterpret_cast<PyObject*>(MemoType)) ||
-      PyModule_AddObject(module.get(), "Plans", reinterpret_cast<PyObject*>(PlansType)) ||
-      PyModule_AddObject(module.get(), "Kinds", reinterpret_cast<PyObject*>(KindsType)) ||
-      PyModule_AddObject(module.get(), "Carried", reinterpret_cast<PyObject*>(CarriedType)))
+  if (PyModule_AddObject(module.get(), "PendingCall", reinterpret_cast<PyObject*>(TicketType)) ||
+      PyModule_AddObject(module.get(), "CallCache", reinterpret_cast<PyObject*>(MemoType)) ||
+      PyModule_AddObject(module.get(), "PlanCache", reinterpret_cast<PyObject*>(PlansType)) ||
+      PyModule_AddObject(module.get(), "FunctionCache", reinterpret_cast<PyObject*>(KindsType)) ||
+      PyModule_AddObject(module.get(), "IsolatedCoroutine", reinterpret_cast<PyObject*>(CarriedType)))
     return nullptr;
   return module.release();
 }

@@ -1,6 +1,6 @@
 // A part of hot.cpp: ids, lengths, offsets and tables of pages, copied while they are checked.
 //
-// The twins of what `ops/checks.py` and `ops/paged_checks.py` do. Each function gives a dense copy that nobody else
+// The twins of what `ops/checks.py` and `ops/paged/checks.py` do. Each function gives a dense copy that nobody else
 // can write to, None where an element does not fit (Python finds out which and says so), and NotImplemented for what
 // is no small plain tensor of int32 or int64 on the CPU, or where modes or transforms see what is read.
 

@@ -256,5 +256,5 @@ PyType_Slot plans_slots[] = {{Py_tp_doc, const_cast<char*>("The plans of one op'
                              {Py_tp_methods, plans_methods},
                              {Py_tp_getset, plans_getset},
                              {0, nullptr}};
-PyType_Spec plans_spec = {"layerzero.native.Plans", sizeof(Plans), 0, Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC,
+PyType_Spec plans_spec = {"layerzero.native.PlanCache", sizeof(Plans), 0, Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC,
                           plans_slots};

@@ -1,4 +1,4 @@
-// A part of hot.cpp: what `Front.submit` and `Lane.submit` do to queue a call whose caller, group and place
+// A part of hot.cpp: what `LoopDriver.submit` and `Batcher.submit` do to queue a call whose caller, group and place
 // are known already. The objects stay Python's; their slots are read and written where they lie.
 
 #pragma once
@@ -38,20 +38,20 @@ PyObject* layout(PyObject*, PyObject* given) {
   PyObject *front, *lane, *group, *slot, *caller, *caps, *stats, *sweep;
   if (!PyArg_ParseTuple(given, "OOOOOOOO", &front, &lane, &group, &slot, &caller, &caps, &stats, &sweep)) return nullptr;
   const struct { PyObject* type; const char* name; Place& place; } wanted[] = {
-      {front, "_armed", in_front.armed}, {front, "_ahead", in_front.ahead}, {front, "alone", in_front.alone},
+      {front, "_tick_scheduled", in_front.armed}, {front, "_max_inflight", in_front.ahead}, {front, "sole_caller", in_front.alone},
       {front, "ambient_grad", in_front.ambient_grad}, {front, "_callers", in_front.callers},
-      {front, "lane", in_front.lane}, {front, "loop", in_front.loop}, {front, "_now", in_front.now},
+      {front, "batcher", in_front.lane}, {front, "loop", in_front.loop}, {front, "_now_s", in_front.now},
       {front, "stepping", in_front.stepping},
-      {lane, "_backlog", in_lane.backlog}, {lane, "caps", in_lane.caps}, {lane, "draining", in_lane.draining},
-      {lane, "in_flight", in_lane.in_flight}, {lane, "queued", in_lane.queued},
+      {lane, "_waiting_for_room", in_lane.backlog}, {lane, "limits", in_lane.caps}, {lane, "draining", in_lane.draining},
+      {lane, "inflight_batches", in_lane.in_flight}, {lane, "queued", in_lane.queued},
       {lane, "queued_bytes", in_lane.queued_bytes}, {lane, "_seq", in_lane.seq}, {lane, "stats", in_lane.stats},
-      {lane, "sweep", in_lane.sweep}, {lane, "_turn_owed", in_lane.turn_owed}, {lane, "_urgent", in_lane.urgent},
-      {group, "busy", in_group.busy}, {group, "bytes", in_group.bytes}, {group, "count", in_group.count},
-      {group, "lines", in_group.lines}, {group, "slots", in_group.slots}, {group, "tokens", in_group.tokens},
-      {caller, "last", in_rest.caller_last}, {caller, "slot", in_rest.caller_slot},
-      {caps, "queue_bytes", in_rest.caps_bytes}, {caps, "queue_items", in_rest.caps_items},
+      {lane, "round_robin", in_lane.sweep}, {lane, "_turn_due", in_lane.turn_owed}, {lane, "_urgent", in_lane.urgent},
+      {group, "active_points", in_group.busy}, {group, "bytes", in_group.bytes}, {group, "count", in_group.count},
+      {group, "by_priority", in_group.lines}, {group, "points", in_group.slots}, {group, "tokens", in_group.tokens},
+      {caller, "last_queue", in_rest.caller_last}, {caller, "point", in_rest.caller_slot},
+      {caps, "max_queue_bytes", in_rest.caps_bytes}, {caps, "max_queue_size", in_rest.caps_items},
       {slot, "count", in_rest.slot_count}, {stats, "submitted", in_rest.submitted},
-      {sweep, "arrived", in_rest.sweep_arrived}, {sweep, "groups", in_rest.sweep_groups}, {sweep, "pending", in_rest.sweep_pending}};
+      {sweep, "activated", in_rest.sweep_arrived}, {sweep, "queues", in_rest.sweep_groups}, {sweep, "active_points", in_rest.sweep_pending}};
   for (const auto& one : wanted)
     if (!find_place(one.type, one.name, one.place)) return nullptr;
   if (current_task == nullptr) {
@@ -103,7 +103,7 @@ bool has_room(PyObject* lane, long long bytes) {
                          number(in_lane.queued_bytes, lane) + bytes <= number(in_rest.caps_bytes, caps));
 }
 
-// Put a ticket with a known caller, group and place into them, as `Lane.submit` and `Lane._enqueue` do.
+// Put a ticket with a known caller, group and place into them, as `Batcher.submit` and `Batcher._enqueue` do.
 bool enqueue(PyObject* lane, Ticket* ticket, PyObject* caller, PyObject* group, PyObject* slot, double now) {
   auto* self = reinterpret_cast<PyObject*>(ticket);
   PyObject* sweep = in_lane.sweep.of(lane);
@@ -130,7 +130,7 @@ bool enqueue(PyObject* lane, Ticket* ticket, PyObject* caller, PyObject* group, 
          add(in_lane.queued_bytes, lane, ticket->bytes);
 }
 
-// 1 where the ticket was queued as `Front.submit` would; 0, and nothing done, for a call that has a deadline, runs
+// 1 where the ticket was queued as `LoopDriver.submit` would; 0, and nothing done, for a call that has a deadline, runs
 // alone, finds no room, or whose caller, group or place is new; -1 with an error set.
 int queued(PyObject* front, Ticket* ticket) {
   if (!has(in_front.lane, front)) return 0;
@@ -161,7 +161,7 @@ int queued(PyObject* front, Ticket* ticket) {
   put_new(ticket->loop, in_front.loop.of(front));
   if (!enqueue(lane, ticket, caller.get(), group.get(), slot.get(), now)) return -1;
   if (in_front.armed.of(front) == Py_False && number(in_lane.in_flight, lane) < number(in_front.ahead, front)) {
-    Ref armed(PyObject_CallMethod(front, "_arm", nullptr));
+    Ref armed(PyObject_CallMethod(front, "_schedule_tick", nullptr));
     if (!armed) return -1;
   }
   return 1;

@@ -75,9 +75,9 @@ class Counters:
             raise ValueError(f"value of counter {counter} needs to be at least 0, got {value}")
         series = Series(counter, tuple(sorted((name, str(text)) for name, text in labels.items())))
         with self._lock:
-            known = self._values.get(series)
-            if known is not None:
-                self._values[series] = known + value
+            current = self._values.get(series)
+            if current is not None:
+                self._values[series] = current + value
             else:
                 admitted = self._admit(series)
                 self._values[admitted] = self._values.get(admitted, 0) + value
@@ -116,14 +116,14 @@ class Counters:
 
     def _admit(self, series: Series) -> Series:
         names = tuple(name for name, _ in series.labels)
-        known = self._labels.get(series.name)
-        if known is None:
+        label_names = self._labels.get(series.name)
+        if label_names is None:
             for word in (series.name, *names):
                 if not _NAME.fullmatch(word):
                     raise ValueError(f"counter and label names need lower snake case, got {word!r}")
             self._labels[series.name] = names
-        elif known != names:
-            raise ValueError(f"counter {series.name} has labels {list(known)}, got {list(names)}")
+        elif label_names != names:
+            raise ValueError(f"counter {series.name} has labels {list(label_names)}, got {list(names)}")
         count = self._counts.get(series.name, 0)
         if count >= self._max_series:
             return Series(series.name, tuple((name, OVERFLOW) for name in names))

@@ -23,7 +23,7 @@ except ImportError as missing:
         "spans needs opentelemetry-api, which is not installed: pip install 'layerzero-runtime[otel]'"
     ) from missing
 
-Said = dict[str, str | int]
+Attributes = dict[str, str | int]
 
 
 class Spans:
@@ -37,10 +37,10 @@ class Spans:
         self._tracer = get_tracer("layerzero")
         self._waiting: dict[int, Span] = {}  # by the identity of the arguments that wait
 
-    def around(self, op: Op, selection: Selection, call: Callable[..., Any]) -> Callable[..., Any]:
+    def wrap(self, op: Op, selection: Selection, call: Callable[..., Any]) -> Callable[..., Any]:
         """`call` in a span; the choice that led to it has one now. A graph capture runs no Python later."""
-        chosen = _chosen(selection)
-        takes = sum(candidate.takes for candidate in selection.trace)
+        chosen = _attributes_of(selection)
+        takes = sum(candidate.eligible for candidate in selection.trace)
         with self._tracer.start_as_current_span("layerzero.select", attributes=chosen) as span:
             span.set_attribute("layerzero.takes", takes)
             span.set_attribute("layerzero.refuses", len(selection.trace) - takes)
@@ -56,12 +56,12 @@ class Spans:
 
     @contextmanager
     def waiting(self, name: str, args: Args) -> Iterator[Callable[[Plan | None], None]]:
-        """A caller's span while its call is in the lane; gives what notes the plan that answered."""
+        """A caller's span while its call is in the batcher; gives what notes the plan that answered."""
         span = self._tracer.start_span("layerzero.await", attributes={"layerzero.op": name})
 
         def answered(plan: Plan | None) -> None:
             if plan is not None:
-                span.set_attributes(_chosen(plan.selection))
+                span.set_attributes(_attributes_of(plan.selection))
 
         self._waiting[id(args)] = span
         try:
@@ -83,34 +83,34 @@ class Spans:
         """
         waiting = [self._waiting.get(id(args)) for args in calls]
         links = [Link(span.get_span_context()) for span in waiting if span is not None]
-        said: Said = {"layerzero.op": name, "layerzero.callers": len(calls)}
+        attributes: Attributes = {"layerzero.op": name, "layerzero.callers": len(calls)}
         context = None if inside else Context()
         with self._tracer.start_as_current_span(
-            "layerzero.batch", context, attributes=said, links=links
+            "layerzero.batch", context, attributes=attributes, links=links
         ) as span:
 
-            def failed(error: BaseException) -> None:
+            def record_failure(error: BaseException) -> None:
                 span.record_exception(error)
                 span.set_status(Status(StatusCode.ERROR, type(error).__name__))
 
-            yield failed
+            yield record_failure
 
     def fell_back(self, plan: Plan, used: str, error: Exception) -> None:
         """One kernel answered for another."""
-        said: Said = {
+        attributes: Attributes = {
             "layerzero.op": plan.op.name,
             "layerzero.spec.kernel": used,
             "layerzero.failed": plan.kernel,
         }
-        said["layerzero.reason"] = f"{type(error).__name__}: {error}"[:300]
-        with self._tracer.start_as_current_span("layerzero.fallback", attributes=said):
+        attributes["layerzero.reason"] = f"{type(error).__name__}: {error}"[:300]
+        with self._tracer.start_as_current_span("layerzero.fallback", attributes=attributes):
             pass
 
     def close(self) -> None:
         """Nothing to stop: spans end by themselves."""
 
 
-def _chosen(selection: Selection) -> Said:
+def _attributes_of(selection: Selection) -> Attributes:
     request = selection.request
     return {
         "layerzero.op": selection.op,

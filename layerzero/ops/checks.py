@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from layerzero.native import HOT
+from layerzero.native import FAST_PATH
 
 MAX_ALIGNMENT = 64
 
@@ -30,8 +30,10 @@ def need_tensor(
 ) -> Tensor:
     """`value` as a tensor of the given rank(s); floating point unless told otherwise."""
     if not isinstance(value, Tensor):
-        elsewhere = getattr(value, "elsewhere", None)  # a handle of another process's tensor says what to do
-        shown = elsewhere if isinstance(elsewhere, str) else _short(value)
+        remote_hint = getattr(
+            value, "elsewhere", None
+        )  # a handle of another process's tensor says what to do
+        shown = remote_hint if isinstance(remote_hint, str) else _short(value)
         raise TypeError(f"{name} needs a torch.Tensor, got {type(value).__name__}: {shown}")
     if value.is_nested:
         raise ValueError(
@@ -41,9 +43,9 @@ def need_tensor(
     if rank is not None:
         ranks = (rank,) if isinstance(rank, int) else rank
         if value.dim() not in ranks:
-            wanted = " or ".join(str(r) for r in ranks)
+            allowed_ranks = " or ".join(str(r) for r in ranks)
             raise ValueError(
-                f"{name} needs {wanted} dimensions, got {value.dim()}: shape {tuple(value.shape)}"
+                f"{name} needs {allowed_ranks} dimensions, got {value.dim()}: shape {tuple(value.shape)}"
             )
     if floating and not value.dtype.is_floating_point:
         raise TypeError(f"{name} needs a floating point dtype, got {dtype_name(value.dtype)}")
@@ -81,7 +83,7 @@ _dispatch_modes = torch._C._len_torch_dispatch_stack
 _PLAIN: Any = Tensor.__torch_dispatch__  # pyright: ignore[reportAttributeAccessIssue]
 
 
-def readable(tensor: Tensor) -> bool:
+def can_read_values(tensor: Tensor) -> bool:
     """Whether a guard may look at a tensor's data here: it is on the CPU, where that waits for nothing.
 
     Not where somebody follows what is done with it (a dispatch mode, a functorch transform), and not where a
@@ -95,44 +97,45 @@ def readable(tensor: Tensor) -> bool:
     )
 
 
-def held(tensor: Tensor) -> Tensor:
+def private_copy(tensor: Tensor) -> Tensor:
     """A dense copy of a readable tensor: what is checked in it stays true, whatever its owner does."""
     return tensor.clone(memory_format=torch.contiguous_format)
 
 
-def compiled(check: str, *args: Any) -> Any:
+def native_check(check: str, *args: Any) -> Any:
     """What a function of native/indices.h gives; None where Python has to look: its tensors may not fit."""
-    if HOT.module is None:
+    if FAST_PATH.module is None:
         return None
-    own = getattr(HOT.module, check)(*args)
-    return None if own is NotImplemented else own
+    result = getattr(FAST_PATH.module, check)(*args)
+    return None if result is NotImplemented else result
 
 
 def ids_in_range(name: str, ids: Tensor, limit: int, what: str, *, ignore: int | None = None) -> Tensor:
-    """A copy of `ids`, each in [0, limit) or `ignore`; `ids` themselves where they are not read (`readable`).
+    """A copy of `ids`, each in [0, limit) or `ignore`; `ids` themselves where they are not read
+    (`can_read_values`).
 
     Raises: ValueError: an id is out of range; its position is named.
     """
-    own: Tensor | None = compiled("ids_below", ids, limit, ignore)
-    if own is not None:
-        return own
-    if not readable(ids):
+    private_ids: Tensor | None = native_check("ids_below", ids, limit, ignore)
+    if private_ids is not None:
+        return private_ids
+    if not can_read_values(ids):
         return ids
-    own = held(ids)
-    if own.numel() == 0:
-        return own
-    low, high = torch.aminmax(own)
+    private_ids = private_copy(ids)
+    if private_ids.numel() == 0:
+        return private_ids
+    low, high = torch.aminmax(private_ids)
     if int(low) >= 0 and int(high) < limit:
-        return own
-    wrong = (own < 0) | (own >= limit)
+        return private_ids
+    wrong = (private_ids < 0) | (private_ids >= limit)
     if ignore is not None:
-        wrong &= own != ignore
+        wrong &= private_ids != ignore
     places = wrong.nonzero()
     if places.shape[0]:
         place = tuple(places[0].tolist())
         where = f" at position {place[0] if len(place) == 1 else place}" if place else ""
-        raise ValueError(f"{name} needs ids in [0, {limit}) ({what}), got {int(own[place])}{where}")
-    return own
+        raise ValueError(f"{name} needs ids in [0, {limit}) ({what}), got {int(private_ids[place])}{where}")
+    return private_ids
 
 
 def need_same_device(first_name: str, first: Tensor, **others: Tensor | None) -> None:
@@ -143,13 +146,13 @@ def need_same_device(first_name: str, first: Tensor, **others: Tensor | None) ->
 
 
 def need_number(
-    name: str, value: Any, *, low: float = -math.inf, high: float = math.inf, what: str = ""
+    name: str, value: Any, *, low: float = -math.inf, high: float = math.inf, needs: str = ""
 ) -> float:
     """`value` as a finite number within [low, high]."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise TypeError(f"{name} needs a number, got {type(value).__name__}: {_short(value)}")
     if not math.isfinite(value) or not low <= value <= high:
-        bounds = what or f"a finite number in [{low}, {high}]"
+        bounds = needs or f"a finite number in [{low}, {high}]"
         raise ValueError(f"{name} needs {bounds}, got {value}")
     _need_64_bits(name, value)
     return float(value)
@@ -157,7 +160,7 @@ def need_number(
 
 def need_int(name: str, value: Any, *, low: int | None = None, high: int | None = None) -> int:
     """`value` as an integer within [low, high]."""
-    whole = need_whole(name, value)
+    whole = need_any_int(name, value)
     if (low is not None and whole < low) or (high is not None and whole > high):
         span = f">= {low}" if high is None else f"in [{low}, {high}]"
         raise ValueError(f"{name} needs an int {span}, got {whole}")
@@ -165,7 +168,7 @@ def need_int(name: str, value: Any, *, low: int | None = None, high: int | None 
     return whole
 
 
-def need_whole(name: str, value: Any) -> int:
+def need_any_int(name: str, value: Any) -> int:
     """`value` as an integer of any size."""
     if isinstance(value, bool) or not isinstance(value, int):
         raise TypeError(f"{name} needs an int, got {type(value).__name__}: {_short(value)}")
@@ -220,16 +223,16 @@ def alignment_of(tensors: Iterable[Tensor]) -> int:
 
     Of a tensor with gaps it divides the address of every row, too.
     """
-    together = MAX_ALIGNMENT
+    address_bits = MAX_ALIGNMENT
     for tensor in tensors:
         if tensor.device.type == "meta" or tensor.numel() == 0:
             continue
-        together |= address_of(tensor)
+        address_bits |= address_of(tensor)
         if not tensor.is_contiguous():
             sizes, steps = tensor.shape[:-1], tensor.stride()
             for size, step in zip(sizes, steps, strict=False):
-                together |= step * tensor.element_size() if size > 1 else 0
-    return together & -together
+                address_bits |= step * tensor.element_size() if size > 1 else 0
+    return address_bits & -address_bits
 
 
 def _short(value: Any) -> str:

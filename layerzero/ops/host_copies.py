@@ -1,9 +1,9 @@
 """Host copies of small index tensors: lengths, offsets and page ids known without asking the device.
 
-Whoever makes such a tensor out of host values says so with `remember`; a kernel that has to know the values
-asks `host`, which waits for the device only where nobody said. A copy counts while the tensor's version
-counter stands: an edit in place by torch moves it on, and the values are read from the device again.
-A kernel of one's own that writes the tensor's memory must call `forget`.
+Whoever makes such a tensor out of host values says so with `attach_host_copy`; a kernel that has to know the
+values asks `to_host_values`, which waits for the device only where nobody said. A copy counts while the
+tensor's version counter stands: an edit in place by torch moves it on, and the values are read from the
+device again. A kernel of one's own that writes the tensor's memory must call `drop_host_copy`.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ import torch
 from torch import Tensor
 
 _NAME = "_layerzero_host_copy"
-_MAX_JOINED = 64
+_MAX_CONCATENATED = 64
 
 
-class Mirror:
+class HostCopy:
     """The values of one tensor at one version; its identity stands for them."""
 
     __slots__ = ("values", "version")
@@ -29,50 +29,50 @@ class Mirror:
         self.version = version
 
 
-def remember(tensor: Tensor, values: Tensor) -> Tensor:
+def attach_host_copy(tensor: Tensor, values: Tensor) -> Tensor:
     """Note that `tensor` holds `values`, a CPU tensor that nobody will change; gives `tensor` back.
 
     Nothing is noted of an inference tensor, which counts no versions: an edit would pass unseen.
     """
     if not tensor.is_inference():
-        setattr(tensor, _NAME, Mirror(values, tensor._version))
+        setattr(tensor, _NAME, HostCopy(values, tensor._version))
     return tensor
 
 
-def forget(tensor: Tensor) -> None:
+def drop_host_copy(tensor: Tensor) -> None:
     """Drop what was noted of `tensor`."""
     vars(tensor).pop(_NAME, None)
 
 
-def mirror(tensor: Tensor) -> Mirror | None:
+def host_copy_of(tensor: Tensor) -> HostCopy | None:
     """What was noted of `tensor`, if that still holds."""
-    found: Mirror | None = getattr(tensor, _NAME, None)
-    if found is None or found.version != tensor._version:
+    copy: HostCopy | None = getattr(tensor, _NAME, None)
+    if copy is None or copy.version != tensor._version:
         return None
-    return found
+    return copy
 
 
-def host(tensor: Tensor) -> Tensor:
+def to_host_values(tensor: Tensor) -> Tensor:
     """The values of `tensor` on the CPU; waits for the device where no copy holds."""
     if tensor.device.type == "cpu":
         return tensor
-    found = mirror(tensor)
-    return found.values if found is not None else tensor.cpu()
+    copy = host_copy_of(tensor)
+    return copy.values if copy is not None else tensor.cpu()
 
 
-def longest(offsets: Tensor, rows: int) -> int:
+def max_seqlen(offsets: Tensor, rows: int) -> int:
     """The longest sequence between offsets, or all `rows` where that would need asking the device.
 
     For kernels that take any bound: blocks beyond a sequence's end leave at once. A graph that is being
     captured will be replayed over other lengths, so there it is all rows too.
     """
-    found = mirror(offsets)
-    if found is None or (offsets.is_cuda and torch.cuda.is_current_stream_capturing()):
+    copy = host_copy_of(offsets)
+    if copy is None or (offsets.is_cuda and torch.cuda.is_current_stream_capturing()):
         return rows
-    return int(found.values.diff().max())
+    return int(copy.values.diff().max())
 
 
-def on_device(values: Tensor, device: torch.device | str) -> Tensor:
+def to_device_with_host_copy(values: Tensor, device: torch.device | str) -> Tensor:
     """`values` on `device`, with their host copy; versions are counted whatever mode the caller is in.
 
     A GPU fetches them from pinned memory, in its turn: a transfer out of ordinary memory would wait until
@@ -83,37 +83,39 @@ def on_device(values: Tensor, device: torch.device | str) -> Tensor:
             moved = values.pin_memory().to(device, non_blocking=True)
         else:
             moved = values.to(device)
-        return remember(moved, values) if moved is not values else moved
+        return attach_host_copy(moved, values) if moved is not values else moved
 
 
-_JOINED: OrderedDict[Hashable, tuple[tuple[Mirror, ...], Tensor]] = OrderedDict()
+_CONCATENATED: OrderedDict[Hashable, tuple[tuple[HostCopy, ...], Tensor]] = OrderedDict()
 _LOCK = threading.Lock()
 
 
-def joined(pieces: Sequence[Tensor], join: Callable[[Sequence[Tensor]], Tensor], *how: Hashable) -> Tensor:
+def concat_with_host_copies(
+    pieces: Sequence[Tensor], join: Callable[[Sequence[Tensor]], Tensor], *join_key: Hashable
+) -> Tensor:
     """`join(pieces)`; `how` names the function and whatever else its result depends on.
 
     Where every piece has a host copy the joining happens there, one transfer replaces the device's copies,
     and the result is given again while its pieces stand: the layers of a step join the same tables.
     """
-    copies = [mirror(piece) for piece in pieces]
-    known = tuple(copy for copy in copies if copy is not None)
-    if not pieces or len(known) < len(pieces):
+    copies = [host_copy_of(piece) for piece in pieces]
+    known_copies = tuple(copy for copy in copies if copy is not None)
+    if not pieces or len(known_copies) < len(pieces):
         return join(pieces)
-    key = (_place(pieces[0].device), how, tuple(map(id, known)))
+    key = (_device_and_stream(pieces[0].device), join_key, tuple(map(id, known_copies)))
     with _LOCK:
-        kept = _JOINED.get(key)
-        if kept is not None and mirror(kept[1]) is not None:
-            _JOINED.move_to_end(key)
-            return kept[1]
-    made = on_device(join([copy.values for copy in known]), pieces[0].device)
+        cached = _CONCATENATED.get(key)
+        if cached is not None and host_copy_of(cached[1]) is not None:
+            _CONCATENATED.move_to_end(key)
+            return cached[1]
+    combined = to_device_with_host_copy(join([copy.values for copy in known_copies]), pieces[0].device)
     with _LOCK:
-        _JOINED[key] = (known, made)
-        while len(_JOINED) > _MAX_JOINED:
-            _JOINED.popitem(last=False)
-    return made
+        _CONCATENATED[key] = (known_copies, combined)
+        while len(_CONCATENATED) > _MAX_CONCATENATED:
+            _CONCATENATED.popitem(last=False)
+    return combined
 
 
-def _place(device: torch.device) -> Hashable:
+def _device_and_stream(device: torch.device) -> Hashable:
     """The device, and on CUDA its current stream: another one would not wait for the transfer."""
     return (device, torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else None)

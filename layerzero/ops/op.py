@@ -12,18 +12,18 @@ from typing import Any, Protocol, runtime_checkable
 
 from torch import Tensor
 
-from layerzero.spec.call_spec import OutSpec, Request, Work
+from layerzero.spec.call_spec import CallSpec, OutputSpec, WorkEstimate
 
 Signature = tuple[Any, ...]
 Args = tuple[Any, ...]
-Call = tuple[Signature, Args]
+SignedCall = tuple[Signature, Args]
 
 
-Launch = Callable[[Args], Any]
+LaunchFunction = Callable[[Args], Any]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Refused:
+class RejectedCall:
     """What a batching rule returns for a call that it must not run beside the others: the caller's error."""
 
     error: Exception
@@ -31,15 +31,16 @@ class Refused:
 
 @runtime_checkable
 class Launcher(Protocol):
-    """A launch that can be asked first, and that launches other ops too; what a lane gives a batching rule.
+    """A launch that can be asked first, and that launches other ops too; what a batcher gives a batching
+    rule.
 
-    `free` says that no policy speaks about the op and nothing asks for its own bits, so that the rule may
-    launch another op that means the same; `expected_us` is what a launch would cost, infinite where no
-    kernel takes it.
+    `is_unconstrained` says that no policy speaks about the op and nothing asks for its own bits, so that the
+    rule may launch another op that means the same; `expected_us` is what a launch would cost, infinite where
+    no kernel takes it.
     """
 
     @property
-    def free(self) -> bool: ...
+    def is_unconstrained(self) -> bool: ...
 
     def __call__(self, args: Args, op: Op | None = None) -> Any: ...
 
@@ -55,26 +56,26 @@ class Batching(Protocol):
     @property
     def rowwise(self) -> bool: ...
 
-    def group(self, args: Args) -> Hashable | None:
+    def batch_key(self, args: Args) -> Hashable | None:
         """The compatibility class of a call; None where it must run alone."""
         ...
 
-    def shared(self, args: Args) -> tuple[int, ...] | None:
+    def shared_operands(self, args: Args) -> tuple[int, ...] | None:
         """Positions of the tensors whose address, beside the signature, decides the group.
 
         None where more than that decides, so that the group cannot be remembered by it.
         """
         ...
 
-    def size(self, args: Args) -> tuple[int, int]:
+    def batch_cost(self, args: Args) -> tuple[int, int]:
         """What the call adds to a batch: (tokens, bytes)."""
         ...
 
-    def run(self, calls: Sequence[Args], launch: Launch) -> list[Any]:
+    def run(self, calls: Sequence[Args], launch: LaunchFunction) -> list[Any]:
         """Run `calls`, of one group, through as few `launch`es as pay off; one result a call, in order.
 
-        A call that must not run beside the others has `Refused` for its result, in an op that is not pure.
-        `launch` takes the arguments of one (merged) call, selects a kernel for it and runs it.
+        A call that must not run beside the others has `RejectedCall` for its result, in an op that is not
+        pure. `launch` takes the arguments of one (merged) call, selects a kernel for it and runs it.
         """
         ...
 
@@ -113,37 +114,38 @@ class Op:
     take; `args[0]` is a tensor on the op's device.
 
     `check(args)` validates (ValueError/TypeError naming the argument, what it needs, what it got) and
-    describes the call as a Request; it runs once per new signature, so it may take its time, but it must
-    not read tensor data. `guard(args)` does (ids in range), before the kernel of any call runs, and gives the
-    arguments to run with: whatever says where a kernel reads or writes is a copy made while it was checked,
-    so that what was checked is what is read. It looks at CPU tensors alone: those of other devices come back
-    as they are, since looking would wait for the device. Of callers in a batch it looks at each when it
-    calls; with `guard_joined` once at the whole batch instead, at its merged arguments, and only where that
-    fails at smaller parts until the culprit stands alone.
+    describes the call as a CallSpec; it runs once per new signature, so it may take its time, but it must
+    not read tensor data. `validate_values(args)` does (ids in range), before the kernel of any call runs, and
+    gives the arguments to run with: whatever says where a kernel reads or writes is a copy made while it was
+    checked, so that what was checked is what is read. It looks at CPU tensors alone: those of other devices
+    come back as they are, since looking would wait for the device. Of callers in a batch it looks at each
+    when it calls; with `validate_values_per_batch` once at the whole batch instead, at its merged arguments,
+    and only where that fails at smaller parts until the culprit stands alone.
 
     `reference(*args)` is plain torch, accumulates in float32 (float64 inputs stay float64), and is right for
     everything `check` lets through. `outputs(args)` gives shapes and dtypes; `empty(args)` the result of a
     call that has nothing to compute, else None; `work(request)` the least work. `operands` are the positions
-    of the tensors that layout, contiguity and alignment speak of; `fixed` those of more tensors that
-    alignment speaks of and that no transform copies (pools, codes); `exact` the sizes that keys never round;
-    `split` says how a call above a kernel's bound is cut; `wide_outputs` the outputs whose dtype does not
-    follow the operands'. `writes` are the positions of the tensors that the op changes; an op that changes
-    any is not `pure`: no fallback, probe or search for a culprit runs it a second time. An op one of whose
-    outputs is made of another, as rounded, is not `castable`: in a wider dtype it would mean less rounding.
+    of the tensors that layout, contiguity and alignment speak of; `uncopied_operands` those of more tensors
+    that alignment speaks of and that no transform copies (pools, codes); `exact_dims` the sizes that keys
+    never round; `split` says how a call above a kernel's bound is cut; `wide_outputs` the outputs whose dtype
+    does not follow the operands'. `writes` are the positions of the tensors that the op changes; an op that
+    changes any is not `pure`: no fallback, probe or search for a culprit runs it a second time. An op one of
+    whose outputs is made of another, as rounded, is not `castable`: in a wider dtype it would mean less
+    rounding.
     """
 
     name: str
-    build: Callable[..., Call]
-    check: Callable[[Args], Request]
+    build: Callable[..., SignedCall]
+    check: Callable[[Args], CallSpec]
     reference: Callable[..., Any]
-    outputs: Callable[[Args], tuple[OutSpec, ...]]
-    work: Callable[[Request], Work]
+    outputs: Callable[[Args], tuple[OutputSpec, ...]]
+    work: Callable[[CallSpec], WorkEstimate]
     operands: tuple[int, ...]
-    fixed: tuple[int, ...] = ()
-    exact: frozenset[str] = field(default_factory=frozenset)
+    uncopied_operands: tuple[int, ...] = ()
+    exact_dims: frozenset[str] = field(default_factory=frozenset)
     empty: Callable[[Args], Any] | None = None
-    guard: Callable[[Args], Args] | None = None
-    guard_joined: bool = False
+    validate_values: Callable[[Args], Args] | None = None
+    validate_values_per_batch: bool = False
     batching: Batching | None = None
     layouts: Layouts | None = None
     split: Split | None = None

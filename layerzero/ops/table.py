@@ -15,19 +15,21 @@ def get(name: str) -> Op:
 
     Raises: UnknownOpError: there is none; the message lists the ops, nearest names first.
     """
-    found = OPS.get(name)
-    if found is not None:
-        return found
+    op = OPS.get(name)
+    if op is not None:
+        return op
     if not isinstance(name, str):
         raise TypeError(f"op needs an op's name, got {type(name).__name__}")
     file = FILES.get(name)
     if file is not None:
         importlib.import_module(f"layerzero.ops.{file}")
         return OPS[name]
-    known = names()
-    close = difflib.get_close_matches(name, known, n=3)
+    op_names = names()
+    close = difflib.get_close_matches(name, op_names, n=3)
     hint = f"did you mean {' or '.join(close)}? " if close else ""
-    raise UnknownOpError(f"op needs an op's name, got the unknown op {name!r}; {hint}ops: {', '.join(known)}")
+    raise UnknownOpError(
+        f"op needs an op's name, got the unknown op {name!r}; {hint}ops: {', '.join(op_names)}"
+    )
 
 
 def names() -> tuple[str, ...]:

@@ -5,8 +5,8 @@ that come with the package; both are imported where they are used, since SQLite 
 Nothing here is read by a call: a device gets a snapshot in memory.
 """
 
+from layerzero.perfdb.record import BenchmarkCase as BenchmarkCase
 from layerzero.perfdb.record import Environment as Environment
 from layerzero.perfdb.record import Measurement as Measurement
-from layerzero.perfdb.record import Site as Site
-from layerzero.perfdb.record import plausible as plausible
+from layerzero.perfdb.record import implausible_reason as implausible_reason
 from layerzero.perfdb.record import versions_of as versions_of

@@ -9,7 +9,7 @@ from typing import Literal
 
 import msgspec
 
-from layerzero.spec.call_spec import Request
+from layerzero.spec.call_spec import CallSpec
 from layerzero.spec.hardware import Hardware
 from layerzero.spec.kernel import Kernel
 
@@ -25,7 +25,7 @@ MAX_SPREAD = 0.75
 MAX_US = 6e8
 
 
-class Site(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, gc=False):
+class BenchmarkCase(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, gc=False):
     """The call that was timed: what a request holds, sizes exact, without what depends on the process."""
 
     op: str
@@ -37,7 +37,7 @@ class Site(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, gc=Fal
     dims: tuple[tuple[str, int], ...] = ()
 
     @classmethod
-    def of(cls, request: Request, dtype: str | None = None) -> Site:
+    def of_request(cls, request: CallSpec, dtype: str | None = None) -> BenchmarkCase:
         """The site of a request; `dtype` is the one the kernel computes in, where that differs."""
         return cls(
             op=request.op,
@@ -63,7 +63,7 @@ class Measurement(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True,
     are rounded to buckets, None where nobody can tell.
     """
 
-    site: Site
+    case: BenchmarkCase
     kernel: str
     version: str = ""
     launch: Launch = "eager"
@@ -72,7 +72,7 @@ class Measurement(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True,
     p95_us: float
     variance: float
     samples: int
-    at: int = 0
+    timestamp: int = 0
     temperature_c: int | None = None
     power_w: int | None = None
     free_bytes: int | None = None
@@ -92,7 +92,7 @@ class Environment(msgspec.Struct, frozen=True, kw_only=True):
     driver: str | None = None
 
     @classmethod
-    def of(cls, hardware: Hardware) -> Environment:
+    def of_hardware(cls, hardware: Hardware) -> Environment:
         """The environment of a probed device."""
         return cls(
             platform=hardware.platform,
@@ -119,7 +119,7 @@ class Environment(msgspec.Struct, frozen=True, kw_only=True):
         ]
 
 
-def plausible(row: Measurement) -> str:
+def implausible_reason(row: Measurement) -> str:
     """Why a row must not move a choice; empty where it may."""
     numbers = (row.median_us, row.p95_us, row.variance)
     if not all(math.isfinite(n) and n >= 0 for n in numbers) or not 0 < row.median_us <= MAX_US:

@@ -15,7 +15,7 @@ from typing import Any
 import msgspec
 
 from layerzero._util import files, log
-from layerzero.perfdb.record import Environment, Measurement, Site
+from layerzero.perfdb.record import BenchmarkCase, Environment, Measurement
 from layerzero.perfdb.rows import (
     DAMAGE,
     DDL,
@@ -23,10 +23,10 @@ from layerzero.perfdb.rows import (
     SELECT,
     connect,
     decode_row,
+    foreign_writer,
     insertions,
     transaction,
     wal_is_safe,
-    written_by,
 )
 
 fcntl: Any = None  # Windows has none
@@ -50,8 +50,8 @@ def prepare(path: Path) -> None:
     Raises: sqlite3.DatabaseError: a later release or another program wrote it, somebody holds it, or it
         cannot be opened; it is left as it is. PermissionError: others can write its folder, or own it.
     """
-    need_place(path)
-    with _one_at_a_time(path.parent):
+    prepare_folder(path)
+    with _folder_lock(path.parent):
         if path.exists() and not path.is_dir() and not path.is_file():
             raise sqlite3.OperationalError(f"unable to open {path}: it is no plain file")
         if not path.exists():
@@ -59,7 +59,7 @@ def prepare(path: Path) -> None:
             return
         if path.stat().st_size:
             damaged, writer = _damage(path)
-            if damaged and not ours(path):
+            if damaged and not is_ours(path):
                 writer = "another program"
             if writer:
                 raise sqlite3.DatabaseError(f"{path} was written by {writer}: use another file")
@@ -67,10 +67,10 @@ def prepare(path: Path) -> None:
                 return
             _set_aside(path, damaged)
         else:
-            _lay_out(path)
+            _create_tables(path)
 
 
-def need_place(path: Path) -> None:
+def prepare_folder(path: Path) -> None:
     """Make the file's folder, and check the one that nobody chose; refuse another user's file or link.
 
     Raises: PermissionError: others could have written what stands there.
@@ -87,7 +87,7 @@ def need_place(path: Path) -> None:
 
 
 @contextlib.contextmanager
-def _one_at_a_time(folder: Path) -> Iterator[None]:
+def _folder_lock(folder: Path) -> Iterator[None]:
     """Hold the folder's lock, which ends with its process and leaves no file; not where there are none.
 
     Raises: sqlite3.OperationalError: somebody holds it for longer than a transaction may take.
@@ -117,7 +117,7 @@ def _one_at_a_time(folder: Path) -> Iterator[None]:
         os.close(handle)
 
 
-def ours(path: Path) -> bool:
+def is_ours(path: Path) -> bool:
     """Whether a file that makes no sense was one of ours: a table of ours stands in it, or nothing at all."""
     with path.open("rb") as file:
         head = file.read(_HEAD)
@@ -128,24 +128,24 @@ def _damage(path: Path) -> tuple[str, str]:
     """What is wrong with a file, in words, and who else wrote it."""
     try:
         with contextlib.closing(connect(path, "rw")) as connection:
-            found = connection.execute("PRAGMA quick_check(1)").fetchone()[0]
-            if found != "ok":
-                return str(found), ""
-            if writer := written_by(connection, path):
+            verdict = connection.execute("PRAGMA quick_check(1)").fetchone()[0]
+            if verdict != "ok":
+                return str(verdict), ""
+            if writer := foreign_writer(connection, path):
                 return "", writer
-            wanted = "SELECT sql FROM sqlite_master WHERE sql NOT NULL"
-            if {row[0] for row in connection.execute(wanted)} != set(DDL):
+            query = "SELECT sql FROM sqlite_master WHERE sql NOT NULL"
+            if {row[0] for row in connection.execute(query)} != set(DDL):
                 return "its tables are not ours", ""
-            sites: dict[bytes, Site | None] = {}
-            bad = sum(decode_row(row, sites) is None for row in connection.execute(SELECT))
+            cases: dict[bytes, BenchmarkCase | None] = {}
+            bad = sum(decode_row(row, cases) is None for row in connection.execute(SELECT))
             return f"{bad} rows fail their checksum" if bad else "", ""
     except DAMAGE as error:
-        if not tells_damage(error):
+        if not is_damage(error):
             raise
         return f"{type(error).__name__}: {error}", ""
 
 
-def tells_damage(error: Exception) -> bool:
+def is_damage(error: Exception) -> bool:
     """Whether the file is at fault, not who holds it, the disk, or what else stands at its place."""
     if not isinstance(error, sqlite3.DatabaseError):
         return not isinstance(error, OSError)
@@ -160,13 +160,13 @@ def _create(path: Path) -> None:
     """
     os.close(files.create_own(path))
     try:
-        _lay_out(path)
+        _create_tables(path)
     except BaseException:
         _unlink(path)
         raise
 
 
-def _lay_out(path: Path) -> None:
+def _create_tables(path: Path) -> None:
     """Put our tables into an empty file."""
     with contextlib.closing(connect(path, "rw")) as connection:
         connection.execute(f"PRAGMA journal_mode = {'WAL' if wal_is_safe() else 'DELETE'}")
@@ -187,12 +187,12 @@ def _set_aside(path: Path, why: str) -> None:
 
     Raises: sqlite3.Error, OSError: there is no room for it; the damaged file stays where it is, for later.
     """
-    saved = salvaged(path)
-    fresh = path.with_name(f"{path.name}.new-{os.getpid()}")
-    _unlink(fresh)  # of a process of this number that ended before it was done
-    _create(fresh)
+    saved = salvage(path)
+    rebuilt = path.with_name(f"{path.name}.new-{os.getpid()}")
+    _unlink(rebuilt)  # of a process of this number that ended before it was done
+    _create(rebuilt)
     try:
-        with contextlib.closing(connect(fresh, "rw")) as connection:
+        with contextlib.closing(connect(rebuilt, "rw")) as connection:
             for environment, rows in saved.items():
                 with transaction(connection):
                     for statement, values in insertions(environment, rows):
@@ -207,22 +207,22 @@ def _set_aside(path: Path, why: str) -> None:
         for suffix in _BESIDE:
             with contextlib.suppress(FileNotFoundError):
                 os.replace(f"{path}{suffix}", f"{aside}{suffix}")
-        os.replace(fresh, path)
+        os.replace(rebuilt, path)
     except BaseException:
-        _unlink(fresh)
+        _unlink(rebuilt)
         raise
     log.error(SET_ASIDE, path=str(path), moved_to=str(aside), why=why)
     log.warning(REBUILT, path=str(path), rows=sum(len(rows) for rows in saved.values()))
 
 
-def salvaged(path: Path) -> dict[Environment, list[Measurement]]:
+def salvage(path: Path) -> dict[Environment, list[Measurement]]:
     """The rows that hold, as far as they can be read."""
     saved: dict[Environment, list[Measurement]] = {}
     with contextlib.suppress(*DAMAGE), contextlib.closing(connect(path, "ro")) as connection:
-        sites: dict[bytes, Site | None] = {}
-        for found in connection.execute(SELECT):
-            row = decode_row(found, sites)
+        cases: dict[bytes, BenchmarkCase | None] = {}
+        for values in connection.execute(SELECT):
+            row = decode_row(values, cases)
             if row is not None:
-                place = msgspec.json.decode(found[2], type=Environment)
-                saved.setdefault(place, []).append(row)
+                environment = msgspec.json.decode(values[2], type=Environment)
+                saved.setdefault(environment, []).append(row)
     return saved

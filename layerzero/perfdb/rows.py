@@ -17,7 +17,7 @@ from typing import Any
 import msgspec
 
 from layerzero._util import log
-from layerzero.perfdb.record import Environment, Measurement, Site
+from layerzero.perfdb.record import BenchmarkCase, Environment, Measurement
 
 SCHEMA = 1
 NEWER = "perfdb.newer_found"
@@ -78,7 +78,7 @@ def connect(path: Path, mode: str) -> sqlite3.Connection:
     return connection
 
 
-def written_by(connection: sqlite3.Connection, path: Path) -> str:
+def foreign_writer(connection: sqlite3.Connection, path: Path) -> str:
     """Who else wrote the file, which is then left alone: another program or a later release; else ""."""
     tables = {row[0] for row in connection.execute("SELECT name FROM sqlite_master WHERE type = 'table'")}
     if tables and not tables & _TABLES:
@@ -106,22 +106,25 @@ def insertions(
     environment: Environment, rows: Iterable[Measurement]
 ) -> list[tuple[str, list[tuple[Any, ...]]]]:
     """The statements that add rows, with their values; ids follow from content, so nothing is looked up."""
-    place = environment.digest()
-    sites: dict[int, tuple[Any, ...]] = {}
+    environment_digest = environment.digest()
+    cases: dict[int, tuple[Any, ...]] = {}
     kernels: dict[int, tuple[Any, ...]] = {}
     added = []
     for row in rows:
-        own = row.site.digest()
-        site, kernel = id_of(own), id_of(f"{row.kernel}\0{row.version}".encode())
-        sites.setdefault(site, (site, own, msgspec.json.encode(row.site)))
-        kernels.setdefault(kernel, (kernel, row.kernel, row.version))
+        case_digest = row.case.digest()
+        case_id, kernel_id = id_of(case_digest), id_of(f"{row.kernel}\0{row.version}".encode())
+        cases.setdefault(case_id, (case_id, case_digest, msgspec.json.encode(row.case)))
+        kernels.setdefault(kernel_id, (kernel_id, row.kernel, row.version))
         values = _values(row)
-        checksum = _checksum(place, own, row.kernel, row.version, values)
-        added.append((id_of(place.encode()), site, kernel, *values, checksum))
+        checksum = _checksum(environment_digest, case_digest, row.kernel, row.version, values)
+        added.append((id_of(environment_digest.encode()), case_id, kernel_id, *values, checksum))
     body = msgspec.json.encode(environment)
     return [
-        ("INSERT OR IGNORE INTO environment VALUES (?, ?, ?)", [(id_of(place.encode()), place, body)]),
-        ("INSERT OR IGNORE INTO site VALUES (?, ?, ?)", list(sites.values())),
+        (
+            "INSERT OR IGNORE INTO environment VALUES (?, ?, ?)",
+            [(id_of(environment_digest.encode()), environment_digest, body)],
+        ),
+        ("INSERT OR IGNORE INTO site VALUES (?, ?, ?)", list(cases.values())),
         ("INSERT OR IGNORE INTO kernel VALUES (?, ?, ?)", list(kernels.values())),
         (_INSERT, added),
     ]
@@ -134,7 +137,7 @@ def id_of(content: bytes) -> int:
 
 def _values(row: Measurement) -> tuple[Any, ...]:
     return (
-        f"{row.launch}/{row.cache}", row.median_us, row.p95_us, row.variance, row.samples, row.at,
+        f"{row.launch}/{row.cache}", row.median_us, row.p95_us, row.variance, row.samples, row.timestamp,
         row.temperature_c, row.power_w, row.free_bytes,
     )  # fmt: skip
 
@@ -148,33 +151,49 @@ def query_of(environment: Environment | None) -> tuple[str, tuple[str, ...]]:
     return (SELECT, ()) if environment is None else (f"{SELECT} WHERE e.digest = ?", (environment.digest(),))
 
 
-def decode_all(found: Iterable[tuple[Any, ...]]) -> tuple[list[Measurement], str]:
+def decode_all(records: Iterable[tuple[Any, ...]]) -> tuple[list[Measurement], str]:
     """The rows that hold, and what is wrong with the others."""
-    sites: dict[bytes, Site | None] = {}
-    decoded = [decode_row(row, sites) for row in found]
+    cases: dict[bytes, BenchmarkCase | None] = {}
+    decoded = [decode_row(row, cases) for row in records]
     bad = sum(row is None for row in decoded)
     return [row for row in decoded if row is not None], f"{bad} rows fail their checksum" if bad else ""
 
 
-def decode_row(found: tuple[Any, ...], sites: dict[bytes, Site | None]) -> Measurement | None:
-    _, where, place, digest, body, kernel, version, *rest = found
+def decode_row(record: tuple[Any, ...], cases: dict[bytes, BenchmarkCase | None]) -> Measurement | None:
+    _, environment_digest, environment_body, digest, body, kernel, version, *rest = record
     values, checksum = tuple(rest[:-1]), rest[-1]
     try:
-        if digest not in sites:
-            site = msgspec.json.decode(body, type=Site)
-            sites[digest] = site if site.digest() == digest else None
-        own = sites[digest]
-        place_holds = hashlib.blake2b(place, digest_size=16).hexdigest() == where
-        if own is None or not place_holds or _checksum(where, digest, kernel, version, values) != checksum:
+        if digest not in cases:
+            decoded = msgspec.json.decode(body, type=BenchmarkCase)
+            cases[digest] = decoded if decoded.digest() == digest else None
+        case = cases[digest]
+        environment_matches = (
+            hashlib.blake2b(environment_body, digest_size=16).hexdigest() == environment_digest
+        )
+        if (
+            case is None
+            or not environment_matches
+            or _checksum(environment_digest, digest, kernel, version, values) != checksum
+        ):
             return None
         launch, cache = values[0].split("/")
         return msgspec.convert(
             {
-                "site": own, "kernel": kernel, "version": version, "launch": launch, "cache": cache,
-                "median_us": values[1], "p95_us": values[2], "variance": values[3], "samples": values[4],
-                "at": values[5], "temperature_c": values[6], "power_w": values[7], "free_bytes": values[8],
+                "case": case,
+                "kernel": kernel,
+                "version": version,
+                "launch": launch,
+                "cache": cache,
+                "median_us": values[1],
+                "p95_us": values[2],
+                "variance": values[3],
+                "samples": values[4],
+                "timestamp": values[5],
+                "temperature_c": values[6],
+                "power_w": values[7],
+                "free_bytes": values[8],
             },
             Measurement,
-        )  # fmt: skip
+        )
     except (msgspec.MsgspecError, ValueError, TypeError, AttributeError):
         return None

@@ -17,12 +17,12 @@ from pathlib import Path
 import msgspec
 
 from layerzero._util import log
-from layerzero._util.files import decoded, read_given, replace_own
-from layerzero.perfdb.record import Environment, Measurement, Site
+from layerzero._util.files import decode_json, read_given, replace_own
+from layerzero.perfdb.record import BenchmarkCase, Environment, Measurement
 from layerzero.spec.errors import CacheCorruptionError
 from layerzero.spec.hardware import Hardware
 
-FORMAT = 1
+FORMAT = 2
 TABLE_REFUSED = "shipped_table.refused"
 
 
@@ -37,7 +37,7 @@ class Provenance(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     note: str = ""
 
 
-class Table(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class ShippedTable(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Measurements for one class of hardware; `content` is the hash of `rows`."""
 
     format: int = FORMAT
@@ -47,13 +47,17 @@ class Table(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
     def fits(self, hardware: Hardware) -> bool:
         """Whether the table's class of hardware is `hardware`'s: the same GPU, or the same kind of CPU."""
-        own, theirs = self.provenance.environment, Environment.of(hardware)
-        if own.platform != theirs.platform:
+        measured_on, this_machine = self.provenance.environment, Environment.of_hardware(hardware)
+        if measured_on.platform != this_machine.platform:
             return False
-        if own.platform == "cpu":
-            ratio = own.threads / max(1, theirs.threads)
-            return own.vendor == theirs.vendor and own.isa == theirs.isa and 0.4 < ratio < 2.5
-        return own.device == theirs.device and own.sm == theirs.sm
+        if measured_on.platform == "cpu":
+            ratio = measured_on.threads / max(1, this_machine.threads)
+            return (
+                measured_on.vendor == this_machine.vendor
+                and measured_on.isa == this_machine.isa
+                and 0.4 < ratio < 2.5
+            )
+        return measured_on.device == this_machine.device and measured_on.sm == this_machine.sm
 
 
 def content_hash(rows: tuple[Measurement, ...]) -> str:
@@ -61,21 +65,21 @@ def content_hash(rows: tuple[Measurement, ...]) -> str:
     return hashlib.sha256(msgspec.json.encode(rows)).hexdigest()
 
 
-def condensed(rows: Iterable[Measurement]) -> list[Measurement]:
+def condense(rows: Iterable[Measurement]) -> list[Measurement]:
     """One row for each kernel on each call: of several tunes the median, of two their geometric mean.
 
     Its variance holds what the tunes differ by, too; its date is the newest.
     """
-    tunes: dict[tuple[Site, str, str, str], list[Measurement]] = {}
+    tunes: dict[tuple[BenchmarkCase, str, str, str], list[Measurement]] = {}
     for row in rows:
-        tunes.setdefault((row.site, row.kernel, row.launch, row.cache), []).append(row)
-    return [own[0] if len(own) == 1 else _together(own) for own in tunes.values()]
+        tunes.setdefault((row.case, row.kernel, row.launch, row.cache), []).append(row)
+    return [group[0] if len(group) == 1 else _combine(group) for group in tunes.values()]
 
 
-def _together(tunes: list[Measurement]) -> Measurement:
+def _combine(tunes: list[Measurement]) -> Measurement:
     medians = [row.median_us for row in tunes]
     return msgspec.structs.replace(
-        max(tunes, key=lambda row: row.at),
+        max(tunes, key=lambda row: row.timestamp),
         median_us=round(math.exp(statistics.median(map(math.log, medians))), 4),
         p95_us=round(statistics.median(row.p95_us for row in tunes), 4),
         variance=round(statistics.mean(row.variance for row in tunes) + statistics.pvariance(medians), 6),
@@ -83,13 +87,15 @@ def _together(tunes: list[Measurement]) -> Measurement:
     )
 
 
-def write_table(path: str | os.PathLike[str], provenance: Provenance, rows: list[Measurement]) -> Table:
+def write_table(
+    path: str | os.PathLike[str], provenance: Provenance, rows: list[Measurement]
+) -> ShippedTable:
     """Write rows as a table, whole or not at all; the rows are sorted so that a diff reads well.
 
     Raises: FileExistsError: `path` is another kind of file.
     """
-    ordered = tuple(sorted(rows, key=lambda r: (r.site.op, r.site.dims, r.site.features, r.kernel, r.launch)))
-    table = Table(provenance=provenance, content=content_hash(ordered), rows=ordered)
+    ordered = tuple(sorted(rows, key=lambda r: (r.case.op, r.case.dims, r.case.features, r.kernel, r.launch)))
+    table = ShippedTable(provenance=provenance, content=content_hash(ordered), rows=ordered)
     head = msgspec.json.format(msgspec.json.encode(msgspec.structs.replace(table, rows=())), indent=1)
     lines = b",\n".join(b"  " + msgspec.json.encode(row) for row in ordered)
     data = head.replace(b'"rows": []', b'"rows": [\n' + lines + b"\n ]") + b"\n"
@@ -97,13 +103,13 @@ def write_table(path: str | os.PathLike[str], provenance: Provenance, rows: list
     return table
 
 
-def read_table(path: str | os.PathLike[str]) -> Table:
+def read_table(path: str | os.PathLike[str]) -> ShippedTable:
     """A table out of its file.
 
     Raises: CacheCorruptionError: it does not decode, is of another format, or its rows do not match its hash.
     """
     try:
-        table = decoded(read_given(path), Table)
+        table = decode_json(read_given(path), ShippedTable)
     except (OSError, ValueError, msgspec.MsgspecError) as error:
         raise CacheCorruptionError(f"{path}: {error}", path=str(path)) from error
     if table.format != FORMAT:
@@ -113,18 +119,18 @@ def read_table(path: str | os.PathLike[str]) -> Table:
     return table
 
 
-def fitting_tables(hardware: Hardware, folder: Path) -> list[Table]:
+def fitting_tables(hardware: Hardware, folder: Path) -> list[ShippedTable]:
     """The tables of `folder` for a device's class of hardware, nearest in threads first; bad ones left out.
 
     A table's file is named `<platform>_<what>.json`, so that those of other platforms are not even read.
     """
-    found = [table for table in _all(folder, hardware.platform) if table.fits(hardware)]
-    return sorted(found, key=lambda t: abs(t.provenance.environment.threads - hardware.threads))
+    fitting = [table for table in _tables_of(folder, hardware.platform) if table.fits(hardware)]
+    return sorted(fitting, key=lambda t: abs(t.provenance.environment.threads - hardware.threads))
 
 
 @functools.cache
-def _all(folder: Path, platform: str) -> tuple[Table, ...]:
-    tables: list[Table] = []
+def _tables_of(folder: Path, platform: str) -> tuple[ShippedTable, ...]:
+    tables: list[ShippedTable] = []
     for path in sorted(folder.glob(f"{platform}_*.json")):
         try:
             tables.append(read_table(path))

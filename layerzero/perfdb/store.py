@@ -15,17 +15,17 @@ import anyio
 from layerzero._util import log
 from layerzero.perfdb import rows as sql
 from layerzero.perfdb.record import Environment, Measurement
-from layerzero.perfdb.repair import need_place, ours, prepare, salvaged, tells_damage
+from layerzero.perfdb.repair import is_damage, is_ours, prepare, prepare_folder, salvage
 from layerzero.perfdb.rows import (
     DAMAGE,
     FOREIGN,
     connect,
     decode_all,
+    foreign_writer,
     id_of,
     insertions,
     query_of,
     uri_of,
-    written_by,
 )
 
 MAX_ROWS = 1_000_000
@@ -95,8 +95,8 @@ class PerfDB:
         assert self._connection is not None
         query, values = query_of(environment)
         async with self._connection.execute(query, values) as cursor:
-            found = await cursor.fetchall()
-        rows, _ = await anyio.to_thread.run_sync(decode_all, found)
+            records = await cursor.fetchall()
+        rows, _ = await anyio.to_thread.run_sync(decode_all, records)
         return rows
 
     async def count(self) -> int:
@@ -119,16 +119,16 @@ class PerfDB:
     async def discard(self, environment: Environment, rows: Sequence[Measurement]) -> int:
         """Remove an environment's rows of the kernels and sites of `rows`; returns how many there were."""
         assert self._connection is not None and self._lock is not None
-        place, gone = id_of(environment.digest().encode()), 0
+        environment_id, removed = id_of(environment.digest().encode()), 0
         async with self._lock:
-            for site, kernel in {(row.site.digest(), f"{row.kernel}\0{row.version}") for row in rows}:
+            for case_digest, kernel in {(row.case.digest(), f"{row.kernel}\0{row.version}") for row in rows}:
                 cursor = await self._connection.execute(
                     "DELETE FROM measurement WHERE environment = ? AND site = ? AND kernel = ?",
-                    (place, id_of(site), id_of(kernel.encode())),
+                    (environment_id, id_of(case_digest), id_of(kernel.encode())),
                 )
-                gone += cursor.rowcount
+                removed += cursor.rowcount
             await self._connection.commit()
-        return gone
+        return removed
 
 
 def read_rows(path: str | os.PathLike[str], environment: Environment | None = None) -> list[Measurement]:
@@ -141,7 +141,7 @@ def read_rows(path: str | os.PathLike[str], environment: Environment | None = No
     if not where.is_file():
         return []
     try:
-        need_place(where)
+        prepare_folder(where)
         try:
             rows, damaged = _read(where, environment, "ro")
         except sqlite3.OperationalError as error:
@@ -150,14 +150,19 @@ def read_rows(path: str | os.PathLike[str], environment: Environment | None = No
             # A writer was killed in its transaction: only a connection that may write takes that back.
             rows, damaged = _read(where, environment, "rw")
     except (*DAMAGE, OSError) as error:
-        if not tells_damage(error):
+        if not is_damage(error):
             log.warning("perfdb.unreadable", path=str(where), error=str(error))
             return []
-        if not ours(where):
+        if not is_ours(where):
             log.warning(FOREIGN, path=str(where))
             return []
-        saved = salvaged(where)
-        rows = [row for place, own in saved.items() if environment in (None, place) for row in own]
+        recovered = salvage(where)
+        rows = [
+            row
+            for measured_in, measurements in recovered.items()
+            if environment in (None, measured_in)
+            for row in measurements
+        ]
         damaged = f"{type(error).__name__}: {error}"
     if damaged:
         log.warning(DAMAGED, path=str(where), rows=len(rows), why=damaged)
@@ -167,6 +172,6 @@ def read_rows(path: str | os.PathLike[str], environment: Environment | None = No
 def _read(path: Path, environment: Environment | None, mode: str) -> tuple[list[Measurement], str]:
     """The rows of an environment, and what is wrong with others; nothing where somebody else wrote."""
     with contextlib.closing(connect(path, mode)) as connection:
-        if written_by(connection, path):
+        if foreign_writer(connection, path):
             return [], ""
         return decode_all(connection.execute(*query_of(environment)))

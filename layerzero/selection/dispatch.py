@@ -24,22 +24,22 @@ from torch import Tensor
 
 from layerzero._util import foreign, log
 from layerzero.ops.op import Args, Op, Signature
-from layerzero.selection.decide import CostModel, Knobs, Standing, decide
+from layerzero.selection.decide import CostModel, KernelStatus, SelectionOptions, decide
 from layerzero.selection.key import KeyMaker
 from layerzero.selection.outputs import check_outputs
 from layerzero.selection.policy.policy import Policy
-from layerzero.selection.record import Selection, nothing_to_do
-from layerzero.spec.call_spec import Request
+from layerzero.selection.record import Selection, empty_selection
+from layerzero.spec.call_spec import CallSpec
 from layerzero.spec.errors import CudaGraphUnsafeError, NoKernelFoundError, SelectionTimeoutError
 from layerzero.spec.hardware import Hardware
 from layerzero.spec.kernel import Kernel
 
 if TYPE_CHECKING:
-    from layerzero.selection.agreed_terms import Terms
-    from layerzero.selection.dispatch_table import Solved
+    from layerzero.selection.agreed_terms import AgreedTerms
+    from layerzero.selection.dispatch_table import ActiveDispatchTable
 
 GRAD, DETERMINISTIC, AUTOCAST, CAPTURE, FORWARD = 1, 2, 4, 8, 16
-_MODES = 16  # what a plan is remembered under; FORWARD never is
+_MODE_COUNT = 16  # what a plan is remembered under; FORWARD never is
 _is_grad_enabled = torch.is_grad_enabled
 _is_deterministic = torch.are_deterministic_algorithms_enabled
 _is_autocast = torch._C._is_any_autocast_enabled
@@ -51,7 +51,7 @@ _is_capturing = getattr(torch._C, "_cuda_isCurrentStreamCapturing", torch.cuda.i
 # Each device reads one of these four at every call, in one frame.
 
 
-def mode() -> int:
+def mode_bits() -> int:
     """The bits of torch's modes that can change a choice, on a device that captures no graph."""
     bits = 1 if _is_grad_enabled() else 0
     if _is_deterministic():
@@ -63,7 +63,7 @@ def mode() -> int:
     return bits
 
 
-def mode_without_grad() -> int:
+def mode_bits_without_grad() -> int:
     """`mode()` of a runtime that never differentiates."""
     bits = DETERMINISTIC if _is_deterministic() else 0
     return bits | AUTOCAST if _is_autocast() else bits
@@ -78,13 +78,13 @@ class _Rehearsal(threading.local):
 REHEARSAL = _Rehearsal()
 
 
-def capturing_mode() -> int:
+def capturing_mode_bits() -> int:
     """`mode()` on CUDA, where the current stream may be capturing."""
-    bits = mode()
+    bits = mode_bits()
     return bits | CAPTURE if REHEARSAL.on or _is_capturing() else bits
 
 
-def capturing_mode_without_grad() -> int:
+def capturing_mode_bits_without_grad() -> int:
     """`capturing_mode()` of a runtime that never differentiates."""
     bits = DETERMINISTIC if _is_deterministic() else 0
     if _is_autocast():
@@ -92,58 +92,59 @@ def capturing_mode_without_grad() -> int:
     return bits | CAPTURE if REHEARSAL.on or _is_capturing() else bits
 
 
-class LaneFacts:
-    """What a call of one signature means to a lane: its size, and its groups by the addresses that decide."""
+class BatchFacts:
+    """What a call of one signature means to a batcher: its size, and its groups by the addresses that
+    decide."""
 
-    __slots__ = ("bytes", "groups", "shared", "tokens")
+    __slots__ = ("batch_keys", "shared_positions", "size_bytes", "tokens")
 
-    def __init__(self, tokens: int, size: int, shared: tuple[int, ...] | None) -> None:
+    def __init__(self, tokens: int, size_bytes: int, shared_positions: tuple[int, ...] | None) -> None:
         self.tokens = tokens
-        self.bytes = size
-        self.shared = shared
-        self.groups: dict[Hashable, Hashable] = {}
+        self.size_bytes = size_bytes
+        self.shared_positions = shared_positions
+        self.batch_keys: dict[Hashable, Hashable] = {}
 
 
 class Plan:
     """A selection ready to run: `call(*args)` takes the op's full argument tuple.
 
     `request` is the call this plan was made for; `selection` may be shared by all requests of one key.
-    `joins` says whether such a call may share a batch; `lane` is what a lane remembers of its signature.
+    `joins` says whether such a call may share a batch; `lane` is what a batcher remembers of its signature.
     """
 
-    __slots__ = ("call", "expected_us", "joins", "kernel", "lane", "op", "request", "selection")
+    __slots__ = ("batch_facts", "call", "can_batch", "expected_us", "kernel", "op", "request", "selection")
 
-    def __init__(self, op: Op, call: Callable[..., Any], selection: Selection, request: Request) -> None:
+    def __init__(self, op: Op, call: Callable[..., Any], selection: Selection, request: CallSpec) -> None:
         self.op = op
         self.call = call
         self.selection = selection
         self.request = request
         self.kernel = selection.kernel
         self.expected_us = selection.expected_us
-        self.joins = selection.kernel != "" and "grad" not in request.modes
-        self.lane: LaneFacts | None = None
+        self.can_batch = selection.kernel != "" and "grad" not in request.modes
+        self.batch_facts: BatchFacts | None = None
 
-    def at(self, request: Request) -> Plan:
+    def for_request(self, request: CallSpec) -> Plan:
         """This plan for another request of the same key."""
         return self if request is self.request else Plan(self.op, self.call, self.selection, request)
 
-    def unproven(self, request: Request) -> Plan:
+    def with_output_check(self, request: CallSpec) -> Plan:
         """This plan for a new signature: until a run's outputs were right, each run's are compared.
 
         The comparison takes itself out of the plan, so that a hit after it pays nothing.
         """
         plan = Plan(self.op, self.call, self.selection, request)
-        plan.call = Compared(plan)
+        plan.call = CheckedOnce(plan)
         return plan
 
-    def record(self) -> Selection:
+    def selection_for_request(self) -> Selection:
         """The selection as made for this very request."""
         if self.selection.request is self.request:
             return self.selection
         return msgspec.structs.replace(self.selection, request=self.request)
 
 
-class Compared:
+class CheckedOnce:
     """The call of a plan that has not run: each run's outputs are compared until a run's were right."""
 
     __slots__ = ("_call", "_plan")
@@ -160,7 +161,7 @@ class Compared:
         return result
 
 
-class _Flight:
+class _PendingSelection:
     """One computation in progress, for those who want its result."""
 
     __slots__ = ("done", "error", "owner", "plan")
@@ -173,7 +174,7 @@ class _Flight:
 
 
 @dataclass(frozen=True, slots=True)
-class Rules:
+class SelectionContext:
     """Everything that verdicts of one table depend on; equal rules may share a table.
 
     `yields` are those of `modes` that are given up where no kernel has them.
@@ -182,123 +183,140 @@ class Rules:
     kernels: tuple[Kernel, ...]
     hardware: Hardware
     policy: Policy
-    standing: Standing
-    knobs: Knobs
+    status: KernelStatus
+    options: SelectionOptions
     modes: frozenset[str] = frozenset()
-    yields: frozenset[str] = frozenset()
-    costs: Hashable = None
-    watched: Hashable = None
-    solved: Solved | None = None
+    droppable_modes: frozenset[str] = frozenset()
+    cost_fingerprint: Hashable = None
+    compile_fingerprint: Hashable = None
+    dispatch_table: ActiveDispatchTable | None = None
 
     def fingerprint(self, op: str) -> Hashable:
         """Equal for two rule sets that decide every request of `op` alike."""
-        own = tuple(k.id for k in self.kernels)
-        rules = tuple(r for r in self.policy.rules if r.op in ("*", op))
-        standing = self.standing
-        blocked = tuple((k, standing.blocked[k].reason) for k in own if k in standing.blocked)
-        unready = tuple(k for k in own if k in standing.unready)
-        probing = tuple(k for k in own if k in standing.probing)
-        built = None if standing.built is None else frozenset(b for b in standing.built if b[0] in own)
+        kernel_ids = tuple(k.id for k in self.kernels)
+        policy_rules = tuple(r for r in self.policy.rules if r.op in ("*", op))
+        status = self.status
+        blocked = tuple((k, status.blocked[k].reason) for k in kernel_ids if k in status.blocked)
+        unready = tuple(k for k in kernel_ids if k in status.unready)
+        probing = tuple(k for k in kernel_ids if k in status.probing)
+        compiled = (
+            None if status.compiled is None else frozenset(b for b in status.compiled if b[0] in kernel_ids)
+        )
         # The kernels themselves, not their ids: a replaced implementation keeps its id.
         return (
             self.kernels,
-            rules,
+            policy_rules,
             blocked,
             unready,
             probing,
-            built,
-            self.knobs,
+            compiled,
+            self.options,
             self.modes,
-            self.costs,
-            self.watched,
+            self.cost_fingerprint,
+            self.compile_fingerprint,
             # A table ahead is compared with the whole policy: it was solved under all of it.
-            (id(self.solved), self.policy.digest) if self.solved is not None else None,
+            (id(self.dispatch_table), self.policy.digest) if self.dispatch_table is not None else None,
         )
 
 
 # Plans for captures by mode and signature, with their kernels: what a new generation is handed.
-Rehearsed = Mapping[tuple[int, Signature], tuple[Plan, Kernel]]
-_NOTHING: Mapping[Any, Any] = MappingProxyType({})
+RehearsedPlans = Mapping[tuple[int, Signature], tuple[Plan, Kernel]]
+_EMPTY: Mapping[Any, Any] = MappingProxyType({})
 
 
-class Table:
+class PlanTable:
     """The plans of one op in one generation: `hot[mode]` by signature, `keyed` by reduced request."""
 
     __slots__ = (
-        "_compile", "_cost", "_flights", "_lock", "_maker", "_max_keys", "_rehearsed", "_rules", "_timeout_s",
-        "computed", "fingerprint", "generation", "hot", "keyed", "op",
+        "_compile",
+        "_context",
+        "_cost",
+        "_key_maker",
+        "_lock",
+        "_max_keys",
+        "_pending",
+        "_rehearsed_before",
+        "_timeout_s",
+        "by_key",
+        "by_signature",
+        "computed",
+        "fingerprint",
+        "op",
+        "version",
     )  # fmt: skip
 
     def __init__(
         self,
         op: Op,
-        rules: Rules,
+        context: SelectionContext,
         compile_plan: Callable[[Op, Selection], Plan],
         *,
-        generation: int,
+        version: int,
         max_keys: int,
         cost: CostModel,
         timeout_s: float = 60.0,
-        rehearsed: Rehearsed = _NOTHING,
+        rehearsed: RehearsedPlans = _EMPTY,
     ) -> None:
         self.op = op
-        self._rehearsed = rehearsed
-        self.hot: list[dict[Signature, Plan]] = [{} for _ in range(2 * _MODES)]
-        self.keyed: dict[Hashable, Plan] = {}
-        self.generation = generation
-        self.fingerprint = rules.fingerprint(op.name)
+        self._rehearsed_before = rehearsed
+        self.by_signature: list[dict[Signature, Plan]] = [{} for _ in range(2 * _MODE_COUNT)]
+        self.by_key: dict[Hashable, Plan] = {}
+        self.version = version
+        self.fingerprint = context.fingerprint(op.name)
         self.computed = 0
-        self._rules = rules
+        self._context = context
         self._compile = compile_plan
         self._cost = cost
-        self._maker = KeyMaker(op, rules.kernels, rules.policy.conditions(op.name))
+        self._key_maker = KeyMaker(op, context.kernels, context.policy.conditions(op.name))
         self._max_keys = max_keys
         self._timeout_s = timeout_s
         self._lock = threading.Lock()
-        self._flights: dict[Hashable, _Flight] = {}
+        self._pending: dict[Hashable, _PendingSelection] = {}
 
-    def miss(self, signature: Signature, args: Args, bits: int) -> Plan:
+    def resolve(self, signature: Signature, args: Args, bits: int) -> Plan:
         """The plan for a call whose signature is new: checked, described, decided once per key, remembered.
 
         Raises: ValueError, TypeError: an argument is wrong. NoKernelFoundError: nobody may and can.
         """
-        if foreign.transformed(args):
-            return composed(self.op, self.describe(args, bits))  # not kept: it is no choice
+        if foreign.has_transformed(args):
+            return reference_plan(self.op, self.describe(args, bits))  # not kept: it is no choice
         if bits & FORWARD:
             if foreign.has_tangents(args):
-                return composed(self.op, self.describe(args, bits))
+                return reference_plan(self.op, self.describe(args, bits))
             bits &= ~FORWARD
-            return self.hot[bits].get(signature) or self.miss(signature, args, bits)
+            return self.by_signature[bits].get(signature) or self.resolve(signature, args, bits)
         hash(signature)
         request = self.describe(args, bits)
         empty = self.op.empty
         if empty is not None and empty(args) is not None:
-            plan = Plan(self.op, lambda *full: empty(full), nothing_to_do(request), request)
-        elif (before := self._from_before(request, bits, signature)) is not None:
-            return before  # and not remembered: the next rehearsal chooses among what is there then
+            plan = Plan(self.op, lambda *full: empty(full), empty_selection(request), request)
+        elif (rehearsed := self._rehearsed_plan(request, bits, signature)) is not None:
+            return rehearsed  # and not remembered: the next rehearsal chooses among what is there then
         else:
-            plan = (self._capturable(request, bits) or self.decided(request)).unproven(request)
-        hot = self.hot[bits]
-        if len(hot) >= self._max_keys:
-            hot = self.hot[bits] = {}
-        hot[signature] = plan
+            plan = (self._plan_under_capture(request, bits) or self.plan_for(request)).with_output_check(
+                request
+            )
+        plans = self.by_signature[bits]
+        if len(plans) >= self._max_keys:
+            plans = self.by_signature[bits] = {}
+        plans[signature] = plan
         return plan
 
-    def _capturable(self, request: Request, bits: int) -> Plan | None:
+    def _plan_under_capture(self, request: CallSpec, bits: int) -> Plan | None:
         """The plan for a call under graph capture, where nothing may be chosen or loaded; None elsewhere."""
         if not bits & CAPTURE:
             return None
         if not REHEARSAL.on:
-            known = self.keyed.get(self._maker.key(request))
-            if known is None:
+            plan = self.by_key.get(self._key_maker.key(request))
+            if plan is None:
                 raise CudaGraphUnsafeError(
                     f"{self.op.name} under graph capture needs a plan from before it: run the step once "
                     "inside layerzero.rehearse_capture(), got a call that was not rehearsed",
                     request=request,
                 )
-            return known
+            return plan
         try:
-            return self.decided(request)
+            return self.plan_for(request)
         except NoKernelFoundError as error:
             raise CudaGraphUnsafeError(
                 f"{self.op.name} has no kernel that is safe under graph capture: {error}",
@@ -306,38 +324,42 @@ class Table:
                 request=request,
             ) from error
 
-    def _from_before(self, request: Request, bits: int, signature: Signature) -> Plan | None:
+    def _rehearsed_plan(self, request: CallSpec, bits: int, signature: Signature) -> Plan | None:
         """The plan that an earlier generation rehearsed for this very call, where its kernel may still run.
 
         A kernel that is loaded between rehearsal and capture must not leave the capture without a plan.
         """
-        plan, kernel = self._rehearsed.get((bits, signature), (None, None))
-        if plan is None or REHEARSAL.on or self._maker.key(request) in self.keyed:
+        plan, kernel = self._rehearsed_before.get((bits, signature), (None, None))
+        if plan is None or REHEARSAL.on or self._key_maker.key(request) in self.by_key:
             return None
-        if not any(kernel is own for own in self._rules.kernels):
+        if not any(kernel is present for present in self._context.kernels):
             return None  # removed, or replaced by another of its name
         try:
-            trace = self.fresh(request).trace
+            trace = self.recompute(request).trace
         except NoKernelFoundError:
             return None
-        now = next((c.accepted for c in trace if c.kernel == plan.kernel and c.takes), None)
-        before = plan.selection.candidate(plan.kernel).accepted
-        return plan if now and before and now.transforms == before.transforms else None
+        accepted_now = next((c.accepted for c in trace if c.kernel == plan.kernel and c.eligible), None)
+        accepted_before = plan.selection.candidate(plan.kernel).accepted
+        return (
+            plan
+            if accepted_now and accepted_before and accepted_now.transforms == accepted_before.transforms
+            else None
+        )
 
-    def rehearsed(self) -> Rehearsed:
+    def rehearsed_plans(self) -> RehearsedPlans:
         """The plans for captures of this generation and of those before."""
-        plans = dict(self._rehearsed) if len(self._rehearsed) < self._max_keys else {}
-        own = {kernel.id: kernel for kernel in self._rules.kernels}
-        for bits in range(CAPTURE, _MODES):
-            for signature, plan in list(self.hot[bits].items()):
+        plans = dict(self._rehearsed_before) if len(self._rehearsed_before) < self._max_keys else {}
+        kernels_by_id = {kernel.id: kernel for kernel in self._context.kernels}
+        for bits in range(CAPTURE, _MODE_COUNT):
+            for signature, plan in list(self.by_signature[bits].items()):
                 if plan.kernel:
-                    plans[bits, signature] = plan, own[plan.kernel]
+                    plans[bits, signature] = plan, kernels_by_id[plan.kernel]
         return plans
 
-    def describe(self, args: Args, bits: int) -> Request:
+    def describe(self, args: Args, bits: int) -> CallSpec:
         """The request of a call under the given modes."""
         request = self.op.check(args)
-        modes = set(self._rules.modes)
+        modes = set(self._context.modes)
         if bits & GRAD and any(isinstance(a, Tensor) and a.requires_grad for a in args):
             if not self.op.differentiable:
                 raise ValueError(
@@ -353,55 +375,55 @@ class Table:
             modes.add("capture")
         return request.replace(modes=frozenset(modes)) if modes else request
 
-    def decided(self, request: Request) -> Plan:
+    def plan_for(self, request: CallSpec) -> Plan:
         """The plan for a request; one computation per key, however many threads ask at once."""
-        key = self._maker.key(request)
-        plan = self.keyed.get(key)
+        key = self._key_maker.key(request)
+        plan = self.by_key.get(key)
         if plan is not None:
             return plan
         with self._lock:
-            plan = self.keyed.get(key)
+            plan = self.by_key.get(key)
             if plan is not None:
                 return plan
-            flight = self._flights.get(key)
-            leads = flight is None
-            if flight is None:
-                flight = self._flights[key] = _Flight()
-        if not leads and flight.owner != threading.get_ident():
-            return self._follow(flight, request)
-        return self._lead(key, flight, request)
+            pending = self._pending.get(key)
+            is_owner = pending is None
+            if pending is None:
+                pending = self._pending[key] = _PendingSelection()
+        if not is_owner and pending.owner != threading.get_ident():
+            return self._wait_for(pending, request)
+        return self._compute(key, pending, request)
 
-    def _lead(self, key: Hashable, flight: _Flight, request: Request) -> Plan:
+    def _compute(self, key: Hashable, pending: _PendingSelection, request: CallSpec) -> Plan:
         try:
-            plan = self._compile(self.op, self.fresh(request))
+            plan = self._compile(self.op, self.recompute(request))
         except BaseException as error:
-            flight.error = error
+            pending.error = error
             raise
         else:
-            flight.plan = plan
+            pending.plan = plan
             with self._lock:
-                if len(self.keyed) >= self._max_keys:
-                    self.keyed = {}
-                self.keyed[key] = plan
+                if len(self.by_key) >= self._max_keys:
+                    self.by_key = {}
+                self.by_key[key] = plan
             return plan
         finally:
             with self._lock:
-                self._flights.pop(key, None)
+                self._pending.pop(key, None)
                 self.computed += 1
-            flight.done.set()
+            pending.done.set()
 
-    def _follow(self, flight: _Flight, request: Request) -> Plan:
-        if not flight.done.wait(self._timeout_s):
+    def _wait_for(self, pending: _PendingSelection, request: CallSpec) -> Plan:
+        if not pending.done.wait(self._timeout_s):
             raise SelectionTimeoutError(
                 f"selection for {self.op.name} needs less than {self._timeout_s} s, and has not finished",
                 request=request,
             )
-        if flight.plan is None:
-            assert flight.error is not None
-            raise flight.error
-        return flight.plan
+        if pending.plan is None:
+            assert pending.error is not None
+            raise pending.error
+        return pending.plan
 
-    def fresh(self, request: Request, *, ahead: bool = True) -> Selection:
+    def recompute(self, request: CallSpec, *, use_dispatch_table: bool = True) -> Selection:
         """The decision for a request, computed anew whatever the table remembers.
 
         Without `ahead` no table of decisions made ahead has a say.
@@ -409,35 +431,39 @@ class Table:
         Where no kernel has what a mode of `Rules.yields` asks for, the choice is made without it, with a
         warning.
         """
-        asked = request.modes & self._rules.yields
+        dropped_modes = request.modes & self._context.droppable_modes
         try:
-            return self._decided_for(request, ahead)
+            return self._decide(request, use_dispatch_table)
         except NoKernelFoundError:
-            if not asked:
+            if not dropped_modes:
                 raise
-        found = self._decided_for(request.replace(modes=request.modes - asked), ahead)
-        log.warning("selection.without_mode", op=self.op.name, modes=sorted(asked), kernel=found.kernel)
-        return found
+        selection = self._decide(request.replace(modes=request.modes - dropped_modes), use_dispatch_table)
+        log.warning(
+            "selection.without_mode", op=self.op.name, modes=sorted(dropped_modes), kernel=selection.kernel
+        )
+        return selection
 
-    def _decided_for(self, request: Request, ahead: bool) -> Selection:
-        rules, on_grid = self._rules, self._maker.on_grid(request)
-        solved = rules.solved if ahead else None
+    def _decide(self, request: CallSpec, use_dispatch_table: bool) -> Selection:
+        context, bucketed = self._context, self._key_maker.bucket(request)
+        dispatch_table = context.dispatch_table if use_dispatch_table else None
         selection = decide(
             self.op,
             request,
-            rules.kernels,
-            rules.hardware,
-            rules.policy,
-            rules.standing,
-            rules.knobs,
-            priced_as=on_grid,
+            context.kernels,
+            context.hardware,
+            context.policy,
+            context.status,
+            context.options,
+            bucketed=bucketed,
             cost=self._cost,
-            solved=solved.says(request, on_grid, rules.policy) if solved is not None else None,
+            table_entry=dispatch_table.lookup(request, bucketed, context.policy)
+            if dispatch_table is not None
+            else None,
         )
-        return msgspec.structs.replace(selection, generation=self.generation)
+        return msgspec.structs.replace(selection, version=self.version)
 
 
-def composed(op: Op, request: Request) -> Plan:
+def reference_plan(op: Op, request: CallSpec) -> Plan:
     """The plan of a transformed or traced call: the op's definition in plain torch; no kernel is asked."""
     selection = Selection(
         op=op.name,
@@ -450,47 +476,47 @@ def composed(op: Op, request: Request) -> Plan:
         order=(),
     )
     plan = Plan(op, op.reference, selection, request)
-    plan.joins = False
-    plan.lane = LaneFacts(1, 0, None)
+    plan.can_batch = False
+    plan.batch_facts = BatchFacts(1, 0, None)
     return plan
 
 
-class Snapshot:
+class DispatchState:
     """One generation of a device's tables, filled op by op as they are first used.
 
-    `terms` are those of a gang whose snapshot this is; `rehearsed` are the plans for captures of ops whose
-    table an earlier generation had.
+    `terms` are those of a rank group whose snapshot this is; `rehearsed` are the plans for captures of ops
+    whose table an earlier generation had.
     """
 
-    __slots__ = ("generation", "policy", "rehearsed", "tables", "terms")
+    __slots__ = ("agreed_terms", "policy", "rehearsed_plans", "tables", "version")
 
     def __init__(
         self,
-        generation: int,
+        version: int,
         policy: Policy,
-        tables: dict[str, Table] | None = None,
+        tables: dict[str, PlanTable] | None = None,
         *,
-        terms: Terms | None = None,
-        rehearsed: Mapping[str, Rehearsed] = _NOTHING,
+        agreed_terms: AgreedTerms | None = None,
+        rehearsed_plans: Mapping[str, RehearsedPlans] = _EMPTY,
     ) -> None:
-        self.terms = terms
-        self.rehearsed = rehearsed
-        self.generation = generation
+        self.agreed_terms = agreed_terms
+        self.rehearsed_plans = rehearsed_plans
+        self.version = version
         self.policy = policy
-        self.tables: dict[str, Table] = tables if tables is not None else {}
+        self.tables: dict[str, PlanTable] = tables if tables is not None else {}
 
 
-def positional(op: Op, args: Sequence[Any]) -> Signature:
+def signature_of(op: Op, args: Sequence[Any]) -> Signature:
     """The signature of a call given as the op's full argument tuple."""
-    names = _parameters(op)
+    names = _parameter_names(op)
     return op.build(**dict(zip(names, args, strict=True)))[0]
 
 
-_PARAMETERS: dict[str, tuple[str, ...]] = {}
+_PARAMETER_NAMES: dict[str, tuple[str, ...]] = {}
 
 
-def _parameters(op: Op) -> tuple[str, ...]:
-    names = _PARAMETERS.get(op.name)
+def _parameter_names(op: Op) -> tuple[str, ...]:
+    names = _PARAMETER_NAMES.get(op.name)
     if names is None:
-        names = _PARAMETERS[op.name] = tuple(inspect.signature(op.build).parameters)
+        names = _PARAMETER_NAMES[op.name] = tuple(inspect.signature(op.build).parameters)
     return names

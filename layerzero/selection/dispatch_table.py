@@ -17,21 +17,21 @@ from typing import Any
 import msgspec
 
 from layerzero._util import log
-from layerzero._util.files import decoded, read_given, replace_own
+from layerzero._util.files import decode_json, read_given, replace_own
 from layerzero.perfdb import Environment
 from layerzero.selection.key import GRID_VERSION
 from layerzero.selection.policy.policy import Policy
 from layerzero.selection.policy.rules import Rule
-from layerzero.spec.call_spec import Request
+from layerzero.spec.call_spec import CallSpec
 from layerzero.spec.errors import CacheCorruptionError, ConfigurationError
 from layerzero.spec.hardware import Hardware
 from layerzero.spec.kernel import Kernel
 from layerzero.spec.reasons import Reason, Rejected
 
-FORMAT = 1
+FORMAT = 2
 TABLE_REFUSED = "dispatch_table.refused"
-MISS = Rejected(
-    Reason.PLAN_BUCKET_MISS, "bucket", "a bucket of the dispatch table", "none that covers the call"
+BUCKET_MISS = Rejected(
+    Reason.DISPATCH_TABLE_MISS, "bucket", "a bucket of the dispatch table", "none that covers the call"
 )
 
 
@@ -41,7 +41,7 @@ class Bucket(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forb
     op: str
     kernel: str
     expected_us: float
-    source: str
+    cost_source: str
     why: str
     dtype: str
     dims: dict[str, int]
@@ -51,7 +51,7 @@ class Bucket(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forb
     contiguous: bool = True
     capture: bool = False
 
-    def key(self) -> Hashable:
+    def lookup_key(self) -> Hashable:
         """What a request in this bucket has as `bucket_key`."""
         return (
             self.op,
@@ -65,7 +65,7 @@ class Bucket(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forb
         )
 
 
-def bucket_key(request: Request) -> Hashable:
+def lookup_key_of(request: CallSpec) -> Hashable:
     """The bucket of a request whose sizes are on the grid."""
     return (
         request.op,
@@ -87,7 +87,7 @@ class DispatchTable(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
 
     format: int = FORMAT
     grid: int = GRID_VERSION
-    made: str
+    date: str
     hardware: Environment
     policy: str
     capabilities: str
@@ -111,7 +111,7 @@ class DispatchTable(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         Raises: CacheCorruptionError: it does not decode, is of another format, or does not match its hash.
         """
         try:
-            table = decoded(read_given(path), cls)
+            table = decode_json(read_given(path), cls)
         except (OSError, ValueError, msgspec.MsgspecError) as error:
             raise CacheCorruptionError(f"{path}: {error}", path=str(path)) from error
         if (table.format, table.grid) != (FORMAT, GRID_VERSION):
@@ -124,38 +124,38 @@ class DispatchTable(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         return table
 
 
-class Solved:
+class ActiveDispatchTable:
     """The table that a device's settings name, asked on misses; `refused` says why it does not hold."""
 
     def __init__(self, table: DispatchTable | None, path: str, refused: str = "") -> None:
         self._policy = table.policy if table is not None else ""
         self._path = path
-        self._kernels = {bucket.key(): bucket.kernel for bucket in (table.buckets if table else ())}
-        self.refused = refused
+        self._kernels = {bucket.lookup_key(): bucket.kernel for bucket in (table.buckets if table else ())}
+        self.refusal = refused
 
-    def says(self, request: Request, on_grid: Request, policy: Policy) -> str | Rejected | None:
+    def lookup(self, request: CallSpec, bucketed: CallSpec, policy: Policy) -> str | Rejected | None:
         """The kernel of a request's bucket, or why the table leaves the choice to run time; None refused."""
-        if self.refused:
+        if self.refusal:
             return None
-        kernel = self._kernels.get(bucket_key(on_grid))
+        kernel = self._kernels.get(lookup_key_of(bucketed))
         if kernel is None:
-            return MISS
-        for rest, above in _layers(policy):
+            return BUCKET_MISS
+        for rest, above in _without_upper_layers(policy):
             if any(rule.applies(request) for rule in above):
                 break
             if rest.digest == self._policy:
                 return kernel
         needs, got = f"the table's policy {self._policy[:12]}", policy.digest[:12]
-        return Rejected(Reason.PLAN_POLICY_DIFFERS, "policy", needs, got, "the table solved again")
+        return Rejected(Reason.DISPATCH_TABLE_POLICY_DIFFERS, "policy", needs, got, "the table solved again")
 
     def problem(self, policy: Policy) -> str:
         """Why the table decides nothing under a process's policy; empty where it decides."""
-        if self.refused or any(rest.digest == self._policy for rest, _ in _layers(policy)):
-            return self.refused
+        if self.refusal or any(rest.digest == self._policy for rest, _ in _without_upper_layers(policy)):
+            return self.refusal
         return f"{self._path}: it was solved under another policy: solve again"
 
 
-def _layers(policy: Policy) -> Iterator[tuple[Policy, tuple[Rule, ...]]]:
+def _without_upper_layers(policy: Policy) -> Iterator[tuple[Policy, tuple[Rule, ...]]]:
     """A policy without its upper layers, ever more of them, and their rules.
 
     Rules that do not apply to a request have no bearing on it: it is decided as under the rest.
@@ -173,20 +173,20 @@ def content_hash(buckets: tuple[Bucket, ...]) -> str:
 
 def capabilities_hash(kernels: Iterable[Kernel]) -> str:
     """Equal for equal kernels with equal limits, in every process."""
-    known: list[Any] = sorted((k.id, msgspec.to_builtins(k.capability, order="sorted")) for k in kernels)
-    return hashlib.sha256(msgspec.json.encode(known, order="sorted")).hexdigest()
+    limits: list[Any] = sorted((k.id, msgspec.to_builtins(k.capability, order="sorted")) for k in kernels)
+    return hashlib.sha256(msgspec.json.encode(limits, order="sorted")).hexdigest()
 
 
-def in_force(
+def activate(
     path: str | os.PathLike[str], hardware: Hardware, kernels: Iterable[Kernel], *, strict: bool
-) -> Solved:
+) -> ActiveDispatchTable:
     """The table of a file, if it holds for this device; else refused, with a logged reason.
 
     Raises: ConfigurationError: it does not hold, and `strict` is set.
     """
     try:
         table = DispatchTable.load(path)
-        differences = table.hardware.differences(Environment.of(hardware))
+        differences = table.hardware.differences(Environment.of_hardware(hardware))
         if differences:
             raise ConfigurationError(f"{path}: it was solved for another machine: {'; '.join(differences)}")
         if table.capabilities != capabilities_hash(kernels):
@@ -195,5 +195,5 @@ def in_force(
         if strict:
             raise ConfigurationError(str(error), path=str(path)) from error
         log.error(TABLE_REFUSED, path=str(path), why=str(error))
-        return Solved(None, str(path), str(error))
-    return Solved(table, str(path))
+        return ActiveDispatchTable(None, str(path), str(error))
+    return ActiveDispatchTable(table, str(path))

@@ -11,7 +11,7 @@ from collections.abc import Hashable, Iterable, Mapping
 
 from layerzero.ops.op import Op
 from layerzero.selection.policy.condition import Condition
-from layerzero.spec.call_spec import Request
+from layerzero.spec.call_spec import CallSpec
 from layerzero.spec.kernel import Kernel, Limit
 
 GRID_VERSION = 1
@@ -38,9 +38,9 @@ class KeyMaker:
                 limits[limit] = None
         self._limits = tuple(limits)
         self._conditions = tuple(conditions)
-        self._exact = op.exact
+        self._exact = op.exact_dims
 
-    def key(self, request: Request) -> Hashable:
+    def key(self, request: CallSpec) -> Hashable:
         """A tuple of built-in values; requests with equal keys get equal verdicts and equal costs."""
         dims = request.dims
         bits = 0
@@ -63,7 +63,7 @@ class KeyMaker:
             tuple(sorted(self._sizes(dims).items())),
         )
 
-    def on_grid(self, request: Request) -> Request:
+    def bucket(self, request: CallSpec) -> CallSpec:
         """The request with its sizes on the grid: what costs are estimated for."""
         return request.replace(dims=self._sizes(request.dims))
 

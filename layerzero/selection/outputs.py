@@ -15,14 +15,14 @@ def check_outputs(op: Op, args: Args, result: Any, *, dtypes: bool) -> None:
 
     Raises: RuntimeError: they differ; a kernel that does this has failed, like one that raises.
     """
-    wanted = op.outputs(args)
+    specs = op.outputs(args)
     parts = result if isinstance(result, tuple) else (result,)
-    if len(parts) != len(wanted):
-        raise RuntimeError(f"{op.name} needs {len(wanted)} outputs, the kernel returned {len(parts)}")
-    if isinstance(result, tuple) and len(wanted) == 1:
+    if len(parts) != len(specs):
+        raise RuntimeError(f"{op.name} needs {len(specs)} outputs, the kernel returned {len(parts)}")
+    if isinstance(result, tuple) and len(specs) == 1:
         raise RuntimeError(f"{op.name} needs a tensor, the kernel returned a tuple of one")
     device = args[0].device
-    for position, (part, spec) in enumerate(zip(parts, wanted, strict=True)):
+    for position, (part, spec) in enumerate(zip(parts, specs, strict=True)):
         name = f"output {position} of {op.name}"
         if not isinstance(part, Tensor):
             raise RuntimeError(f"{name} needs to be a tensor, the kernel returned {type(part).__name__}")

@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from layerzero.spec.call_spec import Request
+from layerzero.spec.call_spec import CallSpec
 from layerzero.spec.reasons import Rejected, as_plain
 
 
@@ -63,7 +63,7 @@ class Candidate(msgspec.Struct, frozen=True, gc=False):
     rejected: tuple[Rejected, ...] = ()
 
     @property
-    def takes(self) -> bool:
+    def eligible(self) -> bool:
         """Whether the kernel could be chosen now."""
         return self.accepted is not None and not self.rejected
 
@@ -72,7 +72,7 @@ class Selection(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """The choice for one request: the kernel, its transforms, expected microseconds, and the whole trace.
 
     `why` is one sentence; `when_warm` names the kernel that takes over once it is loaded; `order` lists
-    the kernels that take the request from the chosen one down, as fallbacks try them. `plan_miss` says
+    the kernels that take the request from the chosen one down, as fallbacks try them. `table_miss` says
     why the dispatch table that is in force leaves the request to run time: it has no bucket for it, or was
     solved under another policy. `overlay` begins the digest of the capability overlay in force, empty where
     there is none.
@@ -80,23 +80,23 @@ class Selection(msgspec.Struct, frozen=True, kw_only=True, gc=False):
 
     op: str
     kernel: str
-    request: Request
+    request: CallSpec
     transforms: tuple[Transform, ...]
     expected_us: float
     why: str
     trace: tuple[Candidate, ...]
     order: tuple[str, ...]
     when_warm: str | None = None
-    generation: int = 0
+    version: int = 0
     policy: str = ""
     fallback: str = ""
-    plan_miss: Rejected | None = None
+    table_miss: Rejected | None = None
     overlay: str = ""
 
     def __repr__(self) -> str:
-        taken = self.kernel or "no kernel"
+        kernel = self.kernel or "no kernel"
         return (
-            f"<Selection {self.op} -> {taken}, {self.expected_us:.1f} us, {len(self.trace)} kernels judged>"
+            f"<Selection {self.op} -> {kernel}, {self.expected_us:.1f} us, {len(self.trace)} kernels judged>"
         )
 
     def __str__(self) -> str:
@@ -129,8 +129,8 @@ class Selection(msgspec.Struct, frozen=True, kw_only=True, gc=False):
             "transforms": [str(t) for t in self.transforms],
             "when_warm": self.when_warm,
             "fallback": self.fallback or None,
-            "plan_miss": as_plain(self.plan_miss) if self.plan_miss is not None else None,
-            "generation": self.generation,
+            "table_miss": as_plain(self.table_miss) if self.table_miss is not None else None,
+            "version": self.version,
             "policy": self.policy,
             "overlay": self.overlay,
             "request": msgspec.to_builtins(self.request),
@@ -148,7 +148,7 @@ def _candidate_plain(candidate: Candidate) -> dict[str, Any]:
     }
 
 
-def nothing_to_do(request: Request) -> Selection:
+def empty_selection(request: CallSpec) -> Selection:
     """The record of a call with no element to compute: no kernel was asked."""
     return Selection(
         op=request.op,

@@ -15,13 +15,13 @@ import torch
 from torch import Tensor
 
 from layerzero._util.foreign import has_memory
-from layerzero.ops.batching import cat
+from layerzero.ops.batching import concat_copy
 from layerzero.ops.checks import address_of
 from layerzero.ops.op import Op, Split
 from layerzero.selection.record import Transform
-from layerzero.spec.call_spec import Request
+from layerzero.spec.call_spec import CallSpec
 from layerzero.spec.hardware import Hardware
-from layerzero.spec.kernel import AtMost, Capability, Kernel, ProductAtMost, judge
+from layerzero.spec.kernel import AtMost, Capability, Kernel, ProductAtMost, rejections
 from layerzero.spec.reasons import Reason, Rejected
 
 COPY_LAUNCH_US = 2.0
@@ -39,8 +39,13 @@ _BYTES = {"float64": 8, "float32": 4, "float16": 2, "bfloat16": 2}
 
 
 def adapt(
-    op: Op, kernel: Kernel, request: Request, rejected: list[Rejected], hardware: Hardware, priced_as: Request
-) -> tuple[Request, tuple[Transform, ...]] | None:
+    op: Op,
+    kernel: Kernel,
+    request: CallSpec,
+    rejected: list[Rejected],
+    hardware: Hardware,
+    bucketed: CallSpec,
+) -> tuple[CallSpec, tuple[Transform, ...]] | None:
     """The request after the fewest transforms with which `kernel` accepts it; None if none would do.
 
     Copies are priced for the sizes of `priced_as`.
@@ -50,40 +55,40 @@ def adapt(
         return None
     capability = kernel.capability
     transforms: list[Transform] = []
-    now = request
+    adapted = request
     if reasons & _CAST:
         if not op.castable:
             return None
         target = _cast_target(capability, request)
         if target is None:
             return None
-        price = _copy_us(op, priced_as, hardware)
+        price = _copy_us(op, bucketed, hardware)
         transforms.append(Transform("cast", "/".join(dict.fromkeys(request.dtypes)), target, price))
         dtypes = tuple(target if d in _BYTES else d for d in request.dtypes)
-        now = now.replace(dtype=target, dtypes=dtypes)
-    if Reason.MISALIGNED in reasons and op.fixed:
+        adapted = adapted.replace(dtype=target, dtypes=dtypes)
+    if Reason.MISALIGNED in reasons and op.uncopied_operands:
         return None
     if reasons & _LAYOUT:
         if op.layouts is None or request.layout not in op.layouts.names:
             return None
         other = op.layouts.names[1 - op.layouts.names.index(request.layout)]
         transforms.append(Transform("layout", request.layout, other, VIEW_US * len(op.layouts.operands)))
-        now = now.replace(layout=other, contiguous=False)
-    if _needs_dense(capability, now):
-        transforms.append(Transform("contiguous", "strided", "contiguous", _copy_us(op, priced_as, hardware)))
-        now = now.replace(contiguous=True, last_stride1=True, alignment=64)
+        adapted = adapted.replace(layout=other, contiguous=False)
+    if _needs_dense(capability, adapted):
+        transforms.append(Transform("contiguous", "strided", "contiguous", _copy_us(op, bucketed, hardware)))
+        adapted = adapted.replace(contiguous=True, last_stride1=True, alignment=64)
     if reasons & _SPLIT:
         size = _largest_part(op, capability, request)
         if op.split is None or size == 0:
             return None
-        price = _parts_us(op, kernel, priced_as, hardware, size)
+        price = _parts_us(op, kernel, bucketed, hardware, size)
         dim = op.split.dim
         transforms.append(Transform("split", dim, f"parts of at most {size}", price, size))
-        now = now.replace(dims={**now.dims, dim: size})
-    return (now, tuple(transforms)) if not judge(kernel, now, hardware) else None
+        adapted = adapted.replace(dims={**adapted.dims, dim: size})
+    return (adapted, tuple(transforms)) if not rejections(kernel, adapted, hardware) else None
 
 
-def _needs_dense(capability: Capability, request: Request) -> bool:
+def _needs_dense(capability: Capability, request: CallSpec) -> bool:
     return (
         (capability.contiguous and not request.contiguous)
         or (capability.last_stride1 and not request.last_stride1)
@@ -91,7 +96,7 @@ def _needs_dense(capability: Capability, request: Request) -> bool:
     )
 
 
-def _cast_target(capability: Capability, request: Request) -> str | None:
+def _cast_target(capability: Capability, request: CallSpec) -> str | None:
     floats = [d for d in dict.fromkeys(request.dtypes or (request.dtype,)) if d in _BYTES]
     if len(floats) > 1:
         target = floats[0]
@@ -107,7 +112,7 @@ def _cast_target(capability: Capability, request: Request) -> str | None:
     return None
 
 
-def _largest_part(op: Op, capability: Capability, request: Request) -> int:
+def _largest_part(op: Op, capability: Capability, request: CallSpec) -> int:
     """The most of the split axis that every bound on it lets through; 0 where no part would do.
 
     The other sizes of a product have to be exact in keys: one plan serves every call of a key.
@@ -120,20 +125,20 @@ def _largest_part(op: Op, capability: Capability, request: Request) -> int:
             size = min(size, limit.value)
         elif isinstance(limit, ProductAtMost) and dim in limit.dims:
             others = [name for name in limit.dims if name != dim]
-            if not op.exact.issuperset(others):
+            if not op.exact_dims.issuperset(others):
                 return 0
             size = min(size, limit.value // math.prod(request.dim(name, 1) for name in others))
     return size
 
 
-def _parts_us(op: Op, kernel: Kernel, request: Request, hardware: Hardware, size: int) -> float:
+def _parts_us(op: Op, kernel: Kernel, request: CallSpec, hardware: Hardware, size: int) -> float:
     """The launches beyond the first, and a copy of all that the op touches: at least what joining reads."""
     assert op.split is not None
     parts = -(-request.dim(op.split.dim) // size)
     return (parts - 1) * kernel.efficiency.launch_us + _copy_us(op, request, hardware)
 
 
-def _copy_us(op: Op, request: Request, hardware: Hardware) -> float:
+def _copy_us(op: Op, request: CallSpec, hardware: Hardware) -> float:
     """One read and one write of everything the op touches, plus one launch an operand."""
     moved = op.work(request).bytes
     return COPY_LAUNCH_US * len(op.operands) + 2 * moved / hardware.bandwidth * 1e6
@@ -180,8 +185,8 @@ def _in_parts(split: Split, size: int, run: Callable[..., Any]) -> Callable[...,
         each = -(-whole // -(-whole // size))
         outs = [run(*split.cut(args, start, min(start + each, whole))) for start in range(0, whole, each)]
         if isinstance(outs[0], tuple):
-            return tuple(cat(pieces) for pieces in zip(*outs, strict=True))
-        return cat(outs)
+            return tuple(concat_copy(pieces) for pieces in zip(*outs, strict=True))
+        return concat_copy(outs)
 
     return parted
 
@@ -228,27 +233,27 @@ def keep_aligned(op: Op, alignment: int, run: Callable[..., Any]) -> Callable[..
     if alignment <= 1:
         return run
 
-    operands = (*op.operands, *op.fixed)
+    operands = (*op.operands, *op.uncopied_operands)
 
     def aligned(*args: Any) -> Any:
-        off = False
+        misaligned = False
         try:
             for position in operands:
                 value = args[position]
                 if value is not None and value.data_ptr() % alignment:
-                    off = True
+                    misaligned = True
                     break
         except (AttributeError, RuntimeError):  # an operand that has no address
-            given = [args[position] for position in operands if isinstance(args[position], Tensor)]
-            off = any(address_of(tensor) % alignment for tensor in given)
-        if off:
-            return run(*[_realigned(a, alignment) if isinstance(a, Tensor) else a for a in args])
+            tensors = [args[position] for position in operands if isinstance(args[position], Tensor)]
+            misaligned = any(address_of(tensor) % alignment for tensor in tensors)
+        if misaligned:
+            return run(*[_realign(a, alignment) if isinstance(a, Tensor) else a for a in args])
         return run(*args)
 
     return aligned
 
 
-def _realigned(value: Tensor, alignment: int) -> Tensor:
+def _realign(value: Tensor, alignment: int) -> Tensor:
     return value.clone() if address_of(value) % alignment else value
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from layerzero.selection.record import Transform
-from layerzero.spec.call_spec import Request
+from layerzero.spec.call_spec import CallSpec
 from layerzero.spec.kernel import Kernel
 from layerzero.spec.reasons import Reason, Rejected
 
@@ -19,12 +19,12 @@ _SLACK = 1.25
 _BYTES = {"float64": 8, "float32": 4, "float16": 2, "bfloat16": 2}
 
 
-def needs(kernel: Kernel, request: Request) -> int:
+def workspace_bytes(kernel: Kernel, request: CallSpec) -> int:
     """Bytes that a kernel states it allocates beyond its outputs; 0 where it states nothing."""
     return kernel.workspace_bytes(request) if kernel.workspace_bytes is not None else 0
 
 
-def temporaries(transforms: Sequence[Transform], request: Request, moved: float) -> int:
+def transform_bytes(transforms: Sequence[Transform], request: CallSpec, moved: float) -> int:
     """Bytes that transforms allocate for a call that moves so many: at most a copy of all that it touches.
 
     A layout is a view and costs nothing. A cast widens whatever it copies, outputs included.
@@ -38,28 +38,34 @@ def temporaries(transforms: Sequence[Transform], request: Request, moved: float)
     return int(total)
 
 
-def too_large(
-    kernel: Kernel, request: Request, room: int | None, temporary: int = 0, *, agreed: bool = False
+def exceeds_budget(
+    kernel: Kernel,
+    request: CallSpec,
+    budget: int | None,
+    temporary: int = 0,
+    *,
+    budget_is_agreed: bool = False,
 ) -> Rejected | None:
     """The reason against a kernel whose workspace, with the temporaries before it, does not fit, or None.
 
-    `agreed` room is a gang's least.
+    `agreed` room is a rank group's least.
     """
-    if room is None or (kernel.workspace_bytes is None and not temporary):
+    if budget is None or (kernel.workspace_bytes is None and not temporary):
         return None
-    wanted = needs(kernel, request) + temporary
-    if wanted <= room:
+    required = workspace_bytes(kernel, request) + temporary
+    if required <= budget:
         return None
     return Rejected(
         Reason.MEMORY_HEADROOM_EXCEEDED,
         "workspace",
-        f"at most {in_words(room)}" + (" (the least of any rank of the gang)" if agreed else ""),
-        in_words(wanted) + (f" ({in_words(temporary)} of it for copies)" if temporary else ""),
-        f"{in_words(wanted)} of memory free" + (" on every rank" if agreed else ""),
+        f"at most {format_bytes(budget)}"
+        + (" (the least of any rank of the rank group)" if budget_is_agreed else ""),
+        format_bytes(required) + (f" ({format_bytes(temporary)} of it for copies)" if temporary else ""),
+        f"{format_bytes(required)} of memory free" + (" on every rank" if budget_is_agreed else ""),
     )
 
 
-def room_for(free: int, total: int, headroom: float, limit: int | None, before: int | None) -> int:
+def workspace_budget(free: int, total: int, headroom: float, limit: int | None, before: int | None) -> int:
     """Bytes that workspaces may take: free memory less the headroom, a power of two, and at most `limit`.
 
     `before` is the room so far, which is kept while free memory is near its step.
@@ -71,7 +77,7 @@ def room_for(free: int, total: int, headroom: float, limit: int | None, before: 
     return step if limit is None else min(step, limit)
 
 
-def in_words(count: int) -> str:
+def format_bytes(count: int) -> str:
     """A number of bytes for people."""
     value, unit = float(count), "B"
     for unit in ("B", "KiB", "MiB", "GiB", "TiB"):

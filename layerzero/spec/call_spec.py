@@ -11,7 +11,7 @@ import msgspec
 # matrix, V vocabulary, G query heads per key head, P page size.
 
 
-class Request(msgspec.Struct, frozen=True, kw_only=True, gc=False):
+class CallSpec(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """One call reduced to what can decide between kernels.
 
     `dims` are sizes by axis name; `features` are what the call needs beyond the plain op (`"causal"`,
@@ -37,19 +37,19 @@ class Request(msgspec.Struct, frozen=True, kw_only=True, gc=False):
         """The size along axis `name`."""
         return self.dims.get(name, default)
 
-    def replace(self, **changes: object) -> Request:
+    def replace(self, **changes: object) -> CallSpec:
         """A copy with some fields changed."""
         return msgspec.structs.replace(self, **changes)
 
 
-class Work(msgspec.Struct, frozen=True):
+class WorkEstimate(msgspec.Struct, frozen=True):
     """What an op must do at least: floating point operations and bytes moved to and from memory."""
 
     flops: float
     bytes: float
 
 
-class OutSpec(msgspec.Struct, frozen=True):
+class OutputSpec(msgspec.Struct, frozen=True):
     """Shape and dtype of one output, as a reference would give them."""
 
     shape: tuple[int, ...]

@@ -19,7 +19,7 @@ import msgspec
 import torch
 
 from layerzero._util.files import replace_own
-from layerzero._util.strict_yaml import Document, YamlError, near, parse_file, shown
+from layerzero._util.strict_yaml import Document, YamlError, parse_file, quote, suggestion
 from layerzero.spec.errors import CacheCorruptionError, ConfigurationError
 from layerzero.spec.kernel import (
     ACTIVATIONS,
@@ -51,7 +51,7 @@ ADVICE = (
 )
 
 
-class Entry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class CapabilityEntry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """One kernel of a document: `error_factor` is how often plain torch's own error it may err."""
 
     op: str
@@ -65,19 +65,19 @@ class Capabilities(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
     version: int
     content: str
-    kernels: dict[str, Entry]
+    kernels: dict[str, CapabilityEntry]
 
 
 def export(kernels: Iterable[Kernel]) -> Capabilities:
     """The document of some kernels, by id."""
     entries = {
-        k.id: Entry(op=k.op, backend=k.backend, error_factor=FACTOR, capability=k.capability)
+        k.id: CapabilityEntry(op=k.op, backend=k.backend, error_factor=FACTOR, capability=k.capability)
         for k in sorted(kernels, key=lambda k: k.id)
     }
     return Capabilities(version=FORMAT, content=content_hash(entries), kernels=entries)
 
 
-def content_hash(entries: Mapping[str, Entry]) -> str:
+def content_hash(entries: Mapping[str, CapabilityEntry]) -> str:
     """Equal for equal entries, in every process."""
     plain = msgspec.to_builtins(entries, order="sorted")
     return hashlib.sha256(msgspec.json.encode(plain, order="sorted")).hexdigest()
@@ -99,22 +99,24 @@ def read(path: str | os.PathLike[str]) -> Capabilities:
     Raises: ConfigurationError: unknown version, a missing or unknown field, a constraint that means nothing;
         kernel and field are named. CacheCorruptionError: the content does not match its hash.
     """
-    found = _document(path)
+    parsed = _document(path)
     for name in ("version", "content", "kernels"):
-        if name not in found.value:
+        if name not in parsed.value:
             raise ConfigurationError(f"{path}: needs {name}, got none", path=str(path), field=name)
-    for kernel, entry in _kernels(path, found).items():
-        missing = [n for n in Entry.__struct_fields__ if n not in entry]
-        missing += [n for n in FIELDS if n not in _mapping(path, found, kernel, entry)]
+    for kernel, entry in _kernels(path, parsed).items():
+        missing = [n for n in CapabilityEntry.__struct_fields__ if n not in entry]
+        missing += [n for n in FIELDS if n not in _mapping(path, parsed, kernel, entry)]
         if missing:
-            raise _error(path, found, kernel, f"needs {', '.join(missing)}, got none of it")
-    document: Capabilities = _converted(path, found, found.value, Capabilities)
-    for kernel, own in document.kernels.items():
-        wrong = problems(own.capability)
-        if not 0 < own.error_factor <= FACTOR:
-            wrong.append(f"error_factor needs more than 0 and at most {FACTOR}, got {own.error_factor}")
+            raise _error(path, parsed, kernel, f"needs {', '.join(missing)}, got none of it")
+    document: Capabilities = _converted(path, parsed, parsed.value, Capabilities)
+    for kernel, stored_entry in document.kernels.items():
+        wrong = problems(stored_entry.capability)
+        if not 0 < stored_entry.error_factor <= FACTOR:
+            wrong.append(
+                f"error_factor needs more than 0 and at most {FACTOR}, got {stored_entry.error_factor}"
+            )
         if wrong:
-            raise _error(path, found, kernel, wrong[0])
+            raise _error(path, parsed, kernel, wrong[0])
     if content_hash(document.kernels) != document.content:
         raise CacheCorruptionError(f"{path}: its kernels do not match its content hash", path=str(path))
     return document
@@ -123,17 +125,17 @@ def read(path: str | os.PathLike[str]) -> Capabilities:
 def problems(capability: Capability) -> list[str]:
     """What makes a capability meaningless, one sentence each; empty where it can be judged."""
     wrong: list[str] = []
-    for name, known in _KNOWN.items():
+    for name, is_known in _KNOWN.items():
         values: frozenset[str] = getattr(capability, name) or frozenset()
-        if strange := sorted(str(v) for v in values if not known(str(v))):
-            wrong.append(f"{name} needs names that are known, got {shown(strange[0])}")
+        if strange := sorted(str(v) for v in values if not is_known(str(v))):
+            wrong.append(f"{name} needs names that are known, got {quote(strange[0])}")
     for name in ("platforms", "dtypes"):
         if not getattr(capability, name):
             wrong.append(f"{name} needs at least one")
     for name in ("torch_min", "torch_below", "cuda_min", "driver_min"):
         text = getattr(capability, name)
         if text is not None and not version(text):
-            wrong.append(f"{name} needs a version, got {shown(text)}")
+            wrong.append(f"{name} needs a version, got {quote(text)}")
     low, high = capability.sm_min, capability.sm_max
     if any(sm is not None and not 50 <= sm <= 999 for sm in (low, high)):
         wrong.append(f"sm_min and sm_max need 50 to 999, got {low} and {high}")
@@ -153,7 +155,7 @@ def _meaningless(limit: Limit) -> str:
         *((limit.other,) if isinstance(limit, SameAs) else ()),
     }
     if not axes or not axes <= AXES:
-        return f"limits need axes out of {', '.join(sorted(AXES))}, got {shown(', '.join(sorted(axes)))}"
+        return f"limits need axes out of {', '.join(sorted(AXES))}, got {quote(', '.join(sorted(axes)))}"
     if isinstance(limit, OneOf):
         return "" if limit.values else f"limits on {limit.dim} need at least one value"
     if isinstance(limit, AtLeast | AtMost | MultipleOf | ProductAtMost) and limit.value < 1:
@@ -188,7 +190,7 @@ class Overlay(msgspec.Struct, frozen=True, kw_only=True):
         return dataclasses.replace(kernel, capability=narrowed)
 
 
-NOTHING = Overlay()
+EMPTY_OVERLAY = Overlay()
 
 
 def load_overlay(path: str | os.PathLike[str], kernels: Sequence[Kernel]) -> Overlay:
@@ -196,30 +198,30 @@ def load_overlay(path: str | os.PathLike[str], kernels: Sequence[Kernel]) -> Ove
 
     Raises: ConfigurationError: the file, the kernel and the field are named; nothing of it holds then.
     """
-    found = _document(path)
-    strange = sorted(set(found.value) - set(Capabilities.__struct_fields__))
+    document = _document(path)
+    strange = sorted(set(document.value) - set(Capabilities.__struct_fields__))
     if strange:
         raise ConfigurationError(f"{path}: {strange[0]!r} is no part of an overlay", path=str(path))
     by_id = {kernel.id: kernel for kernel in kernels}
     changes: dict[str, dict[str, Any]] = {}
-    for name, entry in _kernels(path, found).items():
+    for name, entry in _kernels(path, document).items():
         kernel = by_id.get(name)
         if kernel is None:
-            raise _error(path, found, name, f"no kernel has this id: {near(name, by_id)}")
-        given = _mapping(path, found, name, entry)
-        for field, own in (("op", kernel.op), ("backend", kernel.backend), ("error_factor", FACTOR)):
-            if field in entry and entry[field] != own:
-                raise _error(path, found, name, f"{field} needs {own}, got {shown(entry[field])}")
-        if unknown := sorted(set(entry) - set(Entry.__struct_fields__)):
-            raise _error(path, found, name, f"{unknown[0]!r} is no part of a kernel's entry")
-        changes[name] = _fields(path, found, name, given)
+            raise _error(path, document, name, f"no kernel has this id: {suggestion(name, by_id)}")
+        narrowed_fields = _mapping(path, document, name, entry)
+        for field, kernel_value in (("op", kernel.op), ("backend", kernel.backend), ("error_factor", FACTOR)):
+            if field in entry and entry[field] != kernel_value:
+                raise _error(path, document, name, f"{field} needs {kernel_value}, got {quote(entry[field])}")
+        if unknown := sorted(set(entry) - set(CapabilityEntry.__struct_fields__)):
+            raise _error(path, document, name, f"{unknown[0]!r} is no part of a kernel's entry")
+        changes[name] = _fields(path, document, name, narrowed_fields)
     digest = hashlib.sha256(msgspec.json.encode(msgspec.to_builtins(changes, order="sorted"), order="sorted"))
     overlay = Overlay(path=str(path), digest=digest.hexdigest(), changes=changes)
     for name in changes:
         try:
             overlay.apply(by_id[name])
         except ConfigurationError as error:
-            raise _error(path, found, name, str(error)) from None
+            raise _error(path, document, name, str(error)) from None
     return overlay
 
 
@@ -228,7 +230,7 @@ def narrow(kernel_id: str, capability: Capability, changes: Mapping[str, Any], w
 
     Raises: ConfigurationError: a change would widen it, or leaves nothing that could be judged.
     """
-    kept: dict[str, Any] = {}
+    narrower: dict[str, Any] = {}
     for name, value in changes.items():
         before = getattr(capability, name)
         if name == "source" or value == before:
@@ -238,18 +240,18 @@ def narrow(kernel_id: str, capability: Capability, changes: Mapping[str, Any], w
             dropped = set(FIELDS) <= set(changes) and not set(before) <= set(value)
             if weaker is not None or dropped:
                 raise _widening(kernel_id, name, "every limit that holds", weaker or value)
-            kept[name] = (*before, *(limit for limit in value if limit not in before))
+            narrower[name] = (*before, *(limit for limit in value if limit not in before))
         elif not _NARROWER[name](value, before):
             raise _widening(kernel_id, name, _WORDS.get(name, "less than") + f" {_text(before)}", value)
         else:
-            kept[name] = value
-    if not kept:
+            narrower[name] = value
+    if not narrower:
         return capability
     source = f"{capability.source}; narrowed by {where}"
-    made = msgspec.structs.replace(capability, **kept, source=source, narrowed=frozenset(kept))
-    if wrong := problems(made):
-        raise ConfigurationError(f"{kernel_id}: {wrong[0]}", field=next(iter(kept)))
-    return made
+    narrowed = msgspec.structs.replace(capability, **narrower, source=source, narrowed=frozenset(narrower))
+    if wrong := problems(narrowed):
+        raise ConfigurationError(f"{kernel_id}: {wrong[0]}", field=next(iter(narrower)))
+    return narrowed
 
 
 def _widening(kernel_id: str, name: str, needs: str, got: object) -> ConfigurationError:
@@ -283,11 +285,11 @@ def _subset_of_any(new: Any, old: Any) -> bool:
     return bool(new) and (not old or new <= old)
 
 
-def _demanded(new: bool, old: bool) -> bool:
+def _may_add_requirement(new: bool, old: bool) -> bool:
     return new or not old
 
 
-def _given_up(new: bool, old: bool) -> bool:
+def _may_drop_promise(new: bool, old: bool) -> bool:
     return old or not new
 
 
@@ -297,11 +299,11 @@ _NARROWER: Mapping[str, Callable[[Any, Any], bool]] = {
     **dict.fromkeys(("isa", "half_isa"), lambda new, old: new >= old),
     **dict.fromkeys(("sm_min", "alignment", "torch_min", "cuda_min", "driver_min"), _at_least),
     **dict.fromkeys(("sm_max", "torch_below"), _at_most),
-    **dict.fromkeys(("contiguous", "last_stride1"), _demanded),
+    **dict.fromkeys(("contiguous", "last_stride1"), _may_add_requirement),
     **dict.fromkeys(
         ("mixed_dtypes", "gradient", "deterministic", "batch_invariant", "graph_safe", "autocast",
          "tp_invariant"),
-        _given_up,
+        _may_drop_promise,
     ),
     "narrowed": lambda new, old: False,
 }  # fmt: skip
@@ -333,63 +335,65 @@ def _weaker(new: Limit, old: Limit) -> bool:
 
 def _document(path: str | os.PathLike[str]) -> Document:
     try:
-        found = parse_file(path)
+        document = parse_file(path)
     except OSError as error:
         raise ConfigurationError(f"{path}: cannot be read: {error.strerror}", path=str(path)) from error
     except YamlError as error:
         where = f"{path}:{error.line}" if error.line else str(path)
         raise ConfigurationError(f"{where}: {error}", path=str(path), line=error.line) from error
-    given = found.value.get("version")
-    if isinstance(given, bool) or given != FORMAT:
-        raise ConfigurationError(f"{path}: version needs {FORMAT}, got {shown(given)}", path=str(path))
-    return found
+    format_version = document.value.get("version")
+    if isinstance(format_version, bool) or format_version != FORMAT:
+        raise ConfigurationError(
+            f"{path}: version needs {FORMAT}, got {quote(format_version)}", path=str(path)
+        )
+    return document
 
 
-def _kernels(path: str | os.PathLike[str], found: Document) -> dict[str, dict[str, Any]]:
-    kernels = found.value.get("kernels")
+def _kernels(path: str | os.PathLike[str], document: Document) -> dict[str, dict[str, Any]]:
+    kernels = document.value.get("kernels")
     if not isinstance(kernels, dict) or not kernels:
-        raise ConfigurationError(f"{path}: kernels needs a mapping by kernel id, got {shown(kernels)}")
+        raise ConfigurationError(f"{path}: kernels needs a mapping by kernel id, got {quote(kernels)}")
     for name, entry in kernels.items():
         if not isinstance(entry, dict):
-            raise _error(path, found, name, f"needs a mapping, got {shown(entry)}")
+            raise _error(path, document, name, f"needs a mapping, got {quote(entry)}")
     return kernels
 
 
 def _mapping(
-    path: str | os.PathLike[str], found: Document, kernel: str, entry: dict[str, Any]
+    path: str | os.PathLike[str], document: Document, kernel: str, entry: dict[str, Any]
 ) -> dict[str, Any]:
-    given = entry.get("capability")
-    if not isinstance(given, dict):
-        raise _error(path, found, kernel, f"capability needs a mapping, got {shown(given)}")
-    return given
+    capability = entry.get("capability")
+    if not isinstance(capability, dict):
+        raise _error(path, document, kernel, f"capability needs a mapping, got {quote(capability)}")
+    return capability
 
 
 def _fields(
-    path: str | os.PathLike[str], found: Document, kernel: str, given: dict[str, Any]
+    path: str | os.PathLike[str], document: Document, kernel: str, capability: dict[str, Any]
 ) -> dict[str, Any]:
     fields: dict[str, Any] = {}
-    for name, value in given.items():
+    for name, value in capability.items():
         if name not in FIELDS:
-            raise _error(path, found, kernel, f"unknown field {shown(name)}: {near(name, FIELDS)}")
+            raise _error(path, document, kernel, f"unknown field {quote(name)}: {suggestion(name, FIELDS)}")
         try:
             fields[name] = msgspec.convert(value, _HINTS[name])
         except msgspec.ValidationError as error:
-            raise _error(path, found, kernel, f"{name}: {error}") from error
+            raise _error(path, document, kernel, f"{name}: {error}") from error
     return fields
 
 
 _HINTS: dict[str, Any] = get_type_hints(Capability)
 
 
-def _converted(path: str | os.PathLike[str], found: Document, value: object, kind: Any) -> Any:
+def _converted(path: str | os.PathLike[str], document: Document, value: object, kind: Any) -> Any:
     try:
         return msgspec.convert(value, kind)
     except msgspec.ValidationError as error:
         raise ConfigurationError(f"{path}: {error}", path=str(path)) from error
 
 
-def _error(path: str | os.PathLike[str], found: Document, kernel: str, why: str) -> ConfigurationError:
-    line = found.line_of(("kernels", kernel))
+def _error(path: str | os.PathLike[str], document: Document, kernel: str, why: str) -> ConfigurationError:
+    line = document.line_of(("kernels", kernel))
     where = f"{path}:{line}" if line else str(path)
     why = why if why.startswith(kernel) else f"{kernel}: {why}"
     return ConfigurationError(f"{where}: {why}", path=str(path), line=line, kernel=kernel)

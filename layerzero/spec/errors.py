@@ -12,7 +12,7 @@ LayerZeroError
 │     └─ PolicyLoadError     a policy file that cannot be read        .path .line
 ├─ SelectionTimeoutError     a selection or a lock took longer than allowed
 ├─ CacheCorruptionError      a stored file does not decode to what was written   .path
-├─ OverloadedError                the lane is full                         .retry_after
+├─ OverloadedError                the queue is full                         .retry_after
 ├─ DeadlineExceededError     a call's deadline passed before it ran
 ├─ ModeChangedError          torch's modes differ across an await
 ├─ DeviceLostError           the device or its process is gone        .retryable
@@ -114,7 +114,7 @@ class CacheCorruptionError(LayerZeroError):
 
 
 class OverloadedError(LayerZeroError):
-    """The lane is full; try again after `retry_after` seconds."""
+    """The batcher is full; try again after `retry_after` seconds."""
 
     def __init__(self, message: str, *, retry_after: float, **context: Any) -> None:
         super().__init__(message, retry_after=retry_after, **context)

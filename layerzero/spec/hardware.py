@@ -74,7 +74,7 @@ class Hardware(msgspec.Struct, frozen=True, kw_only=True):
         return mma_family_of(self.sm)
 
 
-def kind_of(hardware: Hardware) -> str:
+def device_class(hardware: Hardware) -> str:
     """What a stored quarantine holds for: the device's kind and the software under it."""
     parts = (hardware.name, hardware.torch, hardware.cuda, hardware.driver)
     return " / ".join(part for part in parts if part)
@@ -160,7 +160,7 @@ COMPUTE_CAPABILITIES = frozenset(
 )
 
 
-def imagined_gpu(
+def hypothetical_gpu(
     sm: int, *, cuda: str = "13.0", driver: str = "580.0", memory_bytes: int = 80 << 30
 ) -> Hardware:
     """An NVIDIA GPU that need not be here, for planning: its roofs are those of its compute capability.
@@ -188,9 +188,9 @@ def imagined_gpu(
 
 def _cuda_driver(version: Path = Path("/proc/driver/nvidia/version")) -> str | None:
     if version.exists():
-        found = re.search(r"\b(\d+\.\d+(?:\.\d+)?)\b", version.read_text())
-        if found:
-            return found.group(1)
+        match = re.search(r"\b(\d+\.\d+(?:\.\d+)?)\b", version.read_text())
+        if match:
+            return match.group(1)
     return None
 
 
@@ -223,7 +223,7 @@ _ISA_NAMES = {
 
 
 @functools.cache
-def settle_vector_math() -> None:
+def initialize_vector_math() -> None:
     """Make the process's first call of MKL's vector functions from one thread, once.
 
     Where several threads make that call at once, some of them may take a less exact variant: the first
@@ -267,12 +267,12 @@ def free_memory(device: torch.device) -> int:
     """
     if device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)
-        held = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        unused_reserved = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
         pieces = torch.cuda.memory_stats(device).get("inactive_split_bytes.all.current", 0)
-        return int(free + max(0, held - pieces))
+        return int(free + max(0, unused_reserved - pieces))
     meminfo = Path("/proc/meminfo")
     if meminfo.exists():
-        found = re.search(r"^MemAvailable:\s+(\d+) kB", meminfo.read_text(), re.MULTILINE)
-        if found:
-            return int(found.group(1)) * 1024
+        match = re.search(r"^MemAvailable:\s+(\d+) kB", meminfo.read_text(), re.MULTILINE)
+        if match:
+            return int(match.group(1)) * 1024
     return _memory_bytes()

@@ -1,4 +1,4 @@
-"""What a kernel is and what it can do, as data; `judge` turns the data into every reason against it."""
+"""What a kernel is and what it can do, as data; `rejections` turns the data into every reason against it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 import msgspec
 
-from layerzero.spec.call_spec import Request
+from layerzero.spec.call_spec import CallSpec
 from layerzero.spec.hardware import Hardware, MMAFamily
 from layerzero.spec.reasons import Reason, Rejected
 
@@ -274,15 +274,15 @@ class Kernel:
     """One implementation of one op from one backend.
 
     `load()` imports what is needed and returns the callable that takes the op's full argument tuple; it may
-    raise ImportError. `cold` says that loading is slow (vendor import, compilation), so that a call never
-    waits for it. `distributions` are the installed distributions it needs, as requirement strings; where
-    the first of a pair in `beside` is installed, it needs the second, too.
-    `rank` orders kernels inside the tie band: lower wins. `default` marks the library default of the op.
-    `workspace_bytes(request)` is what it allocates beyond its outputs; `copied_bytes(request)` the part of it
-    that operands are copied into. `tiling` says how it cuts a call, where the last wave of blocks tells.
+    raise ImportError. `slow_import` says that loading is slow (vendor import, compilation), so that a call
+    never waits for it. `distributions` are the installed distributions it needs, as requirement strings;
+    where the first of a pair in `co_requirements` is installed, it needs the second, too.
+    `tie_break_order` orders kernels inside the tie band: lower wins. `default` marks the library default of
+    the op. `workspace_bytes(spec)` is what it allocates beyond its outputs; `copied_bytes(spec)` the part of
+    it that operands are copied into. `tiling` says how it cuts a call, where the last wave of blocks tells.
     `descriptor` marks data alone: nothing here can run it, on any machine.
-    `unit(request)` names what is compiled together for a request, where loading alone compiles nothing, and
-    `build(request)` compiles it; until then the kernel is not ready for requests of that unit.
+    `compile_key(spec)` names what is compiled together for a request, where loading alone compiles nothing,
+    and `compile(spec)` compiles it; until then the kernel is not ready for requests of that unit.
     """
 
     id: str
@@ -291,16 +291,16 @@ class Kernel:
     capability: Capability
     load: Callable[[], Callable[..., Any]]
     efficiency: Efficiency
-    rank: int = 50
-    cold: bool = False
+    tie_break_order: int = 50
+    slow_import: bool = False
     default: bool = False
     distributions: tuple[str, ...] = ()
-    beside: tuple[tuple[str, str], ...] = ()
-    workspace_bytes: Callable[[Request], int] | None = field(default=None)
-    copied_bytes: Callable[[Request], int] | None = field(default=None)
+    co_requirements: tuple[tuple[str, str], ...] = ()
+    workspace_bytes: Callable[[CallSpec], int] | None = field(default=None)
+    copied_bytes: Callable[[CallSpec], int] | None = field(default=None)
     tiling: Tiling | None = None
-    unit: Callable[[Request], str] | None = field(default=None)
-    build: Callable[[Request], None] | None = field(default=None)
+    compile_key: Callable[[CallSpec], str] | None = field(default=None)
+    compile: Callable[[CallSpec], None] | None = field(default=None)
     descriptor: bool = False
 
     def __post_init__(self) -> None:
@@ -312,54 +312,54 @@ class Kernel:
             raise ValueError(f"kernel id {self.id!r} needs to start with its backend {self.backend!r}")
 
 
-def judge(kernel: Kernel, request: Request, hardware: Hardware) -> list[Rejected]:
+def rejections(kernel: Kernel, spec: CallSpec, hardware: Hardware) -> list[Rejected]:
     """Every reason why `kernel` cannot serve `request` on `hardware`; an empty list accepts.
 
     Pure: the same three values give the same list on any machine.
     """
     capability = kernel.capability
-    found = list(_judge_hardware(capability, request.dtype, hardware))
+    reasons = list(_hardware_rejections(capability, spec.dtype, hardware))
     # Most requests are plain: what cannot find anything is not asked.
-    if request.dtype not in capability.dtypes or set(request.dtypes) != {request.dtype}:
-        found += _judge_dtypes(capability, request)
-    found += _judge_layout(capability, request)
-    if not request.features <= capability.features:
-        found += _judge_features(capability, request)
+    if spec.dtype not in capability.dtypes or set(spec.dtypes) != {spec.dtype}:
+        reasons += _dtype_rejections(capability, spec)
+    reasons += _layout_rejections(capability, spec)
+    if not spec.features <= capability.features:
+        reasons += _feature_rejections(capability, spec)
     if capability.limits:
-        found += _judge_limits(capability, request)
-    if request.modes:
-        found += _judge_modes(capability, request)
-    return found
+        reasons += _limit_rejections(capability, spec)
+    if spec.modes:
+        reasons += _mode_rejections(capability, spec)
+    return reasons
 
 
-def _judge_hardware(cap: Capability, dtype: str, hw: Hardware) -> Iterator[Rejected]:
+def _hardware_rejections(cap: Capability, dtype: str, hw: Hardware) -> Iterator[Rejected]:
     if hw.platform not in cap.platforms:
-        yield Rejected(Reason.PLATFORM_MISMATCH, "platform", _any(cap.platforms), hw.platform)
+        yield Rejected(Reason.PLATFORM_MISMATCH, "platform", _any_of_text(cap.platforms), hw.platform)
         return
     if hw.platform == "cuda":
-        yield from _judge_cuda(cap, hw)
+        yield from _cuda_rejections(cap, hw)
     if cap.archs is not None and hw.arch not in cap.archs:
-        yield Rejected(Reason.ARCH_UNSUPPORTED, "arch", _any(cap.archs), hw.arch or "an unknown one")
+        yield Rejected(Reason.ARCH_UNSUPPORTED, "arch", _any_of_text(cap.archs), hw.arch or "an unknown one")
     if hw.platform == "cpu":
         if cap.cpu_vendors is not None and hw.vendor not in cap.cpu_vendors:
-            yield Rejected(Reason.CPU_VENDOR_UNSUPPORTED, "vendor", _any(cap.cpu_vendors), hw.vendor)
+            yield Rejected(Reason.CPU_VENDOR_UNSUPPORTED, "vendor", _any_of_text(cap.cpu_vendors), hw.vendor)
         needed = cap.isa | cap.half_isa if dtype in HALF else cap.isa
         if missing := needed - hw.isa:
-            yield Rejected(Reason.ISA_MISSING, "isa", _all(missing), _all(hw.isa) or "none of them")
+            yield Rejected(Reason.ISA_MISSING, "isa", _all_text(missing), _all_text(hw.isa) or "none of them")
     if cap.torch_min is not None and version(hw.torch) < version(cap.torch_min):
         yield Rejected(Reason.TORCH_TOO_OLD, "torch", f">= {cap.torch_min}", hw.torch)
     if cap.torch_below is not None and version(hw.torch) >= version(cap.torch_below):
         yield Rejected(Reason.TORCH_TOO_NEW, "torch", f"< {cap.torch_below}", hw.torch)
 
 
-def _judge_cuda(cap: Capability, hw: Hardware) -> Iterator[Rejected]:
+def _cuda_rejections(cap: Capability, hw: Hardware) -> Iterator[Rejected]:
     sm = hw.sm or 0
     if cap.sm_min is not None and sm < cap.sm_min:
         yield Rejected(Reason.SM_TOO_OLD, "sm", f">= {cap.sm_min}", str(sm))
     if cap.sm_max is not None and sm > cap.sm_max:
         yield Rejected(Reason.SM_TOO_NEW, "sm", f"<= {cap.sm_max}", str(sm))
     if cap.mma_families is not None and hw.mma_family not in cap.mma_families:
-        needs = _any(m.value for m in cap.mma_families)
+        needs = _any_of_text(m.value for m in cap.mma_families)
         yield Rejected(Reason.MMA_FAMILY_UNSUPPORTED, "mma_family", needs, hw.mma_family.value)
     if cap.cuda_min is not None and version(hw.cuda or "0") < version(cap.cuda_min):
         yield Rejected(Reason.CUDA_TOO_OLD, "cuda", f">= {cap.cuda_min}", str(hw.cuda))
@@ -367,38 +367,34 @@ def _judge_cuda(cap: Capability, hw: Hardware) -> Iterator[Rejected]:
         yield Rejected(Reason.DRIVER_TOO_OLD, "driver", f">= {cap.driver_min}", str(hw.driver))
 
 
-def _judge_dtypes(cap: Capability, request: Request) -> Iterator[Rejected]:
-    if request.dtype not in cap.dtypes:
-        yield Rejected(Reason.DTYPE_UNSUPPORTED, "dtype", _any(cap.dtypes), request.dtype)
-    floats = {d for d in request.dtypes if d not in INDEX_DTYPES and d != "bool"}
+def _dtype_rejections(cap: Capability, spec: CallSpec) -> Iterator[Rejected]:
+    if spec.dtype not in cap.dtypes:
+        yield Rejected(Reason.DTYPE_UNSUPPORTED, "dtype", _any_of_text(cap.dtypes), spec.dtype)
+    floats = {d for d in spec.dtypes if d not in INDEX_DTYPES and d != "bool"}
     if len(floats) > 1 and not cap.mixed_dtypes:
         yield Rejected(
-            Reason.DTYPES_MIXED, "dtypes", "one dtype", _all(floats), f"every operand {request.dtype}"
+            Reason.DTYPES_MIXED, "dtypes", "one dtype", _all_text(floats), f"every operand {spec.dtype}"
         )
-    for index in sorted({d for d in request.dtypes if d in INDEX_DTYPES} - cap.index_dtypes):
-        yield Rejected(Reason.INDEX_DTYPE_UNSUPPORTED, "index dtype", _any(cap.index_dtypes), index)
+    for index in sorted({d for d in spec.dtypes if d in INDEX_DTYPES} - cap.index_dtypes):
+        yield Rejected(Reason.INDEX_DTYPE_UNSUPPORTED, "index dtype", _any_of_text(cap.index_dtypes), index)
 
 
-def _judge_layout(cap: Capability, request: Request) -> Iterator[Rejected]:
-    if cap.layouts and request.layout not in cap.layouts:
-        needs = _any(cap.layouts)
-        yield Rejected(
-            Reason.LAYOUT_UNSUPPORTED, "layout", needs, request.layout or "none", f"layout={needs}"
-        )
-    if cap.contiguous and not request.contiguous:
+def _layout_rejections(cap: Capability, spec: CallSpec) -> Iterator[Rejected]:
+    if cap.layouts and spec.layout not in cap.layouts:
+        needs = _any_of_text(cap.layouts)
+        yield Rejected(Reason.LAYOUT_UNSUPPORTED, "layout", needs, spec.layout or "none", f"layout={needs}")
+    if cap.contiguous and not spec.contiguous:
         yield Rejected(Reason.NOT_CONTIGUOUS, "strides", "contiguous operands", "strided", ".contiguous()")
-    if cap.last_stride1 and not request.last_stride1:
+    if cap.last_stride1 and not spec.last_stride1:
         yield Rejected(Reason.STRIDE_LAST_DIM, "stride(-1)", "1", "another stride", ".contiguous()")
-    if request.alignment < cap.alignment:
-        yield Rejected(
-            Reason.MISALIGNED, "alignment", f">= {cap.alignment} bytes", f"{request.alignment} bytes"
-        )
+    if spec.alignment < cap.alignment:
+        yield Rejected(Reason.MISALIGNED, "alignment", f">= {cap.alignment} bytes", f"{spec.alignment} bytes")
 
 
-def _judge_features(cap: Capability, request: Request) -> Iterator[Rejected]:
-    for feature in sorted(request.features - cap.features):
+def _feature_rejections(cap: Capability, spec: CallSpec) -> Iterator[Rejected]:
+    for feature in sorted(spec.features - cap.features):
         if feature.startswith("act_"):
-            have = _any(f.removeprefix("act_") for f in cap.features if f.startswith("act_"))
+            have = _any_of_text(f.removeprefix("act_") for f in cap.features if f.startswith("act_"))
             got = feature.removeprefix("act_")
             yield Rejected(Reason.ACTIVATION_UNSUPPORTED, "activation", have or "none", got)
             continue
@@ -409,18 +405,18 @@ def _judge_features(cap: Capability, request: Request) -> Iterator[Rejected]:
             yield Rejected(reason, feature, f"calls without {feature}", feature, f"no {feature}")
 
 
-def _judge_limits(cap: Capability, request: Request) -> Iterator[Rejected]:
+def _limit_rejections(cap: Capability, spec: CallSpec) -> Iterator[Rejected]:
     for limit in cap.limits:
-        if limit.when and limit.when not in request.features and limit.when not in request.modes:
+        if limit.when and limit.when not in spec.features and limit.when not in spec.modes:
             continue
-        if not limit.holds(request.dims):
-            got, needs = limit.got(request.dims), limit.needs()
+        if not limit.holds(spec.dims):
+            got, needs = limit.got(spec.dims), limit.needs()
             counter = f"{limit.dim} {needs}"
             yield Rejected(limit.reason, limit.dim, needs, got, counter)
 
 
-def _judge_modes(cap: Capability, request: Request) -> Iterator[Rejected]:
-    modes = request.modes
+def _mode_rejections(cap: Capability, spec: CallSpec) -> Iterator[Rejected]:
+    modes = spec.modes
     if "grad" in modes and not cap.gradient:
         yield Rejected(Reason.NO_GRADIENT, "grad", "no gradient", "requires_grad", "torch.no_grad()")
     if "deterministic" in modes and not cap.deterministic:
@@ -450,7 +446,7 @@ def version(text: str) -> tuple[int, ...]:
     return tuple(numbers)
 
 
-def _any(values: Any) -> str:
+def _any_of_text(values: Any) -> str:
     return _any_of(values) if isinstance(values, frozenset) else " or ".join(sorted(str(v) for v in values))
 
 
@@ -460,5 +456,5 @@ def _any_of(values: frozenset[Any]) -> str:
     return " or ".join(sorted(str(v) for v in values))
 
 
-def _all(values: Any) -> str:
+def _all_text(values: Any) -> str:
     return ", ".join(sorted(str(v) for v in values))

@@ -25,7 +25,7 @@ class Category(StrEnum):
     HEALTH = "health"
     POLICY = "policy"
     RESOURCE = "resource"
-    PLAN = "plan"
+    DISPATCH_TABLE = "dispatch_table"
 
 
 class Reason(StrEnum):
@@ -171,7 +171,7 @@ class Reason(StrEnum):
 
     POLICY_DENIED = "POLICY_DENIED", Category.POLICY, "is denied by policy"
     POLICY_NOT_ALLOWED = "POLICY_NOT_ALLOWED", Category.POLICY, "is not on the policy's allow list"
-    LOCKED_ELSEWHERE = "LOCKED_ELSEWHERE", Category.POLICY, "another kernel is locked"
+    LOCKED_TO_ANOTHER = "LOCKED_TO_ANOTHER", Category.POLICY, "another kernel is locked"
     STRICT_NEEDS_TRANSFORM = (
         "STRICT_NEEDS_TRANSFORM",
         Category.POLICY,
@@ -180,8 +180,16 @@ class Reason(StrEnum):
     RANKS_DISAGREE = "RANKS_DISAGREE", Category.POLICY, "the group's ranks do not agree on it"
 
     MEMORY_HEADROOM_EXCEEDED = "MEMORY_HEADROOM_EXCEEDED", Category.RESOURCE, "needs more memory than is free"
-    PLAN_BUCKET_MISS = "PLAN_BUCKET_MISS", Category.PLAN, "no solved bucket covers the request"
-    PLAN_POLICY_DIFFERS = "PLAN_POLICY_DIFFERS", Category.PLAN, "it was solved under another policy"
+    DISPATCH_TABLE_MISS = (
+        "DISPATCH_TABLE_MISS",
+        Category.DISPATCH_TABLE,
+        "no solved bucket covers the request",
+    )
+    DISPATCH_TABLE_POLICY_DIFFERS = (
+        "DISPATCH_TABLE_POLICY_DIFFERS",
+        Category.DISPATCH_TABLE,
+        "it was solved under another policy",
+    )
 
 
 class Rejected(msgspec.Struct, frozen=True, tag=True, gc=False):

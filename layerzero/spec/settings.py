@@ -17,7 +17,7 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 import msgspec
 
 from layerzero._util import log
-from layerzero._util.strict_yaml import Document, YamlError, near, parse_file, path_in, shown
+from layerzero._util.strict_yaml import Document, YamlError, parse_file, path_in, quote, suggestion
 from layerzero.spec.errors import ConfigurationError
 
 FORMAT_VERSION = 1
@@ -33,7 +33,7 @@ SETTINGS_SKIPPED = "settings.skipped"
 
 BATCHING = ("all", "rows", "off")
 # What only opening a runtime reads.
-AT_OPENING = (
+READ_AT_START = (
     "capabilities", "cluster", "cluster_devices", "freeze_gc", "hang_s", "max_restarts",
     "placement_timeout_s", "plugins",
 )  # fmt: skip
@@ -79,12 +79,12 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
             given to `lz.batched`), or "off"; a call's own `batching=` goes before it.
         inline_limit_us: work expected to be shorter runs on the caller's thread (microseconds).
         max_inline_us: inline work after which the next await suspends (microseconds).
-        max_items, max_tokens, max_bytes: the most one batch holds.
-        queue_items, queue_bytes: the most a lane queues.
-        overload: at that limit callers "wait", or the call is "reject"ed with `OverloadedError`.
+        max_batch_size, max_num_batched_tokens, max_batch_bytes: the most one batch holds.
+        max_queue_size, max_queue_bytes: the most a batcher queues.
+        queue_full_policy: at that limit callers "wait", or the call is "reject"ed with `OverloadedError`.
         completion: a CUDA batch's callers go on when it is launched ("stream"), or when it has run ("host"),
             with at most two batches under way.
-        ageing_ms: waiting time that lifts a call by one priority class (milliseconds).
+        priority_aging_ms: waiting time that lifts a call by one priority class (milliseconds).
     How it stays healthy:
         check_rate: share of calls that are run again on the reference, away from the caller; 0 checks none.
         drift_rate: share of calls that are timed and held against the measurement they were chosen by.
@@ -130,14 +130,14 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     batching: Literal["all", "rows", "off"] = "all"
     inline_limit_us: float = 200.0
     max_inline_us: float = 500.0
-    max_items: int = 256
-    max_tokens: int = 65_536
-    max_bytes: int = 1 << 30
-    queue_items: int = 16_384
-    queue_bytes: int = 4 << 30
-    overload: Literal["wait", "reject"] = "wait"
+    max_batch_size: int = 256
+    max_num_batched_tokens: int = 65_536
+    max_batch_bytes: int = 1 << 30
+    max_queue_size: int = 16_384
+    max_queue_bytes: int = 4 << 30
+    queue_full_policy: Literal["wait", "reject"] = "wait"
     completion: Literal["stream", "host"] = "stream"
-    ageing_ms: float = 50.0
+    priority_aging_ms: float = 50.0
     check_rate: float = 0.0
     drift_rate: float = 0.0
     memory_headroom: float = 0.05
@@ -193,12 +193,12 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     def overridden(self, env: Mapping[str, str] | None = None) -> dict[str, str]:
         """The variables of fields that hold another value here, each with the field's name."""
         variables = _own_environment() if env is None else env
-        found: dict[str, str] = {}
+        overrides: dict[str, str] = {}
         for field in FIELDS:
             text = variables.get(variable := PREFIX + field.upper())
             if field != "version" and text is not None and not self._holds(field, text, variable):
-                found[variable] = field
-        return found
+                overrides[variable] = field
+        return overrides
 
     def _holds(self, field: str, text: str, variable: str) -> bool:
         try:
@@ -216,10 +216,23 @@ FIELDS: tuple[str, ...] = Settings.__struct_fields__
 _HINTS: Mapping[str, Any] = get_type_hints(Settings)
 
 _AT_LEAST_ONE = (
-    "max_keys", "max_items", "max_tokens", "max_bytes", "queue_items", "queue_bytes",
-    "failures_to_open", "probes",
-)  # fmt: skip
-_NOT_NEGATIVE = ("max_restarts", "inline_limit_us", "max_inline_us", "ageing_ms", "tie_band", "default_gain")
+    "max_keys",
+    "max_batch_size",
+    "max_num_batched_tokens",
+    "max_batch_bytes",
+    "max_queue_size",
+    "max_queue_bytes",
+    "failures_to_open",
+    "probes",
+)
+_NOT_NEGATIVE = (
+    "max_restarts",
+    "inline_limit_us",
+    "max_inline_us",
+    "priority_aging_ms",
+    "tie_band",
+    "default_gain",
+)
 _SHARES = ("check_rate", "drift_rate", "memory_headroom")
 _ABOVE_ZERO = ("window_s", "cooldown_s", "cooldown_max_s", "probe_timeout_s", "hang_s", "placement_timeout_s")
 
@@ -238,16 +251,16 @@ def _check(settings: Settings) -> None:
             value = getattr(settings, name)
             whole = names is not _AT_LEAST_ONE or isinstance(value, int)
             if isinstance(value, bool) or not isinstance(value, int | float) or not whole or not holds(value):
-                raise ConfigurationError(f"{name} needs {needs}, got {shown(value)}", field=name)
+                raise ConfigurationError(f"{name} needs {needs}, got {quote(value)}", field=name)
     limit = settings.workspace_limit_bytes
     if limit is not None and (isinstance(limit, bool) or not isinstance(limit, int) or limit < 1):
-        message = f"workspace_limit_bytes needs a whole number of at least 1, or none, got {shown(limit)}"
+        message = f"workspace_limit_bytes needs a whole number of at least 1, or none, got {quote(limit)}"
         raise ConfigurationError(message, field="workspace_limit_bytes")
     days = settings.perfdb_days
     if days is not None and (
         isinstance(days, bool) or not isinstance(days, int | float) or not 0 < days < 1e5
     ):
-        message = f"perfdb_days needs a number above 0, or none, got {shown(days)}"
+        message = f"perfdb_days needs a number above 0, or none, got {quote(days)}"
         raise ConfigurationError(message, field="perfdb_days")
     _check_words(settings)
 
@@ -256,23 +269,23 @@ def _check_words(settings: Settings) -> None:
     for name, hint in _HINTS.items():
         value = getattr(settings, name)
         if get_origin(hint) is Literal and value not in get_args(hint):
-            raise ConfigurationError(f"{name} needs {_words(hint)}, got {shown(value)}", field=name)
+            raise ConfigurationError(f"{name} needs {_words(hint)}, got {quote(value)}", field=name)
         if hint is bool and not isinstance(value, bool):
-            raise ConfigurationError(f"{name} needs true or false, got {shown(value)}", field=name)
+            raise ConfigurationError(f"{name} needs true or false, got {quote(value)}", field=name)
     if settings.inference not in (True, False, None):
         raise ConfigurationError(
-            f"inference needs True, False or None, got {shown(settings.inference)}", field="inference"
+            f"inference needs True, False or None, got {quote(settings.inference)}", field="inference"
         )
     for name in ("device", "cluster", "policy", "state_dir", "perfdb", "dispatch_table", "capabilities"):
         value = getattr(settings, name)
         if (value is None and name == "device") or value == "" or not isinstance(value, str | None):
-            raise ConfigurationError(f"{name} needs a non-empty string, got {shown(value)}", field=name)
+            raise ConfigurationError(f"{name} needs a non-empty string, got {quote(value)}", field=name)
     names = settings.plugins
     if not isinstance(names, tuple) or not all(isinstance(n, str) and n.strip() == n != "" for n in names):
-        raise ConfigurationError(f"plugins needs {_NAMES}, got {shown(names)}", field="plugins")
+        raise ConfigurationError(f"plugins needs {_NAMES}, got {quote(names)}", field="plugins")
     if not _DEVICE.fullmatch(settings.device):
         needs = '"auto", "cpu", "cuda" or "cuda:<index>"'
-        raise ConfigurationError(f"device needs {needs}, got {shown(settings.device)}", field="device")
+        raise ConfigurationError(f"device needs {needs}, got {quote(settings.device)}", field="device")
 
 
 def _build(values: Mapping[str, Any]) -> Settings:
@@ -287,7 +300,7 @@ def _build(values: Mapping[str, Any]) -> Settings:
         name = path_in(str(error))
         field = str(name[0]) if name else "settings"
         raise ConfigurationError(
-            f"{field} needs {_needs(field)}, got {shown(plain.get(field))}", field=field
+            f"{field} needs {_needs(field)}, got {quote(plain.get(field))}", field=field
         ) from error
 
 
@@ -295,23 +308,23 @@ def _refuse_unknown(values: Mapping[str, Any], what: str) -> None:
     for name in values:
         if name not in FIELDS:
             raise ConfigurationError(
-                f"unknown {what} {shown(name)}: {near(str(name), FIELDS)}", field=str(name)
+                f"unknown {what} {quote(name)}: {suggestion(str(name), FIELDS)}", field=str(name)
             )
 
 
 def _from_environment(variables: Mapping[str, str]) -> dict[str, Any]:
     values: dict[str, Any] = {}
-    known = {PREFIX + field.upper(): field for field in FIELDS if field != "version"}
+    fields = {PREFIX + field.upper(): field for field in FIELDS if field != "version"}
     for variable in sorted(name for name in variables if name.startswith(PREFIX)):
         if variable in OTHER_VARIABLES:
             continue
-        field = known.get(variable)
+        field = fields.get(variable)
         if field is not None:
             values[field] = _parsed(field, variables[variable], variable)
             _check_alone(field, values[field], f"{variable}: ", variable=variable)
             continue
-        names = [name.removeprefix(PREFIX) for name in (*known, *OTHER_VARIABLES)]
-        hint = near(variable.removeprefix(PREFIX), names)
+        names = [name.removeprefix(PREFIX) for name in (*fields, *OTHER_VARIABLES)]
+        hint = suggestion(variable.removeprefix(PREFIX), names)
         if hint.startswith("did you mean"):
             raise ConfigurationError(
                 f"unknown environment variable {variable}: after {PREFIX}, {hint}", variable=variable
@@ -351,11 +364,11 @@ def _parsed(field: str, text: str, variable: str) -> Any:
                 return option(word)
         except ValueError as error:
             raise ConfigurationError(
-                f"{variable} needs {_needs(field)}, got {shown(text)}", variable=variable, field=field
+                f"{variable} needs {_needs(field)}, got {quote(text)}", variable=variable, field=field
             ) from error
         if get_origin(option) is Literal and word not in get_args(option):
             raise ConfigurationError(
-                f"{variable} needs {_needs(field)}, got {shown(text)}", variable=variable, field=field
+                f"{variable} needs {_needs(field)}, got {quote(text)}", variable=variable, field=field
             )
     if not word:
         raise ConfigurationError(f"{variable} needs {_needs(field)}, got ''", variable=variable, field=field)
@@ -413,7 +426,9 @@ def _from_file(path: Path, strict: bool) -> dict[str, Any]:
         return {}
     for name in values:
         if name not in FIELDS:
-            raise _file_error(path, document, name, f"unknown setting {shown(name)}: {near(name, FIELDS)}")
+            raise _file_error(
+                path, document, name, f"unknown setting {quote(name)}: {suggestion(name, FIELDS)}"
+            )
     for name, value in values.items():
         line = document.line_of((name,))
         _check_alone(name, value, f"{path}:{line}: ", path=str(path), line=line)

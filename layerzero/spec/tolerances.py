@@ -41,7 +41,7 @@ def need_full_float32() -> None:
         )
 
 
-def disagreements(
+def mismatches(
     out: Tensor, truth: Tensor, baseline: Tensor, *, softcap: bool = False, factor: float = FACTOR
 ) -> list[str]:
     """Why `out` is not good enough, in words; empty where it is.
@@ -83,8 +83,10 @@ def rounding(truth: Tensor, dtype: torch.dtype) -> float:
 
 
 def _special_values(out: Tensor, truth: Tensor) -> list[str]:
-    found = []
+    differences = []
     for name, test in (("NaN", torch.isnan), ("+inf", torch.isposinf), ("-inf", torch.isneginf)):
         if not torch.equal(test(out), test(truth)):
-            found.append(f"{name} at other places: {int(test(out).sum())}, not {int(test(truth).sum())}")
-    return found
+            differences.append(
+                f"{name} at other places: {int(test(out).sum())}, not {int(test(truth).sum())}"
+            )
+    return differences

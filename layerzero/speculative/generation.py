@@ -17,15 +17,15 @@ import torch
 from torch import Tensor
 
 from layerzero.api.readback import to_host
-from layerzero.calls.awaited import awaited
+from layerzero.calls.awaited import awaitable
 from layerzero.ops import checks
 from layerzero.ops.sampling.draw import token_weights
 from layerzero.ops.table import get
 
-_sample, _verify_chain = awaited(get("sample")), awaited(get("verify_chain"))
+_sample, _verify_chain = awaitable(get("sample")), awaitable(get("verify_chain"))
 
 
-class Held(Protocol):
+class SequenceState(Protocol):
     """One sequence of one model, with its cache.
 
     `rollback` forgets the tokens from `length` on, and gives back what they held.
@@ -37,14 +37,14 @@ class Held(Protocol):
     def rollback(self, length: int) -> None: ...
 
 
-class Decoder(Held, Protocol):
+class Decoder(SequenceState, Protocol):
     """A sequence whose `forward` adds tokens (T,) int64 and gives the logits (T, V) after each of them."""
 
     async def forward(self, tokens: Tensor) -> Tensor: ...
 
 
 @dataclass(frozen=True, slots=True)
-class Drawing:
+class SamplingParams:
     """How tokens are drawn: the seed, the place of the first one, and the filters of `sample`."""
 
     seed: int
@@ -55,14 +55,17 @@ class Drawing:
 
 
 @runtime_checkable
-class Drafter(Held, Protocol):
+class Drafter(SequenceState, Protocol):
     """A draft that draws by itself, because its logits are dear to fetch.
 
-    `draft` adds `fresh` (n,) and gives `places` tokens (K,) behind them with their distributions (K, V); the
+    `draft` adds `new_tokens` (n,) and gives `num_speculative_tokens` tokens (K,) behind them with their
+    distributions (K, V); the
     last token does not join the sequence.
     """
 
-    async def draft(self, fresh: Tensor, places: int, drawing: Drawing) -> tuple[Tensor, Tensor]: ...
+    async def draft(
+        self, new_tokens: Tensor, num_speculative_tokens: int, sampling: SamplingParams
+    ) -> tuple[Tensor, Tensor]: ...
 
 
 def need_logits(name: str, logits: Any, rows: int) -> Tensor:
@@ -78,60 +81,66 @@ def need_logits(name: str, logits: Any, rows: int) -> Tensor:
     return logits
 
 
-async def drafted_by(decoder: Decoder, fresh: Tensor, places: int, drawing: Drawing) -> tuple[Tensor, Tensor]:
-    """`places` tokens (K,) behind `fresh`, one by one, and the distributions (K, V) that they came from."""
+async def propose_draft(
+    decoder: Decoder, tokens_to_add: Tensor, num_speculative_tokens: int, sampling: SamplingParams
+) -> tuple[Tensor, Tensor]:
+    """`num_speculative_tokens` tokens (K,) behind `new_tokens`, one by one, and the distributions (K, V)
+    that they came from."""
     filters: dict[str, Any] = {
-        "temperature": drawing.temperature, "top_k": drawing.top_k, "top_p": drawing.top_p
+        "temperature": sampling.temperature, "top_k": sampling.top_k, "top_p": sampling.top_p
     }  # fmt: skip
     tokens, probs = [], []
-    for place in range(places):
-        logits = need_logits("draft", await decoder.forward(fresh), 1)[-1:]
-        fresh = await _sample(logits, seed=drawing.seed, offset=drawing.offset + place, **filters)
-        tokens.append(fresh)
-        probs.append(shares(logits, **filters))
+    for index in range(num_speculative_tokens):
+        logits = need_logits("draft", await decoder.forward(tokens_to_add), 1)[-1:]
+        tokens_to_add = await _sample(logits, seed=sampling.seed, offset=sampling.offset + index, **filters)
+        tokens.append(tokens_to_add)
+        probs.append(token_probs(logits, **filters))
     return torch.cat(tokens), torch.cat(probs)
 
 
 @dataclass(frozen=True, slots=True)
-class Round:
-    """What decides one verification: nothing else may, so that every rank of a gang accepts alike.
+class DraftBatch:
+    """What decides one verification: nothing else may, so that every rank of a rank group accepts alike.
 
-    `fresh` (n,) are certain tokens that the target has not seen, `drafted` (K,) follow them and were drawn
-    from `probs` (K, V); `kept` says that the target keeps the distribution of the first drafted token.
-    `drawing` is what `verify_chain` and `sample` take.
+    `new_tokens` (n,) are certain tokens that the target has not seen, `draft_tokens` (K,) follow them and
+    were drawn
+    from `draft_probs` (K, V); `bonus_known` says that the target keeps the distribution of the first
+    drafted token.
+    `sampling` is what `verify_chain` and `sample` take.
     """
 
-    fresh: Tensor
-    drafted: Tensor
-    probs: Tensor
-    kept: bool
-    drawing: Drawing
+    new_tokens: Tensor
+    draft_tokens: Tensor
+    draft_probs: Tensor
+    bonus_known: bool
+    sampling: SamplingParams
 
 
 @runtime_checkable
-class Verifier(Held, Protocol):
+class Verifier(SequenceState, Protocol):
     """A target that verifies by itself: `verify` gives how many drafts stay, and the tokens (K + 1,).
 
     Behind those that stay and the one drawn after them the tokens are -1. Such a target keeps its
     distribution after the last draft.
     """
 
-    async def verify(self, round_: Round) -> tuple[int, list[int]]: ...
+    async def verify(self, batch: DraftBatch) -> tuple[int, list[int]]: ...
 
 
 @dataclass(slots=True)
-class Speculation:
-    """What a generation has done so far: `accepted` of `drafted` tokens in `rounds` target forwards."""
+class SpeculationStats:
+    """What a generation has done so far: `num_accepted` of `num_draft_tokens` tokens in `num_rounds` target
+    forwards."""
 
-    rounds: int = 0
-    drafted: int = 0
-    accepted: int = 0
-    discarded: int = 0  # drafted ahead for nothing
+    num_rounds: int = 0
+    num_draft_tokens: int = 0
+    num_accepted: int = 0
+    num_discarded: int = 0  # drafted ahead for nothing
 
     @property
-    def acceptance(self) -> float:
+    def acceptance_rate(self) -> float:
         """The share of verified drafts that stayed."""
-        return self.accepted / self.drafted if self.drafted else 0.0
+        return self.num_accepted / self.num_draft_tokens if self.num_draft_tokens else 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,33 +160,39 @@ class Generation:
         target: Decoder | Verifier,
         prompt: Sequence[int],
         *,
-        places: int,
+        num_speculative_tokens: int,
         max_tokens: int,
         temperature: float,
         top_k: int,
         top_p: float,
         seed: int,
         overlap: bool,
-        end: Collection[int],
+        stop_token_ids: Collection[int],
     ) -> None:
-        self.stats = Speculation()
+        self.stats = SpeculationStats()
         self._draft, self._target = draft, target
-        self._text = list(prompt)
-        self._places, self._left, self._end = places, max_tokens, frozenset(end)
+        self._tokens = list(prompt)
+        self._num_speculative_tokens, self._num_remaining, self._stop_token_ids = (
+            num_speculative_tokens,
+            max_tokens,
+            frozenset(stop_token_ids),
+        )
         self._filter: dict[str, Any] = {"temperature": temperature, "top_k": top_k, "top_p": top_p}
         self._seed, self._overlap = seed, overlap
         self._busy = False
-        self._known: Tensor | None = None  # the target's distribution of the next token, where it is known
-        self._kept = False  # the same where the target keeps it
-        self._ahead: _Drafts | None = None  # what was drafted beyond the tokens that are certain
+        self._bonus_probs: Tensor | None = (
+            None  # the target's distribution of the next token, where it is known
+        )
+        self._bonus_known = False  # the same where the target keeps it
+        self._drafted_ahead: _Drafts | None = None  # what was drafted beyond the tokens that are certain
 
     async def __aiter__(self) -> AsyncIterator[int]:
-        while self._left > 0:
+        while self._num_remaining > 0:
             if self._busy:
                 raise RuntimeError("a generation needs one consumer: another one waits for its next tokens")
             self._busy = True
             try:
-                new = await self._round()
+                new = await self._next_tokens()
             except BaseException as error:
                 self._forget_uncertain()
                 if isinstance(error, BaseExceptionGroup) and len(error.exceptions) == 1:
@@ -186,76 +201,82 @@ class Generation:
             finally:
                 self._busy = False
             for token in new:
-                self._left -= 1
+                self._num_remaining -= 1
                 yield token
-                if token in self._end or self._left <= 0:
+                if token in self._stop_token_ids or self._num_remaining <= 0:
                     return
 
     def _forget_uncertain(self) -> None:
         """Take both sequences back to the text, whatever a round that broke off had given them."""
-        self._known = self._ahead = None
-        self._kept = False
+        self._bonus_probs = self._drafted_ahead = None
+        self._bonus_known = False
         for decoder in (self._target, self._draft):
-            decoder.rollback(min(decoder.length, len(self._text)))
+            decoder.rollback(min(decoder.length, len(self._tokens)))
 
-    async def _round(self) -> list[int]:
+    async def _next_tokens(self) -> list[int]:
         """Draft, verify, and settle both sequences on what is certain now; the tokens that are new."""
-        places = min(self._places, self._left)
-        drafts = self._ahead or await self._drafted(self._text, places)
-        self._ahead = None
-        if len(drafts.tokens) > places:  # near the end fewer are wanted than were drafted ahead
-            self.stats.discarded += len(drafts.tokens) - places
-            drafts = _Drafts(drafts.tokens[:places], drafts.probs[:places])
+        num_drafts = min(self._num_speculative_tokens, self._num_remaining)
+        drafts = self._drafted_ahead or await self._draft_tokens(self._tokens, num_drafts)
+        self._drafted_ahead = None
+        if len(drafts.tokens) > num_drafts:  # near the end fewer are wanted than were drafted ahead
+            self.stats.num_discarded += len(drafts.tokens) - num_drafts
+            drafts = _Drafts(drafts.tokens[:num_drafts], drafts.probs[:num_drafts])
         ahead: list[_Drafts] = []
 
         async def draft_on() -> None:
-            ahead.append(await self._drafted([*self._text, *drafts.tokens.tolist()], self._places))
+            ahead.append(
+                await self._draft_tokens(
+                    [*self._tokens, *drafts.tokens.tolist()], self._num_speculative_tokens
+                )
+            )
 
-        text, stays, found = len(self._text), 0, list[int]()
+        text, num_accepted, tokens = len(self._tokens), 0, list[int]()
         last: Tensor | None = None
         async with anyio.create_task_group() as group:
-            if self._overlap and self._left > places:
+            if self._overlap and self._num_remaining > num_drafts:
                 group.start_soon(draft_on)
-            stays, found, last = await self._verified(drafts)
-            if min(found[: stays + 1]) < 0:
+            num_accepted, tokens, last = await self._verify(drafts)
+            if min(tokens[: num_accepted + 1]) < 0:
                 raise ValueError(
                     f"target needs logits with a finite largest value in each row, got others behind "
-                    f"{text + stays} tokens"
+                    f"{text + num_accepted} tokens"
                 )
-        self.stats.rounds += 1
-        self.stats.drafted += len(drafts.tokens)
-        self.stats.accepted += stays
-        whole = stays == len(drafts.tokens)
-        if whole and ahead:
+        self.stats.num_rounds += 1
+        self.stats.num_draft_tokens += len(drafts.tokens)
+        self.stats.num_accepted += num_accepted
+        all_accepted = num_accepted == len(drafts.tokens)
+        if all_accepted and ahead:
             # The next token was drafted already: the target's distribution of it waits for that draft.
-            self._known, self._ahead, self._kept = last, ahead[0], True
-            new = found[:stays]
+            self._bonus_probs, self._drafted_ahead, self._bonus_known = last, ahead[0], True
+            new = tokens[:num_accepted]
         else:
-            self.stats.discarded += sum(len(lost.tokens) for lost in ahead)
-            self._known, self._kept = None, False
-            new = found[: stays + 1]
-            self._target.rollback(min(self._target.length, text + stays))
-            self._draft.rollback(min(self._draft.length, text + stays))
-        self._text += new
+            self.stats.num_discarded += sum(len(lost.tokens) for lost in ahead)
+            self._bonus_probs, self._bonus_known = None, False
+            new = tokens[: num_accepted + 1]
+            self._target.rollback(min(self._target.length, text + num_accepted))
+            self._draft.rollback(min(self._draft.length, text + num_accepted))
+        self._tokens += new
         return new
 
-    async def _drafted(self, text: Sequence[int], places: int) -> _Drafts:
-        """`places` tokens behind `text`, one after the other."""
-        fresh = torch.tensor(text[self._draft.length :])
-        drawing = Drawing(self._seed, len(text), **self._filter)
+    async def _draft_tokens(self, text: Sequence[int], num_drafts: int) -> _Drafts:
+        """`num_speculative_tokens` tokens behind `text`, one after the other."""
+        new_tokens = torch.tensor(text[self._draft.length :])
+        sampling = SamplingParams(self._seed, len(text), **self._filter)
         if isinstance(self._draft, Drafter):
-            return _Drafts(*await self._draft.draft(fresh, places, drawing))
-        return _Drafts(*await drafted_by(self._draft, fresh, places, drawing))
+            return _Drafts(*await self._draft.draft(new_tokens, num_drafts, sampling))
+        return _Drafts(*await propose_draft(self._draft, new_tokens, num_drafts, sampling))
 
-    async def _verified(self, drafts: _Drafts) -> tuple[int, list[int], Tensor | None]:
+    async def _verify(self, drafts: _Drafts) -> tuple[int, list[int], Tensor | None]:
         """How many drafts stay, the tokens, and the target's distribution after the last if it is here."""
-        text, target = len(self._text), self._target
+        text, target = len(self._tokens), self._target
         if isinstance(target, Verifier):
-            fresh = torch.tensor(self._text[target.length :], dtype=torch.int64)
-            drawing = Drawing(self._seed, text, **self._filter)
-            stays, found = await target.verify(Round(fresh, drafts.tokens, drafts.probs, self._kept, drawing))
-            return stays, found, None
-        p = await self._verified_by(target, drafts)
+            new_tokens = torch.tensor(self._tokens[target.length :], dtype=torch.int64)
+            sampling = SamplingParams(self._seed, text, **self._filter)
+            num_accepted, out_tokens = await target.verify(
+                DraftBatch(new_tokens, drafts.tokens, drafts.probs, self._bonus_known, sampling)
+            )
+            return num_accepted, out_tokens, None
+        p = await self._target_probs(target, drafts)
         # The draft may live on another device; its distributions follow the tokens there.
         tokens, accepted = await _verify_chain(
             drafts.probs.to(p.device).unsqueeze(0),
@@ -267,31 +288,31 @@ class Generation:
         row = (await to_host(torch.cat([accepted, tokens[0]]))).tolist()
         return row[0], row[1:], p[-1]
 
-    async def _verified_by(self, target: Decoder, drafts: _Drafts) -> Tensor:
+    async def _target_probs(self, target: Decoder, drafts: _Drafts) -> Tensor:
         """The target's distributions (K + 1, V) at each drafted place and after the last."""
-        fresh = torch.tensor(self._text[target.length :], dtype=torch.int64)
-        run = torch.cat([fresh.to(drafts.tokens.device), drafts.tokens])
-        rows = len(drafts.tokens) + (self._known is None)
-        logits = need_logits("target", await target.forward(run), rows)
+        new_tokens = torch.tensor(self._tokens[target.length :], dtype=torch.int64)
+        token_ids = torch.cat([new_tokens.to(drafts.tokens.device), drafts.tokens])
+        rows = len(drafts.tokens) + (self._bonus_probs is None)
+        logits = need_logits("target", await target.forward(token_ids), rows)
         if logits.shape[-1] != drafts.probs.shape[-1]:
             raise ValueError(
                 f"draft needs the target's vocabulary of {logits.shape[-1]} tokens, got "
                 f"{drafts.probs.shape[-1]}"
             )
         if logits.device.type == "cpu" and not bool(logits.amax(-1).isfinite().all()):
-            place = len(self._text)
+            place = len(self._tokens)
             raise ValueError(
                 f"target needs logits with a finite largest value in each row, got others behind "
                 f"{place} tokens or later"
             )
-        p = self._shares(logits[-len(drafts.tokens) - 1 :])
-        return p if self._known is None else torch.cat([self._known.unsqueeze(0), p])
+        p = self._token_probs(logits[-len(drafts.tokens) - 1 :])
+        return p if self._bonus_probs is None else torch.cat([self._bonus_probs.unsqueeze(0), p])
 
-    def _shares(self, logits: Tensor) -> Tensor:
-        return shares(logits, **self._filter)
+    def _token_probs(self, logits: Tensor) -> Tensor:
+        return token_probs(logits, **self._filter)
 
 
-def shares(logits: Tensor, *, temperature: float, top_k: int, top_p: float) -> Tensor:
+def token_probs(logits: Tensor, *, temperature: float, top_k: int, top_p: float) -> Tensor:
     """The distributions (T, V) that `sample` draws by, from logits (T, V)."""
     weights = token_weights(logits, temperature, top_k, top_p).double()
     return weights / weights.sum(-1, keepdim=True)
@@ -302,32 +323,34 @@ def generate(
     target: Decoder | Verifier,
     prompt: Sequence[int],
     *,
-    places: int = 4,
+    num_speculative_tokens: int = 4,
     max_tokens: int = 16,
     temperature: float = 1.0,
     top_k: int = 0,
     top_p: float = 1.0,
     seed: int | None = None,
     overlap: bool = True,
-    end: Collection[int] = (),
+    stop_token_ids: Collection[int] = (),
 ) -> Generation:
-    """Continue `prompt` with tokens distributed as `target`'s, `places` drafts of `draft` to a forward.
+    """Continue `prompt` with tokens distributed as `target`'s, `num_speculative_tokens` drafts of `draft`
+    to a forward.
 
     Both decoders start with an empty sequence, or with one that the prompt begins with; both have the same
     vocabulary. temperature, top_k, top_p and seed as in `sample`; the same seed gives the same tokens.
-    `overlap` drafts on while the target verifies. It stops after `max_tokens`, or behind a token of `end`.
+    `overlap` drafts on while the target verifies. It stops after `max_tokens`, or behind a token of
+    `stop_token_ids`.
     Raises: ValueError, TypeError: an argument does not fit, by name. What the models raise.
     """
     prompt = _ids("prompt", prompt)
     if not prompt:
         raise ValueError("prompt needs at least one token, got none")
-    checks.need_int("places", places, low=1)
+    checks.need_int("num_speculative_tokens", num_speculative_tokens, low=1)
     checks.need_int("max_tokens", max_tokens, low=1)
     checks.need_number("temperature", temperature, low=0.0)
     checks.need_int("top_k", top_k, low=0)
     checks.need_number("top_p", top_p, low=0.0, high=1.0)
     if seed is not None:
-        checks.need_whole("seed", seed)
+        checks.need_any_int("seed", seed)
     if not (hasattr(draft, "forward") or isinstance(draft, Drafter)):
         raise TypeError(f"draft needs `forward`, which gives logits, got {type(draft).__name__} without it")
     if not (hasattr(target, "forward") or isinstance(target, Verifier)):
@@ -343,21 +366,21 @@ def generate(
         draft,
         target,
         prompt,
-        places=places,
+        num_speculative_tokens=num_speculative_tokens,
         max_tokens=max_tokens,
         temperature=temperature,
         top_k=top_k,
         top_p=top_p,
         seed=seed if seed is not None else _new_seed(),
         overlap=overlap,
-        end=_ids("end", end),
+        stop_token_ids=_ids("stop_token_ids", stop_token_ids),
     )
 
 
-def _ids(name: str, given: Collection[int]) -> list[int]:
-    if not isinstance(given, Collection) or isinstance(given, str | Tensor):
-        raise TypeError(f"{name} needs token ids as ints, got {type(given).__name__}")
-    return [checks.need_int(name, token, low=0) for token in given]
+def _ids(name: str, token_ids: Collection[int]) -> list[int]:
+    if not isinstance(token_ids, Collection) or isinstance(token_ids, str | Tensor):
+        raise TypeError(f"{name} needs token ids as ints, got {type(token_ids).__name__}")
+    return [checks.need_int(name, token, low=0) for token in token_ids]
 
 
 def _new_seed() -> int:

@@ -1,4 +1,4 @@
-"""A sequence of a model on a device of a fleet: a draft, a target, or both on devices of their own.
+"""A sequence of a model on a device of a device pool: a draft, a target, or both on devices of their own.
 
 `layerzero.speculative.generate` drives it like one of this process. The device keeps the cache, this side the
 tokens: when the device is lost, its next life gets them again and the text goes on. Tokens travel there;
@@ -16,9 +16,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from layerzero.actors.remote.pool import Fleet
+from layerzero.actors.remote.pool import DevicePool
 from layerzero.spec.errors import DeviceLostError
-from layerzero.speculative.generation import Decoder, Drawing, drafted_by
+from layerzero.speculative.generation import Decoder, SamplingParams, propose_draft
 
 _TRIES = 4  # lives of a device that one forward may see the end of
 
@@ -34,28 +34,30 @@ class _Sequence:
 _SEQUENCES: dict[str, _Sequence] = {}
 
 
-async def _at(key: str, open: Callable[..., Any], args: tuple[Any, ...], known: int) -> Decoder | None:
+async def _decoder_at(
+    key: str, open: Callable[..., Any], args: tuple[Any, ...], num_cached: int
+) -> Decoder | None:
     """The sequence, with its first `known` tokens; None where it has fewer: its process is another."""
-    found = _SEQUENCES.get(key)
-    if found is None:
-        if known:
+    sequence = _SEQUENCES.get(key)
+    if sequence is None:
+        if num_cached:
             return None
-        stack, made = AsyncExitStack(), open(*args)
-        if hasattr(made, "__aenter__"):
-            made = await stack.enter_async_context(made)
-        elif hasattr(made, "__enter__"):
-            made = stack.enter_context(made)
-        found = _SEQUENCES[key] = _Sequence(made, stack)
-    if found.decoder.length < known:
+        stack, decoder = AsyncExitStack(), open(*args)
+        if hasattr(decoder, "__aenter__"):
+            decoder = await stack.enter_async_context(decoder)
+        elif hasattr(decoder, "__enter__"):
+            decoder = stack.enter_context(decoder)
+        sequence = _SEQUENCES[key] = _Sequence(decoder, stack)
+    if sequence.decoder.length < num_cached:
         return None
-    found.decoder.rollback(known)
-    return found.decoder
+    sequence.decoder.rollback(num_cached)
+    return sequence.decoder
 
 
 async def _forward(
-    key: str, open: Callable[..., Any], args: tuple[Any, ...], known: int, tokens: list[int]
+    key: str, open: Callable[..., Any], args: tuple[Any, ...], num_cached: int, tokens: list[int]
 ) -> Tensor | None:
-    decoder = await _at(key, open, args, known)
+    decoder = await _decoder_at(key, open, args, num_cached)
     return None if decoder is None else (await decoder.forward(torch.tensor(tokens))).cpu()
 
 
@@ -63,85 +65,91 @@ async def _draft(
     key: str,
     open: Callable[..., Any],
     args: tuple[Any, ...],
-    known: int,
+    num_cached: int,
     tokens: list[int],
-    places: int,
-    drawing: Drawing,
+    num_speculative_tokens: int,
+    sampling: SamplingParams,
 ) -> tuple[Tensor, Tensor] | None:
-    decoder = await _at(key, open, args, known)
+    decoder = await _decoder_at(key, open, args, num_cached)
     if decoder is None:
         return None
-    drafted, probs = await drafted_by(decoder, torch.tensor(tokens), places, drawing)
+    drafted, probs = await propose_draft(decoder, torch.tensor(tokens), num_speculative_tokens, sampling)
     return drafted.cpu(), probs.cpu()
 
 
 async def _close(key: str) -> None:
-    found = _SEQUENCES.pop(key, None)
-    if found is not None:
-        await found.stack.aclose()
+    sequence = _SEQUENCES.pop(key, None)
+    if sequence is not None:
+        await sequence.stack.aclose()
 
 
 # -- here -----------------------------------------------------------------------------------------------
 
 
-class Elsewhere:
-    """One sequence on the device `on` of a fleet; a `speculative.Decoder` and a `speculative.Drafter`."""
+class RemoteDecoder:
+    """One sequence on the device `on` of a device pool; a `speculative.Decoder` and a
+    `speculative.Drafter`."""
 
-    def __init__(self, fleet: Fleet, open: Callable[..., Any], args: tuple[Any, ...], on: str) -> None:
+    def __init__(
+        self, device_pool: DevicePool, open: Callable[..., Any], args: tuple[Any, ...], on: str
+    ) -> None:
         self.on = on
         self.key = uuid.uuid4().hex
-        self._fleet, self._open, self._args = fleet, open, args
-        self._text: list[int] = []
-        self._there = 0  # tokens of the text that the device's cache holds
+        self._fleet, self._open, self._args = device_pool, open, args
+        self._tokens: list[int] = []
+        self._num_cached = 0  # tokens of the text that the device's cache holds
 
     @property
     def length(self) -> int:
         """Tokens of the sequence."""
-        return len(self._text)
+        return len(self._tokens)
 
     def rollback(self, length: int) -> None:
         """Forget the tokens from `length` on; the device does so at the next call."""
-        del self._text[length:]
-        self._there = min(self._there, length)
+        del self._tokens[length:]
+        self._num_cached = min(self._num_cached, length)
 
     async def forward(self, tokens: Tensor) -> Tensor:
         """The logits (T, V) after each of `tokens` (T,), on the CPU.
 
         Raises: DeviceLostError: the device does not come back. What the model raises.
         """
-        fresh = tokens.tolist()
-        found: Tensor = await self._asked(_forward, fresh)
-        self._text += fresh
-        self._there = len(self._text)
-        return found[-len(fresh) :]
+        new_tokens = tokens.tolist()
+        logits: Tensor = await self._call(_forward, new_tokens)
+        self._tokens += new_tokens
+        self._num_cached = len(self._tokens)
+        return logits[-len(new_tokens) :]
 
-    async def draft(self, fresh: Tensor, places: int, drawing: Drawing) -> tuple[Tensor, Tensor]:
-        """`places` tokens (K,) behind `fresh`, and the distributions (K, V) they were drawn from; one call.
+    async def draft(
+        self, new_tokens: Tensor, num_speculative_tokens: int, sampling: SamplingParams
+    ) -> tuple[Tensor, Tensor]:
+        """`num_speculative_tokens` tokens (K,) behind `new_tokens`, and the distributions (K, V) they were
+        drawn from; one call.
 
         Raises: as `forward`.
         """
-        certain = fresh.tolist()
+        certain = new_tokens.tolist()
         drafted: Tensor
-        drafted, probs = await self._asked(_draft, certain, places, drawing)
-        self._text += [*certain, *drafted[:-1].tolist()]
-        self._there = len(self._text)
+        drafted, probs = await self._call(_draft, certain, num_speculative_tokens, sampling)
+        self._tokens += [*certain, *drafted[:-1].tolist()]
+        self._num_cached = len(self._tokens)
         return drafted, probs
 
-    async def _asked(self, fn: Callable[..., Any], fresh: list[int], *more: Any) -> Any:
+    async def _call(self, fn: Callable[..., Any], new_tokens: list[int], *args: Any) -> Any:
         for attempt in range(_TRIES):
-            tokens = [*self._text[self._there :], *fresh]
+            tokens = [*self._tokens[self._num_cached :], *new_tokens]
             try:
-                found = await self._fleet.run(
-                    fn, self.key, self._open, self._args, self._there, tokens, *more, on=self.on
+                result = await self._fleet.run(
+                    fn, self.key, self._open, self._args, self._num_cached, tokens, *args, on=self.on
                 )
             except DeviceLostError:
                 # Whether it ran or not: its cache is gone, and what is drawn follows from seed and place.
                 if attempt == _TRIES - 1:
                     raise
-                found = None
-            if found is not None:
-                return found
-            self._there = 0
+                result = None
+            if result is not None:
+                return result
+            self._num_cached = 0
         raise DeviceLostError(f"device {self.on!r} lost the sequence {_TRIES} times", retryable=True)
 
     async def close(self) -> None:
@@ -151,13 +159,15 @@ class Elsewhere:
 
 
 @asynccontextmanager
-async def elsewhere(fleet: Fleet, open: Callable[..., Any], *args: Any, on: str) -> AsyncIterator[Elsewhere]:
+async def remote_decoder(
+    device_pool: DevicePool, open: Callable[..., Any], *args: Any, on: str
+) -> AsyncIterator[RemoteDecoder]:
     """A sequence that `open(*args)` makes on the device `on`: a `speculative.Decoder`, or a manager of one.
 
     `open` runs there, again in each later life of the device; it finds its model in a module of its own.
     """
-    made = Elsewhere(fleet, open, args, on)
+    decoder = RemoteDecoder(device_pool, open, args, on)
     try:
-        yield made
+        yield decoder
     finally:
-        await made.close()
+        await decoder.close()

@@ -1,7 +1,7 @@
 """Warming up: a manifest of calls made ready before traffic, and a monitor that sees every compilation."""
 
 from layerzero.warmup.manifest import Manifest, manifest_of
-from layerzero.warmup.monitor import Event, Monitor, watching
+from layerzero.warmup.monitor import CompileEvent, Monitor, watching
 from layerzero.warmup.run import Warmed, Warmer
 
-__all__ = ["Event", "Manifest", "Monitor", "Warmed", "Warmer", "manifest_of", "watching"]
+__all__ = ["CompileEvent", "Manifest", "Monitor", "Warmed", "Warmer", "manifest_of", "watching"]

@@ -10,7 +10,7 @@ from typing import Any
 
 import msgspec
 
-from layerzero._util.files import decoded, read_given
+from layerzero._util.files import decode_json, read_given
 from layerzero.measure.calls import Call, Workload, call, tensor
 from layerzero.spec.errors import ConfigurationError
 
@@ -56,12 +56,14 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
         The first number of rows is critical. Raises: ConfigurationError: no file, or no Llama.
         """
-        given = _config(config)
-        if given.get("model_type") != "llama":
-            raise ConfigurationError(f"config needs model_type llama, got {given.get('model_type')!r}")
-        per_rows = [tuple(_llama(given, count, dtype)) for count in rows]
+        config_values = _config(config)
+        if config_values.get("model_type") != "llama":
+            raise ConfigurationError(
+                f"config needs model_type llama, got {config_values.get('model_type')!r}"
+            )
+        per_rows = [tuple(_llama(config_values, count, dtype)) for count in rows]
         others = tuple(c for group in per_rows[1:] for c in group)
-        return cls(critical=per_rows[0], others=others, name=str(given.get("_name_or_path", "llama")))
+        return cls(critical=per_rows[0], others=others, name=str(config_values.get("_name_or_path", "llama")))
 
     def save(self, path: str | Path) -> None:
         """Write it as JSON."""
@@ -74,12 +76,12 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         Raises: ConfigurationError: the file cannot be read, holds no manifest, or one of another format.
         """
         try:
-            made = decoded(read_given(path), Manifest)
+            manifest = decode_json(read_given(path), Manifest)
         except (OSError, ValueError, msgspec.MsgspecError) as error:
             raise ConfigurationError(f"{path}: {error}", path=str(path)) from error
-        if made.format != FORMAT:
-            raise ConfigurationError(f"{path}: format needs {FORMAT}, got {made.format}", path=str(path))
-        return made
+        if manifest.format != FORMAT:
+            raise ConfigurationError(f"{path}: format needs {FORMAT}, got {manifest.format}", path=str(path))
+        return manifest
 
 
 def manifest_of(what: Manifest | Workload | str | Path | Iterable[Call]) -> Manifest:
@@ -93,9 +95,9 @@ def manifest_of(what: Manifest | Workload | str | Path | Iterable[Call]) -> Mani
     if not isinstance(what, Iterable):
         raise TypeError(f"manifest needs a Manifest, a workload, a path or calls, got {type(what).__name__}")
     calls = tuple(what)
-    for given in calls:
-        if not isinstance(given, Call):
-            raise TypeError(f"manifest needs calls, got {type(given).__name__}")
+    for call_ in calls:
+        if not isinstance(call_, Call):
+            raise TypeError(f"manifest needs calls, got {type(call_).__name__}")
     return Manifest(critical=calls)
 
 
@@ -104,17 +106,17 @@ def _config(config: str | Path | Mapping[str, Any]) -> Mapping[str, Any]:
         return config
     path = Path(config)
     try:
-        found: dict[str, Any] = json.loads((path / "config.json" if path.is_dir() else path).read_text())
+        values: dict[str, Any] = json.loads((path / "config.json" if path.is_dir() else path).read_text())
     except (OSError, ValueError) as error:
         raise ConfigurationError(f"{path}: {error}", path=str(path)) from error
-    return found
+    return values
 
 
-def _llama(given: Mapping[str, Any], rows: int, dtype: str) -> Iterator[Call]:
-    wide, inner, heads = given["hidden_size"], given["intermediate_size"], given["num_attention_heads"]
-    kv_heads = given.get("num_key_value_heads") or heads
-    dim = given.get("head_dim") or wide // heads
-    eps, vocab = given["rms_norm_eps"], given["vocab_size"]
+def _llama(config: Mapping[str, Any], rows: int, dtype: str) -> Iterator[Call]:
+    wide, inner, heads = config["hidden_size"], config["intermediate_size"], config["num_attention_heads"]
+    kv_heads = config.get("num_key_value_heads") or heads
+    dim = config.get("head_dim") or wide // heads
+    eps, vocab = config["rms_norm_eps"], config["vocab_size"]
 
     def floats(*shape: int) -> Any:
         return tensor(*shape, dtype=dtype, scale=shape[-1] ** -0.5 if len(shape) == 2 else 1.0)
@@ -130,15 +132,15 @@ def _llama(given: Mapping[str, Any], rows: int, dtype: str) -> Iterator[Call]:
     yield call("linear", x=x, weight=floats((heads + 2 * kv_heads) * dim, wide))
     q, k = floats(rows, heads, dim), floats(rows, kv_heads, dim)
     yield call("rope", q=q, k=k, positions=ids(rows, 4096), cos=table, sin=table)
-    slots = tensor(rows, dtype="int64", fill="permutation", bound=4 * rows * _PAGE)
-    yield call("append_kv", k=k, v=k, k_pages=pages, v_pages=pages, slots=slots)
+    slot_mapping = tensor(rows, dtype="int64", fill="permutation", bound=4 * rows * _PAGE)
+    yield call("append_kv", k=k, v=k, k_cache=pages, v_cache=pages, slot_mapping=slot_mapping)
     yield call(
         "paged_attention",
         q=q,
-        k_pages=pages,
-        v_pages=pages,
+        k_cache=pages,
+        v_cache=pages,
         block_tables=tensor(rows, 4, dtype="int64", fill="permutation", bound=4 * rows),
-        context_lens=tensor(rows, dtype="int64", fill="constant", bound=3 * _PAGE),
+        seq_lens=tensor(rows, dtype="int64", fill="constant", bound=3 * _PAGE),
     )
     yield call("linear", x=floats(rows, heads * dim), weight=floats(wide, heads * dim))
     yield call("add_rms_norm", x=x, residual=x, weight=norm, eps=eps)

@@ -25,12 +25,12 @@ _COMPILERS = re.compile(
 _STARTS = ("subprocess.Popen", "os.posix_spawn", "os.exec")
 
 
-class Event(msgspec.Struct, frozen=True):
+class CompileEvent(msgspec.Struct, frozen=True):
     """A compiler started or a library opened: `what` is its path or name, `at` the monotonic time."""
 
     kind: Literal["compiled", "loaded"]
     what: str
-    at: float
+    time_s: float
 
 
 class CompilationForbiddenError(RuntimeError):
@@ -41,25 +41,25 @@ class Monitor:
     """What happened while it watched; grows while it does."""
 
     def __init__(self, *, forbid: bool = False) -> None:
-        self.events: list[Event] = []
+        self.events: list[CompileEvent] = []
         self._forbid = forbid
 
     @property
-    def compiled(self) -> tuple[Event, ...]:
+    def compiled(self) -> tuple[CompileEvent, ...]:
         """The compilers that were started."""
         return tuple(e for e in self.events if e.kind == "compiled")
 
     @property
-    def loaded(self) -> tuple[Event, ...]:
+    def loaded(self) -> tuple[CompileEvent, ...]:
         """The shared libraries that were opened."""
         return tuple(e for e in self.events if e.kind == "loaded")
 
-    def seen(self, kind: Literal["compiled", "loaded"], what: str) -> None:
+    def add(self, kind: Literal["compiled", "loaded"], what: str) -> None:
         """Note one event; what compiles in this process without a compiler's process says so here.
 
         Raises: CompilationForbiddenError: it compiles, and this monitor forbids it.
         """
-        self.events.append(Event(kind, what, time.monotonic()))
+        self.events.append(CompileEvent(kind, what, time.monotonic()))
         if kind == "compiled" and self._forbid:
             raise CompilationForbiddenError(f"{what} would be started, and nothing may be compiled now")
 
@@ -92,15 +92,15 @@ def _program(args: tuple[Any, ...]) -> str:
         words = value if isinstance(value, list | tuple) else [value]
         if words and isinstance(words[0], str | bytes | os.PathLike):
             name = os.path.basename(os.fsdecode(words[0]))
-            own = os.path.basename(os.environ.get("CXX", "")) or None
-            if _COMPILERS.fullmatch(name) or name == own:
+            own_compiler = os.path.basename(os.environ.get("CXX", "")) or None
+            if _COMPILERS.fullmatch(name) or name == own_compiler:
                 return os.fsdecode(words[0])
     return ""
 
 
 def _tell(kind: Literal["compiled", "loaded"], what: str) -> None:
     for monitor in _ACTIVE:
-        monitor.seen(kind, what)
+        monitor.add(kind, what)
 
 
 def announce(what: str) -> None:
@@ -138,11 +138,11 @@ def _watch_triton() -> Any:
         return None
     before = runtime.jit_cache_hook
 
-    def told(*args: Any, **kwargs: Any) -> Any:
+    def hook(*args: Any, **kwargs: Any) -> Any:
         announce(f"triton {kwargs.get('repr', 'kernel')}")
         return before(*args, **kwargs) if before is not None else None
 
-    runtime.jit_cache_hook = told
+    runtime.jit_cache_hook = hook
 
     def undo() -> None:
         runtime.jit_cache_hook = before

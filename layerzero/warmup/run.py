@@ -17,10 +17,10 @@ from layerzero.graphs.rehearsal import rehearsal
 from layerzero.measure.calls import Call
 from layerzero.ops import table as ops_table
 from layerzero.ops.op import Args, Op, Signature
-from layerzero.selection.dispatch import GRAD, Plan, Snapshot, positional
-from layerzero.spec.call_spec import Request
+from layerzero.selection.dispatch import GRAD, DispatchState, Plan, signature_of
+from layerzero.spec.call_spec import CallSpec
 from layerzero.spec.hardware import Hardware
-from layerzero.warmup.monitor import Event, watching
+from layerzero.warmup.monitor import CompileEvent, watching
 
 WARMED = "warmup.call_ready"
 WARM_FAILED = "warmup.call_failed"
@@ -29,7 +29,7 @@ LOCK_TIMEOUT_S = 900.0
 _ROUNDS = 4
 
 
-class Place(Protocol):
+class WarmupDevice(Protocol):
     """What warming needs of a device."""
 
     device: torch.device
@@ -37,9 +37,9 @@ class Place(Protocol):
 
     def mode(self) -> int: ...
     def plan(
-        self, op: Op, signature: Signature, args: Args, bits: int, snapshot: Snapshot | None = None
+        self, op: Op, signature: Signature, args: Args, bits: int, snapshot: DispatchState | None = None
     ) -> Plan: ...
-    def warm(self, kernel_ids: Any, request: Request | None = None) -> None: ...
+    def warm(self, kernel_ids: Any, request: CallSpec | None = None) -> None: ...
 
 
 class Warmed(msgspec.Struct, frozen=True, kw_only=True):
@@ -54,14 +54,14 @@ class Warmed(msgspec.Struct, frozen=True, kw_only=True):
     state: Literal["ready", "late", "failed"]
     kernel: str = ""
     seconds: float = 0.0
-    compiled: tuple[Event, ...] = ()
+    compiled: tuple[CompileEvent, ...] = ()
     error: str = ""
 
 
 class Warmer:
     """Makes calls ready on one device, one after another."""
 
-    def __init__(self, device: Place, *, folder: Path | None = None, forbid: bool = False) -> None:
+    def __init__(self, device: WarmupDevice, *, folder: Path | None = None, forbid: bool = False) -> None:
         self._device = device
         self._folder = folder if folder is not None else lock_folder()
         self._forbid = forbid
@@ -91,7 +91,7 @@ class Warmer:
     def _ready(self, call: Call) -> str:
         device, op = self._device, ops_table.get(call.op)
         args = call.make(device.device)
-        signature = positional(op, args)
+        signature = signature_of(op, args)
         plan = self._best(op, signature, args)
         with torch.no_grad():
             plan.call(*args)

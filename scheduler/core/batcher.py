@@ -1,12 +1,12 @@
-"""The lane: which waiting calls run next, decided without a loop, a clock or a thread.
+"""The batcher: which waiting calls run next, decided without a loop, a clock or a thread.
 
 Every method takes `now` in seconds; a driver feeds it events and runs the batches it hands out. The rule is
 "one turn, then sweep": after a batch the callers it resumed get one turn to submit their next call, then
 slots are served in the order in which they first appeared, round and round. Models are loops over the same
 ops, so a sweep in program order walks with the largest group of callers and picks up every one it passes.
 
-All waiting tickets of a group may join whichever of its slots is being served. Where callers are away with
-a device that answers early, what they will ask next is held for them (`expected_callers.py`).
+All waiting pending calls of a group may join whichever of its slots is being served. Where callers are away
+with a device that answers early, what they will ask next is held for them (`expected_callers.py`).
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from collections.abc import Set
 from itertools import islice
 from typing import Any
 
-from layerzero.native import HOT
+from layerzero.native import FAST_PATH
 from layerzero.scheduler.core.expected_callers import ExpectedCallers
-from layerzero.scheduler.core.limits import Caps as Caps
-from layerzero.scheduler.core.limits import Stats as Stats
+from layerzero.scheduler.core.limits import BatcherStats as BatcherStats
+from layerzero.scheduler.core.limits import BatchLimits as BatchLimits
 from layerzero.scheduler.core.pending_call import (
     CANCELLED,
     DETACHED,
@@ -36,417 +36,455 @@ from layerzero.scheduler.core.pending_call import (
     Batch,
     Caller,
     Failed,
-    Ticket,
+    PendingCall,
 )
-from layerzero.scheduler.core.round_robin import Group, Slot, Sweep
+from layerzero.scheduler.core.round_robin import BatchQueue, ProgramPoint, RoundRobin
 
 # Weight of the newest batch in the running mean of batch times: about the last eight count.
 _NEWEST = 0.125
 
 
-class Lane:
+class Batcher:
     """The queue in front of one device."""
 
     __slots__ = (
-        "_backlog", "_cut_last", "_deadlines", "_seq", "_turn_owed", "_urgent", "_watched", "batch_s", "caps",
-        "draining", "expected", "held_until", "in_flight", "queued", "queued_bytes", "running", "stats",
-        "sweep",
+        "_deadlines",
+        "_last_was_urgent",
+        "_seq",
+        "_turn_due",
+        "_urgent",
+        "_waiting_for_room",
+        "_with_deadline",
+        "deferred_until",
+        "draining",
+        "inflight_batches",
+        "limits",
+        "mean_batch_s",
+        "queued",
+        "queued_bytes",
+        "readback_hold",
+        "round_robin",
+        "running_calls",
+        "stats",
     )  # fmt: skip
 
-    def __init__(self, caps: Caps | None = None) -> None:
-        self.caps = caps or Caps()
-        self.stats = Stats()
-        self.sweep = Sweep(self.caps.slots)
-        self.expected: ExpectedCallers | None = None  # of a device that answers before it has run
-        self.held_until = (
+    def __init__(self, limits: BatchLimits | None = None) -> None:
+        self.limits = limits or BatchLimits()
+        self.stats = BatcherStats()
+        self.round_robin = RoundRobin(self.limits.max_program_points)
+        self.readback_hold: ExpectedCallers | None = None  # of a device that answers before it has run
+        self.deferred_until = (
             math.inf
         )  # when `next_batch` may find what it held back; infinite where it held nothing
         self.queued = self.queued_bytes = 0
-        self.in_flight = self.running = 0  # batches, tickets
-        self.batch_s = 0.0
+        self.inflight_batches = self.running_calls = 0  # batches, pending calls
+        self.mean_batch_s = 0.0
         self.draining = False
         self._seq = 0
-        self._turn_owed = False
-        self._cut_last = False
+        self._turn_due = False
+        self._last_was_urgent = False
         # A plain dict looks through all that it has lost for its first key.
-        self._backlog: OrderedDict[Ticket, None] = OrderedDict()
-        self._urgent: dict[Ticket, None] = {}
-        # The heap holds numbers only, so that an ended ticket is not kept alive until its deadline.
+        self._waiting_for_room: OrderedDict[PendingCall, None] = OrderedDict()
+        self._urgent: dict[PendingCall, None] = {}
+        # The heap holds numbers only, so that an ended pending call is not kept alive until its deadline.
         self._deadlines: list[tuple[float, int]] = []
-        self._watched: dict[int, Ticket] = {}
+        self._with_deadline: dict[int, PendingCall] = {}
 
     @property
-    def live(self) -> int:
+    def unfinished(self) -> int:
         """Tickets that have not ended: waiting for room, queued, or running."""
         return self.stats.submitted - self.stats.ended
 
     @property
     def idle(self) -> bool:
-        return not self.queued and not self.in_flight and not self._backlog
+        return not self.queued and not self.inflight_batches and not self._waiting_for_room
 
     @property
     def next_deadline(self) -> float:
-        """The nearest deadline of a ticket that has not started; infinite without one."""
-        heap, watched = self._deadlines, self._watched
-        while heap and heap[0][1] not in watched:
+        """The nearest deadline of a pending call that has not started; infinite without one."""
+        heap, by_seq = self._deadlines, self._with_deadline
+        while heap and heap[0][1] not in by_seq:
             heapq.heappop(heap)
         return heap[0][0] if heap else math.inf
 
     @property
     def retry_after_s(self) -> float:
         """About how long the queue takes to drain by one batch from every waiting slot."""
-        return max(self.batch_s * (len(self.sweep.pending) + 1), 1e-3)
+        return max(self.mean_batch_s * (len(self.round_robin.active_points) + 1), 1e-3)
 
     # -- events ------------------------------------------------------------------------------------
 
-    def submit(self, ticket: Ticket, now: float) -> bool:
-        """Take a new ticket; False where it was rejected (the queue is full, or the lane drains)."""
-        if ticket.state != NEW:
+    def submit(self, call: PendingCall, now_s: float) -> bool:
+        """Take a new pending call; False where it was rejected (the queue is full, or the batcher drains)."""
+        if call.state != NEW:
             raise ValueError("a ticket is submitted once")
         self.stats.submitted += 1
-        self._seq = ticket.seq = self._seq + 1
-        ticket.at = now
+        self._seq = call.seq = self._seq + 1
+        call.submitted_at = now_s
         queued = self.queued
         if not queued:
-            if not self.in_flight:
-                self._turn_owed = True
+            if not self.inflight_batches:
+                self._turn_due = True
             full = False
         else:
-            caps = self.caps
-            full = queued >= caps.queue_items or self.queued_bytes + ticket.bytes > caps.queue_bytes
-        if full or self._backlog or self.draining:
-            if self.draining or self.caps.reject:
-                return self._reject(ticket)
-            ticket.state = WAITING
-            self._backlog[ticket] = None
+            limits = self.limits
+            full = queued >= limits.max_queue_size or self.queued_bytes + call.bytes > limits.max_queue_bytes
+        if full or self._waiting_for_room or self.draining:
+            if self.draining or self.limits.reject_when_full:
+                return self._reject(call)
+            call.state = WAITING
+            self._waiting_for_room[call] = None
         else:
-            self._enqueue(ticket)
-        if ticket.deadline is not None:
-            self._watch(ticket)
+            self._enqueue(call)
+        if call.deadline is not None:
+            self._watch_deadline(call)
         return True
 
-    def turn(self, now: float) -> None:
-        """A loop turn has passed since the last batch ended or the lane left idleness."""
-        self._turn_owed = False
+    def on_turn(self, now_s: float) -> None:
+        """A loop turn has passed since the last batch ended or the batcher left idleness."""
+        self._turn_due = False
 
-    def next_batch(self, now: float) -> Batch | None:
+    def next_batch(self, now_s: float) -> Batch | None:
         """The next batch to run, or None: nothing waits, a turn is owed, enough is in flight, or all that
         waits is held for callers that are expected, until `held_until` or news of the device."""
-        self.held_until = math.inf
-        if not self.queued or self._turn_owed or self.in_flight >= self.caps.ahead:
+        self.deferred_until = math.inf
+        if not self.queued or self._turn_due or self.inflight_batches >= self.limits.max_inflight_batches:
             return None
-        expected = self.expected
-        held: Set[Group] = frozenset()
+        expected = self.readback_hold
+        deferred: Set[BatchQueue] = frozenset()
         if expected is not None:
-            held = expected.held(self.sweep.pending, now)
-        chosen = None if self._cut_last else self._cut_in(now, held)
-        group: Group | None = None
+            deferred = expected.held(self.round_robin.active_points, now_s)
+        chosen = None if self._last_was_urgent else self._pick_urgent(now_s, deferred)
+        queue: BatchQueue | None = None
         if chosen is None:
-            group = self.sweep.next_group(held)
-            if group is None and self._cut_last:  # the sweep cannot go on: nobody is overtaken
-                chosen = self._cut_in(now, held)
-        self._cut_last = chosen is not None
+            queue = self.round_robin.next_queue(deferred)
+            if queue is None and self._last_was_urgent:  # the sweep cannot go on: nobody is overtaken
+                chosen = self._pick_urgent(now_s, deferred)
+        self._last_was_urgent = chosen is not None
         if chosen is not None:
-            group = chosen.slot.group
-        if group is None:
+            queue = chosen.point.queue
+        if queue is None:
             if expected is not None:
-                self.held_until = min(expected.until, self._must_start())
+                self.deferred_until = min(expected.until, self._latest_start())
             return None
-        tickets = self._take(group, chosen, now)
-        self.sweep.served(group, len(tickets))
-        batch = self._started(tickets, now)
+        calls = self._take_batch(queue, chosen, now_s)
+        self.round_robin.on_batch_taken(queue, len(calls))
+        batch = self._start_batch(calls, now_s)
         if expected is not None:
-            batch.launch = expected.launched(tickets, group, now)
+            batch.launch = expected.launched(calls, queue, now_s)
         return batch
 
-    def done(self, batch: Batch, outcomes: list[Any], now: float) -> None:
-        """A batch has ended with one outcome a ticket: its value, or `Failed`.
+    def on_batch_done(self, batch: Batch, outcomes: list[Any], now_s: float) -> None:
+        """A batch has ended with one outcome a pending call: its value, or `Failed`.
 
         Raises: ValueError: another number of outcomes than of tickets.
         """
-        tickets = batch.tickets
-        if len(outcomes) != len(tickets):
-            raise ValueError(f"outcomes needs {len(tickets)} entries, got {len(outcomes)}")
+        calls = batch.calls
+        if len(outcomes) != len(calls):
+            raise ValueError(f"outcomes needs {len(calls)} entries, got {len(outcomes)}")
         stats = self.stats
-        hot = HOT.module
-        landed = hot.land(tickets, outcomes, Failed) if hot is not None else None
-        values, left = landed if landed is not None else _land(tickets, outcomes)
-        ended = len(tickets)
+        native = FAST_PATH.module
+        counts = native.land(calls, outcomes, Failed) if native is not None else None
+        values, cancelled = counts if counts is not None else _complete(calls, outcomes)
+        ended = len(calls)
         stats.done += values
-        stats.cancelled += left
-        stats.failed += ended - values - left
-        self.running -= ended
-        self.in_flight -= 1
-        self._turn_owed = True
-        took = max(now - batch.started, 0.0)
-        self.batch_s = took if not self.batch_s else self.batch_s + _NEWEST * (took - self.batch_s)
+        stats.cancelled += cancelled
+        stats.failed += ended - values - cancelled
+        self.running_calls -= ended
+        self.inflight_batches -= 1
+        self._turn_due = True
+        took = max(now_s - batch.started, 0.0)
+        self.mean_batch_s = (
+            took if not self.mean_batch_s else self.mean_batch_s + _NEWEST * (took - self.mean_batch_s)
+        )
 
-    def cancel(self, ticket: Ticket) -> bool:
-        """Its caller has gone: remove a queued ticket, detach a running one; False if it has ended."""
-        state = ticket.state
+    def cancel(self, call: PendingCall) -> bool:
+        """Its caller has gone: remove a queued pending call, detach a running one; False if it has ended."""
+        state = call.state
         if state == QUEUED:
-            self._remove(ticket)
+            self._remove(call)
             self._admit()
         elif state == WAITING:
-            self._unwait(ticket)
+            self._stop_waiting(call)
             self._admit()
         elif state == RUNNING:
-            ticket.state = DETACHED
+            call.state = DETACHED
             self.stats.detached += 1
             return True
         else:
             return False
-        ticket.state = CANCELLED
-        ticket.args = ()
+        call.state = CANCELLED
+        call.args = ()
         self.stats.cancelled += 1
         return True
 
-    def expire(self, now: float) -> list[Ticket]:
-        """End every ticket whose deadline has passed before it started; the tickets."""
-        expired: list[Ticket] = []
-        while self.next_deadline <= now:
-            ticket = self._watched[self._deadlines[0][1]]
-            if ticket.state == QUEUED:
-                self._remove(ticket)
+    def expire(self, now_s: float) -> list[PendingCall]:
+        """End every pending call whose deadline has passed before it started; the tickets."""
+        expired: list[PendingCall] = []
+        while self.next_deadline <= now_s:
+            call = self._with_deadline[self._deadlines[0][1]]
+            if call.state == QUEUED:
+                self._remove(call)
             else:
-                self._unwait(ticket)
-            ticket.state = EXPIRED
-            ticket.args = ()
-            expired.append(ticket)
+                self._stop_waiting(call)
+            call.state = EXPIRED
+            call.args = ()
+            expired.append(call)
         self.stats.expired += len(expired)
         if expired:
             self._admit()
         return expired
 
     def drain(self) -> None:
-        """Reject what is submitted from here on; what is in the lane still runs."""
+        """Reject what is submitted from here on; what is in the batcher still runs."""
         self.draining = True
 
-    def abandon(self) -> list[Ticket]:
-        """End every ticket that has not started as failed; the tickets, for their error."""
+    def abandon(self) -> list[PendingCall]:
+        """End every pending call that has not started as failed; the pending calls, for their error."""
         self.draining = True
-        tickets = [t for group in self.sweep.all_groups() for line in group.lines for t in line]
-        for ticket in tickets:
-            self._remove(ticket)
-        tickets += self._backlog
-        self._backlog.clear()
-        self._watched.clear()
-        for ticket in tickets:
-            ticket.state = FAILED
-            ticket.args = ()
-        self.stats.failed += len(tickets)
-        return tickets
+        calls = [
+            t for queue in self.round_robin.all_queues() for waiting in queue.by_priority for t in waiting
+        ]
+        for call in calls:
+            self._remove(call)
+        calls += self._waiting_for_room
+        self._waiting_for_room.clear()
+        self._with_deadline.clear()
+        for call in calls:
+            call.state = FAILED
+            call.args = ()
+        self.stats.failed += len(calls)
+        return calls
 
     # -- the queue ---------------------------------------------------------------------------------
 
-    def _reject(self, ticket: Ticket) -> bool:
-        ticket.state = REJECTED
-        ticket.args = ()
+    def _reject(self, call: PendingCall) -> bool:
+        call.state = REJECTED
+        call.args = ()
         self.stats.rejected += 1
         return False
 
-    def _enqueue(self, ticket: Ticket) -> None:
-        key = ticket.group
+    def _enqueue(self, call: PendingCall) -> None:
+        key = call.batch_key
         solo = key is None
-        sweep = self.sweep
-        groups = sweep.groups
+        round_robin = self.round_robin
+        queues = round_robin.queues
         if solo:
-            key, groups = ticket.op, sweep.solos
-        group = groups.get(key)
-        if group is None:
-            group = groups[key] = Group(key, solo)
-        caller = ticket.caller
+            key, queues = call.op, round_robin.solo_queues
+        queue = queues.get(key)
+        if queue is None:
+            queue = queues[key] = BatchQueue(key, solo)
+        caller = call.caller
         if caller is None:
-            caller = ticket.caller = Caller()
-        before: Group | None = caller.last
-        slot = group.slots.get(before)
-        if slot is None:
-            slot = sweep.new_slot(group, before, self._seq, caller.slot)
-        caller.last = group
-        caller.slot = slot
-        if slot.count:
-            slot.count += 1
+            caller = call.caller = Caller()
+        predecessor: BatchQueue | None = caller.last_queue
+        point = queue.points.get(predecessor)
+        if point is None:
+            point = round_robin.add_point(queue, predecessor, self._seq, caller.point)
+        caller.last_queue = queue
+        caller.point = point
+        if point.count:
+            point.count += 1
         else:
-            slot.count = 1
-            sweep.pending[slot] = None
-            sweep.arrived.append(slot)
-            group.busy[slot] = None
-        ticket.slot = slot
-        ticket.state = QUEUED
-        priority = ticket.priority
-        group.lines[priority][ticket] = None
+            point.count = 1
+            round_robin.active_points[point] = None
+            round_robin.activated.append(point)
+            queue.active_points[point] = None
+        call.point = point
+        call.state = QUEUED
+        priority = call.priority
+        queue.by_priority[priority][call] = None
         if not priority:
-            self._urgent[ticket] = None
-        group.count += 1
-        group.tokens += ticket.tokens
-        size = ticket.bytes
-        group.bytes += size
+            self._urgent[call] = None
+        queue.count += 1
+        queue.tokens += call.tokens
+        size = call.bytes
+        queue.bytes += size
         self.queued += 1
         self.queued_bytes += size
 
-    def _remove(self, ticket: Ticket) -> None:
-        """Take one ticket out of the queue; its state is the caller's to write."""
-        slot: Slot = ticket.slot
-        group = slot.group
-        del group.lines[ticket.priority][ticket]
-        self._urgent.pop(ticket, None)
-        self._watched.pop(ticket.seq, None)
-        group.count -= 1
-        group.tokens -= ticket.tokens
-        group.bytes -= ticket.bytes
+    def _remove(self, call: PendingCall) -> None:
+        """Take one pending call out of the queue; its state is the caller's to write."""
+        point: ProgramPoint = call.point
+        queue = point.queue
+        del queue.by_priority[call.priority][call]
+        self._urgent.pop(call, None)
+        self._with_deadline.pop(call.seq, None)
+        queue.count -= 1
+        queue.tokens -= call.tokens
+        queue.bytes -= call.bytes
         self.queued -= 1
-        self.queued_bytes -= ticket.bytes
-        slot.count -= 1
-        if not slot.count:
-            slot.used = self._seq
-            del group.busy[slot]
-            del self.sweep.pending[slot]
+        self.queued_bytes -= call.bytes
+        point.count -= 1
+        if not point.count:
+            point.last_used = self._seq
+            del queue.active_points[point]
+            del self.round_robin.active_points[point]
 
-    def _unwait(self, ticket: Ticket) -> None:
-        del self._backlog[ticket]
-        self._watched.pop(ticket.seq, None)
+    def _stop_waiting(self, call: PendingCall) -> None:
+        del self._waiting_for_room[call]
+        self._with_deadline.pop(call.seq, None)
 
     def _admit(self) -> None:
-        """Move tickets that wait for room into the queue, in order, while they fit."""
-        caps, backlog = self.caps, self._backlog
+        """Move pending calls that wait for room into the queue, in order, while they fit."""
+        limits, backlog = self.limits, self._waiting_for_room
         while backlog:
-            ticket = next(iter(backlog))
-            full = self.queued >= caps.queue_items or self.queued_bytes + ticket.bytes > caps.queue_bytes
+            call = next(iter(backlog))
+            full = (
+                self.queued >= limits.max_queue_size
+                or self.queued_bytes + call.bytes > limits.max_queue_bytes
+            )
             if full and self.queued:
                 return
-            del backlog[ticket]
-            self._enqueue(ticket)
+            del backlog[call]
+            self._enqueue(call)
 
-    def _watch(self, ticket: Ticket) -> None:
-        heap, watched = self._deadlines, self._watched
-        watched[ticket.seq] = ticket
-        if len(heap) > 64 and len(heap) > 2 * len(watched):
-            heap[:] = [entry for entry in heap if entry[1] in watched]
+    def _watch_deadline(self, call: PendingCall) -> None:
+        heap, by_seq = self._deadlines, self._with_deadline
+        by_seq[call.seq] = call
+        if len(heap) > 64 and len(heap) > 2 * len(by_seq):
+            heap[:] = [entry for entry in heap if entry[1] in by_seq]
             heapq.heapify(heap)
-        heapq.heappush(heap, (ticket.deadline or 0.0, ticket.seq))
+        heapq.heappush(heap, (call.deadline or 0.0, call.seq))
 
     # -- the pick rule -----------------------------------------------------------------------------
 
-    def _cut_in(self, now: float, held: Set[Group]) -> Ticket | None:
-        """A ticket that may not wait for the sweep; a deadline ends a hold too, a priority does not."""
-        if self._watched and now >= self._must_start():
-            return self._watched[self._deadlines[0][1]]
-        if not held:
+    def _pick_urgent(self, now_s: float, deferred: Set[BatchQueue]) -> PendingCall | None:
+        """A pending call that may not wait for the sweep; a deadline ends a hold too, a priority does not."""
+        if self._with_deadline and now_s >= self._latest_start():
+            return self._with_deadline[self._deadlines[0][1]]
+        if not deferred:
             return next(iter(self._urgent), None)
-        return next((ticket for ticket in self._urgent if ticket.slot.group not in held), None)
+        return next((call for call in self._urgent if call.point.queue not in deferred), None)
 
-    def _must_start(self) -> float:
-        """When the queued ticket with the nearest deadline may not wait any longer; infinite without one."""
+    def _latest_start(self) -> float:
+        """When the queued pending call with the nearest deadline may not wait any longer; infinite without
+        one."""
         nearest = self.next_deadline
         if nearest == math.inf:
             return math.inf
-        ticket = self._watched[self._deadlines[0][1]]
-        if ticket.state != QUEUED:
+        call = self._with_deadline[self._deadlines[0][1]]
+        if call.state != QUEUED:
             return math.inf
-        return nearest - self.batch_s * (len(self.sweep.pending) + 1) - ticket.expected_us * 1e-6
+        return (
+            nearest - self.mean_batch_s * (len(self.round_robin.active_points) + 1) - call.expected_us * 1e-6
+        )
 
-    def _take(self, group: Group, first: Ticket | None, now: float) -> list[Ticket]:
-        """The tickets of `group` that go into one batch, best class first, oldest first inside a class."""
-        caps = self.caps
-        fits = group.count <= caps.items and group.tokens <= caps.tokens and group.bytes <= caps.max_bytes
-        if fits and not group.solo:
-            tickets = self._in_order(group, now)
+    def _take_batch(self, queue: BatchQueue, first: PendingCall | None, now_s: float) -> list[PendingCall]:
+        """The pending calls of `group` that go into one batch, best class first, oldest first inside a
+        class."""
+        limits = self.limits
+        fits = (
+            queue.count <= limits.max_batch_size
+            and queue.tokens <= limits.max_num_batched_tokens
+            and queue.bytes <= limits.max_batch_bytes
+        )
+        if fits and not queue.solo:
+            calls = self._in_order(queue, now_s)
         else:
-            tickets = self._fill(group, first, now)
-            if len(tickets) < group.count:
-                for ticket in tickets:
-                    self._remove(ticket)
-                return tickets
-        for line in group.lines:
-            line.clear()
-        self.queued -= group.count
-        self.queued_bytes -= group.bytes
-        group.count = group.tokens = group.bytes = 0
-        pending, seq = self.sweep.pending, self._seq
-        for slot in group.busy:
-            slot.count = 0
-            slot.used = seq
-            del pending[slot]
-        group.busy.clear()
+            calls = self._fill(queue, first, now_s)
+            if len(calls) < queue.count:
+                for call in calls:
+                    self._remove(call)
+                return calls
+        for waiting in queue.by_priority:
+            waiting.clear()
+        self.queued -= queue.count
+        self.queued_bytes -= queue.bytes
+        queue.count = queue.tokens = queue.bytes = 0
+        pending, seq = self.round_robin.active_points, self._seq
+        for point in queue.active_points:
+            point.count = 0
+            point.last_used = seq
+            del pending[point]
+        queue.active_points.clear()
         if self._urgent:
-            for ticket in tickets:
-                self._urgent.pop(ticket, None)
-        if self._watched:
-            for ticket in tickets:
-                self._watched.pop(ticket.seq, None)
-        return tickets
+            for call in calls:
+                self._urgent.pop(call, None)
+        if self._with_deadline:
+            for call in calls:
+                self._with_deadline.pop(call.seq, None)
+        return calls
 
-    def _fill(self, group: Group, first: Ticket | None, now: float) -> list[Ticket]:
-        """As many tickets as the caps allow, at least one; none overtakes one of its class."""
-        caps = self.caps
-        limit = 1 if group.solo else caps.items
-        order = self._in_order(group, now)
+    def _fill(self, queue: BatchQueue, first: PendingCall | None, now_s: float) -> list[PendingCall]:
+        """As many pending calls as the caps allow, at least one; none overtakes one of its class."""
+        limits = self.limits
+        limit = 1 if queue.solo else limits.max_batch_size
+        order = self._in_order(queue, now_s)
         if first is not None:
-            order = [first, *(ticket for ticket in order if ticket is not first)]
+            order = [first, *(call for call in order if call is not first)]
         tokens = size = 0
-        for index, ticket in enumerate(order):
-            tokens += ticket.tokens
-            size += ticket.bytes
-            if index and (index >= limit or tokens > caps.tokens or size > caps.max_bytes):
+        for index, call in enumerate(order):
+            tokens += call.tokens
+            size += call.bytes
+            if index and (
+                index >= limit or tokens > limits.max_num_batched_tokens or size > limits.max_batch_bytes
+            ):
                 return order[:index]
         return order
 
-    def _in_order(self, group: Group, now: float) -> list[Ticket]:
-        lines = [line for line in group.lines if line]
-        if len(lines) == 1:
-            line = lines[0]
-            return list(line) if len(line) <= self.caps.items else list(islice(line, self.caps.items + 1))
-        ageing = self.caps.ageing_s
+    def _in_order(self, queue: BatchQueue, now_s: float) -> list[PendingCall]:
+        queues = [waiting for waiting in queue.by_priority if waiting]
+        if len(queues) == 1:
+            waiting = queues[0]
+            return (
+                list(waiting)
+                if len(waiting) <= self.limits.max_batch_size
+                else list(islice(waiting, self.limits.max_batch_size + 1))
+            )
+        aging_s = self.limits.priority_aging_s
 
-        def rank(ticket: Ticket) -> tuple[int, int]:
-            risen = int((now - ticket.at) / ageing) if ageing else 2
-            return max(0, ticket.priority - risen), ticket.seq
+        def order_key(call: PendingCall) -> tuple[int, int]:
+            risen = int((now_s - call.submitted_at) / aging_s) if aging_s else 2
+            return max(0, call.priority - risen), call.seq
 
-        return sorted((t for line in lines for t in islice(line, self.caps.items + 1)), key=rank)
+        return sorted(
+            (t for waiting in queues for t in islice(waiting, self.limits.max_batch_size + 1)), key=order_key
+        )
 
-    def _started(self, tickets: list[Ticket], now: float) -> Batch:
-        hot = HOT.module
-        begun = hot.begin(tickets) if hot is not None else None
-        since, oldest, tokens, expected_us = begun if begun is not None else _begin(tickets)
-        stats, size = self.stats, len(tickets)
-        stats.wait_s += size * now - since
-        stats.wait_max_s = max(stats.wait_max_s, now - oldest)
+    def _start_batch(self, calls: list[PendingCall], now_s: float) -> Batch:
+        native = FAST_PATH.module
+        totals = native.begin(calls) if native is not None else None
+        since, oldest, tokens, expected_us = totals if totals is not None else _mark_running(calls)
+        stats, size = self.stats, len(calls)
+        stats.wait_s += size * now_s - since
+        stats.wait_max_s = max(stats.wait_max_s, now_s - oldest)
         stats.batches += 1
         stats.tokens += tokens
         stats.sizes[size] = stats.sizes.get(size, 0) + 1
-        self.in_flight += 1
-        self.running += size
-        if self._backlog:
+        self.inflight_batches += 1
+        self.running_calls += size
+        if self._waiting_for_room:
             self._admit()
-        return Batch(tickets, now, expected_us)
+        return Batch(calls, now_s, expected_us)
 
 
-def _begin(tickets: list[Ticket]) -> tuple[float, float, int, float]:
-    """Mark tickets as running; the sum and the least of their `at`, their tokens and microseconds."""
+def _mark_running(calls: list[PendingCall]) -> tuple[float, float, int, float]:
+    """Mark pending calls as running; the sum and the least of their `at`, their tokens and microseconds."""
     since: list[float] = []
     tokens, expected_us = 0, 0.0
-    for ticket in tickets:
-        ticket.state = RUNNING
-        ticket.slot = None
-        since.append(ticket.at)
-        tokens += ticket.tokens
-        expected_us += ticket.expected_us
+    for call in calls:
+        call.state = RUNNING
+        call.point = None
+        since.append(call.submitted_at)
+        tokens += call.tokens
+        expected_us += call.expected_us
     return sum(since), min(since), tokens, expected_us
 
 
-def _land(tickets: list[Ticket], outcomes: list[Any]) -> tuple[int, int]:
-    """Give tickets their outcomes; how many are values, and how many tickets nobody waits for."""
-    values = left = 0
-    for ticket, outcome in zip(tickets, outcomes, strict=True):
-        ticket.args = ()
-        if ticket.state == DETACHED:
-            ticket.state = CANCELLED
-            left += 1
+def _complete(calls: list[PendingCall], outcomes: list[Any]) -> tuple[int, int]:
+    """Give pending calls their outcomes; how many are values, and how many pending calls nobody waits for."""
+    values = cancelled = 0
+    for call, outcome in zip(calls, outcomes, strict=True):
+        call.args = ()
+        if call.state == DETACHED:
+            call.state = CANCELLED
+            cancelled += 1
             continue
-        ticket.value = outcome
+        call.value = outcome
         if outcome.__class__ is Failed:
-            ticket.state = FAILED
+            call.state = FAILED
         else:
-            ticket.state = DONE
+            call.state = DONE
             values += 1
-    return values, left
+    return values, cancelled

@@ -20,10 +20,10 @@ class Executor(Protocol):
 
 
 # Errors of the device, which no caller's arguments cause; running the halves would only repeat them.
-_NOBODYS = (DeviceLostError, MemoryError)
+_DEVICE_ERRORS = (DeviceLostError, MemoryError)
 
 
-def run_blaming(run: Run, calls: Calls, *, pure: bool) -> list[Any]:
+def bisect_failed_batch(run: Run, calls: Calls, *, pure: bool) -> list[Any]:
     """Run `calls` as one batch; where a pure batch fails as a whole, bisect it until the culprits fail alone.
 
     `run` returns one outcome a call: its value, or `Failed`. A batch has failed as a whole when every call
@@ -34,7 +34,10 @@ def run_blaming(run: Run, calls: Calls, *, pure: bool) -> list[Any]:
     if not pure or len(calls) < 2 or not _failed_as_one(outcomes):
         return outcomes
     half = len(calls) // 2
-    return [*run_blaming(run, calls[:half], pure=pure), *run_blaming(run, calls[half:], pure=pure)]
+    return [
+        *bisect_failed_batch(run, calls[:half], pure=pure),
+        *bisect_failed_batch(run, calls[half:], pure=pure),
+    ]
 
 
 def _attempt(run: Run, calls: Calls) -> list[Any]:
@@ -52,7 +55,7 @@ def _attempt(run: Run, calls: Calls) -> list[Any]:
 
 def _failed_as_one(outcomes: list[Any]) -> bool:
     first = outcomes[0]
-    if first.__class__ is not Failed or isinstance(first.error, _NOBODYS):
+    if first.__class__ is not Failed or isinstance(first.error, _DEVICE_ERRORS):
         return False
     error = first.error
     return all(outcome.__class__ is Failed and outcome.error is error for outcome in outcomes)

@@ -18,9 +18,9 @@ import math
 from collections.abc import Iterable, Set
 from typing import Final
 
-from layerzero.scheduler.core.limits import Caps
-from layerzero.scheduler.core.pending_call import Caller, Ticket
-from layerzero.scheduler.core.round_robin import Group, Slot
+from layerzero.scheduler.core.limits import BatchLimits
+from layerzero.scheduler.core.pending_call import Caller, PendingCall
+from layerzero.scheduler.core.round_robin import BatchQueue, ProgramPoint
 
 # Shares of the time between two batches of a group, which is what a batch of its own would cost a latecomer.
 FIRST_GRACE: Final = 0.25  # for a caller that nothing is known of
@@ -36,7 +36,7 @@ class Launch:
 
     __slots__ = ("done_at", "group", "launched_at", "number")
 
-    def __init__(self, number: int, group: Group, launched_at: float) -> None:
+    def __init__(self, number: int, group: BatchQueue, launched_at: float) -> None:
         self.number = number
         self.group = group
         self.launched_at = launched_at
@@ -52,7 +52,7 @@ class ExpectedCallers:
 
     __slots__ = ("_done", "_limits", "_waiting", "launches", "needs_device", "until")
 
-    def __init__(self, limits: Caps) -> None:
+    def __init__(self, limits: BatchLimits) -> None:
         self._limits = limits
         self._waiting: dict[Caller, Launch] = {}
         self.launches = self._done = 0
@@ -62,7 +62,7 @@ class ExpectedCallers:
     def __len__(self) -> int:
         return len(self._waiting)
 
-    def launched(self, tickets: Iterable[Ticket], group: Group, now_s: float) -> Launch:
+    def launched(self, tickets: Iterable[PendingCall], group: BatchQueue, now_s: float) -> Launch:
         """A batch goes to the device; its callers are expected back."""
         self.launches += 1
         launch = Launch(self.launches, group, now_s)
@@ -77,7 +77,7 @@ class ExpectedCallers:
             before = caller.launch
             if before is not None:
                 done_at = before.done_at
-                late_s = max(ticket.at - done_at, 0.0) if done_at is not None else 0.0
+                late_s = max(ticket.submitted_at - done_at, 0.0) if done_at is not None else 0.0
                 caller.late_s = late_s if caller.late_s is None else _mean(caller.late_s, late_s)
             caller.launch = launch
             self._waiting[caller] = launch
@@ -100,22 +100,22 @@ class ExpectedCallers:
         """A caller has ended."""
         self._waiting.pop(caller, None)
 
-    def held(self, pending: Iterable[Slot], now_s: float) -> set[Group]:
+    def held(self, pending: Iterable[ProgramPoint], now_s: float) -> set[BatchQueue]:
         """The groups among those of `pending` that wait for callers."""
         self.until, self.needs_device = math.inf, False
-        held: set[Group] = set()
-        groups = {slot.group for slot in pending}
-        present = {group: {t.caller for line in group.lines for t in line} for group in groups}
+        held: set[BatchQueue] = set()
+        groups = {slot.queue for slot in pending}
+        present = {group: {t.caller for line in group.by_priority for t in line} for group in groups}
         absent = self._waiting.keys() - set().union(*present.values())
         if not absent:
             return held
-        by_source: dict[Group, list[Caller]] = {}
+        by_source: dict[BatchQueue, list[Caller]] = {}
         for caller in absent:
-            by_source.setdefault(caller.last, []).append(caller)
+            by_source.setdefault(caller.last_queue, []).append(caller)
         for group in groups:
             if group.solo or self._is_full(group):
                 continue
-            sources = (source for source in group.slots if source is not None and source in by_source)
+            sources = (source for source in group.points if source is not None and source in by_source)
             expected = [caller for source in sources for caller in by_source[source]]
             until = self._until(group, present[group], expected, now_s) if expected else now_s
             if until > now_s:
@@ -125,7 +125,7 @@ class ExpectedCallers:
         return held
 
     def _until(
-        self, group: Group, present: Set[Caller | None], absent: Iterable[Caller], now_s: float
+        self, group: BatchQueue, present: Set[Caller | None], absent: Iterable[Caller], now_s: float
     ) -> float:
         """Until when `group` waits for the absent; infinite while the device runs a batch of its callers."""
         batch_s = max(group.period_s, group.run_s)
@@ -147,16 +147,20 @@ class ExpectedCallers:
 
     def _grace_s(self, caller: Caller, batch_s: float) -> float:
         """How long after its last batch it is worth waiting for `caller`."""
-        worth_s = min(WORTH * batch_s, self._limits.hold_s)
+        worth_s = min(WORTH * batch_s, self._limits.max_defer_s)
         if caller.late_s is None:
             return FIRST_GRACE / WORTH * worth_s
         if caller.late_s > worth_s:
             return 0.0
         return min(2.0 * caller.late_s + SLACK * batch_s, worth_s)
 
-    def _is_full(self, group: Group) -> bool:
+    def _is_full(self, group: BatchQueue) -> bool:
         limits = self._limits
-        return group.count >= limits.items or group.tokens >= limits.tokens or group.bytes >= limits.max_bytes
+        return (
+            group.count >= limits.max_batch_size
+            or group.tokens >= limits.max_num_batched_tokens
+            or group.bytes >= limits.max_batch_bytes
+        )
 
 
 def _mean(mean: float, newest: float) -> float:

@@ -1,69 +1,77 @@
-"""Limits of a lane and what it counts."""
+"""Limits of a batcher and what it counts."""
 
 from __future__ import annotations
 
 from layerzero.spec.settings import Settings
 
 
-class Caps:
-    """Limits of one lane: of a batch, of the queue, of what it remembers.
+class BatchLimits:
+    """Limits of one batcher: of a batch, of the queue, of what it remembers.
 
-    `ageing_s` lifts a waiting ticket by one priority class; `ahead` is how many batches may be in flight;
-    `slots` how many places of the models' programs are remembered. `reject` refuses tickets at a full
-    queue, which otherwise wait in order for room. `hold_s` is how long a call waits at most, after the device
-    has run, for callers that are expected to call beside it.
+    `ageing_s` lifts a waiting pending call by one priority class; `ahead` is how many batches may be in
+    flight; `slots` how many places of the models' programs are remembered. `reject` refuses pending calls at
+    a full queue, which otherwise wait in order for room. `hold_s` is how long a call waits at most, after the
+    device has run, for callers that are expected to call beside it.
     """
 
     __slots__ = (
-        "ageing_s", "ahead", "hold_s", "items", "max_bytes", "queue_bytes", "queue_items", "reject", "slots",
-        "tokens",
+        "max_batch_bytes",
+        "max_batch_size",
+        "max_defer_s",
+        "max_inflight_batches",
+        "max_num_batched_tokens",
+        "max_program_points",
+        "max_queue_bytes",
+        "max_queue_size",
+        "priority_aging_s",
+        "reject_when_full",
     )  # fmt: skip
 
     def __init__(
         self,
         *,
-        items: int = 256,
-        tokens: int = 65_536,
-        max_bytes: int = 1 << 30,
-        queue_items: int = 16_384,
-        queue_bytes: int = 4 << 30,
-        ageing_s: float = 0.05,
-        ahead: int = 1,
-        slots: int = 8192,
-        reject: bool = False,
-        hold_s: float = 0.01,
+        max_batch_size: int = 256,
+        max_num_batched_tokens: int = 65_536,
+        max_batch_bytes: int = 1 << 30,
+        max_queue_size: int = 16_384,
+        max_queue_bytes: int = 4 << 30,
+        priority_aging_s: float = 0.05,
+        max_inflight_batches: int = 1,
+        max_program_points: int = 8192,
+        reject_when_full: bool = False,
+        max_defer_s: float = 0.01,
     ) -> None:
-        self.items = items
-        self.tokens = tokens
-        self.max_bytes = max_bytes
-        self.queue_items = queue_items
-        self.queue_bytes = queue_bytes
-        self.ageing_s = ageing_s
-        self.ahead = ahead
-        self.slots = slots
-        self.reject = reject
-        self.hold_s = hold_s
+        self.max_batch_size = max_batch_size
+        self.max_num_batched_tokens = max_num_batched_tokens
+        self.max_batch_bytes = max_batch_bytes
+        self.max_queue_size = max_queue_size
+        self.max_queue_bytes = max_queue_bytes
+        self.priority_aging_s = priority_aging_s
+        self.max_inflight_batches = max_inflight_batches
+        self.max_program_points = max_program_points
+        self.reject_when_full = reject_when_full
+        self.max_defer_s = max_defer_s
 
     @classmethod
-    def of(cls, settings: Settings) -> Caps:
-        """A lane's limits as the settings name them."""
-        caps = cls()
-        caps.follow(settings)
-        return caps
+    def from_settings(cls, settings: Settings) -> BatchLimits:
+        """A batcher's limits as the settings name them."""
+        limits = cls()
+        limits.update(settings)
+        return limits
 
-    def follow(self, settings: Settings) -> None:
+    def update(self, settings: Settings) -> None:
         """Go by other settings from now on."""
-        self.items = settings.max_items
-        self.tokens = settings.max_tokens
-        self.max_bytes = settings.max_bytes
-        self.queue_items = settings.queue_items
-        self.queue_bytes = settings.queue_bytes
-        self.ageing_s = settings.ageing_ms * 1e-3
-        self.reject = settings.overload == "reject"
+        self.max_batch_size = settings.max_batch_size
+        self.max_num_batched_tokens = settings.max_num_batched_tokens
+        self.max_batch_bytes = settings.max_batch_bytes
+        self.max_queue_size = settings.max_queue_size
+        self.max_queue_bytes = settings.max_queue_bytes
+        self.priority_aging_s = settings.priority_aging_ms * 1e-3
+        self.reject_when_full = settings.queue_full_policy == "reject"
 
 
-class Stats:
-    """Counters of one lane; `submitted == done + failed + cancelled + expired + rejected + lane.live`."""
+class BatcherStats:
+    """Counters of one batcher; `submitted == done + failed + cancelled + expired + rejected + lane.live`."""
 
     __slots__ = (
         "batches", "cancelled", "detached", "done", "expired", "failed", "rejected", "sizes", "submitted",
@@ -86,8 +94,8 @@ class Stats:
         calls = sum(size * count for size, count in self.sizes.items())
         return calls / self.batches if self.batches else 0.0
 
-    def add(self, other: Stats) -> None:
-        """Count what another lane counted."""
+    def add(self, other: BatcherStats) -> None:
+        """Count what another batcher counted."""
         for name in _SUMS:
             setattr(self, name, getattr(self, name) + getattr(other, name))
         self.wait_max_s = max(self.wait_max_s, other.wait_max_s)
@@ -95,4 +103,4 @@ class Stats:
             self.sizes[size] = self.sizes.get(size, 0) + count
 
 
-_SUMS = tuple(name for name in Stats.__slots__ if name not in ("sizes", "wait_max_s"))
+_SUMS = tuple(name for name in BatcherStats.__slots__ if name not in ("sizes", "wait_max_s"))

@@ -1,6 +1,6 @@
-"""What travels through a lane: the ticket of one call, the batch of several, and who called.
+"""What travels through a batcher: the pending call of one call, the batch of several, and who called.
 
-A ticket is what its caller awaits. It speaks the protocol by which an event loop's task waits for
+A pending call is what its caller awaits. It speaks the protocol by which an event loop's task waits for
 something (`_asyncio_future_blocking`, `_loop`, `add_done_callback`, `cancel`, `result`), so one object is
 the queue entry and the future at once; nothing here imports a loop.
 """
@@ -11,12 +11,12 @@ from collections.abc import Callable, Generator, Hashable
 from contextvars import copy_context
 from typing import Any, Final
 
-from layerzero.native import HOT
+from layerzero.native import FAST_PATH
 from layerzero.spec.errors import RuntimeClosedError
 
 # States of a ticket. NEW -> WAITING (no room yet) -> QUEUED -> RUNNING -> DONE | FAILED, with the side exits
-# CANCELLED, EXPIRED, REJECTED; DETACHED is a running ticket whose caller has gone. To its caller a call has
-# ended above RUNNING, to the lane above DETACHED.
+# CANCELLED, EXPIRED, REJECTED; DETACHED is a running pending call whose caller has gone. To its caller a call
+# has ended above RUNNING, to the batcher above DETACHED.
 NEW: Final = 0
 WAITING: Final = 1
 QUEUED: Final = 2
@@ -51,19 +51,19 @@ class Failed:
 
 
 class Caller:
-    """One task that submits calls, one after another; `last` and `slot` are the lane's record of its
+    """One task that submits calls, one after another; `last` and `slot` are the batcher's record of its
     previous call, `launch` of the batch that ran it, `late_s` of how long after that it calls again."""
 
-    __slots__ = ("__weakref__", "last", "late_s", "launch", "slot")
+    __slots__ = ("__weakref__", "last_queue", "late_s", "launch", "point")
 
     def __init__(self) -> None:
-        self.last: Any = None
-        self.slot: Any = None
+        self.last_queue: Any = None
+        self.point: Any = None
         self.launch: Any = None
         self.late_s: float | None = None
 
 
-class Ticket:
+class PendingCall:
     """One call on its way through a lane.
 
     `group` is the compatibility class (None runs alone), `expected_us` the cost of the call by itself,
@@ -74,16 +74,35 @@ class Ticket:
     """
 
     __slots__ = (
-        "__weakref__", "_asyncio_future_blocking", "_loop", "args", "at", "bytes", "caller", "context",
-        "deadline", "expected_us", "front", "group", "modes", "op", "plan", "priority", "seq", "slot",
-        "state", "tokens", "value", "wake",
+        "__weakref__",
+        "_asyncio_future_blocking",
+        "_loop",
+        "args",
+        "batch_key",
+        "bytes",
+        "caller",
+        "context",
+        "deadline",
+        "driver",
+        "expected_us",
+        "modes",
+        "op",
+        "plan",
+        "point",
+        "priority",
+        "seq",
+        "state",
+        "submitted_at",
+        "tokens",
+        "value",
+        "wake",
     )  # fmt: skip
 
     def __init__(
         self,
         op: Any,
         args: tuple[Any, ...],
-        group: Hashable | None = None,
+        batch_key: Hashable | None = None,
         expected_us: float = 0.0,
         tokens: int = 1,
         bytes: int = 0,
@@ -96,7 +115,7 @@ class Ticket:
             raise ValueError(f"priority needs 0, 1 or 2, got {priority!r}")
         self.op = op
         self.args = args
-        self.group = group
+        self.batch_key = batch_key
         self.expected_us = expected_us
         self.tokens = tokens
         self.bytes = bytes
@@ -108,19 +127,19 @@ class Ticket:
         self.wake: Callable[[Any], object] | None = None
         self._asyncio_future_blocking = False
 
-    # What a lane writes: `at` and `seq` when it joins, `slot` while it queues, `value` when it ends.
-    at: float
+    # What a batcher writes: `at` and `seq` when it joins, `slot` while it queues, `value` when it ends.
+    submitted_at: float
     seq: int
-    slot: Any
+    point: Any
     value: Any
-    # What a front writes: itself and its loop, which a task reads; what a task writes: its context.
-    front: Any
+    # What a loop driver writes: itself and its loop, which a task reads; what a task writes: its context.
+    driver: Any
     _loop: Any
     context: Any
     # What the compiled twin knows from the start: the call's own plan.
     plan: Any
 
-    def __await__(self) -> Generator[Ticket, None, Any]:
+    def __await__(self) -> Generator[PendingCall, None, Any]:
         """Wait for the result; an error or a cancellation is raised here.
 
         Raises: RuntimeError: another task waits already.
@@ -161,7 +180,7 @@ class Ticket:
     def add_done_callback(self, wake: Callable[[Any], object], *, context: Any = None) -> None:
         """Call `wake(self)` in `context` once it has ended; one waiter only, as `__await__` sees to."""
         if self.state > RUNNING:
-            self.front.loop.call_soon(wake, self, context=context)
+            self.driver.loop.call_soon(wake, self, context=context)
             return
         self.wake = wake
         self.context = copy_context() if context is None else context
@@ -176,7 +195,7 @@ class Ticket:
 
     def cancel(self, msg: object = None) -> bool:
         """Take the call back: gone if it queues, detached if it runs; False if it has ended."""
-        cancelled: bool = self.front.cancel(self, msg)
+        cancelled: bool = self.driver.cancel(self, msg)
         return cancelled
 
     def __repr__(self) -> str:
@@ -184,49 +203,50 @@ class Ticket:
         return f"<Ticket {name} {STATES[self.state]}>"
 
 
-class Tickets:
-    """The class to make tickets of: `Ticket`, or its compiled twin, which has the same methods."""
+class PendingCallClass:
+    """The class to make pending calls of: `Ticket`, or its compiled twin, which has the same methods."""
 
-    __slots__ = ("kind",)
+    __slots__ = ("cls",)
 
     def __init__(self) -> None:
-        self.kind: type[Ticket] = Ticket
+        self.cls: type[PendingCall] = PendingCall
 
-    def adopt(self, module: Any) -> None:
-        """Take up the compiled twin, or with None the Python class; tickets of both may share a batch."""
+    def install(self, module: Any) -> None:
+        """Take up the compiled twin, or with None the Python class; pending calls of both may share a
+        batch."""
         if module is None:
-            self.kind = Ticket
+            self.cls = PendingCall
             return
         for name in ("cancel", "cancelled", "done", "error", "exception", "remove_done_callback", "__repr__"):
-            setattr(module.Ticket, name, vars(Ticket)[name])
-        self.kind = module.Ticket
+            setattr(module.PendingCall, name, vars(PendingCall)[name])
+        self.cls = module.PendingCall
 
 
-TICKETS: Final = Tickets()
-HOT.on_ready(TICKETS.adopt)
+PENDING_CALL: Final = PendingCallClass()
+FAST_PATH.on_ready(PENDING_CALL.install)
 
 
 class Batch:
     """Tickets of one group that run together; `calls` are their arguments, in order."""
 
-    __slots__ = ("expected_us", "launch", "modes", "op", "started", "tickets")
+    __slots__ = ("calls", "expected_us", "launch", "modes", "op", "started")
 
-    def __init__(self, tickets: list[Ticket], started: float, expected_us: float | None = None) -> None:
-        first = tickets[0]
+    def __init__(self, calls: list[PendingCall], started: float, expected_us: float | None = None) -> None:
+        first = calls[0]
         self.op = first.op
         self.modes = first.modes
         self.launch: Any = None  # on a device that answers before it has run
-        self.tickets = tickets
+        self.calls = calls
         self.started = started
-        self.expected_us = sum([t.expected_us for t in tickets]) if expected_us is None else expected_us
+        self.expected_us = sum([t.expected_us for t in calls]) if expected_us is None else expected_us
 
     @property
-    def calls(self) -> list[tuple[Any, ...]]:
-        return [ticket.args for ticket in self.tickets]
+    def args_list(self) -> list[tuple[Any, ...]]:
+        return [call.args for call in self.calls]
 
     def interrupted(self, error: BaseException) -> list[Any]:
         """The outcomes of a batch that something other than its calls has ended."""
-        return [Failed(RuntimeClosedError(f"the batch was interrupted by {error!r}"))] * len(self.tickets)
+        return [Failed(RuntimeClosedError(f"the batch was interrupted by {error!r}"))] * len(self.calls)
 
     def __len__(self) -> int:
-        return len(self.tickets)
+        return len(self.calls)

@@ -15,199 +15,232 @@ from collections.abc import Set
 from heapq import heapify, heappop, heappush
 from typing import Any, Final
 
-from layerzero.scheduler.core.pending_call import Ticket
+from layerzero.scheduler.core.pending_call import PendingCall
 
 
-class Group:
-    """The waiting tickets of one compatibility class, one line a priority; a dict is an ordered set.
+class BatchQueue:
+    """The waiting pending calls of one compatibility class, one line a priority; a dict is an ordered set.
 
-    A `solo` group serves an op's calls that batch with nothing: one ticket a batch. `busy` are its slots
-    with tickets. Of its batches on a device that answers early: `launched_at` of the last, the time between
-    two, and how long one runs, in seconds.
+    A `solo` group serves an op's calls that batch with nothing: one pending call a batch. `busy` are its
+    slots with tickets. Of its batches on a device that answers early: `launched_at` of the last, the time
+    between two, and how long one runs, in seconds.
     """
 
     __slots__ = (
-        "busy", "bytes", "count", "key", "launched_at", "lines", "period_s", "run_s", "slots", "solo",
+        "active_points",
+        "by_priority",
+        "bytes",
+        "count",
+        "key",
+        "launched_at",
+        "period_s",
+        "points",
+        "run_s",
+        "solo",
         "tokens",
     )  # fmt: skip
 
     def __init__(self, key: Any, solo: bool) -> None:
         self.key = key
         self.solo = solo
-        self.lines: tuple[dict[Ticket, None], ...] = ({}, {}, {})
+        self.by_priority: tuple[dict[PendingCall, None], ...] = ({}, {}, {})
         self.count = self.tokens = self.bytes = 0
-        self.slots: dict[Group | None, Slot] = {}
-        self.busy: dict[Slot, None] = {}
+        self.points: dict[BatchQueue | None, ProgramPoint] = {}
+        self.active_points: dict[ProgramPoint, None] = {}
         self.launched_at: float | None = None
         self.period_s = self.run_s = 0.0
 
 
-class Slot:
-    """A place in a model's program, how many tickets wait there and when it was last used."""
+class ProgramPoint:
+    """A place in a model's program, how many pending calls wait there and when it was last used."""
 
-    __slots__ = ("before", "count", "group", "ordered", "place", "used")
+    __slots__ = ("count", "in_heap", "last_used", "order", "predecessor", "queue")
 
-    def __init__(self, group: Group, before: Group | None, place: int, used: int) -> None:
-        self.group = group
-        self.before = before
-        self.place = place
-        self.used = used
+    def __init__(self, queue: BatchQueue, predecessor: BatchQueue | None, order: int, last_used: int) -> None:
+        self.queue = queue
+        self.predecessor = predecessor
+        self.order = order
+        self.last_used = last_used
         self.count = 0
-        self.ordered = False  # whether one of the sweep's heaps has it
+        self.in_heap = False  # whether one of the sweep's heaps has it
 
 
-_NONE: Final[frozenset[Group]] = frozenset()
+_NONE: Final[frozenset[BatchQueue]] = frozenset()
 _GAP: Final = 1 << 512  # between places: 512 times something may be put behind one before all are renumbered
 _GROWTH: Final = 1.5  # of what is remembered, between two searches for what may be forgotten
 
-Heap = list[tuple[int, Slot]]
+Heap = list[tuple[int, ProgramPoint]]
 
 
-class Sweep:
-    """Which slot is next; `pending` holds those with tickets, `arrived` those that came to have some.
+class RoundRobin:
+    """Which slot is next; `pending` holds those with pending calls, `arrived` those that came to have some.
 
     `limit` bounds how many slots are remembered that have no tickets. Of those that have, a heap holds what
-    this round still reaches, another the next round's; an entry whose slot has no tickets any more goes when
-    it is met.
+    this round still reaches, another the next round's; an entry whose slot has no pending calls any more goes
+    when it is met.
     """
 
     __slots__ = (
-        "_ahead", "_behind", "_full_at", "_owed", "_place", "_places", "_serving", "arrived", "groups",
-        "limit", "pending", "rounds", "size", "solos",
+        "_current",
+        "_next_round",
+        "_orders",
+        "_prune_at",
+        "_reached",
+        "_remaining",
+        "_this_round",
+        "activated",
+        "active_points",
+        "limit",
+        "queues",
+        "rounds",
+        "size",
+        "solo_queues",
     )  # fmt: skip
 
     def __init__(self, limit: int) -> None:
         self.limit = limit
-        self._full_at = limit
-        self.arrived: list[Slot] = []
-        self._ahead: Heap = []
-        self._behind: Heap = []
-        self.groups: dict[Any, Group] = {}
-        self.solos: dict[Any, Group] = {}
-        self.pending: dict[Slot, None] = {}
+        self._prune_at = limit
+        self.activated: list[ProgramPoint] = []
+        self._this_round: Heap = []
+        self._next_round: Heap = []
+        self.queues: dict[Any, BatchQueue] = {}
+        self.solo_queues: dict[Any, BatchQueue] = {}
+        self.active_points: dict[ProgramPoint, None] = {}
         self.rounds = 0
         self.size = 0
-        self._places: list[int] = []  # of every slot, ascending
-        self._place = -1
-        self._serving: Slot | None = None
-        self._owed = 0
+        self._orders: list[int] = []  # of every slot, ascending
+        self._reached = -1
+        self._current: ProgramPoint | None = None
+        self._remaining = 0
 
-    def new_slot(self, group: Group, before: Group | None, used: int, behind: Slot | None = None) -> Slot:
+    def add_point(
+        self,
+        queue: BatchQueue,
+        predecessor: BatchQueue | None,
+        last_used: int,
+        after: ProgramPoint | None = None,
+    ) -> ProgramPoint:
         """Remember a slot that was not seen before: the one next to `behind`, or the last of the order."""
-        if self.size >= self._full_at:
-            self._forget(group)
-            # What has tickets stays: searched again at the next slot, all would be looked at for each slot.
-            self._full_at = max(self.limit, int(self.size * _GROWTH))
-        place = self._place_behind(behind)
-        slot = group.slots[before] = Slot(group, before, place, used)
-        insort(self._places, place)
+        if self.size >= self._prune_at:
+            self._prune(queue)
+            # What has pending calls stays: searched again at the next slot, all would be looked at for each
+            # slot.
+            self._prune_at = max(self.limit, int(self.size * _GROWTH))
+        order = self._order_after(after)
+        point = queue.points[predecessor] = ProgramPoint(queue, predecessor, order, last_used)
+        insort(self._orders, order)
         self.size += 1
-        return slot
+        return point
 
-    def _place_behind(self, behind: Slot | None) -> int:
+    def _order_after(self, after: ProgramPoint | None) -> int:
         """A place between `behind` and what follows it, or behind all."""
-        places = self._places
+        orders = self._orders
         for _ in range(2):
-            following = len(places) if behind is None else bisect_right(places, behind.place)
-            if behind is None or following == len(places):
+            following = len(orders) if after is None else bisect_right(orders, after.order)
+            if after is None or following == len(orders):
                 break
-            between = (behind.place + places[following]) // 2
-            if behind.place < between < places[following]:
+            between = (after.order + orders[following]) // 2
+            if after.order < between < orders[following]:
                 return between
-            self._spread()  # no number is left between the two
-            places = self._places
-        return places[-1] + _GAP if places else 0
+            self._renumber()  # no number is left between the two
+            orders = self._orders
+        return orders[-1] + _GAP if orders else 0
 
-    def next_group(self, held: Set[Group] = _NONE) -> Group | None:
-        """The group to serve: the current one's while tickets from when it was reached wait, else the next.
+    def next_queue(self, deferred: Set[BatchQueue] = _NONE) -> BatchQueue | None:
+        """The group to serve: the current one's while pending calls from when it was reached wait, else the
+        next.
 
         Groups in `held` are passed over; None where no other waits.
         """
-        serving = self._serving
-        if serving is not None and self._owed > 0 and serving.count and serving.group not in held:
-            return serving.group
-        self._order()
-        after = self._first(held)
-        if after is None:
-            self._ahead += self._behind
-            self._behind.clear()
-            reached, self._place = self._place, -1
-            heapify(self._ahead)
-            after = self._first(held)
-            if after is None:
-                self._place = reached
+        current = self._current
+        if current is not None and self._remaining > 0 and current.count and current.queue not in deferred:
+            return current.queue
+        self._push_activated()
+        point = self._first_ready(deferred)
+        if point is None:
+            self._this_round += self._next_round
+            self._next_round.clear()
+            reached, self._reached = self._reached, -1
+            heapify(self._this_round)
+            point = self._first_ready(deferred)
+            if point is None:
+                self._reached = reached
                 return None
             self.rounds += 1
-        self._serving = after
-        self._place = after.place
-        self._owed = after.group.count
-        return after.group
+        self._current = point
+        self._reached = point.order
+        self._remaining = point.queue.count
+        return point.queue
 
-    def _order(self) -> None:
-        """Put what came to have tickets into the heaps."""
-        for slot in self.arrived:
-            if not slot.ordered and slot.count:
-                slot.ordered = True
-                heappush(self._ahead if slot.place > self._place else self._behind, (slot.place, slot))
-        self.arrived.clear()
+    def _push_activated(self) -> None:
+        """Put what came to have pending calls into the heaps."""
+        for point in self.activated:
+            if not point.in_heap and point.count:
+                point.in_heap = True
+                heappush(
+                    self._this_round if point.order > self._reached else self._next_round,
+                    (point.order, point),
+                )
+        self.activated.clear()
 
-    def _first(self, held: Set[Group]) -> Slot | None:
-        """The first slot with tickets that are not held which this round still reaches."""
-        ahead, passed = self._ahead, []
-        first: Slot | None = None
-        while ahead:
-            place, slot = ahead[0]
-            if slot.count and place > self._place and slot.group not in held:
-                first = slot
+    def _first_ready(self, deferred: Set[BatchQueue]) -> ProgramPoint | None:
+        """The first slot with pending calls that are not held which this round still reaches."""
+        this_round, passed = self._this_round, []
+        first: ProgramPoint | None = None
+        while this_round:
+            order, point = this_round[0]
+            if point.count and order > self._reached and point.queue not in deferred:
+                first = point
                 break
-            heappop(ahead)
-            if not slot.count:
-                slot.ordered = False
-            elif place <= self._place:
-                heappush(self._behind, (place, slot))
+            heappop(this_round)
+            if not point.count:
+                point.in_heap = False
+            elif order <= self._reached:
+                heappush(self._next_round, (order, point))
             else:
-                passed.append((place, slot))
+                passed.append((order, point))
         for entry in passed:
-            heappush(ahead, entry)
+            heappush(this_round, entry)
         return first
 
     def _reorder(self) -> None:
         """Order everything anew: places have changed, or slots are gone."""
-        for _, slot in (*self._ahead, *self._behind):
-            slot.ordered = False
-        self._ahead.clear()
-        self._behind.clear()
-        self.arrived[:] = self.pending
+        for _, point in (*self._this_round, *self._next_round):
+            point.in_heap = False
+        self._this_round.clear()
+        self._next_round.clear()
+        self.activated[:] = self.active_points
 
-    def served(self, group: Group, count: int) -> None:
-        """`count` tickets of `group` were taken; those that came after the sweep reached it wait a round."""
-        if self._serving is not None and self._serving.group is group:
-            self._owed -= count
+    def on_batch_taken(self, queue: BatchQueue, count: int) -> None:
+        """`count` pending calls of `group` were taken; those that came after the sweep reached it wait a
+        round."""
+        if self._current is not None and self._current.queue is queue:
+            self._remaining -= count
 
-    def all_groups(self) -> list[Group]:
-        return [*self.groups.values(), *self.solos.values()]
+    def all_queues(self) -> list[BatchQueue]:
+        return [*self.queues.values(), *self.solo_queues.values()]
 
-    def _forget(self, keep: Group) -> None:
+    def _prune(self, keep: BatchQueue) -> None:
         """Drop the half of the idle slots used longest ago, and the groups that this leaves without any."""
-        idle = [slot for group in self.all_groups() for slot in group.slots.values() if not slot.count]
-        idle.sort(key=lambda slot: slot.used)
-        for slot in idle[: max(len(idle) // 2, 1)]:
-            del slot.group.slots[slot.before]
+        idle = [point for queue in self.all_queues() for point in queue.points.values() if not point.count]
+        idle.sort(key=lambda slot: slot.last_used)
+        for point in idle[: max(len(idle) // 2, 1)]:
+            del point.queue.points[point.predecessor]
             self.size -= 1
-            if slot is self._serving:
-                self._serving = None
-        for groups in (self.groups, self.solos):
-            for key in [k for k, group in groups.items() if not group.slots and group is not keep]:
-                del groups[key]
-        self._places = sorted(slot.place for group in self.all_groups() for slot in group.slots.values())
+            if point is self._current:
+                self._current = None
+        for queues in (self.queues, self.solo_queues):
+            for key in [k for k, queue in queues.items() if not queue.points and queue is not keep]:
+                del queues[key]
+        self._orders = sorted(point.order for queue in self.all_queues() for point in queue.points.values())
         self._reorder()
 
-    def _spread(self) -> None:
+    def _renumber(self) -> None:
         """Number the places anew, in their order."""
-        slots = [slot for group in self.all_groups() for slot in group.slots.values()]
-        slots.sort(key=lambda slot: slot.place)
-        self._place = (bisect_right(self._places, self._place) - 1) * _GAP
-        for number, slot in enumerate(slots):
-            slot.place = number * _GAP
-        self._places = [slot.place for slot in slots]
+        points = [point for queue in self.all_queues() for point in queue.points.values()]
+        points.sort(key=lambda slot: slot.order)
+        self._reached = (bisect_right(self._orders, self._reached) - 1) * _GAP
+        for number, point in enumerate(points):
+            point.order = number * _GAP
+        self._orders = [point.order for point in points]
         self._reorder()

@@ -12,10 +12,10 @@ import torch
 
 from layerzero.actors.device.local_device import LocalDevice
 from layerzero.ops import table as ops_table
-from layerzero.ops.rehearsal import arguments
-from layerzero.selection.dispatch import mode, positional
+from layerzero.ops.rehearsal import dummy_args
+from layerzero.selection.dispatch import mode_bits, signature_of
 from layerzero.selection.record import Selection
-from layerzero.spec.call_spec import Request
+from layerzero.spec.call_spec import CallSpec
 from layerzero.spec.kernel import Kernel
 from layerzero.spec.reasons import Reason
 from layerzero.spec.settings import Settings
@@ -35,9 +35,9 @@ class Compiler:
 
     def kernel(self) -> Kernel:
         plain = kernel("units.rms_norm", launch_us=0.1)
-        return replace(plain, unit=lambda request: request.dtype, build=self.build)
+        return replace(plain, compile_key=lambda request: request.dtype, compile=self.build)
 
-    def build(self, request: Request) -> None:
+    def build(self, request: CallSpec) -> None:
         self.release.wait(10)
         if self.broken:
             raise RuntimeError("planted: the compiler is missing")
@@ -52,7 +52,7 @@ def made(compiler: Compiler, **settings: Any) -> LocalDevice:
 def chosen(own: LocalDevice, dtype: torch.dtype = torch.float32) -> Selection:
     """The selection for a call of that dtype."""
     full = RMS.build(torch.ones(3, 8, dtype=dtype))[1]
-    return own.plan(RMS, positional(RMS, full), full, mode()).record()
+    return own.plan(RMS, signature_of(RMS, full), full, mode_bits()).selection_for_request()
 
 
 def until(condition: Any) -> None:
@@ -121,7 +121,7 @@ def test_a_rehearsal_is_a_call_like_the_one_asked_for(op: str) -> None:
         flags = {"causal", "prefill", "gqa", "window", "softcap", "lse"}
         if request.features - flags - {"scale"} or request.dims.get("Dv", 0) != request.dims.get("D", 0):
             continue
-        again = ops_table.get(op).check(arguments(request, torch.device(request.device)))
+        again = ops_table.get(op).check(dummy_args(request, torch.device(request.device)))
         assert again.features & flags == request.features & flags, str(case)
         assert {k: v for k, v in again.dims.items() if k not in ("N", "W")} == {
             k: v for k, v in request.dims.items() if k not in ("N", "W")

@@ -74,8 +74,8 @@ def own_runtime() -> Iterator[None]:
     """A runtime of the test's own, which knows what memory is free: the first look makes plans anew."""
     with lz.start(lz.Settings(warm="off")):
         device, looked = current().device("cpu"), threading.Event()
-        device._look_at_memory()
-        device._loading.submit(looked.set)
+        device._refresh_workspace_budget()
+        device._loader.submit(looked.set)
         assert looked.wait(60)
         yield
 
@@ -83,8 +83,8 @@ def own_runtime() -> Iterator[None]:
 def state() -> Any:
     """What a refused call must leave alone: policy, generation, health, plans by signature."""
     device = current().device("cpu")
-    plans = {name: [len(h) for h in table.hot] for name, table in device.snapshot.tables.items()}
-    return current().policy, device.generation, device.health.blocked(), plans
+    plans = {name: [len(h) for h in table.by_signature] for name, table in device.snapshot.tables.items()}
+    return current().policy, device.dispatch_version, device.health.blocked_kernels(), plans
 
 
 def _blocking(op: str, args: tuple[Any, ...], keywords: dict[str, Any]) -> Any:

@@ -135,15 +135,15 @@ def test_a_timeboxed_policy_ends_by_itself() -> None:
     clock = FakeClock()
     runtime = Runtime(lz.Settings(warm="off"), clock=clock)
     rule = make_rule("lock", "reference.rms_norm", op="rms_norm", until=clock.now() + 60.0)
-    runtime.set_program(Policy((rule,)))
+    runtime.set_program_policy(Policy((rule,)))
     device = runtime.device("cpu")
-    generation = device.generation
+    generation = device.dispatch_version
     assert runtime.policy.rules
     clock.advance(59.0)
-    assert device.generation == generation
+    assert device.dispatch_version == generation
     clock.advance(2.0)
     assert not runtime.policy.rules
-    assert device.generation == generation + 1
+    assert device.dispatch_version == generation + 1
     runtime.close()
     assert clock.waiting == 0
 
@@ -177,7 +177,7 @@ def test_a_policy_swapped_under_load_is_always_a_whole_policy() -> None:
     inputs = [torch.randn(rows, 16) for rows in range(1, 126)]
     kernels = ("torch.rms_norm.native", "reference.rms_norm")
     policies = [Policy((make_rule("lock", name, op="rms_norm"),)) for name in kernels]
-    runtime.set_program(policies[0])
+    runtime.set_program_policy(policies[0])
     wrong: list[str] = []
     stop = threading.Event()
 
@@ -192,7 +192,7 @@ def test_a_policy_swapped_under_load_is_always_a_whole_policy() -> None:
     for thread in threads:
         thread.start()
     for number in range(200):
-        runtime.set_program(policies[number % 2])
+        runtime.set_program_policy(policies[number % 2])
         assert lz.which("rms_norm", inputs[number % 125]) == kernels[number % 2]
         time.sleep(0.002)
     stop.set()
@@ -234,7 +234,7 @@ def test_batching_can_be_off_or_for_rows_only(
 
     async def sizes(awaitables: Sequence[Awaitable[object]]) -> dict[int, int]:
         await asyncio.gather(*awaitables)
-        found: dict[int, int] = current_runtime.device("cpu").fronts.stats().sizes
+        found: dict[int, int] = current_runtime.device("cpu").loop_drivers.stats().sizes
         return found
 
     for op, expected in (("linear", linear), ("attention", attention)):
@@ -248,7 +248,7 @@ def test_eager_warming_leaves_nothing_cold() -> None:
     """warm="eager": when the device is there, its kernels are loaded or blocked with a reason, no others."""
     with lz.start(lz.Settings(warm="eager"), scoped=True) as runtime:
         registry = runtime.device("cpu").registry
-        elsewhere = {k.id for k in registry.all() if k.cold and "cpu" not in k.capability.platforms}
+        elsewhere = {k.id for k in registry.all() if k.slow_import and "cpu" not in k.capability.platforms}
         assert registry.unready() - elsewhere <= registry.blocked().keys()
         assert elsewhere and elsewhere <= registry.unready()
 

@@ -10,13 +10,13 @@ import torch
 
 import layerzero as lz
 from layerzero import warmup as warmup_function
-from layerzero.api.doctor import Report, Torch, has_wal_reset_bug, onednn_version
+from layerzero.api.doctor import DoctorReport, TorchInfo, has_wal_reset_bug, onednn_version
 from layerzero.ops import table
-from layerzero.spec.hardware import imagined_gpu
+from layerzero.spec.hardware import hypothetical_gpu
 
 
 @pytest.fixture(scope="module")
-def report() -> Report:
+def report() -> DoctorReport:
     """What doctor says of this process, without importing the optional libraries."""
     return lz.doctor(imports=False)
 
@@ -27,12 +27,12 @@ def test_the_public_name_is_the_function() -> None:
     assert warmup_function is lz.warmup and callable(lz.warmup)
 
 
-def test_a_working_installation_has_no_problem(report: Report) -> None:
+def test_a_working_installation_has_no_problem(report: DoctorReport) -> None:
     """Optional libraries may be absent."""
     assert report.ok and report.problems == ()
 
 
-def test_the_facts_are_torchs_own(report: Report) -> None:
+def test_the_facts_are_torchs_own(report: DoctorReport) -> None:
     """Versions are those of the parts, not of something near them."""
     assert report.torch.version == torch.__version__
     assert report.sqlite.version == sqlite3.sqlite_version
@@ -75,7 +75,7 @@ def test_the_wal_reset_bug_is_known_by_version(release: tuple[int, int, int], af
     assert has_wal_reset_bug(release) is affected
 
 
-def test_every_op_has_a_ready_kernel_and_every_kernel_one_state(report: Report) -> None:
+def test_every_op_has_a_ready_kernel_and_every_kernel_one_state(report: DoctorReport) -> None:
     """The four groups of an op add up to what is registered for it."""
     assert [k.op for k in report.kernels] == list(table.names())
     for kernels in report.kernels:
@@ -84,7 +84,7 @@ def test_every_op_has_a_ready_kernel_and_every_kernel_one_state(report: Report) 
         assert sorted(parts) == sorted(k.id for k in lz.list_kernels(kernels.op))
 
 
-def test_the_text_and_the_json_hold_the_report(report: Report) -> None:
+def test_the_text_and_the_json_hold_the_report(report: DoctorReport) -> None:
     """Both forms can be sent to whoever helps."""
     text = str(report)
     assert torch.__version__ in text and sqlite3.sqlite_version in text
@@ -121,7 +121,7 @@ def test_settings_that_cannot_be_read_are_a_problem(tmp_path: Path, monkeypatch:
     """A bad variable stops the runtime from opening; the rest of the report is there."""
     from layerzero import runtime
 
-    monkeypatch.setattr(runtime, "ACTIVE", runtime._Active())
+    monkeypatch.setattr(runtime, "ACTIVE", runtime.ActiveRuntime())
     monkeypatch.setenv("LAYERZERO_TIE_BAND", "wide")
     report = lz.doctor(imports=False)
     assert [p for p in report.problems if "LAYERZERO_TIE_BAND" in p]
@@ -136,10 +136,10 @@ def test_the_last_selection_stays_the_callers() -> None:
     assert last is not None and last.op == "layer_norm"
 
 
-def test_a_gpu_is_shown_with_its_generation_driver_and_cuda(report: Report) -> None:
+def test_a_gpu_is_shown_with_its_generation_driver_and_cuda(report: DoctorReport) -> None:
     """What a support question needs first; the GPU is imagined, so that this runs anywhere."""
-    gpu = imagined_gpu(90, cuda="13.0", driver="580.1")
-    found = Torch(
+    gpu = hypothetical_gpu(90, cuda="13.0", driver="580.1")
+    found = TorchInfo(
         version="2.13.0+cu130",
         onednn="3.12.0",
         cuda="13.0",
@@ -158,7 +158,7 @@ def test_a_gpu_is_shown_with_its_generation_driver_and_cuda(report: Report) -> N
 def test_an_imagined_gpu_needs_a_compute_capability(sm: object) -> None:
     """9 is not 9.0: the message says how it is written."""
     with pytest.raises(ValueError, match=r"such as 90 for 9\.0"):
-        imagined_gpu(sm)  # type: ignore[arg-type]
+        hypothetical_gpu(sm)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("timeout_s", [0, -1.0, "1", True])

@@ -136,7 +136,7 @@ def test_dry_run_asks_about_other_hardware() -> None:
     k = torch.randn(1, 8, 64, 128).bfloat16()
     selection = lz.dry_run("attention", q, k, k, is_causal=True, hardware=hopper)
     assert (selection.request.platform, selection.request.device) == ("cuda", "cuda:0")
-    assert selection.kernel in ON_HOPPER_ALONE and selection.candidate(selection.kernel).takes
+    assert selection.kernel in ON_HOPPER_ALONE and selection.candidate(selection.kernel).eligible
     verdict = selection.candidate("torch.attention.sdpa_flash_cpu")
     assert [r.reason for r in verdict.rejected] == [lz.Reason.PLATFORM_MISMATCH]
     turing = lz.Hardware(platform="cuda", device="cuda:0", name="T4", vendor="nvidia", sm=75, torch="2.13.0")
@@ -179,7 +179,7 @@ def test_keys_are_stable_across_processes(tmp_path: Path) -> None:
         "op = table.get('attention'); q = torch.zeros(2, 4, 7, 16)\n"
         "t = current().device('cpu').table(op)\n"
         "request = t.describe(op.build(q, q, q, is_causal=True)[1], 0)\n"
-        "print(repr(t._maker.key(request.replace(alignment=64))))\n"
+        "print(repr(t._key_maker.key(request.replace(alignment=64))))\n"
     )
     # The child has the hash seed that this run drew; a number given to a new interpreter is not that one.
     other = subprocess.run(

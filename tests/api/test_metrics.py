@@ -17,7 +17,7 @@ metrics = pytest.importorskip("layerzero.api.metrics", reason="it needs promethe
 
 @pytest.mark.asyncio
 async def test_a_scrape_tells_what_the_lane_did() -> None:
-    """Calls, tokens, batches by size, waiting and endings are those of the lane's own counters."""
+    """Calls, tokens, batches by size, waiting and endings are those of the batcher's own counters."""
     async with lz.start(lz.Settings(device="cpu", inference=True)) as runtime:
         registry = prometheus_client.CollectorRegistry()
         registry.register(metrics.collector(runtime, prefix="lz_"))
@@ -29,7 +29,7 @@ async def test_a_scrape_tells_what_the_lane_did() -> None:
         late.cancel()
         with pytest.raises(asyncio.CancelledError):
             await late
-        stats = runtime.device("cpu").fronts.stats()
+        stats = runtime.device("cpu").loop_drivers.stats()
 
         def value(name: str, **labels: str) -> float | None:
             found: float | None = registry.get_sample_value(f"lz_lane_{name}", {"device": "cpu", **labels})

@@ -57,7 +57,7 @@ def test_a_loop_after_a_closed_one_works() -> None:
 
 
 def test_loops_in_two_threads_work_at_once() -> None:
-    """Each loop has a front of its own; the runtime is shared."""
+    """Each loop has a loop driver of its own; the runtime is shared."""
     barrier = threading.Barrier(2)
     out: list[float] = []
     seen: list[Any] = []
@@ -164,7 +164,7 @@ async def test_a_closed_runtime_leaves_nothing_and_the_next_use_opens_another() 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs os.fork, which this platform does not have")
 @pytest.mark.filterwarnings("ignore:This process.*is multi-threaded:DeprecationWarning")
 def test_a_forked_child_works_with_threads_in_the_parent() -> None:
-    """Locks, threads and fronts are made anew in the child, from the first thread on."""
+    """Locks, threads and loop drivers are made anew in the child, from the first thread on."""
     asyncio.run(_threaded())
     assert current().device("cpu").worker.running
     reader, writer = os.pipe()

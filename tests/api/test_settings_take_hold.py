@@ -15,14 +15,14 @@ import pytest
 import layerzero as lz
 import layerzero.sync
 from layerzero.api.tune import solve
-from layerzero.health import JsonStore
+from layerzero.health import JsonQuarantineStore
 from layerzero.health.store import QuarantineRecord
-from layerzero.native import HOT
+from layerzero.native import FAST_PATH
 from layerzero.perfdb.store import PerfDB
 from layerzero.runtime import Runtime, install, uninstall
 from layerzero.spec.errors import BackendNotAvailableError
 from layerzero.spec.hardware import probe
-from layerzero.spec.settings import AT_OPENING, FIELDS
+from layerzero.spec.settings import FIELDS, READ_AT_START
 from tests.calls.seen import (
     FAST,
     WEIGHT,
@@ -63,7 +63,7 @@ class Case:
 
 
 INLINE = {"inline_limit_us": 1e9}
-FULL = {**INLINE, "overload": "reject", "max_items": 1}
+FULL = {**INLINE, "queue_full_policy": "reject", "max_batch_size": 1}
 CASES: list[tuple[str, Case]] = [
     ("device", Case("cpu", "cuda:1", default_device)),
     ("policy", Case(None, "{folder}/policy.yaml", which)),
@@ -86,16 +86,16 @@ CASES: list[tuple[str, Case]] = [
     ("batching", Case("off", "rows", sizes, INLINE)),
     ("inline_limit_us", Case(1e9, 0.0, where)),
     ("max_inline_us", Case(1e9, 0.0, turns, INLINE)),
-    ("max_items", Case(256, 3, sizes, INLINE)),
-    ("max_items", Case(2, 256, sizes, INLINE)),
-    ("max_tokens", Case(65_536, 16, sizes, INLINE)),
-    ("max_bytes", Case(1 << 30, 1, sizes, INLINE)),
-    ("queue_items", Case(2, 16_384, refused, FULL)),
-    ("queue_bytes", Case(4 << 30, 1, refused, FULL)),
-    ("overload", Case("wait", "reject", refused, {**FULL, "queue_items": 2})),
+    ("max_batch_size", Case(256, 3, sizes, INLINE)),
+    ("max_batch_size", Case(2, 256, sizes, INLINE)),
+    ("max_num_batched_tokens", Case(65_536, 16, sizes, INLINE)),
+    ("max_batch_bytes", Case(1 << 30, 1, sizes, INLINE)),
+    ("max_queue_size", Case(2, 16_384, refused, FULL)),
+    ("max_queue_bytes", Case(4 << 30, 1, refused, FULL)),
+    ("queue_full_policy", Case("wait", "reject", refused, {**FULL, "max_queue_size": 2})),
     ("completion", Case("stream", "host", reaped, INLINE)),
     ("completion", Case("host", "stream", reaped, INLINE)),
-    ("ageing_ms", Case(1e9, 1e-9, order, {**INLINE, "max_items": 1})),
+    ("priority_aging_ms", Case(1e9, 1e-9, order, {**INLINE, "max_batch_size": 1})),
     ("check_rate", Case(0.0, 0.5, sampled)),
     ("drift_rate", Case(0.0, 0.5, sampled)),
     ("memory_headroom", Case(0.0, 1.0, fitting)),
@@ -125,11 +125,11 @@ REFUSED: dict[str, Any] = {
 def folder(tmp_path: Path) -> Path:
     """A policy, a quarantine, measurements and a dispatch table, each of which changes a choice."""
     (tmp_path / "policy.yaml").write_text("rules:\n  - lock: usual.rms_norm\n    op: rms_norm\n")
-    JsonStore(tmp_path / "state").save(QuarantineRecord(kernel=FAST, why="wrong"))
+    JsonQuarantineStore(tmp_path / "state").save(QuarantineRecord(kernel=FAST, why="wrong"))
 
     async def write() -> None:
         async with PerfDB(str(tmp_path / "perfdb.sqlite")) as db:
-            await db.add(HERE, [row("near.rms_norm", 0.5, site=site(C=512, N=n)) for n in (8, 16)])
+            await db.add(HERE, [row("near.rms_norm", 0.5, case=site(C=512, N=n)) for n in (8, 16)])
 
     anyio.run(write)
     return tmp_path
@@ -138,9 +138,9 @@ def folder(tmp_path: Path) -> Path:
 @pytest.fixture
 def opened(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[dict[str, Any]], Site]]:
     """Opens a runtime with settings as the process's, one after another."""
-    before, sites = HOT.module, list[Site]()
+    before, sites = FAST_PATH.module, list[Site]()
     monkeypatch.setattr("layerzero.runtime.probe", lambda _: probe("cpu"))  # as if there were a GPU, too
-    shipped = SimpleNamespace(rows=(row("near.rms_norm", 0.5, site=site(C=512, N=8)),))
+    shipped = SimpleNamespace(rows=(row("near.rms_norm", 0.5, case=site(C=512, N=8)),))
     monkeypatch.setattr("layerzero.perfdb.shipped.fitting_tables", lambda *_: [shipped])
 
     def close() -> None:
@@ -161,7 +161,7 @@ def opened(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[
 
     yield open_with
     close()
-    HOT.use(before)
+    FAST_PATH.use(before)
 
 
 def given(value: Any, folder: Path) -> Any:
@@ -178,7 +178,7 @@ def test_a_setting_takes_hold_as_if_the_runtime_had_been_opened_with_it(
 ) -> None:  # fmt: skip
     """What is seen after `configure` is what a fresh runtime shows, and was not seen before."""
     try:
-        HOT.use(HOT.load() if native else None)
+        FAST_PATH.use(FAST_PATH.load() if native else None)
     except BackendNotAvailableError as error:
         pytest.skip(f"nothing to compile with: {error}")
     if name == "completion":
@@ -223,15 +223,15 @@ def test_what_only_opening_reads_is_refused_by_name(
 def test_no_setting_is_left_out() -> None:
     """Each field of Settings is shown to take hold, or to be refused: one that comes new has to be, too."""
     assert {name for name, _ in CASES} | set(REFUSED) == set(FIELDS)
-    assert set(AT_OPENING) == set(REFUSED) - {"version"}
+    assert set(READ_AT_START) == set(REFUSED) - {"version"}
 
 
 def test_what_one_change_refuses_changes_nothing_else(opened: Callable[[dict[str, Any]], Site]) -> None:
     """All at once or none: a limit beside a setting that is read at opening stays as it was."""
     at = opened({"warm": "off"})
     with pytest.raises(lz.ConfigurationError, match="freeze_gc"):
-        lz.configure(max_items=1, freeze_gc=True)
-    assert at.runtime.settings.max_items == 256
+        lz.configure(max_batch_size=1, freeze_gc=True)
+    assert at.runtime.settings.max_batch_size == 256
 
 
 def test_a_folder_that_takes_no_state_changes_nothing(
@@ -247,19 +247,19 @@ def test_a_folder_that_takes_no_state_changes_nothing(
     assert lz.get_locks() == {} and which(at)[0] == "near.rms_norm"
     lz.configure(state_dir=str(folder / "new"), policy=str(folder / "policy.yaml"))
     assert lz.get_locks() == {"rms_norm": "usual.rms_norm"}
-    assert [record.kernel for record in JsonStore(folder / "new").load()] == [FAST]
+    assert [record.kernel for record in JsonQuarantineStore(folder / "new").load()] == [FAST]
 
 
 def test_callers_that_wait_for_room_get_what_is_new(opened: Callable[[dict[str, Any]], Site]) -> None:
     """A larger queue lets those in at once that stand before it."""
-    at = opened({"warm": "off", "perfdb": None, "shipped_tables": False, "queue_items": 2})
+    at = opened({"warm": "off", "perfdb": None, "shipped_tables": False, "max_queue_size": 2})
 
     async def waiting() -> tuple[int, int, int]:
         calls = [asyncio.ensure_future(lz.rms_norm(X, WEIGHT)) for _ in range(8)]
         await asyncio.sleep(0)
-        lane = at.cpu.fronts.current().lane
+        lane = at.cpu.loop_drivers.current().batcher
         few = lane.queued
-        lz.configure(queue_items=100)
+        lz.configure(max_queue_size=100)
         more = lane.queued
         return few, more, len(await asyncio.gather(*calls))
 

@@ -62,7 +62,7 @@ def closing() -> Iterator[list[Runtime]]:
 def test_a_table_says_what_it_decides_and_for_what(table: Path) -> None:
     """Readable buckets with kernel, time, source and reason; machine, policy, limits and content by hash."""
     solved = DispatchTable.load(table)
-    assert [(b.op, b.dims["N"], b.kernel, b.source) for b in solved.buckets] == [
+    assert [(b.op, b.dims["N"], b.kernel, b.cost_source) for b in solved.buckets] == [
         ("rms_norm", 16, "quick.rms_norm", "measured"), ("rms_norm", 256, "quick.rms_norm", "measured"),
     ]  # fmt: skip
     assert solved.content == content_hash(solved.buckets) and solved.hardware.platform == "cpu"
@@ -78,24 +78,26 @@ def test_calls_in_a_bucket_take_its_kernel(table: Path, closing: list[Runtime]) 
 
 
 def test_a_miss_is_chosen_at_run_time_and_said(table: Path, closing: list[Runtime]) -> None:
-    """PLAN_BUCKET_MISS in the record and a counter; the call runs all the same."""
+    """DISPATCH_TABLE_MISS in the record and a counter; the call runs all the same."""
     runtime = opened(dispatch_table=str(table))
     closing.append(runtime)
     lz.sync.rms_norm(LONG, WEIGHT)
     last = lz.last_selection()
-    assert last is not None and last.plan_miss is not None
-    assert last.plan_miss.reason is Reason.PLAN_BUCKET_MISS and last.why.startswith("PLAN_BUCKET_MISS")
-    assert last.kernel == "claims.rms_norm" and last.as_plain()["plan_miss"]["reason"] == "PLAN_BUCKET_MISS"
-    assert runtime.counters.get("plan_bucket_misses", op="rms_norm") == 1
+    assert last is not None and last.table_miss is not None
+    assert last.table_miss.reason is Reason.DISPATCH_TABLE_MISS and last.why.startswith("DISPATCH_TABLE_MISS")
+    assert (
+        last.kernel == "claims.rms_norm" and last.as_plain()["table_miss"]["reason"] == "DISPATCH_TABLE_MISS"
+    )
+    assert runtime.counters.get("dispatch_table_misses", op="rms_norm") == 1
     lz.sync.rms_norm(X, WEIGHT)
     hit = lz.last_selection()
-    assert hit is not None and hit.plan_miss is None
+    assert hit is not None and hit.table_miss is None
 
 
 def test_without_a_table_nothing_is_missed(closing: list[Runtime]) -> None:
     """The negative control: no table, no misses."""
     closing.append(opened())
-    assert lz.select("rms_norm", X, WEIGHT).plan_miss is None
+    assert lz.select("rms_norm", X, WEIGHT).table_miss is None
 
 
 def test_a_kernel_out_of_service_is_not_run_for_a_table(table: Path, closing: list[Runtime]) -> None:
@@ -125,13 +127,13 @@ def test_a_table_that_does_not_hold_is_refused(
         text = table.read_text()
         spoiled = {
             "content": text.replace("quick.rms_norm", "claims.rms_norm", 1),
-            "format": text.replace('"format": 1', '"format": 7'),
+            "format": text.replace('"format": 2', '"format": 7'),
             "cut": text[: len(text) // 2],
         }
         table.write_text(spoiled[damage])
     closing.append(opened(made, dispatch_table=str(table)))
     chosen = lz.select("rms_norm", X, WEIGHT)
-    assert chosen.kernel == "claims.rms_norm" and chosen.plan_miss is None
+    assert chosen.kernel == "claims.rms_norm" and chosen.table_miss is None
     assert any("dispatch_table.refused" in record.getMessage() for record in caplog.records)
     closing.pop().close()
     strict = opened(made, dispatch_table=str(table), strict=True)
@@ -267,8 +269,8 @@ def test_a_preference_goes_before_a_table_that_was_solved_without_it(
             asyncio.run(awaited())
             last = lz.last_selection()
     assert last is not None and last.kernel == chosen.kernel == "claims.rms_norm"
-    assert chosen.why.startswith("PLAN_POLICY_DIFFERS, chosen at run time")
-    assert chosen.plan_miss is not None and chosen.plan_miss.reason is Reason.PLAN_POLICY_DIFFERS
+    assert chosen.why.startswith("DISPATCH_TABLE_POLICY_DIFFERS, chosen at run time")
+    assert chosen.table_miss is not None and chosen.table_miss.reason is Reason.DISPATCH_TABLE_POLICY_DIFFERS
     if layer in ("block", "task"):
         assert lz.which("rms_norm", X, WEIGHT) == "quick.rms_norm"
 
@@ -290,7 +292,7 @@ def test_rules_that_have_no_bearing_on_a_call_leave_it_to_the_table(
     lz.lock("rms_norm", "claims.rms_norm", when="N > 100")
     assert lz.select("rms_norm", X, WEIGHT).why.startswith("the dispatch table's")
     large = lz.select("rms_norm", torch.randn(200, 64), WEIGHT)
-    assert large.why.startswith("locked by") and large.plan_miss is None
+    assert large.why.startswith("locked by") and large.table_miss is None
 
 
 def test_a_table_holds_under_the_policy_that_it_was_solved_under(
@@ -310,10 +312,10 @@ def test_a_table_holds_under_the_policy_that_it_was_solved_under(
     lz.reset_policy()
     (tmp_path / "policy.yaml").write_text(RULES.format(op="linear"))
     lz.load_policy(tmp_path / "policy.yaml")
-    assert lz.select("rms_norm", X, WEIGHT).why.startswith("PLAN_POLICY_DIFFERS")
+    assert lz.select("rms_norm", X, WEIGHT).why.startswith("DISPATCH_TABLE_POLICY_DIFFERS")
     closing.pop().close()
     closing.append(opened(dispatch_table=str(path)))
-    assert lz.select("rms_norm", X, WEIGHT).why.startswith("PLAN_POLICY_DIFFERS")
+    assert lz.select("rms_norm", X, WEIGHT).why.startswith("DISPATCH_TABLE_POLICY_DIFFERS")
 
 
 def test_a_table_is_solved_by_measurements_not_by_the_table_in_force(
@@ -348,7 +350,7 @@ def test_a_table_s_cold_kernel_is_loaded_and_takes_over(table: Path, closing: li
     """Until it is there a call takes the next best, and says which kernel comes when warm."""
     made = kernels()
     at = next(i for i, k in enumerate(made) if k.id == "quick.rms_norm")
-    made[at] = dataclasses.replace(made[at], cold=True)
+    made[at] = dataclasses.replace(made[at], slow_import=True)
     closing.append(opened(made, dispatch_table=str(table)))
     early = lz.select("rms_norm", X, WEIGHT)
     assert early.kernel == "claims.rms_norm" and early.when_warm == "quick.rms_norm"
@@ -401,4 +403,4 @@ def test_another_policy_is_seen_where_no_rule_of_the_op_changed(
     lz.load_policy(tmp_path / "policy.yaml")
     lz.sync.rms_norm(X, WEIGHT)
     last = lz.last_selection()
-    assert last is not None and last.why.startswith("PLAN_POLICY_DIFFERS")
+    assert last is not None and last.why.startswith("DISPATCH_TABLE_POLICY_DIFFERS")

@@ -17,13 +17,13 @@ import layerzero as lz
 from layerzero.api.tune import TuneReport, tune, tune_blocking
 from layerzero.measure.calls import Call
 from layerzero.measure.shapes import norm
-from layerzero.measure.stability import Change, changes
-from layerzero.measure.tuner import Tuned, won
+from layerzero.measure.stability import WinnerChange, winner_changes
+from layerzero.measure.tuner import TuningResult, pick_winner
 from layerzero.ops import table as ops_table
 from layerzero.perfdb.store import read_rows
 from layerzero.runtime import Runtime, install, uninstall
 from layerzero.selection.cost.measured import MeasuredCosts
-from layerzero.selection.decide import Knobs, roofline
+from layerzero.selection.decide import SelectionOptions, roofline_cost
 from layerzero.spec.errors import ConfigurationError
 from layerzero.spec.kernel import Kernel
 from tests.kernels import kernel
@@ -108,7 +108,7 @@ async def test_tuning_changes_the_choice_here_and_in_the_next_process(
         with runtime(tmp_path / "perf.sqlite") as later:
             costs = later.device("cpu").costs
             assert isinstance(costs, MeasuredCosts)
-            return [set(times) for _, times in costs.places("rms_norm")]
+            return [set(times) for _, times in costs.measured_buckets("rms_norm")]
 
     assert await asyncio.to_thread(again) == [{"claims.rms_norm", "quick.rms_norm"}]
 
@@ -176,7 +176,7 @@ def test_a_recorded_run_is_what_gets_tuned(installed: Runtime, tmp_path: Path) -
 
 @pytest.mark.asyncio
 async def test_batches_are_recorded_as_they_ran() -> None:
-    """What a lane merged is one call of many rows."""
+    """What a batcher merged is one call of many rows."""
     async with lz.start(lz.Settings(perfdb=None), scoped=True):
         with lz.record() as seen:
             await asyncio.gather(*[lz.rms_norm(X, WEIGHT) for _ in range(8)])
@@ -194,19 +194,19 @@ def test_a_budget_ends_it_and_says_so(installed: Runtime) -> None:
 def test_two_tunes_name_the_same_winners_outside_the_band() -> None:
     """Noise inside the band is settled by the fixed order; a winner beyond it is the same in both."""
     made = {k.id: k for k in kernels()[:2]}
-    knobs = Knobs()
-    assert won({"claims.rms_norm": 10.0, "quick.rms_norm": 10.2}, made, knobs)[0] == "claims.rms_norm"
-    assert won({"claims.rms_norm": 10.2, "quick.rms_norm": 10.0}, made, knobs)[0] == "claims.rms_norm"
-    assert won({"claims.rms_norm": 20.0, "quick.rms_norm": 10.0}, made, knobs)[0] == "quick.rms_norm"
+    knobs = SelectionOptions()
+    assert pick_winner({"claims.rms_norm": 10.0, "quick.rms_norm": 10.2}, made, knobs)[0] == "claims.rms_norm"
+    assert pick_winner({"claims.rms_norm": 10.2, "quick.rms_norm": 10.0}, made, knobs)[0] == "claims.rms_norm"
+    assert pick_winner({"claims.rms_norm": 20.0, "quick.rms_norm": 10.0}, made, knobs)[0] == "quick.rms_norm"
 
-    def tuned(winner: str, *tied: str) -> Tuned:
-        return Tuned(call="c", op="rms_norm", launch="eager", winner=winner, tied=tied)
+    def tuned(winner: str, *tied: str) -> TuningResult:
+        return TuningResult(call="c", op="rms_norm", launch="eager", winner=winner, tied=tied)
 
-    near = changes([tuned("a", "a", "b")], [tuned("b", "a", "b")])
-    apart = changes([tuned("a", "a")], [tuned("b", "b")])
-    assert near == (1, (Change("c", "eager", "a", "b", False),))
-    assert apart == (1, (Change("c", "eager", "a", "b", True),))
-    assert changes([tuned("a", "a")], [tuned("a", "a")]) == (1, ())
+    near = winner_changes([tuned("a", "a", "b")], [tuned("b", "a", "b")])
+    apart = winner_changes([tuned("a", "a")], [tuned("b", "b")])
+    assert near == (1, (WinnerChange("c", "eager", "a", "b", False),))
+    assert apart == (1, (WinnerChange("c", "eager", "a", "b", True),))
+    assert winner_changes([tuned("a", "a")], [tuned("a", "a")]) == (1, ())
 
 
 def test_repeated_tuning_reports_its_flip_rate(installed: Runtime) -> None:
@@ -327,4 +327,4 @@ def test_a_new_version_of_a_library_starts_anew(installed: Runtime, monkeypatch:
     tune_blocking([CALL])
     monkeypatch.setattr("layerzero.perfdb.versions_of", lambda kernel: "upgraded 2.0")
     with runtime(Path(str(installed.settings.perfdb))) as later:
-        assert later.device("cpu").costs is roofline
+        assert later.device("cpu").costs is roofline_cost

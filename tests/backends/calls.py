@@ -156,7 +156,7 @@ def _paged(case: Case, rand: Any, generator: torch.Generator) -> tuple[list[Any]
     pools = [rand(6 * batch, size, hk, w) for w in (d, dims.get("Dv", d))]
     named, tokens = _flags(case), batch
     if "prefill" in case.asks:
-        named["cu_seqlens"], tokens = torch.arange(batch + 1) * 3, 3 * batch
+        named["cu_seqlens_q"], tokens = torch.arange(batch + 1) * 3, 3 * batch
     if "hnd" in case.asks:
         pools, named["layout"] = [pool.transpose(1, 2) for pool in pools], "HND"
     for ask in case.asks:
@@ -191,8 +191,8 @@ def _append(case: Case, rand: Any, generator: torch.Generator) -> tuple[list[Any
             pools = [pool.to(getattr(torch, ask.removeprefix("kv_"))) for pool in pools]
     if "kv_strided" in case.asks:
         pools = [torch.stack([pool, pool], -1)[..., 0] for pool in pools]
-    slots = torch.randperm(2 * tokens, generator=generator)[:tokens]
-    return [*(rand(tokens, heads, width) for width in widths), *pools, slots], named
+    slot_mapping = torch.randperm(2 * tokens, generator=generator)[:tokens]
+    return [*(rand(tokens, heads, width) for width in widths), *pools, slot_mapping], named
 
 
 def _flags(case: Case) -> dict[str, Any]:

@@ -18,9 +18,9 @@ import pytest
 import torch
 
 from layerzero.backends import availability, load_builtin
-from layerzero.spec.call_spec import Request
-from layerzero.spec.hardware import Hardware, imagined_gpu, probe
-from layerzero.spec.kernel import ACTIVATIONS, FLOATS, AtLeast, Kernel, MultipleOf, OneOf, judge
+from layerzero.spec.call_spec import CallSpec
+from layerzero.spec.hardware import Hardware, hypothetical_gpu, probe
+from layerzero.spec.kernel import ACTIVATIONS, FLOATS, AtLeast, Kernel, MultipleOf, OneOf, rejections
 from tests.backends.calls import DEVICE as DEVICE
 from tests.backends.calls import Case as Case
 from tests.backends.calls import call as call
@@ -35,7 +35,7 @@ from tests.backends.truths import widened as widened
 KERNELS: list[Kernel] = load_builtin()
 # Triton's interpreter runs a GPU's kernels on tensors of the CPU.
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-HERE: Hardware = imagined_gpu(90) if INTERPRETED else probe("cuda:0" if DEVICE == "cuda" else DEVICE)
+HERE: Hardware = hypothetical_gpu(90) if INTERPRETED else probe("cuda:0" if DEVICE == "cuda" else DEVICE)
 _DTYPES = frozenset(os.environ.get("LAYERZERO_TEST_DTYPES", ",".join(FLOATS)).split(","))
 
 
@@ -44,7 +44,7 @@ def why_not_here(kernel: Kernel) -> str:
     hardware = {"hardware", "backend"}
     against = []
     for dtype in sorted(kernel.capability.dtypes):
-        missing = [*availability(kernel), *judge(kernel, Request(op=kernel.op, dtype=dtype), HERE)]
+        missing = [*availability(kernel), *rejections(kernel, CallSpec(op=kernel.op, dtype=dtype), HERE)]
         against.append("; ".join(str(m) for m in missing if m.reason.category.value in hardware))
     return min(against, key=len)  # one dtype that runs is enough
 

@@ -86,11 +86,11 @@ def calls(kernel: Kernel) -> Iterator[Placed]:
     """Calls in each dtype and size, in every placement, and each ask of the op's at odd addresses."""
     base, layout = cases.base_of(kernel), ("bshd",) if kernel.capability.layouts == {"BSHD"} else ()
     for dtype in cases.dtypes(kernel):
-        for sizes in SIZES if kernel.unit is None else ({},):  # else each shape is compiled first
+        for sizes in SIZES if kernel.compile_key is None else ({},):  # else each shape is compiled first
             case = cases.Case(kernel.op, layout, sizes | base)
             for where, args in variants(cases.call(case, dtype)):
                 yield Placed(case, dtype, where, args)
-        for ask in cases.ASKS.get(kernel.op, ()) if kernel.unit is None else ():
+        for ask in cases.ASKS.get(kernel.op, ()) if kernel.compile_key is None else ():
             case = cases.Case(kernel.op, (*layout, ask), base)
             *_, odd, gaps = variants(cases.call(case, dtype))
             for where, args in (odd, gaps):
@@ -132,7 +132,7 @@ def answer(device: LocalDevice, call: Placed) -> list[str] | None:
         (*outs, *written), truths, bases, strict=False
     ):  # a baseline may have the LSE
         if out.is_floating_point() and out.itemsize > 1:
-            wrong += tolerances.disagreements(out, truth, base.to(out.dtype))
+            wrong += tolerances.mismatches(out, truth, base.to(out.dtype))
     return wrong
 
 

@@ -17,7 +17,7 @@ import layerzero as lz
 from layerzero.ops import table
 from layerzero.ops.norm.norm import rms_norm_reference
 from layerzero.ops.op import Args
-from layerzero.spec.kernel import Kernel, judge
+from layerzero.spec.kernel import Kernel, rejections
 from tests import kernels
 from tests.backends import cases
 from tests.backends.placed import at, strides
@@ -140,7 +140,9 @@ def differing(
     batch = {"attention": "B", "alibi": "Hq"}.get(op, "N")
     args = cases.call(cases.Case(op, ask, {**dims, batch: ROWS}), dtype)
     args = sequences(args) if op == "ragged_attention" else args
-    if judge(kernel, table.get(op).check(args).replace(modes=frozenset({"batch_invariant"})), cases.HERE):
+    if rejections(
+        kernel, table.get(op).check(args).replace(modes=frozenset({"batch_invariant"})), cases.HERE
+    ):
         return ""
     each = per_row(op, args, ROWS)
     with torch.no_grad():
@@ -257,7 +259,7 @@ def test_a_kernel_that_lies_is_caught(name: str) -> None:
     assert not differing(honest, honest.load(), torch.float32, {"C": 384}, ())
 
 
-# -- through the lane -------------------------------------------------------------------------------------
+# -- through the batcher -------------------------------------------------------------------------------------
 
 
 def strict(calls: Callable[[], list[Any]]) -> list[Any]:

@@ -35,7 +35,7 @@ def starts(*counts: int) -> torch.Tensor:
 def test_pages_that_all_sequences_begin_with(
     tables: list[list[int]], lengths: list[int], queries: tuple[int, ...], shared: int
 ) -> None:
-    """From the front, in whole pages, and never the keys that causality speaks about."""
+    """From the loop driver, in whole pages, and never the keys that causality speaks about."""
     found = prefix.shared_pages(torch.tensor(tables), torch.tensor(lengths), starts(*queries), 4)
     assert found == shared
 

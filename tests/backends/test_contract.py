@@ -13,7 +13,7 @@ from layerzero.ops import checks, table
 from layerzero.ops.op import Args
 from layerzero.spec import tolerances
 from layerzero.spec.capability_overlays import export
-from layerzero.spec.kernel import Kernel, judge
+from layerzero.spec.kernel import Kernel, rejections
 from tests.backends import cases
 
 IDS = [k.id for k in cases.RUNNABLE]
@@ -62,7 +62,7 @@ def ran(kernel: Kernel) -> list[Ran]:
     for dtype in cases.dtypes(kernel):
         for case in cases.cases_of(kernel):
             args = cases.call(case, dtype)
-            if judge(kernel, op.check(args), cases.HERE):
+            if rejections(kernel, op.check(args), cases.HERE):
                 continue
             before = [a.clone() if isinstance(a, Tensor) else a for a in args]
             with torch.no_grad():
@@ -104,7 +104,7 @@ def test_results_are_within_tolerance(kernel: Kernel) -> None:
                 continue
             base = bases[index].to(out.dtype)
             softcap = "softcap" in case.asks
-            for problem in tolerances.disagreements(
+            for problem in tolerances.mismatches(
                 out.cpu(), truths[index], base, softcap=softcap, factor=BOUNDS[kernel.id]
             ):
                 wrong.append(f"{case} {args[0].dtype} output {index}: {problem}")
@@ -119,8 +119,8 @@ def test_a_kernel_is_held_to_the_bound_of_its_document(name: str) -> None:
     base, bound = (truth + off).float(), BOUNDS[name]
     assert 1.0 <= bound <= tolerances.FACTOR
     good, bad = ((truth + off * bound * share).float() for share in (0.95, 1.05))
-    assert tolerances.disagreements(good, truth, base, factor=bound) == []
-    assert tolerances.disagreements(bad, truth, base, factor=bound)
+    assert tolerances.mismatches(good, truth, base, factor=bound) == []
+    assert tolerances.mismatches(bad, truth, base, factor=bound)
 
 
 @every_kernel
@@ -187,7 +187,7 @@ def _compare_gradients(kernel: Kernel) -> None:
         for case in cases.cases(kernel.op, cases.base_of(kernel)):
             args = cases.call(case, dtype)
             request = op.check(_learning(args, learned)).replace(modes=frozenset({"grad"}))
-            if judge(kernel, request, cases.HERE):
+            if rejections(kernel, request, cases.HERE):
                 continue
             here = cases.to("cpu", args)
             truths = _gradients(op.reference, cases.widened(here), learned)
@@ -195,7 +195,7 @@ def _compare_gradients(kernel: Kernel) -> None:
             for index, mine in enumerate(_gradients(loaded(kernel), args, learned)):
                 compared += 1
                 base = bases[index].to(mine.dtype)
-                found = tolerances.disagreements(mine, truths[index], base)
+                found = tolerances.mismatches(mine, truths[index], base)
                 wrong += [f"{case} {dtype} gradient {index}: {text}" for text in found]
     assert compared
     assert not wrong, "\n".join(wrong[:20])
@@ -221,7 +221,7 @@ def test_gradients_equal_the_references(kernel: Kernel) -> None:
             for i, a in enumerate(cases.call(case, torch.float64))
         )
         request = op.check(args)
-        if judge(kernel, request.replace(modes=frozenset({"grad"})), cases.HERE):
+        if rejections(kernel, request.replace(modes=frozenset({"grad"})), cases.HERE):
             continue
         leaves = [a for a in args if isinstance(a, Tensor) and a.requires_grad]
         ours, truths = (

@@ -12,14 +12,14 @@ from layerzero.actors.device.registry import Registry
 from layerzero.backends import availability, load_builtin
 from layerzero.backends.descriptors import DEVICES, FAMILIES, described, imagined
 from layerzero.ops import table as ops_table
-from layerzero.selection.decide import DESCRIPTOR_ONLY, Knobs, Standing, decide
+from layerzero.selection.decide import DESCRIPTOR_ONLY, KernelStatus, SelectionOptions, decide
 from layerzero.selection.policy.policy import EMPTY
 from layerzero.selection.record import Selection
-from layerzero.spec.call_spec import Request
+from layerzero.spec.call_spec import CallSpec
 from layerzero.spec.capability_overlays import problems
 from layerzero.spec.errors import BackendNotAvailableError, ConfigurationError, NoKernelFoundError
 from layerzero.spec.hardware import Hardware
-from layerzero.spec.kernel import Kernel, judge
+from layerzero.spec.kernel import Kernel, rejections
 from layerzero.spec.reasons import Reason
 
 ATTENTION = ops_table.get("attention")
@@ -36,23 +36,23 @@ def gpu(sm: int) -> Hardware:
     )  # fmt: skip
 
 
-def call(dtype: str = "bfloat16", size: int = 128, length: int = 8192, *features: str) -> Request:
+def call(dtype: str = "bfloat16", size: int = 128, length: int = 8192, *features: str) -> CallSpec:
     dims = {"B": 1, "Hq": 32, "Hk": 8, "G": 4, "Sq": length, "Sk": length, "D": size, "Dv": size}
-    return Request(
+    return CallSpec(
         op="attention", platform="cuda", device="cuda:0", dtype=dtype, dtypes=(dtype,), dims=dims,
         features=frozenset({"causal", "gqa", *features}), layout="BSHD",
     )  # fmt: skip
 
 
-def chosen(sm: int, *without: str, request: Request | None = None) -> Selection:
+def chosen(sm: int, *without: str, request: CallSpec | None = None) -> Selection:
     """The choice among all kernels but those whose id begins with one of `without`."""
     left = [k for k in EVERY if not k.id.startswith(without)] if without else list(EVERY)
-    return decide(ATTENTION, request or call(), left, gpu(sm), EMPTY, Standing(), Knobs())
+    return decide(ATTENTION, request or call(), left, gpu(sm), EMPTY, KernelStatus(), SelectionOptions())
 
 
-def generations(sm: int, request: Request | None = None) -> set[str]:
+def generations(sm: int, request: CallSpec | None = None) -> set[str]:
     """Which generations of FlashAttention take a call there."""
-    takes = [k for k in EVERY if not judge(k, request or call(), gpu(sm))]
+    takes = [k for k in EVERY if not rejections(k, request or call(), gpu(sm))]
     return {k.backend.removeprefix("flash_attn_") for k in takes if k.backend.startswith("flash_attn_")}
 
 
@@ -101,8 +101,8 @@ def test_blackwell_takes_the_fourth_generation_and_then_the_chain() -> None:
 def test_hopper_is_routed_by_cost_and_keeps_the_fourth_without_the_third() -> None:
     """K8: both take it: the third for short calls, where the host counts; the fourth alone where need be."""
     both = chosen(90)
-    assert both.candidate("flash_attn_3.attention.dense").takes
-    assert both.candidate("flash_attn_4.attention.dense").takes
+    assert both.candidate("flash_attn_3.attention.dense").eligible
+    assert both.candidate("flash_attn_4.attention.dense").eligible
     others = ("torch.attention", "flashinfer", "xformers", "flash_attn_2", "vllm", "reference")
     assert chosen(90, *others).kernel == "flash_attn_4.attention.dense"
     assert chosen(90, *others, request=call("bfloat16", 128, 512)).kernel == "flash_attn_3.attention.dense"
@@ -116,7 +116,7 @@ def test_old_and_unknown_generations_get_what_makes_no_claim_on_them() -> None:
     future = chosen(999)
     assert future.kernel.startswith("torch.attention.sdpa")
     bounded = [k for k in EVERY if k.capability.sm_max is not None]
-    assert bounded and not any(future.candidate(k.id).takes for k in bounded)
+    assert bounded and not any(future.candidate(k.id).eligible for k in bounded)
 
 
 @pytest.mark.parametrize(
@@ -138,17 +138,17 @@ def test_narrow_formats_are_a_matter_of_the_op(
 ) -> None:
     """K7: float8 products from 8.9, float8 attention from 9.0, four-bit formats from 10.0, as data."""
     dtype = "float8_e4m3fn" if op == "attention" else "bfloat16"
-    request = Request(
+    request = CallSpec(
         op=op, platform="cuda", dtype=dtype, dtypes=(dtype,), features=frozenset(features), layout="BSHD",
         dims={"N": 64, "C": 1024, "K": 1024, "S": 32, "D": 128, "Dv": 128},
     )  # fmt: skip
-    verdicts = {sm: judge(BY_ID[kernel_id], request, gpu(sm)) for sm in (75, 80, 86, 89, 90, 100)}
+    verdicts = {sm: rejections(BY_ID[kernel_id], request, gpu(sm)) for sm in (75, 80, 86, 89, 90, 100)}
     assert next(sm for sm, reasons in verdicts.items() if not reasons) == least
     for sm, reasons in verdicts.items():
         if sm < least:
             assert Reason.SM_TOO_OLD in {r.reason for r in reasons}
     if op == "attention":  # no 16-bit kernel takes it, on any generation
-        assert {k.id for k in EVERY if not judge(k, request, gpu(90))} == {kernel_id}
+        assert {k.id for k in EVERY if not rejections(k, request, gpu(90))} == {kernel_id}
 
 
 def ask(hardware: str, size: int = 128, heads: int = 32) -> Selection:
@@ -178,17 +178,19 @@ def test_what_is_missing_has_a_name() -> None:
     older = ask("mi250x")
     (reason,) = older.candidate("aiter.attention.fmha_v3").rejected
     assert reason.reason is Reason.ARCH_UNSUPPORTED and "gfx942 or gfx950, got gfx90a" in str(reason)
-    assert older.candidate("ck.attention.fmha").takes and older.candidate("aotriton.attention.flash").takes
+    assert (
+        older.candidate("ck.attention.fmha").eligible and older.candidate("aotriton.attention.flash").eligible
+    )
     wide = ask("mi300x", size=192)
     codes = {r.reason for r in wide.candidate("aiter.attention.fmha_v3").rejected}
     assert codes == {Reason.HEAD_DIM_INVALID}
     desktop = ask("rx7900xtx")
-    assert desktop.candidate("aotriton.attention.flash_rdna").takes
+    assert desktop.candidate("aotriton.attention.flash_rdna").eligible
     assert desktop.candidate("mps.attention.sdpa").rejected[0].reason is Reason.PLATFORM_MISMATCH
     with pytest.raises(NoKernelFoundError, match=r"mps.attention.sdpa: .*GQA_UNSUPPORTED"):
         ask("m3_max", heads=8)
     arm = lz.dry_run("linear", torch.empty(64, 512), torch.empty(256, 512), hardware="graviton3")
-    assert arm.candidate("acl.linear.onednn").takes
+    assert arm.candidate("acl.linear.onednn").eligible
     with pytest.raises(ConfigurationError, match="did you mean 'mi300x'"):
         ask("mi300")
 

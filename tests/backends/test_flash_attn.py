@@ -10,13 +10,13 @@ import torch
 from torch import Tensor
 
 from layerzero.backends.flash_attn import fa4
-from layerzero.backends.flash_attn.shared import Dense, Paged, Ragged, flags, takes
-from layerzero.ops import host_copies as mirrors
-from layerzero.ops import table
+from layerzero.backends.flash_attn.shared import DenseCall, PagedCall, RaggedCall, flags, takes
+from layerzero.ops import host_copies, table
 
 
 @pytest.mark.parametrize(
-    ("kind", "op"), [(Dense, "attention"), (Ragged, "ragged_attention"), (Paged, "paged_attention")]
+    ("kind", "op"),
+    [(DenseCall, "attention"), (RaggedCall, "ragged_attention"), (PagedCall, "paged_attention")],
 )
 def test_calls_are_read_as_the_op_writes_them(kind: Any, op: str) -> None:
     """The fields are the names of the op's own arguments, in its order."""
@@ -24,26 +24,26 @@ def test_calls_are_read_as_the_op_writes_them(kind: Any, op: str) -> None:
     assert names[: len(kind._fields)] == list(kind._fields)
 
 
-def dense(**named: Any) -> Dense:
+def dense(**named: Any) -> DenseCall:
     """A small call of `attention`."""
     q = torch.zeros(1, 3, 2, 8)
     args = table.get("attention").build(q, q, q, layout="BSHD", **named)[1]
-    return Dense._make(args[: len(Dense._fields)])
+    return DenseCall._make(args[: len(DenseCall._fields)])
 
 
 def test_what_an_op_adds_behind_is_left_out() -> None:
     """A kernel sees the arguments that it knows, whatever else the op hands over."""
-    seen: list[Dense] = []
+    seen: list[DenseCall] = []
 
-    @takes(Dense)
-    def kernel(call: Dense) -> Tensor:
+    @takes(DenseCall)
+    def kernel(call: DenseCall) -> Tensor:
         seen.append(call)
         return call.q
 
     q = torch.zeros(1, 3, 2, 8)
     args = table.get("attention").build(q, q, q, is_causal=True, layout="BSHD", return_lse=True)[1]
     assert kernel(*args) is q
-    assert len(args) > len(Dense._fields)
+    assert len(args) > len(DenseCall._fields)
     assert (seen[0].is_causal, seen[0].layout, seen[0].return_lse) == (True, "BSHD", True)
 
 
@@ -64,8 +64,8 @@ def test_bounds_of_sequences_need_no_device_where_a_host_copy_is_known() -> None
     offsets = torch.tensor([0, 2, 2, 12])
     q = torch.zeros(12, 2, 8)
     args = table.get("ragged_attention").build(q, q, q, offsets)[1]
-    assert Ragged._make(args).bounds[2:] == (12, 12)
-    known = mirrors.remember(offsets.clone(), offsets)
-    starts, _, most, _ = Ragged._make(table.get("ragged_attention").build(q, q, q, known)[1]).bounds
+    assert RaggedCall._make(args).bounds[2:] == (12, 12)
+    known = host_copies.attach_host_copy(offsets.clone(), offsets)
+    starts, _, most, _ = RaggedCall._make(table.get("ragged_attention").build(q, q, q, known)[1]).bounds
     assert most == 10
     assert starts.dtype == torch.int32 and starts.tolist() == [0, 2, 2, 12]

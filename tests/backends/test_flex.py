@@ -17,7 +17,7 @@ from layerzero.ops import table
 from layerzero.runtime import current
 from layerzero.selection.key import grid
 from layerzero.spec.hardware import probe
-from layerzero.spec.kernel import judge
+from layerzero.spec.kernel import rejections
 from layerzero.spec.reasons import Reason
 from tests.backends.cases import why_not_here
 
@@ -45,7 +45,7 @@ def operands(queries: int, keys: int, width: int = 16, batch: int = 2) -> list[T
 def error(flex: Any, q: Tensor, k: Tensor, v: Tensor, **flags: Any) -> float:
     """The largest difference of a call to the reference in float64, in units of what is allowed."""
     args = ATTENTION.build(q, k, v, **flags)[1]
-    assert not judge(FLEX, ATTENTION.check(args), HERE)
+    assert not rejections(FLEX, ATTENTION.check(args), HERE)
     wide = tuple(a.double() if isinstance(a, Tensor) and a.is_floating_point() else a for a in args)
     got, truth = flex(*args).double(), ATTENTION.reference(*wide)
     assert got.shape == truth.shape
@@ -135,7 +135,10 @@ def test_what_it_does_not_take_has_its_reason() -> None:
         flags = {n: c for n, c in changes.items() if n not in "qkv"}
         tensors = [changes.get(n, t) for n, t in (("q", q), ("k", k), ("v", v))]
         request = ATTENTION.check(ATTENTION.build(*tensors, **flags)[1])
-        return {r.reason for r in judge(FLEX, request, HERE)} - {Reason.ISA_MISSING, Reason.TORCH_TOO_OLD}
+        return {r.reason for r in rejections(FLEX, request, HERE)} - {
+            Reason.ISA_MISSING,
+            Reason.TORCH_TOO_OLD,
+        }
 
     assert reasons() == set()
     assert reasons(q=q[:, :, :100].contiguous()) == {Reason.SIZE_UNSUPPORTED}
@@ -145,7 +148,7 @@ def test_what_it_does_not_take_has_its_reason() -> None:
         Reason.DTYPE_UNSUPPORTED
     }
     request = ATTENTION.check(ATTENTION.build(q, k, v)[1]).replace(modes=frozenset({"grad"}))
-    assert Reason.NO_GRADIENT in {r.reason for r in judge(FLEX, request, HERE)}
+    assert Reason.NO_GRADIENT in {r.reason for r in rejections(FLEX, request, HERE)}
 
 
 def test_one_key_is_one_shape() -> None:

@@ -13,7 +13,7 @@ import pytest
 
 import layerzero
 from layerzero.backends import load_builtin
-from layerzero.spec.call_spec import Request
+from layerzero.spec.call_spec import CallSpec
 from layerzero.spec.hardware import Hardware, MMAFamily
 from layerzero.spec.kernel import (
     ACTIVATIONS,
@@ -29,7 +29,7 @@ from layerzero.spec.kernel import (
     OneOf,
     ProductAtMost,
     SameAs,
-    judge,
+    rejections,
 )
 from layerzero.spec.reasons import Reason
 
@@ -114,11 +114,11 @@ class Violation:
 
     what: str
     reason: Reason
-    request: Request
+    request: CallSpec
     hardware: Hardware
 
 
-def fitting(kernel: Kernel) -> tuple[Request, Hardware]:
+def fitting(kernel: Kernel) -> tuple[CallSpec, Hardware]:
     """A request and a device that the kernel accepts, at its most restricted."""
     cap = kernel.capability
     platform = min(cap.platforms)
@@ -132,7 +132,9 @@ def fitting(kernel: Kernel) -> tuple[Request, Hardware]:
                 dims[dim] = -(-dims[dim] // value) * value
     dtype = min(cap.dtypes)
     layout = min(cap.layouts) if cap.layouts else ""
-    request = Request(op=kernel.op, platform=platform, dtype=dtype, dtypes=(dtype,), dims=dims, layout=layout)
+    request = CallSpec(
+        op=kernel.op, platform=platform, dtype=dtype, dtypes=(dtype,), dims=dims, layout=layout
+    )
     hardware = Hardware(
         platform=platform,
         device=platform,
@@ -186,7 +188,7 @@ def _hardware_violations(cap: Capability, platform: str) -> Iterator[Broken]:
             yield "driver_min", Reason.DRIVER_TOO_OLD, {"driver": "470.1"}
 
 
-def _operand_violations(cap: Capability, request: Request) -> Iterator[Broken]:
+def _operand_violations(cap: Capability, request: CallSpec) -> Iterator[Broken]:
     odd = "float8_e5m2"
     yield "dtypes", Reason.DTYPE_UNSUPPORTED, {"dtype": odd, "dtypes": (odd,)}
     if not cap.mixed_dtypes:
@@ -214,14 +216,14 @@ def _feature_violations(cap: Capability) -> Iterator[Broken]:
             yield flag, reason, {"modes": frozenset({mode})}
 
 
-def _limit_violations(cap: Capability, request: Request) -> Iterator[Broken]:
+def _limit_violations(cap: Capability, request: CallSpec) -> Iterator[Broken]:
     for limit in cap.limits:
         features = frozenset({limit.when} if limit.when else ())
         dims = {**request.dims, **beyond(limit, request, cap)}
         yield f"{limit.dim} {limit.needs()}", limit.reason, {"dims": dims, "features": features}
 
 
-def beyond(limit: Limit, request: Request, cap: Capability) -> dict[str, int]:
+def beyond(limit: Limit, request: CallSpec, cap: Capability) -> dict[str, int]:
     """Sizes one step beyond a limit, all others kept: a step is what the size has to be a multiple of."""
     dim = limit.dim
     steps = [other.value for other in cap.limits if isinstance(other, MultipleOf) and other.dim == dim]
@@ -251,7 +253,7 @@ ALL = [(k, v) for k in KERNELS for v in violations(k)]
 def test_the_fitting_request_is_accepted(kernel: Kernel) -> None:
     """Without a violation there is no reason."""
     request, hardware = fitting(kernel)
-    assert judge(kernel, request, hardware) == []
+    assert rejections(kernel, request, hardware) == []
 
 
 @pytest.mark.parametrize("kernel", KERNELS, ids=[k.id for k in KERNELS])
@@ -260,7 +262,7 @@ def test_each_violation_gives_exactly_its_reason(kernel: Kernel) -> None:
     found = list(violations(kernel))
     assert len(found) >= 4  # a promise cannot be broken, and the reference promises most
     for violation in found:
-        reasons = judge(kernel, violation.request, violation.hardware)
+        reasons = rejections(kernel, violation.request, violation.hardware)
         assert {r.reason for r in reasons} == {violation.reason}, (violation.what, reasons)
         assert reasons[0].needs and reasons[0].got
 
@@ -273,7 +275,7 @@ def test_all_violations_together_are_all_reported() -> None:
         features=frozenset({"softcap", "lse"}), modes=frozenset({"grad", "deterministic"}),
         dims={**request.dims, "D": 300, "Dv": 300},
     )  # fmt: skip
-    got = {r.reason for r in judge(FULL, worst, msgspec.structs.replace(hardware, sm=75))}
+    got = {r.reason for r in rejections(FULL, worst, msgspec.structs.replace(hardware, sm=75))}
     assert got == {
         Reason.SM_TOO_OLD, Reason.DTYPE_UNSUPPORTED, Reason.LAYOUT_UNSUPPORTED, Reason.NOT_CONTIGUOUS,
         Reason.STRIDE_LAST_DIM, Reason.MISALIGNED, Reason.SOFTCAP_UNSUPPORTED, Reason.LSE_UNSUPPORTED,
@@ -285,7 +287,7 @@ def test_the_tensor_core_family_is_judged() -> None:
     """A Blackwell that has no tensor core family of the kernel's is refused for it."""
     request, hardware = fitting(FULL)
     newer = msgspec.structs.replace(hardware, sm=100)
-    assert {r.reason for r in judge(FULL, request, newer)} == {
+    assert {r.reason for r in rejections(FULL, request, newer)} == {
         Reason.SM_TOO_NEW,
         Reason.MMA_FAMILY_UNSUPPORTED,
     }
@@ -301,13 +303,13 @@ def test_the_tensor_core_family_is_judged() -> None:
 def test_a_missing_feature_reads_as_a_sentence(feature: str, words: str, cure: str) -> None:
     """What the kernel needs, what the call has, and a cure that stands behind "would take it with"."""
     request, hardware = fitting(CPU_ONLY)
-    (rejected,) = judge(CPU_ONLY, request.replace(features=frozenset({feature})), hardware)
+    (rejected,) = rejections(CPU_ONLY, request.replace(features=frozenset({feature})), hardware)
     assert str(rejected) == words
     assert rejected.counterfactual == cure
 
 
 def test_at_least_fifty_reasons_have_a_producer() -> None:
-    """Reasons are given by `judge`, or by a module of the library that names them."""
+    """Reasons are given by `rejections`, or by a module of the library that names them."""
     judged = {violation.reason for _, violation in ALL} | {Reason.MMA_FAMILY_UNSUPPORTED}
     assert len(judged) >= 50, len(judged)
     named: set[str] = set()

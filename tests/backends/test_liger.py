@@ -13,9 +13,9 @@ import torch
 from layerzero.backends import availability
 from layerzero.backends.liger import KERNELS
 from layerzero.ops import table
-from layerzero.spec.call_spec import Request
-from layerzero.spec.hardware import imagined_gpu, probe
-from layerzero.spec.kernel import judge
+from layerzero.spec.call_spec import CallSpec
+from layerzero.spec.hardware import hypothetical_gpu, probe
+from layerzero.spec.kernel import rejections
 from tests import children, interpreter
 from tests.backends import cases
 
@@ -66,13 +66,13 @@ def test_the_loss_leaves_the_logits_alone(tmp_path: Path) -> None:
 def test_the_cpu_is_refused_with_its_reason_and_a_gpu_accepted() -> None:
     """Without a GPU every kernel says so; on one that supports it a plain call is taken."""
     for kernel in KERNELS:
-        reasons = {r.reason.value for r in judge(kernel, _request(kernel.op), probe("cpu"))}
+        reasons = {r.reason.value for r in rejections(kernel, _request(kernel.op), probe("cpu"))}
         assert reasons == {"PLATFORM_MISMATCH"}
-        assert judge(kernel, _request(kernel.op).replace(platform="cuda"), imagined_gpu(90)) == []
+        assert rejections(kernel, _request(kernel.op).replace(platform="cuda"), hypothetical_gpu(90)) == []
         assert not MISSING or availability(kernel)[0].reason.value == "BACKEND_MISSING"
 
 
-def _request(op: str) -> Request:
+def _request(op: str) -> CallSpec:
     """A plain call of the op in bfloat16, as a request."""
     asks = ("act_swiglu",) if op == "mlp" else ()
     return table.get(op).check(cases.call(cases.Case(op, asks), torch.bfloat16))

@@ -19,7 +19,7 @@ from layerzero.ops import table
 from layerzero.ops.op import Args
 from layerzero.spec import tolerances
 from layerzero.spec.errors import BackendNotAvailableError
-from layerzero.spec.kernel import Kernel, judge
+from layerzero.spec.kernel import Kernel, rejections
 from layerzero.spec.reasons import Reason
 from tests.backends import cases
 from tests.ops.paged.paging import paged_call
@@ -36,7 +36,7 @@ APPEND, PAGED, RAGGED, LATENT = native.KERNELS
 def run(kernel: Kernel, args: Args) -> tuple[Tensor, ...]:
     """The kernel's results for a call that its capability lets through."""
     op = table.get(kernel.op)
-    assert judge(kernel, op.check(args), cases.HERE) == []
+    assert rejections(kernel, op.check(args), cases.HERE) == []
     return cases.as_tuple(kernel.load()(*args))
 
 
@@ -46,7 +46,7 @@ def assert_right(kernel: Kernel, args: Args, *, softcap: bool = False) -> None:
     got, bases = run(kernel, args), cases.as_tuple(op.reference(*args))
     truths = cases.as_tuple(op.reference(*cases.widened(args)))
     for out, truth, base in zip(got, truths, bases, strict=True):
-        assert tolerances.disagreements(out, truth, base, softcap=softcap) == []
+        assert tolerances.mismatches(out, truth, base, softcap=softcap) == []
 
 
 OPTIONS: list[dict[str, Any]] = [
@@ -168,7 +168,7 @@ def test_a_table_changed_in_place_is_seen() -> None:
         ({3: torch.tensor([[0, -1, 2], [3, 4, 5]])}, "got -1 at row 0, entry 1"),
         ({3: torch.tensor([[0, 1, 2], [3, 1 << 40, 5]])}, "at row 1, entry 1"),
         ({3: torch.tensor([[1, 1, 2], [3, 4, 5]])}, "page 1 at row 0, entries 0 and 1"),
-        ({4: torch.tensor([25, 9])}, "context_lens needs lengths"),
+        ({4: torch.tensor([25, 9])}, "seq_lens needs lengths"),
         ({4: torch.tensor([9, -1])}, "got -1 at 1"),
         ({5: torch.tensor([0, 9, 7])}, "never fall"),
         ({5: torch.tensor([0, 4, 60])}, "end at 7"),

@@ -10,7 +10,7 @@ from layerzero.backends.native import rows
 from layerzero.ops import table
 from layerzero.ops.op import Args
 from layerzero.spec import tolerances
-from layerzero.spec.kernel import Kernel, judge
+from layerzero.spec.kernel import Kernel, rejections
 from layerzero.spec.reasons import Reason
 from tests.backends import cases
 
@@ -22,13 +22,13 @@ SIZES = [(1, 1), (1, 15), (3, 16), (7, 33), (64, 256), (5, 4096), (4097, 17)]
 def assert_right(kernel: Kernel, args: Args) -> tuple[Tensor, ...]:
     """The results are within tolerance of the reference in float64."""
     op = table.get(kernel.op)
-    assert judge(kernel, op.check(args), cases.HERE) == []
+    assert rejections(kernel, op.check(args), cases.HERE) == []
     out, truth, reference = (
         result if isinstance(result, tuple) else (result,)
         for result in (kernel.load()(*args), op.reference(*cases.widened(args)), op.reference(*args))
     )
     for got, wanted, plain in zip(out, truth, reference, strict=True):
-        assert tolerances.disagreements(got, wanted, plain) == []
+        assert tolerances.mismatches(got, wanted, plain) == []
     return tuple(out)
 
 
@@ -113,7 +113,7 @@ def test_what_they_do_not_take_is_refused() -> None:
 
     def reasons(kernel: Kernel, args: Args) -> set[Reason]:
         op = norm if kernel is NORM else rope
-        return {rejected.reason for rejected in judge(kernel, op.check(args), cases.HERE)}
+        return {rejected.reason for rejected in rejections(kernel, op.check(args), cases.HERE)}
 
     q, k, positions, cos, sin, _, scale = rotation(4)
     assert Reason.DTYPE_UNSUPPORTED in reasons(NORM, (x.half(), None, 1e-6))

@@ -14,7 +14,7 @@ from layerzero.backends.native import packed, products
 from layerzero.ops import table
 from layerzero.ops.op import Args
 from layerzero.spec import tolerances
-from layerzero.spec.kernel import Kernel, judge
+from layerzero.spec.kernel import Kernel, rejections
 from tests.backends import cases
 
 LINEAR, MLP = packed.KERNELS
@@ -28,10 +28,10 @@ pytestmark = [
 def ran(kernel: Kernel, *args: object) -> tuple[Tensor, list[str]]:
     """The kernel's result, and how it differs from the reference in float64 as the weight is now."""
     op = table.get(kernel.op)
-    assert judge(kernel, op.check(args), cases.HERE) == []
+    assert rejections(kernel, op.check(args), cases.HERE) == []
     out: Tensor = kernel.load()(*args)
     truth = op.reference(*cases.widened(args))
-    return out, tolerances.disagreements(out, truth, op.reference(*args))
+    return out, tolerances.mismatches(out, truth, op.reference(*args))
 
 
 def wrong(kernel: Kernel, *args: object) -> list[str]:
@@ -46,8 +46,8 @@ def right(kernel: Kernel, *args: object) -> Tensor:
     return out
 
 
-def kept_of(limit: int = 1 << 30) -> packed.Kept:
-    return packed.Kept(products.library().pack, limit, products.library().equal)
+def kept_of(limit: int = 1 << 30) -> packed.PackedWeights:
+    return packed.PackedWeights(products.library().pack, limit, products.library().equal)
 
 
 HALF = (torch.bfloat16, torch.float16)
@@ -181,7 +181,7 @@ def test_a_step_of_a_fused_optimizer_is_seen(name: str, seen: Callable[[Tensor],
     """torch counts no version for it; here it changes one column, which no compared element stands in."""
     weight, x = torch.nn.Parameter(torch.randn(48, 64)), torch.zeros(3, 64)
     x[:, 1] = 10.0
-    kept, optimizer = packed.kept(), getattr(torch.optim, name)([weight], lr=1.0, fused=True)
+    kept, optimizer = packed.packed_weights(), getattr(torch.optim, name)([weight], lr=1.0, fused=True)
     with torch.no_grad():
         assert wrong(LINEAR, x, seen(weight), None) == []
         before, version = kept.of(seen(weight)), weight._version
@@ -196,9 +196,9 @@ def test_a_step_of_a_fused_optimizer_is_seen(name: str, seen: Callable[[Tensor],
 def test_a_step_over_other_memory_forgets_nothing() -> None:
     """A small model that learns beside a large one that serves costs the large one nothing."""
     weight, other = torch.randn(48, 64), torch.nn.Parameter(torch.randn(8, 8))
-    panels, other.grad = packed.kept().of(weight), torch.ones(8, 8)
+    panels, other.grad = packed.packed_weights().of(weight), torch.ones(8, 8)
     torch.optim.SGD([other], lr=0.1, fused=True).step()
-    assert packed.kept().of(weight) is panels is not None
+    assert packed.packed_weights().of(weight) is panels is not None
 
 
 def test_another_tensor_over_the_memory_is_compared() -> None:
@@ -233,7 +233,7 @@ def test_a_weight_is_laid_out_once_for_a_hundred_calls() -> None:
         panels: Tensor = lay_out(weight)
         return panels
 
-    kept, weight = packed.Kept(counted, 1 << 30, products.library().equal), torch.randn(64, 64)
+    kept, weight = packed.PackedWeights(counted, 1 << 30, products.library().equal), torch.randn(64, 64)
     first = kept.of(weight)
     assert all(kept.of(weight[:]) is first for _ in range(100))
     assert len(made) == 1

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from layerzero.backends.reference import EVERY_FEATURE
 from layerzero.ops import table
-from layerzero.spec.kernel import Kernel, judge
+from layerzero.spec.kernel import Kernel, rejections
 from layerzero.spec.reasons import Reason
 from layerzero.spec.settings import Settings
 from tests import children, kernels
@@ -42,7 +42,9 @@ def test_an_address_that_a_kernel_cannot_read_from_is_a_reason_against_it(rows: 
     check = table.get("quantized_linear").check
 
     def against(*offsets: int) -> set[Reason]:
-        return {r.reason for r in judge(kernel, check(_int8(*offsets)), cases.HERE)} & {Reason.MISALIGNED}
+        return {r.reason for r in rejections(kernel, check(_int8(*offsets)), cases.HERE)} & {
+            Reason.MISALIGNED
+        }
 
     assert against(rows, weight) == {Reason.MISALIGNED}
     assert against(0, 0) == set()

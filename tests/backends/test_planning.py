@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from layerzero.backends.flashinfer.planning import MAX_PLANS, Lengths, Stage, passing_captures
+from layerzero.backends.flashinfer.planning import MAX_PLANS, PlanKey, StreamWorkspaces, passing_captures
 from layerzero.measure.timing import QUICK, time_kernels
 from layerzero.ops import table
 from layerzero.spec.errors import CudaGraphUnsafeError
@@ -27,12 +27,12 @@ class Card:
 
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         self.capturing = False
-        self.stage = Stage(torch.zeros(1))
+        self.stage = StreamWorkspaces(torch.zeros(1))
         self.planned: list[list[str]] = []
         patch.setattr(torch.cuda, "Event", Event)
         patch.setattr(torch.cuda, "is_current_stream_capturing", lambda: self.capturing)
 
-    def call(self, name: str, lengths: Lengths) -> Any:
+    def call(self, name: str, lengths: PlanKey) -> Any:
         """The wrapper that served a call: what it was planned for, in order."""
         return self.stage.run("ragged", lengths, lambda _: [], lambda w: w.append(name), lambda w: w)
 
@@ -42,8 +42,8 @@ def card(monkeypatch: pytest.MonkeyPatch) -> Card:
     return Card(monkeypatch)
 
 
-def known(name: str) -> Lengths:
-    return Lengths(name, (name,))
+def known(name: str) -> PlanKey:
+    return PlanKey(name, (name,))
 
 
 def test_a_plan_made_before_a_capture_is_used_in_it(card: Card) -> None:
@@ -54,11 +54,11 @@ def test_a_plan_made_before_a_capture_is_used_in_it(card: Card) -> None:
     assert before == ["a"]
 
 
-@pytest.mark.parametrize("lengths", [known("b"), Lengths(object())], ids=["unseen", "bare"])
-def test_a_capture_without_a_plan_is_refused(card: Card, lengths: Lengths) -> None:
+@pytest.mark.parametrize("lengths", [known("b"), PlanKey(object())], ids=["unseen", "bare"])
+def test_a_capture_without_a_plan_is_refused(card: Card, lengths: PlanKey) -> None:
     """Planning would copy from the host inside the graph; the plans that stand are left alone."""
     before = card.call("a", known("a"))
-    bare = card.call("bare", Lengths(object()))
+    bare = card.call("bare", PlanKey(object()))
     card.capturing = True
     with pytest.raises(CudaGraphUnsafeError, match="made before the capture"):
         card.call("b", lengths)

@@ -108,7 +108,7 @@ def test_an_installed_backend_is_listed_and_neither_run_nor_imported() -> None:
     report = str(lz.doctor(imports=False))
     assert "acme" in report and "not allowed" in report
     with lz.start(lz.Settings(warm="off"), scoped=True) as runtime:
-        assert not [k for k in runtime.known_kernels() if k.startswith("acme")]
+        assert not [k for k in runtime.kernel_ids() if k.startswith("acme")]
         with pytest.raises(lz.PolicyValidationError, match="acme") as raised:
             lz.lock("rms_norm", "acme.rms_norm")
         assert "acme (acme-kernels 1.5)" in raised.value.__notes__[0]

@@ -15,7 +15,7 @@ from layerzero.backends.native import products
 from layerzero.ops import table
 from layerzero.ops.op import Args
 from layerzero.spec import tolerances
-from layerzero.spec.kernel import Kernel, judge
+from layerzero.spec.kernel import Kernel, rejections
 from layerzero.spec.reasons import Reason
 from tests.backends import cases
 
@@ -47,10 +47,10 @@ def mlp_call(rows: int, width: int, hidden: int, activation: str = "gelu", *, bi
 def assert_right(kernel: Kernel, args: Args) -> Tensor:
     """The result is within tolerance of the reference in float64."""
     op = table.get(kernel.op)
-    assert judge(kernel, op.check(args), cases.HERE) == []
+    assert rejections(kernel, op.check(args), cases.HERE) == []
     out: Tensor = kernel.load()(*args)
     truth = op.reference(*cases.widened(args))
-    assert tolerances.disagreements(out, truth, op.reference(*args)) == []
+    assert tolerances.mismatches(out, truth, op.reference(*args)) == []
     return out
 
 
@@ -187,13 +187,13 @@ def test_limits_are_named() -> None:
     x, weight, bias = linear_call(4, 8, 16)
     check = table.get("linear").check
     half = check((x.bfloat16(), weight.bfloat16(), None))
-    assert {r.reason for r in judge(LINEAR, half, cases.HERE)} == {Reason.DTYPE_UNSUPPORTED}
+    assert {r.reason for r in rejections(LINEAR, half, cases.HERE)} == {Reason.DTYPE_UNSUPPORTED}
     strided = check((x, torch.randn(16, 8).t(), bias))
-    assert Reason.NOT_CONTIGUOUS in {r.reason for r in judge(LINEAR, strided, cases.HERE)}
+    assert Reason.NOT_CONTIGUOUS in {r.reason for r in rejections(LINEAR, strided, cases.HERE)}
     gated = table.get("mlp").check(
         (torch.randn(4, 8), torch.randn(32, 8), torch.randn(8, 16), None, None, "swiglu")
     )
-    assert {r.reason for r in judge(MLP, gated, cases.HERE)} == {Reason.ACTIVATION_UNSUPPORTED}
+    assert {r.reason for r in rejections(MLP, gated, cases.HERE)} == {Reason.ACTIVATION_UNSUPPORTED}
 
 
 def test_what_a_call_takes_beside_its_output_is_stated() -> None:

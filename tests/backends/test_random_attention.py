@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from layerzero.backends import availability, load_builtin
 from layerzero.ops import table as ops_table
 from layerzero.spec.hardware import probe
-from layerzero.spec.kernel import judge
-from layerzero.spec.tolerances import disagreements
+from layerzero.spec.kernel import rejections
+from layerzero.spec.tolerances import mismatches
 from tests.backends import cases
 
 ATTENTION = ops_table.get("attention")
@@ -63,9 +63,9 @@ def test_every_accepting_kernel_agrees_with_float64(args: tuple[Any, ...]) -> No
     """Whatever the flags, layout and sizes, a kernel that accepts a call computes it."""
     request = ATTENTION.check(args)
     truth, base = cases.truth(ATTENTION, args)[0], cases.baseline(ATTENTION, args)[0].to(args[0].dtype)
-    accepting = [k for k in KERNELS if not judge(k, request, probe("cpu"))]
+    accepting = [k for k in KERNELS if not rejections(k, request, probe("cpu"))]
     assert "reference.attention" in {k.id for k in accepting}
     for kernel in accepting:
         out = kernel.load()(*args)
-        problems = disagreements(out, truth, base, softcap="softcap" in request.features)
+        problems = mismatches(out, truth, base, softcap="softcap" in request.features)
         assert not problems, f"{kernel.id} on {request.dims} {sorted(request.features)}: {problems}"

@@ -11,7 +11,7 @@ from torch import Tensor
 from layerzero.ops import table
 from layerzero.ops.op import Args
 from layerzero.spec.hardware import Hardware
-from layerzero.spec.kernel import Kernel, judge
+from layerzero.spec.kernel import Kernel, rejections
 from layerzero.spec.reasons import Reason
 from tests.backends import cases
 
@@ -120,7 +120,7 @@ def test_dropout_keeps_the_mean_and_follows_the_seed() -> None:
     assert torch.equal(one, first(kernel.load()(*args)))
     assert one.std() > 0.01, "rounding alone would be a thousandth of that"
     assert abs(one.mean().item() - 1.0) < 0.05
-    refused = judge(BY_ID["torch.attention.sdpa_flash_cpu"], ATTENTION.check(args), cases.HERE)
+    refused = rejections(BY_ID["torch.attention.sdpa_flash_cpu"], ATTENTION.check(args), cases.HERE)
     assert [r.reason for r in refused] == [Reason.DROPOUT_UNSUPPORTED]
 
 
@@ -129,10 +129,10 @@ def test_a_learned_mask_gets_its_gradient_or_a_refusal() -> None:
     q, k, v = (heads(1, 2, 5, 8, seed=s).double() for s in range(3))
     mask = heads(5, 5, seed=4).double().requires_grad_()
     args = build(q, k, v, attn_mask=mask)
-    reasons = judge(BY_ID["torch.attention.sdpa_flash_cpu"], ATTENTION.check(args), cases.HERE)
+    reasons = rejections(BY_ID["torch.attention.sdpa_flash_cpu"], ATTENTION.check(args), cases.HERE)
     assert [r.field for r in reasons] == ["mask_grad"]
     kernel = BY_ID["torch.attention.sdpa_cpu"]
-    assert not judge(kernel, ATTENTION.check(args), cases.HERE)
+    assert not rejections(kernel, ATTENTION.check(args), cases.HERE)
     ours = torch.autograd.grad(first(kernel.load()(*args)).sum(), mask)[0]
     torch.testing.assert_close(ours, torch.autograd.grad(ATTENTION.reference(*args).sum(), mask)[0])
 
@@ -141,7 +141,7 @@ def test_a_gradient_through_the_lse_is_refused() -> None:
     """torch's kernels return a log-sum-exp without a gradient: only the reference takes that call."""
     q = heads(1, 2, 5, 8).requires_grad_()
     request = ATTENTION.check(build(q, q, q, return_lse=True))
-    accepting = [k.id for k in HERE if not judge(k, request, cases.HERE)]
+    accepting = [k.id for k in HERE if not rejections(k, request, cases.HERE)]
     assert accepting == ["reference.attention"]
 
 
@@ -187,7 +187,7 @@ def test_what_cuda_kernels_refuse(
     """Head sizes, masks and groups that a CUDA kernel cannot take are its reasons, on any machine."""
     args = cases.call(cases.Case("attention", asks, dims), torch.bfloat16)
     request = ATTENTION.check(args).replace(platform="cuda")
-    assert [r.reason for r in judge(BY_ID[f"torch.attention.{kernel}"], request, H200)] == [reason]
+    assert [r.reason for r in rejections(BY_ID[f"torch.attention.{kernel}"], request, H200)] == [reason]
 
 
 @pytest.mark.parametrize("size", [65535, 65536])
@@ -195,5 +195,5 @@ def test_batch_times_heads_has_an_edge(size: int) -> None:
     """65535 thread blocks are launched, one more is refused."""
     request = ATTENTION.check(cases.call(cases.Case("attention"), torch.bfloat16)).replace(platform="cuda")
     request = request.replace(dims={**request.dims, "B": size, "Hq": 1, "Hk": 1, "G": 1})
-    got = [r.reason for r in judge(BY_ID["torch.attention.sdpa_flash"], request, H200)]
+    got = [r.reason for r in rejections(BY_ID["torch.attention.sdpa_flash"], request, H200)]
     assert got == ([] if size == 65535 else [Reason.CUDA_BLOCK_LIMIT_EXCEEDED])

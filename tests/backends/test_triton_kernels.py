@@ -13,9 +13,9 @@ import torch
 
 from layerzero.backends.triton_kernels import KERNELS
 from layerzero.backends.triton_kernels.user_kernel import TritonLaunch, check_launch, triton_kernel
-from layerzero.spec.call_spec import Request
-from layerzero.spec.hardware import imagined_gpu, probe
-from layerzero.spec.kernel import Capability, judge
+from layerzero.spec.call_spec import CallSpec
+from layerzero.spec.hardware import hypothetical_gpu, probe
+from layerzero.spec.kernel import Capability, rejections
 from tests import children, interpreter
 
 # Triton's compiler and its interpreter take a core for as long as they need one.
@@ -291,9 +291,12 @@ def test_a_function_compiles_for_hardware_that_is_not_here(tmp_path: Path) -> No
 def test_our_kernels_are_for_gpus_with_the_numbers_they_need() -> None:
     """Float8 codes need 8.9; the CPU and a Turing card are refused with their reasons."""
     by_op = {kernel.op: kernel for kernel in KERNELS}
-    request = Request(op="quantize", platform="cuda", dtype="bfloat16", dtypes=("bfloat16",), dims={"C": 64})
+    request = CallSpec(op="quantize", platform="cuda", dtype="bfloat16", dtypes=("bfloat16",), dims={"C": 64})
     reasons = [
-        [r.reason.value for r in judge(by_op["quantize"], request, imagined_gpu(sm))] for sm in (86, 90)
+        [r.reason.value for r in rejections(by_op["quantize"], request, hypothetical_gpu(sm))]
+        for sm in (86, 90)
     ]
     assert reasons == [["SM_TOO_OLD"], []]
-    assert [r.reason.value for r in judge(by_op["sample"], request, probe("cpu"))] == ["PLATFORM_MISMATCH"]
+    assert [r.reason.value for r in rejections(by_op["sample"], request, probe("cpu"))] == [
+        "PLATFORM_MISMATCH"
+    ]

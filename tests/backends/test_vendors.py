@@ -16,13 +16,12 @@ from torch import Tensor
 
 from layerzero.backends import availability
 from layerzero.backends.flashinfer import planning
-from layerzero.kvcache import PagedCache, Spec
-from layerzero.ops import host_copies as mirrors
-from layerzero.ops import table
+from layerzero.kvcache import KVCacheSpec, PagedCache
+from layerzero.ops import host_copies, table
 from layerzero.ops.op import Args
 from layerzero.spec import tolerances
-from layerzero.spec.hardware import imagined_gpu
-from layerzero.spec.kernel import Kernel, judge
+from layerzero.spec.hardware import hypothetical_gpu
+from layerzero.spec.kernel import Kernel, rejections
 from layerzero.spec.reasons import Reason
 from tests.backends import cases
 
@@ -31,7 +30,7 @@ VENDORS = ("flashinfer", "flash_attn_2", "flash_attn_3", "vllm_flash_attn_3", "f
 PAGED = [k for k in cases.KERNELS if k.op == "paged_attention" and "cuda" in k.capability.platforms]
 RAGGED = [k for k in cases.KERNELS if k.op == "ragged_attention" and "cuda" in k.capability.platforms]
 DENSE = [k for k in cases.KERNELS if k.op == "attention" and k.capability.platforms == {"cuda"}]
-HOPPER = imagined_gpu(90)
+HOPPER = hypothetical_gpu(90)
 
 gpu = pytest.mark.gpu
 
@@ -65,7 +64,7 @@ def near(op: str, args: Args, out: Any) -> list[str]:
     return [
         problem
         for got, true, base in zip(cases.as_tuple(out), truths, bases, strict=True)
-        for problem in tolerances.disagreements(got.cpu(), true, base.to(got.dtype))
+        for problem in tolerances.mismatches(got.cpu(), true, base.to(got.dtype))
     ]
 
 
@@ -113,7 +112,7 @@ def test_flashinfer_refuses_head_sizes_without_a_template(width: int) -> None:
             table.get(op).check(call).replace(platform="cuda", layout="BSHD" if op == "attention" else "NHD")
         )
         for variant in ("fa2", "fa3"):
-            reasons = judge(BY_ID[f"flashinfer.{op}.{variant}"], request, HOPPER)
+            reasons = rejections(BY_ID[f"flashinfer.{op}.{variant}"], request, HOPPER)
             assert [r.needs for r in reasons if r.field == "D"] == ["one of 64, 128, 256"]
 
 
@@ -121,7 +120,7 @@ def test_flash_attention_4_refuses_pages_that_hold_whole_tiles() -> None:
     """What stands behind a length in such a page reaches the output."""
     call = cases.call(cases.Case("paged_attention", dims={"D": 64, "P": 128}), torch.bfloat16)
     request = table.get("paged_attention").check(call).replace(platform="cuda")
-    reasons = judge(BY_ID["flash_attn_4.paged_attention.page_table"], request, HOPPER)
+    reasons = rejections(BY_ID["flash_attn_4.paged_attention.page_table"], request, HOPPER)
     assert [r.field for r in reasons] == ["P"]
 
 
@@ -131,32 +130,32 @@ def test_kernels_for_one_family_refuse_the_others(sm: int) -> None:
     call = cases.call(cases.Case("ragged_attention", dims={"D": 64}), torch.bfloat16)
     request = table.get("ragged_attention").check(call).replace(platform="cuda")
     for name in ("flashinfer.ragged_attention.fa3", "flash_attn_3.ragged_attention.varlen"):
-        reasons = {r.reason for r in judge(BY_ID[name], request, imagined_gpu(sm))}
+        reasons = {r.reason for r in rejections(BY_ID[name], request, hypothetical_gpu(sm))}
         assert reasons == {Reason.SM_TOO_OLD if sm < 90 else Reason.SM_TOO_NEW}
 
 
 def test_pages_in_compressed_rows() -> None:
     """Only what a length reaches is taken, in order; an empty sequence has no page."""
     tables = torch.tensor([[7, 3, 9], [5, 0, 0], [0, 0, 0], [1, 2, 8]])
-    pages = planning.Pages.of(tables, torch.tensor([9, 1, 0, 12]), 4)
+    pages = planning.CompressedBlockTables.of(tables, torch.tensor([9, 1, 0, 12]), 4)
     assert pages.starts.tolist() == [0, 3, 4, 4, 7]
     assert pages.ids.tolist() == [7, 3, 9, 5, 1, 2, 8]
     assert pages.last.tolist() == [1, 1, 0, 4]
-    full = planning.Pages.of(tables[[0, 3]], torch.tensor([12, 10]), 4)
+    full = planning.CompressedBlockTables.of(tables[[0, 3]], torch.tensor([12, 10]), 4)
     assert full.ids.tolist() == [7, 3, 9, 1, 2, 8]
 
 
 def test_lengths_without_a_host_copy_serve_one_call() -> None:
     """Two calls with one bare tensor have different keys; with a host copy they have one, until an edit."""
     bare = torch.tensor([1, 2])
-    assert planning.Lengths.of("flags", bare) != planning.Lengths.of("flags", bare)
-    assert not planning.Lengths.of("flags", bare).holds
-    known = mirrors.remember(torch.tensor([1, 2]), torch.tensor([1, 2]))
-    assert planning.Lengths.of("flags", known) == planning.Lengths.of("flags", known)
-    assert planning.Lengths.of("flags", known) != planning.Lengths.of("others", known)
-    before = planning.Lengths.of("flags", known)
+    assert planning.PlanKey.of("flags", bare) != planning.PlanKey.of("flags", bare)
+    assert not planning.PlanKey.of("flags", bare).keepalive
+    known = host_copies.attach_host_copy(torch.tensor([1, 2]), torch.tensor([1, 2]))
+    assert planning.PlanKey.of("flags", known) == planning.PlanKey.of("flags", known)
+    assert planning.PlanKey.of("flags", known) != planning.PlanKey.of("others", known)
+    before = planning.PlanKey.of("flags", known)
     known[0] = 5
-    assert planning.Lengths.of("flags", known) != before
+    assert planning.PlanKey.of("flags", known) != before
 
 
 # -- on the card ------------------------------------------------------------------------------------------
@@ -172,7 +171,7 @@ def test_tables_edited_in_place_are_seen(kernel: Kernel, known: bool) -> None:
     tables, lengths = args[3], args[4]
     if known:
         for tensor in (tables, lengths):
-            mirrors.remember(tensor, tensor.cpu())
+            host_copies.attach_host_copy(tensor, tensor.cpu())
     assert not near("paged_attention", args, run(*args))
     lengths[0] = 16
     lengths[2] = 49
@@ -217,15 +216,15 @@ def test_a_plan_serves_every_layer_of_a_step(kernel: Kernel) -> None:
     run = loaded(kernel)
     if "P" in cases.base_of(kernel):
         pytest.skip("its pages are larger than this cache's")
-    spec = Spec(heads=2, width=64, dtype=torch.bfloat16, device=torch.device("cuda:0"))
+    spec = KVCacheSpec(num_kv_heads=2, head_dim=64, dtype=torch.bfloat16, device=torch.device("cuda:0"))
     cache = PagedCache(spec, pages=32, page_size=16)
     sequences = [cache.new() for _ in range(3)]
     for sequence, count in zip(sequences, (20, 1, 47), strict=True):
         cache.append(sequence, rand(count, 2, 64), rand(count, 2, 64))
     q = rand(3, 4, 64)
     for layer in range(4):
-        keys = cache.k_pages + layer
-        args = table.get("paged_attention").build(q, keys, cache.v_pages, *cache.tables(sequences))[1]
+        keys = cache.k_cache + layer
+        args = table.get("paged_attention").build(q, keys, cache.v_cache, *cache.block_tables(sequences))[1]
         with torch.cuda.stream(torch.cuda.Stream()) if layer % 2 else torch.cuda.stream(None):
             torch.cuda.current_stream().wait_stream(torch.cuda.default_stream())
             out = run(*args)
@@ -246,19 +245,24 @@ def test_pages_that_are_shared_are_read_once(
     run = loaded(kernel)
     monkeypatch.setattr(prefix, "WORTH_BYTES", worth)
     planned: list[int] = []
-    plan = prefix.Layered.plan
+    plan = prefix.CascadeWrapper.plan
 
     def seen(self: Any, *args: Any) -> None:
         plan(self, *args)
         planned.append(self.shared)
 
-    monkeypatch.setattr(prefix.Layered, "plan", seen)
+    monkeypatch.setattr(prefix.CascadeWrapper, "plan", seen)
     tables = torch.tensor([[9, 2, 0, 4], [9, 2, 1, 5], [9, 2, 3, 0]], dtype=torch.int32)
     lengths = torch.tensor([64, 40, 36], dtype=torch.int32)
-    known = (mirrors.on_device(tables, cases.DEVICE), mirrors.on_device(lengths, cases.DEVICE))
+    known = (
+        host_copies.to_device_with_host_copy(tables, cases.DEVICE),
+        host_copies.to_device_with_host_copy(lengths, cases.DEVICE),
+    )
     named: dict[str, Any] = {"is_causal": True, "return_lse": True}
     if queries > 1:
-        named["cu_seqlens"] = mirrors.on_device(torch.arange(4, dtype=torch.int32) * queries, cases.DEVICE)
+        named["cu_seqlens_q"] = host_copies.to_device_with_host_copy(
+            torch.arange(4, dtype=torch.int32) * queries, cases.DEVICE
+        )
     q, pools = rand(3 * queries, 4, 64), [rand(10, 16, 2, 64), rand(10, 16, 2, 64)]
     args = table.get("paged_attention").build(q, *pools, *known, **named)[1]
     known_lse = table.get("paged_attention").reference(*cases.to("cpu", args))[1]
@@ -277,7 +281,9 @@ def test_a_captured_call_follows_lengths_that_change(kernel: Kernel) -> None:
     if kernel.op == "paged_attention":
         args = paged_call(kernel, [5, 33, 70, 16])
     else:
-        offsets = mirrors.on_device(torch.tensor([0, 2, 4, 12], dtype=torch.int32), cases.DEVICE)
+        offsets = host_copies.to_device_with_host_copy(
+            torch.tensor([0, 2, 4, 12], dtype=torch.int32), cases.DEVICE
+        )
         args = table.get(kernel.op).build(rand(12, 4, 64), rand(12, 4, 64), rand(12, 4, 64), offsets)[1]
     stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
     with torch.cuda.stream(stream):
@@ -340,25 +346,25 @@ def test_causal_is_aligned_at_the_last_query(kernel: Kernel, lengths: tuple[int,
         args = table.get("attention").build(
             *(t.transpose(1, 2).contiguous() for t in (q, k, v)), is_causal=True
         )[1]
-    if judge(kernel, table.get("attention").check(args), cases.HERE):
+    if rejections(kernel, table.get("attention").check(args), cases.HERE):
         pytest.skip("refuses the call")
     assert not near("attention", args, run(*args))
 
 
 @gpu
-@of([k for k in cases.KERNELS if k.build is not None])
+@of([k for k in cases.KERNELS if k.compile is not None])
 def test_a_unit_is_compiled_by_a_call_like_the_one_asked_for(kernel: Kernel) -> None:
     """Plain, causal and prefill requests alike; afterwards the same request compiles nothing new."""
     loaded(kernel)
-    assert kernel.build is not None
+    assert kernel.compile is not None
     op, built = table.get(kernel.op), 0
     for asks in ((), ("causal", "gqa"), ("prefill", "lse", "causal")):
         known = tuple(a for a in asks if a in kernel.capability.features)
         layout = ("bshd",) if kernel.op == "attention" else ()
         case = cases.Case(kernel.op, (*layout, *known), {"D": 64} | cases.base_of(kernel))
         request = op.check(cases.call(case, torch.bfloat16))
-        if not judge(kernel, request, cases.HERE):
-            kernel.build(request)
+        if not rejections(kernel, request, cases.HERE):
+            kernel.compile(request)
             built += 1
     assert built >= 2
 
@@ -372,7 +378,9 @@ def test_cudnn_is_not_asked_where_a_row_may_see_nothing() -> None:
     args = table.get("attention").build(*(rand(1, 2, n, 64) for n in (8, 64, 64)), attn_mask=mask)[1]
     request = table.get("attention").check(args)
     refused = [
-        k.id for k in DENSE if Reason.EMPTY_ROWS_UNSAFE in {r.reason for r in judge(k, request, cases.HERE)}
+        k.id
+        for k in DENSE
+        if Reason.EMPTY_ROWS_UNSAFE in {r.reason for r in rejections(k, request, cases.HERE)}
     ]
     assert "torch.attention.sdpa_cudnn" in refused
     q, k, v = args[:3]

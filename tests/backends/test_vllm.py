@@ -76,6 +76,6 @@ def test_a_build_without_the_extension_says_so(installed: Path) -> None:
 
 def test_offsets_of_equal_sequences_are_made_once() -> None:
     """Dense operands go in as sequences of one length."""
-    offsets = vllm._steps(3, 5, torch.device("cpu"))
+    offsets = vllm._uniform_cu_seqlens(3, 5, torch.device("cpu"))
     assert offsets.tolist() == [0, 5, 10, 15] and offsets.dtype == torch.int32
-    assert vllm._steps(3, 5, torch.device("cpu")) is offsets
+    assert vllm._uniform_cu_seqlens(3, 5, torch.device("cpu")) is offsets

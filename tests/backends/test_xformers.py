@@ -25,7 +25,7 @@ def test_a_mask_for_the_split_kernel_has_no_infinity() -> None:
     assert bias is not None and bias.shape == (2, 2, 2, 5, 24)
     assert torch.isfinite(bias).all()
     scores = torch.einsum("bqhd,bkhd->bhqk", q, k.repeat_interleave(2, 2)) / 4
-    whole = masks.additive(q.transpose(1, 2), k.transpose(1, 2), mask, False, None, None, q.dtype)
+    whole = masks.additive_bias(q.transpose(1, 2), k.transpose(1, 2), mask, False, None, None, q.dtype)
     assert whole is not None
     torch.testing.assert_close((scores + bias.flatten(1, 2)).softmax(-1), (scores + whole).softmax(-1))
 

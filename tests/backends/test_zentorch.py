@@ -12,7 +12,7 @@ from torch.nn import functional
 
 from layerzero.backends import zentorch
 from layerzero.ops import table
-from layerzero.spec.tolerances import disagreements
+from layerzero.spec.tolerances import mismatches
 from tests.backends import cases
 
 BY_ID = {k.id: k for k in cases.KERNELS}
@@ -33,7 +33,7 @@ def test_a_product_follows_its_weight(dtype: torch.dtype, rows: int, inner: int,
         weight = torch.randn(width, inner).to(dtype)
         for _ in range(2):
             truth = functional.linear(x.double(), weight.double())
-            problems = disagreements(linear(x, weight, None), truth, functional.linear(x, weight))
+            problems = mismatches(linear(x, weight, None), truth, functional.linear(x, weight))
             assert not problems
             weight.mul_(-2)
         del weight
@@ -101,5 +101,5 @@ def test_a_quantized_product_follows_its_weight(dtype: torch.dtype) -> None:
         for _ in range(3):
             truth = right(x.double(), weight, scale.double(), None, "dynamic")
             baseline = right(x, weight, scale, None, "dynamic")
-            assert not disagreements(kernel(x, weight, scale, None, "dynamic"), truth, baseline)
+            assert not mismatches(kernel(x, weight, scale, None, "dynamic"), truth, baseline)
             weight.neg_()

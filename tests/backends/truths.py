@@ -18,7 +18,7 @@ from layerzero.backends.torch_moe import by_expert
 from layerzero.ops import table
 from layerzero.ops.linear.cross_entropy import cross_entropy_reference
 from layerzero.ops.op import Args, Op
-from layerzero.ops.paged.checks import gather, page_axes, query_offsets
+from layerzero.ops.paged.checks import gather_pages, page_axes, query_offsets
 from tests.backends.calls import DEVICE, OVER_SEQUENCES, Case, call, to
 
 
@@ -123,7 +123,7 @@ def _sequences(op: str, args: Args) -> Iterator[tuple[Tensor, Tensor, bool, Any,
     starts = query_offsets(q.shape[0], cu)
     size = pool.shape[page_axes(layout)[0]]
     for row, length in enumerate(lens.tolist()):
-        k = gather(pool, tables[row, : -(-length // size)], length, layout)
+        k = gather_pages(pool, tables[row, : -(-length // size)], length, layout)
         yield q[starts[row] : starts[row + 1]], k, causal, scale, window, softcap
 
 

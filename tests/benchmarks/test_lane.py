@@ -113,13 +113,13 @@ def test_the_loop_by_hand_computes_the_same(kind: str) -> None:
             cache = by_hand.Paged(model)
             for one, two in zip(mine, other, strict=True):  # the same keys and values in other pages
                 for layer in model.layers:
-                    for pool in (layer.k_pages, layer.v_pages):
+                    for pool in (layer.k_cache, layer.v_cache):
                         pool[two.pages[: len(one.pages)]] = pool[one.pages]
         else:
             cache = by_hand.Contiguous(model, 3, 32)
             for row, (one, n) in enumerate(zip(mine, lengths, strict=True)):
                 for index, layer in enumerate(model.layers):
-                    for dense, pool in ((cache.keys, layer.k_pages), (cache.values, layer.v_pages)):
+                    for dense, pool in ((cache.keys, layer.k_cache), (cache.values, layer.v_cache)):
                         dense[index, row, :, :n] = pool[one.pages].flatten(0, 1)[:n].transpose(0, 1)
         cache.join(other, lengths)
         ids = torch.tensor([3, 1, 2])
@@ -136,7 +136,7 @@ def test_a_crowd_leaves_nothing_behind(per: Any) -> None:
     with lz.start(lz.Settings(device="cpu", inference=True)) as runtime, torch.inference_mode():
         model = models.build("tiny", pages=CROWD.pages(16))
         span = asyncio.run(crowd.awaited(runtime, model, CROWD, per))
-        stats = runtime.device("cpu").fronts.stats()
+        stats = runtime.device("cpu").loop_drivers.stats()
         assert span.tokens > 0
         assert model.cache.allocator.free_pages == CROWD.pages(16)
         assert stats.submitted == stats.ended

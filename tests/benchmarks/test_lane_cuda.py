@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from layerzero.kvcache import PagedCache, Spec
+from layerzero.kvcache import KVCacheSpec, PagedCache
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = ROOT / "benchmarks" / "lane_cuda.py"
@@ -73,7 +73,7 @@ def test_an_item_that_fails_is_an_error_of_the_record(tmp_path: Path) -> None:
 def test_padding_keeps_places_of_its_own() -> None:
     """Rows that no sequence has stand where nobody writes, also after a larger crowd stood there."""
     captured = importlib.import_module("generating.captured")
-    cache = PagedCache(Spec(heads=1, width=8), pages=12, page_size=4)
+    cache = PagedCache(KVCacheSpec(num_kv_heads=1, head_dim=8), pages=12, page_size=4)
     frame = captured.Frame(cache, 8, 4)
     spare = frame.places(4).slots.tolist()
     sequences = [cache.sequence(8) for _ in range(4)]

@@ -19,11 +19,11 @@ from benchmarks.regret_build import in_order, jobs
 from benchmarks.regret_shapes import PARTS, asked, shapes
 from benchmarks.regret_tune import to_keep, to_tune
 from layerzero.measure.calls import Call
-from layerzero.measure.shapes import standard
+from layerzero.measure.shapes import standard_calls
 from layerzero.ops import table as ops_table
 from layerzero.perfdb.record import Environment, Measurement
-from layerzero.perfdb.shipped import Provenance, Table
-from layerzero.spec.hardware import imagined_gpu
+from layerzero.perfdb.shipped import Provenance, ShippedTable
+from layerzero.spec.hardware import hypothetical_gpu
 
 
 def options(out: Path) -> argparse.Namespace:
@@ -71,16 +71,16 @@ def test_what_the_shipped_table_lacks_is_tuned_first_and_the_rest_is_kept() -> N
     with lz.start(settings, scoped=True) as runtime:
         device = runtime.device()
         plain = to_tune(device, set(), [], quick=True)
-        here = Environment.of(device.hardware)
-        sites = [call.site(device.hardware) for call in plain]
+        here = Environment.of_hardware(device.hardware)
+        sites = [call.benchmark_case(device.hardware) for call in plain]
         own = [
-            Measurement(site=site, kernel=kernel.id, median_us=9.0, p95_us=9.0, variance=0.0, samples=9)
+            Measurement(case=site, kernel=kernel.id, median_us=9.0, p95_us=9.0, variance=0.0, samples=9)
             for site in sites
             for kernel in device.registry.for_op(site.op)
         ]
-        five = [row for row in own if row.site in sites[:5]]
+        five = [row for row in own if row.case in sites[:5]]
         provenance = Provenance(command="c", date="d", version="v", environment=here)
-        table = Table(provenance=provenance, content="", rows=tuple(five))
+        table = ShippedTable(provenance=provenance, content="", rows=tuple(five))
         ordered = to_tune(device, set(sites[5:6]), [table], quick=True)
         only = to_tune(device, set(sites[5:6]), [table], quick=True, only_missing=True)
         late = plain[4]
@@ -88,7 +88,7 @@ def test_what_the_shipped_table_lacks_is_tuned_first_and_the_rest_is_kept() -> N
     assert ordered == [*plain[6:], *plain[:5]] and only == [*plain[6:]]
     known = [call for call in named if call in plain[:5]]
     assert known[0] == late and named[-5:] == known and named[0] not in plain[:5]
-    assert to_keep(own[:1], [table], here) == [row for row in five if row.site != sites[0]]
+    assert to_keep(own[:1], [table], here) == [row for row in five if row.case != sites[0]]
     assert to_keep(own[:2], [table], msgspec.structs.replace(here, driver="another")) == []
 
 
@@ -170,11 +170,11 @@ def test_blind_shapes_stay_as_they_were_drawn(platform: str, drawn: str, before:
     """Who changes seed or ranges has to change this digest: after a run they would be blind no longer."""
     found = blind(platform)
     assert (digest(found), digest(seen(platform))) == (drawn, before)
-    known = {str(call) for call in standard(None, platform)} | {str(call) for _, call in seen(platform)}
+    known = {str(call) for call in standard_calls(None, platform)} | {str(call) for _, call in seen(platform)}
     assert not known & {str(call) for _, call in found}, "none is tuned, none was seen"
     for _, call in found:
-        request = call.request(imagined_gpu(90))
-        assert call.bytes() <= 2 * RANGES[platform].max_bytes
+        request = call.request(hypothetical_gpu(90))
+        assert call.operand_bytes() <= 2 * RANGES[platform].max_bytes
         assert ops_table.get(call.op).work(request).flops <= 1.1 * RANGES[platform].max_flops
 
 

@@ -14,9 +14,9 @@ from layerzero.measure.shapes import norm
 from layerzero.perfdb import Measurement
 from layerzero.perfdb.record import Launch
 from layerzero.spec.errors import NoKernelFoundError
-from layerzero.spec.hardware import imagined_gpu
+from layerzero.spec.hardware import hypothetical_gpu
 
-H200 = imagined_gpu(90)
+H200 = hypothetical_gpu(90)
 KERNELS = {kernel.id: kernel for kernel in load_builtin()}
 CALL = norm("rms_norm", 64, 4096)
 OURS, THEIRS = "torch.rms_norm.cuda", "flashinfer.rms_norm.rmsnorm"
@@ -37,7 +37,7 @@ def record(**launches: dict[str, float]) -> dict[str, Any]:
 def measured(kernel: str, us: float, launch: Launch) -> Measurement:
     site = cases(record(eager={OURS: 1.0, THEIRS: 2.0}), [CALL], H200)[0].site
     return Measurement(
-        site=site, kernel=kernel, launch=launch, median_us=us, p95_us=us, variance=0.0, samples=15
+        case=site, kernel=kernel, launch=launch, median_us=us, p95_us=us, variance=0.0, samples=15
     )
 
 
@@ -77,7 +77,7 @@ def test_shapes_that_were_blind_once_are_told_apart() -> None:
 def test_a_call_left_out_is_chosen_for_from_the_others() -> None:
     """Each of two calls is judged by its own times and chosen for by the other's, transforms counted."""
     near = [
-        msgspec.structs.replace(row, site=norm("rms_norm", rows, 4096).site(H200))
+        msgspec.structs.replace(row, case=norm("rms_norm", rows, 4096).benchmark_case(H200))
         for rows, times in ((64, (9.0, 20.0)), (256, (30.0, 10.0)))
         for row in (measured(OURS, times[0], "graph"), measured(THEIRS, times[1], "graph"))
     ]

@@ -45,6 +45,7 @@ def frame_in(path: str) -> FrameType:
 def test_a_sample_is_of_choosing_by_the_files_on_its_stack(
     share: ModuleType, path: str, choosing: bool
 ) -> None:
-    """Selection, policy, health and the table of plans count wherever they are; kernels and lanes do not."""
+    """Selection, policy, health and the table of plans count wherever they are; kernels and batchers do
+    not."""
     assert share.chooses(frame_in(str(share.LIBRARY / path))) is choosing
     assert share.chooses(None) is False

@@ -35,7 +35,7 @@ def soak(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 
 def test_every_call_ends_once(soak: dict[str, Any]) -> None:
-    """What callers saw and what the lane counted are both whole."""
+    """What callers saw and what the batcher counted are both whole."""
     lane, ended = soak["lane"], soak["ended"]
     assert lane["submitted"] == sum(lane[name] for name in ENDS)
     assert soak["asked"] == sum(ended.values())

@@ -15,12 +15,12 @@ import torch
 import layerzero as lz
 import layerzero.sync
 from layerzero.actors.device.local_device import LocalDevice
-from layerzero.health import State
+from layerzero.health import BreakerState
 from layerzero.ops import table as ops_table
 from layerzero.runtime import Runtime
 from layerzero.scheduler.batch_executor import BatchExecutor
-from layerzero.scheduler.loop_drivers import Fronts
-from layerzero.scheduler.streams import Streams
+from layerzero.scheduler.loop_drivers import LoopDrivers
+from layerzero.scheduler.streams import DeviceStreams
 from layerzero.scheduler.torch_modes import capture
 from layerzero.spec.kernel import Kernel
 from tests.clocks import FakeClock
@@ -71,13 +71,13 @@ class Site:
         """Until the background thread has done what it was given, and what came of that."""
         for _ in range(2):
             done = threading.Event()
-            if self.cpu._loading.submit(done.set):
+            if self.cpu._loader.submit(done.set):
                 assert done.wait(60)
 
 
 def which(at: Site) -> Any:
     """The kernel of a call and where its price comes from, once all is read."""
-    at.cpu.expected(60.0)
+    at.cpu.wait_for_costs(60.0)
     try:
         chosen = lz.select("rms_norm", X, WEIGHT)
     except lz.NoKernelFoundError:
@@ -111,7 +111,7 @@ def sizes(at: Site) -> Any:
     """How large batches were."""
 
     def counted() -> dict[int, int]:
-        return dict(at.cpu.fronts.stats().sizes)
+        return dict(at.cpu.loop_drivers.stats().sizes)
 
     found = []
     for calls in (crowd(), crowd_of_functions()):
@@ -178,13 +178,15 @@ def reaped(at: Site) -> Any:
     """Whether callers on streams are answered when their batch has run, and how many may be ahead."""
     before = REAPED[0]
     at.run(crowd())
-    return REAPED[0] > before, [front.lane.caps.ahead for front in at.cpu.fronts.by_loop.values()]
+    return REAPED[0] > before, [
+        front.batcher.limits.max_inflight_batches for front in at.cpu.loop_drivers.by_loop.values()
+    ]
 
 
 REAPED = [0]
 
 
-class NoStreams(Streams):
+class NoStreams(DeviceStreams):
     """What a CUDA device has for streams, on a device that has none."""
 
     def ambient(self) -> Any:
@@ -197,18 +199,18 @@ class NoStreams(Streams):
 
 def attach_streams(device: LocalDevice) -> None:
     """As `layerzero.scheduler.batch_executor.attach` does for CUDA."""
-    across = NoStreams(0, device.reaper, device.settings.completion)
-    device.fronts = Fronts(
-        BatchExecutor(device), device.worker, device.settings, always_inline=True, across=across
+    across = NoStreams(0, device.event_thread, device.settings.completion)
+    device.loop_drivers = LoopDrivers(
+        BatchExecutor(device), device.worker, device.settings, always_inline=True, streams=across
     )
-    device.capture = capture
+    device.capture_modes = capture
 
 
 def remembered(at: Site) -> Any:
     """Keys that a table holds after calls of six sizes."""
     for n in range(6):
         layerzero.sync.rms_norm(torch.randn(4**n, 512), WEIGHT)
-    return len(at.cpu.table(ops_table.get("rms_norm")).keyed)
+    return len(at.cpu.table(ops_table.get("rms_norm")).by_key)
 
 
 def loaded(at: Site) -> Any:
@@ -253,7 +255,7 @@ def safe(at: Site) -> Any:
 
 def sampled(at: Site) -> Any:
     """What stands around the plans that are made."""
-    return [type(watcher).__name__ for watcher in at.cpu._watchers]
+    return [type(watcher).__name__ for watcher in at.cpu._middlewares]
 
 
 def default_device(at: Site) -> Any:
@@ -266,7 +268,7 @@ def to_open(at: Site) -> Any:
     health, count = at.cpu.health, 0
     health.quarantine(FAST, "")
     health.lift(FAST)
-    while health.state(FAST) is State.CLOSED and count < 50:
+    while health.state(FAST) is BreakerState.CLOSED and count < 50:
         count += 1
         health.failure(FAST, "boom")
         at.clock.advance(7.0)
@@ -279,7 +281,7 @@ def to_open(at: Site) -> Any:
         at.clock.advance(waits[-1])
         probe = health.take_probe(FAST)
         assert probe is not None
-        probe.failed("again")
+        probe.fail("again")
     return count, [round(wait) for wait in waits]
 
 

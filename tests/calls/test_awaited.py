@@ -24,13 +24,13 @@ WEIGHT = torch.randn(8, 16)
 
 @pytest_asyncio.fixture
 async def runtime() -> AsyncIterator[Runtime]:
-    """A runtime of the test's own; awaits go through the lane's worker thread as well."""
+    """A runtime of the test's own; awaits go through the batcher's worker thread as well."""
     async with lz.start(lz.Settings(inline_limit_us=20.0, warm="off")) as opened:
         yield opened
 
 
 def sizes(runtime: Runtime) -> dict[int, int]:
-    found: dict[int, int] = runtime.device("cpu").fronts.stats().sizes
+    found: dict[int, int] = runtime.device("cpu").loop_drivers.stats().sizes
     return found
 
 
@@ -203,7 +203,7 @@ async def test_a_cancelled_caller_strands_nobody(runtime: Runtime) -> None:
             torch.testing.assert_close(result, torch.nn.functional.linear(x, WEIGHT))
         else:
             assert isinstance(result, asyncio.CancelledError)
-    stats = runtime.device("cpu").fronts.stats()
+    stats = runtime.device("cpu").loop_drivers.stats()
     assert stats.submitted == stats.ended
 
 
@@ -233,10 +233,10 @@ async def _too_late(runtime: Runtime) -> str:
         await lz.rms_norm(torch.randn(1, 16), timeout=20.0)
 
     busy = asyncio.ensure_future(first())
-    front = runtime.device("cpu").fronts.current()
+    front = runtime.device("cpu").loop_drivers.current()
     for _ in range(3):
         await asyncio.sleep(0)
-    assert front.lane.in_flight
+    assert front.batcher.inflight_batches
     with pytest.raises(lz.DeadlineExceededError) as told:
         await late()
     hold.set()
@@ -285,9 +285,9 @@ async def test_threads_and_coroutines_on_one_key_cause_one_decision(runtime: Run
     for thread in threads:
         await asyncio.to_thread(thread.join)
     table = runtime.device("cpu").snapshot.tables["layer_norm"]
-    single = {plan.request.dims["N"] for hot in table.hot for plan in hot.values()}
+    single = {plan.request.dims["N"] for hot in table.by_signature for plan in hot.values()}
     assert len(awaited) == 1000 and len(out) == 100
-    assert table.computed == len({key for key in table.keyed}) <= len(single)
+    assert table.computed == len({key for key in table.by_key}) <= len(single)
     want = torch.nn.functional.layer_norm(x, (16,))
     assert all(torch.allclose(t, want, atol=1e-6) for t in [*awaited, *out])
 

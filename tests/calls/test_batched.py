@@ -1,4 +1,4 @@
-"""A function over rows behaves in a lane like an op: shared runs, one culprit, cancellation, own rows."""
+"""A function over rows behaves in a batcher like an op: shared runs, one culprit, cancellation, own rows."""
 
 from __future__ import annotations
 
@@ -143,7 +143,7 @@ async def test_a_lone_caller_runs_inline_once_the_cost_is_known() -> None:
         step = lz.batched(model.step)
         for _ in range(40):
             await step(torch.ones(1, 4), "h")
-        submitted = own.device("cpu").fronts.stats().submitted
+        submitted = own.device("cpu").loop_drivers.stats().submitted
     assert len(model.runs) == 40
     assert submitted < 40
 

@@ -131,7 +131,7 @@ async def test_weights_that_a_function_holds_are_seen_before_its_first_run(kind:
 
 @pytest.mark.parametrize("kind", ["closure", "object", "method"])
 def test_a_function_that_nobody_wraps_any_more_is_let_go(kind: str) -> None:
-    """With what it holds, also while the lane remembers its groups."""
+    """With what it holds, also while the batcher remembers its groups."""
 
     def used() -> weakref.ref[Any]:
         module = Counting()

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 import layerzero as lz
-from layerzero.calls.blocking import runtime_here
+from layerzero.calls.blocking import context_runtime
 from tests.native.twins import both_paths as both_paths
 
 WEIGHT = torch.randn(8, 8)
@@ -23,7 +23,7 @@ def projected(x: Tensor) -> Tensor:
     out = lz.sync.linear(x, WEIGHT)
     chosen = lz.last_selection()
     assert chosen is not None
-    SEEN.append((len(x), chosen.kernel, runtime_here().settings.strict))
+    SEEN.append((len(x), chosen.kernel, context_runtime().settings.strict))
     return out
 
 

@@ -51,7 +51,7 @@ def sizes(setting: str, name: str, wanted: list[str | None]) -> dict[int, int]:
 
     with lz.start(lz.Settings(batching=setting, warm="off"), scoped=True) as runtime:  # type: ignore[arg-type]
         asyncio.run(every())
-        found: dict[int, int] = runtime.device("cpu").fronts.stats().sizes
+        found: dict[int, int] = runtime.device("cpu").loop_drivers.stats().sizes
         return found
 
 

@@ -68,9 +68,9 @@ async def sweep(runtime: Runtime, way: str, victim: int, at: int) -> bool:
         assert value == index + 3 or (index == victim and hit), (index, value)
     del calls, waits
     await asyncio.sleep(0)
-    lane = runtime.device("cpu").fronts.current().lane
+    lane = runtime.device("cpu").loop_drivers.current().batcher
     stats = lane.stats
-    assert lane.idle and lane.live == 0
+    assert lane.idle and lane.unfinished == 0
     assert stats.submitted == stats.done + stats.cancelled
     for _ in range(20):  # a cancelled task and its traceback are a cycle
         if all(ref() is None for ref in refs):
@@ -92,8 +92,10 @@ async def outcome(call: Awaitable[float]) -> float | None:
 @pytest.mark.parametrize("way", ["once", "twice", "spawned"])
 @pytest.mark.parametrize("victim", [0, CALLERS - 1])
 async def test_cancelling_at_every_turn_of_a_request_leaves_no_trace(way: str, victim: int) -> None:
-    """For every k: cancelled in turn k, the others get their values and no ticket or tensor is left."""
-    settings = lz.Settings(device="cpu", inference=True, inline_limit_us=1e9, max_items=3, queue_items=3)
+    """For every k: cancelled in turn k, the others get their values and no pending call or tensor is left."""
+    settings = lz.Settings(
+        device="cpu", inference=True, inline_limit_us=1e9, max_batch_size=3, max_queue_size=3
+    )
     async with lz.start(settings, scoped=True) as runtime:
         hits, hit = 0, False
         for at in range(400):

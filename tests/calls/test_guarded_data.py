@@ -94,7 +94,7 @@ def test_bad_data_in_company_fails_alone(runtime: Runtime, op: str, name: str, n
         for _ in range(3):
             calls = [fresh(op), wrong(op, name, number), fresh(op)]
             if op == "append_kv":  # one pool for all, places of each caller's own
-                calls[1] |= {key: calls[0][key] for key in ("k_pages", "v_pages")}
+                calls[1] |= {key: calls[0][key] for key in ("k_cache", "v_cache")}
             outcomes = await asyncio.gather(
                 *[getattr(lz, op)(**one) for one in calls], return_exceptions=True
             )
@@ -153,8 +153,8 @@ def test_what_was_checked_is_what_is_read(runtime: Runtime, op: str, way: str) -
 @pytest.mark.parametrize("op", OPS)
 def test_every_op_that_reads_indices_has_a_guard(op: str) -> None:
     """And no op without one takes whole numbers as tensors, the codes of quantized rows aside."""
-    assert table.get(op).guard is not None
-    guarded = {name for name in table.FILES if table.get(name).guard is not None}
+    assert table.get(op).validate_values is not None
+    guarded = {name for name in table.FILES if table.get(name).validate_values is not None}
     assert guarded == set(GOOD) == set(BAD)
 
 
@@ -169,7 +169,7 @@ def test_torchs_compiler_sees_one_program(runtime: Runtime) -> None:
 @pytest.mark.parametrize("op", OPS)
 def test_fake_tensors_and_transforms_are_not_read(op: str) -> None:
     """Nothing there has data; the arguments come back as they are."""
-    guard: Any = table.get(op).guard
+    guard: Any = table.get(op).validate_values
     call = fresh(op)
     with FakeTensorMode() as mode:
         fake = {n: mode.from_tensor(v) if isinstance(v, Tensor) else v for n, v in call.items()}

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 import layerzero as lz
-from layerzero.kvcache import PagedCache, Spec
+from layerzero.kvcache import KVCacheSpec, PagedCache
 
 pytestmark = pytest.mark.skipif(
     shutil.which(os.environ.get("CXX", "g++")) is None, reason="no C++ compiler for the pages' strict kernel"
@@ -37,10 +37,10 @@ async def request(cache: PagedCache, x: Tensor, held: set[int]) -> Tensor:
         for _ in range(STEPS):
             x = await lz.linear(x, WEIGHT)
             x = await lz.batched(halved)(x)
-            slots = cache.extend([sequence], [1])
-            await lz.append_kv(x[:, None], x[:, None], cache.k_pages, cache.v_pages, slots)
-            tables, lengths = cache.tables([sequence])
-            out = await lz.paged_attention(x[:, None], cache.k_pages, cache.v_pages, tables, lengths)
+            slot_mapping = cache.extend([sequence], [1])
+            await lz.append_kv(x[:, None], x[:, None], cache.k_cache, cache.v_cache, slot_mapping)
+            tables, lengths = cache.block_tables([sequence])
+            out = await lz.paged_attention(x[:, None], cache.k_cache, cache.v_cache, tables, lengths)
             x = await lz.rms_norm(out[:, 0], None)
         return x
     finally:
@@ -55,13 +55,13 @@ def as_task(runtime: lz.Runtime, coro: Any) -> asyncio.Future[Any]:
 
 
 def as_spawned(runtime: lz.Runtime, coro: Any) -> asyncio.Future[Any]:
-    """A coroutine that the lane steps."""
+    """A coroutine that the batcher steps."""
     return asyncio.ensure_future(runtime.spawn(coro))
 
 
 async def lives(runtime: lz.Runtime, drive: Drive, victim: int, at: int) -> tuple[bool, list[Tensor | None]]:
     """All requests together, one cancelled after `at` turns: whether that hit it, and everybody's result."""
-    cache = PagedCache(Spec(heads=1, width=WIDTH), pages=CALLERS, page_size=STEPS)
+    cache = PagedCache(KVCacheSpec(num_kv_heads=1, head_dim=WIDTH), pages=CALLERS, page_size=STEPS)
     held: set[int] = set()
     rows = torch.randn(CALLERS, 1, WIDTH, generator=torch.Generator().manual_seed(0))
     tasks = [drive(runtime, request(cache, row, held)) for row in rows]
@@ -75,9 +75,9 @@ async def lives(runtime: lz.Runtime, drive: Drive, victim: int, at: int) -> tupl
     for _ in range(3):
         await asyncio.sleep(0)
     assert not held and cache.allocator.free_pages == CALLERS, f"pages leaked at {at}"
-    front = runtime.device("cpu").fronts.current()
-    assert front.lane.live == 0 and front.lane.queued == 0
-    stats = front.lane.stats
+    front = runtime.device("cpu").loop_drivers.current()
+    assert front.batcher.unfinished == 0 and front.batcher.queued == 0
+    stats = front.batcher.stats
     assert stats.submitted == stats.done + stats.failed + stats.cancelled + stats.expired + stats.rejected
     failed = [result for result in results if isinstance(result, Exception)]
     assert not failed, failed

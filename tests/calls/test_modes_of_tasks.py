@@ -69,11 +69,11 @@ async def test_children_made_without_grad_have_none_and_meet(name: str) -> None:
             assert (await CALLS[name]()).requires_grad
         for _ in range(3):
             ROWS.clear()
-            before = dict(runtime.device("cpu").fronts.stats().sizes)
+            before = dict(runtime.device("cpu").loop_drivers.stats().sizes)
             with torch.no_grad():
                 outs = await asyncio.gather(*(CALLS[name]() for _ in range(64)))
             assert not any(out.requires_grad for out in outs)
-            after = runtime.device("cpu").fronts.stats().sizes
+            after = runtime.device("cpu").loop_drivers.stats().sizes
             assert {
                 size: n - before.get(size, 0) for size, n in after.items() if n != before.get(size, 0)
             } == {64: 1}
@@ -311,6 +311,8 @@ def test_tasks_made_before_the_loops_first_call_share_modes_and_that_is_said(
 
     with lz.start(lz.Settings(warm="off")):
         _, first, second = asyncio.run(crowd())
-    said = [record.getMessage() for record in caplog.records if "front.modes_shared" in record.getMessage()]
+    said = [
+        record.getMessage() for record in caplog.records if "loop_driver.modes_shared" in record.getMessage()
+    ]
     assert first is second is torch.float32
     assert len(said) == 1 and "async with layerzero.start()" in said[0] and "autocast" in said[0]

@@ -57,7 +57,7 @@ async def test_an_inference_runtime_shares_runs_over_weights_that_want_a_gradien
             ]
         else:
             outs = await crowd(call)
-        assert runtime.device("cpu").fronts.stats().sizes == {8: 3}
+        assert runtime.device("cpu").loop_drivers.stats().sizes == {8: 3}
     assert not any(out.requires_grad for out in outs) and said(caplog) == []
 
 
@@ -68,7 +68,7 @@ async def test_that_weights_keep_ops_apart_is_said_once_with_what_to_do(
     """By default calls run alone; without grad, or frozen, they meet, and nothing is said."""
     layer = Layer()
     async with lz.start(lz.Settings(warm="off")) as runtime:
-        stats = runtime.device("cpu").fronts
+        stats = runtime.device("cpu").loop_drivers
         with torch.no_grad():
             await crowd(layer.one)
         assert stats.stats().sizes == {8: 3} and said(caplog) == []

@@ -52,12 +52,12 @@ LOST: Call = {
     "reduction": "mean",
 }  # fmt: skip
 PAGED: Call = {
-    "block_tables": torch.tensor([[0, 1], [2, 3]]), "context_lens": torch.tensor([5, 7]),
-    "cu_seqlens": torch.tensor([0, 1, 4]),
+    "block_tables": torch.tensor([[0, 1], [2, 3]]), "seq_lens": torch.tensor([5, 7]),
+    "cu_seqlens_q": torch.tensor([0, 1, 4]),
 }  # fmt: skip
 REPAGED: Call = {
-    "block_tables": torch.tensor([[3, 0], [1, 2]]), "context_lens": torch.tensor([6, 4]),
-    "cu_seqlens": torch.tensor([0, 2, 4]), "is_causal": False, "return_lse": True,
+    "block_tables": torch.tensor([[3, 0], [1, 2]]), "seq_lens": torch.tensor([6, 4]),
+    "cu_seqlens_q": torch.tensor([0, 2, 4]), "is_causal": False, "return_lse": True,
 }  # fmt: skip
 LOGITS = draw(32, 9) / 4
 DRAFT: Call = {"draft_probs": shares(32, 2, 6), "draft_tokens": ids(6, 32, 2), "seed": 3, "offset": 0}
@@ -162,18 +162,18 @@ CALLS: list[tuple[str, Call, Call]] = [
         "ragged_attention",
         {
             "q": draw(6, 2, 8), "k": draw(6, 2, 8), "v": draw(6, 2, 8),
-            "cu_seqlens": torch.tensor([0, 2, 6]), "cu_seqlens_k": torch.tensor([0, 3, 6]),
+            "cu_seqlens_q": torch.tensor([0, 2, 6]), "cu_seqlens_k": torch.tensor([0, 3, 6]),
             "is_causal": True, "scale": None, "window": None, "softcap": None, "return_lse": False,
         },
         {
-            "cu_seqlens": torch.tensor([0, 1, 6]), "cu_seqlens_k": torch.tensor([0, 5, 6]),
+            "cu_seqlens_q": torch.tensor([0, 1, 6]), "cu_seqlens_k": torch.tensor([0, 5, 6]),
             "is_causal": False, "scale": 2.0, "window": (1, -1), "softcap": 0.5, "return_lse": True,
         },
     ),
     (
         "paged_attention",
         {
-            "q": draw(4, 2, 8), "k_pages": draw(4, 4, 2, 8), "v_pages": draw(4, 4, 2, 8), **PAGED,
+            "q": draw(4, 2, 8), "k_cache": draw(4, 4, 2, 8), "v_cache": draw(4, 4, 2, 8), **PAGED,
             "is_causal": True, "scale": None, "window": None, "softcap": None, "layout": "NHD",
             "return_lse": False,
         },
@@ -181,15 +181,15 @@ CALLS: list[tuple[str, Call, Call]] = [
     ),
     (
         "paged_attention",
-        {"q": draw(4, 2, 8), "k_pages": draw(4, 2, 2, 8), "v_pages": draw(4, 2, 2, 8), **PAGED,
-         "context_lens": torch.tensor([3, 4])},
-        {"layout": "HND", "context_lens": torch.tensor([4, 2])},
+        {"q": draw(4, 2, 8), "k_cache": draw(4, 2, 2, 8), "v_cache": draw(4, 2, 2, 8), **PAGED,
+         "seq_lens": torch.tensor([3, 4])},
+        {"layout": "HND", "seq_lens": torch.tensor([4, 2])},
     ),
     (
         "mla_attention",
         {
-            "q_nope": draw(4, 2, 8), "q_pe": draw(4, 2, 4), "ckv_pages": draw(4, 4, 8),
-            "kpe_pages": draw(4, 4, 4), **PAGED, "scale": 0.5, "is_causal": True, "return_lse": False,
+            "q_nope": draw(4, 2, 8), "q_pe": draw(4, 2, 4), "ckv_cache": draw(4, 4, 8),
+            "kpe_cache": draw(4, 4, 4), **PAGED, "scale": 0.5, "is_causal": True, "return_lse": False,
         },
         {**REPAGED, "scale": 1.5},
     ),
@@ -311,29 +311,29 @@ def test_callers_that_differ_in_one_argument_get_their_own(
     asyncio.run(rounds())
     definition = table.get(op)
     rule = definition.batching
-    if rule is not None and rule.group(definition.build(**call)[1]) is not None:
-        shared = runtime.device("cpu").fronts.stats().sizes
+    if rule is not None and rule.batch_key(definition.build(**call)[1]) is not None:
+        shared = runtime.device("cpu").loop_drivers.stats().sizes
         assert max(shared) > 1, "nobody shared a batch: nothing is shown"
 
 
-@pytest.mark.parametrize("argument", ["k", "v", "slots", "k_pages", "v_pages", "layout"])
+@pytest.mark.parametrize("argument", ["k", "v", "slot_mapping", "k_cache", "v_cache", "layout"])
 def test_appends_that_differ_in_one_argument_write_their_own(runtime: Runtime, argument: str) -> None:
     """Rows for one pool go to their places, and those for another pool or layout beside them."""
     base: Call = {"k": draw(2, 2, 4), "v": draw(2, 2, 4), "layout": "NHD"}
     other = {**base, argument: "HND" if argument == "layout" else draw(2, 2, 4)} if argument in base else base
     pools = [draw(4, 2, 2, 4) for _ in range(4)]
-    apart = argument in ("k_pages", "v_pages", "layout")
-    slots = torch.tensor([1, 6]), torch.tensor([1, 6] if apart else [4, 0])
+    apart = argument in ("k_cache", "v_cache", "layout")
+    slot_mapping = torch.tensor([1, 6]), torch.tensor([1, 6] if apart else [4, 0])
 
     def calls(pools: list[Tensor]) -> list[Call]:
-        first = {**base, "k_pages": pools[0], "v_pages": pools[1], "slots": slots[0]}
-        second = {**other, "k_pages": pools[0], "v_pages": pools[1], "slots": slots[1]}
-        if argument in ("k_pages", "layout"):
-            second["k_pages"] = pools[2]
-        if argument in ("v_pages", "layout"):
-            second["v_pages"] = pools[3]
-        if argument in ("k_pages", "v_pages"):  # the pool that both write takes other places of each
-            second["slots"] = torch.tensor([4, 0])
+        first = {**base, "k_cache": pools[0], "v_cache": pools[1], "slot_mapping": slot_mapping[0]}
+        second = {**other, "k_cache": pools[0], "v_cache": pools[1], "slot_mapping": slot_mapping[1]}
+        if argument in ("k_cache", "layout"):
+            second["k_cache"] = pools[2]
+        if argument in ("v_cache", "layout"):
+            second["v_cache"] = pools[3]
+        if argument in ("k_cache", "v_cache"):  # the pool that both write takes other places of each
+            second["slot_mapping"] = torch.tensor([4, 0])
         return [first, second]
 
     for _ in range(2):
@@ -345,5 +345,7 @@ def test_appends_that_differ_in_one_argument_write_their_own(runtime: Runtime, a
             return await asyncio.gather(*[lz.append_kv(**one) for one in mine])
 
         results = asyncio.run(together(calls(crowd)))
-        assert all(torch.equal(got, one["slots"]) for got, one in zip(results, calls(crowd), strict=True))
+        assert all(
+            torch.equal(got, one["slot_mapping"]) for got, one in zip(results, calls(crowd), strict=True)
+        )
         assert all(torch.equal(got, wanted) for got, wanted in zip(crowd, alone, strict=True))

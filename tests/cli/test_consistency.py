@@ -13,7 +13,16 @@ import torch
 
 from layerzero.api.start import start
 from layerzero.cli import main
-from layerzero.cli.deployment import Answer, Call, Examined, Manifest, check, compare, examine, load
+from layerzero.cli.deployment import (
+    CallResult,
+    Deployment,
+    DeploymentCall,
+    DeviceResults,
+    check,
+    compare,
+    examine,
+    load,
+)
 from layerzero.cli.pytest_consistency import CHECKS
 from layerzero.spec.errors import ConfigurationError
 from layerzero.spec.settings import Settings
@@ -37,15 +46,15 @@ def manifest(tmp_path: Path) -> Path:
 
 
 @pytest.fixture(scope="module")
-def two() -> tuple[Manifest, dict[str, Any], dict[str, Examined]]:
+def two() -> tuple[Deployment, dict[str, Any], dict[str, DeviceResults]]:
     """Two devices that agree: this process's, twice."""
     calls = msgspec.convert([{"op": "rms_norm", "arguments": ["x=4x64:f32"]}], tuple[Any, ...])
-    wanted = msgspec.convert({"calls": calls}, Manifest)
+    wanted = msgspec.convert({"calls": calls}, Deployment)
 
     async def look() -> Any:
         async with start(Settings(device="cpu"), scoped=True) as runtime:
-            (facts,) = runtime.fleet.facts
-            return facts, await runtime.fleet.run(examine, wanted.calls)
+            (facts,) = runtime.device_pool.facts
+            return facts, await runtime.device_pool.run(examine, wanted.calls)
 
     facts, examined = anyio.run(look)
     named = {name: msgspec.structs.replace(facts, name=name) for name in ("a", "b")}
@@ -67,7 +76,7 @@ def test_two_equal_devices_agree(two: Any) -> None:
 def found(two: Any, check_: str, **changes: Any) -> Any:
     """The findings when device b differs in `changes` from a."""
     wanted, facts, examined = two
-    fields = {name: value for name, value in changes.items() if name in Examined.__struct_fields__}
+    fields = {name: value for name, value in changes.items() if name in DeviceResults.__struct_fields__}
     of_facts = {name: value for name, value in changes.items() if name not in fields}
     report = compare(
         wanted,
@@ -90,19 +99,19 @@ def test_each_disagreement_is_found(two: Any) -> None:
     found(two, "policy", policy="other")
     found(two, "settings", settings="other")
     found(two, "batch order", order=tuple(reversed(range(8))))
-    plans = found(two, "plans", answers=(Answer("other.rms_norm", "", answer.digest, answer.output),))
+    plans = found(two, "plans", answers=(CallResult("other.rms_norm", "", answer.digest, answer.output),))
     assert plans.values["b"] == "other.rms_norm"
-    wrong = Answer(answer.kernel, answer.transforms, "other", answer.output + 1.0)
+    wrong = CallResult(answer.kernel, answer.transforms, "other", answer.output + 1.0)
     assert found(two, "numerics", answers=(wrong,)).values["b"] == "other"
-    nan = Answer(answer.kernel, answer.transforms, answer.digest, answer.output * torch.nan)
+    nan = CallResult(answer.kernel, answer.transforms, answer.digest, answer.output * torch.nan)
     assert found(two, "numerics", answers=(nan,)).values.keys() == {"b"}
 
 
 def test_a_device_is_ready_before_it_answers() -> None:
     """A kernel that would be loaded behind the first call is loaded before it, and answers."""
-    calls = (Call("rms_norm", ("x=4x64:f32",)),)
+    calls = (DeploymentCall("rms_norm", ("x=4x64:f32",)),)
 
-    async def look() -> Examined:
+    async def look() -> DeviceResults:
         alone = Settings(device="cpu", perfdb=None, shipped_tables=False)
         async with start(alone, scoped=True) as runtime:
             runtime.add_kernel(kernel("late.rms_norm", cold=True))
@@ -121,11 +130,11 @@ def test_bits_are_compared_under_one_kernel_alone(two: Any) -> None:
     (kind,), (about, batched) = compare(*two).numbers, compare(*two).numbers.popitem()[1]
     assert compare(*two).numbers[kind][batched].startswith("bit for bit, under ")
     own = examined["b"].rows
-    near = Answer("other.rms_norm", "", "other bits", own.output * (1 + 1e-6))
+    near = CallResult("other.rms_norm", "", "other bits", own.output * (1 + 1e-6))
     for rows, findings in (
         (near, []),
-        (Answer(own.kernel, "", "other bits", own.output), ["batched rows"]),
-        (Answer("other.rms_norm", "", "other bits", own.output * 1.1), ["numerics"]),
+        (CallResult(own.kernel, "", "other bits", own.output), ["batched rows"]),
+        (CallResult("other.rms_norm", "", "other bits", own.output * 1.1), ["numerics"]),
     ):
         other = {**examined, "b": msgspec.structs.replace(examined["b"], rows=rows)}
         report = compare(wanted, facts, other)
@@ -193,17 +202,17 @@ def test_a_wrong_manifest_is_refused_by_name(tmp_path: Path, text: str, says: st
 def test_the_command(lz: Lz, manifest: Path) -> None:
     """0 where all agree, 2 where the command line is wrong."""
     assert "consistency" in main.list_commands(click.Context(main))
-    done = lz("consistency", "--manifest", str(manifest))
+    done = lz("consistency", "--deployment", str(manifest))
     assert done.exit_code == 0, done.output
     assert "all agree" in done.output
     manifest.write_text("calls: [{op: nothing}]")
-    assert lz("consistency", "--manifest", str(manifest)).exit_code == 2
+    assert lz("consistency", "--deployment", str(manifest)).exit_code == 2
 
 
 def test_the_plugin_makes_a_test_of_each_check(manifest: Path, tmp_path: Path) -> None:
     """`pytest -p layerzero.cli.pytest_consistency` runs one test a check."""
     here = str(manifest.parent)
     words = ["-q", "-p", "layerzero.cli.pytest_consistency", "-p", "no:cacheprovider"]
-    words += ["--lz-manifest", str(manifest), "-c", "/dev/null", "--rootdir", here, here]
+    words += ["--lz-deployment", str(manifest), "-c", "/dev/null", "--rootdir", here, here]
     done = children.run(f"import pytest; raise SystemExit(pytest.main({words}))", folder=tmp_path)
     assert f"{len(CHECKS)} passed" in done.stdout, done.stdout + done.stderr

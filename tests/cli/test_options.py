@@ -11,7 +11,7 @@ import click
 import pytest
 
 from layerzero.cli import deployment, main, pytest_consistency
-from layerzero.spec.hardware import imagined_gpu
+from layerzero.spec.hardware import hypothetical_gpu
 from layerzero.spec.settings import Settings
 from tests.cli.command import Lz
 
@@ -98,10 +98,10 @@ def test_bench(
 def test_explain_imagines_the_cuda_it_is_told(lz: Lz, monkeypatch: pytest.MonkeyPatch) -> None:
     """`--sm` and `--cuda` are the imagined card's."""
     given = told(
-        lz, monkeypatch, "imagined_gpu", "explain", "rms_norm", "x=4x16", "--sm", "80", "--cuda", "11.8"
+        lz, monkeypatch, "hypothetical_gpu", "explain", "rms_norm", "x=4x16", "--sm", "80", "--cuda", "11.8"
     )
     assert (given["sm"], given["cuda"]) == (80, "11.8")
-    assert imagined_gpu(80, cuda="11.8").cuda == "11.8"
+    assert hypothetical_gpu(80, cuda="11.8").cuda == "11.8"
 
 
 def test_consistency_takes_as_many_devices_as_it_is_told(
@@ -111,7 +111,16 @@ def test_consistency_takes_as_many_devices_as_it_is_told(
     path = tmp_path / "deployment.yaml"
     path.write_text(MANIFEST)
     given = told(
-        lz, monkeypatch, "check", "consistency", "--manifest", str(path), "--devices", "3", "--cluster", "a:1"
+        lz,
+        monkeypatch,
+        "check",
+        "consistency",
+        "--deployment",
+        str(path),
+        "--devices",
+        "3",
+        "--cluster",
+        "a:1",
     )
     settings = given["settings"]
     assert isinstance(settings, Settings)
@@ -121,17 +130,17 @@ def test_consistency_takes_as_many_devices_as_it_is_told(
 def test_the_pytest_plugin_compares_the_cluster_it_is_told(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """`--lz-cluster` and `--lz-manifest` are what is compared."""
+    """`--lz-cluster` and `--lz-deployment` are what is compared."""
     path = tmp_path / "deployment.yaml"
     path.write_text(MANIFEST)
-    options = {"--lz-cluster": "b:2", "--lz-manifest": str(path)}
+    options = {"--lz-cluster": "b:2", "--lz-deployment": str(path)}
     config = SimpleNamespace(getoption=options.get)
     session = SimpleNamespace(stash=pytest.Stash())
     teller = Teller(deployment.check)
     monkeypatch.setattr(pytest_consistency, "check", teller)
     item = SimpleNamespace(session=session, config=config, _what="devices")
     with pytest.raises(Asked):
-        pytest_consistency._Check.runtest(item)  # type: ignore[arg-type]
+        pytest_consistency._ConsistencyItem.runtest(item)  # type: ignore[arg-type]
     assert (teller.given["settings"].cluster, len(teller.given["manifest"].calls)) == ("b:2", 1)
     fixture: Any = inspect.unwrap(getattr(pytest_consistency.lz_consistency, "__wrapped__", None) or object)
     if callable(fixture) and fixture is not object:

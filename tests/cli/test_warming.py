@@ -46,10 +46,10 @@ def test_what_would_have_to_be_compiled_is_not_ready(lz: Lz, tmp_path: Path, man
             call(
                 "paged_attention",
                 q=tensor(2, 4, 16, dtype="float32"),
-                k_pages=pages,
-                v_pages=pages,
+                k_cache=pages,
+                v_cache=pages,
                 block_tables=tables,
-                context_lens=tensor(2, dtype="int64", fill="constant", bound=9),
+                seq_lens=tensor(2, dtype="int64", fill="constant", bound=9),
             ),
         )
     ).save(path)

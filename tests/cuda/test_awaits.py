@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 import layerzero as lz
-from layerzero.native import HOT
+from layerzero.native import FAST_PATH
 from layerzero.selection.dispatch import REHEARSAL
 from layerzero.spec.errors import BackendNotAvailableError
 
@@ -24,14 +24,14 @@ pytestmark = [
 @pytest.fixture(autouse=True)
 def compiled() -> Iterator[None]:
     """The twin and a runtime of the process, in use while a test runs."""
-    before = HOT.module
+    before = FAST_PATH.module
     try:
-        HOT.load()
+        FAST_PATH.load()
     except BackendNotAvailableError as error:
         pytest.skip(f"nothing to compile with: {error}")
     with lz.start(lz.Settings(device="cuda", warm="off", perfdb=None)):
         yield
-    HOT.use(before)
+    FAST_PATH.use(before)
 
 
 def twice(x: Tensor) -> Tensor:
@@ -51,7 +51,7 @@ def test_calls_on_the_default_stream_are_known() -> None:
     async def caller(number: int) -> list[float]:
         x = torch.full((1, 4), float(number), device="cuda")
         first = await entry(x)
-        assert entry._kinds.find((first,), 1.0) is not None
+        assert entry._cache.find((first,), 1.0) is not None
         return [*(await entry(first))[0].tolist()]
 
     async def crowd() -> list[list[float]]:
@@ -67,9 +67,9 @@ def test_a_stream_of_ones_own_is_not_known() -> None:
 
     async def caller() -> bool:
         await entry(x)
-        known = entry._kinds.find((x,), 1.0) is not None
+        known = entry._cache.find((x,), 1.0) is not None
         with torch.cuda.stream(torch.cuda.Stream()):
-            return known and entry._kinds.find((x,), 1.0) is None
+            return known and entry._cache.find((x,), 1.0) is None
 
     async def crowd() -> list[bool]:
         return list(await asyncio.gather(caller(), caller()))
@@ -84,7 +84,7 @@ def test_a_ticket_tells_another_stream_from_its_own() -> None:
 
     async def caller() -> list[bool]:
         await entry(x)
-        ticket = entry._kinds.find((x,), 1.0)
+        ticket = entry._cache.find((x,), 1.0)
         with torch.cuda.stream(torch.cuda.Stream()):
             elsewhere = ticket.unchanged()
         return [ticket.unchanged(), elsewhere]
@@ -109,15 +109,15 @@ def test_ops_are_known_unless_a_capture_is_rehearsed() -> None:
 
     known = next(cell.cell_contents for cell in memo or () if hasattr(cell.cell_contents, "memo"))
     outs = asyncio.run(crowd())
-    assert known.memo.size >= 1
+    assert known.entries.size >= 1
     assert all(torch.allclose(out, torch.ones_like(out)) for out in outs)
 
     async def rehearsed() -> bool:
         await caller()
-        usual = known.memo.find((x, weight), {}) is not None
+        usual = known.entries.find((x, weight), {}) is not None
         REHEARSAL.on = True
         try:
-            return usual and known.memo.find((x, weight), {}) is None
+            return usual and known.entries.find((x, weight), {}) is None
         finally:
             REHEARSAL.on = False
 

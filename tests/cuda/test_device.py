@@ -23,7 +23,7 @@ def test_sensors_are_read_and_kept_in_buckets() -> None:
     celsius, watts = conditions._sensors(0)
     assert celsius is not None and 10 <= celsius <= 110
     assert watts is not None and 20 <= watts <= 1500
-    found = conditions.now(torch.device("cuda:0"))
+    found = conditions.read_conditions(torch.device("cuda:0"))
     assert found.temperature_c is not None and found.temperature_c % 5 == 0
     assert abs(found.temperature_c - celsius) <= 10
     assert found.power_w is not None and found.power_w % 50 == 0
@@ -45,7 +45,7 @@ async def main():
     async with lz.start(lz.Settings(device="cuda", warm="off", perfdb=None)) as runtime:
         for _ in range(2):
             try:
-                await runtime.fleet.run(reads_beyond)
+                await runtime.device_pool.run(reads_beyond)
             except Exception as error:
                 cause, chain = error.__cause__, []
                 while cause is not None:

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn import functional
 
 import layerzero as lz
-from layerzero.graphs.verdict import Problem
+from layerzero.graphs.verdict import CaptureProblem
 from layerzero.selection.dispatch import REHEARSAL
 from tests.kernels import kernel
 
@@ -98,15 +98,15 @@ def remembers(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
 @pytest.mark.parametrize(
     ("run", "problems"),
     [
-        (item, {Problem.SYNCHRONISED}),
-        (waits, {Problem.SYNCHRONISED}),
-        (elsewhere, {Problem.ALLOCATED_OUTSIDE}),
-        (raw, {Problem.CAPTURE_FAILED}),
-        (remembers, {Problem.REPLAY_DIFFERS, Problem.INPUTS_IGNORED, Problem.NOT_SHOWN}),
+        (item, {CaptureProblem.SYNCHRONISED}),
+        (waits, {CaptureProblem.SYNCHRONISED}),
+        (elsewhere, {CaptureProblem.ALLOCATED_OUTSIDE}),
+        (raw, {CaptureProblem.CAPTURE_FAILED}),
+        (remembers, {CaptureProblem.REPLAY_DIFFERS, CaptureProblem.INPUTS_IGNORED, CaptureProblem.NOT_SHOWN}),
     ],
 )
 def test_a_planted_unsafe_kernel_is_refused(
-    runtime: lz.Runtime, run: Callable[..., Tensor], problems: set[Problem]
+    runtime: lz.Runtime, run: Callable[..., Tensor], problems: set[CaptureProblem]
 ) -> None:
     """It declares itself safe; the attempt shows otherwise, and captures go to another kernel afterwards."""
     runtime.add_kernel(planted(run))

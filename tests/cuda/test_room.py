@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from layerzero.actors.device.local_device import LocalDevice
-from layerzero.actors.device.memory import LOOK_EVERY_S, Room
+from layerzero.actors.device.memory import REFRESH_EVERY_S, WorkspaceBudget
 from layerzero.actors.device.registry import Registry
 from layerzero.ops import table as ops_table
 from layerzero.scheduler.batch_executor import attach
@@ -72,7 +72,7 @@ def opened() -> Iterator[Callable[[list[Kernel]], LocalDevice]]:
     def device(kernels: list[Kernel]) -> LocalDevice:
         settings = Settings(memory_headroom=0.0, perfdb=None)
         own = LocalDevice(torch.device("cuda:0"), settings, Registry(kernels, lambda _: []))
-        own.room = Room(own.device, own.hardware, lambda: Clock.now)
+        own.workspace_budget = WorkspaceBudget(own.device, own.hardware, lambda: Clock.now)
         attach(own)
         made.append(own)
         return own
@@ -90,7 +90,7 @@ def args(rows: int) -> tuple[Any, ...]:
 
 def fresh(own: LocalDevice, rows: int) -> str:
     """The kernel that a new shape gets once the device may look again."""
-    Clock.now += 2 * LOOK_EVERY_S
+    Clock.now += 2 * REFRESH_EVERY_S
     return own.launch_planned(NORM, args(rows))[1].kernel
 
 
@@ -115,7 +115,7 @@ def test_no_workspace_is_planned_in_pieces(
     assert free_memory(torch.device("cuda:0")) < 8 * GIB
     sized.ran.clear()
     assert fresh(own, 9) == "small.rms_norm"
-    selection = own.table(NORM).fresh(own.table(NORM).describe(args(10), own.mode()))
+    selection = own.table(NORM).recompute(own.table(NORM).describe(args(10), own.mode()))
     (reason,) = selection.candidate("big.rms_norm").rejected
     assert reason.reason is Reason.MEMORY_HEADROOM_EXCEEDED
     assert sized.ran == ["small"] and own.counters.total("out_of_memory") == 0
@@ -197,7 +197,7 @@ def test_memory_that_another_process_takes_is_followed(
     # A plan of before: the kernel runs out, the one that states least answers, and nobody else is tried.
     assert own.launch_planned(NORM, args(16))[1].kernel == "small.rms_norm"
     assert sized.ran == ["big", "small"] and own.counters.total("out_of_memory") == 1
-    assert own.health.blocked() == {}
+    assert own.health.blocked_kernels() == {}
     sized.ran.clear()
     torch.cuda.empty_cache()
     assert fresh(own, 17) == "middle.rms_norm"

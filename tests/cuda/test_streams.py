@@ -37,7 +37,7 @@ def runtime() -> Iterator[lz.Runtime]:
 
 def sizes(runtime: lz.Runtime) -> dict[int, int]:
     """Batches by size."""
-    found: dict[int, int] = runtime.device("cuda").fronts.stats().sizes
+    found: dict[int, int] = runtime.device("cuda").loop_drivers.stats().sizes
     return found
 
 
@@ -73,7 +73,7 @@ def test_callers_of_several_streams_share_a_batch(runtime: lz.Runtime) -> None:
 
 
 def test_a_missing_wait_is_caught(runtime: lz.Runtime, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The control: a lane that waits for nobody reads what is not there yet."""
+    """The control: a batcher that waits for nobody reads what is not there yet."""
     monkeypatch.setattr(streams, "wait", lambda later, earlier: None)
     assert asyncio.run(slow_producers(4)) != [True] * 4
 
@@ -192,7 +192,7 @@ def test_callers_go_on_when_launched_or_when_run(completion: str) -> None:
 def test_host_completion_wakes_the_loop_once_a_batch() -> None:
     """The reaper waits for one event a batch, however many callers it has."""
     weight, events = torch.eye(WIDTH, device="cuda"), []
-    reap = streams.Streams.reap
+    reap = streams.DeviceStreams.notify_when_done
 
     def counted(self: Any, modes: Any, told: Any) -> None:
         events.append(threading.get_ident())
@@ -204,7 +204,7 @@ def test_host_completion_wakes_the_loop_once_a_batch() -> None:
         )
 
     with pytest.MonkeyPatch.context() as patch, lz.start(settings(completion="host"), scoped=True):
-        patch.setattr(streams.Streams, "reap", counted)
+        patch.setattr(streams.DeviceStreams, "reap", counted)
         outs = asyncio.run(every())
     assert len(events) == 1
     assert all(bool((out == 1).all()) for out in outs)
@@ -227,7 +227,7 @@ def test_cancelled_while_it_runs_leaves_the_others_their_results() -> None:
     with lz.start(settings(completion="host"), scoped=True) as runtime:
         asyncio.run(every())
         outs = asyncio.run(every())
-        stats = runtime.device("cuda").fronts.stats()
+        stats = runtime.device("cuda").loop_drivers.stats()
     assert isinstance(outs[3], asyncio.CancelledError)
     assert all(bool((out == number).all()) for number, out in enumerate(outs) if number != 3)
     assert stats.submitted == stats.done + stats.failed + stats.cancelled + stats.expired + stats.rejected
@@ -298,18 +298,18 @@ def test_a_result_is_read_back_on_the_callers_stream(runtime: lz.Runtime) -> Non
 
 
 def test_a_capture_meets_no_lane(runtime: lz.Runtime) -> None:
-    """Awaited under graph capture an op runs at once, into the graph; the lane sees nothing of it."""
+    """Awaited under graph capture an op runs at once, into the graph; the batcher sees nothing of it."""
     weight, x = torch.eye(WIDTH, device="cuda"), torch.ones(2, WIDTH, device="cuda")
 
     async def capture() -> tuple[Any, Tensor]:
         await asyncio.gather(lz.linear(x, weight), lz.linear(x, weight))
-        before = runtime.device("cuda").fronts.stats().submitted
+        before = runtime.device("cuda").loop_drivers.stats().submitted
         with lz.rehearse_capture():
             lz.sync.linear(x, weight)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
             out = await lz.linear(x, weight)
-        assert runtime.device("cuda").fronts.stats().submitted == before
+        assert runtime.device("cuda").loop_drivers.stats().submitted == before
         return graph, out
 
     graph, out = asyncio.run(capture())

@@ -57,10 +57,10 @@ def test_append_writes_rows_from_where_they_stand(spare: int, ahead: int, heads_
     """Every row is in its slot, and nothing else is written."""
     _, k, v = parts(spare, ahead, heads_first)
     for dtype in (torch.int32, torch.int64):
-        k_pages, v_pages = (torch.zeros(4, 8, KEYS, WIDTH, device="cuda", dtype=k.dtype) for _ in range(2))
-        slots = torch.randperm(32, device="cuda")[:ROWS].to(dtype)
-        lz.sync.append_kv(k, v, k_pages, v_pages, slots, backend="flashinfer")
-        for pool, rows in ((k_pages, k), (v_pages, v)):
+        k_cache, v_cache = (torch.zeros(4, 8, KEYS, WIDTH, device="cuda", dtype=k.dtype) for _ in range(2))
+        slot_mapping = torch.randperm(32, device="cuda")[:ROWS].to(dtype)
+        lz.sync.append_kv(k, v, k_cache, v_cache, slot_mapping, backend="flashinfer")
+        for pool, rows in ((k_cache, k), (v_cache, v)):
             want = torch.zeros(32, KEYS, WIDTH, device="cuda", dtype=k.dtype)
-            want[slots.long()] = rows
+            want[slot_mapping.long()] = rows
             assert torch.equal(pool.flatten(0, 1), want)

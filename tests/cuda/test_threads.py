@@ -107,9 +107,10 @@ def test_every_thread_gets_what_it_would_get_alone(
 
 
 def test_awaits_of_every_threads_loop_are_all_answered(runtime: lz.Runtime) -> None:
-    """32 event loops on 32 streams, 4 callers each: every caller its own result, and the lanes lost none."""
+    """32 event loops on 32 streams, 4 callers each: every caller its own result, and the batchers lost
+    none."""
     weight = torch.eye(256, device="cuda")
-    before = runtime.device("cuda").fronts.stats()
+    before = runtime.device("cuda").loop_drivers.stats()
 
     async def caller(stream: Any, value: float) -> bool:
         with torch.cuda.stream(stream):
@@ -129,6 +130,6 @@ def test_awaits_of_every_threads_loop_are_all_answered(runtime: lz.Runtime) -> N
 
     found = at_once(work)
     assert found == [[True] * (4 * ROUNDS)] * THREADS
-    after = runtime.device("cuda").fronts.stats()
+    after = runtime.device("cuda").loop_drivers.stats()
     assert after.submitted == after.ended
     assert after.done - before.done == after.submitted - before.submitted > 0

@@ -28,14 +28,14 @@ async def main(address: str, cable: str, path: str) -> None:
         placement_timeout_s=LIMIT_S,
     )
     async with lz.start(settings) as runtime:
-        fleet = runtime.fleet
+        pool = runtime.device_pool
         (name,) = [
-            each.name for each in fleet.devices.values()
+            each.name for each in pool.devices.values()
             if isinstance(each, RayDevice) and each.address.host == "10.77.0.2"
         ]  # fmt: skip
-        device = fleet.devices[name]
-        assert isinstance(device, RayDevice) and device._life is not None
-        life = device._life
+        device = pool.devices[name]
+        assert isinstance(device, RayDevice) and device._incarnation is not None
+        life = device._incarnation
         still = asyncio.ensure_future(device.run(hosted.stand_still, STILL_S))
         await until(lambda: life.started)
         calls = [asyncio.ensure_future(device.run(hosted.mark, path, key)) for key in range(CALLS)]

@@ -1,4 +1,4 @@
-"""Sequences for speculation on a fleet's devices; imported there by name."""
+"""Sequences for speculation on a pool's devices; imported there by name."""
 
 from __future__ import annotations
 

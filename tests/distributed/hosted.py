@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 import layerzero as lz
-from layerzero.actors.rpc.server import here
+from layerzero.actors.rpc.server import current_server
 from layerzero.actors.rpc.tensors import RemoteTensor
 from layerzero.ops import table as ops_table
 from layerzero.runtime import current
@@ -126,8 +126,8 @@ async def row(value: float) -> float:
 
 
 async def batches() -> tuple[int, int]:
-    """Calls and launches of the lanes of this device."""
-    stats = current().device("cpu").fronts.stats()
+    """Calls and launches of the batchers of this device."""
+    stats = current().device("cpu").loop_drivers.stats()
     return stats.submitted, stats.batches
 
 
@@ -141,9 +141,9 @@ async def storage(tensor: torch.Tensor) -> int:
 
 async def kept(handle_key: str) -> bool:
     """Whether this device still keeps the tensor of a handle."""
-    host = here()
+    host = current_server()
     try:
-        host.shelf.get(RemoteTensor(handle_key, host.name, host.generation, (), ""))
+        host.tensor_store.get(RemoteTensor(handle_key, host.name, host.incarnation, (), ""))
     except LookupError:
         return False
     return True
@@ -183,7 +183,7 @@ async def tokens(
 
 async def handlers() -> None:
     """Register control handlers: an echo, one that waits, one that fails."""
-    host = here()
+    host = current_server()
 
     async def later(body: Any, _: Any) -> Any:
         await asyncio.sleep(0.01)
@@ -235,13 +235,13 @@ async def plant(body: str) -> None:
             capability=Capability(source="a test", features=EVERYTHING, mixed_dtypes=True),
             load=lambda: run,
             efficiency=Efficiency(flops=1.0, bandwidth=1.0, launch_us=0.001, source="a test"),
-            rank=0,
+            tie_break_order=0,
         )
     )
 
 
 async def quarantined() -> list[str]:
-    return sorted(current().device("cpu").health.blocked())
+    return sorted(current().device("cpu").health.blocked_kernels())
 
 
 async def decided() -> list[str]:
@@ -250,7 +250,7 @@ async def decided() -> list[str]:
     return sorted(
         f"{p.selection.op} {sorted(p.selection.request.dims.items())} {p.kernel}"
         for table in tables
-        for p in table.keyed.values()
+        for p in table.by_key.values()
     )
 
 

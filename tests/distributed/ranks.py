@@ -1,4 +1,4 @@
-"""What the ranks of the gang tests run; the argument names scenarios, one after another.
+"""What the ranks of the rank group tests run; the argument names scenarios, one after another.
 
 Each rank prints one JSON line for each, `{"rank": r, "scenario": name, ...}`. A column-parallel product of a
 small matrix, summed by gloo's all-reduce, stands for a tensor-parallel model: rows that meet strangers give
@@ -25,7 +25,7 @@ from torch import Tensor
 
 import layerzero as lz
 from layerzero._util.libraries import DISTRIBUTION
-from layerzero.actors.device.memory import Room
+from layerzero.actors.device.memory import WorkspaceBudget
 from layerzero.ops import table as ops_table
 from layerzero.spec.kernel import Capability, Efficiency, Kernel
 from tests.distributed import trees
@@ -34,7 +34,7 @@ RANK, RANKS = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 WIDE, OUT, REQUESTS, TREES = 64, 8, 6, 40
 GIB = 1 << 30
 TIMEOUT_S = 30.0
-EPOCHS = itertools.count()  # every scenario's gang meets anew
+EPOCHS = itertools.count()  # every scenario's rank group meets anew
 
 
 class Shard:
@@ -83,13 +83,13 @@ async def all_requests(step: Any, order: list[int], named: bool) -> list[tuple[i
 
 async def together(runtime: lz.Runtime, shard: Shard, **options: Any) -> dict[str, Any]:
     """Rank 0 leads, everybody else follows."""
-    async with runtime.gang(epoch=next(EPOCHS), timeout_s=TIMEOUT_S, **options) as gang:
-        step = gang.batched(shard.step)
+    async with runtime.rank_group(epoch=next(EPOCHS), timeout_s=TIMEOUT_S, **options) as group:
+        step = group.batched(shard.step)
         if RANK:
-            await gang.follow()
+            await group.follow()
         results = [] if RANK else await all_requests(step, list(range(REQUESTS)), named=True)
-        agreed = {"measured": gang.agreed.measured, "groups": sorted(gang.agreed.kernels)}
-        said = {"ran": shard.ran, "plan": gang.plan, **agreed}
+        agreed = {"measured": group.agreed_plan.measured, "groups": sorted(group.agreed_plan.kernels)}
+        said = {"ran": shard.ran, "plan": group.plan_digest, **agreed}
         return said if RANK else {**said, "worst": worst(results, shard)}
 
 
@@ -97,10 +97,10 @@ async def altered(runtime: lz.Runtime, shard: Shard, op: str) -> dict[str, Any]:
     """Rank 1 runs an op more in its fourth step; what rank 0's callers got of each step."""
     shard.alter, shard.op = 4, op
     got: list[float | str] = []
-    async with runtime.gang(epoch=next(EPOCHS), timeout_s=TIMEOUT_S, on_failure=broken) as gang:
-        step = gang.batched(shard.step)
+    async with runtime.rank_group(epoch=next(EPOCHS), timeout_s=TIMEOUT_S, on_failure=broken) as group:
+        step = group.batched(shard.step)
         if RANK:
-            await gang.follow()
+            await group.follow()
             return {}
         for number in range(8):
             try:
@@ -112,31 +112,31 @@ async def altered(runtime: lz.Runtime, shard: Shard, op: str) -> dict[str, Any]:
 
 async def leaves(runtime: lz.Runtime, shard: Shard) -> dict[str, Any]:
     """Rank 1 meets an error of its own before the collective that rank 0 waits in."""
-    async with runtime.gang(epoch=next(EPOCHS), timeout_s=TIMEOUT_S, on_failure=broken) as gang:
+    async with runtime.rank_group(epoch=next(EPOCHS), timeout_s=TIMEOUT_S, on_failure=broken) as group:
 
         def step(x: Tensor) -> Tensor:
             if RANK and len(shard.ran) == 2:
                 raise ValueError("the pages of rank 1 are gone")
             return shard.step(x)
 
-        called = gang.batched(step, name="step")
+        called = group.batched(step, name="step")
         if RANK:
-            await gang.follow()
+            await group.follow()
         for number in range(8):
             await called(number, row(number))
     return {}
 
 
 async def alone(runtime: lz.Runtime, shard: Shard, order: list[int]) -> dict[str, Any]:
-    """No gang: every rank batches by itself, rank 1 in another order."""
+    """No rank group: every rank batches by itself, rank 1 in another order."""
     step = lz.batched(shard.step)
     return {"ran": shard.ran, "worst": worst(await all_requests(step, order, named=False), shard)}
 
 
 async def compared(runtime: lz.Runtime, shard: Shard, order: list[int], split: bool) -> dict[str, Any]:
-    """Every rank batches by itself, and compares with rank 0's manifest."""
-    async with runtime.gang(epoch=next(EPOCHS), timeout_s=TIMEOUT_S, on_failure=broken) as gang:
-        step = gang.batched(shard.step, send=False)
+    """Every rank batches by itself, and compares with rank 0's step message."""
+    async with runtime.rank_group(epoch=next(EPOCHS), timeout_s=TIMEOUT_S, on_failure=broken) as group:
+        step = group.batched(shard.step, send=False)
         pieces = [order[:2], order[2:]] if split else [order]
         results = [pair for piece in pieces for pair in await all_requests(step, piece, named=True)]
         return {"ran": shard.ran, "worst": worst(results, shard)}
@@ -150,11 +150,11 @@ def broken(why: str) -> None:
 
 async def killed(runtime: lz.Runtime, shard: Shard) -> dict[str, Any]:
     """Rank 1 dies without a word in the middle of a run."""
-    async with runtime.gang(epoch=next(EPOCHS), timeout_s=TIMEOUT_S) as gang:
-        step = gang.batched(shard.step)
+    async with runtime.rank_group(epoch=next(EPOCHS), timeout_s=TIMEOUT_S) as group:
+        step = group.batched(shard.step)
         if RANK:
             asyncio.get_running_loop().call_later(0.5, os._exit, 9)
-            await gang.follow()
+            await group.follow()
         started = time.monotonic()
         try:
             while time.monotonic() - started < 30:
@@ -183,13 +183,13 @@ async def poor(runtime: lz.Runtime, shard: Shard) -> dict[str, Any]:
                 load=lambda: reference,
                 efficiency=Efficiency(flops=1.0, bandwidth=1.0, launch_us=launch_us, source="a test"),
                 workspace_bytes=partial(stated, workspace),
-                rank=0,
+                tie_break_order=0,
             )
         )
     own = runtime.device("cpu")
     free = (64, 40, 20, 5)[RANK - RANKS] * GIB
-    own.room = Room(own.device, own.hardware, own.clock.now, lambda _: free)
-    own.room.moved(own.settings)
+    own.workspace_budget = WorkspaceBudget(own.device, own.hardware, own.clock.now, lambda _: free)
+    own.workspace_budget.refresh(own.settings)
     own.refresh()
     shard.step(row(0))
     alone, shard.kernels = sorted(shard.kernels), set()
@@ -202,7 +202,7 @@ async def measured(runtime: lz.Runtime, shard: Shard) -> dict[str, Any]:
     for name, launch_us in (("guessed", 0.001), ("timed", 50.0)):
         runtime.add_kernel(planted(name, launch_us))
     own = runtime.device("cpu")
-    own.expected()
+    own.wait_for_costs()
     own.refresh()
     said = await together(runtime, shard)
     return {**said, "kernels": sorted(shard.kernels)}
@@ -218,23 +218,23 @@ def planted(name: str, launch_us: float) -> Kernel:
         capability=Capability(source="a test", features=frozenset({"bias"})),
         load=lambda: reference,
         efficiency=Efficiency(flops=1.0, bandwidth=1.0, launch_us=launch_us, source="a test"),
-        rank=0,
+        tie_break_order=0,
     )
 
 
 async def trees_together(runtime: lz.Runtime) -> dict[str, Any]:
     """Every rank verifies the trees that rank 0 drafted; what each of them found."""
-    async with runtime.gang(epoch=next(EPOCHS), timeout_s=TIMEOUT_S) as gang:
+    async with runtime.rank_group(epoch=next(EPOCHS), timeout_s=TIMEOUT_S) as group:
         target, whole = trees.Target(RANK, RANKS), trees.Target(0, 1)
-        walk = gang.batched(target.walk, name="walk")
+        walk = group.batched(target.walk, name="walk")
         if RANK:
-            await gang.follow()
+            await group.follow()
         else:
             drafts = {number: trees.tree(number) for number in range(TREES)}
             target.drafted = {number: q for number, (_, q) in drafts.items()}
             whole.drafted = target.drafted
             await asyncio.gather(*(walk(n, n, own, 100 + n) for n, (own, _) in drafts.items()))
-            with gang.under("alone"):
+            with group.using_model("alone"):
                 whole.walk(list(drafts), [own for own, _ in drafts.values()], [100 + n for n in drafts])
     said: dict[str, Any] = {"trees": [found for _, found in sorted(target.said.items())]}
     return said if RANK else {**said, "alone": [found for _, found in sorted(whole.said.items())]}

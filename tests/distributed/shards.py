@@ -1,4 +1,5 @@
-"""Models of gangs on a fleet, imported by name in the devices: partial sums that an all-reduce completes."""
+"""Models of rank groups on a device pool, imported by name in the devices: partial sums that an all-reduce
+completes."""
 
 from __future__ import annotations
 
@@ -13,8 +14,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 import layerzero as lz
-from layerzero.actors.group.join import Member
-from layerzero.actors.rpc.server import here
+from layerzero.actors.group.join import RankHandle
+from layerzero.actors.rpc.server import current_server
 from layerzero.ops import table as ops_table
 from layerzero.runtime import current
 from layerzero.spec.kernel import Capability, Efficiency, Kernel
@@ -27,7 +28,7 @@ WHOLE = torch.linspace(-1, 1, OUT * WIDE).view(OUT, WIDE)
 class Shard:
     """One rank's columns of a product."""
 
-    def __init__(self, member: Member) -> None:
+    def __init__(self, member: RankHandle) -> None:
         self.member = member
         self.own = WHOLE.chunk(member.ranks, dim=1)[member.rank].contiguous()
         self.ran: list[int] = []
@@ -49,12 +50,12 @@ class Shard:
         return self._number
 
 
-def shard(member: Member) -> Shard:
+def shard(member: RankHandle) -> Shard:
     torch.set_num_threads(1)
     return Shard(member)
 
 
-def broken(member: Member) -> Shard:
+def broken(member: RankHandle) -> Shard:
     if member.rank == 1:
         raise ValueError("no weights on this rank")
     return Shard(member)
@@ -65,7 +66,7 @@ async def plant(path: str) -> None:
     reference = ops_table.get("linear").reference
 
     def linear(*args: Any) -> Any:
-        if here().name == "gpu-1" and os.path.exists(path):
+        if current_server().name == "gpu-1" and os.path.exists(path):
             os.unlink(path)
             time.sleep(600)
         return reference(*args)
@@ -78,7 +79,7 @@ async def plant(path: str) -> None:
             capability=Capability(source="a test", features=EVERYTHING, mixed_dtypes=True),
             load=lambda: linear,
             efficiency=Efficiency(flops=1.0, bandwidth=1.0, launch_us=0.001, source="a test"),
-            rank=0,
+            tie_break_order=0,
         )
     )
 
@@ -103,7 +104,7 @@ def text(seed: int, n: int) -> list[int]:
 async def tokens(
     model: Shard, seed: int, n: int, pause: float = 0.0, so_far: list[int] | None = None
 ) -> AsyncIterator[int]:
-    """A seeded text, every token through one step of the gang."""
+    """A seeded text, every token through one step of the rank group."""
     number, state = model.number(), list(so_far or ())
     while len(state) < n:
         state.append(token(await model.step(number, row(state, seed)), state, seed))
@@ -114,7 +115,7 @@ async def tokens(
 async def facts(model: Shard) -> dict[str, Any]:
     """Of rank 0: what it is and what it ran."""
     member = model.member
-    return {"ranks": member.ranks, "plan": member.plan, "pid": os.getpid(), "ran": model.ran}
+    return {"ranks": member.ranks, "plan": member.plan_digest, "pid": os.getpid(), "ran": model.ran}
 
 
 async def wrong(model: Shard) -> None:

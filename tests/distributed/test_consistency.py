@@ -27,7 +27,7 @@ def test_the_devices_of_a_cluster_are_compared(ray_head: str, tmp_path: Path) ->
     """They agree; what the manifest promises otherwise is the one finding, and exit status 1."""
     path = tmp_path / "deployment.yaml"
     path.write_text(MANIFEST)
-    command = ["-m", "layerzero", "consistency", "--json", "--cluster", ray_head, "--manifest", str(path)]
+    command = ["-m", "layerzero", "consistency", "--json", "--cluster", ray_head, "--deployment", str(path)]
     done = forked.run(command, tmp_path, 100)
     assert done.stdout.startswith("{"), done
     report = json.loads(done.stdout)
@@ -55,7 +55,7 @@ def test_a_cluster_that_cannot_be_joined_is_said_at_once(
         if listens:
             taken.listen()
         address = f"127.0.0.1:{taken.getsockname()[1]}"
-        command = ["-m", "layerzero", "consistency", "--cluster", address, "--manifest", str(path)]
+        command = ["-m", "layerzero", "consistency", "--cluster", address, "--deployment", str(path)]
         done = forked.run(command, tmp_path, 90, given)
     assert done.returncode == 2, done
     assert f"cluster='{address}' cannot be joined" in done.stderr and said in done.stderr

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 import layerzero as lz
-from layerzero.actors.remote.pool import Fleet
+from layerzero.actors.remote.pool import DevicePool
 from layerzero.actors.rpc.client import DeviceState
 from tests.distributed import hosted
 from tests.waiting import LIMIT_S, until
@@ -20,16 +20,16 @@ pytestmark = [pytest.mark.ray, pytest.mark.asyncio, pytest.mark.filterwarnings("
 
 
 @asynccontextmanager
-async def opened(**settings: Any) -> AsyncIterator[Fleet]:
+async def opened(**settings: Any) -> AsyncIterator[DevicePool]:
     one = lz.Settings(
         cluster="auto", cluster_devices=1, device="cpu", placement_timeout_s=LIMIT_S, perfdb=None,
         shipped_tables=False, **settings,
     )  # fmt: skip
     async with lz.start(one) as runtime:
-        yield runtime.fleet
+        yield runtime.device_pool
 
 
-async def decided(fleet: Fleet) -> set[str]:
+async def decided(device_pool: DevicePool) -> set[str]:
     """What the device has decided; for which kernel, the prices of each life say.
 
     A kernel that has been loaded, and prices that have been read, make a table in which nothing is decided
@@ -39,9 +39,9 @@ async def decided(fleet: Fleet) -> set[str]:
 
     async def look() -> bool:
         nonlocal found
-        found = {line.rpartition(" ")[0] for line in await fleet.run(hosted.decided)}
+        found = {line.rpartition(" ")[0] for line in await device_pool.run(hosted.decided)}
         if not found:
-            await fleet.run(hosted.norm, 3, idempotent=True)
+            await device_pool.run(hosted.norm, 3, idempotent=True)
         return bool(found)
 
     await until(look)
@@ -53,58 +53,58 @@ async def test_two_deaths_quarantine_the_kernel_in_flight(ray_cluster: Any, tmp_
 
     A death more than `max_restarts` is the last: the device stays down, and says why.
     """
-    async with opened(state_dir=str(tmp_path), max_restarts=2) as fleet:
-        device = fleet.devices["gpu-0"]
-        assert (await fleet.run(hosted.norm, 3))[0]
-        before = await decided(fleet)
+    async with opened(state_dir=str(tmp_path), max_restarts=2) as device_pool:
+        device = device_pool.devices["gpu-0"]
+        assert (await device_pool.run(hosted.norm, 3))[0]
+        before = await decided(device_pool)
         await until(lambda: len(device._spec.decided) >= len(before))  # type: ignore[attr-defined]
-        await fleet.prepare(hosted.plant, "die")
-        right, kernel = await fleet.run(hosted.norm, 4, idempotent=True)
+        await device_pool.prepare(hosted.plant, "die")
+        right, kernel = await device_pool.run(hosted.norm, 4, idempotent=True)
         assert right
         assert not kernel.startswith("planted")
-        assert (await fleet.health())[0].restarts == 2
-        assert await fleet.run(hosted.quarantined) == ["planted.rms_norm.die"]
+        assert (await device_pool.health())[0].restarts == 2
+        assert await device_pool.run(hosted.quarantined) == ["planted.rms_norm.die"]
 
         async def kept() -> bool:
-            if before <= await decided(fleet):
+            if before <= await decided(device_pool):
                 return True
-            await fleet.run(hosted.norm, 3, idempotent=True)  # as above
+            await device_pool.run(hosted.norm, 3, idempotent=True)  # as above
             return False
 
         await until(kept)
         with pytest.raises(lz.DeviceLostError):
-            await fleet.run(hosted.exit_now, on="gpu-0")
+            await device_pool.run(hosted.exit_now, on="gpu-0")
         await until(lambda: device.state is DeviceState.DEAD)
         with pytest.raises(lz.DeviceLostError, match="max_restarts=2"):
-            await fleet.run(hosted.add, 1, on="gpu-0")
+            await device_pool.run(hosted.add, 1, on="gpu-0")
         with pytest.raises(lz.DeviceLostError, match="no device takes calls"):
-            await fleet.run(hosted.add, 1)
+            await device_pool.run(hosted.add, 1)
     assert [path.name.split("@")[0] for path in tmp_path.glob("*.json")] == [  # noqa: ASYNC240  a look
         "planted.rms_norm.die"
     ]
-    async with opened(state_dir=str(tmp_path)) as fleet:
-        await fleet.prepare(hosted.plant, "die")
-        assert (await fleet.run(hosted.norm, 3))[0]
-        assert (await fleet.health())[0].restarts == 0
+    async with opened(state_dir=str(tmp_path)) as device_pool:
+        await device_pool.prepare(hosted.plant, "die")
+        assert (await device_pool.run(hosted.norm, 3))[0]
+        assert (await device_pool.health())[0].restarts == 0
 
 
 async def test_a_hung_kernel_ends_its_process(ray_cluster: Any) -> None:
     """Whether it holds the interpreter or not: callers get an error in time, the next life serves."""
-    async with opened(hang_s=4.0) as fleet:
+    async with opened(hang_s=4.0) as device_pool:
         for how in ("hang", "hold"):
-            await fleet.run(hosted.plant, how)
-            neighbour = asyncio.ensure_future(fleet.run(hosted.linger, "neighbour", 600.0))
+            await device_pool.run(hosted.plant, how)
+            neighbour = asyncio.ensure_future(device_pool.run(hosted.linger, "neighbour", 600.0))
 
             async def running() -> bool:
-                return "neighbour began" in await fleet.run(hosted.events)
+                return "neighbour began" in await device_pool.run(hosted.events)
 
             await until(running)
             with pytest.raises(lz.DeviceLostError, match=r"run for|no sign of life") as hung:
-                await fleet.run(hosted.norm, 3, on="gpu-0")
+                await device_pool.run(hosted.norm, 3, on="gpu-0")
             assert not hung.value.retryable
             with pytest.raises(lz.DeviceLostError):
                 await neighbour
-            assert (await fleet.run(hosted.norm, 3))[0]
+            assert (await device_pool.run(hosted.norm, 3))[0]
 
 
 @pytest.mark.parametrize("on", [None, "gpu-0"])
@@ -116,28 +116,28 @@ async def test_a_poisoned_call_ends_and_its_device_comes_back(
     A device that has died too often for it is revived by a restart, and serves.
     """
     path = tmp_path / "executed"
-    async with opened() as fleet:
+    async with opened() as device_pool:
         with pytest.raises(lz.DeviceLostError, match="not run again") as lost:
-            await fleet.run(hosted.poison, str(path), 7, on=on, idempotent=True)
+            await device_pool.run(hosted.poison, str(path), 7, on=on, idempotent=True)
         assert not lost.value.retryable
         assert path.read_text().split() == ["7"] * 3
-        assert await fleet.run(hosted.add, 1, on=on) == 2
+        assert await device_pool.run(hosted.add, 1, on=on) == 2
         path.unlink()
         got = []
         with pytest.raises(lz.DeviceLostError, match=r"times|not run again") as stream:
-            async for item in fleet.stream(hosted.poisoned, str(path), on=on, resume=True):
+            async for item in device_pool.stream(hosted.poisoned, str(path), on=on, resume=True):
                 got.append(item)
         assert not stream.value.retryable
         assert got == [0, 1, 2]
         assert 2 <= len(path.read_text().split()) <= 4
-        device = fleet.devices["gpu-0"]
+        device = device_pool.devices["gpu-0"]
         while device.state is not DeviceState.DEAD:
             with pytest.raises(lz.DeviceLostError) as last:
-                await fleet.run(hosted.poison, str(path), 8, on=on, idempotent=True)
+                await device_pool.run(hosted.poison, str(path), 8, on=on, idempotent=True)
             assert not last.value.retryable or device.state is DeviceState.DEAD
-        await fleet.rolling_restart()
+        await device_pool.rolling_restart()
         assert device.state is DeviceState.RUNNING
-        assert await fleet.run(hosted.add, 1, on=on) == 2
+        assert await device_pool.run(hosted.add, 1, on=on) == 2
 
 
 @pytest.mark.parametrize("on", [None, "gpu-0"])
@@ -146,10 +146,10 @@ async def test_an_idempotent_call_runs_again_after_a_fault_of_its_device(
 ) -> None:
     """A fault that the process reported is a loss like its death; an error of the code's own is none."""
     path = tmp_path / "executed"
-    async with opened() as fleet:
-        assert await fleet.run(hosted.faulty_once, str(path), on=on, idempotent=True) == 2
+    async with opened() as device_pool:
+        assert await device_pool.run(hosted.faulty_once, str(path), on=on, idempotent=True) == 2
         with pytest.raises(lz.DeviceLostError, match="that this code uses") as lost:
-            await fleet.run(hosted.lose_another, on=on, idempotent=True)
+            await device_pool.run(hosted.lose_another, on=on, idempotent=True)
         assert lost.value.retryable
 
 

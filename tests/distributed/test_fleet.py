@@ -16,8 +16,8 @@ import pytest_asyncio
 import torch
 
 import layerzero as lz
-from layerzero.actors.remote.pool import Fleet
-from layerzero.speculative.remote import elsewhere
+from layerzero.actors.remote.pool import DevicePool
+from layerzero.speculative.remote import remote_decoder
 from tests.distributed import drafts, hosted
 from tests.waiting import LIMIT_S, until
 
@@ -29,145 +29,150 @@ pytestmark = [
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def fleet(ray_cluster: Any) -> AsyncIterator[Fleet]:
+async def device_pool(ray_cluster: Any) -> AsyncIterator[DevicePool]:
     """Devices that may die as often as the tests want."""
     settings = lz.Settings(cluster="auto", device="cpu", max_restarts=100, placement_timeout_s=LIMIT_S)
     async with lz.start(settings) as runtime:
-        yield runtime.fleet
+        yield runtime.device_pool
 
 
-async def began(fleet: Fleet, *names: str) -> None:
+async def began(device_pool: DevicePool, *names: str) -> None:
     """Wait until calls that linger have begun on the first device."""
 
     async def seen() -> bool:
-        return {f"{name} began" for name in names} <= set(await fleet.run(hosted.events, on="gpu-0"))
+        return {f"{name} began" for name in names} <= set(await device_pool.run(hosted.events, on="gpu-0"))
 
     await until(seen)
 
 
-def kill(fleet: Fleet, name: str = "gpu-0") -> None:
-    os.kill(fleet.devices[name].facts.pid, signal.SIGKILL)
+def kill(device_pool: DevicePool, name: str = "gpu-0") -> None:
+    os.kill(device_pool.devices[name].facts.pid, signal.SIGKILL)
 
 
-async def test_a_killed_process_costs_only_what_had_started(fleet: Fleet) -> None:
+async def test_a_killed_process_costs_only_what_had_started(device_pool: DevicePool) -> None:
     """A started call fails as not retryable, an idempotent one runs again, a new one waits.
 
     Streams that may resume deliver exactly the tokens of a run without a kill.
     """
-    before, restarts = fleet.devices["gpu-0"].facts.generation, (await fleet.health())[0].restarts
+    before, restarts = (
+        device_pool.devices["gpu-0"].facts.incarnation,
+        (await device_pool.health())[0].restarts,
+    )
     first = asyncio.Event()
 
     async def generation(seed: int) -> list[int]:
         got = []
-        async for token in fleet.stream(hosted.tokens, seed, 25, 0.02, resume=True):
+        async for token in device_pool.stream(hosted.tokens, seed, 25, 0.02, resume=True):
             got.append(token)
             if len(got) == 5:
                 first.set()
         return got
 
-    started = asyncio.ensure_future(fleet.run(hosted.linger, "started", 600.0, on="gpu-0"))
-    again = asyncio.ensure_future(fleet.run(hosted.linger, "again", 0.7, on="gpu-0", idempotent=True))
+    started = asyncio.ensure_future(device_pool.run(hosted.linger, "started", 600.0, on="gpu-0"))
+    again = asyncio.ensure_future(device_pool.run(hosted.linger, "again", 0.7, on="gpu-0", idempotent=True))
     streams = [asyncio.ensure_future(generation(seed)) for seed in range(16)]
-    await began(fleet, "started", "again")
+    await began(device_pool, "started", "again")
     await first.wait()
-    kill(fleet)
+    kill(device_pool)
     with pytest.raises(lz.DeviceLostError, match="it had started") as lost:
         await started
     assert not lost.value.retryable
-    assert await fleet.run(hosted.add, 1, on="gpu-0") == 2
+    assert await device_pool.run(hosted.add, 1, on="gpu-0") == 2
     assert await again == "again"
     for seed, tokens in enumerate(await asyncio.gather(*streams)):
         assert tokens == [t async for t in hosted.tokens(seed, 25)]
-    assert fleet.devices["gpu-0"].facts.generation != before
-    assert (await fleet.health())[0].restarts == restarts + 1
+    assert device_pool.devices["gpu-0"].facts.incarnation != before
+    assert (await device_pool.health())[0].restarts == restarts + 1
 
 
-async def test_a_sticky_fault_ends_the_process_and_blames_the_last_kernel(fleet: Fleet) -> None:
+async def test_a_sticky_fault_ends_the_process_and_blames_the_last_kernel(device_pool: DevicePool) -> None:
     """An error after which every call would fail is answered as a lost device; the next life serves."""
-    before = fleet.devices["gpu-0"].facts.pid
+    before = device_pool.devices["gpu-0"].facts.pid
     with pytest.raises(lz.DeviceLostError, match="illegal memory access"):
-        await fleet.run(hosted.faulty, on="gpu-0")
-    await until(lambda: fleet.devices["gpu-0"].facts.pid != before)
-    assert (await fleet.run(hosted.norm, 3, on="gpu-0"))[0]
+        await device_pool.run(hosted.faulty, on="gpu-0")
+    await until(lambda: device_pool.devices["gpu-0"].facts.pid != before)
+    assert (await device_pool.run(hosted.norm, 3, on="gpu-0"))[0]
 
 
-async def test_a_tensor_moves_from_device_to_device(fleet: Fleet) -> None:
+async def test_a_tensor_moves_from_device_to_device(device_pool: DevicePool) -> None:
     """Shipped between two devices without passing through the caller; errors of strange tensors are named."""
     tensor = torch.randn(8, 4)
-    there = await fleet.ship(tensor, to="gpu-0")
-    moved = await fleet.ship(there, to="gpu-1")
+    there = await device_pool.ship(tensor, to="gpu-0")
+    moved = await device_pool.ship(there, to="gpu-1")
     assert moved.device == "gpu-1"
-    assert torch.equal(await fleet.fetch(moved), tensor)
-    with pytest.raises(ValueError, match=r"fleet\.ship"):
-        await fleet.run(hosted.total, there, on="gpu-1")
+    assert torch.equal(await device_pool.fetch(moved), tensor)
+    with pytest.raises(ValueError, match=r"pool\.ship"):
+        await device_pool.run(hosted.total, there, on="gpu-1")
 
 
-async def test_rolling_restart_under_load_fails_nobody(fleet: Fleet) -> None:
+async def test_rolling_restart_under_load_fails_nobody(device_pool: DevicePool) -> None:
     """Every device is in a new life, every call was answered; a tensor of an earlier life is lost by name."""
-    before = {facts.name: facts.generation for facts in fleet.facts}
-    there = await fleet.ship(torch.ones(4), to="gpu-0")
+    before = {facts.name: facts.incarnation for facts in device_pool.facts}
+    there = await device_pool.ship(torch.ones(4), to="gpu-0")
     stop = asyncio.Event()
     answers = 0
 
     async def client() -> None:
         nonlocal answers
         while not stop.is_set():
-            assert await fleet.run(hosted.add, 1) == 2
+            assert await device_pool.run(hosted.add, 1) == 2
             answers += 1
             await asyncio.sleep(0.05)
 
     clients = [asyncio.ensure_future(client()) for _ in range(8)]
-    await fleet.rolling_restart()
+    await device_pool.rolling_restart()
     stop.set()
     await asyncio.gather(*clients)
     assert answers > 8
-    assert all(facts.generation != before[facts.name] for facts in fleet.facts)
+    assert all(facts.incarnation != before[facts.name] for facts in device_pool.facts)
     with pytest.raises(lz.DeviceLostError, match="earlier life"):
-        await fleet.ship(there, to="gpu-1")
+        await device_pool.ship(there, to="gpu-1")
 
 
-async def test_what_cannot_travel_is_named(fleet: Fleet) -> None:
+async def test_what_cannot_travel_is_named(device_pool: DevicePool) -> None:
     """Arguments on the way there, results and exceptions on the way back."""
     with pytest.raises(TypeError, match="travel"):
-        await fleet.run(hosted.total, threading.Lock())
+        await device_pool.run(hosted.total, threading.Lock())
     with pytest.raises(TypeError, match="the result, lock, cannot travel"):
-        await fleet.run(hosted.a_lock)
+        await device_pool.run(hosted.a_lock)
     with pytest.raises(RuntimeError, match="OddError: odd"):
-        await fleet.run(hosted.fail, "odd")
+        await device_pool.run(hosted.fail, "odd")
 
 
-async def test_the_draft_of_a_speculation_lives_on_another_device_than_the_target(fleet: Fleet) -> None:
+async def test_the_draft_of_a_speculation_lives_on_another_device_than_the_target(
+    device_pool: DevicePool,
+) -> None:
     """Two actors: the text is that of one process, also where the draft's device dies in the middle."""
-    options: dict[str, Any] = {"places": 3, "max_tokens": 40, "seed": 5}
+    options: dict[str, Any] = {"num_speculative_tokens": 3, "max_tokens": 40, "seed": 5}
     here = lz.speculative.generate(drafts.Chain(1, 0.3), drafts.Chain(2, 0.0), [0, 1], **options)
     wanted = [token async for token in here]
-    pids, restarts = [each.pid for each in fleet.facts], (await fleet.health())[0].restarts
+    pids, restarts = [each.pid for each in device_pool.facts], (await device_pool.health())[0].restarts
     assert pids[0] != pids[1]
     async with (
-        elsewhere(fleet, drafts.Chain, 1, 0.3, on="gpu-0") as draft,
-        elsewhere(fleet, drafts.Chain, 2, 0.0, on="gpu-1") as target,
+        remote_decoder(device_pool, drafts.Chain, 1, 0.3, on="gpu-0") as draft,
+        remote_decoder(device_pool, drafts.Chain, 2, 0.0, on="gpu-1") as target,
     ):
         generation = lz.speculative.generate(draft, target, [0, 1], **options)
         got: list[int] = []
         async for token in generation:
             got.append(token)
             if len(got) == 15:
-                assert [await fleet.run(drafts.opened, on=name) for name in ("gpu-0", "gpu-1")] == [
+                assert [await device_pool.run(drafts.opened, on=name) for name in ("gpu-0", "gpu-1")] == [
                     (pids[0], ["chain 1"]), (pids[1], ["chain 2"])
                 ]  # fmt: skip
-                kill(fleet)
-        assert got == wanted and generation.stats.accepted == here.stats.accepted > 0
-    assert (await fleet.health())[0].restarts == restarts + 1
-    assert [(await fleet.run(drafts.opened, on=name))[1] for name in ("gpu-0", "gpu-1")] == [[], []]
+                kill(device_pool)
+        assert got == wanted and generation.stats.num_accepted == here.stats.num_accepted > 0
+    assert (await device_pool.health())[0].restarts == restarts + 1
+    assert [(await device_pool.run(drafts.opened, on=name))[1] for name in ("gpu-0", "gpu-1")] == [[], []]
 
 
 # Last: it closes the devices.
-async def test_a_device_leaves_nothing_behind(fleet: Fleet, ray_cluster: Any) -> None:
+async def test_a_device_leaves_nothing_behind(device_pool: DevicePool, ray_cluster: Any) -> None:
     """After close: no actor, no place taken, no journal, no socket's folder."""
-    device = fleet.devices["gpu-0"]
+    device = device_pool.devices["gpu-0"]
     pid, socket = device.facts.pid, device.address.path  # type: ignore[attr-defined]
     assert socket in Path("/proc/net/unix").read_text()  # noqa: ASYNC240  a look, between two awaits
-    await fleet.close()
+    await device_pool.close()
     await until(lambda: not Path(f"/proc/{pid}").exists())
     assert socket not in Path("/proc/net/unix").read_text()  # noqa: ASYNC240
     journals = Path(tempfile.gettempdir()) / f"layerzero-{os.getuid()}"

@@ -1,4 +1,4 @@
-"""Gangs of real processes with gloo's collectives in their steps; one of them under torchrun."""
+"""Rank groups of real processes with gloo's collectives in their steps; one of them under torchrun."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ import pytest
 import torch
 
 from layerzero.ops import table as ops_table
-from layerzero.perfdb import Environment, Site
+from layerzero.perfdb import BenchmarkCase, Environment
 from layerzero.perfdb.store import PerfDB
 from layerzero.spec.hardware import probe
 from tests.distributed import forked
@@ -123,10 +123,10 @@ async def measured(path: Path, us: float) -> None:
     linear = ops_table.get("linear")
     rows = []
     for count in range(1, 7):
-        shape = Site.of(linear.check((torch.ones(count, 32), torch.ones(8, 32), None)))
+        shape = BenchmarkCase.of_request(linear.check((torch.ones(count, 32), torch.ones(8, 32), None)))
         for name, median_us in (("timed", us), ("guessed", 900.0)):
-            rows.append(row(f"planted.linear.{name}", median_us, site=shape))
-    one_thread = msgspec.structs.replace(Environment.of(probe("cpu")), threads=1)
+            rows.append(row(f"planted.linear.{name}", median_us, case=shape))
+    one_thread = msgspec.structs.replace(Environment.of_hardware(probe("cpu")), threads=1)
     async with PerfDB(path) as db:
         await db.add(one_thread, rows)
 

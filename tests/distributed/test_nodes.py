@@ -20,7 +20,7 @@ from tests.waiting import LIMIT_S, until
 
 pytestmark = [pytest.mark.ray, pytest.mark.filterwarnings("ignore::ResourceWarning")]
 on_one_loop = pytest.mark.asyncio(loop_scope="module")
-EXAMPLE = forked.ROOT / "examples" / "tp_generate.py"
+EXAMPLE = forked.ROOT / "examples" / "tensor_parallel" / "run.py"
 
 
 @pytest.fixture(scope="module")
@@ -65,17 +65,17 @@ def test_ranks_of_the_tensor_parallel_example_are_actors_on_two_nodes(nodes: Any
 @on_one_loop
 async def test_a_lost_node_costs_its_device_alone(nodes: Any, runtime: lz.Runtime) -> None:
     """Streams move on, the other device serves, calls to the lost one fail in time, a new node revives it."""
-    fleet = runtime.fleet
-    assert len(fleet.nodes) == 2
+    pool = runtime.device_pool
+    assert len(pool.nodes) == 2
     second = nodes.list_all_nodes()[1]
-    (name,) = fleet.nodes[second.node_id]
-    (kept,) = set(fleet.devices) - {name}
-    lost = fleet.devices[name]
+    (name,) = pool.nodes[second.node_id]
+    (kept,) = set(pool.devices) - {name}
+    lost = pool.devices[name]
     first = asyncio.Event()
 
     async def generation(seed: int) -> list[int]:
         got = []
-        async for token in fleet.stream(hosted.tokens, seed, 25, 0.02, resume=True):
+        async for token in pool.stream(hosted.tokens, seed, 25, 0.02, resume=True):
             got.append(token)
             first.set()
         return got
@@ -83,32 +83,32 @@ async def test_a_lost_node_costs_its_device_alone(nodes: Any, runtime: lz.Runtim
     tasks = [asyncio.ensure_future(generation(seed)) for seed in range(6)]
     await first.wait()
     nodes.remove_node(second, allow_graceful=False)
-    assert await fleet.run(hosted.add, 1, on=kept) == 2
-    assert await fleet.run(hosted.add, 1) == 2
+    assert await pool.run(hosted.add, 1, on=kept) == 2
+    assert await pool.run(hosted.add, 1) == 2
     # The worker ends when it has noticed that its raylet did.
     await until(lambda: lost.state is not DeviceState.RUNNING)
     # From here on; no first life would be there so soon.
     settings = lost._spec.settings.replace(placement_timeout_s=2.0)  # type: ignore[attr-defined]
     lost._spec = msgspec.structs.replace(lost._spec, settings=settings)  # type: ignore[attr-defined]
     with pytest.raises(lz.DeviceLostError) as refused:
-        await fleet.run(hosted.add, 1, on=name)
+        await pool.run(hosted.add, 1, on=name)
     assert refused.value.retryable
     assert lost.state is DeviceState.RESTARTING
     for seed, tokens in enumerate(await asyncio.gather(*tasks)):
         assert tokens == [t async for t in hosted.tokens(seed, 25)]
     # A call to whichever device ends too, where the other one takes none.
-    fleet._patience_s = 2.0
-    assert await fleet.drain(LIMIT_S, on=kept)
+    pool._patience_s = 2.0
+    assert await pool.drain(LIMIT_S, on=kept)
     with pytest.raises(
         lz.DeviceLostError, match="no device came back within placement_timeout_s=2"
     ) as nowhere:
-        await asyncio.wait_for(fleet.run(hosted.add, 1), LIMIT_S)
+        await asyncio.wait_for(pool.run(hosted.add, 1), LIMIT_S)
     assert nowhere.value.retryable
-    await fleet.devices[kept].restart()
-    fleet._patience_s = LIMIT_S
+    await pool.devices[kept].restart()
+    pool._patience_s = LIMIT_S
     nodes.add_node(num_cpus=2, num_gpus=1, **BARE)
     await until(lambda: lost.state is DeviceState.RUNNING)
-    assert await fleet.run(hosted.add, 1, on=name) == 2
+    assert await pool.run(hosted.add, 1, on=name) == 2
     settings = settings.replace(placement_timeout_s=LIMIT_S)
     lost._spec = msgspec.structs.replace(lost._spec, settings=settings)  # type: ignore[attr-defined]
 
@@ -116,14 +116,14 @@ async def test_a_lost_node_costs_its_device_alone(nodes: Any, runtime: lz.Runtim
 @on_one_loop
 async def test_a_gang_that_loses_a_node_goes_on_under_a_new_epoch(nodes: Any, runtime: lz.Runtime) -> None:
     """A rank on each of two nodes; one node goes, another comes: texts that may resume are whole."""
-    async with runtime.gang(2, build=shards.shard, timeout_s=30.0) as gang:
-        assert len({each.facts.node for each in gang.devices}) == 2
-        pids = {each.facts.pid for each in gang.devices}
+    async with runtime.rank_group(2, build=shards.shard, timeout_s=30.0) as group:
+        assert len({each.facts.node for each in group.devices}) == 2
+        pids = {each.facts.pid for each in group.devices}
         begun: set[int] = set()
 
         async def text(seed: int, n: int, resume: bool) -> list[int]:
             got = []
-            async for token in gang.stream(shards.tokens, seed, n, 0.02, resume=resume):
+            async for token in group.stream(shards.tokens, seed, n, 0.02, resume=resume):
                 got.append(token)
                 begun.add(seed)
             return got
@@ -136,5 +136,5 @@ async def test_a_gang_that_loses_a_node_goes_on_under_a_new_epoch(nodes: Any, ru
             await cut
         nodes.add_node(num_cpus=2, num_gpus=1, **BARE)
         assert await asyncio.gather(*resumed) == [shards.text(seed, 40) for seed in range(4)]
-        assert gang.epoch >= 2 and not pids & {each.facts.pid for each in gang.devices}
-        assert len({each.facts.node for each in gang.devices}) == 2
+        assert group.epoch >= 2 and not pids & {each.facts.pid for each in group.devices}
+        assert len({each.facts.node for each in group.devices}) == 2

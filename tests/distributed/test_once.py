@@ -17,10 +17,10 @@ import pytest
 import pytest_asyncio
 
 import layerzero as lz
-from layerzero.actors.remote.pool import Fleet
+from layerzero.actors.remote.pool import DevicePool
 from layerzero.actors.remote.ray_device import RayDevice
 from layerzero.actors.rpc.client import DeviceState
-from layerzero.actors.rpc.server import Outcome
+from layerzero.actors.rpc.server import CallOutcome
 from tests.distributed import hosted
 from tests.waiting import LIMIT_S, until
 
@@ -34,18 +34,18 @@ READ_S = 1.0  # what the devices need to begin calls, and to die
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def fleet(ray_cluster: Any) -> AsyncIterator[Fleet]:
+async def device_pool(ray_cluster: Any) -> AsyncIterator[DevicePool]:
     """One device, which may die as often as the tests want."""
     settings = lz.Settings(
         cluster="auto", cluster_devices=1, device="cpu", max_restarts=100, placement_timeout_s=LIMIT_S
     )
     async with lz.start(settings) as runtime:
-        yield runtime.fleet
+        yield runtime.device_pool
 
 
-def only(fleet: Fleet) -> RayDevice:
+def only(device_pool: DevicePool) -> RayDevice:
     """The device, as what it is."""
-    device = fleet.devices["gpu-0"]
+    device = device_pool.devices["gpu-0"]
     assert isinstance(device, RayDevice)
     return device
 
@@ -84,13 +84,13 @@ def stand_still() -> None:
     time.sleep(READ_S)
 
 
-async def test_a_neighbour_that_writes_first_loses_no_note(fleet: Fleet, tmp_path: Path) -> None:
+async def test_a_neighbour_that_writes_first_loses_no_note(device_pool: DevicePool, tmp_path: Path) -> None:
     """A device is killed, and a cancelled neighbour meets the end of the channel before anybody reads it."""
-    device, path = only(fleet), tmp_path / "executed"
-    neighbour = asyncio.ensure_future(fleet.run(hosted.linger, "neighbour", 600.0))
+    device, path = only(device_pool), tmp_path / "executed"
+    neighbour = asyncio.ensure_future(device_pool.run(hosted.linger, "neighbour", 600.0))
 
     async def began() -> bool:
-        return "neighbour began" in await fleet.run(hosted.events)
+        return "neighbour began" in await device_pool.run(hosted.events)
 
     await until(began)
     calls = await sent_while_nobody_reads(device, path)
@@ -104,14 +104,14 @@ async def test_a_neighbour_that_writes_first_loses_no_note(fleet: Fleet, tmp_pat
 
 
 async def test_a_life_that_is_given_up_takes_no_call_that_it_told_nobody_of(
-    fleet: Fleet, tmp_path: Path
+    device_pool: DevicePool, tmp_path: Path
 ) -> None:
     """The watchdog ends a life whose last notes lie unread; what they told of does not run again."""
-    device, path = only(fleet), tmp_path / "executed"
+    device, path = only(device_pool), tmp_path / "executed"
     assert await device.run(hosted.add, 1) == 2
     calls = await sent_while_nobody_reads(device, path)
-    assert device._life is not None
-    device._hang(device._life, "gave no sign of life, says a test")
+    assert device._incarnation is not None
+    device._hang(device._incarnation, "gave no sign of life, says a test")
     answered = await settled(calls)
     ran = executions(path)
     assert len(set(ran)) == len(ran)
@@ -133,15 +133,15 @@ class LateAnswers:
         if self.copies == 1:
             self.first = self._actor.serve.remote(*request)
         else:
-            answer.set_result(Outcome("stale", detail="generation 0 has ended"))
+            answer.set_result(CallOutcome("stale", detail="generation 0 has ended"))
         return answer
 
 
 async def test_a_copy_that_reached_the_next_life_does_not_repeat_what_began_in_the_last(
-    fleet: Fleet, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    device_pool: DevicePool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """ "That life is over", the answer to a copy, says nothing of the first one, which had begun."""
-    device, path = only(fleet), tmp_path / "executed"
+    device, path = only(device_pool), tmp_path / "executed"
     assert await device.run(hosted.add, 1) == 2
     monkeypatch.setattr(device, "_actor", LateAnswers(device._actor))
     call = asyncio.ensure_future(device.run(hosted.mark, str(path), 0))
@@ -171,22 +171,22 @@ class SlowAnswers:
         self.carried += sum(len(part) for part in request if isinstance(part, bytes))
         return self._answer(self._actor.serve.remote(*request))
 
-    async def _answer(self, ref: Any) -> Outcome:
-        outcome: Outcome = await ref
+    async def _answer(self, ref: Any) -> CallOutcome:
+        outcome: CallOutcome = await ref
         if isinstance(outcome.value, bytes):
             self.carried += len(outcome.value)
         await asyncio.sleep(READ_S)
         return outcome
 
 
-async def test_a_long_value_travels_once(fleet: Fleet, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_long_value_travels_once(device_pool: DevicePool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Slow is not lost: copies of a message that is late carry neither the argument nor the result again."""
-    device, size = only(fleet), 32 << 20
+    device, size = only(device_pool), 32 << 20
     await device.run(hosted.forget)
     hosted.COUNTS.clear()
     still = asyncio.ensure_future(device.run(hosted.stand_still, 2 * READ_S))
-    assert device._life is not None
-    life = device._life
+    assert device._incarnation is not None
+    life = device._incarnation
     await until(lambda: life.started and not life.silent(max(life.started)))
     messages = SlowAnswers(device._actor)
     monkeypatch.setattr(device, "_actor", messages)
@@ -201,9 +201,11 @@ async def test_a_long_value_travels_once(fleet: Fleet, monkeypatch: pytest.Monke
     await still
 
 
-async def test_short_values_stay_in_their_message(fleet: Fleet, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_short_values_stay_in_their_message(
+    device_pool: DevicePool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A detour by the object store would cost them a round trip."""
-    device = only(fleet)
+    device = only(device_pool)
     messages = SlowAnswers(device._actor)
     monkeypatch.setattr(device, "_actor", messages)
     assert (await device.run(hosted.heavier, hosted.Heavy(10_000), 1)).size == 10_001

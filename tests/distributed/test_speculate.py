@@ -1,4 +1,4 @@
-"""Speculation over the ranks of a gang: the example, with gloo between its shards."""
+"""Speculation over the ranks of a rank group: the example, with gloo between its shards."""
 
 from __future__ import annotations
 

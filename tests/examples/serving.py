@@ -42,7 +42,8 @@ class Running:
         return self.app.state.service
 
     def left(self) -> dict[str, int]:
-        """What no request should leave: pages, requests, calls in the lane, callers the lane still knows."""
+        """What no request should leave: pages, requests, calls in the batcher, callers the batcher still
+        knows."""
         pages = self.service.model.cache.allocator
         stats = self.lanes()
         return {
@@ -61,7 +62,7 @@ class Running:
         return left
 
     def lanes(self) -> Any:
-        """What the lanes have counted."""
+        """What the batchers have counted."""
         return self.inside(lambda: self.device().fronts.stats())
 
     def device(self) -> Any:
@@ -92,17 +93,17 @@ class Running:
 @contextmanager
 def serving(options: Any) -> Iterator[Running]:
     """A real uvicorn on a free port of loopback, until the block ends."""
-    import generate_server
+    import serve
 
-    app = generate_server.application(options)
+    app = serve.application(options)
     server = uvicorn.Server(uvicorn.Config(app, host="127.0.0.1", port=0, log_level="warning"))
     running = Running(server, app)
 
-    async def serve() -> None:
+    async def run() -> None:
         running.loop = asyncio.get_running_loop()
         await server.serve()
 
-    thread = threading.Thread(target=lambda: asyncio.run(serve()), name="server")
+    thread = threading.Thread(target=lambda: asyncio.run(run()), name="server")
     thread.start()
     try:
         until = time.monotonic() + 60

@@ -21,7 +21,7 @@ import pytest
 for package in ("openai", "starlette", "uvicorn", "prometheus_client", "tokenizers", "safetensors"):
     pytest.importorskip(package, reason=f"the server needs {package}: pip install 'layerzero-runtime[test]'")
 
-import generate_server  # noqa: E402  the skips come first
+import serve  # noqa: E402  the skips come first
 from completion import BadRequest, read  # noqa: E402
 
 from tests.examples.serving import NOTHING, Running, asked, serving  # noqa: E402
@@ -32,7 +32,7 @@ ROOT = Path(__file__).resolve().parents[2]
 @pytest.fixture(scope="module")
 def server() -> Iterator[Running]:
     """A server that takes bodies of a mebibyte."""
-    with serving(generate_server.Options(pages=64, max_body=1 << 20)) as running:
+    with serving(serve.Options(pages=64, max_body=1 << 20)) as running:
         yield running
 
 
@@ -103,7 +103,7 @@ def test_a_long_prompt_is_not_tokenized_on_the_loop(server: Running, monkeypatch
 
     loops = server.inside(threading.get_ident)
     monkeypatch.setattr(server.service, "tokenizer", Watched())
-    most = server.service.most_characters
+    most = server.service.max_prompt_characters
     for characters in (most - most % 5, most + 1):
         prompt = ("word " * characters)[:characters]
         given = httpx.post(f"{server.url}/v1/completions", json=asked(prompt=prompt))
@@ -134,7 +134,7 @@ def test_an_error_of_the_server_is_said_in_the_words_of_the_api(
 
     for stream in (False, True):
         with monkeypatch.context() as patch:
-            patch.setattr(server.service.model, "next", broken)
+            patch.setattr(server.service.model, "sample_next", broken)
             given = httpx.post(f"{server.url}/v1/completions", json=asked(stream=stream))
         assert given.status_code == 500
         assert given.json()["error"]["type"] == "server_error"
@@ -151,7 +151,7 @@ def test_an_event_is_one_line_for_every_reader(server: Running) -> None:
         sent.append(message["body"])
 
     text = "a\u2028b\u0085c\u2029\n\x0b\U0001f600"
-    completion = generate_server.Completion(server.service, read(json.dumps(asked()).encode(), "generate"))
+    completion = serve.Completion(server.service, read(json.dumps(asked()).encode(), "generate"))
     asyncio.run(completion._event(send, {"text": text}))
     lines = b"".join(sent).decode().splitlines()
     assert len(lines) == 2 and not lines[1]
@@ -163,7 +163,7 @@ def test_sigterm_ends_what_does_not_end_in_time(tmp_path: Path) -> None:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    script = str(ROOT / "examples" / "generate_server.py")
+    script = str(ROOT / "examples" / "serve.py")
     command = [sys.executable, script, "--port", str(port), "--pages", "4096", "--drain-s", "1"]
     printed = tmp_path / "printed"
     environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}

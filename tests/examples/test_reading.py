@@ -10,17 +10,17 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import generation
-import llama
+import generate
 import pytest
 import torch
+from models import llama
 from torch import Tensor
 
 import layerzero as lz
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 READS = {"item", "cpu", "tolist", "numpy"}
-BLOCKING = {"by_hand"}  # functions of examples that no loop runs beside: they compare
+BLOCKING = {"generate_by_hand"}  # functions of examples that no loop runs beside: they compare
 
 
 def reads(source: str) -> list[str]:
@@ -47,9 +47,12 @@ def serves(source: str) -> bool:
 
 def test_no_example_reads_a_tensor_behind_the_loop() -> None:
     """Results leave a device through `lz.to_host` wherever requests are served."""
-    sources = {file.name: file.read_text(encoding="utf-8") for file in sorted(EXAMPLES.rglob("*.py"))}
+    sources = {
+        str(file.relative_to(EXAMPLES)): file.read_text(encoding="utf-8")
+        for file in sorted(EXAMPLES.rglob("*.py"))
+    }
     serving = {name: source for name, source in sources.items() if serves(source)}
-    assert {"embedding_service.py", "minilm.py", "load.py"} <= set(serving)
+    assert {"embed.py", "models/minilm.py", "measuring/load.py"} <= set(serving)
     assert {name: found for name, source in serving.items() if (found := reads(source))} == {}
 
 
@@ -104,8 +107,8 @@ def test_generating_reads_nothing_behind_the_loop(per: llama.Per, read_behind_th
     read_behind_the_loop.clear()  # loading may read what it likes
 
     async def one(prompt: list[int]) -> list[int]:
-        sampling = generation.Sampling(max_tokens=4, seed=1)
-        return [token async for token in generation.generate(model, prompt, sampling)]
+        sampling = generate.SamplingParams(max_tokens=4, seed=1)
+        return [token async for token in generate.generate(model, prompt, sampling)]
 
     async def both() -> list[list[int]]:
         return list(await asyncio.gather(one([5, 6, 7]), one([8])))

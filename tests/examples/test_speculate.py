@@ -11,7 +11,7 @@ import torch
 import layerzero as lz
 
 speculate = pytest.importorskip("speculate", reason="the example needs safetensors and tokenizers")
-generation = pytest.importorskip("generation", reason="the example needs safetensors and tokenizers")
+generate = pytest.importorskip("generate", reason="the example needs safetensors and tokenizers")
 
 PROMPT = list(range(40, 60))
 
@@ -19,9 +19,9 @@ PROMPT = list(range(40, 60))
 def models(layers: int) -> tuple[Any, Any]:
     """A draft of some layers, and the target."""
     like = torch.empty(0)
-    config = speculate.Config.read(speculate.FOLDER)
+    config = speculate.LlamaConfig.read(speculate.FOLDER)
     get = speculate.weights_of(speculate.FOLDER, "cpu", like.dtype)
-    draft, target = (speculate.first_layers(config, get, n, like) for n in (layers, config.layers))
+    draft, target = (speculate.first_layers(config, get, n, like) for n in (layers, config.num_hidden_layers))
     return draft, target
 
 
@@ -29,13 +29,15 @@ def models(layers: int) -> tuple[Any, Any]:
 def test_the_likeliest_text_is_the_targets_whatever_drafts(layers: int) -> None:
     """At temperature 0 speculation changes nothing but the speed; no page is left behind."""
     draft, target = models(layers)
-    sampling = generation.Sampling(max_tokens=12, temperature=0.0, seed=1)
+    sampling = generate.SamplingParams(max_tokens=12, temperature=0.0, seed=1)
 
     async def main() -> tuple[list[int], list[int], float]:
         async with lz.start(lz.Settings(inference=True, perfdb=None), scoped=True):
-            plain = [token async for token in generation.generate(target, PROMPT, sampling)]
-            tokens, stats = await speculate.speculated(draft, target, PROMPT, sampling, places=3)
-            return plain, tokens, stats.acceptance
+            plain = [token async for token in generate.generate(target, PROMPT, sampling)]
+            tokens, stats = await speculate.speculate_request(
+                draft, target, PROMPT, sampling, num_speculative_tokens=3
+            )
+            return plain, tokens, stats.acceptance_rate
 
     plain, tokens, acceptance = asyncio.run(main())
     assert tokens == plain
@@ -47,11 +49,13 @@ def test_the_likeliest_text_is_the_targets_whatever_drafts(layers: int) -> None:
 def test_a_generation_that_is_left_gives_its_pages_back() -> None:
     """Cancelled in the middle of drafts that run ahead, both pools are whole again."""
     draft, target = models(2)
-    sampling = generation.Sampling(max_tokens=200, temperature=1.0, seed=1)
+    sampling = generate.SamplingParams(max_tokens=200, temperature=1.0, seed=1)
 
     async def main() -> None:
         async with lz.start(lz.Settings(inference=True, perfdb=None), scoped=True):
-            task = asyncio.ensure_future(speculate.speculated(draft, target, PROMPT, sampling, places=3))
+            task = asyncio.ensure_future(
+                speculate.speculate_request(draft, target, PROMPT, sampling, num_speculative_tokens=3)
+            )
             await asyncio.sleep(0.2)
             task.cancel()
             with pytest.raises(asyncio.CancelledError):
@@ -67,8 +71,10 @@ def test_many_speculate_at_once() -> None:
     draft, target = models(3)
 
     async def one(seed: int) -> list[int]:
-        sampling = generation.Sampling(max_tokens=8, temperature=0.8, seed=seed)
-        tokens, _ = await speculate.speculated(draft, target, PROMPT, sampling, places=2)
+        sampling = generate.SamplingParams(max_tokens=8, temperature=0.8, seed=seed)
+        tokens, _ = await speculate.speculate_request(
+            draft, target, PROMPT, sampling, num_speculative_tokens=2
+        )
         return list(tokens)
 
     async def main() -> tuple[list[list[int]], list[list[int]]]:

@@ -9,9 +9,9 @@ import torch
 
 from layerzero.graphs.proof import Proofs, ProofStore
 from layerzero.graphs.rehearsal import rehearsal
-from layerzero.graphs.verdict import Finding, Problem
+from layerzero.graphs.verdict import CaptureFinding, CaptureProblem
 from layerzero.ops import table as ops_table
-from layerzero.selection.dispatch import CAPTURE, REHEARSAL, mode, positional
+from layerzero.selection.dispatch import CAPTURE, REHEARSAL, mode_bits, signature_of
 from layerzero.spec.errors import CudaGraphUnsafeError
 from layerzero.spec.hardware import probe
 from layerzero.spec.reasons import Reason
@@ -20,20 +20,20 @@ from tests.kernels import device, kernel
 
 CPU = probe("cpu")
 RMS = ops_table.get("rms_norm")
-BAD = (Finding(Problem.SYNCHRONISED, "RuntimeError: called a synchronizing operation"),)
+BAD = (CaptureFinding(CaptureProblem.SYNCHRONISED, "RuntimeError: called a synchronizing operation"),)
 FAST, SAFE = kernel("fast.rms_norm", launch_us=0.1), kernel("safe.rms_norm", launch_us=90.0, graph_safe=True)
 
 
 def call() -> tuple[tuple[object, ...], tuple[object, ...]]:
     """Signature and arguments of a norm."""
     full = RMS.build(torch.randn(2, 8))[1]
-    return positional(RMS, full), full
+    return signature_of(RMS, full), full
 
 
 def test_one_unsafe_case_makes_a_kernel_unsafe_until_it_is_safe_again() -> None:
     """Cases add up; trying one again replaces what it showed."""
     proofs = Proofs(CPU)
-    assert proofs.of(FAST) is None
+    assert proofs.proof_of(FAST) is None
     assert proofs.add(FAST, "small", ()).safe
     unsafe = proofs.add(FAST, "large", BAD)
     assert not unsafe.safe and "large: synchronised" in str(unsafe) and "small" not in str(unsafe)
@@ -44,9 +44,9 @@ def test_proofs_are_found_by_later_processes(tmp_path: Path) -> None:
     """Another reader of the folder knows what was proved; another environment knows nothing."""
     before = Proofs(CPU, ProofStore(tmp_path)).add(FAST, "case", BAD)
     after = Proofs(CPU, ProofStore(tmp_path))
-    assert after.of(FAST) == before
+    assert after.proof_of(FAST) == before
     other = Proofs(type(CPU)(platform="cpu", device="cpu", name="another", vendor="x"), ProofStore(tmp_path))
-    assert other.of(FAST) is None
+    assert other.proof_of(FAST) is None
 
 
 def test_another_version_of_the_kernels_library_needs_another_proof(tmp_path: Path) -> None:
@@ -55,7 +55,7 @@ def test_another_version_of_the_kernels_library_needs_another_proof(tmp_path: Pa
 
     proofs = Proofs(CPU, ProofStore(tmp_path))
     proofs.add(FAST, "case", ())
-    assert proofs.of(dataclasses.replace(FAST, distributions=("msgspec>=0.19",))) is None
+    assert proofs.proof_of(dataclasses.replace(FAST, distributions=("msgspec>=0.19",))) is None
 
 
 def test_a_damaged_proof_is_set_aside_and_counts_as_unsafe(tmp_path: Path) -> None:
@@ -65,7 +65,7 @@ def test_a_damaged_proof_is_set_aside_and_counts_as_unsafe(tmp_path: Path) -> No
     file.write_bytes(file.read_bytes().replace(b'"case"', b'"cast"'))
     for _ in range(2):
         proofs = Proofs(CPU, ProofStore(tmp_path))
-        (applied,) = proofs.applied((SAFE,), strict=False)
+        (applied,) = proofs.apply((SAFE,), strict=False)
         assert not applied.capability.graph_safe
     assert [p.name for p in tmp_path.iterdir() if "damaged-1" in p.name]
     assert Proofs(CPU, ProofStore(tmp_path)).add(SAFE, "case", ()).safe
@@ -75,11 +75,11 @@ def test_a_damaged_proof_is_set_aside_and_counts_as_unsafe(tmp_path: Path) -> No
 def test_a_proof_wins_over_what_a_kernel_declares(strict: bool) -> None:
     """Unknown kernels and, when strict, declared ones are refused; a proof decides either way."""
     proofs = Proofs(CPU)
-    fast, safe = (k.capability.graph_safe for k in proofs.applied((FAST, SAFE), strict=strict))
+    fast, safe = (k.capability.graph_safe for k in proofs.apply((FAST, SAFE), strict=strict))
     assert (fast, safe) == (False, not strict)
     proofs.add(FAST, "case", ())
     proofs.add(SAFE, "case", BAD)
-    again = [proofs.applied((FAST, SAFE), strict=strict) for _ in range(2)]
+    again = [proofs.apply((FAST, SAFE), strict=strict) for _ in range(2)]
     assert [k.capability.graph_safe for k in again[0]] == [True, False]
     assert again[0][0] is again[1][0], "one object each, or tables would be dropped at every refresh"
 
@@ -89,13 +89,13 @@ def test_a_proof_changes_what_a_capture_gets() -> None:
     own = device([FAST, SAFE])
     signature, full = call()
     with rehearsal():
-        refused = own.plan(RMS, signature, full, mode() | CAPTURE).record()
+        refused = own.plan(RMS, signature, full, mode_bits() | CAPTURE).selection_for_request()
     assert refused.kernel == "safe.rms_norm"
     assert {r.reason for r in refused.candidate("fast.rms_norm").rejected} == {Reason.CUDA_GRAPH_UNSAFE}
     own.proofs.add(FAST, "case", ())
     own.refresh()
     with rehearsal():
-        assert own.plan(RMS, signature, full, mode() | CAPTURE).kernel == "fast.rms_norm"
+        assert own.plan(RMS, signature, full, mode_bits() | CAPTURE).kernel == "fast.rms_norm"
 
 
 def test_strict_mode_takes_nothing_that_was_only_declared() -> None:
@@ -103,9 +103,9 @@ def test_strict_mode_takes_nothing_that_was_only_declared() -> None:
     own = device([FAST, SAFE], Settings(graph_strict=True))
     signature, full = call()
     with rehearsal(), pytest.raises(CudaGraphUnsafeError, match="no kernel that is safe") as caught:
-        own.plan(RMS, signature, full, mode() | CAPTURE)
+        own.plan(RMS, signature, full, mode_bits() | CAPTURE)
     assert {c.kernel for c in caught.value.context["trace"]} == {"fast.rms_norm", "safe.rms_norm"}
-    assert own.plan(RMS, signature, full, mode()).kernel == "fast.rms_norm"
+    assert own.plan(RMS, signature, full, mode_bits()).kernel == "fast.rms_norm"
 
 
 def test_nothing_is_chosen_during_a_capture() -> None:
@@ -113,14 +113,14 @@ def test_nothing_is_chosen_during_a_capture() -> None:
     own = device([FAST, SAFE])
     signature, full = call()
     with pytest.raises(CudaGraphUnsafeError, match="rehearse_capture"):
-        own.plan(RMS, signature, full, mode() | CAPTURE)
+        own.plan(RMS, signature, full, mode_bits() | CAPTURE)
     with rehearsal():
-        planned = own.plan(RMS, signature, full, mode() | CAPTURE)
+        planned = own.plan(RMS, signature, full, mode_bits() | CAPTURE)
     assert not REHEARSAL.on
-    assert own.plan(RMS, signature, full, mode() | CAPTURE) is planned
+    assert own.plan(RMS, signature, full, mode_bits() | CAPTURE) is planned
     computed = own.table(RMS).computed
     strided = RMS.build(torch.randn(2, 8).as_strided((2, 8), (8, 1)))[1]
-    assert own.plan(RMS, positional(RMS, strided), strided, mode() | CAPTURE).kernel == planned.kernel
+    assert own.plan(RMS, signature_of(RMS, strided), strided, mode_bits() | CAPTURE).kernel == planned.kernel
     assert own.table(RMS).computed == computed
 
 
@@ -133,9 +133,10 @@ def test_a_kernel_that_fails_in_a_capture_is_not_replaced() -> None:
     own = device([kernel("broken.rms_norm", broken, launch_us=0.1, graph_safe=True), SAFE])
     signature, full = call()
     with rehearsal():
-        plan = own.plan(RMS, signature, full, mode() | CAPTURE)
+        plan = own.plan(RMS, signature, full, mode_bits() | CAPTURE)
     with pytest.raises(CudaGraphUnsafeError, match=r"broken\.rms_norm raised RuntimeError: launch failed"):
         own.recover(plan, full, RuntimeError("launch failed"))
     assert (
-        own.recover(own.plan(RMS, signature, full, mode()), full, RuntimeError())[1].kernel == "safe.rms_norm"
+        own.recover(own.plan(RMS, signature, full, mode_bits()), full, RuntimeError())[1].kernel
+        == "safe.rms_norm"
     )

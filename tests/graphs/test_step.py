@@ -15,10 +15,10 @@ from torch import Tensor
 
 import layerzero as lz
 from layerzero.actors.device.local_device import LocalDevice
-from layerzero.graphs.step import CudaGraph, Step
+from layerzero.graphs.step import CudaGraph, GraphedFunction
 from layerzero.ops import table as ops_table
 from layerzero.runtime import Runtime, current, install, uninstall
-from layerzero.selection.dispatch import capturing_mode
+from layerzero.selection.dispatch import capturing_mode_bits
 from layerzero.spec.kernel import Kernel
 from tests.kernels import kernel
 
@@ -79,7 +79,7 @@ def test_buckets_can_be_made_ready_ahead() -> None:
 def test_another_generation_is_captured_anew() -> None:
     """Plans inside a graph may be quarantined or denied: then it must not be replayed."""
     now = [1]
-    step = Step(lambda x: x + 1, buckets=(2,), generation=lambda _: now[0])
+    step = GraphedFunction(lambda x: x + 1, buckets=(2,), version=lambda _: now[0])
     step(torch.zeros(2))
     step(torch.zeros(2))
     assert step.captures == 1
@@ -163,10 +163,10 @@ def captured(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., lz.Runti
         install(runtime)
         opened.append(runtime)
         device = runtime.device("cpu")
-        device.mode = capturing_mode
+        device.mode = capturing_mode_bits
         capture, stream = Capture(lambda: between(device)), SimpleNamespace(wait_stream=lambda _: None)
         monkeypatch.setattr("layerzero.selection.dispatch._is_capturing", lambda: Capture.on)
-        monkeypatch.setattr("layerzero.graphs.step.Rerun", CudaGraph)
+        monkeypatch.setattr("layerzero.graphs.step.EagerRerun", CudaGraph)
         for name in ("Stream", "current_stream"):
             monkeypatch.setattr(f"torch.cuda.{name}", lambda *_: stream)
         monkeypatch.setattr("torch.cuda.stream", lambda _: contextlib.nullcontext())

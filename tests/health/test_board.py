@@ -8,7 +8,14 @@ from pathlib import Path
 
 import pytest
 
-from layerzero.health import Health, JsonStore, Level, QuarantineRecord, State, Transition
+from layerzero.health import (
+    BreakerState,
+    Health,
+    HealthLevel,
+    JsonQuarantineStore,
+    QuarantineRecord,
+    Transition,
+)
 from layerzero.spec.reasons import Reason
 from layerzero.spec.settings import Settings
 from tests.health.clocks import SETTINGS, Clock
@@ -39,9 +46,11 @@ def test_a_healthy_board_costs_nothing() -> None:
     """Kernels that never failed have no entry anywhere."""
     health = Health(SETTINGS, Clock())
     health.success("a.b")
-    assert health.blocked() == {} and health.probing() == frozenset() and health.standings() == ()
-    assert health.state("a.b") is State.CLOSED and health.take_probe("a.b") is None
-    assert health.next_change() is None and health.level(["a.b"]) is Level.HEALTHY
+    assert (
+        health.blocked_kernels() == {} and health.probing_kernels() == frozenset() and health.statuses() == ()
+    )
+    assert health.state("a.b") is BreakerState.CLOSED and health.take_probe("a.b") is None
+    assert health.next_change() is None and health.level(["a.b"]) is HealthLevel.HEALTHY
 
 
 def test_a_failing_kernel_is_blocked_probed_and_back() -> None:
@@ -50,18 +59,18 @@ def test_a_failing_kernel_is_blocked_probed_and_back() -> None:
     seen: list[Transition] = []
     health = Health(SETTINGS, clock, changed=seen.append)
     fail(health, "a.b")
-    blocked = health.blocked()
+    blocked = health.blocked_kernels()
     assert blocked["a.b"].reason is Reason.CIRCUIT_OPEN
     assert "boom" in str(blocked["a.b"]) and blocked["a.b"].counterfactual == "probed again in 4.0 s"
     assert health.next_change() == clock.now + 4.0
     clock.now += 4.0
-    assert health.blocked() == {} and health.probing() == {"a.b"}
+    assert health.blocked_kernels() == {} and health.probing_kernels() == {"a.b"}
     probe = health.take_probe("a.b")
     assert probe is not None
     with probe:
-        assert health.state("a.b") is State.HALF_OPEN
-    assert health.probing() == frozenset() and health.state("a.b") is State.CLOSED
-    assert [t.after for t in seen] == [State.OPEN, State.HALF_OPEN, State.CLOSED]
+        assert health.state("a.b") is BreakerState.HALF_OPEN
+    assert health.probing_kernels() == frozenset() and health.state("a.b") is BreakerState.CLOSED
+    assert [t.after for t in seen] == [BreakerState.OPEN, BreakerState.HALF_OPEN, BreakerState.CLOSED]
 
 
 def test_tick_reports_what_time_changed() -> None:
@@ -80,20 +89,20 @@ def test_levels_of_a_backend() -> None:
     clock = Clock()
     health = Health(SETTINGS, clock)
     kernels = ["a.one", "a.two"]
-    assert health.level(kernels) is Level.HEALTHY
+    assert health.level(kernels) is HealthLevel.HEALTHY
     health.failure("a.one", "x")
-    assert health.level(kernels) is Level.DEGRADED
+    assert health.level(kernels) is HealthLevel.DEGRADED
     fail(health, "a.one")
-    assert health.level(kernels) is Level.DEGRADED
+    assert health.level(kernels) is HealthLevel.DEGRADED
     health.quarantine("a.two", "wrong numbers")
-    assert health.level(kernels) is Level.UNHEALTHY and health.level([]) is Level.HEALTHY
+    assert health.level(kernels) is HealthLevel.UNHEALTHY and health.level([]) is HealthLevel.HEALTHY
     health.lift("a.two")
     clock.now += 4.0
     health.tick()
-    assert health.level(kernels) is Level.DEGRADED
+    assert health.level(kernels) is HealthLevel.DEGRADED
     probe = health.take_probe("a.one")
-    assert probe is not None and probe.succeeded() is not None
-    assert health.level(kernels) is Level.HEALTHY
+    assert probe is not None and probe.succeed() is not None
+    assert health.level(kernels) is HealthLevel.HEALTHY
 
 
 def test_failures_are_logged_with_context(caplog: pytest.LogCaptureFixture) -> None:
@@ -111,17 +120,20 @@ def test_failures_are_logged_with_context(caplog: pytest.LogCaptureFixture) -> N
 
 def test_quarantine_outlives_the_process(tmp_path: Path) -> None:
     """A second board over the same store, device and environment starts with the kernel out."""
-    store = JsonStore(tmp_path / "quarantine")
+    store = JsonQuarantineStore(tmp_path / "quarantine")
     first = Health(SETTINGS, Clock(), store=store, device="cuda:0", environment="e1", wall=lambda: 5.0)
     first.quarantine("a.b", "wrong numbers")
     again = Health(SETTINGS, Clock(), store=store, device="cuda:0", environment="e1")
-    blocked = again.blocked()["a.b"]
+    blocked = again.blocked_kernels()["a.b"]
     assert blocked.reason is Reason.QUARANTINED and "wrong numbers" in str(blocked)
     for device, environment in (("cuda:1", "e1"), ("cuda:0", "e2")):
-        assert Health(SETTINGS, Clock(), store=store, device=device, environment=environment).blocked() == {}
+        assert (
+            Health(SETTINGS, Clock(), store=store, device=device, environment=environment).blocked_kernels()
+            == {}
+        )
     again.lift("a.b")
-    assert again.blocked() == {}
-    assert Health(SETTINGS, Clock(), store=store, device="cuda:0", environment="e1").blocked() == {}
+    assert again.blocked_kernels() == {}
+    assert Health(SETTINGS, Clock(), store=store, device="cuda:0", environment="e1").blocked_kernels() == {}
 
 
 def test_a_quarantine_of_every_device_is_obeyed_and_lifted() -> None:
@@ -129,9 +141,9 @@ def test_a_quarantine_of_every_device_is_obeyed_and_lifted() -> None:
     store = MemoryStore()
     store.records.append(QuarantineRecord(kernel="a.b"))
     health = Health(SETTINGS, Clock(), store=store, device="cpu", environment="e1")
-    assert "a.b" in health.blocked()
+    assert "a.b" in health.blocked_kernels()
     health.lift("a.b")
-    assert store.records == [] and health.blocked() == {}
+    assert store.records == [] and health.blocked_kernels() == {}
 
 
 def test_a_store_that_cannot_be_written_still_takes_the_kernel_out() -> None:
@@ -144,7 +156,7 @@ def test_a_store_that_cannot_be_written_still_takes_the_kernel_out() -> None:
     health = Health(SETTINGS, Clock(), store=Full())
     with pytest.raises(OSError, match="no space"):
         health.quarantine("a.b", "wrong numbers")
-    assert health.blocked()["a.b"].reason is Reason.QUARANTINED
+    assert health.blocked_kernels()["a.b"].reason is Reason.QUARANTINED
 
 
 def test_many_threads_failing_one_kernel_open_it_once() -> None:
@@ -167,6 +179,6 @@ def test_many_threads_failing_one_kernel_open_it_once() -> None:
             thread.join()
     finally:
         logging.getLogger("layerzero").disabled = False
-    assert [t.after for t in seen] == [State.OPEN]
-    (standing,) = health.standings()
+    assert [t.after for t in seen] == [BreakerState.OPEN]
+    (standing,) = health.statuses()
     assert standing.failures == 320 and standing.opened == 1

@@ -12,11 +12,11 @@ from hypothesis import settings as profile
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from layerzero.health import Breaker, Probe, State, Transition
+from layerzero.health import Breaker, BreakerState, Probe, Transition
 from tests.health.clocks import SETTINGS, Clock
 
 
-def state_of(value: Breaker) -> State:
+def state_of(value: Breaker) -> BreakerState:
     """The state, read anew: a checker must not carry over what an earlier assertion said."""
     return value.state
 
@@ -30,7 +30,7 @@ def opened(clock: Clock, **changes: float) -> Breaker:
     value = breaker(clock, **changes)
     for _ in range(3):
         value.failure(clock.now, "boom")
-    assert state_of(value) is State.OPEN
+    assert state_of(value) is BreakerState.OPEN
     return value
 
 
@@ -39,7 +39,7 @@ def half_open(clock: Clock, **changes: float) -> Breaker:
     value = opened(clock, **changes)
     clock.now += SETTINGS.cooldown_s
     value.tick(clock.now)
-    assert state_of(value) is State.HALF_OPEN
+    assert state_of(value) is BreakerState.HALF_OPEN
     return value
 
 
@@ -56,7 +56,9 @@ def test_it_opens_at_the_nth_failure_and_says_when_it_probes() -> None:
     value = breaker(clock)
     assert value.failure(100.0, "x") is None and value.failure(101.0, "y") is None
     transition = value.failure(102.0, "out of shared memory")
-    assert transition == Transition("a.b", State.CLOSED, State.OPEN, "out of shared memory", 102.0)
+    assert transition == Transition(
+        "a.b", BreakerState.CLOSED, BreakerState.OPEN, "out of shared memory", 102.0
+    )
     assert value.next_probe_at == 106.0 and value.take_probe(105.9) is None
 
 
@@ -68,9 +70,9 @@ def test_another_number_of_failures_holds_for_a_breaker_that_exists(before: int,
     value.set_settings(SETTINGS.replace(failures_to_open=after))
     for _ in range(after - 1):
         assert value.failure(clock.now, "boom") is None
-    assert value.standing(clock.now).recent_failures == after - 1
+    assert value.status(clock.now).recent_failures == after - 1
     assert value.failure(clock.now, "boom") is not None
-    assert state_of(value) is State.OPEN
+    assert state_of(value) is BreakerState.OPEN
 
 
 def test_a_lower_number_of_failures_counts_those_that_were() -> None:
@@ -88,9 +90,9 @@ def test_failures_outside_the_window_do_not_count() -> None:
     value = breaker(Clock())
     for now in (100.0, 105.0, 110.0):
         value.failure(now, "x")
-    assert state_of(value) is State.CLOSED
+    assert state_of(value) is BreakerState.CLOSED
     value.failure(114.9, "x")
-    assert state_of(value) is State.OPEN
+    assert state_of(value) is BreakerState.OPEN
 
 
 def test_a_success_forgets_earlier_failures() -> None:
@@ -99,15 +101,15 @@ def test_a_success_forgets_earlier_failures() -> None:
     value.failure(100.0, "x")
     value.failure(100.0, "x")
     value.success(100.0)
-    assert value.failure(100.0, "x") is None and state_of(value) is State.CLOSED
+    assert value.failure(100.0, "x") is None and state_of(value) is BreakerState.CLOSED
 
 
 def test_it_closes_when_a_probe_succeeds() -> None:
     """After the cooldown one good probe puts the kernel back, with a clean record."""
     clock = Clock()
     value = half_open(clock)
-    transition = taken(value).succeeded()
-    assert transition is not None and transition.after is State.CLOSED
+    transition = taken(value).succeed()
+    assert transition is not None and transition.after is BreakerState.CLOSED
     assert value.failure(clock.now, "x") is None and value.next_probe_at is None
 
 
@@ -120,11 +122,11 @@ def test_each_failed_round_doubles_the_cooldown_up_to_the_limit() -> None:
         assert value.next_probe_at is not None
         waits.append(value.next_probe_at - clock.now)
         clock.now = value.next_probe_at
-        taken(value).failed("still")
+        taken(value).fail("still")
     assert waits == [4.0, 8.0, 16.0, 16.0]
     assert value.next_probe_at is not None
     clock.now = value.next_probe_at
-    taken(value).succeeded()
+    taken(value).succeed()
     for _ in range(3):
         value.failure(clock.now, "x")
     assert value.next_probe_at == clock.now + 4.0
@@ -152,10 +154,10 @@ def test_only_the_first_settlement_counts() -> None:
     clock = Clock()
     value = half_open(clock)
     good, late = taken(value), taken(value)
-    assert late.failed("bad") is not None and state_of(value) is State.OPEN
+    assert late.fail("bad") is not None and state_of(value) is BreakerState.OPEN
     at = value.next_probe_at
-    assert good.succeeded() is None and late.failed("again") is None and late.succeeded() is None
-    assert state_of(value) is State.OPEN and value.next_probe_at == at
+    assert good.succeed() is None and late.fail("again") is None and late.succeed() is None
+    assert state_of(value) is BreakerState.OPEN and value.next_probe_at == at
 
 
 def test_calls_from_before_the_opening_say_nothing_about_now() -> None:
@@ -165,19 +167,23 @@ def test_calls_from_before_the_opening_say_nothing_about_now() -> None:
     at = value.next_probe_at
     value.failure(clock.now, "late")
     value.success(clock.now)
-    assert state_of(value) is State.OPEN and value.next_probe_at == at
+    assert state_of(value) is BreakerState.OPEN and value.next_probe_at == at
     clock.now += 4.0
     value.tick(clock.now)
     value.success(clock.now)
     value.failure(clock.now, "late")
-    assert value.standing(clock.now).state is State.HALF_OPEN
+    assert value.status(clock.now).state is BreakerState.HALF_OPEN
 
 
 @pytest.mark.parametrize(
     ("error", "state"),
-    [(None, State.CLOSED), (RuntimeError("x"), State.OPEN), (KeyboardInterrupt(), State.HALF_OPEN)],
+    [
+        (None, BreakerState.CLOSED),
+        (RuntimeError("x"), BreakerState.OPEN),
+        (KeyboardInterrupt(), BreakerState.HALF_OPEN),
+    ],
 )
-def test_a_probe_as_context_manager(error: BaseException | None, state: State) -> None:
+def test_a_probe_as_context_manager(error: BaseException | None, state: BreakerState) -> None:
     """No error is a success, an error a failure; an interruption gives the place back without a verdict."""
     clock = Clock()
     value = half_open(clock, probes=1)
@@ -188,7 +194,7 @@ def test_a_probe_as_context_manager(error: BaseException | None, state: State) -
         with pytest.raises(type(error)), taken(value):
             raise error
     assert state_of(value) is state
-    assert (value.take_probe() is not None) is (state is State.HALF_OPEN)
+    assert (value.take_probe() is not None) is (state is BreakerState.HALF_OPEN)
 
 
 @pytest.mark.asyncio
@@ -209,7 +215,7 @@ async def test_a_cancelled_prober_leaks_no_place() -> None:
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task
-    assert state_of(value) is State.HALF_OPEN and value.take_probe() is not None
+    assert state_of(value) is BreakerState.HALF_OPEN and value.take_probe() is not None
 
 
 def test_a_probe_that_never_returns_counts_as_a_failure() -> None:
@@ -218,10 +224,14 @@ def test_a_probe_that_never_returns_counts_as_a_failure() -> None:
     value = half_open(clock, probes=1)
     taken(value)
     clock.now += 4.9
-    assert value.take_probe() is None and state_of(value) is State.HALF_OPEN
+    assert value.take_probe() is None and state_of(value) is BreakerState.HALF_OPEN
     clock.now += 0.1
     transition = value.tick(clock.now)
-    assert transition is not None and transition.after is State.OPEN and "did not return" in transition.why
+    assert (
+        transition is not None
+        and transition.after is BreakerState.OPEN
+        and "did not return" in transition.why
+    )
     clock.now += 8.0
     assert value.take_probe() is not None
 
@@ -233,11 +243,11 @@ def test_quarantine_holds_until_lifted() -> None:
     probe = taken(value)
     assert value.quarantine(clock.now, "wrong numbers") is not None
     assert value.quarantine(clock.now, "again") is None
-    assert probe.succeeded() is None
+    assert probe.succeed() is None
     clock.now += 1e6
     assert value.tick(clock.now) is None and value.take_probe() is None
-    assert value.failure(clock.now, "x") is None and state_of(value) is State.QUARANTINED
-    assert value.lift(clock.now) is not None and state_of(value) is State.CLOSED
+    assert value.failure(clock.now, "x") is None and state_of(value) is BreakerState.QUARANTINED
+    assert value.lift(clock.now) is not None and state_of(value) is BreakerState.CLOSED
     assert value.lift(clock.now) is None
 
 
@@ -362,7 +372,7 @@ class BreakerMachine(RuleBasedStateMachine):
 
     @initialize()
     def start(self) -> None:
-        assert self.breaker.state is State.CLOSED
+        assert self.breaker.state is BreakerState.CLOSED
 
     # Quarter seconds are exact in binary, so that both see the same instant at every edge.
     @rule(quarters=st.integers(0, 80))
@@ -400,8 +410,8 @@ class BreakerMachine(RuleBasedStateMachine):
         name = data.draw(st.sampled_from(sorted(self.probes)))
         probe = self.probes[name] if again else self.probes.pop(name)
         acts: dict[bool | None, Callable[[], object]] = {
-            True: probe.succeeded,
-            False: lambda: probe.failed("x"),
+            True: probe.succeed,
+            False: lambda: probe.fail("x"),
             None: probe.release,
         }
         acts[good]()
@@ -416,10 +426,10 @@ class BreakerMachine(RuleBasedStateMachine):
 
     @invariant()
     def same(self) -> None:
-        standing = self.breaker.standing(self.clock.now)
+        standing = self.breaker.status(self.clock.now)
         assert standing.state.value == self.model.state
         assert len(self.breaker._probes) == len(self.model.out) <= 2
-        assert (standing.next_probe_at == self.model.until) is (standing.state is State.OPEN)
+        assert (standing.next_probe_at == self.model.until) is (standing.state is BreakerState.OPEN)
 
 
 TestBreakerMachine = BreakerMachine.TestCase

@@ -13,9 +13,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from layerzero.health import JsonStore, QuarantineRecord
+from layerzero.health import JsonQuarantineStore, QuarantineRecord
 
-RECORD = QuarantineRecord(kernel="a.b", device="cuda:0", environment="e1", why="wrong numbers", at=5.0)
+RECORD = QuarantineRecord(kernel="a.b", device="cuda:0", environment="e1", why="wrong numbers", timestamp=5.0)
 
 
 def only_file(directory: Path) -> Path:
@@ -25,12 +25,12 @@ def only_file(directory: Path) -> Path:
 
 def test_records_round_trip(tmp_path: Path) -> None:
     """What is saved is loaded, once for each kernel, device and environment; the last word stands."""
-    store = JsonStore(tmp_path / "q")
+    store = JsonQuarantineStore(tmp_path / "q")
     assert store.load() == ()
     other = QuarantineRecord(kernel="a.b", device="cuda:1", environment="e1")
     for record in (RECORD, other, msgspec.structs.replace(RECORD, why="later")):
         store.save(record)
-    assert {(r.device, r.why) for r in JsonStore(tmp_path / "q").load()} == {
+    assert {(r.device, r.why) for r in JsonQuarantineStore(tmp_path / "q").load()} == {
         ("cuda:0", "later"),
         ("cuda:1", ""),
     }
@@ -42,7 +42,7 @@ def test_records_round_trip(tmp_path: Path) -> None:
 @pytest.mark.skipif(os.name != "posix", reason="file modes are POSIX")
 def test_files_belong_to_the_user_alone(tmp_path: Path) -> None:
     """Directory 0700, file 0600, and no temporary file stays."""
-    store = JsonStore(tmp_path / "q")
+    store = JsonQuarantineStore(tmp_path / "q")
     store.save(RECORD)
     assert stat.S_IMODE((tmp_path / "q").stat().st_mode) == 0o700
     assert stat.S_IMODE(only_file(tmp_path / "q").stat().st_mode) == 0o600
@@ -53,7 +53,7 @@ def test_files_belong_to_the_user_alone(tmp_path: Path) -> None:
 def test_a_kernel_id_that_is_no_file_name_is_refused(tmp_path: Path, kernel: str) -> None:
     """No id reaches outside the directory."""
     with pytest.raises(ValueError, match="kernel needs an id"):
-        JsonStore(tmp_path / "q").save(QuarantineRecord(kernel=kernel))
+        JsonQuarantineStore(tmp_path / "q").save(QuarantineRecord(kernel=kernel))
     assert list(tmp_path.iterdir()) == []
 
 
@@ -61,7 +61,7 @@ def test_damage_is_set_aside_and_keeps_the_kernel_out(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """A record that does not decode moves to a new name; its kernel stays out, everywhere, from then on."""
-    store = JsonStore(tmp_path)
+    store = JsonQuarantineStore(tmp_path)
     store.save(RECORD)
     path = only_file(tmp_path)
     for number, damage in enumerate((b"\x00 not json 1", b"[" * 50_000), 1):
@@ -72,13 +72,13 @@ def test_damage_is_set_aside_and_keeps_the_kernel_out(
         assert "unreadable" in record.why and "quarantine.set_aside" in caplog.text
         aside = tmp_path / f"{path.name}.damaged-{number}"
         assert aside.read_bytes() == damage
-        assert [r.kernel for r in JsonStore(tmp_path).load()] == ["a.b"]
+        assert [r.kernel for r in JsonQuarantineStore(tmp_path).load()] == ["a.b"]
     assert (tmp_path / f"{path.name}.damaged-1").read_bytes() == b"\x00 not json 1"
 
 
 def test_a_newer_format_is_left_alone_and_obeyed(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """A record of a later release is not ours to move; its kernel is out here as well."""
-    store = JsonStore(tmp_path)
+    store = JsonQuarantineStore(tmp_path)
     store.save(RECORD)
     path = only_file(tmp_path)
     path.write_bytes(b'{"schema": 2, "something": "else"}')
@@ -93,7 +93,7 @@ def test_a_newer_format_is_left_alone_and_obeyed(tmp_path: Path, caplog: pytest.
 @pytest.mark.skipif(not hasattr(os, "O_NOFOLLOW"), reason="this platform cannot refuse links")
 def test_a_planted_link_is_not_followed(tmp_path: Path) -> None:
     """A link in the directory is damage: set aside, its target untouched."""
-    store = JsonStore(tmp_path / "q")
+    store = JsonQuarantineStore(tmp_path / "q")
     store.save(RECORD)
     path = only_file(tmp_path / "q")
     target = tmp_path / "elsewhere"
@@ -108,19 +108,19 @@ def test_strange_files_are_ignored(tmp_path: Path) -> None:
     """Only names of our own form are read."""
     (tmp_path / "notes.txt").write_text("x")
     (tmp_path / "a.b.json").write_text("x")
-    assert JsonStore(tmp_path).load() == () and len(list(tmp_path.iterdir())) == 2
+    assert JsonQuarantineStore(tmp_path).load() == () and len(list(tmp_path.iterdir())) == 2
 
 
 def test_concurrent_writers_leave_one_whole_record(tmp_path: Path) -> None:
     """Eight threads saving one record, and a reader meanwhile: every read is some whole record."""
-    store = JsonStore(tmp_path)
+    store = JsonQuarantineStore(tmp_path)
     store.save(RECORD)
     seen: set[str] = set()
     stop = threading.Event()
 
     def read() -> None:
         while not stop.is_set():
-            seen.update(record.device for record in JsonStore(tmp_path).load())
+            seen.update(record.device for record in JsonQuarantineStore(tmp_path).load())
 
     def write(number: int) -> None:
         for _ in range(10):
@@ -140,7 +140,7 @@ def test_concurrent_writers_leave_one_whole_record(tmp_path: Path) -> None:
 
 def test_a_failed_save_leaves_the_old_record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """When the replacement fails, the record before it stands and no temporary file stays."""
-    store = JsonStore(tmp_path)
+    store = JsonQuarantineStore(tmp_path)
     store.save(RECORD)
 
     def full(source: object, target: object) -> None:
@@ -159,7 +159,7 @@ def test_no_damage_frees_a_kernel(
 ) -> None:
     """Any flipped bit or truncation still yields the kernel's quarantine (I7)."""
     directory = tmp_path_factory.mktemp("q")
-    store = JsonStore(directory)
+    store = JsonQuarantineStore(directory)
     store.save(RECORD)
     path = only_file(directory)
     data = bytearray(path.read_bytes())
@@ -177,7 +177,7 @@ def test_no_damage_frees_a_kernel(
 
 def test_a_record_too_large_is_damage(tmp_path: Path) -> None:
     """A file above the size limit is not decoded; its kernel stays out."""
-    store = JsonStore(tmp_path)
+    store = JsonQuarantineStore(tmp_path)
     store.save(RECORD)
     only_file(tmp_path).write_bytes(b" " * 70_000)
     (record,) = store.load()
@@ -186,7 +186,7 @@ def test_a_record_too_large_is_damage(tmp_path: Path) -> None:
 
 def test_records_in_a_folder_that_others_can_write_are_refused(tmp_path: Path) -> None:
     """Anybody could take a kernel out, or free one; nothing is written there either."""
-    store = JsonStore(tmp_path)
+    store = JsonQuarantineStore(tmp_path)
     store.save(QuarantineRecord(kernel="a.x"))
     tmp_path.chmod(0o777)
     with pytest.raises(PermissionError, match="writable by nobody else"):

@@ -55,7 +55,7 @@ async def client(app: Starlette) -> AsyncIterator[httpx.AsyncClient]:
 
 
 async def test_probes_and_metrics() -> None:
-    """Alive from the start, ready once nothing is missing, and what the lanes counted for Prometheus."""
+    """Alive from the start, ready once nothing is missing, and what the batchers counted for Prometheus."""
     missing = ["the model is not loaded"]
     app = service(ready=lambda: missing, health=lambda: {"pages": 3})
     async with client(app) as http:
@@ -77,7 +77,7 @@ async def test_readiness_is_that_of_the_runtime() -> None:
 
 
 async def test_a_full_queue_is_503_with_retry_after() -> None:
-    """The seconds are whole ones, at least those that the lane names."""
+    """The seconds are whole ones, at least those that the batcher names."""
     async with client(service()) as http:
         said = await http.get("/full")
         assert (said.status_code, said.headers["Retry-After"]) == (503, "2")

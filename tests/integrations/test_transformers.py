@@ -225,7 +225,7 @@ def test_weights_of_attention_are_asked_of_the_models_own(runtime: lz.Runtime) -
     assert len(before) == len(during) == 2
     for ours, theirs in zip(during, before, strict=True):
         torch.testing.assert_close(ours, theirs)
-    assert runtime.device().health.standings() == ()
+    assert runtime.device().health.statuses() == ()
 
 
 @torch.no_grad()

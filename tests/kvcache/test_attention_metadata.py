@@ -11,16 +11,16 @@ import pytest
 import torch
 
 from layerzero.kvcache import (
+    AttentionMetadata,
     FreedSequenceError,
+    KVCacheSpec,
     PagedCache,
     PagesExhaustedError,
-    Rows,
-    Span,
-    Spec,
+    TokenRange,
 )
-from layerzero.ops import host_copies as mirrors
+from layerzero.ops import host_copies
 
-SPEC = Spec(heads=1, width=4)
+SPEC = KVCacheSpec(num_kv_heads=1, head_dim=4)
 
 
 def cache(pages: int = 512) -> PagedCache:
@@ -28,23 +28,23 @@ def cache(pages: int = 512) -> PagedCache:
     return PagedCache(SPEC, pages=pages, page_size=4)
 
 
-def check(at: Rows, spans: list[Span]) -> None:
+def check(at: AttentionMetadata, spans: list[TokenRange]) -> None:
     """Each row's position, slot, table, length and last row are what its sequence's own pages say."""
     positions = [place for span in spans for place in range(span.start, span.end)]
     slots = [s.sequence.pages[p // 4] * 4 + p % 4 for s in spans for p in range(s.start, s.end)]
     assert at.positions.tolist() == positions
-    assert at.slots.tolist() == slots
-    assert at.lengths.tolist() == [span.end for span in spans]
-    assert at.tables.shape == (len(spans), -(-max(span.end for span in spans) // 4))
-    for row, span in zip(at.tables.tolist(), spans, strict=True):
+    assert at.slot_mapping.tolist() == slots
+    assert at.seq_lens.tolist() == [span.end for span in spans]
+    assert at.block_tables.shape == (len(spans), -(-max(span.end for span in spans) // 4))
+    for row, span in zip(at.block_tables.tolist(), spans, strict=True):
         assert row[: -(-span.end // 4)] == span.sequence.pages[: -(-span.end // 4)]
-    assert at.tables.dtype == at.lengths.dtype == torch.int32
+    assert at.block_tables.dtype == at.seq_lens.dtype == torch.int32
     ends = [sum(span.count for span in spans[: n + 1]) - 1 for n in range(len(spans))]
-    assert torch.arange(len(positions))[at.last].tolist() == ends
+    assert torch.arange(len(positions))[at.logits_indices].tolist() == ends
     if any(span.count > 1 for span in spans):
-        assert at.offsets is not None and at.offsets.tolist() == [0, *(end + 1 for end in ends)]
+        assert at.cu_seqlens_q is not None and at.cu_seqlens_q.tolist() == [0, *(end + 1 for end in ends)]
     else:
-        assert at.offsets is None
+        assert at.cu_seqlens_q is None
 
 
 @pytest.mark.parametrize("seed", range(12))
@@ -56,14 +56,14 @@ def test_a_crowds_rows_are_those_of_its_members(seed: int) -> None:
         crowd = draw.sample(live, draw.randint(1, len(live)))
         spans = [sequence.extend(draw.choice((1, 1, 5) if seed % 2 else (1,))) for sequence in crowd]
         with torch.inference_mode(draw.random() < 0.5):
-            at = pool.rows(spans)
+            at = pool.attention_metadata(spans)
         check(at, spans)
-        assert pool.rows(list(spans)) is at, "another layer of the same step"
+        assert pool.attention_metadata(list(spans)) is at, "another layer of the same step"
         event = draw.random()
         if event < 0.3:
             live.remove(gone := draw.choice(crowd))
             gone.close()
-            check(pool.rows(spans), spans)
+            check(pool.attention_metadata(spans), spans)
         elif event < 0.5:
             sequence = draw.choice(live)
             sequence.length = draw.randint(0, sequence.length)
@@ -78,18 +78,20 @@ def test_a_step_grows_all_of_them_or_none() -> None:
     """One call for many sequences, by their numbers, also where one page is left for two."""
     pool = cache(3)
     first, second = pool.new(), pool.new()
-    at = pool.step([first, second], [4, 1])
-    assert at.positions.tolist() == [0, 1, 2, 3, 0] and at.lengths.tolist() == [4, 1]
-    assert at.slots.tolist() == [pool.pages(first)[0] * 4 + n for n in range(4)] + [pool.pages(second)[0] * 4]
-    before = pool.epoch
+    at = pool.prepare_batch([first, second], [4, 1])
+    assert at.positions.tolist() == [0, 1, 2, 3, 0] and at.seq_lens.tolist() == [4, 1]
+    assert at.slot_mapping.tolist() == [pool.pages(first)[0] * 4 + n for n in range(4)] + [
+        pool.pages(second)[0] * 4
+    ]
+    before = pool.version
     with pytest.raises(PagesExhaustedError):
-        pool.step([first, second], [1, 4])
-    assert (pool.length(first), pool.length(second), pool.epoch) == (4, 1, before)
-    pool.step([first, second], [1, 3])
-    assert (pool.length(first), pool.length(second)) == (5, 4) and pool.epoch > before
+        pool.prepare_batch([first, second], [1, 4])
+    assert (pool.length(first), pool.length(second), pool.version) == (4, 1, before)
+    pool.prepare_batch([first, second], [1, 3])
+    assert (pool.length(first), pool.length(second)) == (5, 4) and pool.version > before
 
 
-@pytest.mark.parametrize("method", ["step", "extend"])
+@pytest.mark.parametrize("method", ["prepare_batch", "extend"])
 def test_growing_many_names_what_is_wrong(method: str) -> None:
     """A freed one, one twice, one count too few, a count that is none."""
     pool = cache()
@@ -112,11 +114,11 @@ def test_rows_of_nobody_or_of_another_cache_are_refused() -> None:
     """Slots of another pool would name somebody else's pages."""
     pool = cache()
     with pytest.raises(ValueError, match="spans needs at least one"):
-        pool.rows([])
+        pool.attention_metadata([])
     with pytest.raises(ValueError, match="sequences needs at least one"):
-        pool.step([], [])
+        pool.prepare_batch([], [])
     with pytest.raises(ValueError, match="another cache's"):
-        pool.rows([cache().sequence(4).extend(1)])
+        pool.attention_metadata([cache().sequence(4).extend(1)])
 
 
 def test_a_step_that_is_longer_than_the_reserve_takes_pages() -> None:
@@ -157,12 +159,14 @@ def test_a_batch_that_outlives_its_caller_keeps_its_places() -> None:
         span = sequence.extend(5)
     row, pages = sequence.row, list(sequence.pages)
     others = [pool.sequence(8) for _ in range(70)]
-    at = pool.rows([span, others[0].extend(1)])
-    assert at.tables[0].tolist() == pages
-    assert at.slots[:5].tolist() == [pages[n // 4] * 4 + n % 4 for n in range(5)]
+    at = pool.attention_metadata([span, others[0].extend(1)])
+    assert at.block_tables[0].tolist() == pages
+    assert at.slot_mapping[:5].tolist() == [pages[n // 4] * 4 + n % 4 for n in range(5)]
     assert row not in {other.row for other in others}
     del span, sequence, at
-    check(pool.rows(spans := [others[1].extend(1)]), spans)  # the maker lets go of the step before
+    check(
+        pool.attention_metadata(spans := [others[1].extend(1)]), spans
+    )  # the maker lets go of the step before
     gc.collect()
     assert pool.sequence(4).row == row
 
@@ -177,8 +181,8 @@ def test_rows_of_tables_are_used_again_and_more_are_made() -> None:
     longest = pool.sequence(80)
     for _ in range(70):
         with pool.sequence(1) as short:
-            at = pool.rows([longest.extend(1), short.extend(1)])
-            assert at.tables[1].tolist() == [*short.pages, *[0] * (at.tables.shape[1] - 1)]
+            at = pool.attention_metadata([longest.extend(1), short.extend(1)])
+            assert at.block_tables[1].tolist() == [*short.pages, *[0] * (at.block_tables.shape[1] - 1)]
     longest.close()
     assert pool.allocator.free_pages == 512
 
@@ -189,11 +193,11 @@ def test_a_crowd_that_stays_sees_pages_that_change() -> None:
     first = pool.new()
     pool.extend([first], [5])
     second = pool.fork(first)
-    tables = [pool.step([first, second], [1, 1]).tables.tolist() for _ in range(2)]
+    tables = [pool.prepare_batch([first, second], [1, 1]).block_tables.tolist() for _ in range(2)]
     forked = pool.fork(first)
-    after = pool.step([first, second], [1, 1]).tables.tolist()
+    after = pool.prepare_batch([first, second], [1, 1]).block_tables.tolist()
     assert tables[0] == tables[1] != after and after[1] == tables[1][1]
-    assert [after[0], pool.tables([forked])[0].tolist()[0]] == [list(pool.pages(first)), tables[0][0]]
+    assert [after[0], pool.block_tables([forked])[0].tolist()[0]] == [list(pool.pages(first)), tables[0][0]]
     assert pool.pages(forked)[1] != pool.pages(first)[1]
 
 
@@ -254,20 +258,27 @@ def test_a_hook_that_frees_one_of_a_crowd_is_named() -> None:
     pool.extend([first, second], [4, 5])
     pool.allocator.evict = lambda missing: pool.free(second)
     with pytest.raises(FreedSequenceError, match=f"sequence {second} needs to be live"):
-        pool.step([first, second], [1, 1])
+        pool.prepare_batch([first, second], [1, 1])
     assert pool.length(first) == 4 and pool.allocator.free_pages == 2
 
 
 @pytest.mark.parametrize("count", [1, 4])
 def test_a_device_gets_one_transfer_and_the_host_keeps_what_kernels_plan_by(count: int) -> None:
     """Positions, slots and lengths are pieces of one tensor, each on sixteen bytes; lengths have a mirror."""
-    pool = PagedCache(Spec(heads=1, width=4, device="meta"), pages=64, page_size=4)
+    pool = PagedCache(KVCacheSpec(num_kv_heads=1, head_dim=4, device="meta"), pages=64, page_size=4)
     spans = [pool.sequence(20).extend(count) for _ in range(3)]
-    at = pool.rows(spans)
-    assert at.positions.shape == at.slots.shape == (3 * count,) and at.slots.dtype == torch.int64
-    assert at.positions._base is at.slots._base is not None
-    assert [piece.storage_offset() * piece.itemsize % 16 for piece in (at.positions, at.slots)] == [0, 0]
-    assert at.lengths.storage_offset() * 4 % 16 == 0 and at.lengths.dtype == torch.int32
-    assert {tensor.device.type for tensor in (at.positions, at.slots, at.lengths, at.tables)} == {"meta"}
-    assert mirrors.host(at.lengths).tolist() == [count] * 3
-    assert mirrors.host(at.tables).tolist() == [span.sequence.pages[:1] for span in spans]
+    at = pool.attention_metadata(spans)
+    assert (
+        at.positions.shape == at.slot_mapping.shape == (3 * count,) and at.slot_mapping.dtype == torch.int64
+    )
+    assert at.positions._base is at.slot_mapping._base is not None
+    assert [piece.storage_offset() * piece.itemsize % 16 for piece in (at.positions, at.slot_mapping)] == [
+        0,
+        0,
+    ]
+    assert at.seq_lens.storage_offset() * 4 % 16 == 0 and at.seq_lens.dtype == torch.int32
+    assert {
+        tensor.device.type for tensor in (at.positions, at.slot_mapping, at.seq_lens, at.block_tables)
+    } == {"meta"}
+    assert host_copies.to_host_values(at.seq_lens).tolist() == [count] * 3
+    assert host_copies.to_host_values(at.block_tables).tolist() == [span.sequence.pages[:1] for span in spans]

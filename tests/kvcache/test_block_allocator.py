@@ -14,16 +14,16 @@ from layerzero.kvcache import (
     ForeignPageError,
     FreedPageError,
     FreedSequenceError,
+    KVCacheSpec,
     PageAllocator,
     PagedCache,
     PagesExhaustedError,
-    Spec,
     UnknownSequenceError,
 )
-from layerzero.kvcache.protocol import Cache
+from layerzero.kvcache.protocol import KVCache
 
-SPEC = Spec(heads=1, width=2)
-MAKERS: list[Callable[[], Cache]] = [
+SPEC = KVCacheSpec(num_kv_heads=1, head_dim=2)
+MAKERS: list[Callable[[], KVCache]] = [
     lambda: PagedCache(SPEC, pages=8, page_size=4),
     lambda: ContiguousCache(SPEC),
     lambda: ChunkedCache(SPEC),
@@ -39,21 +39,21 @@ def tokens(count: int, value: float = 1.0) -> tuple[torch.Tensor, torch.Tensor]:
 def test_a_page_freed_twice_is_an_error() -> None:
     """The second free is refused and changes nothing."""
     pages = PageAllocator(4)
-    (page,) = pages.take(1)
-    pages.give_back([page])
-    epoch = pages.epoch
+    (page,) = pages.allocate(1)
+    pages.free([page])
+    epoch = pages.version
     with pytest.raises(FreedPageError, match=f"page {page} needs an owner"):
-        pages.give_back([page])
-    assert pages.free_pages == 4 and pages.epoch == epoch
+        pages.free([page])
+    assert pages.free_pages == 4 and pages.version == epoch
 
 
 def test_one_call_cannot_free_a_page_more_often_than_it_is_held() -> None:
     """A list that names a page twice needs two owners."""
     pages = PageAllocator(4)
-    (page,) = pages.take(1)
+    (page,) = pages.allocate(1)
     with pytest.raises(FreedPageError):
-        pages.give_back([page, page])
-    assert pages.holders(page) == 1
+        pages.free([page, page])
+    assert pages.refcount(page) == 1
 
 
 @pytest.mark.parametrize("page", [-1, 4, 1.5])
@@ -61,21 +61,21 @@ def test_ids_of_another_pool_are_refused(page: int) -> None:
     """Out of range, negative or no int: the message names the range."""
     pages = PageAllocator(4)
     with pytest.raises(ForeignPageError, match=r"id in \[0, 4\)"):
-        pages.share([page])
+        pages.incref([page])
 
 
 def test_a_free_page_cannot_be_shared() -> None:
     """Sharing needs an owner already."""
     with pytest.raises(FreedPageError):
-        PageAllocator(4).share([2])
+        PageAllocator(4).incref([2])
 
 
 def test_an_allocation_is_whole_or_nothing() -> None:
     """Too few pages: none is taken, and the error says how many are missing."""
     pages = PageAllocator(4)
-    pages.take(3)
+    pages.allocate(3)
     with pytest.raises(PagesExhaustedError, match="needs 2 free pages, got 1 of 4") as caught:
-        pages.take(2)
+        pages.allocate(2)
     assert pages.free_pages == 1 and caught.value.context["missing"] == 1
 
 
@@ -128,30 +128,30 @@ def test_tables_have_the_kernels_dtype_and_the_longest_width() -> None:
     cache = PagedCache(SPEC, pages=8, page_size=4)
     a, b = cache.new(), cache.new()
     cache.append(a, *tokens(9))
-    table, lens = cache.tables([a, b], dtype=torch.int64)
+    table, lens = cache.block_tables([a, b], dtype=torch.int64)
     assert table.shape == (2, 3) and table.dtype == torch.int64
     assert lens.tolist() == [9, 0] and table[0].tolist() == list(cache.pages(a))
 
 
 @every_cache
-def test_every_change_bumps_the_epoch(make: Callable[[], Cache]) -> None:
+def test_every_change_bumps_the_epoch(make: Callable[[], KVCache]) -> None:
     """Append, fork and free are changes."""
     cache = make()
     sequence = cache.new()
-    seen = [cache.epoch]
+    seen = [cache.version]
     cache.append(sequence, *tokens(3))
-    seen.append(cache.epoch)
+    seen.append(cache.version)
     forked = cache.fork(sequence)
-    seen.append(cache.epoch)
+    seen.append(cache.version)
     cache.append(forked, *tokens(1))
-    seen.append(cache.epoch)
+    seen.append(cache.version)
     cache.free(sequence)
-    seen.append(cache.epoch)
+    seen.append(cache.version)
     assert seen == sorted(set(seen))
 
 
 @every_cache
-def test_a_freed_sequence_cannot_be_used(make: Callable[[], Cache]) -> None:
+def test_a_freed_sequence_cannot_be_used(make: Callable[[], KVCache]) -> None:
     """Every method refuses it by name; numbers are never given out again."""
     cache = make()
     sequence = cache.new()
@@ -165,14 +165,14 @@ def test_a_freed_sequence_cannot_be_used(make: Callable[[], Cache]) -> None:
 
 
 @every_cache
-def test_a_strange_sequence_is_refused(make: Callable[[], Cache]) -> None:
+def test_a_strange_sequence_is_refused(make: Callable[[], KVCache]) -> None:
     """A number this cache never gave."""
     with pytest.raises(UnknownSequenceError, match="sequence needs one that this cache gave, got 5"):
         make().length(5)
 
 
 @every_cache
-def test_nothing_is_converted_on_the_way(make: Callable[[], Cache]) -> None:
+def test_nothing_is_converted_on_the_way(make: Callable[[], KVCache]) -> None:
     """Another dtype or shape is refused, and the cache stays as it was."""
     cache = make()
     sequence = cache.new()
@@ -186,7 +186,7 @@ def test_nothing_is_converted_on_the_way(make: Callable[[], Cache]) -> None:
 
 
 @every_cache
-def test_what_asks_for_a_gradient_is_refused(make: Callable[[], Cache]) -> None:
+def test_what_asks_for_a_gradient_is_refused(make: Callable[[], KVCache]) -> None:
     """A cache is written in place: it would keep the graph of every token that it has ever taken."""
     cache = make()
     sequence = cache.new()
@@ -210,7 +210,7 @@ def test_what_asks_for_a_gradient_is_refused(make: Callable[[], Cache]) -> None:
     ],
     ids=["paged", "contiguous", "chunked"],
 )
-def test_a_cache_is_written_in_every_mode(make: Callable[[], Cache], inside: bool) -> None:
+def test_a_cache_is_written_in_every_mode(make: Callable[[], KVCache], inside: bool) -> None:
     """What was made, grown or forked in inference mode is written outside of it, and the other way round."""
     with torch.inference_mode(inside):
         cache = make()
@@ -227,13 +227,13 @@ def test_a_cache_is_written_in_every_mode(make: Callable[[], Cache], inside: boo
 def test_a_spec_needs_a_dtype() -> None:
     """The name of a dtype is none."""
     with pytest.raises(TypeError, match=r"dtype needs a torch\.dtype, got str"):
-        Spec(heads=1, width=2, dtype="float32")  # type: ignore[arg-type]
+        KVCacheSpec(num_kv_heads=1, head_dim=2, dtype="float32")  # type: ignore[arg-type]
 
 
 def test_a_device_without_an_index_is_any_of_its_kind() -> None:
     """A cache on "cuda" takes tokens of "cuda:0", which is what every tensor there says."""
     with FakeTensorMode():
         there = torch.empty(2, 1, 2, device="cuda:0")
-        assert Spec(heads=1, width=2, device="cuda").check(there, there) == 2
+        assert KVCacheSpec(num_kv_heads=1, head_dim=2, device="cuda").check(there, there) == 2
         with pytest.raises(ValueError, match="keys needs to be on cuda:1, got cuda:0"):
-            Spec(heads=1, width=2, device="cuda:1").check(there, there)
+            KVCacheSpec(num_kv_heads=1, head_dim=2, device="cuda:1").check(there, there)

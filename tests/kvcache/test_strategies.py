@@ -12,19 +12,19 @@ from torch import Tensor
 from torch.testing import assert_close
 
 from layerzero.kvcache import (
-    Cache,
     ChunkedCache,
     ContiguousCache,
+    KVCache,
+    KVCacheSpec,
     PagedCache,
     PagedSequence,
     PagesExhaustedError,
-    Span,
-    Spec,
+    TokenRange,
 )
 from layerzero.ops.paged.append import APPEND_KV
-from layerzero.ops.paged.attention import PAGED_ATTENTION, attend
+from layerzero.ops.paged.attention import PAGED_ATTENTION, attend_sequence
 
-SPEC = Spec(heads=2, width=4, value_width=6)
+SPEC = KVCacheSpec(num_kv_heads=2, head_dim=4, head_dim_v=6)
 
 
 class Lives(RuleBasedStateMachine):
@@ -34,7 +34,7 @@ class Lives(RuleBasedStateMachine):
         super().__init__()
         self.random = torch.Generator().manual_seed(0)
         self.paged = PagedCache(SPEC, pages=24, page_size=4, layout="HND")
-        self.caches: list[Cache] = [
+        self.caches: list[KVCache] = [
             self.paged,
             ContiguousCache(SPEC, capacity=2),
             ChunkedCache(SPEC, chunk=3),
@@ -56,13 +56,13 @@ class Lives(RuleBasedStateMachine):
         numbers = self.draw(index)
         keys = torch.randn(count, 2, 4, generator=self.random)
         values = torch.randn(count, 2, 6, generator=self.random)
-        before = self.paged.allocator.epoch
+        before = self.paged.allocator.version
         try:
             self.paged.append(numbers[0], keys, values)
         except PagesExhaustedError:
-            assert self.paged.allocator.epoch == before
+            assert self.paged.allocator.version == before
             return
-        assert count == 0 or self.paged.epoch > before
+        assert count == 0 or self.paged.version > before
         for cache, number in zip(self.caches[1:], numbers[1:], strict=True):
             cache.append(number, keys, values)
         k, v = self.truth[numbers]
@@ -80,11 +80,11 @@ class Lives(RuleBasedStateMachine):
             )
             for numbers, count in wanted.items()
         }
-        before = self.paged.allocator.epoch
+        before = self.paged.allocator.version
         try:
             slots = self.paged.extend([numbers[0] for numbers in wanted], list(wanted.values()))
         except PagesExhaustedError:
-            assert self.paged.allocator.epoch == before
+            assert self.paged.allocator.version == before
             return
         k, v = (torch.cat([given[part] for given in tokens.values()]) for part in (0, 1))
         APPEND_KV.reference(k, v, *self.paged.pools[0], slots, "HND")
@@ -111,13 +111,13 @@ class Lives(RuleBasedStateMachine):
     def grow_a_crowd(self, count: int, alone: bool) -> None:
         """Every object grows by itself; where the rows stand is asked for all of them at once."""
         crowd = [numbers for numbers in sorted(self.truth) if numbers[0] in self.opened]
-        spans: list[Span] = []
+        spans: list[TokenRange] = []
         for numbers in crowd:
-            before = self.paged.epoch
+            before = self.paged.version
             try:
                 spans.append(self.opened[numbers[0]].extend(1 if alone else count))
             except PagesExhaustedError:
-                assert self.paged.epoch == before
+                assert self.paged.version == before
                 break
         if spans:
             self.write(crowd[: len(spans)], spans)
@@ -128,30 +128,32 @@ class Lives(RuleBasedStateMachine):
         """Sequences by their numbers, all of them or none, in one call."""
         crowd = sorted({self.draw(index) for index in indices})
         lengths = [self.paged.length(numbers[0]) for numbers in crowd]
-        before = self.paged.epoch
+        before = self.paged.version
         try:
-            at = self.paged.step([numbers[0] for numbers in crowd], [count] * len(crowd))
+            at = self.paged.prepare_batch([numbers[0] for numbers in crowd], [count] * len(crowd))
         except PagesExhaustedError:
-            assert self.paged.epoch == before
+            assert self.paged.version == before
             assert lengths == [self.paged.length(numbers[0]) for numbers in crowd]
             return
-        assert at.lengths.tolist() == [length + count for length in lengths]
+        assert at.seq_lens.tolist() == [length + count for length in lengths]
         k, v = self.tokens(count * len(crowd))
-        APPEND_KV.reference(k, v, *self.paged.pools[0], at.slots, "HND")
+        APPEND_KV.reference(k, v, *self.paged.pools[0], at.slot_mapping, "HND")
         self.note(crowd, k.split(count), v.split(count))
 
-    def write(self, crowd: list[tuple[int, ...]], spans: list[Span]) -> None:
+    def write(self, crowd: list[tuple[int, ...]], spans: list[TokenRange]) -> None:
         """Tokens for every span, through the places that `rows` gives; attention through its tables."""
-        at, counts = self.paged.rows(spans), [span.count for span in spans]
+        at, counts = self.paged.attention_metadata(spans), [span.count for span in spans]
         k, v = self.tokens(sum(counts))
-        APPEND_KV.reference(k, v, *self.paged.pools[0], at.slots, "HND")
+        APPEND_KV.reference(k, v, *self.paged.pools[0], at.slot_mapping, "HND")
         self.note(crowd, k.split(counts), v.split(counts))
         q = torch.randn(sum(counts), 4, 4, generator=self.random)
         pools = self.paged.pools[0]
-        _, args = PAGED_ATTENTION.build(q, *pools, at.tables, at.lengths, cu_seqlens=at.offsets, layout="HND")
+        _, args = PAGED_ATTENTION.build(
+            q, *pools, at.block_tables, at.seq_lens, cu_seqlens_q=at.cu_seqlens_q, layout="HND"
+        )
         over_pages = PAGED_ATTENTION.reference(*args)
         for numbers, rows, got in zip(crowd, q.split(counts), over_pages.split(counts), strict=True):
-            dense, _ = attend(rows, *self.caches[1].read(numbers[1]), True, None, None, None)
+            dense, _ = attend_sequence(rows, *self.caches[1].read(numbers[1]), True, None, None, None)
             assert_close(dense, got)
 
     def tokens(self, count: int) -> tuple[Tensor, Tensor]:
@@ -173,9 +175,9 @@ class Lives(RuleBasedStateMachine):
         numbers = self.draw(index)
         keys, values = self.truth.pop(numbers)
         kept = round(part * len(keys))
-        before = self.paged.epoch
+        before = self.paged.version
         self.paged.rollback(numbers[0], kept)
-        assert self.paged.epoch > before
+        assert self.paged.version > before
         again = [numbers[0]]
         for cache, number in zip(self.caches[1:], numbers[1:], strict=True):
             cache.free(number)
@@ -223,14 +225,14 @@ class Lives(RuleBasedStateMachine):
     def attention_agrees(self) -> None:
         order = sorted(self.truth)
         q = torch.randn(len(order), 4, 4, generator=self.random)
-        tables, lens = self.paged.tables([numbers[0] for numbers in order])
-        _, args = PAGED_ATTENTION.build(q, self.paged.k_pages, self.paged.v_pages, tables, lens, layout="HND")
+        tables, lens = self.paged.block_tables([numbers[0] for numbers in order])
+        _, args = PAGED_ATTENTION.build(q, self.paged.k_cache, self.paged.v_cache, tables, lens, layout="HND")
         PAGED_ATTENTION.check(args)
         over_pages = PAGED_ATTENTION.reference(*args)
         for row, numbers in enumerate(order):
             for cache, number in zip(self.caches[1:], numbers[1:], strict=True):
                 keys, values = cache.read(number)
-                dense, _ = attend(q[row : row + 1], keys, values, True, None, None, None)
+                dense, _ = attend_sequence(q[row : row + 1], keys, values, True, None, None, None)
                 assert_close(dense[0], over_pages[row])
 
     @invariant()
@@ -248,16 +250,16 @@ class Lives(RuleBasedStateMachine):
         for numbers in self.truth:
             for page in self.paged.pages(numbers[0]):
                 held[page] = held.get(page, 0) + 1
-        assert {p: n for p in range(allocator.total) if (n := allocator.holders(p))} == held
+        assert {p: n for p in range(allocator.total) if (n := allocator.refcount(p))} == held
         assert allocator.free_pages == allocator.total - len(held)
-        assert self.paged.bytes_held() == len(held) * 4 * SPEC.token_bytes
+        assert self.paged.allocated_bytes() == len(held) * 4 * SPEC.token_bytes
 
     def teardown(self) -> None:
         for numbers in self.truth:
             for cache, number in zip(self.caches, numbers, strict=True):
                 cache.free(number)
         assert self.paged.allocator.free_pages == self.paged.allocator.total
-        assert [cache.bytes_held() for cache in self.caches] == [0, 0, 0]
+        assert [cache.allocated_bytes() for cache in self.caches] == [0, 0, 0]
 
 
 TestLives = Lives.TestCase

@@ -39,7 +39,7 @@ def test_a_described_call_asks_the_same(case: Case) -> None:
 @pytest.mark.parametrize("platform", ["cpu", "cuda"])
 def test_standard_shapes_are_valid_calls(platform: str) -> None:
     """Every standard shape passes its op's check; none stands there twice; quick is a part of the whole."""
-    whole = shapes.standard(None, platform)
+    whole = shapes.standard_calls(None, platform)
     assert len({str(c) for c in whole}) == len(whole) > 100
     for made in whole:
         op = ops_table.get(made.op)
@@ -50,7 +50,7 @@ def test_standard_shapes_are_valid_calls(platform: str) -> None:
             for n, v in made.args.items()
         }
         op.check(op.build(**on_meta)[1])
-    quick = shapes.standard(None, platform, quick=True)
+    quick = shapes.standard_calls(None, platform, quick=True)
     assert {c.op for c in quick} == {c.op for c in whole} and {str(c) for c in quick} < {
         str(c) for c in whole
     }
@@ -58,7 +58,7 @@ def test_standard_shapes_are_valid_calls(platform: str) -> None:
 
 def test_early_shapes_are_of_every_op() -> None:
     """Tuning that ends early has seen every op before any op a second time."""
-    made = shapes.standard(None, "cuda")
+    made = shapes.standard_calls(None, "cuda")
     assert len({c.op for c in made[:11]}) == 11
     for op in ("attention", "paged_attention", "rms_norm"):
         half = sum(c.op == op for c in made[: len(made) // 2])
@@ -70,8 +70,8 @@ def test_paged_pages_are_owned_once() -> None:
     made = shapes.paged(3, 4, 2, 40, 16, 8, "float32")
     op = ops_table.get("paged_attention")
     args = made.make()
-    assert op.guard is not None
-    op.guard(args)
+    assert op.validate_values is not None
+    op.validate_values(args)
     tables = args[3]
     assert tables.unique().numel() == tables.numel()
 

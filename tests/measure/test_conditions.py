@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from layerzero.measure import conditions
-from layerzero.measure.conditions import Conditions, now
+from layerzero.measure.conditions import Conditions, read_conditions
 
 
 def _absent() -> bool:
@@ -21,7 +21,7 @@ def _absent() -> bool:
 
 def test_the_cpu_has_free_memory_and_no_sensors() -> None:
     """Free bytes are a power of two that is free; temperature and power are unknown, not zero."""
-    found = now(torch.device("cpu"))
+    found = read_conditions(torch.device("cpu"))
     assert found.temperature_c is None and found.power_w is None
     assert found.free_bytes is not None and found.free_bytes & (found.free_bytes - 1) == 0
 
@@ -42,4 +42,4 @@ def test_sensors_are_kept_in_buckets(
     """Degrees in steps of 5, watts in steps of 50, rounded down."""
     monkeypatch.setattr(conditions, "_sensors", lambda index: (celsius, watts))
     monkeypatch.setattr(conditions, "free_memory", lambda device: 5 << 30)
-    assert now(torch.device("cuda:0")) == Conditions(*bucket, 4 << 30)
+    assert read_conditions(torch.device("cuda:0")) == Conditions(*bucket, 4 << 30)

@@ -13,10 +13,10 @@ import torch
 
 from layerzero.actors.device.local_device import LocalDevice
 from layerzero.measure import drift
-from layerzero.measure.drift import FACTOR, FOR_S, SAMPLES, Drift, DriftWatch
+from layerzero.measure.drift import FACTOR, MIN_DURATION_S, SAMPLES, DriftDetector, DriftWatch
 from layerzero.ops import table as ops_table
 from layerzero.perfdb.store import PerfDB, read_rows
-from layerzero.selection.cost.cost_model import measured_costs
+from layerzero.selection.cost.cost_model import load_costs
 from layerzero.spec.settings import Settings
 from tests.clocks import FakeClock
 from tests.kernels import device, kernel
@@ -49,9 +49,9 @@ class Site:
             kernel("other.rms_norm", self._taking("other"), launch_us=400.0),
         ]
         self.device: LocalDevice = device(made, settings, clock=self.clock)
-        self.device.set_costs(measured_costs(settings, {k.id: k for k in made}, self.device.hardware))
+        self.device.set_costs(load_costs(settings, {k.id: k for k in made}, self.device.hardware))
         self.watch = DriftWatch(self.device, rate, self.ticks)
-        self.device.watch(self.watch)
+        self.device.add_middleware(self.watch)
 
     async def _write(self) -> None:
         async with PerfDB(self.path) as db:
@@ -90,7 +90,7 @@ def test_a_persistent_slowdown_costs_the_measurement(site: Site, caplog: pytest.
     """After the time it takes to be sure: an event, a count, no row in the file, and another choice."""
     assert site.calls(SAMPLES) == "first.rms_norm" and site.drifts() == 0
     site.us["first"] = 100.0 * FACTOR * 1.5
-    site.calls(SAMPLES + int(FOR_S) + 2)
+    site.calls(SAMPLES + int(MIN_DURATION_S) + 2)
     assert site.drifts() == 1
     assert sum(drift.KERNEL_DRIFTED in r.getMessage() for r in caplog.records) == 1
     assert [r.kernel for r in read_rows(site.path, HERE)] == ["other.rms_norm"]
@@ -100,14 +100,14 @@ def test_a_persistent_slowdown_costs_the_measurement(site: Site, caplog: pytest.
 def test_a_kernel_that_stays_as_it_was_keeps_its_place(site: Site) -> None:
     """The negative control: as many calls at the measured speed, or a little slower, change nothing."""
     site.us["first"] = 100.0 * FACTOR * 0.9
-    assert site.calls(3 * SAMPLES + int(FOR_S)) == "first.rms_norm"
+    assert site.calls(3 * SAMPLES + int(MIN_DURATION_S)) == "first.rms_norm"
     assert site.drifts() == 0 and len(read_rows(site.path, HERE)) == 2
 
 
 def test_a_spell_is_no_drift(site: Site) -> None:
     """Slow for less than it takes to be sure, then as before: nothing is lost."""
     site.us["first"] = 1000.0
-    site.calls(SAMPLES // 2 + int(FOR_S) - 2)
+    site.calls(SAMPLES // 2 + int(MIN_DURATION_S) - 2)
     site.us["first"] = 100.0
     assert site.calls(3 * SAMPLES) == "first.rms_norm" and site.drifts() == 0
 
@@ -129,12 +129,14 @@ def test_without_a_measurement_nothing_is_timed(site: Site) -> None:
     def call() -> None:
         return None
 
-    measured = table.fresh(table.describe((X, WEIGHT, 1e-6), site.device.mode()))
-    elsewhere = table.fresh(table.describe((torch.randn(8, 64), torch.randn(64), 1e-6), site.device.mode()))
-    graded = table.fresh(table.describe((X.clone().requires_grad_(), WEIGHT, 1e-6), site.device.mode()))
-    assert site.watch.around(NORM, measured, call) is not call
-    assert site.watch.around(NORM, elsewhere, call) is call
-    assert site.watch.around(NORM, graded, call) is call
+    measured = table.recompute(table.describe((X, WEIGHT, 1e-6), site.device.mode()))
+    elsewhere = table.recompute(
+        table.describe((torch.randn(8, 64), torch.randn(64), 1e-6), site.device.mode())
+    )
+    graded = table.recompute(table.describe((X.clone().requires_grad_(), WEIGHT, 1e-6), site.device.mode()))
+    assert site.watch.wrap(NORM, measured, call) is not call
+    assert site.watch.wrap(NORM, elsewhere, call) is call
+    assert site.watch.wrap(NORM, graded, call) is call
 
 
 def test_one_call_in_so_many_is_timed(tmp_path: Path) -> None:
@@ -153,23 +155,23 @@ def test_one_call_in_so_many_is_timed(tmp_path: Path) -> None:
 def test_a_slow_machine_is_told_apart() -> None:
     """Where most of what runs became slower at once, the finding names the machine; alone, the kernel."""
     clock = FakeClock()
-    together, alone = Drift(clock.now), Drift(clock.now)
+    together, alone = DriftDetector(clock.now), DriftDetector(clock.now)
     told = []
-    for _ in range(SAMPLES + int(FOR_S) + 1):
-        told += [together.see(name, 300.0, 100.0) for name in ("a", "b", "c")]
-        told += [alone.see(name, 300.0 if name == "a" else 100.0, 100.0) for name in ("a", "b", "c")]
+    for _ in range(SAMPLES + int(MIN_DURATION_S) + 1):
+        told += [together.observe(name, 300.0, 100.0) for name in ("a", "b", "c")]
+        told += [alone.observe(name, 300.0 if name == "a" else 100.0, 100.0) for name in ("a", "b", "c")]
         clock.advance(1.0)
     findings = [f for f in told if f is not None]
-    assert [(f.spot, f.machine) for f in findings] == [("a", True), ("b", True), ("c", True), ("a", False)]
-    assert findings[-1].times == 3.0 and findings[-1].seconds >= FOR_S
+    assert [(f.key, f.machine) for f in findings] == [("a", True), ("b", True), ("c", True), ("a", False)]
+    assert findings[-1].ratio == 3.0 and findings[-1].seconds >= MIN_DURATION_S
 
 
 def test_the_setting_switches_it(tmp_path: Path) -> None:
     """`drift_rate` puts the watch around plans, and takes it away again; by default there is none."""
     made = device([kernel("first.rms_norm")], Settings(perfdb=None))
-    assert not any(isinstance(w, DriftWatch) for w in made._watchers)
+    assert not any(isinstance(w, DriftWatch) for w in made._middlewares)
     made.set_settings(Settings(perfdb=None, drift_rate=0.5, check_rate=0.1))
-    assert sum(isinstance(w, DriftWatch) for w in made._watchers) == 1 and len(made._watchers) == 2
+    assert sum(isinstance(w, DriftWatch) for w in made._middlewares) == 1 and len(made._middlewares) == 2
     made.set_settings(Settings(perfdb=None))
-    assert made._watchers == ()
+    assert made._middlewares == ()
     made.close()

@@ -8,11 +8,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from layerzero.measure.stability import changes, host_ratio
+from layerzero.measure.stability import host_ratio, winner_changes
 from layerzero.measure.timing import Timing
-from layerzero.measure.tuner import Tuned, tied_with, won
+from layerzero.measure.tuner import TuningResult, pick_winner, tied_with
 from layerzero.perfdb.record import Launch
-from layerzero.selection.decide import Knobs
+from layerzero.selection.decide import SelectionOptions
 from tests.kernels import kernel
 from tests.profiles import many_examples
 
@@ -23,15 +23,17 @@ SECOND = {"sdpa": 21.70, "cudnn": 23.96, "efficient": 29.91, "flash": 20.31, "th
 REPLAYED = {"sdpa": 10.95, "cudnn": 10.97, "efficient": 28.31, "flash": 14.17, "third": 14.25, "fourth": 9.44}
 
 
-def tuned(times: dict[str, float], launch: Launch, spread: float = 0.005) -> Tuned:
+def tuned(times: dict[str, float], launch: Launch, spread: float = 0.005) -> TuningResult:
     """A tune whose kernels took about these times, decided as tuning decides."""
     timings = {
         name: Timing(tuple(us * (1 + spread * (n - 4) / 4) for n in range(9)), "cold")
         for name, us in times.items()
     }
-    winner, tied = won(times, {name: kernel(f"{name}.attention") for name in times}, Knobs())
+    winner, tied = pick_winner(
+        times, {name: kernel(f"{name}.attention") for name in times}, SelectionOptions()
+    )
     best = min(times, key=times.__getitem__)
-    return Tuned(
+    return TuningResult(
         call="c", op="attention", launch=launch, winner=winner, best=best, times_us=times, timings=timings,
         tied=tuple(sorted({*tied, *tied_with(best, timings, BAND)})), band=BAND,
     )  # fmt: skip
@@ -40,7 +42,7 @@ def tuned(times: dict[str, float], launch: Launch, spread: float = 0.005) -> Tun
 def outside(first: dict[str, float], second: dict[str, float], *replayed: dict[str, float]) -> list[bool]:
     """Whether each change between two tunes is outside the band; `replayed` in either of them."""
     own, other = replayed or (REPLAYED, REPLAYED)
-    found = changes(
+    found = winner_changes(
         [tuned(first, "eager"), tuned(own, "graph")], [tuned(second, "eager"), tuned(other, "graph")]
     )
     assert found[0] == 2, "both launches are compared"
@@ -50,7 +52,7 @@ def outside(first: dict[str, float], second: dict[str, float], *replayed: dict[s
 def test_a_host_that_changes_its_speed_changes_no_winner_outside_the_band() -> None:
     """Five kernels became faster at once and pass one that waits for the device: the host did, not they."""
     assert host_ratio(FIRST, SECOND, REPLAYED) == pytest.approx(20.31 / 31.69, rel=0.05)
-    _, [change] = changes(
+    _, [change] = winner_changes(
         [tuned(FIRST, "eager"), tuned(REPLAYED, "graph")], [tuned(SECOND, "eager"), tuned(REPLAYED, "graph")]
     )
     assert (change.first, change.second, change.outside) == ("efficient", "flash", False)
@@ -93,11 +95,11 @@ def test_noise_as_recorded_gives_no_flip_outside_the_band(
     """Two tunes at any two speeds of the host, half a per cent of noise: what differs is inside the band."""
     host, device = machine
 
-    def tune(speed: float) -> list[Tuned]:
+    def tune(speed: float) -> list[TuningResult]:
         replayed = {name: us * draw.uniform(0.995, 1.005) for name, us in device.items()}
         waited = {name: max(us * speed, 1.02 * device[name] + 1.5) for name, us in host.items()}
         eager = {name: us * draw.uniform(0.995, 1.005) for name, us in waited.items()}
         return [tuned(eager, "eager"), tuned(replayed, "graph")]
 
-    _, found = changes(tune(one), tune(other))
+    _, found = winner_changes(tune(one), tune(other))
     assert not [change for change in found if change.outside]

@@ -14,7 +14,7 @@ import torch
 
 from layerzero.measure.compare import head_to_head
 from layerzero.measure.timing import Effort, Timing, copies_for, time_kernels
-from layerzero.perfdb import Measurement, Site, plausible
+from layerzero.perfdb import BenchmarkCase, Measurement, implausible_reason
 from layerzero.perfdb.record import FEW_SAMPLES, LONG_US
 
 CPU = torch.device("cpu")
@@ -61,7 +61,7 @@ def test_a_row_launched_by_the_host_is_long_enough_to_overlap_host_and_device(
     monkeypatch.setattr(
         torch.cuda, "get_device_properties", lambda *_: SimpleNamespace(L2_cache_size=1 << 20)
     )
-    monkeypatch.setattr("layerzero.measure.timing._events", events)
+    monkeypatch.setattr("layerzero.measure.timing._time_with_events", events)
     runs: dict[str, Callable[..., Any]] = {"short": lambda: "short", "long": lambda: "long"}
     found, failed = time_kernels(runs, [()], torch.device("cuda"), "eager", Effort(samples=5))
     assert not failed and found["short"].median_us == pytest.approx(host, rel=0.05)
@@ -114,10 +114,13 @@ def test_a_long_call_is_run_no_more_than_its_row_needs() -> None:
     assert len(runs) == 3 and len(found["b"].samples) == FEW_SAMPLES
     assert LONG_US < found["b"].median_us < 250_000.0, "the first is not counted"
     row = Measurement(
-        site=Site(op="linear", dtype="float32"), kernel="b", median_us=found["b"].median_us,
+        case=BenchmarkCase(op="linear", dtype="float32"), kernel="b", median_us=found["b"].median_us,
         p95_us=found["b"].quantile_us(0.95), variance=found["b"].variance, samples=FEW_SAMPLES,
     )  # fmt: skip
-    assert plausible(row) == "" and plausible(msgspec.structs.replace(row, median_us=99_000.0)) != ""
+    assert (
+        implausible_reason(row) == ""
+        and implausible_reason(msgspec.structs.replace(row, median_us=99_000.0)) != ""
+    )
 
 
 def test_who_cannot_be_told_apart_is_sampled_longer(monkeypatch: pytest.MonkeyPatch) -> None:

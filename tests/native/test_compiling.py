@@ -10,23 +10,23 @@ from typing import Any
 import pytest
 import torch
 
-from layerzero.native import HOT, READY, UNAVAILABLE, UNUSED, Hot, compiling
-from layerzero.native.compiling import Library, cache_folder
+from layerzero.native import FAST_PATH, READY, UNAVAILABLE, UNUSED, NativeModule, compiling
+from layerzero.native.compiling import CppModule, cache_folder
 from layerzero.spec.errors import BackendNotAvailableError
 from tests.users import NOBODY, needs_root
 
 
 @pytest.fixture
-def library(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> compiling.Library:
+def library(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> compiling.CppModule:
     """A library of one small source, with an empty cache folder."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     source = tmp_path / "small.cpp"
     source.write_text("int small() { return 1; }\n")
-    return compiling.Library("small", source, ("-O1", "-march=native"))
+    return compiling.CppModule("small", source, ("-O1", "-march=native"))
 
 
 def test_the_name_depends_on_what_the_library_depends_on(
-    library: compiling.Library, monkeypatch: pytest.MonkeyPatch
+    library: compiling.CppModule, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Another CPU, torch, flag, source or header is another library; the folder is the user's alone."""
     names = {library.fingerprint(), replace(library, flags=("-O2", "-march=native")).fingerprint()}
@@ -43,7 +43,7 @@ def test_the_name_depends_on_what_the_library_depends_on(
 
 
 def test_a_library_for_every_cpu_does_not_depend_on_one(
-    library: compiling.Library, monkeypatch: pytest.MonkeyPatch
+    library: compiling.CppModule, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Only -march=native ties a library to its CPU."""
     portable = replace(library, flags=("-O1",))
@@ -59,7 +59,7 @@ def test_without_a_compiler_everything_stays_in_python(
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setenv("CXX", "no-such-compiler")
     adopted: list[Any] = []
-    hot = Hot()
+    hot = NativeModule()
     hot.on_ready(adopted.append)
     assert hot.state == UNUSED
     hot._load()
@@ -72,7 +72,7 @@ def test_without_a_compiler_everything_stays_in_python(
 def test_the_switch_leaves_it_off(monkeypatch: pytest.MonkeyPatch) -> None:
     """LAYERZERO_NATIVE=off: nothing is loaded and nothing compiled."""
     monkeypatch.setenv("LAYERZERO_NATIVE", "off")
-    hot = Hot()
+    hot = NativeModule()
     hot.start()
     assert (hot.state, hot.module) == ("off", None)
 
@@ -80,12 +80,12 @@ def test_the_switch_leaves_it_off(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_who_comes_late_is_told_at_once() -> None:
     """Adopters hear of a module that is there already, and of its being put aside."""
     seen: list[Any] = []
-    hot = Hot()
+    hot = NativeModule()
     module = object()
     hot.use(module)
     hot.on_ready(seen.append)
     hot.use(None)
-    assert seen == [module, None] and HOT.state in (READY, "off", UNUSED, UNAVAILABLE)
+    assert seen == [module, None] and FAST_PATH.state in (READY, "off", UNUSED, UNAVAILABLE)
 
 
 @pytest.mark.parametrize("folder", ["layerzero", "layerzero/native"])
@@ -104,7 +104,7 @@ def test_nothing_is_loaded_from_a_folder_that_others_can_write(
 def test_another_users_library_is_not_loaded(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Not even out of this user's folder, where it lay before the folder was closed to others."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    library = Library("planted", tmp_path / "planted.cpp", ())
+    library = CppModule("planted", tmp_path / "planted.cpp", ())
     (tmp_path / "planted.cpp").touch()
     target = library.target()
     target.write_bytes(b"")
@@ -122,7 +122,7 @@ def refuses(module: Any) -> None:
 def test_a_module_that_one_adopter_refuses_is_used_by_nobody(caplog: pytest.LogCaptureFixture) -> None:
     """Who had taken it up gives it back, the state says why, and a warning does."""
     seen: list[Any] = []
-    hot = Hot()
+    hot = NativeModule()
     hot.on_ready(seen.append)
     hot.on_ready(refuses)
     hot.on_ready(seen.append)
@@ -139,7 +139,7 @@ def test_a_module_that_one_adopter_refuses_is_used_by_nobody(caplog: pytest.LogC
 def test_a_late_adopter_that_refuses_puts_the_module_aside() -> None:
     """Also where the module was in use before."""
     seen: list[Any] = []
-    hot = Hot()
+    hot = NativeModule()
     hot.on_ready(seen.append)
     hot.use("module")
     hot.on_ready(refuses)

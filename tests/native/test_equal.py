@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import layerzero as lz
-from layerzero.native import HOT
+from layerzero.native import FAST_PATH
 from layerzero.spec.errors import BackendNotAvailableError
 
 WIDTH = 8
@@ -167,7 +167,7 @@ def gist(outcome: Any) -> Any:
 
 async def history(told: list[Step], module: Any) -> list[Any]:
     """Every outcome of one history."""
-    HOT.use(module)
+    FAST_PATH.use(module)
     world = World()
     with lz.start(lz.Settings(warm="off")):
         last: Step | None = None
@@ -205,15 +205,15 @@ def test_any_edit_can_follow_any_other(name: str) -> None:
 def test_a_history_is_the_same_compiled_and_in_python(told: list[Step]) -> None:
     """Every value, gradient flag and error, whatever was remembered before weights and policies changed."""
     torch.use_deterministic_algorithms(False)  # imports torch's compiler, which no loop should wait for
-    before = HOT.module
+    before = FAST_PATH.module
     try:
-        module = HOT.load()
+        module = FAST_PATH.load()
         compiled = asyncio.run(history(told, module))
         python = asyncio.run(history(told, None))
     except BackendNotAvailableError as error:
         pytest.skip(f"nothing to compile with: {error}")
     finally:
-        HOT.use(before)
+        FAST_PATH.use(before)
     assert len(compiled) == len(python)
     for ours, theirs in zip(compiled, python, strict=True):
         assert ours[:-1] == theirs[:-1], (ours, theirs)

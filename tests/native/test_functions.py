@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import layerzero as lz
-from layerzero.native import HOT
+from layerzero.native import FAST_PATH
 from layerzero.spec.errors import BackendNotAvailableError
 
 WIDTH = 4
@@ -25,13 +25,13 @@ COUNTED = ("submitted", "done", "failed", "cancelled", "expired", "rejected", "b
 @pytest.fixture(autouse=True)
 def compiled() -> Any:
     """The module, in use while a test runs."""
-    before = HOT.module
+    before = FAST_PATH.module
     try:
-        yield HOT.load()
+        yield FAST_PATH.load()
     except BackendNotAvailableError as error:
         pytest.skip(f"nothing to compile with: {error}")
     finally:
-        HOT.use(before)
+        FAST_PATH.use(before)
 
 
 def doubled(x: Tensor) -> Tensor:
@@ -109,12 +109,12 @@ async def caller(model: Model, name: int, rows: int, calls: list[Any]) -> list[A
 
 
 async def history(told: list[Any], module: Any) -> tuple[Any, ...]:
-    """Outcomes, who met in which order, and what the lane counted."""
-    HOT.use(module)
+    """Outcomes, who met in which order, and what the batcher counted."""
+    FAST_PATH.use(module)
     model = Model()
     # Everything runs in the loop's own turns: no thread decides who meets.
     with lz.start(
-        lz.Settings(warm="off", inline_limit_us=1e12, max_inline_us=1e12, ageing_ms=1e9)
+        lz.Settings(warm="off", inline_limit_us=1e12, max_inline_us=1e12, priority_aging_ms=1e9)
     ) as runtime:
         for function in (model.double, model.both):
             lz.batched(function).us_per_row = 1.0
@@ -122,7 +122,7 @@ async def history(told: list[Any], module: Any) -> tuple[Any, ...]:
         outcomes = []
         for _ in range(2):
             outcomes += await asyncio.gather(*(caller(model, i, *one) for i, one in enumerate(told)))
-        stats = runtime.device("cpu").fronts.stats()
+        stats = runtime.device("cpu").loop_drivers.stats()
     return outcomes, model.met, {name: getattr(stats, name) for name in COUNTED}
 
 
@@ -130,43 +130,43 @@ async def history(told: list[Any], module: Any) -> tuple[Any, ...]:
 @given(told=programs)
 def test_histories_of_functions_are_the_same_compiled_and_in_python(told: list[Any]) -> None:
     """The same values and errors, the same batches in the same order, the same counts."""
-    module = HOT.module
+    module = FAST_PATH.module
     ours = asyncio.run(history(told, module))
     theirs = asyncio.run(history(told, None))
-    HOT.use(module)
+    FAST_PATH.use(module)
     assert ours == theirs
 
 
 @pytest.mark.asyncio
 async def test_a_known_call_is_queued_without_python() -> None:
-    """From the second round on every caller's ticket comes from the memo, and the queue takes it."""
+    """From the second round on every caller's pending call comes from the memo, and the queue takes it."""
     model = Model()
     with lz.start(lz.Settings(warm="off"), scoped=False) as runtime:
         call: Any = lz.batched(model.double)
-        front = runtime.device("cpu").fronts.current()
+        front = runtime.device("cpu").loop_drivers.current()
         x = torch.ones(1, WIDTH)
 
         async def calls() -> list[bool]:
             found = []
             for _ in range(3):
-                ticket = call._kinds.find((x, "a"), 1.0)
+                ticket = call._cache.find((x, "a"), 1.0)
                 found.append(ticket is not None)
                 await call(x, "a")
             return found
 
         each = await asyncio.gather(*(calls() for _ in range(4)))
         assert [found[1:] for found in each] == [[True, True]] * 4
-        ticket = call._kinds.find((x, "a"), 2.5)
+        ticket = call._cache.find((x, "a"), 2.5)
         assert (ticket.tokens, ticket.bytes, ticket.expected_us) == (1, x.nbytes, 2.5)
-        assert ticket.front is front and ticket.plan is runtime.device("cpu")
-        assert call._kinds.find((x, 1), 1.0) is None, "another class beside the rows is another kind"
-        assert call._kinds.find((x.double(), "a"), 1.0) is None
+        assert ticket.driver is front and ticket.plan is runtime.device("cpu")
+        assert call._cache.find((x, 1), 1.0) is None, "another class beside the rows is another kind"
+        assert call._cache.find((x.double(), "a"), 1.0) is None
         with torch.no_grad():
-            assert call._kinds.find((x, "a"), 1.0) is None, "other modes are another kind"
-        ticket = call._kinds.find((x, "a"), 1.0)
-        assert not HOT.module.queue(front, ticket), "this task has never called: Python makes it known"
-        assert front.lane.queued == 0 and ticket.state == 0
-    assert call._kinds.find((x, "a"), 1.0) is None, "the runtime is gone"
+            assert call._cache.find((x, "a"), 1.0) is None, "other modes are another kind"
+        ticket = call._cache.find((x, "a"), 1.0)
+        assert not FAST_PATH.module.queue(front, ticket), "this task has never called: Python makes it known"
+        assert front.batcher.queued == 0 and ticket.state == 0
+    assert call._cache.find((x, "a"), 1.0) is None, "the runtime is gone"
 
 
 @pytest.mark.asyncio
@@ -186,22 +186,22 @@ def test_columns_are_what_python_makes_of_them() -> None:
     """Pieces of one tensor come back as it is, others are gathered; everything else stands in lists."""
     whole = torch.arange(12.0).view(6, 2)
     calls = [(whole[i : i + 2], f"h{i}", torch.full((2,), float(i))) for i in (0, 2, 4)]
-    counts, (rows, names, scales) = HOT.module.columns(calls)
+    counts, (rows, names, scales) = FAST_PATH.module.columns(calls)
     assert counts == [2, 2, 2] and names == ["h0", "h2", "h4"]
     assert rows.data_ptr() == whole.data_ptr() and torch.equal(rows, whole)
     assert scales.tolist() == [0, 0, 2, 2, 4, 4]
-    assert HOT.module.columns([("a", 1), ("b", 2)]) == ([1, 1], (["a", "b"], [1, 2]))
-    assert HOT.module.columns([(torch.tensor(1.0),)]) is NotImplemented
-    assert HOT.module.columns([(whole,), ("a", "b")]) is NotImplemented
+    assert FAST_PATH.module.columns([("a", 1), ("b", 2)]) == ([1, 1], (["a", "b"], [1, 2]))
+    assert FAST_PATH.module.columns([(torch.tensor(1.0),)]) is NotImplemented
+    assert FAST_PATH.module.columns([(whole,), ("a", "b")]) is NotImplemented
 
 
 def test_own_copies_a_piece_and_leaves_a_whole_alone() -> None:
     """A row of a batch is copied without its graph; what is alone already is not."""
     whole = torch.randn(4, 3, requires_grad=True)
-    piece = HOT.module.own(whole[1:2])
+    piece = FAST_PATH.module.own(whole[1:2])
     assert torch.equal(piece, whole[1:2]) and not piece.requires_grad
     assert piece.untyped_storage().nbytes() == 12
-    assert HOT.module.own(whole) is NotImplemented and HOT.module.own("text") is NotImplemented
+    assert FAST_PATH.module.own(whole) is NotImplemented and FAST_PATH.module.own("text") is NotImplemented
 
 
 @pytest.mark.asyncio

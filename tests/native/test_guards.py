@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from layerzero.native import HOT
+from layerzero.native import FAST_PATH
 from layerzero.ops import table
 from tests.native.twins import compiled as compiled
 from tests.ops.wild import BAD, GOOD, Call, fresh
@@ -82,7 +82,7 @@ def calls(draw: st.DrawFn, op: str) -> Call:
 def gist(op: str, call: Call) -> Any:
     """What the guard gives: an error's words, or all that a kernel sees of each copy."""
     args = table.get(op).build(**call)[1]
-    guard: Any = table.get(op).guard
+    guard: Any = table.get(op).validate_values
     try:
         given_back = guard(args)
     except (ValueError, RuntimeError) as error:
@@ -104,13 +104,13 @@ def gist(op: str, call: Call) -> Any:
 def test_a_guard_says_the_same_compiled_and_in_python(op: str, data: st.DataObject) -> None:
     """Of any dtypes, strides, numbers that are none, rows that are none, and tensors that nobody may read."""
     call = data.draw(calls(op))
-    module = HOT.module
+    module = FAST_PATH.module
     ours = gist(op, call)
     try:
-        HOT.use(None)
+        FAST_PATH.use(None)
         theirs = gist(op, call)
     finally:
-        HOT.use(module)
+        FAST_PATH.use(module)
     assert repr(ours) == repr(theirs)  # by their words: NaN is no NaN's equal
 
 
@@ -128,9 +128,9 @@ def test_every_odd_number_is_judged_alike(op: str, dtype: torch.dtype, compiled:
                     call = {n: _cast(v, dtype) for n, v in call.items()}
                 call[name].view(-1)[place] = odd
                 ours = gist(op, call)
-                HOT.use(None)
+                FAST_PATH.use(None)
                 theirs = gist(op, call)
-                HOT.use(compiled)
+                FAST_PATH.use(compiled)
                 assert repr(ours) == repr(theirs), (name, odd, place)
 
 
@@ -168,7 +168,7 @@ def test_large_operands_are_left_to_torch(op: str, compiled: Any) -> None:
     args = table.get(op).build(**call)[1]
     bounds = () if WHOLE[op] == "proposals" else (_bounds(op),)
     assert getattr(compiled, WHOLE[op])(args, *bounds) is NotImplemented
-    guard: Any = table.get(op).guard
+    guard: Any = table.get(op).validate_values
     assert len(guard(args)) == len(args)
     last = args[2 if op.startswith("verify") else 0]
     last.view(-1)[-1] = math.nan

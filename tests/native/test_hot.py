@@ -1,4 +1,5 @@
-"""The compiled twin against the Python it stands for: rows, modes, tickets, and what a memo may answer."""
+"""The compiled twin against the Python it stands for: rows, modes, pending calls, and what a memo may
+answer."""
 
 from __future__ import annotations
 
@@ -17,17 +18,17 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import layerzero as lz
 from layerzero.calls.blocking import last_selection
-from layerzero.native import HOT
+from layerzero.native import FAST_PATH
 from layerzero.ops import batching
 from layerzero.scheduler import torch_modes as modes
-from layerzero.scheduler.core.pending_call import TICKETS, Ticket
+from layerzero.scheduler.core.pending_call import PENDING_CALL, PendingCall
 from layerzero.selection.record import Selection
 from tests.native.twins import compiled as compiled
 
 
 def in_python(pieces: list[Tensor]) -> Tensor | None:
     """`rejoin` as Python does it."""
-    return batching.rejoin(pieces)
+    return batching.as_view_of_base(pieces)
 
 
 @given(
@@ -48,7 +49,7 @@ def test_rejoin_finds_what_python_finds(
         pieces.reverse()
     if copied:
         pieces[-1] = pieces[-1].clone()
-    ours, theirs = HOT.module.rejoin(pieces), in_python(pieces)
+    ours, theirs = FAST_PATH.module.rejoin(pieces), in_python(pieces)
     assert (ours is None) == (theirs is None)
     if ours is not None and theirs is not None:
         assert torch.equal(ours, theirs) and ours.stride() == theirs.stride()
@@ -59,21 +60,21 @@ def test_rejoin_finds_what_python_finds(
 def test_split_and_gather_undo_each_other(counts: list[int], width: int) -> None:
     """Pieces are views like torch's own; gathered they are the whole again, without a copy where possible."""
     whole = torch.randn(sum(counts), width)
-    pieces = HOT.module.split(whole, counts, False)
+    pieces = FAST_PATH.module.split(whole, counts, False)
     for ours, theirs in zip(pieces, whole.split_with_sizes(counts), strict=True):
         assert torch.equal(ours, theirs) and ours.stride() == theirs.stride()
         assert ours.data_ptr() == theirs.data_ptr() and ours.shape == theirs.shape
-    joined, rows = HOT.module.gather([(piece, None) for piece in pieces], 0, 1)
+    joined, rows = FAST_PATH.module.gather([(piece, None) for piece in pieces], 0, 1)
     assert rows == counts and torch.equal(joined, whole)
     apart = [(piece.clone(), None) for piece in pieces]
-    assert torch.equal(HOT.module.gather(apart, 0, 1)[0], whole)
+    assert torch.equal(FAST_PATH.module.gather(apart, 0, 1)[0], whole)
 
 
 def test_split_refuses_counts_that_do_not_fit() -> None:
     """Too many or too few rows are an error, as in torch."""
     for counts in ([1, 1], [2, 2], [-1, 4]):
         with pytest.raises(ValueError, match="3 rows"):
-            HOT.module.split(torch.randn(3, 2), counts, False)
+            FAST_PATH.module.split(torch.randn(3, 2), counts, False)
 
 
 def test_what_is_no_plain_tensor_is_left_to_python() -> None:
@@ -82,7 +83,7 @@ def test_what_is_no_plain_tensor_is_left_to_python() -> None:
     class Marked(Tensor):
         """A tensor of somebody's own."""
 
-    hot = HOT.module
+    hot = FAST_PATH.module
     strange: list[Tensor] = [
         torch.randn(2, 2).as_subclass(Marked),
         torch.eye(2).to_sparse(),
@@ -97,7 +98,7 @@ def test_what_is_no_plain_tensor_is_left_to_python() -> None:
 
 def test_the_modes_mask_is_pythons() -> None:
     """Grad, inference and deterministic mode; anything else is not the compiled twin's to judge."""
-    hot = HOT.module
+    hot = FAST_PATH.module
     assert hot.modes() == modes.capture()._mask
     with torch.no_grad():
         assert hot.modes() == modes.capture()._mask
@@ -126,13 +127,13 @@ def test_the_modes_mask_is_pythons() -> None:
 
 def test_a_ticket_has_everything_that_pythons_has() -> None:
     """Fields, methods and the error of a wrong priority."""
-    made = TICKETS.kind("op", (1,), "g", 2.0, 3, 4, 0, 5.0, "modes", None)
-    python = Ticket("op", (1,), "g", 2.0, 3, 4, 0, 5.0, "modes", None)
-    assert type(made) is HOT.module.Ticket
+    made = PENDING_CALL.cls("op", (1,), "g", 2.0, 3, 4, 0, 5.0, "modes", None)
+    python = PendingCall("op", (1,), "g", 2.0, 3, 4, 0, 5.0, "modes", None)
+    assert type(made) is FAST_PATH.module.PendingCall
     for name in (
         "op",
         "args",
-        "group",
+        "batch_key",
         "expected_us",
         "tokens",
         "bytes",
@@ -142,13 +143,15 @@ def test_a_ticket_has_everything_that_pythons_has() -> None:
         "state",
     ):
         assert getattr(made, name) == getattr(python, name), name
-    methods = {name for name, value in vars(Ticket).items() if callable(value) and not name.startswith("__")}
+    methods = {
+        name for name, value in vars(PendingCall).items() if callable(value) and not name.startswith("__")
+    }
     assert all(callable(getattr(made, name)) for name in methods)
     assert repr(made) == repr(python)
     wrongs: tuple[Any, ...] = (3, -1, "high", None)
     for wrong in wrongs:
         with pytest.raises(ValueError, match="priority needs 0, 1 or 2"):
-            TICKETS.kind("op", (), priority=wrong)
+            PENDING_CALL.cls("op", (), priority=wrong)
     gone = weakref.ref(made)
     made.args = (made,)
     del made
@@ -176,7 +179,7 @@ def known_calls() -> int:
     """How many calls of linear the memo knows."""
     function: Any = lz.linear
     cells = [cell.cell_contents for cell in function.__closure__]
-    memo = next(cell for cell in cells if type(cell).__name__ == "Known").memo
+    memo = next(cell for cell in cells if type(cell).__name__ == "AwaitedCallCache").entries
     size: int = memo.size
     return size
 
@@ -254,7 +257,7 @@ NONSENSE: dict[str, tuple[tuple[Any, ...], type[BaseException] | None]] = {
 def test_nonsense_is_left_to_python_or_named(name: str) -> None:
     """No function of the module follows what is no object of the kind it is for."""
     given, error = NONSENSE[name]
-    function = getattr(HOT.module, name)
+    function = getattr(FAST_PATH.module, name)
     call = (
         function
         if name in ("land", "gather", "split", "queue", "paired")
@@ -269,10 +272,10 @@ def test_nonsense_is_left_to_python_or_named(name: str) -> None:
 
 def test_a_ticket_without_a_context_is_not_entered() -> None:
     """What was given a waiter by hand, and nothing to wake it in, is named."""
-    ticket = HOT.module.Ticket("op", ())
+    ticket = FAST_PATH.module.PendingCall("op", ())
     ticket.wake = print
     with pytest.raises(TypeError, match="needs a context"):
-        HOT.module.resume(iter([ticket]))
+        FAST_PATH.module.resume(iter([ticket]))
     ticket.wake, ticket.context = print, 5
     with pytest.raises(TypeError, match="needs a context"):
-        HOT.module.resume(iter([ticket]))
+        FAST_PATH.module.resume(iter([ticket]))

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import layerzero as lz
-from layerzero.calls.call_cache import KnownPlans
+from layerzero.calls.call_cache import BlockingCallCache
 from tests.children import Child
 from tests.kernels import kernel
 
@@ -31,8 +31,8 @@ def plans_of(op: str) -> Any:
     """The plans that `lz.sync`'s function of `op` asks first."""
     call = getattr(lz.sync, op)
     cells = dict(zip(call.__code__.co_freevars, call.__closure__, strict=True))
-    known: KnownPlans = cells["known"].cell_contents
-    return known.plans
+    known: BlockingCallCache = cells["known"].cell_contents
+    return known.entries
 
 
 def answers(x: Tensor, *more: Any, op: str = "rms_norm", **named: Any) -> bool:

@@ -5,32 +5,32 @@ from typing import Any
 
 import pytest
 
-from layerzero.native import HOT
+from layerzero.native import FAST_PATH
 from layerzero.spec.errors import BackendNotAvailableError
 
 
 @pytest.fixture(autouse=True)
 def compiled() -> Iterator[Any]:
     """The module, in use while a test runs; import it into a test module."""
-    before = HOT.module
+    before = FAST_PATH.module
     try:
-        yield HOT.load()
+        yield FAST_PATH.load()
     except BackendNotAvailableError as error:
         pytest.skip(f"nothing to compile with: {error}")
     finally:
-        HOT.use(before)
+        FAST_PATH.use(before)
 
 
 @pytest.fixture(params=["compiled", "python"], autouse=True)
 def both_paths(request: pytest.FixtureRequest) -> Iterator[str]:
     """Import it into a conftest or a test module: every test there runs on both paths."""
-    before = HOT.module
+    before = FAST_PATH.module
     if request.param == "compiled":
         try:
-            HOT.load()
+            FAST_PATH.load()
         except BackendNotAvailableError as error:
             pytest.skip(f"nothing to compile with: {error}")
     else:
-        HOT.use(None)
+        FAST_PATH.use(None)
     yield request.param
-    HOT.use(before)
+    FAST_PATH.use(before)

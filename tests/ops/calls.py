@@ -17,8 +17,8 @@ def call(op: Op, *operands: Any, **options: Any) -> Any:
     request = op.check(args)
     work = op.work(request)
     assert request.op == op.name and work.flops >= 0 and work.bytes >= 0
-    if op.guard is not None:
-        op.guard(args)
+    if op.validate_values is not None:
+        op.validate_values(args)
     out = op.empty(args) if op.empty is not None else None
     if out is None:
         out = op.reference(*args)
@@ -35,7 +35,7 @@ def parts(out: Any) -> tuple[Tensor, ...]:
 def together(op: Op, calls: Sequence[Args]) -> tuple[list[Any], list[Args]]:
     """The results of `calls` as one batch, and the arguments of each launch that it took."""
     assert op.batching is not None
-    groups = {op.batching.group(args) for args in calls}
+    groups = {op.batching.batch_key(args) for args in calls}
     assert len(groups) == 1 and None not in groups
     launched: list[Args] = []
 

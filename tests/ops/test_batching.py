@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from layerzero.ops.batching import Rows, identity, join_rows, rejoin
+from layerzero.ops.batching import RowBatching, as_view_of_base, concat_rows, operand_identity
 from layerzero.ops.linear.embedding import EMBEDDING
 from layerzero.ops.linear.linear import LINEAR
 from layerzero.ops.linear.mlp import MLP
@@ -65,23 +65,23 @@ def test_rows_of_any_strides_are_joined_in_order(cuts: list[tuple[int, int, int]
         at = first + count * step
         if at > 14:
             break
-    assert torch.equal(join_rows(pieces), torch.cat(pieces))
+    assert torch.equal(concat_rows(pieces), torch.cat(pieces))
 
 
 def test_a_single_row_of_a_strided_tensor_is_not_the_start_of_dense_ones() -> None:
     """Its stride leads past the rows that follow it in memory."""
     big = torch.randn(3, 3, WIDTH)
     pieces = [big[0:1, 0], big[1]]
-    assert torch.equal(join_rows(pieces), torch.cat(pieces))
+    assert torch.equal(concat_rows(pieces), torch.cat(pieces))
 
 
 def test_rows_seen_through_a_minus_sign_are_no_rows_of_their_neighbours() -> None:
     """Conjugates and negatives share memory with what they are taken of."""
     whole = torch.randn(4, WIDTH, dtype=torch.complex64)
     pieces = [whole[:2], whole[2:].conj()]
-    assert torch.equal(join_rows(pieces), torch.cat(pieces))
+    assert torch.equal(concat_rows(pieces), torch.cat(pieces))
     signs = [whole[:2].imag, whole[2:].conj().imag]
-    assert torch.equal(join_rows(signs), torch.cat(signs))
+    assert torch.equal(concat_rows(signs), torch.cat(signs))
 
 
 @pytest.mark.parametrize("op", [RMS_NORM, ADD_RMS_NORM, LAYER_NORM, LINEAR, MLP], ids=lambda op: op.name)
@@ -124,7 +124,7 @@ def test_reordered_missing_and_repeated_pieces_are_gathered(order: tuple[int, ..
     base = torch.randn(9, WIDTH)
     pieces = base.split([2, 3, 4])
     chosen = [pieces[i] for i in order]
-    assert rejoin(chosen) is None
+    assert as_view_of_base(chosen) is None
     (merged,) = assert_same(LINEAR, [LINEAR.build(p, MATRIX)[1] for p in chosen])
     assert merged[0].untyped_storage().data_ptr() != base.untyped_storage().data_ptr()
 
@@ -132,7 +132,7 @@ def test_reordered_missing_and_repeated_pieces_are_gathered(order: tuple[int, ..
 def test_a_run_inside_the_base_is_a_view_too() -> None:
     """Neighbours that leave out the first and the last piece lie together all the same."""
     pieces = torch.randn(9, WIDTH).split([2, 3, 1, 3])
-    joined = rejoin(pieces[1:3])
+    joined = as_view_of_base(pieces[1:3])
     assert joined is not None
     assert joined.data_ptr() == pieces[1].data_ptr()
     assert torch.equal(joined, torch.cat(pieces[1:3]))
@@ -143,16 +143,16 @@ def test_joined_rows_are_the_rows(cuts: list[int], columns: bool) -> None:
     """Whatever the pieces, empty ones and column slices included, joining is concatenating."""
     base = torch.randn(sum(cuts), WIDTH)
     pieces = (base[:, 1:4] if columns else base).split(cuts)
-    assert torch.equal(join_rows(pieces), torch.cat(pieces))
+    assert torch.equal(concat_rows(pieces), torch.cat(pieces))
 
 
 def test_tensors_that_only_touch_are_not_joined() -> None:
     """Rows that repeat one row (stride 0), or that differ in stride, are no base."""
     row = torch.randn(1, WIDTH)
-    assert rejoin([row.expand(2, WIDTH), row.expand(2, WIDTH)]) is None
+    assert as_view_of_base([row.expand(2, WIDTH), row.expand(2, WIDTH)]) is None
     base = torch.randn(4, WIDTH)
-    assert rejoin([base[:2], base[2:].T.contiguous().T]) is None
-    assert rejoin([torch.tensor(1.0), torch.tensor(2.0)]) is None
+    assert as_view_of_base([base[:2], base[2:].T.contiguous().T]) is None
+    assert as_view_of_base([torch.tensor(1.0), torch.tensor(2.0)]) is None
 
 
 def other_weight() -> Tensor:
@@ -164,8 +164,8 @@ def test_only_the_same_weights_share_a_launch() -> None:
     """Rows meet over one tensor in memory; equal values elsewhere, another view or another scalar do not."""
     x = torch.randn(2, WIDTH)
     assert LINEAR.batching is not None and RMS_NORM.batching is not None
-    same = LINEAR.batching.group(LINEAR.build(x, MATRIX)[1])
-    assert same == LINEAR.batching.group(LINEAR.build(torch.randn(7, WIDTH), MATRIX)[1])
+    same = LINEAR.batching.batch_key(LINEAR.build(x, MATRIX)[1])
+    assert same == LINEAR.batching.batch_key(LINEAR.build(torch.randn(7, WIDTH), MATRIX)[1])
     copy = other_weight()
     half = MATRIX[:, :3]
     for args in (
@@ -175,34 +175,34 @@ def test_only_the_same_weights_share_a_launch() -> None:
         LINEAR.build(x.double(), MATRIX)[1],
         LINEAR.build(x.to("meta"), MATRIX)[1],
     ):
-        assert LINEAR.batching.group(args) != same
-    one = RMS_NORM.batching.group(RMS_NORM.build(x, WEIGHT, eps=1e-6)[1])
-    assert one != RMS_NORM.batching.group(RMS_NORM.build(x, WEIGHT, eps=1e-5)[1])
-    assert identity(MATRIX) != identity(copy)
+        assert LINEAR.batching.batch_key(args) != same
+    one = RMS_NORM.batching.batch_key(RMS_NORM.build(x, WEIGHT, eps=1e-6)[1])
+    assert one != RMS_NORM.batching.batch_key(RMS_NORM.build(x, WEIGHT, eps=1e-5)[1])
+    assert operand_identity(MATRIX) != operand_identity(copy)
 
 
 def test_a_rule_may_refuse_a_call() -> None:
     """`fits` says which calls may join at all."""
-    rule = Rows(fits=lambda args: bool(args[1] == 0.0))
-    assert rule.group((torch.ones(2, 3), 0.0)) is not None
-    assert rule.group((torch.ones(2, 3), 0.5)) is None
+    rule = RowBatching(accepts=lambda args: bool(args[1] == 0.0))
+    assert rule.batch_key((torch.ones(2, 3), 0.0)) is not None
+    assert rule.batch_key((torch.ones(2, 3), 0.5)) is None
 
 
 def test_size_is_rows_and_bytes() -> None:
     """What a batch is bounded by: rows over all leading axes, and the bytes of the rows."""
-    assert Rows().size((torch.ones(2, 3, 4),)) == (6, 96)
-    assert Rows(tail=0).size((torch.ones(2, 3, dtype=torch.int64),)) == (6, 48)
-    assert Rows(tail=2).size((torch.ones(5, 2, 4),)) == (5, 160)
-    assert Rows().size((torch.ones(4),)) == (1, 16)
+    assert RowBatching().batch_cost((torch.ones(2, 3, 4),)) == (6, 96)
+    assert RowBatching(trailing_axes=0).batch_cost((torch.ones(2, 3, dtype=torch.int64),)) == (6, 48)
+    assert RowBatching(trailing_axes=2).batch_cost((torch.ones(5, 2, 4),)) == (5, 160)
+    assert RowBatching().batch_cost((torch.ones(4),)) == (1, 16)
 
 
 def test_operands_and_outputs_may_differ_in_trailing_axes() -> None:
     """One number for all, or one for each operand and each output."""
-    rule = Rows(along=(0, 1), tail=(2, 0), out_tail=(2, 0))
+    rule = RowBatching(row_operands=(0, 1), trailing_axes=(2, 0), output_trailing_axes=(2, 0))
     calls = [(torch.randn(n, 2, 3), torch.arange(n)) for n in (1, 4)]
     results = rule.run(calls, lambda args: (args[0] + 1, args[1] * 2))
     for (x, ids), (more, twice) in zip(calls, results, strict=True):
         assert torch.equal(more, x + 1)
         assert torch.equal(twice, ids * 2)
     with pytest.raises(ValueError, match="argument"):
-        Rows(along=(0, 1), tail=(1,))
+        RowBatching(row_operands=(0, 1), trailing_axes=(1,))

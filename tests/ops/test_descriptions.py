@@ -81,7 +81,7 @@ def test_a_key_keeps_all_that_decides(sizes: Any, field: str, dim: str, more: in
     assert hash(key) == hash(KEYS.key(request.replace(dims=dict(reversed(list(request.dims.items()))))))
     assert KEYS.key(request.replace(**{field: OTHER[field]})) != key
     grown = {**request.dims, dim: request.dims[dim] + more}
-    same_point = grown[dim] == request.dims[dim] if dim in ATTENTION.exact else (
+    same_point = grown[dim] == request.dims[dim] if dim in ATTENTION.exact_dims else (
         grid(grown[dim]) == grid(request.dims[dim])
     )  # fmt: skip
     same_bounds = all(limit.holds(grown) == limit.holds(request.dims) for limit in LIMITS)

@@ -1,4 +1,4 @@
-"""What the lane relies on: an op's argument tuple stands in the order of its signature."""
+"""What the batcher relies on: an op's argument tuple stands in the order of its signature."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from layerzero.ops import table
-from layerzero.selection.dispatch import positional
+from layerzero.selection.dispatch import signature_of
 from tests.backends import cases
 
 
@@ -24,7 +24,7 @@ def test_the_argument_tuple_has_the_signatures_order(name: str) -> None:
         signature, again = op.build(**dict(zip(parameters, args, strict=True)))
         assert len(again) == len(args)
         assert all(a is b or a == b for a, b in zip(again, args, strict=True))
-        assert positional(op, args) == signature
+        assert signature_of(op, args) == signature
         op.check(again)
 
 

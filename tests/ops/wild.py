@@ -33,7 +33,7 @@ def _with(tensor: Tensor, value: float) -> Tensor:
 
 
 _PAGED: Call = {
-    "block_tables": torch.tensor([[0, 1], [2, 3]]), "context_lens": ints(5, 7), "cu_seqlens": ints(0, 1, 4),
+    "block_tables": torch.tensor([[0, 1], [2, 3]]), "seq_lens": ints(5, 7), "cu_seqlens_q": ints(0, 1, 4),
 }  # fmt: skip
 _LOSS: Call = {"target": ints(0, 3, 6, 2), "reduction": "none"}
 _DRAWN: Call = {"logits": draw(3, 9), "seed": 5, "temperature": torch.ones(3)}
@@ -47,19 +47,19 @@ GOOD: dict[str, Call] = {
         "sin": draw(9, 4),
     },
     "ragged_attention": {
-        "q": draw(6, 2, 8), "k": draw(7, 2, 8), "v": draw(7, 2, 8), "cu_seqlens": ints(0, 2, 6),
+        "q": draw(6, 2, 8), "k": draw(7, 2, 8), "v": draw(7, 2, 8), "cu_seqlens_q": ints(0, 2, 6),
         "cu_seqlens_k": ints(0, 3, 7),
     },
     "paged_attention": {
-        "q": draw(4, 2, 8), "k_pages": draw(4, 4, 2, 8), "v_pages": draw(4, 4, 2, 8), **_PAGED,
+        "q": draw(4, 2, 8), "k_cache": draw(4, 4, 2, 8), "v_cache": draw(4, 4, 2, 8), **_PAGED,
     },
     "mla_attention": {
-        "q_nope": draw(4, 2, 8), "q_pe": draw(4, 2, 4), "ckv_pages": draw(4, 4, 8),
-        "kpe_pages": draw(4, 4, 4), **_PAGED, "scale": 0.5,
+        "q_nope": draw(4, 2, 8), "q_pe": draw(4, 2, 4), "ckv_cache": draw(4, 4, 8),
+        "kpe_cache": draw(4, 4, 4), **_PAGED, "scale": 0.5,
     },
     "append_kv": {
-        "k": draw(3, 2, 8), "v": draw(3, 2, 8), "k_pages": draw(4, 4, 2, 8), "v_pages": draw(4, 4, 2, 8),
-        "slots": ints(1, 9, 4),
+        "k": draw(3, 2, 8), "v": draw(3, 2, 8), "k_cache": draw(4, 4, 2, 8), "v_cache": draw(4, 4, 2, 8),
+        "slot_mapping": ints(1, 9, 4),
     },
     "sample": {**_DRAWN, "top_k": ints(2, 3, 9), "top_p": torch.full((3,), 0.9)},
     "sample_topk": {**_DRAWN, "k": ints(2, 3, 9)},
@@ -79,8 +79,8 @@ _TABLES: dict[str, list[Tensor]] = {
         torch.tensor([[0, 4], [2, 3]]), torch.tensor([[0, 1], [2, -1]]), torch.tensor([[0, 1], [2, 2]]),
         torch.tensor([[0, 2_000_000_000], [2, 3]]), torch.tensor([[0, -(1 << 62)], [2, 3]]),
     ],
-    "context_lens": [ints(5, 9), ints(-1, 7), ints(FAR, 7)],
-    "cu_seqlens": [ints(0, 1, 3), ints(1, 1, 4), ints(0, 5, 4), ints(0, 1, FAR)],
+    "seq_lens": [ints(5, 9), ints(-1, 7), ints(FAR, 7)],
+    "cu_seqlens_q": [ints(0, 1, 3), ints(1, 1, 4), ints(0, 5, 4), ints(0, 1, FAR)],
 }  # fmt: skip
 _PROBABILITIES = {
     name: [_with(GOOD["verify_chain"][name], value) for value in (-0.5, math.nan)]
@@ -97,12 +97,12 @@ BAD: dict[str, dict[str, list[Tensor]]] = {
     "linear_cross_entropy": _TARGET,
     "rope": {"positions": [ints(0, -1, 1), ints(0, 1, 9)]},
     "ragged_attention": {
-        "cu_seqlens": [ints(1, 2, 6), ints(0, 2, 5), ints(0, 7, 6), ints(0, 2, FAR), ints(-FAR, 2, 6)],
+        "cu_seqlens_q": [ints(1, 2, 6), ints(0, 2, 5), ints(0, 7, 6), ints(0, 2, FAR), ints(-FAR, 2, 6)],
         "cu_seqlens_k": [ints(1, 3, 7), ints(0, 3, 8), ints(0, 8, 7), ints(0, 3, FAR)],
     },
     "paged_attention": _TABLES,
     "mla_attention": _TABLES,
-    "append_kv": {"slots": [ints(1, 16, 4), ints(1, -1, 4), ints(1, 4, 4), ints(0, 1, 1 << 40)]},
+    "append_kv": {"slot_mapping": [ints(1, 16, 4), ints(1, -1, 4), ints(1, 4, 4), ints(0, 1, 1 << 40)]},
     "sample": {**_ROWS, **_HEAT, "top_k": [ints(2, -1, 3)], "top_p": _SHARE},
     "sample_topk": {**_ROWS, **_HEAT, "k": [ints(2, 0, 3), ints(2, -4, 3)]},
     "sample_topp": {**_ROWS, **_HEAT, "p": _SHARE},
@@ -126,7 +126,7 @@ def fresh(op: str) -> Call:
 def answer(op: str, call: Call, result: Any) -> tuple[Tensor, ...]:
     """What a call is for: its result, or the pools that it wrote."""
     if op == "append_kv":
-        return call["k_pages"].clone(), call["v_pages"].clone()
+        return call["k_cache"].clone(), call["v_cache"].clone()
     return result if isinstance(result, tuple) else (result,)
 
 

@@ -70,7 +70,7 @@ class Ours:
         return out, lse
 
     def paged(self, q: Tensor, k: Tensor, v: Tensor, tables: Tensor, lens: Tensor, cu: Tensor) -> Tensor:
-        return sync.paged_attention(q, k, v, tables, lens, cu_seqlens=cu)
+        return sync.paged_attention(q, k, v, tables, lens, cu_seqlens_q=cu)
 
     def mlp(
         self, x: Tensor, up: Tensor, down: Tensor, b_up: Tensor | None, b_down: Tensor | None, act: str

@@ -19,7 +19,7 @@ from layerzero._util import files
 from layerzero.perfdb import Environment, Measurement, rows
 from layerzero.perfdb.rows import wal_is_safe
 from layerzero.perfdb.store import PerfDB, read_rows
-from layerzero.spec.hardware import imagined_gpu
+from layerzero.spec.hardware import hypothetical_gpu
 from tests import children
 from tests.perfdb.rows import HERE, row, site
 from tests.users import NOBODY, needs_root, planted, shared
@@ -42,7 +42,7 @@ async def test_rows_come_back_as_they_were(tmp_path: Path) -> None:
     path = tmp_path / "perf.sqlite"
     rows = [
         row("a.rms_norm", 3.25, version="a 1.0", launch="graph", cache="cold", temperature_c=55, power_w=300),
-        row("b.rms_norm", 7.5, site=site(N=1, C=384), free_bytes=1 << 34),
+        row("b.rms_norm", 7.5, case=site(N=1, C=384), free_bytes=1 << 34),
     ]
     async with PerfDB(path) as db:
         await db.add(HERE, rows)
@@ -75,8 +75,11 @@ async def test_another_environment_reads_none_of_them(tmp_path: Path, field: str
 )  # fmt: skip
 def test_every_fact_of_a_device_is_in_its_environment(changed: dict[str, Any]) -> None:
     """A device that differs in one of them has another digest, and says in what it differs."""
-    card = imagined_gpu(90)
-    here, other = Environment.of(card), Environment.of(msgspec.structs.replace(card, **changed))
+    card = hypothetical_gpu(90)
+    here, other = (
+        Environment.of_hardware(card),
+        Environment.of_hardware(msgspec.structs.replace(card, **changed)),
+    )
     assert here.digest() != other.digest() and len(here.differences(other)) == 1
 
 
@@ -85,7 +88,7 @@ async def test_discarding_takes_one_kernel_of_one_site(tmp_path: Path) -> None:
     """Rows of that kernel and site in that environment go; every other row stays."""
     path = tmp_path / "perf.sqlite"
     other = msgspec.structs.replace(HERE, driver="another")
-    rows = [row(), row(us=11.0), row("b.rms_norm"), row(site=site(N=1, C=384)), row(version="a 2.0")]
+    rows = [row(), row(us=11.0), row("b.rms_norm"), row(case=site(N=1, C=384)), row(version="a 2.0")]
     await write(path, rows)
     await write(path, [row()], other)
     async with PerfDB(path) as db:
@@ -109,7 +112,7 @@ async def test_the_oldest_rows_go_at_the_limit(tmp_path: Path) -> None:
     """The file holds the newest rows, and nothing that only the old ones spoke of."""
     path = tmp_path / "perf.sqlite"
     for n in range(1, 6):
-        await write(path, [row(f"k{n}.rms_norm", float(n), site=site(N=n, C=8))] * 4, max_rows=10)
+        await write(path, [row(f"k{n}.rms_norm", float(n), case=site(N=n, C=8))] * 4, max_rows=10)
     kept = read_rows(path, HERE)
     assert len(kept) == 10 and {r.kernel for r in kept} == {"k3.rms_norm", "k4.rms_norm", "k5.rms_norm"}
     with sqlite3.connect(path) as connection:
@@ -183,7 +186,7 @@ def test_flipped_bits_are_found_or_harmless(tmp_path: Path) -> None:
     import anyio
 
     path = tmp_path / "perf.sqlite"
-    rows = [row(f"k{n}.rms_norm", float(n + 1), site=site(N=n + 1, C=64)) for n in range(12)]
+    rows = [row(f"k{n}.rms_norm", float(n + 1), case=site(N=n + 1, C=64)) for n in range(12)]
     anyio.run(write, path, rows)
     good, known = path.read_bytes(), {r.kernel: r for r in rows}
     draw = random.Random(7)
@@ -241,7 +244,7 @@ async def test_a_million_rows_stay_below_500_mb(tmp_path: Path) -> None:
     dims = {"B": 1, "D": 128, "Dv": 128, "G": 4, "Hk": 8, "Hq": 32, "Sk": 1}
     rows = [
         row(f"vendor.attention.variant{n % 5}", 10.5 + n, version="vendor-library 10.20.30.post1",
-            site=site("attention", **{**dims, "Sk": n // 5, "Sq": n // 5}))
+            case=site("attention", **{**dims, "Sk": n // 5, "Sq": n // 5}))
         for n in range(20_000)
     ]  # fmt: skip
     await write(path, rows)
@@ -255,7 +258,7 @@ from tests.perfdb.rows import HERE, row, site
 async def main():
     async with PerfDB(sys.argv[1]) as db:
         for n in range(100000):
-            await db.add(HERE, [row(f"k{n}.rms_norm", n + 1.0, site=site(N=n + 1, C=8))])
+            await db.add(HERE, [row(f"k{n}.rms_norm", n + 1.0, case=site(N=n + 1, C=8))])
             print(n, flush=True)
 anyio.run(main)
 """

@@ -161,7 +161,7 @@ def _gqa_paged(d: Definition, i: Inputs, **more: Any) -> tuple[Tensor, ...]:
     table, lens = _table(i, d.const["page_size"])
     return _base2(
         sync.paged_attention(
-            i["q"], i["k_cache"], i["v_cache"], table, lens, cu_seqlens=i.get("qo_indptr"),
+            i["q"], i["k_cache"], i["v_cache"], table, lens, cu_seqlens_q=i.get("qo_indptr"),
             scale=i["sm_scale"], return_lse=True, **more,
         )
     )  # fmt: skip
@@ -181,7 +181,7 @@ def _mla_paged(d: Definition, i: Inputs, **more: Any) -> tuple[Tensor, ...]:
     return _base2(
         sync.mla_attention(
             i["q_nope"], i["q_pe"], i["ckv_cache"], i["kpe_cache"], table, lens,
-            cu_seqlens=i.get("qo_indptr"), scale=i["sm_scale"], return_lse=True, **more,
+            cu_seqlens_q=i.get("qo_indptr"), scale=i["sm_scale"], return_lse=True, **more,
         )
     )  # fmt: skip
 

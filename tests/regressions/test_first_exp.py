@@ -35,8 +35,8 @@ def test_the_modes_of_the_caller_do_not_see_it() -> None:
         def __torch_dispatch__(self, *_: object, **__: object) -> object:
             raise RuntimeError("no operation is expected here")
 
-    hardware.settle_vector_math.cache_clear()
+    hardware.initialize_vector_math.cache_clear()
     with Refuses():  # type: ignore[no-untyped-call]
-        hardware.settle_vector_math()
+        hardware.initialize_vector_math()
     with Refuses(), pytest.raises(RuntimeError, match="no operation"):  # type: ignore[no-untyped-call]
         torch.exp(torch.zeros(1))

@@ -40,10 +40,10 @@ def own() -> Iterator[LocalDevice]:
         assert scope is not None and scope.runtime is not None
         device = scope.runtime.device(X.device)
         # Measurements and free memory that are known later have calls decided again.
-        device.expected()
+        device.wait_for_costs()
         looked = threading.Event()
-        device._look_at_memory()
-        device._loading.submit(looked.set)
+        device._refresh_workspace_budget()
+        device._loader.submit(looked.set)
         assert looked.wait(LIMIT_S)
         lz.sync.rms_norm(X, W)
         yield device
@@ -51,7 +51,7 @@ def own() -> Iterator[LocalDevice]:
 
 def trouble(own: LocalDevice) -> Any:
     """What may not change: breakers that ever moved, and counts."""
-    return own.health.standings(), own.counters.snapshot()
+    return own.health.statuses(), own.counters.snapshot()
 
 
 class Norm(torch.nn.Module):
@@ -211,7 +211,7 @@ def test_control_flow_passes(error: Exception) -> None:
     for _ in range(4):
         with pytest.raises(type(error)):
             own.launch(RMS, full)
-    assert own.health.standings() == ()
+    assert own.health.statuses() == ()
 
 
 def test_a_kernel_that_fails_under_a_mode_is_replaced_and_not_blamed() -> None:
@@ -221,10 +221,10 @@ def test_a_kernel_that_fails_under_a_mode_is_replaced_and_not_blamed() -> None:
     with Forwarding():  # type: ignore[no-untyped-call]
         for _ in range(6):
             torch.testing.assert_close(own.launch(RMS, full), NORMED)
-    assert own.health.standings() == ()
+    assert own.health.statuses() == ()
     for _ in range(own.settings.failures_to_open):
         own.launch(RMS, full)
-    assert "bad.rms_norm" in own.health.blocked()
+    assert "bad.rms_norm" in own.health.blocked_kernels()
 
 
 def test_an_operator_that_fails_beneath_a_mode_is_the_operators() -> None:
@@ -251,7 +251,7 @@ def test_a_hook_that_raises_is_heard() -> None:
     full = RMS.build(X.clone().requires_grad_(), W)[1]
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t), pytest.raises(LookupError):
         own.launch(RMS, full)
-    assert own.health.standings() == ()
+    assert own.health.statuses() == ()
 
 
 def test_a_probe_is_not_spent_on_a_transformed_call() -> None:
@@ -268,12 +268,12 @@ def test_a_probe_is_not_spent_on_a_transformed_call() -> None:
     own = device(kernels, Settings(failures_to_open=1), clock=clock)
     full = RMS.build(X, W)[1]
     own.launch(RMS, full)
-    assert "bad.rms_norm" in own.health.blocked()
+    assert "bad.rms_norm" in own.health.blocked_kernels()
     clock.advance(own.settings.cooldown_s * 2)
-    assert own.health.probing() == {"bad.rms_norm"}
+    assert own.health.probing_kernels() == {"bad.rms_norm"}
     with Forwarding():  # type: ignore[no-untyped-call]
         torch.testing.assert_close(own.launch(RMS, full), NORMED)
-    assert own.health.probing() == {"bad.rms_norm"}
+    assert own.health.probing_kernels() == {"bad.rms_norm"}
 
 
 def test_a_kernel_is_loaded_outside_the_callers_modes() -> None:
@@ -293,7 +293,7 @@ def test_a_kernel_is_loaded_outside_the_callers_modes() -> None:
 def test_a_default_device_is_no_foreign_mode() -> None:
     """`torch.device` as a context says where new tensors go, and nothing more."""
     with torch.device("cpu"):
-        assert not foreign.surrounded() and not foreign.transformed((X,))
+        assert not foreign.in_foreign_mode() and not foreign.has_transformed((X,))
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning", "ignore::torch.jit.TracerWarning")

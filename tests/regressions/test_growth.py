@@ -1,4 +1,4 @@
-"""What a lane keeps of calls that have ended: nothing, however they ended."""
+"""What a batcher keeps of calls that have ended: nothing, however they ended."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 import layerzero as lz
-from layerzero.scheduler.core.pending_call import Batch, Caller, Failed, Ticket
+from layerzero.scheduler.core.pending_call import Batch, Caller, Failed, PendingCall
 
-OWN = (Ticket, Caller, Batch, Failed, asyncio.Task, asyncio.TimerHandle, Tensor)
+OWN = (PendingCall, Caller, Batch, Failed, asyncio.Task, asyncio.TimerHandle, Tensor)
 NORM, WEIGHT = torch.ones(16), torch.randn(16, 16)
 
 
@@ -42,7 +42,8 @@ async def _request(draw: random.Random, spoil: Any) -> None:
 
 
 async def _churn(seed: int, spoil: Any) -> Counter[str]:
-    """Some hundred requests, a third of them given up; how many of what a lane makes is alive afterwards."""
+    """Some hundred requests, a third of them given up; how many of what a batcher makes is alive
+    afterwards."""
     draw = random.Random(seed)
     for _ in range(6):
         requests = [asyncio.ensure_future(_request(draw, spoil)) for _ in range(48)]
@@ -60,7 +61,7 @@ async def _churn(seed: int, spoil: Any) -> Counter[str]:
 def test_calls_that_ended_are_gone() -> None:
     """Done, cancelled, expired, refused or failed: the third thousand calls leave no more than the first."""
     settings = lz.Settings(
-        device="cpu", inference=True, warm="off", perfdb=None, queue_items=64, overload="reject"
+        device="cpu", inference=True, warm="off", perfdb=None, max_queue_size=64, queue_full_policy="reject"
     )
     with lz.start(settings, scoped=True) as runtime:
         spoil = lz.batched(scaled, pure=True)
@@ -69,7 +70,7 @@ def test_calls_that_ended_are_gone() -> None:
             return [await _churn(seed, spoil) for seed in range(3)]
 
         first, *_, last = asyncio.run(thrice())
-        stats = runtime.device("cpu").fronts.stats()
+        stats = runtime.device("cpu").loop_drivers.stats()
         assert stats.submitted == stats.ended
         assert all(getattr(stats, name) > 0 for name in ("done", "failed", "cancelled", "expired"))
     assert last["Ticket"] == last["Batch"] == last["Failed"] == 0

@@ -72,5 +72,5 @@ def test_what_is_no_kernel_fault_passes_through(error: type[BaseException]) -> N
     with pytest.raises(error):
         made.launch_planned(OP, ARGS)
     made.close()
-    assert not made.health.blocked()
+    assert not made.health.blocked_kernels()
     assert made.counters.get("fallbacks", kernel="bad.rms_norm.k") == 0

@@ -10,7 +10,7 @@ from layerzero.actors.device.local_device import LocalDevice
 from layerzero.actors.device.registry import Registry
 from layerzero.backends import load_builtin
 from layerzero.ops import table as ops_table
-from layerzero.selection.dispatch import mode
+from layerzero.selection.dispatch import mode_bits
 from layerzero.spec.settings import Settings
 
 ATTENTION = ops_table.get("attention")
@@ -26,7 +26,7 @@ def test_a_remembered_call_leaves_few_objects_to_walk() -> None:
         ATTENTION.build(*(torch.empty(1, 1 + n % 10, 1 + n // 10, 64) for _ in range(3)))
         for n in range(CALLS + 1)
     ]
-    bits = mode()
+    bits = mode_bits()
     own.plan(ATTENTION, *built[-1], bits)  # what a first call makes, once
     gc.collect()
     before = len(gc.get_objects())

@@ -19,7 +19,7 @@ import layerzero as lz
 import layerzero.sync
 from layerzero.ops import table
 from layerzero.runtime import current
-from layerzero.spec.hardware import imagined_gpu
+from layerzero.spec.hardware import hypothetical_gpu
 from tests import children
 from tests.kernels import device, kernel
 
@@ -227,7 +227,7 @@ def test_the_report_lists_ops_other_than_attention() -> None:
         record = lz.select(op, **arguments)
         assert f"reference.{op}" in record.order and record.kernel in str(lz.explain(op, **arguments))
         assert {c.kernel for c in record.trace} >= {k.id for k in lz.list_kernels(op)}
-    fused = lz.dry_run("add_rms_norm", x, x, weight, hardware=imagined_gpu(90))
+    fused = lz.dry_run("add_rms_norm", x, x, weight, hardware=hypothetical_gpu(90))
     assert {"triton.add_rms_norm.fused", "liger.add_rms_norm.triton"} <= set(fused.order)
 
 

@@ -16,11 +16,11 @@ import layerzero.sync
 from layerzero.actors.device.local_device import LocalDevice
 from layerzero.actors.device.registry import Registry
 from layerzero.ops import table as ops_table
-from layerzero.selection.decide import roofline
-from layerzero.selection.dispatch import Plan, Snapshot, mode, positional
+from layerzero.selection.decide import roofline_cost
+from layerzero.selection.dispatch import DispatchState, Plan, mode_bits, signature_of
 from layerzero.selection.key import KeyMaker
 from layerzero.selection.policy import Policy, make_rule
-from layerzero.spec.call_spec import Request, Work
+from layerzero.spec.call_spec import CallSpec, WorkEstimate
 from layerzero.spec.errors import SelectionTimeoutError
 from layerzero.spec.hardware import Hardware
 from layerzero.spec.kernel import Kernel
@@ -44,8 +44,8 @@ def full(rows: int = 3, width: int = 8) -> Any:
     return RMS.build(torch.ones(rows, width))[1]
 
 
-def plan(own: LocalDevice, args: Any, snapshot: Snapshot | None = None) -> Plan:
-    return own.plan(RMS, positional(RMS, args), args, mode(), snapshot)
+def plan(own: LocalDevice, args: Any, snapshot: DispatchState | None = None) -> Plan:
+    return own.plan(RMS, signature_of(RMS, args), args, mode_bits(), snapshot)
 
 
 def together(
@@ -80,11 +80,13 @@ class Counting:
         self.calls = 0
         self.before = before
 
-    def __call__(self, one: Kernel, work: Work, request: Request, hardware: Hardware) -> tuple[float, str]:
+    def __call__(
+        self, one: Kernel, work: WorkEstimate, request: CallSpec, hardware: Hardware
+    ) -> tuple[float, str]:
         self.calls += 1
         if self.before is not None:
             self.before()
-        return roofline(one, work, request, hardware)
+        return roofline_cost(one, work, request, hardware)
 
 
 def test_different_batches_are_decided_once_each() -> None:
@@ -95,7 +97,7 @@ def test_different_batches_are_decided_once_each() -> None:
     calls = [full(rows) for rows in range(1, 21)]
     plans = together(100, lambda number: plan(own, calls[number % 20]))
     assert all(isinstance(p, Plan) for p in plans)
-    assert cost.decisions == len(own.table(RMS).keyed)
+    assert cost.decisions == len(own.table(RMS).by_key)
     assert 4 < cost.decisions <= 20
 
 
@@ -148,7 +150,7 @@ def test_a_hundred_threads_read_the_registry_while_it_changes() -> None:
 def test_the_device_is_in_the_key() -> None:
     """CS-007 and CS-019: two devices never share a remembered choice."""
     maker = KeyMaker(RMS, [kernel("a.rms_norm")], ())
-    request = Request(op="rms_norm", platform="cuda", device="cuda:0", dims={"N": 4, "C": 8})
+    request = CallSpec(op="rms_norm", platform="cuda", device="cuda:0", dims={"N": 4, "C": 8})
     assert maker.key(request) != maker.key(request.replace(device="cuda:1"))
 
 
@@ -184,7 +186,7 @@ def test_a_kernel_that_comes_during_a_decision_waits_for_the_next() -> None:
             own.refresh()
 
     own = device([kernel("a.rms_norm", launch_us=9.0)], cost=Counting(add))
-    first = plan(own, full()).record()
+    first = plan(own, full()).selection_for_request()
     assert [c.kernel for c in first.trace] == ["a.rms_norm"]
     assert plan(own, full()).kernel == "b.rms_norm"
 
@@ -301,7 +303,7 @@ def test_dropping_from_many_threads_keeps_the_bound() -> None:
     assert found == [{"a.rms_norm"}] * 8
     table = own.table(RMS)
     # A thread that has looked at the size may still insert once: one entry a thread beyond the limit.
-    assert max(len(table.keyed), *(len(hot) for hot in table.hot)) <= 16 + 8
+    assert max(len(table.by_key), *(len(hot) for hot in table.by_signature)) <= 16 + 8
 
 
 def test_one_leader_however_often_the_race_is_run() -> None:
@@ -319,7 +321,7 @@ def test_one_leader_however_often_the_race_is_run() -> None:
         return 1
 
     assert together(8, run) == [1] * 8
-    assert cost.decisions == len(own.table(RMS).keyed)
+    assert cost.decisions == len(own.table(RMS).by_key)
 
 
 def test_a_thousand_threads_select_at_once() -> None:

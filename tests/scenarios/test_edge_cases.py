@@ -15,10 +15,10 @@ import layerzero.sync
 from layerzero.actors.device.local_device import LocalDevice
 from layerzero.graphs.rehearsal import rehearsal
 from layerzero.ops import table as ops_table
-from layerzero.selection.dispatch import CAPTURE, mode, positional
+from layerzero.selection.dispatch import CAPTURE, mode_bits, signature_of
 from layerzero.selection.key import KeyMaker, grid
 from layerzero.selection.policy import Policy, make_rule
-from layerzero.spec.call_spec import Request
+from layerzero.spec.call_spec import CallSpec
 from layerzero.spec.hardware import Hardware, probe
 from layerzero.spec.kernel import AtMost
 from layerzero.spec.reasons import Reason
@@ -73,7 +73,7 @@ def served_by(own: LocalDevice, batch: int, length: int) -> tuple[str, list[Reas
     """Which of the two kernels serves a call, and why the bounded one does not."""
     q = heads(batch, 2, length, 8)
     full = ATTENTION.build(q, q, q)[1]
-    record = own.plan(ATTENTION, positional(ATTENTION, full), full, mode()).record()
+    record = own.plan(ATTENTION, signature_of(ATTENTION, full), full, mode_bits()).selection_for_request()
     return record.kernel, [r.reason for r in record.candidate("small.attention").rejected]
 
 
@@ -96,7 +96,7 @@ def test_strided_operands_go_to_a_kernel_that_takes_them() -> None:
     dense = kernel("dense.rms_norm", launch_us=0.1, contiguous=True)
     own = device([dense, kernel("any.rms_norm", launch_us=90.0)], lz.Settings(strict=True))
     full = RMS.build(torch.randn(8, 6).t())[1]
-    record = own.plan(RMS, positional(RMS, full), full, mode()).record()
+    record = own.plan(RMS, signature_of(RMS, full), full, mode_bits()).selection_for_request()
     assert record.kernel == "any.rms_norm"
     assert Reason.NOT_CONTIGUOUS in {r.reason for r in record.candidate("dense.rms_norm").rejected}
 
@@ -108,7 +108,7 @@ def test_a_last_stride_other_than_one_is_a_reason() -> None:
         lz.Settings(strict=True),
     )
     full = RMS.build(torch.randn(4, 16)[:, ::2])[1]
-    record = own.plan(RMS, positional(RMS, full), full, mode()).record()
+    record = own.plan(RMS, signature_of(RMS, full), full, mode_bits()).selection_for_request()
     assert record.kernel == "any.rms_norm"
     assert Reason.STRIDE_LAST_DIM in {r.reason for r in record.candidate("rows.rms_norm").rejected}
 
@@ -182,7 +182,7 @@ def test_two_gpus_of_different_generations_choose_for_themselves() -> None:
     new = lz.dry_run("attention", q, q, q, hardware=gpu(90))
     reasons = {r.reason for r in old.candidate("torch.attention.sdpa_flash").rejected}
     assert reasons == {Reason.SM_TOO_OLD}
-    assert new.candidate("torch.attention.sdpa_flash").takes
+    assert new.candidate("torch.attention.sdpa_flash").eligible
 
 
 def test_a_cpu_without_avx_runs_plain_kernels() -> None:
@@ -199,12 +199,12 @@ def test_a_capturing_stream_takes_capture_safe_kernels_only() -> None:
         [kernel("fast.rms_norm", launch_us=0.1), kernel("safe.rms_norm", launch_us=90.0, graph_safe=True)]
     )
     full = RMS.build(torch.randn(2, 8))[1]
-    signature = positional(RMS, full)
+    signature = signature_of(RMS, full)
     with rehearsal():
-        captured = own.plan(RMS, signature, full, mode() | CAPTURE).record()
+        captured = own.plan(RMS, signature, full, mode_bits() | CAPTURE).selection_for_request()
     assert captured.kernel == "safe.rms_norm"
     assert {r.reason for r in captured.candidate("fast.rms_norm").rejected} == {Reason.CUDA_GRAPH_UNSAFE}
-    assert own.plan(RMS, signature, full, mode()).kernel == "fast.rms_norm"
+    assert own.plan(RMS, signature, full, mode_bits()).kernel == "fast.rms_norm"
 
 
 def test_a_scale_is_honoured_or_a_reason() -> None:
@@ -214,13 +214,13 @@ def test_a_scale_is_honoured_or_a_reason() -> None:
     assert not torch.allclose(layerzero.sync.attention(q, q, q, scale=0.7), layerzero.sync.attention(q, q, q))
     own = device([kernel("plain.attention", launch_us=0.1, features=frozenset()), kernel("any.attention")])
     full = ATTENTION.build(q, q, q, scale=0.7)[1]
-    record = own.plan(ATTENTION, positional(ATTENTION, full), full, mode()).record()
+    record = own.plan(ATTENTION, signature_of(ATTENTION, full), full, mode_bits()).selection_for_request()
     assert [r.reason for r in record.candidate("plain.attention").rejected] == [Reason.SCALE_UNSUPPORTED]
 
 
 def test_keys_are_values_and_cannot_collide() -> None:
     """EC-029: a key is a tuple of the deciding values; requests that differ in one never share it."""
-    base = Request(
+    base = CallSpec(
         op="attention", dims={"B": 1, "Hq": 2, "D": 8, "Sk": 5}, dtypes=("float32",), layout="BHSD"
     )
     changes: list[dict[str, Any]] = [
@@ -238,10 +238,10 @@ def test_a_plan_outlives_its_generation_for_who_holds_it() -> None:
     """EC-031: what was found before a change still runs; the next call is decided anew."""
     own = device([kernel("a.rms_norm", launch_us=1.0), kernel("b.rms_norm", launch_us=9.0)])
     full = RMS.build(torch.randn(2, 8))[1]
-    held = own.plan(RMS, positional(RMS, full), full, mode())
+    held = own.plan(RMS, signature_of(RMS, full), full, mode_bits())
     own.set_policy(Policy((make_rule("deny", "a.rms_norm"),)))
     torch.testing.assert_close(held.call(*full), RMS.reference(*full))
-    after = own.plan(RMS, positional(RMS, full), full, mode())
+    after = own.plan(RMS, signature_of(RMS, full), full, mode_bits())
     assert (held.kernel, after.kernel) == ("a.rms_norm", "b.rms_norm")
 
 

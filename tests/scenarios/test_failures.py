@@ -13,7 +13,7 @@ import torch
 import layerzero as lz
 import layerzero.sync
 from layerzero.ops import table as ops_table
-from layerzero.selection.dispatch import mode, positional
+from layerzero.selection.dispatch import mode_bits, signature_of
 from layerzero.spec.kernel import Capability, Efficiency, Kernel
 from layerzero.spec.reasons import Reason
 from tests.kernels import device, kernel
@@ -35,11 +35,11 @@ def test_out_of_memory_goes_to_the_next_kernel() -> None:
     args = full()
     result, plan = own.launch_planned(RMS, args)
     torch.testing.assert_close(result, RMS.reference(*args))
-    record = plan.record()
+    record = plan.selection_for_request()
     assert (record.kernel, record.fallback) == ("small.rms_norm", "big.rms_norm")
     assert "out of memory" in record.why
     assert own.counters.get("out_of_memory", kernel="big.rms_norm") == 1
-    assert own.health.standings() == (), "memory is no fault of a kernel's"
+    assert own.health.statuses() == (), "memory is no fault of a kernel's"
 
 
 def test_memory_that_nobody_finds_is_one_clear_error() -> None:
@@ -48,7 +48,7 @@ def test_memory_that_nobody_finds_is_one_clear_error() -> None:
     with pytest.raises(lz.KernelExecutionError) as caught:
         own.launch(RMS, full())
     assert isinstance(caught.value.__cause__, torch.OutOfMemoryError)
-    assert not own.health.blocked()
+    assert not own.health.blocked_kernels()
 
 
 def test_a_compiler_that_fails_costs_one_kernel() -> None:
@@ -64,7 +64,9 @@ def test_a_compiler_that_fails_costs_one_kernel() -> None:
     )
     own.warm(["jit.rms_norm"])
     calls = [full() for _ in range(3)]
-    record = [own.plan(RMS, positional(RMS, args), args, mode()).record() for args in calls][-1]
+    record = [
+        own.plan(RMS, signature_of(RMS, args), args, mode_bits()).selection_for_request() for args in calls
+    ][-1]
     assert record.kernel == "any.rms_norm"
     refused = record.candidate("jit.rms_norm").rejected
     assert refused[0].reason is Reason.KERNEL_LOAD_FAILED

@@ -53,8 +53,8 @@ def test_decode_is_the_last_row_of_prefill(length: int) -> None:
     for name in takers:
         out = layerzero.sync.attention(q[:, :, -1:], k, v, backend=name, **step)
         torch.testing.assert_close(out, last, atol=2e-5, rtol=1e-4)
-    (k_pages, table), (v_pages, _) = pages(k), pages(v)
-    paged = (q[0, :, -1][None], k_pages, v_pages, table, torch.tensor([length]))
+    (k_cache, table), (v_cache, _) = pages(k), pages(v)
+    paged = (q[0, :, -1][None], k_cache, v_cache, table, torch.tensor([length]))
     takers = lz.select("paged_attention", *paged).order
     for name in takers:
         out = layerzero.sync.paged_attention(*paged, backend=name)
@@ -80,9 +80,9 @@ def test_long_contexts_agree_with_float64_on_sampled_rows(length: int) -> None:
     truth = sampled(q, k, v, rows)
     whole = layerzero.sync.attention(q, k, v, is_causal=True)[0, 0, rows]
     torch.testing.assert_close(whole.double(), truth, atol=2e-5, rtol=1e-4)
-    (k_pages, table), (v_pages, _) = pages(k), pages(v)
+    (k_cache, table), (v_cache, _) = pages(k), pages(v)
     tables = table.expand(len(rows), -1).contiguous()
-    paged = layerzero.sync.paged_attention(q[0, 0, rows][:, None], k_pages, v_pages, tables, rows + 1)
+    paged = layerzero.sync.paged_attention(q[0, 0, rows][:, None], k_cache, v_cache, tables, rows + 1)
     torch.testing.assert_close(paged[:, 0].double(), truth, atol=2e-5, rtol=1e-4)
 
 

@@ -14,7 +14,7 @@ from layerzero.actors.device.local_device import LocalDevice
 from layerzero.ops import table as ops_table
 from layerzero.ops.op import Op
 from layerzero.runtime import current
-from layerzero.selection.dispatch import Plan, mode, positional
+from layerzero.selection.dispatch import Plan, mode_bits, signature_of
 from layerzero.spec.reasons import Reason
 from tests.kernels import device, kernel
 
@@ -52,7 +52,7 @@ def test_causal_is_a_stated_feature() -> None:
     assert plain == {"xformers.attention.triton_splitk"}  # written for one query token
     own = device([kernel("plain.attention", launch_us=0.1, features=frozenset()), kernel("any.attention")])
     full = ATTENTION.build(q, q, q, is_causal=True)[1]
-    record = own.plan(ATTENTION, positional(ATTENTION, full), full, mode()).record()
+    record = own.plan(ATTENTION, signature_of(ATTENTION, full), full, mode_bits()).selection_for_request()
     assert record.kernel == "any.attention"
     assert [r.reason for r in record.candidate("plain.attention").rejected] == [Reason.CAUSAL_UNSUPPORTED]
 

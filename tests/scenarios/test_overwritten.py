@@ -1,4 +1,4 @@
-"""Callers that write over their ids, tables, offsets and slots while their batch waits and runs.
+"""Callers that write over their ids, tables, offsets and slot_mapping while their batch waits and runs.
 
 In a child each, on every kernel of this machine: a kernel that read what was written would crash it.
 """
@@ -36,16 +36,16 @@ def held(*args):
 def crowd(count):
     calls = [fresh(op) for _ in range(count)]
     if op == "append_kv":  # one pool inside a larger one, places of each caller's own
-        for name in ("k_pages", "v_pages"):
+        for name in ("k_cache", "v_cache"):
             whole = torch.zeros(12, 4, 2, 8)
             for number, call in enumerate(calls):
                 call[name] = whole[4:8]
-                call["slots"] = torch.arange(3) + 4 * number
+                call["slot_mapping"] = torch.arange(3) + 4 * number
     return calls
 
 
 def whole_pool(call):
-    return [call[name]._base for name in ("k_pages", "v_pages")]
+    return [call[name]._base for name in ("k_cache", "v_cache")]
 
 
 async def overtaken(value, wanted):
@@ -120,8 +120,8 @@ with lz.start(lz.Settings(batching="all", inline_limit_us=0.0, warm="off")) as r
         real = device.registry.callable_of(known.id)
         lz.unlock(op)
         mine = f"held.{op}.{len(ran)}"
-        runtime.add_kernel(dataclasses.replace(known, id=mine, backend="held", load=lambda: held, cold=False))
-        lz.lock(op, mine)
+        runtime.add_kernel(dataclasses.replace(known, id=mine, backend="held", load=lambda: held,
+        slow_import=False)) lz.lock(op, mine)
         for value in (2_000_000_000, -2_000_000_000, 17):
             asyncio.run(overtaken(value, wanted))
         ran.append(known.id)

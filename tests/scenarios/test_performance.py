@@ -15,9 +15,9 @@ import torch
 import layerzero as lz
 import layerzero.sync
 from layerzero.backends import load_builtin
-from layerzero.native import HOT
+from layerzero.native import FAST_PATH
 from layerzero.ops import table as ops_table
-from layerzero.selection.dispatch import mode, positional
+from layerzero.selection.dispatch import mode_bits, signature_of
 from layerzero.selection.policy import Policy, make_rule
 from layerzero.spec.errors import BackendNotAvailableError
 from layerzero.spec.settings import Settings
@@ -31,7 +31,7 @@ def test_other_ops_kernels_are_never_looked_at() -> None:
     others = [kernel(f"k{n}.linear") for n in range(1000)]
     own = device([*others, kernel("a.rms_norm")])
     full = RMS.build(torch.ones(2, 8))[1]
-    record = own.plan(RMS, positional(RMS, full), full, mode()).record()
+    record = own.plan(RMS, signature_of(RMS, full), full, mode_bits()).selection_for_request()
     assert [c.kernel for c in record.trace] == ["a.rms_norm"]
     assert own.registry.for_op("rms_norm") is own.registry.for_op("rms_norm")
 
@@ -43,10 +43,10 @@ def test_steady_traffic_hits() -> None:
     shapes = [RMS.build(torch.empty(1 + n, 64)) for n in range(150)]
     popularity = [1 / (1 + n) for n in range(150)]
     hits = 0
-    hot = own.table(RMS).hot[mode()]
+    hot = own.table(RMS).by_signature[mode_bits()]
     for signature, full in draw.choices(shapes, popularity, k=20_000):
         hits += signature in hot
-        own.plan(RMS, signature, full, mode())
+        own.plan(RMS, signature, full, mode_bits())
     assert hits > 0.99 * 20_000
 
 
@@ -56,14 +56,14 @@ def test_invalidating_makes_one_object() -> None:
     linear = ops_table.get("linear")
     for rows in range(1, 301):
         signature, full = RMS.build(torch.empty(rows, 8))
-        own.plan(RMS, signature, full, mode())
+        own.plan(RMS, signature, full, mode_bits())
     kept = own.table(linear)
     old = own.table(RMS)
     own.set_policy(Policy((make_rule("deny", "a.rms_norm", op="rms_norm"),)))
     assert own.table(linear) is kept
     assert own.table(RMS) is not old
-    assert not any(own.table(RMS).hot)
-    assert len(old.hot[mode()]) == 300
+    assert not any(own.table(RMS).by_signature)
+    assert len(old.by_signature[mode_bits()]) == 300
 
 
 def test_25600_plans_fit() -> None:
@@ -75,25 +75,25 @@ def test_25600_plans_fit() -> None:
         for rows in range(1, 161):
             for width in range(1, 161):
                 signature, full = RMS.build(tensor[:rows, : width * 8])
-                own.plan(RMS, signature, full, mode())
+                own.plan(RMS, signature, full, mode_bits())
         size, _ = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()
-    assert len(own.table(RMS).hot[mode()]) == 25_600
+    assert len(own.table(RMS).by_signature[mode_bits()]) == 25_600
     assert size < 100e6, size
 
 
 @pytest.mark.parametrize("native", [True, False], ids=["compiled", "python"])
 def test_a_hit_leaves_nothing_behind(native: bool) -> None:
     """PS-012: 20,000 hits leave fewer memory blocks than one in a hundred of them would."""
-    before_test = HOT.module
+    before_test = FAST_PATH.module
     try:
-        HOT.use(HOT.load() if native else None)
+        FAST_PATH.use(FAST_PATH.load() if native else None)
         _need_no_blocks_of_hits()
     except BackendNotAvailableError as error:
         pytest.skip(f"nothing to compile with: {error}")
     finally:
-        HOT.use(before_test)
+        FAST_PATH.use(before_test)
 
 
 def _need_no_blocks_of_hits() -> None:
@@ -138,9 +138,9 @@ def _functions_of_a_crowd(steps: int = 20) -> int:
 @pytest.mark.parametrize("native", [True, False])
 def test_an_awaited_call_does_as_much_whatever_else_is_known(native: bool) -> None:
     """Hundreds of kinds of calls, awaited and blocking, add no step to one of a crowd."""
-    before = HOT.module
+    before = FAST_PATH.module
     try:
-        HOT.load() if native else HOT.use(None)
+        FAST_PATH.load() if native else FAST_PATH.use(None)
     except BackendNotAvailableError as error:
         pytest.skip(f"nothing to compile with: {error}")
     try:
@@ -156,7 +156,7 @@ def test_an_awaited_call_does_as_much_whatever_else_is_known(native: bool) -> No
                 layerzero.sync.linear(*kind)
             assert _functions_of_a_crowd() < 1.5 * alone  # a batch may be cut where the machine is busy
     finally:
-        HOT.use(before)
+        FAST_PATH.use(before)
 
 
 def test_a_hundred_kernels_are_small() -> None:

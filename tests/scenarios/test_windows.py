@@ -13,8 +13,8 @@ from torch import Tensor
 import layerzero as lz
 import layerzero.sync
 from layerzero.ops import table
-from layerzero.spec.hardware import imagined_gpu
-from layerzero.spec.kernel import Kernel, judge
+from layerzero.spec.hardware import hypothetical_gpu
+from layerzero.spec.kernel import Kernel, rejections
 from layerzero.spec.reasons import Reason
 from tests.backends import cases
 
@@ -78,7 +78,7 @@ def test_a_kernel_with_windows_has_one_sided_ones(kernel: Kernel) -> None:
     for window in WINDOWS:
         for causal in (False, True):
             args[names.index("window")], args[names.index("is_causal")] = window, causal
-            if judge(kernel, op.check(tuple(args)), cases.HERE):
+            if rejections(kernel, op.check(tuple(args)), cases.HERE):
                 continue
             torch.testing.assert_close(run(*args), op.reference(*args), atol=2e-5, rtol=1e-4)
             compared += 1
@@ -139,4 +139,6 @@ def test_a_kernel_without_windows_says_so() -> None:
     request = ATTENTION.check(ATTENTION.build(q, q, q, window=(64, 0), layout="BSHD")[1])
     request = request.replace(platform="cuda")
     kernel = next(k for k in cases.KERNELS if k.id == "flashinfer.attention.fa2")
-    assert [r.reason for r in judge(kernel, request, imagined_gpu(90))] == [Reason.WINDOW_UNSUPPORTED]
+    assert [r.reason for r in rejections(kernel, request, hypothetical_gpu(90))] == [
+        Reason.WINDOW_UNSUPPORTED
+    ]

@@ -1,4 +1,5 @@
-"""Executors for the front's tests: they compute with plain numbers and can be told to fail or to wait."""
+"""Executors for the loop driver's tests: they compute with plain numbers and can be told to fail or to
+wait."""
 
 from __future__ import annotations
 

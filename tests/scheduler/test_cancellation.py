@@ -13,9 +13,9 @@ from typing import Any, cast
 import pytest
 
 from layerzero.actors.device.worker import Worker
-from layerzero.scheduler.core.pending_call import TICKETS, Ticket
-from layerzero.scheduler.loop_driver import Front
-from layerzero.scheduler.loop_drivers import Fronts
+from layerzero.scheduler.core.pending_call import PENDING_CALL, PendingCall
+from layerzero.scheduler.loop_driver import LoopDriver
+from layerzero.scheduler.loop_drivers import LoopDrivers
 from layerzero.spec.errors import RuntimeClosedError
 from layerzero.spec.settings import Settings
 from tests.native.twins import both_paths as both_paths
@@ -54,12 +54,12 @@ class Number:
         return Number(self.value * factor)
 
 
-async def request(front: Front, value: int, refs: list[weakref.ref[Number]]) -> int:
+async def request(front: LoopDriver, value: int, refs: list[weakref.ref[Number]]) -> int:
     """One caller's program."""
     number = Number(value)
     for group, us in PROGRAM:
         refs.append(weakref.ref(number))
-        number = await front.submit(TICKETS.kind(OP, (number,), group, us, 1, 8))
+        number = await front.submit(PENDING_CALL.cls(OP, (number,), group, us, 1, 8))
     return number.value
 
 
@@ -85,8 +85,10 @@ async def sweep(
     """Run all callers, end the victim's task at one turn; (whether it was hit, whether anything stayed)."""
     worker = HandWorker()
     loop = asyncio.get_running_loop()
-    settings = Settings(max_items=4, queue_items=3)  # some callers wait for room, some batches are split
-    front = Front(loop, Device(), cast(Worker, worker), settings)
+    settings = Settings(
+        max_batch_size=4, max_queue_size=3
+    )  # some callers wait for room, some batches are split
+    front = LoopDriver(loop, Device(), cast(Worker, worker), settings)
     refs: list[weakref.ref[Number]] = []
     tasks = [asyncio.create_task(request(front, index, refs)) for index in range(CALLERS)]
     turn = 0
@@ -123,7 +125,8 @@ def left_behind(refs: list[weakref.ref[Number]]) -> bool:
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("victim", [0, 3, CALLERS - 1])
 async def test_cancelling_at_every_point_leaves_no_trace(way: str, victim: int) -> None:
-    """For every k: cancelled at turn k, the others get their results and no ticket or argument is left."""
+    """For every k: cancelled at turn k, the others get their results and no pending call or argument is
+    left."""
     hits, hit = 0, False
     for at in range(200):
         hit, leaked = await sweep(victim, at, WAYS[way])
@@ -140,35 +143,35 @@ async def test_a_timeout_around_a_running_call_detaches_it(worker: Worker) -> No
     """The caller is free at once; the batch goes on and keeps its arguments until it ends."""
     gate = threading.Event()
     device = Device(gate)
-    front = Front(asyncio.get_running_loop(), device, worker)
+    front = LoopDriver(asyncio.get_running_loop(), device, worker)
     number = Number(1)
     watched = weakref.ref(number)
     with pytest.raises(TimeoutError):
         async with asyncio.timeout(0.02):
-            await front.submit(TICKETS.kind(OP, (number,), "g", 1e6))
+            await front.submit(PENDING_CALL.cls(OP, (number,), "g", 1e6))
     del number
     gc.collect()
     assert watched() is not None
-    assert front.lane.stats.detached == 1 and front.lane.stats.cancelled == 0
+    assert front.batcher.stats.detached == 1 and front.batcher.stats.cancelled == 0
     gate.set()
-    await until(lambda: not front.lane.in_flight)
+    await until(lambda: not front.batcher.inflight_batches)
     await until(lambda: gc.collect() >= 0 and watched() is None)  # the worker's thread lets go last
-    assert front.lane.stats.cancelled == 1
+    assert front.batcher.stats.cancelled == 1
 
 
 @pytest.mark.asyncio
 async def test_a_caller_woken_first_may_cancel_one_of_its_own_batch() -> None:
     """A task cancelled between its batch's end and its own resumption sees the cancellation."""
-    front = Front(asyncio.get_running_loop(), Device(), cast(Worker, HandWorker()))
+    front = LoopDriver(asyncio.get_running_loop(), Device(), cast(Worker, HandWorker()))
     tasks: list[asyncio.Task[Any]] = []
 
     async def first() -> Any:
-        value = await front.submit(TICKETS.kind(OP, (1,), "g"))
+        value = await front.submit(PENDING_CALL.cls(OP, (1,), "g"))
         tasks[1].cancel()
         return value
 
     async def second() -> Any:
-        return await front.submit(TICKETS.kind(OP, (2,), "g"))
+        return await front.submit(PENDING_CALL.cls(OP, (2,), "g"))
 
     tasks += [asyncio.create_task(first()), asyncio.create_task(second())]
     outcomes = await asyncio.gather(*tasks, return_exceptions=True)
@@ -178,23 +181,23 @@ async def test_a_caller_woken_first_may_cancel_one_of_its_own_batch() -> None:
 
 @pytest.mark.asyncio
 async def test_cancelled_messages_and_done_states_reach_who_asks() -> None:
-    """A ticket answers like a future: message kept, cancelled seen, one waiter only."""
-    front = Front(asyncio.get_running_loop(), Device(), cast(Worker, HandWorker()))
-    ticket = front.submit(TICKETS.kind(OP, (1,), "g"))
+    """A pending call answers like a future: message kept, cancelled seen, one waiter only."""
+    front = LoopDriver(asyncio.get_running_loop(), Device(), cast(Worker, HandWorker()))
+    ticket = front.submit(PENDING_CALL.cls(OP, (1,), "g"))
     with pytest.raises(RuntimeError, match="still queued"):
         ticket.result()
     assert not ticket.done() and ticket.cancel("not needed") and not ticket.cancel()
     assert ticket.done() and ticket.cancelled()
     with pytest.raises(asyncio.CancelledError, match="not needed"):
         await ticket
-    ticket = front.submit(TICKETS.kind(OP, (1,), "g"))
+    ticket = front.submit(PENDING_CALL.cls(OP, (1,), "g"))
     assert await asyncio.wait_for(ticket, 5) == 2
     assert ticket.exception() is None and await ticket == 2
 
     async def wait() -> Any:
         return await shared
 
-    shared = TICKETS.kind(OP, (1,), "g")
+    shared = PENDING_CALL.cls(OP, (1,), "g")
     asyncio.get_running_loop().call_soon(front.submit, shared)
     outcomes = await asyncio.gather(wait(), wait(), return_exceptions=True)
     assert outcomes[0] == 2 and isinstance(outcomes[1], RuntimeError)
@@ -204,32 +207,32 @@ def test_a_loop_closed_under_a_batch_ends_cleanly(worker: Worker, caplog: pytest
     """The batch ends on the worker, its counts come out even, and another loop works at once."""
     gate = threading.Event()
     device = Device(gate)
-    fronts = Fronts(device, worker)
-    fronts_seen: list[Front] = []
+    fronts = LoopDrivers(device, worker)
+    fronts_seen: list[LoopDriver] = []
 
     async def abandoned() -> None:
         front = fronts.current()
         fronts_seen.append(front)
-        front.submit(TICKETS.kind(OP, (1,), "g", 1e6))
-        front.submit(TICKETS.kind(OP, (1,), "h", 1e6))
+        front.submit(PENDING_CALL.cls(OP, (1,), "g", 1e6))
+        front.submit(PENDING_CALL.cls(OP, (1,), "h", 1e6))
         await until(device.entered.is_set)
 
     asyncio.run(abandoned())
     gate.set()
     (front,) = fronts_seen
     limit = time.monotonic() + 30
-    while front.lane.in_flight and time.monotonic() < limit:
+    while front.batcher.inflight_batches and time.monotonic() < limit:
         time.sleep(0.001)
-    assert front.lane.in_flight == 0
+    assert front.batcher.inflight_batches == 0
 
     async def next_one() -> Any:
-        return await fronts.current().submit(TICKETS.kind(OP, (4,), "g", 1e6))
+        return await fronts.current().submit(PENDING_CALL.cls(OP, (4,), "g", 1e6))
 
     assert asyncio.run(next_one()) == 8
     assert settled(front)
     total = fronts.stats()
     assert (total.submitted, total.done, total.cancelled, total.failed) == (3, 1, 1, 1)
-    assert "front.loop_lost" in caplog.text
+    assert "loop_driver.loop_closed" in caplog.text
 
 
 class Interrupted(Device):
@@ -243,15 +246,15 @@ def test_an_interrupt_during_a_batch_strands_nobody() -> None:
     """KeyboardInterrupt leaves the loop, and every caller of that batch has an answer."""
     seen: list[BaseException] = []
 
-    async def caller(front: Front) -> None:
+    async def caller(front: LoopDriver) -> None:
         try:
-            await front.submit(TICKETS.kind(OP, (1,), "g"))
+            await front.submit(PENDING_CALL.cls(OP, (1,), "g"))
         except BaseException as error:
             seen.append(error)
             raise
 
     async def main() -> None:
-        front = Front(asyncio.get_running_loop(), Interrupted(), cast(Worker, HandWorker()))
+        front = LoopDriver(asyncio.get_running_loop(), Interrupted(), cast(Worker, HandWorker()))
         await asyncio.gather(*(caller(front) for _ in range(3)), return_exceptions=True)
 
     with pytest.raises(KeyboardInterrupt):
@@ -263,10 +266,10 @@ def test_an_interrupt_during_a_batch_strands_nobody() -> None:
 def test_a_caller_that_stops_the_loop_strands_nobody() -> None:
     """SystemExit out of the first caller leaves the loop; run again, the others have their results."""
     loop = asyncio.new_event_loop()
-    front = Front(loop, Device(), cast(Worker, HandWorker()))
+    front = LoopDriver(loop, Device(), cast(Worker, HandWorker()))
 
     async def caller(value: int) -> Any:
-        result = await front.submit(TICKETS.kind(OP, (value,), "g"))
+        result = await front.submit(PENDING_CALL.cls(OP, (value,), "g"))
         if value == 0:
             raise SystemExit(3)
         return result
@@ -284,10 +287,10 @@ async def test_closing_answers_everybody(worker: Worker) -> None:
     """Queued and running callers get RuntimeClosedError, the late batch lands without harm."""
     gate = threading.Event()
     device = Device(gate)
-    front = Front(asyncio.get_running_loop(), device, worker)
+    front = LoopDriver(asyncio.get_running_loop(), device, worker)
 
     async def caller(group: str) -> Any:
-        return await front.submit(TICKETS.kind(OP, (1,), group, 1e6))
+        return await front.submit(PENDING_CALL.cls(OP, (1,), group, 1e6))
 
     tasks = [asyncio.create_task(caller(group)) for group in ("a", "a", "b")]
     await until(device.entered.is_set)
@@ -295,7 +298,7 @@ async def test_closing_answers_everybody(worker: Worker) -> None:
     outcomes = await asyncio.gather(*tasks, return_exceptions=True)
     assert [type(outcome) for outcome in outcomes] == [RuntimeClosedError] * 3
     gate.set()
-    await until(lambda: not front.lane.in_flight)
+    await until(lambda: not front.batcher.inflight_batches)
     assert settled(front)
     assert front.callers == 0
 
@@ -304,13 +307,13 @@ async def test_closing_answers_everybody(worker: Worker) -> None:
 async def test_the_sweep_sees_a_lane_that_is_not_told(monkeypatch: pytest.MonkeyPatch) -> None:
     """The control: where cancelling only wakes the caller, the sweep finds what stays behind."""
 
-    def only_wake(self: Front, ticket: Ticket, message: object = None) -> bool:
+    def only_wake(self: LoopDriver, ticket: PendingCall, message: object = None) -> bool:
         if ticket.done():
             return False
-        ticket.front.end(ticket, asyncio.CancelledError())
+        ticket.driver.fail(ticket, asyncio.CancelledError())
         return True
 
-    monkeypatch.setattr(Front, "cancel", only_wake)
+    monkeypatch.setattr(LoopDriver, "cancel", only_wake)
     with pytest.raises(RuntimeError, match="still"):
         for at in range(1, 20):
             await sweep(0, at, cancel)

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from layerzero.actors.device.worker import Worker
-from layerzero.scheduler.core.pending_call import TICKETS, Ticket
-from layerzero.scheduler.loop_driver import Front
+from layerzero.scheduler.core.pending_call import PENDING_CALL, PendingCall
+from layerzero.scheduler.loop_driver import LoopDriver
 from layerzero.scheduler.readback import Readback
 from layerzero.scheduler.spawn import spawn
 from layerzero.spec.errors import DeadlineExceededError
@@ -33,12 +33,13 @@ class Machine:
         loop = asyncio.get_running_loop()
         self.loop = loop
         self.device = Later(loop, pass_s)
-        self.front = Front(loop, self.device, worker, Settings(), always_inline=True, across=self.device)  # type: ignore[arg-type]
+        streams: Any = self.device
+        self.front = LoopDriver(loop, self.device, worker, Settings(), always_inline=True, streams=streams)
         self.readback = Readback(self.front, self.device, self.device)  # type: ignore[arg-type]
 
     async def step(self, group: str = "step", **more: Any) -> Any:
         """One awaited call."""
-        ticket: Ticket = TICKETS.kind(OP, (torch.ones(1),), group, 1.0, **more)
+        ticket: PendingCall = PENDING_CALL.cls(OP, (torch.ones(1),), group, 1.0, **more)
         return await self.front.submit(ticket)
 
     async def token(self, group: str = "step", **more: Any) -> float:
@@ -48,8 +49,8 @@ class Machine:
     @property
     def settled(self) -> bool:
         """Whether nothing is left and every call is accounted for."""
-        lane = self.front.lane
-        return lane.live == lane.queued == lane.in_flight == len(lane.expected or ()) == 0
+        lane = self.front.batcher
+        return lane.unfinished == lane.queued == lane.inflight_batches == len(lane.readback_hold or ()) == 0
 
 
 def crowds(worker: Worker, program: list[str], spawned: bool = False) -> list[int]:

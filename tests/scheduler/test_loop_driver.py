@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 
 from layerzero.actors.device.worker import Worker
-from layerzero.scheduler.core.pending_call import TICKETS, Ticket
-from layerzero.scheduler.loop_driver import Front
-from layerzero.scheduler.loop_drivers import Fronts
+from layerzero.scheduler.core.pending_call import PENDING_CALL, PendingCall
+from layerzero.scheduler.loop_driver import LoopDriver
+from layerzero.scheduler.loop_drivers import LoopDrivers
 from layerzero.spec.errors import DeadlineExceededError, OverloadedError, RuntimeClosedError
 from layerzero.spec.settings import Settings
 from tests.clocks import run_virtually
@@ -28,15 +28,15 @@ OP = Double()
 CHEAP, DEAR = 1.0, 1e6
 
 
-def ticket(value: Any, *, us: float = CHEAP, group: Any = "double", **more: Any) -> Ticket:
+def ticket(value: Any, *, us: float = CHEAP, group: Any = "double", **more: Any) -> PendingCall:
     """One call of `Double`."""
-    return TICKETS.kind(OP, (value,), group, us, **more)
+    return PENDING_CALL.cls(OP, (value,), group, us, **more)
 
 
-def settled(front: Front) -> bool:
-    """Whether nothing is left in the lane and the counters add up."""
-    lane, stats = front.lane, front.lane.stats
-    return (lane.live, lane.queued, lane.queued_bytes, lane.running, lane.in_flight) == (
+def settled(front: LoopDriver) -> bool:
+    """Whether nothing is left in the batcher and the counters add up."""
+    lane, stats = front.batcher, front.batcher.stats
+    return (lane.unfinished, lane.queued, lane.queued_bytes, lane.running_calls, lane.inflight_batches) == (
         0, 0, 0, 0, 0,
     ) and stats.submitted == stats.ended  # fmt: skip
 
@@ -46,7 +46,7 @@ def settled(front: Front) -> bool:
 async def test_concurrent_callers_share_one_launch(worker: Worker, us: float) -> None:
     """64 tasks that call in the same turn become one batch, inline or on the worker alike."""
     device = Device()
-    fronts = Fronts(device, worker)
+    fronts = LoopDrivers(device, worker)
 
     async def caller(value: int) -> int:
         first: int = await fronts.current().submit(ticket(value, us=us))
@@ -71,7 +71,7 @@ async def test_a_batch_of_the_worker_is_followed_at_once_where_all_have_called(
     soon: Any = loop.call_soon
 
     def call_soon(callback: Any, *args: Any, **named: Any) -> Any:
-        if getattr(callback, "__self__", None).__class__ is Front:
+        if getattr(callback, "__self__", None).__class__ is LoopDriver:
             turns.append(callback.__name__)
         return soon(callback, *args, **named)
 
@@ -79,10 +79,10 @@ async def test_a_batch_of_the_worker_is_followed_at_once_where_all_have_called(
     asked = []
     for rounds in (2, 6):
         device = Device()
-        fronts = Fronts(device, worker)
+        fronts = LoopDrivers(device, worker)
         turns.clear()
 
-        async def caller(fronts: Fronts = fronts, rounds: int = rounds) -> None:
+        async def caller(fronts: LoopDrivers = fronts, rounds: int = rounds) -> None:
             for index in range(rounds):
                 await fronts.current().submit(ticket(1, us=DEAR, group=index))
 
@@ -95,14 +95,14 @@ async def test_a_batch_of_the_worker_is_followed_at_once_where_all_have_called(
 @pytest.mark.asyncio
 async def test_only_a_task_that_is_alone_runs_inline(worker: Worker) -> None:
     """The first call gives a turn, later ones may run at once; a second task suspends that while it lives."""
-    fronts = Fronts(Device(), worker, Settings(max_inline_us=100.0))
+    fronts = LoopDrivers(Device(), worker, Settings(max_inline_us=100.0))
     front = fronts.current()
     assert not front.may_inline()
     await front.submit(ticket(1))
     assert not front.may_inline()
     await front.submit(ticket(1))
     assert front.may_inline()
-    front.charge(100.0)
+    front.add_inline_us(100.0)
     assert not front.may_inline(), "enough inline work: the loop gets a turn"
     await front.submit(ticket(1))
     assert front.may_inline()
@@ -127,7 +127,7 @@ async def test_only_a_task_that_is_alone_runs_inline(worker: Worker) -> None:
 async def test_a_poisoned_caller_fails_alone(worker: Worker) -> None:
     """One bad call among 64 gets the error, 63 get their results."""
     device = Device()
-    fronts = Fronts(device, worker)
+    fronts = LoopDrivers(device, worker)
 
     async def caller(value: Any) -> Any:
         return await fronts.current().submit(ticket(value))
@@ -136,21 +136,26 @@ async def test_a_poisoned_caller_fails_alone(worker: Worker) -> None:
     results = await asyncio.gather(*(caller(value) for value in values), return_exceptions=True)
     assert isinstance(results[40], ValueError)
     assert [r for i, r in enumerate(results) if i != 40] == [2 * i for i in range(64) if i != 40]
-    assert fronts.current().lane.stats.failed == 1
+    assert fronts.current().batcher.stats.failed == 1
 
 
 @pytest.mark.asyncio
 async def test_a_full_lane_rejects_or_lets_wait_in_order(worker: Worker) -> None:
     """With `reject` the third call is refused with a time; with `wait` all run, in the order of arrival."""
-    fronts = Fronts(Device(), worker, Settings(queue_items=2, max_items=1, overload="reject"))
+    fronts = LoopDrivers(
+        Device(), worker, Settings(max_queue_size=2, max_batch_size=1, queue_full_policy="reject")
+    )
     front = fronts.current()
     kept = [front.submit(ticket(i)) for i in range(2)]
     with pytest.raises(OverloadedError) as refused:
         front.submit(ticket(2))
     assert refused.value.retry_after > 0
     assert [await t for t in kept] == [0, 2]
-    patient = Front(
-        asyncio.get_running_loop(), Device(), worker, Settings(queue_items=2, max_items=1, overload="wait")
+    patient = LoopDriver(
+        asyncio.get_running_loop(),
+        Device(),
+        worker,
+        Settings(max_queue_size=2, max_batch_size=1, queue_full_policy="wait"),
     )
     order: list[int] = []
 
@@ -167,9 +172,9 @@ def test_a_call_that_is_too_late_never_runs() -> None:
     """A deadline that passes in the queue is an error of its own; the device saw only the call before."""
     device, there = Device(), Held()
 
-    async def main() -> Front:
+    async def main() -> LoopDriver:
         loop = asyncio.get_running_loop()
-        front = Front(loop, device, there)  # type: ignore[arg-type]
+        front = LoopDriver(loop, device, there)  # type: ignore[arg-type]
         first = asyncio.ensure_future(_awaited(front, ticket(1, us=DEAR)))
         await until(lambda: there.jobs)
         at = loop.time()
@@ -195,14 +200,14 @@ class Held:
         self.jobs.append(job)
 
 
-async def _awaited(front: Front, call: Ticket) -> Any:
+async def _awaited(front: LoopDriver, call: PendingCall) -> Any:
     return await front.submit(call)
 
 
 @pytest.mark.asyncio
 async def test_draining_lets_known_callers_end_and_refuses_new_ones(worker: Worker) -> None:
     """A request in the middle of its program ends; a new task is refused; afterwards nothing is left."""
-    fronts = Fronts(Device(), worker)
+    fronts = LoopDrivers(Device(), worker)
     front = fronts.current()
 
     async def request() -> int:
@@ -226,8 +231,9 @@ async def test_draining_lets_known_callers_end_and_refuses_new_ones(worker: Work
 
 
 def test_every_loop_has_its_own_front(worker: Worker) -> None:
-    """A second run, two loops in two threads and a loop after a closed one work; old fronts are dropped."""
-    fronts = Fronts(Device(), worker)
+    """A second run, two loops in two threads and a loop after a closed one work; old loop drivers are
+    dropped."""
+    fronts = LoopDrivers(Device(), worker)
 
     async def run() -> int:
         calls = [fronts.current().submit(ticket(i, us=us)) for i, us in enumerate((CHEAP, DEAR))]
@@ -249,7 +255,7 @@ def test_every_loop_has_its_own_front(worker: Worker) -> None:
 async def test_staggered_callers_walk_together(worker: Worker) -> None:
     """Callers that start at different turns meet: batches hold many of them, inline and on the worker."""
     device = Device()
-    front = Front(asyncio.get_running_loop(), device, worker)
+    front = LoopDriver(asyncio.get_running_loop(), device, worker)
 
     async def request(delay: int) -> int:
         for _ in range(delay):
@@ -261,7 +267,7 @@ async def test_staggered_callers_walk_together(worker: Worker) -> None:
 
     results = await asyncio.gather(*(request(delay * 3) for delay in range(32)))
     assert set(results) == {pow(2, 40, 1009)}
-    assert front.lane.stats.mean_batch > 8
+    assert front.batcher.stats.mean_batch > 8
     assert settled(front)
 
 
@@ -281,7 +287,7 @@ async def test_a_batch_runs_in_nobodys_context(worker: Worker) -> None:
             return super().execute(op, calls, modes)
 
     SECRET.set("whoever made the front")
-    front = Front(asyncio.get_running_loop(), Looks(), worker)
+    front = LoopDriver(asyncio.get_running_loop(), Looks(), worker)
 
     async def caller(name: str) -> str:
         SECRET.set(name)
@@ -297,11 +303,11 @@ async def test_a_batch_runs_in_nobodys_context(worker: Worker) -> None:
 async def test_an_error_of_the_device_reaches_every_caller_with_a_short_traceback(worker: Worker) -> None:
     """Callers that share one error each see where it was raised, not one another's frames."""
     device = Device()
-    front = Front(asyncio.get_running_loop(), device, worker)
+    front = LoopDriver(asyncio.get_running_loop(), device, worker)
     op = Double(pure=False)
 
     async def caller() -> Any:
-        return await front.submit(TICKETS.kind(op, ("poison",), "g", CHEAP))
+        return await front.submit(PENDING_CALL.cls(op, ("poison",), "g", CHEAP))
 
     depths = []
     for task in [asyncio.create_task(caller()) for _ in range(8)]:
@@ -317,7 +323,7 @@ async def test_a_closed_worker_fails_what_it_should_have_run() -> None:
     """Dear work for a worker that is closed is an error for its caller, not a hang."""
     closed = Worker("closed")
     closed.close()
-    front = Front(asyncio.get_running_loop(), Device(), closed)
+    front = LoopDriver(asyncio.get_running_loop(), Device(), closed)
     with pytest.raises(RuntimeClosedError):
         await front.submit(ticket(1, us=DEAR))
     assert await front.submit(ticket(1)) == 2
@@ -325,9 +331,9 @@ async def test_a_closed_worker_fails_what_it_should_have_run() -> None:
 
 @pytest.mark.asyncio
 async def test_closing_leaves_no_task_timer_or_callback(worker: Worker) -> None:
-    """After close the loop holds nothing of the front: it can be collected."""
+    """After close the loop holds nothing of the loop driver: it can be collected."""
     loop = asyncio.get_running_loop()
-    front = Front(loop, Device(), worker)
+    front = LoopDriver(loop, Device(), worker)
     assert await front.submit(ticket(1, deadline=loop.time() + 3600)) == 2
     watched = weakref.ref(front)
     assert front.callers == 1
@@ -346,7 +352,7 @@ def test_a_forked_child_has_fronts_of_its_own(worker: Worker) -> None:
     """A child forked while the parent's loop waits for a batch serves a loop of its own on its own thread."""
     gate = threading.Event()
     device = Device(gate)
-    fronts = Fronts(device, worker)
+    fronts = LoopDrivers(device, worker)
 
     async def call(value: int) -> Any:
         return await fronts.current().submit(ticket(value, us=DEAR))
@@ -380,7 +386,7 @@ async def test_nobody_runs_inline_beside_a_batch_that_was_left(worker: Worker) -
     """A launched batch whose caller has gone may still write memory that the next caller was given."""
     gate = threading.Event()
     device = Device(gate)
-    fronts = Fronts(device, worker)
+    fronts = LoopDrivers(device, worker)
     leaver = asyncio.ensure_future(_call(fronts, DEAR))
     await until(device.entered.is_set)
     leaver.cancel()
@@ -394,7 +400,7 @@ async def test_nobody_runs_inline_beside_a_batch_that_was_left(worker: Worker) -
             await asyncio.sleep(0)
         beside = front.may_inline()
         gate.set()
-        await until(lambda: not front.lane.in_flight)
+        await until(lambda: not front.batcher.inflight_batches)
         for _ in range(5):
             await asyncio.sleep(0)
         return beside, front.may_inline()
@@ -410,7 +416,7 @@ async def test_nobody_runs_inline_beside_a_batch_that_was_left(worker: Worker) -
 async def test_who_leaves_a_launched_call_is_no_longer_alone(worker: Worker) -> None:
     """The only task loses its right to run inline while a batch that it took back still runs."""
     gate = threading.Event()
-    fronts = Fronts(Device(gate), worker)
+    fronts = LoopDrivers(Device(gate), worker)
     front = fronts.current()
 
     async def only() -> tuple[bool, bool]:
@@ -420,7 +426,7 @@ async def test_who_leaves_a_launched_call_is_no_longer_alone(worker: Worker) -> 
         alone = front.may_inline()
         gate.clear()
         launched = front.submit(ticket(1, us=DEAR))
-        await until(lambda: front.lane.in_flight)
+        await until(lambda: front.batcher.inflight_batches)
         front.cancel(launched)
         for _ in range(3):
             await asyncio.sleep(0)
@@ -431,9 +437,9 @@ async def test_who_leaves_a_launched_call_is_no_longer_alone(worker: Worker) -> 
         assert await asyncio.ensure_future(only()) == (True, False)
     finally:
         gate.set()
-    await until(lambda: not front.lane.in_flight)
+    await until(lambda: not front.batcher.inflight_batches)
     assert settled(front)
 
 
-async def _call(fronts: Fronts, us: float) -> Any:
+async def _call(fronts: LoopDrivers, us: float) -> Any:
     return await fronts.current().submit(ticket(1, us=us))

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from layerzero.scheduler.core.batcher import Caps, Lane
-from layerzero.scheduler.core.pending_call import Batch, Caller, Ticket
+from layerzero.scheduler.core.batcher import Batcher, BatchLimits
+from layerzero.scheduler.core.pending_call import Batch, Caller, PendingCall
 
 CALLERS = 64
 ARRIVE_S = 0.020
@@ -21,30 +21,30 @@ OP_S, ROW_S = 300e-6, 4e-6
 
 
 class Fifo:
-    """The naive policy: the oldest ticket's group runs with all that waits of it; no turn is given."""
+    """The naive policy: the oldest pending call's group runs with all that waits of it; no turn is given."""
 
     def __init__(self) -> None:
-        self.waiting: list[Ticket] = []
+        self.waiting: list[PendingCall] = []
         self.sizes: list[int] = []
 
-    def submit(self, ticket: Ticket, now: float) -> bool:
-        ticket.at = now
+    def submit(self, ticket: PendingCall, now: float) -> bool:
+        ticket.submitted_at = now
         self.waiting.append(ticket)
         return True
 
-    def turn(self, now: float) -> None:
+    def on_turn(self, now: float) -> None:
         """A turn means nothing here."""
 
     def next_batch(self, now: float) -> Batch | None:
         if not self.waiting:
             return None
-        group = self.waiting[0].group
-        taken = [ticket for ticket in self.waiting if ticket.group == group]
-        self.waiting = [ticket for ticket in self.waiting if ticket.group != group]
+        group = self.waiting[0].batch_key
+        taken = [ticket for ticket in self.waiting if ticket.batch_key == group]
+        self.waiting = [ticket for ticket in self.waiting if ticket.batch_key != group]
         self.sizes.append(len(taken))
         return Batch(taken, now)
 
-    def done(self, batch: Batch, outcomes: list[Any], now: float) -> None:
+    def on_batch_done(self, batch: Batch, outcomes: list[Any], now: float) -> None:
         """Nothing to remember."""
 
 
@@ -56,7 +56,7 @@ def program() -> list[tuple[Any, ...]]:
     return ops * PASSES
 
 
-def simulate(lane: Lane | Fifo, resumed: Callable[[list[Caller]], list[Caller]] = list) -> float:
+def simulate(lane: Batcher | Fifo, resumed: Callable[[list[Caller]], list[Caller]] = list) -> float:
     """Run all callers through the program on a virtual clock; the time at which the last one ended.
 
     The device takes `OP_S` a batch and `ROW_S` a row. `resumed` is the order in which callers wake.
@@ -71,7 +71,7 @@ def simulate(lane: Lane | Fifo, resumed: Callable[[list[Caller]], list[Caller]] 
     def call(caller: Caller) -> None:
         step = at_op[caller]
         if step < len(groups):
-            lane.submit(Ticket("op", (), groups[step], caller=caller), now)
+            lane.submit(PendingCall("op", (), groups[step], caller=caller), now)
 
     def arrive() -> None:
         while arrivals and arrivals[0][0] <= now:
@@ -82,7 +82,7 @@ def simulate(lane: Lane | Fifo, resumed: Callable[[list[Caller]], list[Caller]] 
 
     while True:
         arrive()
-        lane.turn(now)
+        lane.on_turn(now)
         batch = lane.next_batch(now)
         if batch is None:
             if not arrivals:
@@ -91,8 +91,8 @@ def simulate(lane: Lane | Fifo, resumed: Callable[[list[Caller]], list[Caller]] 
             continue
         now += OP_S + ROW_S * len(batch)
         arrive()
-        lane.done(batch, [None] * len(batch), now)
-        callers = [ticket.caller for ticket in batch.tickets]
+        lane.on_batch_done(batch, [None] * len(batch), now)
+        callers = [ticket.caller for ticket in batch.calls]
         for caller in resumed([c for c in callers if c is not None]):
             at_op[caller] += 1
             call(caller)
@@ -105,7 +105,7 @@ def aligned_s() -> float:
 
 def test_the_sweep_gathers_staggered_callers_where_fifo_does_not() -> None:
     """64 callers over 20 ms through a model of 60 ops meet in batches above 30, with FIFO below 8."""
-    lane = Lane()
+    lane = Batcher()
     took = simulate(lane)
     fifo = Fifo()
     fifo_took = simulate(fifo)
@@ -125,21 +125,21 @@ def test_the_order_in_which_callers_wake_does_not_matter(seed: int) -> None:
         rng.shuffle(callers)
         return callers
 
-    lane = Lane()
+    lane = Batcher()
     simulate(lane, shuffled)
     assert lane.stats.mean_batch > 30
 
 
 def test_slots_tell_layers_apart_that_share_a_group() -> None:
     """Attention is one group and, seen after each layer's own projection, one slot a layer."""
-    lane = Lane()
+    lane = Batcher()
     simulate(lane)
-    assert len(lane.sweep.groups[("attention",)].slots) == LAYERS
+    assert len(lane.round_robin.queues[("attention",)].points) == LAYERS
 
 
 def test_a_smaller_memory_of_the_program_only_costs_batch_size() -> None:
-    """A lane that remembers fewer slots than the program has still serves everybody."""
-    lane = Lane(Caps(slots=16))
+    """A batcher that remembers fewer slots than the program has still serves everybody."""
+    lane = Batcher(BatchLimits(max_program_points=16))
     simulate(lane)
     assert lane.stats.done == CALLERS * len(program())
-    assert lane.sweep.size <= 16 + CALLERS
+    assert lane.round_robin.size <= 16 + CALLERS

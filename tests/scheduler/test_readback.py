@@ -10,13 +10,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from layerzero.scheduler.readback import SMALL_BYTES, apart, pieces
+from layerzero.scheduler.readback import SMALL_BYTES, copy_blocks, split_block
 
 
 def arrived(tensors: list[Tensor]) -> tuple[list[Tensor], int]:
     """Every tensor's copy in order, and how many copies that took."""
-    parts = pieces(tensors)
-    found = [pair for part in parts for pair in apart(part, part.whole.clone())]
+    parts = copy_blocks(tensors)
+    found = [pair for part in parts for pair in split_block(part, part.whole.clone())]
     assert sorted(index for index, _ in found) == list(range(len(tensors)))
     return [copy for _, copy in sorted(found, key=lambda pair: pair[0])], len(parts)
 

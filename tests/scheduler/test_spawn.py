@@ -10,8 +10,8 @@ from typing import Any, cast
 import pytest
 
 from layerzero.actors.device.worker import Worker
-from layerzero.scheduler.core.pending_call import TICKETS, Ticket
-from layerzero.scheduler.loop_driver import Front
+from layerzero.scheduler.core.pending_call import PENDING_CALL, PendingCall
+from layerzero.scheduler.loop_driver import LoopDriver
 from layerzero.scheduler.spawn import Spawned, spawn
 from layerzero.spec.errors import RuntimeClosedError
 from tests.native.twins import both_paths as both_paths
@@ -23,16 +23,16 @@ OP = Double()
 NAME: ContextVar[str] = ContextVar("NAME", default="unset")
 
 
-def call(front: Front, value: Any, group: Any = "g", us: float = 1.0) -> Ticket:
+def call(front: LoopDriver, value: Any, group: Any = "g", us: float = 1.0) -> PendingCall:
     """One call of `Double`."""
-    return front.submit(TICKETS.kind(OP, (value,), group, us, 1, 8))
+    return front.submit(PENDING_CALL.cls(OP, (value,), group, us, 1, 8))
 
 
 @pytest.mark.asyncio
 async def test_spawned_callers_batch_with_one_another_and_with_tasks(worker: Worker) -> None:
     """Spawned coroutines and tasks meet in the same batches, inline and on the worker."""
     device = Device()
-    front = Front(asyncio.get_running_loop(), device, worker)
+    front = LoopDriver(asyncio.get_running_loop(), device, worker)
 
     async def request(value: int) -> int:
         first = await call(front, value)
@@ -52,7 +52,7 @@ async def test_spawned_callers_batch_with_one_another_and_with_tasks(worker: Wor
 @pytest.mark.asyncio
 async def test_errors_and_refusals_reach_who_awaits(worker: Worker) -> None:
     """An op's error passes through the coroutine; a stopped front takes no new one and closes it."""
-    front = Front(asyncio.get_running_loop(), Device(), worker)
+    front = LoopDriver(asyncio.get_running_loop(), Device(), worker)
 
     async def poisoned() -> Any:
         try:
@@ -74,7 +74,7 @@ async def test_errors_and_refusals_reach_who_awaits(worker: Worker) -> None:
 async def test_whatever_a_loop_knows_can_be_awaited(worker: Worker) -> None:
     """Sleeps, futures, queues, tasks and other spawned coroutines work between ops; nonsense is an error."""
     loop = asyncio.get_running_loop()
-    front = Front(loop, Device(), worker)
+    front = LoopDriver(loop, Device(), worker)
     queue: asyncio.Queue[int] = asyncio.Queue()
     future: asyncio.Future[int] = loop.create_future()
 
@@ -113,7 +113,7 @@ async def test_whatever_a_loop_knows_can_be_awaited(worker: Worker) -> None:
 @pytest.mark.asyncio
 async def test_each_keeps_its_own_context(worker: Worker) -> None:
     """Context variables set in one spawned coroutine stay with it across its awaits."""
-    front = Front(asyncio.get_running_loop(), Device(), worker)
+    front = LoopDriver(asyncio.get_running_loop(), Device(), worker)
 
     async def request(name: str) -> str:
         NAME.set(name)
@@ -129,7 +129,7 @@ async def test_each_keeps_its_own_context(worker: Worker) -> None:
 async def sweep(victim: int, at: int, through_awaiter: bool) -> tuple[bool, bool]:
     """Cancel one of five at one turn; (whether it was hit, whether anything stayed)."""
     worker = HandWorker()
-    front = Front(asyncio.get_running_loop(), Device(), cast(Worker, worker))
+    front = LoopDriver(asyncio.get_running_loop(), Device(), cast(Worker, worker))
     refs: list[weakref.ref[Number]] = []
 
     async def request(value: int) -> int:
@@ -191,7 +191,7 @@ async def test_cancelling_at_every_point_leaves_no_trace(victim: int, through_aw
 @pytest.mark.asyncio
 async def test_a_coroutine_may_clean_up_after_its_cancellation(worker: Worker) -> None:
     """Awaiting in `finally` works, and the cancellation arrives afterwards."""
-    front = Front(asyncio.get_running_loop(), Device(), worker)
+    front = LoopDriver(asyncio.get_running_loop(), Device(), worker)
     cleaned: list[int] = []
 
     async def request() -> None:
@@ -212,7 +212,7 @@ async def test_a_coroutine_may_clean_up_after_its_cancellation(worker: Worker) -
 @pytest.mark.asyncio
 async def test_draining_waits_for_spawned_callers(worker: Worker) -> None:
     """A drain lets a spawned request end."""
-    front = Front(asyncio.get_running_loop(), Device(), worker)
+    front = LoopDriver(asyncio.get_running_loop(), Device(), worker)
 
     async def request() -> int:
         value = 1

@@ -14,7 +14,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from layerzero.scheduler.torch_modes import Modes, applied, bars_queueing, capture, check_unchanged
+from layerzero.scheduler.torch_modes import Modes, apply_modes, capture, check_unchanged, must_run_inline
 from layerzero.spec.errors import ModeChangedError
 from tests.native.twins import both_paths as both_paths
 
@@ -60,7 +60,7 @@ def test_every_combination_is_one_object_and_holds_on_another_thread(names: tupl
 
     def run() -> None:
         for _ in range(2):
-            with applied(modes):
+            with apply_modes(modes):
                 seen.append(capture())
             seen.append(capture())
 
@@ -76,7 +76,7 @@ def test_applied_also_leaves_modes() -> None:
     plain = capture()
     with entered(tuple(ENTER)):
         inside = capture()
-        with applied(plain):
+        with apply_modes(plain):
             assert capture() is plain
             assert torch.ones(2, requires_grad=True).mul(2).requires_grad
         assert capture() is inside
@@ -87,7 +87,7 @@ def test_applied_restores_after_an_error() -> None:
     plain = capture()
     with torch.inference_mode():
         modes = capture()
-    with pytest.raises(KeyError), applied(modes):
+    with pytest.raises(KeyError), apply_modes(modes):
         raise KeyError("inside")
     assert capture() is plain
 
@@ -149,19 +149,19 @@ class Trace(TorchDispatchMode):
 
 def test_modes_that_see_every_operation_bar_queueing() -> None:
     """Function and dispatch modes and functorch transforms are named; a default device is none of them."""
-    assert bars_queueing() is None
+    assert must_run_inline() is None
     with Watch():
-        assert bars_queueing() == "the torch function mode Watch"
+        assert must_run_inline() == "the torch function mode Watch"
     with Trace():  # type: ignore[no-untyped-call]
-        assert bars_queueing() == "a torch dispatch mode"
+        assert must_run_inline() == "a torch dispatch mode"
     with torch.device("cpu"):
-        assert bars_queueing() is None
+        assert must_run_inline() is None
     seen: list[str | None] = []
 
     def inner(x: torch.Tensor) -> torch.Tensor:
-        seen.append(bars_queueing())
+        seen.append(must_run_inline())
         return x * 2
 
     torch.func.vmap(inner)(torch.ones(3))
     assert seen == ["a functorch transform"]
-    assert bars_queueing() is None
+    assert must_run_inline() is None

@@ -9,25 +9,27 @@ import torch
 
 from layerzero.actors.device.local_device import LocalDevice
 from layerzero.ops import table as ops_table
-from layerzero.selection.decide import Knobs, Standing, decide
-from layerzero.selection.dispatch import mode, positional
+from layerzero.selection.decide import KernelStatus, SelectionOptions, decide
+from layerzero.selection.dispatch import mode_bits, signature_of
 from layerzero.selection.key import grid
 from layerzero.selection.policy import Policy, make_rule
 from layerzero.selection.record import Selection
-from layerzero.spec.call_spec import Request
+from layerzero.spec.call_spec import CallSpec
 from layerzero.spec.kernel import Kernel
 from layerzero.spec.reasons import Reason, Rejected
 from layerzero.spec.settings import Settings
 from tests.kernels import device, kernel
 
 RMS = ops_table.get("rms_norm")
-REQUEST = Request(op="rms_norm", dims={"N": 4, "C": 8}, dtypes=("float32",))
+REQUEST = CallSpec(op="rms_norm", dims={"N": 4, "C": 8}, dtypes=("float32",))
 
 
 def choose(kernels: list[Kernel], policy: Policy | None = None, **knobs: Any) -> Selection:
     own = device(kernels)
-    standing = Standing(unready=frozenset(k.id for k in kernels if k.cold))
-    return decide(RMS, REQUEST, kernels, own.hardware, policy or Policy(), standing, Knobs(**knobs))
+    standing = KernelStatus(unready=frozenset(k.id for k in kernels if k.slow_import))
+    return decide(
+        RMS, REQUEST, kernels, own.hardware, policy or Policy(), standing, SelectionOptions(**knobs)
+    )
 
 
 def test_the_cheapest_wins_outside_of_the_band() -> None:
@@ -99,7 +101,9 @@ def test_a_blocked_kernel_says_why_in_the_trace() -> None:
     kernels = [kernel("a.rms_norm", launch_us=1.0), kernel("b.rms_norm", launch_us=9.0)]
     blocked = {"a.rms_norm": Rejected(Reason.QUARANTINED, "health", "no quarantine", "wrong by 1 %")}
     own = device(kernels)
-    selection = decide(RMS, REQUEST, kernels, own.hardware, Policy(), Standing(blocked), Knobs())
+    selection = decide(
+        RMS, REQUEST, kernels, own.hardware, Policy(), KernelStatus(blocked), SelectionOptions()
+    )
     assert selection.kernel == "b.rms_norm"
     assert [r.reason for r in selection.candidate("a.rms_norm").rejected] == [Reason.QUARANTINED]
 
@@ -109,7 +113,7 @@ def test_strict_determinism_takes_only_batch_invariant_kernels() -> None:
     kernels = [kernel("a.rms_norm", launch_us=1.0), kernel("b.rms_norm", launch_us=9.0, batch_invariant=True)]
     own: LocalDevice = device(kernels, Settings(determinism="strict"))
     full = RMS.build(torch.randn(3, 8))[1]
-    record = own.plan(RMS, positional(RMS, full), full, mode()).record()
+    record = own.plan(RMS, signature_of(RMS, full), full, mode_bits()).selection_for_request()
     assert record.kernel == "b.rms_norm"
     assert [r.reason for r in record.candidate("a.rms_norm").rejected] == [Reason.NOT_BATCH_INVARIANT]
 
@@ -120,7 +124,7 @@ def test_deterministic_mode_of_torch_reaches_the_request() -> None:
         [kernel("a.rms_norm", launch_us=1.0, deterministic=False), kernel("b.rms_norm", launch_us=9.0)]
     )
     full = RMS.build(torch.randn(3, 8))[1]
-    signature = positional(RMS, full)
+    signature = signature_of(RMS, full)
     assert own.plan(RMS, signature, full, own.mode()).kernel == "a.rms_norm"
     torch.use_deterministic_algorithms(True)
     try:

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from layerzero.ops import table as ops_table
-from layerzero.selection.dispatch import AUTOCAST, DETERMINISTIC, GRAD, mode, positional
+from layerzero.selection.dispatch import AUTOCAST, DETERMINISTIC, GRAD, mode_bits, signature_of
 from layerzero.selection.policy import Policy, make_rule
 from layerzero.selection.record import Selection
 from layerzero.spec.errors import NoKernelFoundError
@@ -118,7 +118,7 @@ def outcome(selection: Selection | None) -> Any:
     """What must agree: the kernel, its transforms and every verdict's reason codes."""
     if selection is None:
         return None
-    verdicts = tuple((c.kernel, c.takes, tuple(r.reason for r in c.rejected)) for c in selection.trace)
+    verdicts = tuple((c.kernel, c.eligible, tuple(r.reason for r in c.rejected)) for c in selection.trace)
     return selection.kernel, selection.transforms, round(selection.expected_us, 6), selection.order, verdicts
 
 
@@ -204,21 +204,21 @@ def test_cached_equals_uncached(
     """Whatever was asked before, the table answers what a decision from scratch answers."""
     own = device(kernels, Settings(strict=strict), policy=policy)
     table = own.table(ATTENTION)
-    whole = [*((each.full(), each.bits) for each in asked), *((full, mode()) for full in others)]
+    whole = [*((each.full(), each.bits) for each in asked), *((full, mode_bits()) for full in others)]
     for full, bits in [*whole, *whole]:
         request = table.describe(full, bits)
         try:
-            fresh: Selection | None = table.fresh(request)
+            fresh: Selection | None = table.recompute(request)
         except NoKernelFoundError:
             fresh = None
         try:
             # An address is in the key alone: plans of a signature look at it when they run.
             plan = (
-                own.plan(ATTENTION, positional(ATTENTION, full), full, bits)
+                own.plan(ATTENTION, signature_of(ATTENTION, full), full, bits)
                 if request.alignment >= 16
-                else table.decided(request)
+                else table.plan_for(request)
             )
-            cached: Selection | None = plan.record()
+            cached: Selection | None = plan.selection_for_request()
         except NoKernelFoundError:
             cached = None
         assert outcome(cached) == outcome(fresh)
@@ -237,7 +237,7 @@ def test_calls_that_nothing_tells_apart_share_a_choice() -> None:
         own = device([*kernels, kernel("made.attention.k1")], policy=policy)
         for asked in (first, second, first):
             full = asked.full()
-            own.plan(ATTENTION, positional(ATTENTION, full), full, mode())
+            own.plan(ATTENTION, signature_of(ATTENTION, full), full, mode_bits())
         assert own.table(ATTENTION).computed == decisions
 
 
@@ -246,11 +246,13 @@ def test_the_chosen_kernel_has_no_reason_against_it(kernels: list[Kernel], full:
     """Chosen kernels take the call, the order starts with the chosen one, and rejected ones say why."""
     own = device(kernels)
     try:
-        selection = own.plan(ATTENTION, positional(ATTENTION, full), full, mode()).record()
+        selection = own.plan(
+            ATTENTION, signature_of(ATTENTION, full), full, mode_bits()
+        ).selection_for_request()
     except NoKernelFoundError as refused:
         assert refused.trace and all(c.rejected for c in refused.trace)
         return
-    assert selection.candidate(selection.kernel).takes
+    assert selection.candidate(selection.kernel).eligible
     assert selection.order[0] == selection.kernel
     assert len(set(selection.order)) == len(selection.order)
-    assert all(c.takes or c.rejected for c in selection.trace)
+    assert all(c.eligible or c.rejected for c in selection.trace)

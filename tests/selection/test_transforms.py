@@ -10,12 +10,12 @@ import torch
 
 from layerzero.backends import load_builtin
 from layerzero.ops import table as ops_table
-from layerzero.selection.dispatch import mode, positional
+from layerzero.selection.dispatch import mode_bits, signature_of
 from layerzero.selection.render import render
 from layerzero.selection.transform import _copy_us, adapt, keep_aligned
 from layerzero.spec.errors import NoKernelFoundError
-from layerzero.spec.hardware import imagined_gpu
-from layerzero.spec.kernel import AtMost, Kernel, Limit, ProductAtMost, judge
+from layerzero.spec.hardware import hypothetical_gpu
+from layerzero.spec.kernel import AtMost, Kernel, Limit, ProductAtMost, rejections
 from layerzero.spec.reasons import Reason
 from layerzero.spec.settings import Settings
 from tests.kernels import device, kernel
@@ -40,7 +40,7 @@ def test_a_layout_transform_runs_and_is_undone() -> None:
     torch.testing.assert_close(out, want)
     torch.testing.assert_close(lse, want_lse)
     assert seen == [((2, 3, 5, 8), "BHSD")]
-    assert [str(t) for t in plan.record().transforms] == ["layout BSHD -> BHSD"]
+    assert [str(t) for t in plan.selection_for_request().transforms] == ["layout BSHD -> BHSD"]
 
 
 def test_strict_mode_refuses_the_same_call() -> None:
@@ -66,7 +66,7 @@ def test_a_cast_widens_and_comes_back() -> None:
     full = RMS.build(torch.randn(3, 8).bfloat16(), torch.ones(8).bfloat16())[1]
     out, plan = own.launch_planned(RMS, full)
     assert (seen, out.dtype) == ([torch.float32], torch.bfloat16)
-    assert plan.record().transforms[0].kind == "cast"
+    assert plan.selection_for_request().transforms[0].kind == "cast"
 
 
 def test_a_cast_never_narrows() -> None:
@@ -83,7 +83,7 @@ def test_mixed_operands_are_cast_to_one_dtype() -> None:
     full = ATTENTION.build(q.half(), q.bfloat16(), q.bfloat16())[1]
     out, plan = own.launch_planned(ATTENTION, full)
     assert out.dtype == torch.float16
-    assert [(t.kind, t.after) for t in plan.record().transforms] == [("cast", "float32")]
+    assert [(t.kind, t.after) for t in plan.selection_for_request().transforms] == [("cast", "float32")]
     wide = ATTENTION.reference(*(t.float() for t in full[:3]), *full[3:])
     assert torch.equal(out, wide.half()), "rounded once, behind the kernel"
     strict = device([kernel("a.attention", mixed_dtypes=False)], Settings(strict=True))
@@ -114,7 +114,7 @@ def test_the_cost_of_a_transform_is_exactly_what_it_adds() -> None:
     own = device([cheap, native], Settings(tie_band=0.0))
     q = torch.randn(1, 4, 2, 8)
     full = ATTENTION.build(q, q, q, layout="BSHD")[1]
-    record = own.plan(ATTENTION, positional(ATTENTION, full), full, mode()).record()
+    record = own.plan(ATTENTION, signature_of(ATTENTION, full), full, mode_bits()).selection_for_request()
     moved = record.candidate("a.attention").accepted
     assert moved is not None
     assert moved.total_us == moved.kernel_us + sum(t.cost_us for t in moved.transforms)
@@ -181,7 +181,7 @@ def test_a_batch_above_a_kernels_bound_is_split_and_merged(batch: int, layout: s
     )[1]
     outs, plan = own.launch_planned(ATTENTION, full)
     torch.testing.assert_close(outs, ATTENTION.reference(*full))
-    record = plan.record()
+    record = plan.selection_for_request()
     assert record.kernel == "small.attention" and not record.fallback
     assert sum(seen) == batch and max(seen) <= 4 and max(seen) - min(seen) <= max(seen) // 2 + 1
     assert "split B -> parts of at most 4" in [str(t) for t in record.transforms]
@@ -197,7 +197,7 @@ def test_a_split_is_priced_for_its_launches_and_its_join() -> None:
         own = device([bounded])
         q = torch.zeros(batch, 2, 1, 8)
         full = ATTENTION.build(q, q, q)[1]
-        record = own.plan(ATTENTION, positional(ATTENTION, full), full, mode()).record()
+        record = own.plan(ATTENTION, signature_of(ATTENTION, full), full, mode_bits()).selection_for_request()
         copied = _copy_us(ATTENTION, record.request, own.hardware)
         prices.append(record.transforms[0].cost_us - copied)
     launch = bounded.efficiency.launch_us
@@ -205,7 +205,7 @@ def test_a_split_is_priced_for_its_launches_and_its_join() -> None:
     q = torch.zeros(9, 2, 1, 8)
     full = ATTENTION.build(q, q, q)[1]
     own = device([bounded, kernel("any.attention", launch_us=0.002)])
-    record = own.plan(ATTENTION, positional(ATTENTION, full), full, mode()).record()
+    record = own.plan(ATTENTION, signature_of(ATTENTION, full), full, mode_bits()).selection_for_request()
     assert record.kernel == "any.attention" and record.candidate("small.attention").accepted is not None
 
 
@@ -243,14 +243,14 @@ def test_cuda_kernels_take_a_batch_beyond_their_grid_in_parts() -> None:
     """Flash out of torch, 65,536 sequences times heads, on an imagined GPU: two parts, and said so."""
     q = torch.zeros(2048, 32, 1, 8, dtype=torch.float16)
     request = ATTENTION.check(ATTENTION.build(q, q, q)[1]).replace(platform="cuda")
-    gpu = imagined_gpu(90)
+    gpu = hypothetical_gpu(90)
     flash = next(k for k in load_builtin(op="attention") if k.id == "torch.attention.sdpa_flash")
-    refused = judge(flash, request, gpu)
+    refused = rejections(flash, request, gpu)
     assert [r.reason for r in refused] == [Reason.CUDA_BLOCK_LIMIT_EXCEEDED]
     adapted = adapt(ATTENTION, flash, request, refused, gpu, request)
     assert adapted is not None
     now, transforms = adapted
-    assert not judge(flash, now, gpu) and [t.size for t in transforms] == [2047]
+    assert not rejections(flash, now, gpu) and [t.size for t in transforms] == [2047]
 
 
 @pytest.mark.parametrize("op", ["add_rms_norm", "add_layer_norm", "add_rms_norm_quantize"])
@@ -265,4 +265,4 @@ def test_no_cast_stands_before_a_sum_that_is_rounded_and_normed(op: str) -> None
 
     with pytest.raises(NoKernelFoundError, match="DTYPE_UNSUPPORTED"):
         launched(op, x, x)
-    assert [t.kind for t in launched("rms_norm", x)[1].record().transforms] == ["cast"]
+    assert [t.kind for t in launched("rms_norm", x)[1].selection_for_request().transforms] == ["cast"]

@@ -9,12 +9,12 @@ import pytest
 import torch
 
 from layerzero.actors.device.local_device import LocalDevice
-from layerzero.actors.device.memory import Room
+from layerzero.actors.device.memory import WorkspaceBudget
 from layerzero.ops import table as ops_table
 from layerzero.selection.record import Transform
 from layerzero.selection.render import render
-from layerzero.selection.workspace import temporaries
-from layerzero.spec.call_spec import Request
+from layerzero.selection.workspace import transform_bytes
+from layerzero.spec.call_spec import CallSpec
 from layerzero.spec.errors import KernelExecutionError, NoKernelFoundError
 from layerzero.spec.hardware import free_memory
 from layerzero.spec.kernel import Kernel
@@ -43,7 +43,7 @@ def test_the_record_holds_what_a_call_allocates() -> None:
     own = device(
         [sized("dense.rms_norm", 3 * GIB, contiguous=True), sized("any.rms_norm", 0, launch_us=90.0)]
     )
-    selection = own.table(NORM).fresh(own.table(NORM).describe((strided, None, 1e-6), own.mode()))
+    selection = own.table(NORM).recompute(own.table(NORM).describe((strided, None, 1e-6), own.mode()))
     accepted = selection.candidate("dense.rms_norm").accepted
     assert accepted is not None and accepted.workspace_bytes == 3 * GIB
     assert accepted.temporary_bytes >= strided.nbytes
@@ -62,7 +62,7 @@ def test_the_record_holds_what_a_call_allocates() -> None:
 def test_copies_are_counted_and_views_are_not(kinds: tuple[Any, ...], dtype: str, size: int) -> None:
     """A dense copy takes what the call moves, a cast what that is in the wider dtype, a layout nothing."""
     transforms = [Transform(kind, dtype, "float32") for kind in kinds]
-    assert temporaries(transforms, Request(op="rms_norm", dtype=dtype), 1000.0) == size
+    assert transform_bytes(transforms, CallSpec(op="rms_norm", dtype=dtype), 1000.0) == size
 
 
 def test_a_copy_that_does_not_fit_is_a_reason() -> None:
@@ -73,13 +73,13 @@ def test_a_copy_that_does_not_fit_is_a_reason() -> None:
         sized("any.rms_norm", 0, launch_us=900.0),
     ]
     own = device(kernels, Settings(workspace_limit_bytes=3 << 19))
-    own.room.moved(own.settings)
+    own.workspace_budget.refresh(own.settings)
     table = own.table(NORM)
-    selection = table.fresh(table.describe((strided, None, 1e-6), own.mode()))
+    selection = table.recompute(table.describe((strided, None, 1e-6), own.mode()))
     (reason,) = selection.candidate("dense.rms_norm").rejected
     assert selection.kernel == "any.rms_norm" and reason.reason is Reason.MEMORY_HEADROOM_EXCEEDED
     assert "of it for copies" in reason.got
-    uncopied = table.fresh(table.describe((torch.randn(512, 512), None, 1e-6), own.mode()))
+    uncopied = table.recompute(table.describe((torch.randn(512, 512), None, 1e-6), own.mode()))
     assert uncopied.kernel == "dense.rms_norm"
     own.close()
 
@@ -103,8 +103,8 @@ class Card:
 def on_card(kernels: list[Kernel], clock: Callable[[], float]) -> LocalDevice:
     """A CPU device that thinks its memory is the card's."""
     own = device(kernels, Settings(memory_headroom=0.0))
-    own.room = Room(GPU, own.hardware, clock)
-    own.room._total = 80 * GIB
+    own.workspace_budget = WorkspaceBudget(GPU, own.hardware, clock)
+    own.workspace_budget._total = 80 * GIB
     return own
 
 

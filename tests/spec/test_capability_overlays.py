@@ -16,12 +16,12 @@ from hypothesis import strategies as st
 import layerzero as lz
 from layerzero.backends import load_builtin
 from layerzero.graphs.proof import Proofs
-from layerzero.measure.shapes import standard
+from layerzero.measure.shapes import standard_calls
 from layerzero.ops import table as ops_table
 from layerzero.runtime import Runtime
 from layerzero.selection.dispatch_table import capabilities_hash
 from layerzero.spec import capability_overlays as capabilities
-from layerzero.spec.call_spec import Request
+from layerzero.spec.call_spec import CallSpec
 from layerzero.spec.capability_overlays import (
     AXES,
     FIELDS,
@@ -33,8 +33,8 @@ from layerzero.spec.capability_overlays import (
     problems,
 )
 from layerzero.spec.errors import CacheCorruptionError, ConfigurationError
-from layerzero.spec.hardware import imagined_gpu, probe
-from layerzero.spec.kernel import AtMost, Capability, MultipleOf, OneOf, judge
+from layerzero.spec.hardware import hypothetical_gpu, probe
+from layerzero.spec.kernel import AtMost, Capability, MultipleOf, OneOf, rejections
 from tests.kernels import kernel
 from tests.profiles import CI
 
@@ -213,9 +213,9 @@ VALUES = st.one_of(
 
 
 @st.composite
-def requests(draw: st.DrawFn) -> Request:
+def requests(draw: st.DrawFn) -> CallSpec:
     dtype = draw(st.sampled_from(["float32", "bfloat16", "float16"]))
-    return Request(
+    return CallSpec(
         op="rms_norm", dtype=dtype, dtypes=(dtype, draw(st.sampled_from([dtype, "int64"]))),
         dims={"N": draw(st.integers(1, 600)), "C": draw(st.integers(1, 64))},
         features=draw(st.frozensets(st.sampled_from(["causal", "mask_bool", "no_weight"]))),
@@ -229,7 +229,7 @@ def requests(draw: st.DrawFn) -> Request:
     changes=st.dictionaries(st.sampled_from([*FIELDS, "sm_least"]), VALUES, min_size=1, max_size=4),
     request=requests(),
 )
-def test_whatever_stands_in_a_file_nothing_is_widened(changes: dict[str, Any], request: Request) -> None:
+def test_whatever_stands_in_a_file_nothing_is_widened(changes: dict[str, Any], request: CallSpec) -> None:
     """Random fields with random values: refused, or every call that is still taken was taken before."""
     try:
         fields = {n: msgspec.convert(v, capabilities._HINTS[n]) for n, v in changes.items() if n in FIELDS}
@@ -238,9 +238,9 @@ def test_whatever_stands_in_a_file_nothing_is_widened(changes: dict[str, Any], r
         return
     smaller = Overlay(changes={FAST.id: fields}).apply(FAST)
     assert smaller.capability.limits == narrowed.limits
-    for hardware in (probe("cpu"), imagined_gpu(90)):
-        if not judge(smaller, request, hardware):
-            assert not judge(FAST, request, hardware)
+    for hardware in (probe("cpu"), hypothetical_gpu(90)):
+        if not rejections(smaller, request, hardware):
+            assert not rejections(FAST, request, hardware)
 
 
 def test_a_limit_meant_to_widen_is_told(tmp_path: Path) -> None:
@@ -260,10 +260,10 @@ def test_a_proof_does_not_undo_an_overlay(tmp_path: Path) -> None:
     small = load_overlay(written(tmp_path / "o.json", {"graph_safe": False}), [start]).apply(start)
     proofs = Proofs(probe("cpu"))
     proofs.add(small, "a case", ())
-    (applied,) = proofs.applied([small], strict=False)
+    (applied,) = proofs.apply([small], strict=False)
     assert not applied.capability.graph_safe
     proofs.add(start, "a case", ())
-    assert proofs.applied([start], strict=True)[0].capability.graph_safe
+    assert proofs.apply([start], strict=True)[0].capability.graph_safe
 
 
 def test_the_digest_is_in_the_record_and_the_key(tmp_path: Path) -> None:
@@ -290,4 +290,4 @@ def test_axes_are_those_of_the_ops(device: str) -> None:
     """Every axis that a bound of a built-in kernel speaks of, and of every standard call, is known."""
     bounds = {limit.dim for k in BUILTIN for limit in k.capability.limits if " " not in limit.dim}
     assert bounds <= AXES
-    assert standard(None, device, True)
+    assert standard_calls(None, device, True)

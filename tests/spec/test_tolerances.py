@@ -24,7 +24,7 @@ def attended(dtype: torch.dtype, asks: tuple[str, ...] = ("causal",)) -> tuple[T
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
 def test_torch_passes(dtype: torch.dtype) -> None:
     """A correct kernel has no disagreement in any dtype."""
-    assert tolerances.disagreements(*attended(dtype)) == []
+    assert tolerances.mismatches(*attended(dtype)) == []
 
 
 def cheats(out: Tensor) -> dict[str, Tensor]:
@@ -48,14 +48,14 @@ def cheats(out: Tensor) -> dict[str, Tensor]:
 def test_cheats_fail(cheat: str, dtype: torch.dtype) -> None:
     """Each wrong answer is found out, however small its share of the output."""
     out, truth, baseline = attended(dtype)
-    assert tolerances.disagreements(cheats(out)[cheat], truth, baseline)
+    assert tolerances.mismatches(cheats(out)[cheat], truth, baseline)
 
 
 def test_small_outputs_get_no_free_pass() -> None:
     """Zeros for outputs of 1e-3 are wrong: nothing is measured on an absolute scale."""
     out, truth, baseline = attended(torch.float32)
-    assert tolerances.disagreements(out * 1e-3, truth * 1e-3, baseline * 1e-3) == []
-    assert tolerances.disagreements(torch.zeros_like(out), truth * 1e-3, baseline * 1e-3)
+    assert tolerances.mismatches(out * 1e-3, truth * 1e-3, baseline * 1e-3) == []
+    assert tolerances.mismatches(torch.zeros_like(out), truth * 1e-3, baseline * 1e-3)
 
 
 def test_numbers_are_not_compared_while_products_are_rounded(capsys: pytest.CaptureFixture[str]) -> None:

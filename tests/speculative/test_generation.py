@@ -54,8 +54,8 @@ class Chain:
         del self.tokens[length:]
 
 
-def run(draft: Chain, target: Chain, **options: Any) -> tuple[list[int], speculative.Speculation]:
-    async def main() -> tuple[list[int], speculative.Speculation]:
+def run(draft: Chain, target: Chain, **options: Any) -> tuple[list[int], speculative.SpeculationStats]:
+    async def main() -> tuple[list[int], speculative.SpeculationStats]:
         generation = speculative.generate(draft, target, [0, 1], **options)
         return [token async for token in generation], generation.stats
 
@@ -83,7 +83,12 @@ def test_texts_are_distributed_as_the_targets(blend: float, overlap: bool) -> No
         for seed in seeds:
             draft.rollback(0)
             own.rollback(0)
-            options: dict[str, Any] = {"places": 2, "max_tokens": 3, "seed": seed, "overlap": overlap}
+            options: dict[str, Any] = {
+                "num_speculative_tokens": 2,
+                "max_tokens": 3,
+                "seed": seed,
+                "overlap": overlap,
+            }
             texts = speculative.generate(draft, own, [0, 1], **options)
             found.append(tuple([token async for token in texts]))
         return found
@@ -112,22 +117,24 @@ def test_the_caches_hold_what_is_certain(
     """Property: as many tokens as asked for, caches are prefixes of the text, counts add up."""
     target = Chain(1)
     draft = Chain(2, blend, target)
-    tokens, counted = run(draft, target, places=places, max_tokens=max_tokens, seed=seed, overlap=overlap)
+    tokens, counted = run(
+        draft, target, num_speculative_tokens=places, max_tokens=max_tokens, seed=seed, overlap=overlap
+    )
     text = [0, 1, *tokens]
     assert len(tokens) == max_tokens
     for model in (draft, target):  # the last round may have had one token more than was wanted
         common = min(len(text), len(model.tokens))
         assert model.tokens[:common] == text[:common]
-    assert 0 <= counted.accepted <= counted.drafted
-    assert counted.rounds >= 1 and target.widest <= 2 + places + 1
+    assert 0 <= counted.num_accepted <= counted.num_draft_tokens
+    assert counted.num_rounds >= 1 and target.widest <= 2 + places + 1
 
 
 def test_a_draft_that_is_the_target_is_accepted_whole() -> None:
     """Acceptance of 1: a quarter of the forwards, and nothing that was drafted ahead is lost."""
     target, draft = Chain(1), Chain(1)
-    tokens, counted = run(draft, target, places=4, max_tokens=32, seed=3)
+    tokens, counted = run(draft, target, num_speculative_tokens=4, max_tokens=32, seed=3)
     assert len(tokens) == 32
-    assert counted.acceptance == 1.0 and counted.discarded <= 4
+    assert counted.acceptance_rate == 1.0 and counted.num_discarded <= 4
     assert target.forwards == 8
 
 
@@ -135,13 +142,13 @@ def test_a_draft_that_is_always_wrong_costs_a_forward_a_token() -> None:
     """Acceptance of 0: the target's own greedy text comes out all the same."""
     target, draft = Chain(1), Chain(1)
     draft.table = -target.table
-    tokens, counted = run(draft, target, places=3, max_tokens=12, temperature=0.0, seed=0)
+    tokens, counted = run(draft, target, num_speculative_tokens=3, max_tokens=12, temperature=0.0, seed=0)
     before, last, wanted = 0, 1, []
     for _ in range(12):
         before, last = last, int(target.table[before, last].argmax())
         wanted.append(last)
     assert tokens == wanted
-    assert counted.accepted == 0 and counted.rounds == 12
+    assert counted.num_accepted == 0 and counted.num_rounds == 12
 
 
 def test_a_seed_gives_the_same_tokens() -> None:
@@ -152,7 +159,7 @@ def test_a_seed_gives_the_same_tokens() -> None:
 
 def test_it_ends_behind_an_end_token() -> None:
     """The end token is given, nothing after it."""
-    tokens, _ = run(Chain(2), Chain(1), max_tokens=200, seed=1, end={2})
+    tokens, _ = run(Chain(2), Chain(1), max_tokens=200, seed=1, stop_token_ids={2})
     assert tokens[-1] == 2 and 2 not in tokens[:-1]
 
 
@@ -223,7 +230,8 @@ def test_filters_shape_the_text_as_they_shape_the_targets(options: dict[str, Any
     """Two tokens under top-k and top-p are distributed as the filtered target's, and never others."""
     target = Chain(1)
     seen = Counter(
-        tuple(run(Chain(2), Chain(1), max_tokens=2, places=2, seed=seed, **options)[0]) for seed in range(400)
+        tuple(run(Chain(2), Chain(1), max_tokens=2, num_speculative_tokens=2, seed=seed, **options)[0])
+        for seed in range(400)
     )
     expected: dict[tuple[int, ...], float] = {}
     for pair in itertools.product(range(WORDS), repeat=2):
@@ -248,7 +256,7 @@ def test_filters_shape_the_text_as_they_shape_the_targets(options: dict[str, Any
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"places": 0}, "places needs"),
+        ({"num_speculative_tokens": 0}, "num_speculative_tokens needs"),
         ({"max_tokens": 0}, "max_tokens needs"),
         ({"temperature": -1.0}, "temperature needs"),
         ({"top_p": 1.5}, "top_p needs"),
@@ -291,10 +299,10 @@ def test_logits_that_give_no_token_are_an_error(worst: float, places: int) -> No
     """Of the draft or of the target: nobody is given -1 as a token."""
     spoiled = Wrong(lambda logits: torch.full_like(logits, worst))
     with pytest.raises(ValueError, match="target needs logits with a finite largest value"):
-        run(Chain(2), spoiled, places=places)
+        run(Chain(2), spoiled, num_speculative_tokens=places)
     spoiled = Wrong(lambda logits: torch.full_like(logits, worst))
     with pytest.raises(ValueError, match="logits needs a finite largest value in each row"):
-        run(spoiled, Chain(2), places=places)
+        run(spoiled, Chain(2), num_speculative_tokens=places)
 
 
 @pytest.mark.parametrize(
@@ -323,7 +331,7 @@ def test_a_forward_that_gives_no_logits_is_named(
         ({"prompt": "ab"}, TypeError, "prompt needs token ids as ints, got str"),
         ({"prompt": [0, 1.0]}, TypeError, "prompt needs an int"),
         ({"prompt": [0, -1]}, ValueError, "prompt needs an int >= 0"),
-        ({"end": 3}, TypeError, "end needs token ids as ints, got int"),
+        ({"stop_token_ids": 3}, TypeError, "stop_token_ids needs token ids as ints, got int"),
         ({"seed": "one"}, TypeError, "seed needs an int"),
         ({"target": 3}, TypeError, "target needs `forward`"),
     ],

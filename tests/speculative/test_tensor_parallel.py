@@ -12,7 +12,7 @@ from torch import Tensor
 
 import layerzero as lz
 from layerzero import sync
-from layerzero.actors.group.join import Member
+from layerzero.actors.group.join import RankHandle
 from layerzero.actors.group.stores import LocalStore
 from layerzero.kvcache import PageAllocator, PagesExhaustedError
 from layerzero.spec.errors import ConsistencyError, DeviceLostError
@@ -28,7 +28,7 @@ class Paged:
     """A rank's cache of one sequence: a chain's tokens, and pages for all it may hold."""
 
     def __init__(self, pages: PageAllocator, limit: int) -> None:
-        self.pages, self.held = pages, pages.take(-(-limit // PAGE))
+        self.pages, self.held = pages, pages.allocate(-(-limit // PAGE))
         self.chain = Chain(1)
 
     @property
@@ -45,19 +45,19 @@ class Shared:
 
     box: Tensor
 
-    def __init__(self, member: Member, meeting: threading.Barrier, **options: Any) -> None:
+    def __init__(self, member: RankHandle, meeting: threading.Barrier, **options: Any) -> None:
         self.member, self.meeting = member, meeting
         self.pages = PageAllocator(PAGES)
         self.texts: dict[int, list[int]] = {}
         self.most = 0
-        self.target = coordinated.Coordinated(
+        self.target = coordinated.TensorParallelTarget(
             member,
             open=lambda limit: Paged(self.pages, limit),
-            close=lambda cache: self.pages.give_back(cache.held),
+            close=lambda cache: self.pages.free(cache.held),
             forward=self.forward,
-            spread=self.spread,
-            vocab=WORDS,
-            settled=lambda number, tokens: self.texts.setdefault(number, []).extend(tokens),
+            broadcast=self.spread,
+            vocab_size=WORDS,
+            on_tokens=lambda number, tokens: self.texts.setdefault(number, []).extend(tokens),
             **options,
         )
 
@@ -79,7 +79,7 @@ class Shared:
         self.meeting.wait(90)
 
 
-def gang(ranks: int, lead: Any, follow: Any = None) -> tuple[list[Shared], list[BaseException | None]]:
+def rank_group(ranks: int, lead: Any, follow: Any = None) -> tuple[list[Shared], list[BaseException | None]]:
     """Rank 0 runs `lead`, the others follow; each in a thread with a runtime of its own."""
     store, meeting = LocalStore(), threading.Barrier(ranks)
     seen: list[Any] = [None] * ranks
@@ -89,7 +89,7 @@ def gang(ranks: int, lead: Any, follow: Any = None) -> tuple[list[Shared], list[
         settings = lz.Settings(inference=True, perfdb=None)
         async with (
             lz.start(settings, scoped=True) as runtime,
-            runtime.gang(ranks, rank=rank, store=store, epoch=0, timeout_s=90.0) as member,
+            runtime.rank_group(ranks, rank=rank, store=store, epoch=0, timeout_s=90.0) as member,
         ):
             seen[rank] = own = Shared(member, meeting)
             if rank:
@@ -123,7 +123,8 @@ OPTIONS: list[dict[str, Any]] = [
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 @pytest.mark.parametrize("blend", [0.0, 0.9, 1.0])
 def test_every_rank_accepts_what_one_process_accepts(blend: float, options: dict[str, Any]) -> None:
-    """Several texts at once, from bad drafts to perfect ones: the same on three ranks, and without a gang."""
+    """Several texts at once, from bad drafts to perfect ones: the same on three ranks, and without a rank
+    group."""
     found: dict[int, list[int]] = {}
     numbers: dict[int, int] = {}
 
@@ -131,7 +132,7 @@ def test_every_rank_accepts_what_one_process_accepts(blend: float, options: dict
         async with own.target.sequence(64) as sequence:
             draft = Chain(2, blend, Chain(1))
             text = speculative.generate(
-                draft, sequence, [0, 1], places=3, max_tokens=17, seed=seed, **options
+                draft, sequence, [0, 1], num_speculative_tokens=3, max_tokens=17, seed=seed, **options
             )
             found[seed] = [token async for token in text]
             numbers[seed] = sequence.number
@@ -141,11 +142,17 @@ def test_every_rank_accepts_what_one_process_accepts(blend: float, options: dict
 
     async def alone(seed: int) -> list[int]:
         text = speculative.generate(
-            Chain(2, blend, Chain(1)), Chain(1), [0, 1], places=3, max_tokens=17, seed=seed, **options
+            Chain(2, blend, Chain(1)),
+            Chain(1),
+            [0, 1],
+            num_speculative_tokens=3,
+            max_tokens=17,
+            seed=seed,
+            **options,
         )
         return [token async for token in text]
 
-    seen, errors = gang(3, lead)
+    seen, errors = rank_group(3, lead)
     assert errors == [None] * 3
     for seed in range(TEXTS):
         assert found[seed] == asyncio.run(alone(seed))
@@ -161,7 +168,9 @@ def test_a_rank_that_would_accept_otherwise_fails_before_its_next_collective() -
 
     async def lead(own: Shared) -> None:
         async with own.target.sequence(64) as sequence:
-            text = speculative.generate(Chain(2), sequence, [0, 1], places=3, max_tokens=40, seed=0)
+            text = speculative.generate(
+                Chain(2), sequence, [0, 1], num_speculative_tokens=3, max_tokens=40, seed=0
+            )
             with pytest.raises((DeviceLostError, threading.BrokenBarrierError)):
                 async for _ in text:
                     pass
@@ -171,12 +180,12 @@ def test_a_rank_that_would_accept_otherwise_fails_before_its_next_collective() -
 
         def other(*args: Any) -> Any:
             found = verdict(*args)
-            args[2].goes_on += 1
+            args[2].resume_length += 1
             return found
 
         own.target._verdict = other  # type: ignore[assignment,method-assign]
 
-    seen, errors = gang(2, lead, deviate)
+    seen, errors = rank_group(2, lead, deviate)
     assert isinstance(errors[1], ConsistencyError), errors
     assert "it accepted other drafts" in str(errors[1]) and "on rank 1, got" in str(errors[1])
     assert len(seen[1].texts[0]) >= 1
@@ -189,31 +198,31 @@ def test_draft_and_target_choose_apart_under_one_plan() -> None:
     digests: list[tuple[str, str]] = []
 
     class Drafting(Chain):
-        def __init__(self, member: Member) -> None:
+        def __init__(self, member: RankHandle) -> None:
             super().__init__(2)
             self.member = member
 
         async def forward(self, tokens: Tensor) -> Tensor:
-            with self.member.under("draft"):
+            with self.member.using_model("draft"):
                 return sync.rms_norm(await super().forward(tokens))
 
     async def lead(own: Shared) -> None:
-        gang_of = own.member._gang
+        group_of = own.member._group
         async with own.target.sequence(64) as sequence:
             text = speculative.generate(
-                Drafting(own.member), sequence, [0, 1], places=2, max_tokens=9, seed=0
+                Drafting(own.member), sequence, [0, 1], num_speculative_tokens=2, max_tokens=9, seed=0
             )
             async for _ in text:
-                digests.append((gang_of.decided("draft"), gang_of.decided("target")))
-        assert set(gang_of.under("draft").tables) == {"rms_norm"}
-        assert "rms_norm" not in gang_of.under("target").tables
-        assert {"linear", "verify_chain"} <= set(gang_of.under("target").tables)
-        assert own.member.agreed.version == 1
+                digests.append((group_of.selections_digest("draft"), group_of.selections_digest("target")))
+        assert set(group_of.state_for("draft").tables) == {"rms_norm"}
+        assert "rms_norm" not in group_of.state_for("target").tables
+        assert {"linear", "verify_chain"} <= set(group_of.state_for("target").tables)
+        assert own.member.agreed_plan.version == 1
 
-    seen, errors = gang(2, lead)
+    seen, errors = rank_group(2, lead)
     assert errors == [None, None]
-    assert seen[1].member._gang.decided("draft") == ""
-    assert digests[-1][1] == seen[1].member._gang.decided("target") != ""
+    assert seen[1].member._group.selections_digest("draft") == ""
+    assert digests[-1][1] == seen[1].member._group.selections_digest("target") != ""
 
 
 def test_what_a_shared_target_cannot_do_is_said() -> None:
@@ -224,12 +233,12 @@ def test_what_a_shared_target_cannot_do_is_said() -> None:
             drafting: Any = sequence
             with pytest.raises(TypeError, match="draft needs `forward`, which gives logits, got SharedSeq"):
                 speculative.generate(drafting, sequence, [0])
-            odd = speculative.Round(
+            odd = speculative.DraftBatch(
                 torch.tensor([0]),
                 torch.tensor([1]),
                 torch.ones(1, 5),
                 False,
-                speculative.Drawing(0, 0, 1.0, 0, 1.0),
+                speculative.SamplingParams(0, 0, 1.0, 0, 1.0),
             )
             with pytest.raises(ValueError, match="draft needs the target's vocabulary of 3 tokens, got 5"):
                 await sequence.verify(odd)
@@ -239,4 +248,4 @@ def test_what_a_shared_target_cannot_do_is_said() -> None:
         async with own.target.sequence(64):
             assert own.target.open_sequences == 1  # and no round: no other rank hears of it
 
-    assert gang(2, lead)[1] == [None, None]
+    assert rank_group(2, lead)[1] == [None, None]

@@ -139,7 +139,7 @@ def test_what_another_user_made_is_refused(shared: Path) -> None:
         files.read_bounded(shared / "file", 10)
     for name in ("file", "to-file"):
         with pytest.raises(OSError):
-            files.held_open(shared / name)
+            files.pinned_path(shared / name)
         with pytest.raises(FileExistsError):
             files.create_own(shared / name)
     assert (mine / "a.json").read_bytes() == b"mine"
@@ -149,7 +149,7 @@ def test_a_held_file_is_the_one_that_was_checked(tmp_path: Path) -> None:
     """Whatever takes its name later: a library is loaded from what was found to be this user's."""
     path = tmp_path / "library.so"
     path.write_bytes(b"checked")
-    held = files.held_open(path)
+    held = files.pinned_path(path)
     (tmp_path / "other").write_bytes(b"planted")
     (tmp_path / "other").replace(path)
     assert Path(held).read_bytes() == (b"planted" if held == str(path) else b"checked")
@@ -184,7 +184,7 @@ except Exception as error:
 
 def state(path: Path) -> object:
     """A record of state."""
-    return files.decoded(files.read_bounded(path, 1 << 20), list[int])
+    return files.decode_json(files.read_bounded(path, 1 << 20), list[int])
 
 
 @pytest.mark.parametrize("reader", READERS.values(), ids=list(READERS))

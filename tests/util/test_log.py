@@ -110,7 +110,7 @@ def test_an_ordinary_key_keeps_its_value(key: str) -> None:
 )
 def test_secrets_inside_text_are_hidden(text: str) -> None:
     """Hub tokens, authorization values, URL userinfo and assignments do not survive."""
-    clean = log.redacted(text)
+    clean = log.redact_text(text)
     assert log.HIDDEN in clean
     assert TOKEN not in clean and "c2VjcmV0OnZhbHVl" not in clean
 
@@ -143,5 +143,5 @@ def test_cycles_end() -> None:
 @given(st.text(max_size=200))
 def test_redacting_twice_changes_nothing_more(text: str) -> None:
     """Redaction is idempotent on any text."""
-    once = log.redacted(text)
-    assert log.redacted(once) == once
+    once = log.redact_text(text)
+    assert log.redact_text(once) == once

@@ -7,7 +7,7 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
-from layerzero._util.strict_yaml import MAX_BYTES, MAX_DEPTH, YamlError, near, parse, path_in, shown
+from layerzero._util.strict_yaml import MAX_BYTES, MAX_DEPTH, YamlError, parse, path_in, quote, suggestion
 from tests.profiles import many_examples
 
 
@@ -91,10 +91,10 @@ def test_path_of_a_schema_error_is_found() -> None:
 
 def test_hints_name_near_words_or_the_known_ones() -> None:
     """A close word is suggested; with none close, the known words are listed."""
-    assert near("devise", ["device", "strict"]) == "did you mean 'device'?"
-    assert near("zzz", ["device", "strict"]) == "known: device, strict"
-    assert near("zzz", []) == "none is known here"
-    assert len(shown("x" * 1000)) <= 80
+    assert suggestion("devise", ["device", "strict"]) == "did you mean 'device'?"
+    assert suggestion("zzz", ["device", "strict"]) == "known: device, strict"
+    assert suggestion("zzz", []) == "none is known here"
+    assert len(quote("x" * 1000)) <= 80
 
 
 _text = st.text(st.characters(codec="utf-8"), max_size=12)

@@ -2,7 +2,7 @@
 
 No kernel of this folder has been executed by this project, and none can be: loading one is refused by name.
 They are no part of any device's registry. `lz.dry_run(..., hardware=...)` judges and prices them beside the
-others and says "descriptor only", so that a fleet can be planned before it is bought.
+others and says "descriptor only", so that a device pool can be planned before it is bought.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Mapping
 
-from layerzero._util.strict_yaml import near
+from layerzero._util.strict_yaml import suggestion
 from layerzero.backends.descriptors import amd, apple, arm, gaudi, nvidia
 from layerzero.spec.errors import ConfigurationError
 from layerzero.spec.hardware import Hardware
@@ -39,8 +39,8 @@ def imagined(name: str) -> Hardware:
 
     Raises: ConfigurationError: nothing is known under that name; near ones are listed.
     """
-    found = DEVICES.get(name)
-    if found is None:
-        message = f"no hardware is described as {name!r}: {near(name, DEVICES)}"
+    hardware = DEVICES.get(name)
+    if hardware is None:
+        message = f"no hardware is described as {name!r}: {suggestion(name, DEVICES)}"
         raise ConfigurationError(message, hardware=name)
-    return found
+    return hardware

@@ -13,9 +13,9 @@ from typing import Any
 from layerzero.backends.flash_attn.shared import (
     FEATURES,
     SAME_HEAD_SIZES,
-    Dense,
-    Paged,
-    Ragged,
+    DenseCall,
+    PagedCall,
+    RaggedCall,
     Result,
     both,
     flags,
@@ -34,8 +34,8 @@ def _interface() -> Any:
 def _attention() -> Callable[..., Any]:
     run = _interface().flash_attn_func
 
-    @takes(Dense)
-    def attention(call: Dense) -> Result:
+    @takes(DenseCall)
+    def attention(call: DenseCall) -> Result:
         """Operands (B, S, H, D); causal is bottom-right by itself."""
         lse = call.return_lse
         out = run(call.q, call.k, call.v, call.dropout_p, return_attn_probs=lse, **flags(call))
@@ -47,8 +47,8 @@ def _attention() -> Callable[..., Any]:
 def _ragged() -> Callable[..., Any]:
     run = _interface().flash_attn_varlen_func
 
-    @takes(Ragged)
-    def ragged_attention(call: Ragged) -> Result:
+    @takes(RaggedCall)
+    def ragged_attention(call: RaggedCall) -> Result:
         """Sequences behind each other; the log-sum-exp comes heads first."""
         lse = call.return_lse
         out = run(call.q, call.k, call.v, *call.bounds, return_attn_probs=lse, **flags(call))
@@ -60,11 +60,11 @@ def _ragged() -> Callable[..., Any]:
 def _paged() -> Callable[..., Any]:
     run = _interface().flash_attn_with_kvcache
 
-    @takes(Paged)
-    def paged_attention(call: Paged) -> Result:
+    @takes(PagedCall)
+    def paged_attention(call: PagedCall) -> Result:
         """One query a sequence over pages."""
         out = run(
-            call.q.unsqueeze(1), call.k_pages, call.v_pages, cache_seqlens=int32(call.context_lens),
+            call.q.unsqueeze(1), call.k_cache, call.v_cache, cache_seqlens=int32(call.seq_lens),
             block_table=int32(call.block_tables), return_softmax_lse=call.return_lse, **flags(call),
         )  # fmt: skip
         if call.return_lse:

@@ -10,9 +10,9 @@ from typing import Any
 from layerzero.backends.flash_attn.shared import (
     FEATURES,
     THIRD,
-    Dense,
-    Paged,
-    Ragged,
+    DenseCall,
+    PagedCall,
+    RaggedCall,
     Result,
     both,
     flags,
@@ -21,7 +21,7 @@ from layerzero.backends.flash_attn.shared import (
     kernel,
     takes,
 )
-from layerzero.ops.host_copies import longest
+from layerzero.ops.host_copies import max_seqlen
 from layerzero.spec.kernel import Kernel
 
 
@@ -33,8 +33,8 @@ def _interface() -> Any:
 def _attention() -> Callable[..., Any]:
     run = _interface().flash_attn_func
 
-    @takes(Dense)
-    def attention(call: Dense) -> Result:
+    @takes(DenseCall)
+    def attention(call: DenseCall) -> Result:
         """Operands (B, S, H, D); causal is bottom-right by itself."""
         return run(call.q, call.k, call.v, **flags(call))  # type: ignore[no-any-return]
 
@@ -44,8 +44,8 @@ def _attention() -> Callable[..., Any]:
 def _ragged() -> Callable[..., Any]:
     run = _interface().flash_attn_varlen_func
 
-    @takes(Ragged)
-    def ragged_attention(call: Ragged) -> Result:
+    @takes(RaggedCall)
+    def ragged_attention(call: RaggedCall) -> Result:
         """Sequences behind each other."""
         return run(call.q, call.k, call.v, *call.bounds, **flags(call))  # type: ignore[no-any-return]
 
@@ -55,16 +55,16 @@ def _ragged() -> Callable[..., Any]:
 def _paged() -> Callable[..., Any]:
     run = _interface().flash_attn_with_kvcache
 
-    @takes(Paged)
-    def paged_attention(call: Paged) -> Result:
+    @takes(PagedCall)
+    def paged_attention(call: PagedCall) -> Result:
         """Queries of any number a sequence over pages of any size."""
-        several, ragged = call.cu_seqlens is not None, dict[str, Any]()
-        if call.cu_seqlens is not None:
-            ragged["cu_seqlens_q"] = int32(call.cu_seqlens)
-            ragged["max_seqlen_q"] = longest(call.cu_seqlens, call.q.shape[0])
+        several, ragged = call.cu_seqlens_q is not None, dict[str, Any]()
+        if call.cu_seqlens_q is not None:
+            ragged["cu_seqlens_q"] = int32(call.cu_seqlens_q)
+            ragged["max_seqlen_q"] = max_seqlen(call.cu_seqlens_q, call.q.shape[0])
         out = run(
-            call.q if several else call.q.unsqueeze(1), call.k_pages, call.v_pages,
-            cache_seqlens=int32(call.context_lens), page_table=int32(call.block_tables),
+            call.q if several else call.q.unsqueeze(1), call.k_cache, call.v_cache,
+            cache_seqlens=int32(call.seq_lens), page_table=int32(call.block_tables),
             return_softmax_lse=call.return_lse, **ragged, **flags(call),
         )  # fmt: skip
         if not call.return_lse:

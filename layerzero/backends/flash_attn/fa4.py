@@ -16,10 +16,10 @@ from typing import Any
 
 from layerzero.backends.flash_attn.shared import (
     FEATURES,
-    Asked,
-    Dense,
-    Paged,
-    Ragged,
+    AttentionCall,
+    DenseCall,
+    PagedCall,
+    RaggedCall,
     Result,
     Window,
     hopper,
@@ -27,9 +27,9 @@ from layerzero.backends.flash_attn.shared import (
     kernel,
     takes,
 )
-from layerzero.ops.host_copies import longest
-from layerzero.ops.rehearsal import rehearse
-from layerzero.spec.call_spec import Request
+from layerzero.ops.host_copies import max_seqlen
+from layerzero.ops.rehearsal import dummy_run
+from layerzero.spec.call_spec import CallSpec
 from layerzero.spec.kernel import AtLeast, AtMost, Capability, Efficiency, Kernel, MultipleOf, Tiling
 from layerzero.spec.reasons import Reason
 
@@ -43,27 +43,27 @@ def _interface() -> Any:
 
 
 def _bounds(window: Window) -> tuple[int | None, int | None]:
-    left, right = window if window is not None else (-1, -1)
-    return (None if left < 0 else left, None if right < 0 else right)
+    window_left, right = window if window is not None else (-1, -1)
+    return (None if window_left < 0 else window_left, None if right < 0 else right)
 
 
-def _flags(call: Asked) -> dict[str, Any]:
+def _flags(call: AttentionCall) -> dict[str, Any]:
     """Its keyword arguments; causal and a window together are a window without a future."""
-    left, right = _bounds(call.window)
+    window_left, right = _bounds(call.window)
     named: dict[str, Any] = {"softmax_scale": call.scale, "softcap": call.softcap or 0.0}
-    if call.is_causal and left is not None:
-        return named | {"window_size": (left, 0)}
+    if call.is_causal and window_left is not None:
+        return named | {"window_size": (window_left, 0)}
     return named | {
         "causal": call.is_causal,
-        "window_size": (None, None) if call.is_causal else (left, right),
+        "window_size": (None, None) if call.is_causal else (window_left, right),
     }
 
 
 def _attention() -> Callable[..., Any]:
     run = _interface().flash_attn_func
 
-    @takes(Dense)
-    def attention(call: Dense) -> Result:
+    @takes(DenseCall)
+    def attention(call: DenseCall) -> Result:
         """Operands (B, S, H, D); causal is bottom-right by itself."""
         out, lse = run(call.q, call.k, call.v, return_lse=call.return_lse, **_flags(call))[:2]
         return (out, lse) if call.return_lse else out
@@ -74,12 +74,12 @@ def _attention() -> Callable[..., Any]:
 def _ragged() -> Callable[..., Any]:
     run = _interface().flash_attn_varlen_func
 
-    @takes(Ragged)
-    def ragged_attention(call: Ragged) -> Result:
+    @takes(RaggedCall)
+    def ragged_attention(call: RaggedCall) -> Result:
         """Sequences behind each other; the log-sum-exp comes heads first."""
-        starts, starts_k, most, most_k = call.bounds
+        starts, starts_k, max_seqlen_q, most_k = call.bounds
         out, lse = run(
-            call.q, call.k, call.v, cu_seqlens_q=starts, cu_seqlens_k=starts_k, max_seqlen_q=most,
+            call.q, call.k, call.v, cu_seqlens_q=starts, cu_seqlens_k=starts_k, max_seqlen_q=max_seqlen_q,
             max_seqlen_k=most_k, return_lse=call.return_lse, **_flags(call),
         )[:2]  # fmt: skip
         return (out, lse.transpose(0, 1)) if call.return_lse else out
@@ -90,17 +90,17 @@ def _ragged() -> Callable[..., Any]:
 def _paged() -> Callable[..., Any]:
     run = _interface().flash_attn_varlen_func
 
-    @takes(Paged)
-    def paged_attention(call: Paged) -> Result:
+    @takes(PagedCall)
+    def paged_attention(call: PagedCall) -> Result:
         """Block tables and lengths as they are: no plan, nothing read on the host."""
-        pages = {"page_table": int32(call.block_tables), "seqused_k": int32(call.context_lens)}
+        pages = {"page_table": int32(call.block_tables), "seqused_k": int32(call.seq_lens)}
         named = {**pages, **_flags(call), "return_lse": call.return_lse}
-        if call.cu_seqlens is None:
-            out, lse = run(call.q.unsqueeze(1), call.k_pages, call.v_pages, **named)[:2]
+        if call.cu_seqlens_q is None:
+            out, lse = run(call.q.unsqueeze(1), call.k_cache, call.v_cache, **named)[:2]
             return (out.squeeze(1), lse.squeeze(2)) if call.return_lse else out.squeeze(1)
         out, lse = run(
-            call.q, call.k_pages, call.v_pages, cu_seqlens_q=int32(call.cu_seqlens),
-            max_seqlen_q=longest(call.cu_seqlens, call.q.shape[0]), **named,
+            call.q, call.k_cache, call.v_cache, cu_seqlens_q=int32(call.cu_seqlens_q),
+            max_seqlen_q=max_seqlen(call.cu_seqlens_q, call.q.shape[0]), **named,
         )[:2]  # fmt: skip
         return (out, lse.transpose(0, 1)) if call.return_lse else out
 
@@ -131,12 +131,12 @@ def _make(
 ) -> Kernel:
     return replace(
         kernel("flash_attn_4", op, variant, load, capability, speed, 34, "flash-attn-4>=4.0.0b36"),
-        unit=_compiled_for,
-        build=lambda request: rehearse(load(), request),
+        compile_key=_compiled_for,
+        compile=lambda request: dummy_run(load(), request),
     )
 
 
-def _compiled_for(request: Request) -> str:
+def _compiled_for(request: CallSpec) -> str:
     """What its compiler tells apart: dtype, head size, heads a group, flags."""
     flags = sorted(request.features - {"scale", "gqa"})
     return " ".join([request.dtype, *(str(request.dim(name)) for name in ("D", "G")), *flags])

@@ -9,8 +9,8 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from layerzero.ops.host_copies import longest
-from layerzero.spec.call_spec import Request
+from layerzero.ops.host_copies import max_seqlen
+from layerzero.spec.call_spec import CallSpec
 from layerzero.spec.kernel import AtMost, Capability, Efficiency, Kernel, Limit, MultipleOf, SameAs
 from layerzero.spec.reasons import Reason
 
@@ -28,7 +28,7 @@ Result = Tensor | tuple[Tensor, Tensor]
 THIRD = Efficiency(0.6, 0.8, 20.0, "an estimate, from FlashInfer's FA3 template")
 
 
-class Dense(NamedTuple):
+class DenseCall(NamedTuple):
     """What `attention` hands a kernel, as far as these libraries go."""
 
     q: Tensor
@@ -45,13 +45,13 @@ class Dense(NamedTuple):
     return_lse: bool
 
 
-class Ragged(NamedTuple):
+class RaggedCall(NamedTuple):
     """What `ragged_attention` hands a kernel."""
 
     q: Tensor
     k: Tensor
     v: Tensor
-    cu_seqlens: Tensor
+    cu_seqlens_q: Tensor
     cu_seqlens_k: Tensor
     is_causal: bool
     scale: float | None
@@ -62,20 +62,20 @@ class Ragged(NamedTuple):
     @property
     def bounds(self) -> tuple[Tensor, Tensor, int, int]:
         """Offsets of queries and of keys, and the longest of each."""
-        longest_q = longest(self.cu_seqlens, self.q.shape[0])
-        longest_k = longest(self.cu_seqlens_k, self.k.shape[0])
-        return int32(self.cu_seqlens), int32(self.cu_seqlens_k), longest_q, longest_k
+        longest_q = max_seqlen(self.cu_seqlens_q, self.q.shape[0])
+        longest_k = max_seqlen(self.cu_seqlens_k, self.k.shape[0])
+        return int32(self.cu_seqlens_q), int32(self.cu_seqlens_k), longest_q, longest_k
 
 
-class Paged(NamedTuple):
+class PagedCall(NamedTuple):
     """What `paged_attention` hands a kernel."""
 
     q: Tensor
-    k_pages: Tensor
-    v_pages: Tensor
+    k_cache: Tensor
+    v_cache: Tensor
     block_tables: Tensor
-    context_lens: Tensor
-    cu_seqlens: Tensor | None
+    seq_lens: Tensor
+    cu_seqlens_q: Tensor | None
     is_causal: bool
     scale: float | None
     window: Window
@@ -84,8 +84,8 @@ class Paged(NamedTuple):
     return_lse: bool
 
 
-Asked = Dense | Ragged | Paged
-A = TypeVar("A", Dense, Ragged, Paged)
+AttentionCall = DenseCall | RaggedCall | PagedCall
+A = TypeVar("A", DenseCall, RaggedCall, PagedCall)
 
 
 def takes(kind: type[A]) -> Callable[[Callable[[A], Result]], Callable[..., Result]]:
@@ -107,7 +107,7 @@ def int32(values: Tensor) -> Tensor:
     return values.to(torch.int32).contiguous()
 
 
-def flags(call: Asked) -> dict[str, Any]:
+def flags(call: AttentionCall) -> dict[str, Any]:
     """The keyword arguments of the second and the third generation."""
     return {
         "softmax_scale": call.scale, "causal": call.is_causal, "window_size": call.window or (-1, -1),
@@ -120,7 +120,7 @@ def both(out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
     return out, lse.masked_fill(lse == torch.inf, -torch.inf)
 
 
-def workspace_bytes(request: Request) -> int:
+def workspace_bytes(request: CallSpec) -> int:
     """The log-sum-exp in float32, and what keys split between blocks leave to be joined.
 
     Splits stop where the device is full: at most two blocks of 64 rows and 256 columns in float32 for each of
@@ -160,8 +160,8 @@ def kernel(
         capability=capability,
         load=load,
         efficiency=efficiency,
-        rank=rank,
-        cold=True,
+        tie_break_order=rank,
+        slow_import=True,
         distributions=(distribution,),
         workspace_bytes=workspace_bytes,
     )

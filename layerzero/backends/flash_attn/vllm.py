@@ -20,10 +20,10 @@ from torch import Tensor
 from layerzero.backends.flash_attn.shared import (
     FEATURES,
     THIRD,
-    Asked,
-    Dense,
-    Paged,
-    Ragged,
+    AttentionCall,
+    DenseCall,
+    PagedCall,
+    RaggedCall,
     Result,
     both,
     hopper,
@@ -32,8 +32,8 @@ from layerzero.backends.flash_attn.shared import (
     takes,
     workspace_bytes,
 )
-from layerzero.ops.host_copies import longest
-from layerzero.spec.call_spec import Request
+from layerzero.ops.host_copies import max_seqlen
+from layerzero.spec.call_spec import CallSpec
 from layerzero.spec.kernel import AtMost, Kernel, Tiling
 
 _EXTENSION = "_vllm_fa3_C"
@@ -69,8 +69,8 @@ def extension() -> Path:
 
     Raises: ImportError: vllm is not installed, or was built without it.
     """
-    found = importlib.util.find_spec("vllm")
-    folders = found.submodule_search_locations if found is not None else None
+    spec = importlib.util.find_spec("vllm")
+    folders = spec.submodule_search_locations if spec is not None else None
     for folder in folders or ():
         for path in sorted(Path(folder).glob(f"vllm_flash_attn/{_EXTENSION}*.so")):
             return path
@@ -78,53 +78,53 @@ def extension() -> Path:
 
 
 @functools.cache
-def _forward() -> Callable[[Asked, dict[str, Any]], tuple[Tensor, Tensor]]:
+def _forward() -> Callable[[AttentionCall, dict[str, Any]], tuple[Tensor, Tensor]]:
     torch.ops.load_library(str(extension()))
     operator = torch.ops._vllm_fa3_C.fwd.default
     empty = arguments(
         {each.name: str(each.type).startswith("Optional") for each in operator._schema.arguments}
     )
 
-    def run(call: Asked, own: dict[str, Any]) -> tuple[Tensor, Tensor]:
-        left, right = call.window or (-1, -1)
-        given = empty | own
-        given["softmax_scale"] = call.q.shape[-1] ** -0.5 if call.scale is None else call.scale
-        given["is_causal"] = call.is_causal
-        given["window_size_left"], given["window_size_right"] = left, right
-        given["softcap"] = call.softcap or 0.0
-        out, lse, *_ = operator(*given.values())
+    def run(call: AttentionCall, call_values: dict[str, Any]) -> tuple[Tensor, Tensor]:
+        window_left, right = call.window or (-1, -1)
+        values = empty | call_values
+        values["softmax_scale"] = call.q.shape[-1] ** -0.5 if call.scale is None else call.scale
+        values["is_causal"] = call.is_causal
+        values["window_size_left"], values["window_size_right"] = window_left, right
+        values["softcap"] = call.softcap or 0.0
+        out, lse, *_ = operator(*values.values())
         return out, lse
 
     return run
 
 
-def _steps(batch: int, length: int, device: torch.device) -> Tensor:
+def _uniform_cu_seqlens(batch: int, length: int, device: torch.device) -> Tensor:
     """Offsets of `batch` sequences of `length`: int32, batch + 1. Those that a capture makes are not kept."""
     key = (batch, length, device)
-    found = _steps_of.get(key)
-    if found is None:
+    cu_seqlens_q = _steps_of.get(key)
+    if cu_seqlens_q is None:
         if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             return torch.arange(batch + 1, dtype=torch.int32, device=device) * length
         if len(_steps_of) >= _KEPT:
             _steps_of.clear()
         # A copy from ordinary memory has arrived when it returns, for whichever stream reads it.
-        found = (torch.arange(batch + 1, dtype=torch.int32, device="cpu") * length).to(device)
-        _steps_of[key] = found
-    return found
+        cu_seqlens_q = (torch.arange(batch + 1, dtype=torch.int32, device="cpu") * length).to(device)
+        _steps_of[key] = cu_seqlens_q
+    return cu_seqlens_q
 
 
 def _attention() -> Callable[..., Any]:
     run = _forward()
 
-    @takes(Dense)
-    def attention(call: Dense) -> Result:
+    @takes(DenseCall)
+    def attention(call: DenseCall) -> Result:
         """Operands (B, S, H, D), a view of them where they are contiguous."""
         batch, queries, heads, _ = call.q.shape
         keys, device = call.k.shape[1], call.q.device
         out, lse = run(call, {
             "q": call.q.flatten(0, 1), "k": call.k.flatten(0, 1), "v": call.v.flatten(0, 1),
-            "cu_seqlens_q": _steps(batch, queries, device), "max_seqlen_q": queries,
-            "cu_seqlens_k": _steps(batch, keys, device), "max_seqlen_k": keys,
+            "cu_seqlens_q": _uniform_cu_seqlens(batch, queries, device), "max_seqlen_q": queries,
+            "cu_seqlens_k": _uniform_cu_seqlens(batch, keys, device), "max_seqlen_k": keys,
         })  # fmt: skip
         out = out.unflatten(0, (batch, queries))
         return both(out, lse.view(heads, batch, queries).transpose(0, 1)) if call.return_lse else out
@@ -135,12 +135,12 @@ def _attention() -> Callable[..., Any]:
 def _ragged() -> Callable[..., Any]:
     run = _forward()
 
-    @takes(Ragged)
-    def ragged_attention(call: Ragged) -> Result:
+    @takes(RaggedCall)
+    def ragged_attention(call: RaggedCall) -> Result:
         """Sequences behind each other; the log-sum-exp comes heads first."""
-        starts, starts_k, most, most_k = call.bounds
+        starts, starts_k, max_seqlen_q, most_k = call.bounds
         out, lse = run(call, {
-            "q": call.q, "k": call.k, "v": call.v, "cu_seqlens_q": starts, "max_seqlen_q": most,
+            "q": call.q, "k": call.k, "v": call.v, "cu_seqlens_q": starts, "max_seqlen_q": max_seqlen_q,
             "cu_seqlens_k": starts_k, "max_seqlen_k": most_k,
         })  # fmt: skip
         return both(out, lse.transpose(0, 1)) if call.return_lse else out
@@ -151,17 +151,18 @@ def _ragged() -> Callable[..., Any]:
 def _paged() -> Callable[..., Any]:
     run = _forward()
 
-    @takes(Paged)
-    def paged_attention(call: Paged) -> Result:
+    @takes(PagedCall)
+    def paged_attention(call: PagedCall) -> Result:
         """Block tables and lengths as they are: no plan, nothing read on the host."""
         sequences, pages = call.block_tables.shape
-        if call.cu_seqlens is None:
-            starts, most = _steps(sequences, 1, call.q.device), 1
+        if call.cu_seqlens_q is None:
+            starts, max_seqlen_q = _uniform_cu_seqlens(sequences, 1, call.q.device), 1
         else:
-            starts, most = int32(call.cu_seqlens), longest(call.cu_seqlens, call.q.shape[0])
+            starts, max_seqlen_q = int32(call.cu_seqlens_q), max_seqlen(call.cu_seqlens_q, call.q.shape[0])
         out, lse = run(call, {
-            "q": call.q, "k": call.k_pages, "v": call.v_pages, "cu_seqlens_q": starts, "max_seqlen_q": most,
-            "seqused_k": int32(call.context_lens), "max_seqlen_k": pages * call.k_pages.shape[1],
+            "q": call.q, "k": call.k_cache, "v": call.v_cache, "cu_seqlens_q": starts,
+            "max_seqlen_q": max_seqlen_q,
+            "seqused_k": int32(call.seq_lens), "max_seqlen_k": pages * call.k_cache.shape[1],
             "page_table": int32(call.block_tables),
         })  # fmt: skip
         return both(out, lse.transpose(0, 1)) if call.return_lse else out
@@ -188,7 +189,7 @@ _TILES = Tiling(
 )
 
 
-def _joined(request: Request) -> int:
+def _joined(request: CallSpec) -> int:
     """Bytes that joining the rows of a batch copies: rows of one head stand together in the layout BHSD."""
     batch = request.dim("B")
     if batch == 1 or request.layout != "BHSD":

@@ -24,9 +24,9 @@ from layerzero.backends.flashinfer.common import (
     module,
     planned_bytes,
 )
-from layerzero.ops import host_copies as mirrors
-from layerzero.ops.rehearsal import rehearse
-from layerzero.spec.call_spec import Request
+from layerzero.ops import host_copies
+from layerzero.ops.rehearsal import dummy_run
+from layerzero.spec.call_spec import CallSpec
 from layerzero.spec.kernel import Capability, Efficiency, Kernel, OneOf, SameAs, Tiling
 from layerzero.spec.reasons import Reason
 
@@ -41,14 +41,16 @@ def _ragged_wrapper(backend: str, floats: Tensor) -> Any:
 
 
 def _paged_wrapper(backend: str, layout: str, floats: Tensor) -> Any:
-    from layerzero.backends.flashinfer.cascade import Layered
+    from layerzero.backends.flashinfer.cascade import CascadeWrapper
 
-    made = functools.partial(module().BatchPrefillWithPagedKVCacheWrapper, floats, layout, backend=backend)
-    return Layered(made)
+    make_wrapper = functools.partial(
+        module().BatchPrefillWithPagedKVCacheWrapper, floats, layout, backend=backend
+    )
+    return CascadeWrapper(make_wrapper)
 
 
 def _run_ragged(
-    backend: str, q: Tensor, k: Tensor, v: Tensor, lengths: planning.Lengths,
+    backend: str, q: Tensor, k: Tensor, v: Tensor, lengths: planning.PlanKey,
     starts: Callable[[], tuple[Tensor, Tensor]], is_causal: bool, scale: float | None,
     softcap: float | None, return_lse: bool,
 ) -> Result:  # fmt: skip
@@ -70,7 +72,9 @@ def _run_ragged(
         return wrapper.run(q, k, v)  # type: ignore[no-any-return]
 
     make = functools.partial(_ragged_wrapper, backend)
-    result: Result = planning.stage(q.device).run(("ragged", backend), lengths, make, plan, launch)
+    result: Result = planning.stream_workspaces(q.device).run(
+        ("ragged", backend), lengths, make, plan, launch
+    )
     return result
 
 
@@ -99,7 +103,7 @@ def _dense(backend: str) -> Callable[..., Any]:
 
         rows = [t.reshape(-1, *t.shape[2:]) for t in (q, k, v)]
         flags = _flags(rows[0], rows[1], is_causal, scale, softcap)
-        lengths = planning.Lengths((flags, batch, q_len, k_len), (True,))
+        lengths = planning.PlanKey((flags, batch, q_len, k_len), (True,))
         result = _run_ragged(
             backend, rows[0], rows[1], rows[2], lengths, starts, is_causal, scale, softcap, return_lse
         )
@@ -117,19 +121,19 @@ def _ragged(backend: str) -> Callable[..., Any]:
     module()
 
     def ragged_attention(
-        q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, cu_seqlens_k: Tensor, is_causal: bool,
+        q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, is_causal: bool,
         scale: float | None, window: tuple[int, int] | None, softcap: float | None, return_lse: bool,
     ) -> Result:  # fmt: skip
         """Sequences behind each other, as FlashInfer takes them."""
 
         def starts() -> tuple[Tensor, Tensor]:
-            queries = planning.int32(mirrors.host(cu_seqlens))
-            if cu_seqlens_k is cu_seqlens:
+            queries = planning.int32(host_copies.to_host_values(cu_seqlens_q))
+            if cu_seqlens_k is cu_seqlens_q:
                 return queries, queries
-            return queries, planning.int32(mirrors.host(cu_seqlens_k))
+            return queries, planning.int32(host_copies.to_host_values(cu_seqlens_k))
 
         flags = _flags(q, k, is_causal, scale, softcap)
-        lengths = planning.Lengths.of(flags, cu_seqlens, cu_seqlens_k)
+        lengths = planning.PlanKey.of(flags, cu_seqlens_q, cu_seqlens_k)
         return _run_ragged(backend, q, k, v, lengths, starts, is_causal, scale, softcap, return_lse)
 
     return ragged_attention
@@ -141,33 +145,35 @@ def _paged(backend: str) -> Callable[..., Any]:
     module()
 
     def paged_attention(
-        q: Tensor, k_pages: Tensor, v_pages: Tensor, block_tables: Tensor, context_lens: Tensor,
-        cu_seqlens: Tensor | None, is_causal: bool, scale: float | None, window: tuple[int, int] | None,
+        q: Tensor, k_cache: Tensor, v_cache: Tensor, block_tables: Tensor, seq_lens: Tensor,
+        cu_seqlens_q: Tensor | None, is_causal: bool, scale: float | None, window: tuple[int, int] | None,
         softcap: float | None, layout: str, return_lse: bool,
     ) -> Result:  # fmt: skip
         """Prefill, chunked prefill and decode over one pool; a decode step is a prefill of one query.
 
         Pages that all sequences begin with are read once, where the tables have a host copy.
         """
-        size, heads = (k_pages.shape[1], k_pages.shape[2]) if layout == "NHD" else k_pages.shape[2:0:-1]
+        size, heads = (k_cache.shape[1], k_cache.shape[2]) if layout == "NHD" else k_cache.shape[2:0:-1]
 
         def plan(wrapper: Any) -> None:
-            page_bytes = (k_pages[0].numel() + v_pages[0].numel()) * k_pages.element_size()
+            page_bytes = (k_cache[0].numel() + v_cache[0].numel()) * k_cache.element_size()
             named = {
                 "causal": is_causal, "sm_scale": scale, "logits_soft_cap": softcap,
-                "q_data_type": q.dtype, "kv_data_type": k_pages.dtype,
+                "q_data_type": q.dtype, "kv_data_type": k_cache.dtype,
             }  # fmt: skip
-            starts = planning.query_starts(cu_seqlens, block_tables.shape[0])
+            starts = planning.query_starts(cu_seqlens_q, block_tables.shape[0])
             sizes = (q.shape[1], heads, q.shape[2])
-            wrapper.plan(block_tables, context_lens, starts, size, page_bytes, named, sizes)
+            wrapper.plan(block_tables, seq_lens, starts, size, page_bytes, named, sizes)
 
         def launch(wrapper: Any) -> Result:
-            return wrapper.run(q, (k_pages, v_pages), return_lse)  # type: ignore[no-any-return]
+            return wrapper.run(q, (k_cache, v_cache), return_lse)  # type: ignore[no-any-return]
 
-        flags = _flags(q, k_pages, is_causal, scale, softcap)
-        lengths = planning.Lengths.of(flags, block_tables, context_lens, cu_seqlens)
+        flags = _flags(q, k_cache, is_causal, scale, softcap)
+        lengths = planning.PlanKey.of(flags, block_tables, seq_lens, cu_seqlens_q)
         make = functools.partial(_paged_wrapper, backend, layout)
-        result: Result = planning.stage(q.device).run(("paged", backend, layout), lengths, make, plan, launch)
+        result: Result = planning.stream_workspaces(q.device).run(
+            ("paged", backend, layout), lengths, make, plan, launch
+        )
         return result
 
     return paged_attention
@@ -203,23 +209,23 @@ def _kernel(
         capability=capability,
         load=run,
         efficiency=efficiency,
-        rank=rank,
-        cold=True,
+        tie_break_order=rank,
+        slow_import=True,
         distributions=DISTRIBUTIONS,
         workspace_bytes=planned_bytes,
-        unit=_module,
-        build=lambda request: _build(op, run, request),
+        compile_key=_module,
+        compile=lambda request: _build(op, run, request),
     )
 
 
-def _build(op: str, run: Callable[[], Callable[..., Any]], request: Request) -> None:
+def _build(op: str, run: Callable[[], Callable[..., Any]], request: CallSpec) -> None:
     """Compile a request's module, and over pages the merge of partial results that a plan may take."""
     if op == "paged_attention":
         module("flashinfer.cascade").get_cascade_module()
-    rehearse(run(), request)
+    dummy_run(run(), request)
 
 
-def _module(request: Request) -> str:
+def _module(request: CallSpec) -> str:
     """What one of its modules is compiled for; the dense, ragged and paged kernels of a template share it."""
     return f"{request.dtype} {request.dim('D')}{' softcap' if 'softcap' in request.features else ''}"
 
@@ -236,7 +242,7 @@ _TILES = Tiling(
 
 
 def _kernels() -> tuple[Kernel, ...]:
-    found: list[Kernel] = []
+    table: list[Kernel] = []
     for variant, (low, high) in _SM.items():
         rank = 35 if variant == "fa3" else 38
         prefill = estimate(_OF_ROOF[variant], 0.6, 45.0, _PREFILL)
@@ -265,10 +271,10 @@ def _kernels() -> tuple[Kernel, ...]:
             limits=_WIDTHS, layouts=frozenset({"NHD", "HND"}), contiguous=True,
         )  # fmt: skip
         tiling = _TILES if variant == "fa3" else None
-        found.append(replace(_kernel("attention", variant, _dense, dense, prefill, rank), tiling=tiling))
-        found.append(_kernel("ragged_attention", variant, _ragged, ragged, planned, rank))
-        found.append(_kernel("paged_attention", variant, _paged, paged, decode, rank))
-    return tuple(found)
+        table.append(replace(_kernel("attention", variant, _dense, dense, prefill, rank), tiling=tiling))
+        table.append(_kernel("ragged_attention", variant, _ragged, ragged, planned, rank))
+        table.append(_kernel("paged_attention", variant, _paged, paged, decode, rank))
+    return tuple(table)
 
 
 KERNELS = _kernels()

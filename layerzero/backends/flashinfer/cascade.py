@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from layerzero.backends.flashinfer.common import module
-from layerzero.backends.flashinfer.planning import Pages, int32
-from layerzero.ops import host_copies as mirrors
+from layerzero.backends.flashinfer.planning import CompressedBlockTables, int32
+from layerzero.ops import host_copies
 
 # Reading this much less pays for a second launch and a merge, some 60 us of the host's: at 124 MiB it took
 # twice the time, at 1 GB it was ahead by a sixth (`benchmarks/results/prefix_h200.json`).
@@ -26,17 +26,17 @@ _LN2 = 0.6931471805599453
 
 
 def shared_pages(tables: Tensor, lengths: Tensor, starts: Tensor, size: int) -> int:
-    """How many pages from the front all sequences of a batch have in common, on the CPU.
+    """How many pages from the loop driver all sequences of a batch have in common, on the CPU.
 
     Each sequence keeps at least as many keys of its own as it has queries, so that causality never reaches
     into what is shared. tables (B, M), lengths (B,), starts (B + 1,) of queries.
     """
     if tables.shape[0] < 2 or tables.shape[1] == 0:
         return 0
-    most = int(((lengths - starts.diff()).clamp(min=0) // size).min())
+    max_shared = int(((lengths - starts.diff()).clamp(min=0) // size).min())
     if int(starts.diff().min()) == 0:  # a sequence without queries has no part in it
         return 0
-    same = (tables[:, :most] == tables[:1, :most]).all(0)
+    same = (tables[:, :max_shared] == tables[:1, :max_shared]).all(0)
     return int(same.long().cumprod(0).sum())
 
 
@@ -45,22 +45,22 @@ def saved_bytes(pages: int, batch: int, page_bytes: int) -> int:
     return pages * (batch - 1) * page_bytes
 
 
-def pages_behind(tables: Tensor, lengths: Tensor, size: int, shared: int) -> Pages:
+def pages_behind(tables: Tensor, lengths: Tensor, size: int, shared: int) -> CompressedBlockTables:
     """The pages of each sequence behind the first `shared`, in compressed rows."""
-    return Pages.of(tables[:, shared:], lengths - shared * size, size)
+    return CompressedBlockTables.of(tables[:, shared:], lengths - shared * size, size)
 
 
 @dataclass(slots=True)
-class Layered:
+class CascadeWrapper:
     """A paged wrapper, and a second one over the shared pages while a plan has some.
 
     `plan` and `run` are those of the library's wrapper, called with the op's own tables and lengths.
     """
 
     make: Callable[[], Any]
-    own: Any = None
-    above: Any = None
-    shared: int = field(default=0)
+    suffix: Any = None
+    prefix: Any = None
+    num_shared_pages: int = field(default=0)
 
     def plan(
         self, tables: Tensor, lengths: Tensor, starts: Tensor, size: int, page_bytes: int,
@@ -70,35 +70,39 @@ class Layered:
 
         `sizes` are query heads, key heads and the head size; `named` the library's keyword arguments.
         """
-        self.own = self.own or self.make()
-        known, host = mirrors.mirror(tables), int32(mirrors.host(lengths))
-        self.shared = 0
-        if known is not None or tables.device.type == "cpu":
-            found = shared_pages(mirrors.host(tables), host, starts, size)
-            if saved_bytes(found, tables.shape[0], page_bytes) >= WORTH_BYTES:
-                self.shared = found
-        pages = pages_behind(tables, host, size, self.shared) if self.shared else Pages.of(tables, host, size)
+        self.suffix = self.suffix or self.make()
+        host_copy, host_lengths = host_copies.host_copy_of(tables), int32(host_copies.to_host_values(lengths))
+        self.num_shared_pages = 0
+        if host_copy is not None or tables.device.type == "cpu":
+            num_common = shared_pages(host_copies.to_host_values(tables), host_lengths, starts, size)
+            if saved_bytes(num_common, tables.shape[0], page_bytes) >= WORTH_BYTES:
+                self.num_shared_pages = num_common
+        pages = (
+            pages_behind(tables, host_lengths, size, self.num_shared_pages)
+            if self.num_shared_pages
+            else CompressedBlockTables.of(tables, host_lengths, size)
+        )
         heads = (*sizes, size)
-        self.own.plan(starts, pages.starts, pages.ids, pages.last, *heads, seq_lens=pages.lengths, **named)
-        if not self.shared:
+        self.suffix.plan(starts, pages.starts, pages.ids, pages.last, *heads, seq_lens=pages.lengths, **named)
+        if not self.num_shared_pages:
             return
-        self.above = self.above or self.make()
+        self.prefix = self.prefix or self.make()
         whole = torch.tensor([0, int(starts[-1])], dtype=torch.int32, device="cpu")
-        bounds = torch.tensor([0, self.shared], dtype=torch.int32, device="cpu")
+        bounds = torch.tensor([0, self.num_shared_pages], dtype=torch.int32, device="cpu")
         full = torch.tensor([size], dtype=torch.int32, device="cpu")
-        count = torch.tensor([self.shared * size], dtype=torch.int32, device="cpu")
-        ids = tables[0, : self.shared].to(torch.int32).contiguous()
-        self.above.plan(whole, bounds, ids, full, *heads, seq_lens=count, **{**named, "causal": False})
+        count = torch.tensor([self.num_shared_pages * size], dtype=torch.int32, device="cpu")
+        ids = tables[0, : self.num_shared_pages].to(torch.int32).contiguous()
+        self.prefix.plan(whole, bounds, ids, full, *heads, seq_lens=count, **{**named, "causal": False})
 
     def run(
         self, q: Tensor, pools: tuple[Tensor, Tensor], return_lse: bool
     ) -> Tensor | tuple[Tensor, Tensor]:
         """Attention of a batch; the log-sum-exp is natural, (T, H)."""
-        if not self.shared:
+        if not self.num_shared_pages:
             if return_lse:
-                return self.own.run(q, pools, return_lse=True, lse_base="ln")  # type: ignore[no-any-return]
-            return self.own.run(q, pools)  # type: ignore[no-any-return]
-        out, lse = self.own.run(q, pools, return_lse=True)
-        shared, weight = self.above.run(q, pools, return_lse=True)
+                return self.suffix.run(q, pools, return_lse=True, lse_base="ln")  # type: ignore[no-any-return]
+            return self.suffix.run(q, pools)  # type: ignore[no-any-return]
+        out, lse = self.suffix.run(q, pools, return_lse=True)
+        shared, weight = self.prefix.run(q, pools, return_lse=True)
         module("flashinfer.cascade").merge_state_in_place(out, lse, shared, weight)
         return (out, lse * _LN2) if return_lse else out

@@ -8,7 +8,7 @@ import os
 import warnings
 from typing import Any
 
-from layerzero.spec.call_spec import Request
+from layerzero.spec.call_spec import CallSpec
 from layerzero.spec.kernel import Efficiency
 
 DISTRIBUTIONS = ("flashinfer-python>=0.7",)
@@ -44,7 +44,7 @@ WORKSPACE_BYTES = 128 << 20
 WRAPPER_BYTES = 8 << 20
 
 
-def planned_bytes(request: Request) -> int:
+def planned_bytes(request: CallSpec) -> int:
     """What the first planned call of a stream allocates; later ones find it there.
 
     Constant: the templates split their work until it fits the workspace. Pages that are shared take a second

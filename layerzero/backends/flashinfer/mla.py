@@ -17,7 +17,7 @@ from layerzero.backends.flashinfer.common import (
     module,
     planned_bytes,
 )
-from layerzero.ops.rehearsal import rehearse
+from layerzero.ops.rehearsal import dummy_run
 from layerzero.spec.kernel import Capability, Kernel, OneOf
 
 
@@ -31,35 +31,35 @@ def _latent(backend: str) -> Callable[..., Any]:
     metadata = module("flashinfer.mla").MLAPlanMetadata
 
     def mla_attention(
-        q_nope: Tensor, q_pe: Tensor, ckv_pages: Tensor, kpe_pages: Tensor, block_tables: Tensor,
-        context_lens: Tensor, cu_seqlens: Tensor | None, scale: float, is_causal: bool, return_lse: bool,
+        q_nope: Tensor, q_pe: Tensor, ckv_cache: Tensor, kpe_cache: Tensor, block_tables: Tensor,
+        seq_lens: Tensor, cu_seqlens_q: Tensor | None, scale: float, is_causal: bool, return_lse: bool,
     ) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
         """Absorbed queries against latent pages; compressed keys and rotary keys stay two pools."""
-        heads, size = q_nope.shape[1], ckv_pages.shape[1]
-        widths = (ckv_pages.shape[2], kpe_pages.shape[2])
-        flags = (heads, widths, size, q_nope.dtype, ckv_pages.dtype, is_causal, scale, return_lse)
+        heads, size = q_nope.shape[1], ckv_cache.shape[1]
+        widths = (ckv_cache.shape[2], kpe_cache.shape[2])
+        flags = (heads, widths, size, q_nope.dtype, ckv_cache.dtype, is_causal, scale, return_lse)
 
         def plan(wrapper: Any) -> None:
-            pages = planning.Pages.of(block_tables, context_lens, size)
-            starts = planning.query_starts(cu_seqlens, block_tables.shape[0])
+            pages = planning.CompressedBlockTables.of(block_tables, seq_lens, size)
+            starts = planning.query_starts(cu_seqlens_q, block_tables.shape[0])
             wrapper.plan(
                 metadata=metadata.csr(
                     qo_indptr=starts, kv_indptr=pages.starts, kv_indices=pages.ids, kv_len_arr=pages.lengths
                 ),
                 num_heads=heads, head_dim_ckv=widths[0], head_dim_kpe=widths[1], page_size=size,
-                causal=is_causal, sm_scale=scale, q_data_type=q_nope.dtype, kv_data_type=ckv_pages.dtype,
+                causal=is_causal, sm_scale=scale, q_data_type=q_nope.dtype, kv_data_type=ckv_cache.dtype,
                 query_layout="split", kv_cache_layout="split", lse_mode="basee" if return_lse else "none",
             )  # fmt: skip
 
         def launch(wrapper: Any) -> Any:
-            operands = {"query": (q_nope, q_pe), "kv_cache": (ckv_pages, kpe_pages)}
+            operands = {"query": (q_nope, q_pe), "kv_cache": (ckv_cache, kpe_cache)}
             if return_lse:
                 return wrapper.run(**operands, return_lse=True, return_lse_base_on_e=True)
             return wrapper.run(**operands)
 
-        lengths = planning.Lengths.of(flags, block_tables, context_lens, cu_seqlens)
+        lengths = planning.PlanKey.of(flags, block_tables, seq_lens, cu_seqlens_q)
         make = functools.partial(_wrapper, backend)
-        out = planning.stage(q_nope.device).run(("latent", backend), lengths, make, plan, launch)
+        out = planning.stream_workspaces(q_nope.device).run(("latent", backend), lengths, make, plan, launch)
         return tuple(out) if return_lse else out
 
     return mla_attention
@@ -88,12 +88,12 @@ def _kernel(variant: str, low: int, high: int) -> Kernel:
         ),
         load=run,
         efficiency=estimate(0.4, 0.6, 150.0, "as paged attention"),
-        rank=35 if variant == "fa3" else 38,
-        cold=True,
+        tie_break_order=35 if variant == "fa3" else 38,
+        slow_import=True,
         distributions=DISTRIBUTIONS,
         workspace_bytes=planned_bytes,
-        unit=lambda request: request.dtype,
-        build=lambda request: rehearse(run(), request),
+        compile_key=lambda request: request.dtype,
+        compile=lambda request: dummy_run(run(), request),
     )
 
 

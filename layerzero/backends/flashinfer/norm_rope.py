@@ -12,9 +12,9 @@ from torch import Tensor
 from torch.nn import functional
 
 from layerzero.backends.flashinfer.common import DISTRIBUTIONS, HALF, LOAD_BYTES, SOURCE, estimate, module
-from layerzero.ops.paged.append import apart
+from layerzero.ops.paged.append import copy_if_aliased
 from layerzero.ops.quantize.quantize import quantize_reference
-from layerzero.spec.call_spec import Request
+from layerzero.spec.call_spec import CallSpec
 from layerzero.spec.kernel import AtLeast, Capability, Efficiency, Kernel, Limit, MultipleOf, OneOf, SameAs
 from layerzero.spec.reasons import Reason
 
@@ -22,9 +22,9 @@ from layerzero.spec.reasons import Reason
 
 
 def _norms() -> Any:
-    found = module("flashinfer.norm")
-    found.get_norm_module()
-    return found
+    library = module("flashinfer.norm")
+    library.get_norm_module()
+    return library
 
 
 def _rms_norm() -> Callable[..., Any]:
@@ -69,17 +69,17 @@ def _loadable(x: Tensor) -> Tensor:
 _TABLE = "_layerzero_flashinfer_table"
 
 
-def angles(cos: Tensor, sin: Tensor) -> Tensor:
+def cos_sin_cache(cos: Tensor, sin: Tensor) -> Tensor:
     """cos and sin side by side in float32, as FlashInfer reads them; made once for a pair of tables."""
-    kept = getattr(cos, _TABLE, None)
-    if kept is not None and not cos.is_inference() and not sin.is_inference():
-        other, versions, table = kept
+    cached = getattr(cos, _TABLE, None)
+    if cached is not None and not cos.is_inference() and not sin.is_inference():
+        other, versions, table = cached
         if other() is sin and versions == (cos._version, sin._version):
             return table  # type: ignore[no-any-return]
-    made = torch.cat([cos, sin], -1).float().contiguous()
+    cos_sin = torch.cat([cos, sin], -1).float().contiguous()
     if not cos.is_inference() and not sin.is_inference():
-        setattr(cos, _TABLE, (weakref.ref(sin), (cos._version, sin._version), made))
-    return made
+        setattr(cos, _TABLE, (weakref.ref(sin), (cos._version, sin._version), cos_sin))
+    return cos_sin
 
 
 def _rope() -> Callable[..., Any]:
@@ -94,7 +94,7 @@ def _rope() -> Callable[..., Any]:
         count, width = positions.numel(), q.shape[-1]
         rows, keys = _loadable(q).view(count, -1), _loadable(k).view(count, -1)
         places = positions.reshape(-1).contiguous()
-        turned = kernel(places, rows, keys, width, angles(cos, sin), is_neox=not interleaved)
+        turned = kernel(places, rows, keys, width, cos_sin_cache(cos, sin), is_neox=not interleaved)
         return turned[0].view(q.shape), turned[1].view(k.shape)
 
     return rope
@@ -122,17 +122,17 @@ def _append() -> Callable[..., Any]:
     kernel = library.append_paged_kv_cache
 
     def append_kv(
-        k: Tensor, v: Tensor, k_pages: Tensor, v_pages: Tensor, slots: Tensor, layout: str
+        k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor, layout: str
     ) -> Tensor:
         """`append_paged_kv_cache` with the whole pool as one sequence, in which a slot is a position."""
-        pages, size = k_pages.shape[0], k_pages.shape[1 if layout == "NHD" else 2]
+        pages, size = k_cache.shape[0], k_cache.shape[1 if layout == "NHD" else 2]
         ids, bounds, last, first = _whole_pool(pages, size, k.shape[0], k.device)
-        places = slots.to(torch.int32).contiguous()
-        k, v = apart(k, k_pages, v_pages), apart(v, k_pages, v_pages)
+        places = slot_mapping.to(torch.int32).contiguous()
+        k, v = copy_if_aliased(k, k_cache, v_cache), copy_if_aliased(v, k_cache, v_cache)
         kernel(
-            _loadable(k), _loadable(v), first, places, (k_pages, v_pages), ids, bounds, last, kv_layout=layout
+            _loadable(k), _loadable(v), first, places, (k_cache, v_cache), ids, bounds, last, kv_layout=layout
         )
-        return slots
+        return slot_mapping
 
     return append_kv
 
@@ -175,7 +175,7 @@ def _one(device: torch.device) -> Tensor:
 def _kernel(
     op: str, what: str, load: Callable[[], Callable[..., Any]], efficiency: Efficiency,
     features: frozenset[str] = frozenset(), limits: tuple[Limit, ...] = (), dtypes: frozenset[str] = HALF,
-    workspace_bytes: Callable[[Request], int] | None = None, sm_min: int = 80, source: str = SOURCE,
+    workspace_bytes: Callable[[CallSpec], int] | None = None, sm_min: int = 80, source: str = SOURCE,
     contiguous: bool = True, **more: Any,
 ) -> Kernel:  # fmt: skip
     return Kernel(
@@ -197,19 +197,19 @@ def _kernel(
         ),
         load=load,
         efficiency=efficiency,
-        rank=36,
-        cold=True,
+        tie_break_order=36,
+        slow_import=True,
         distributions=DISTRIBUTIONS,
         workspace_bytes=workspace_bytes,
     )
 
 
-def _hidden_bytes(request: Request) -> int:
+def _hidden_bytes(request: CallSpec) -> int:
     """The projection with both halves, and the gated half of it."""
     return 3 * 2 * request.dim("N") * request.dim("F")
 
 
-def _product_bytes(request: Request) -> int:
+def _product_bytes(request: CallSpec) -> int:
     """The codes of the rows, and the product before it is scaled, as bfloat16 and twice as float32."""
     n, c, k = (request.dim(name) for name in ("N", "C", "K"))
     return n * k * (1 + 3 * 4) + n * c * (2 + 2 * 4) + (32 << 20)

@@ -1,11 +1,13 @@
 """Plans of FlashInfer's batch wrappers: made from lengths on the host, kept while those lengths hold.
 
 A wrapper is planned for lengths and then run any number of times. Lengths that came with a host copy
-(`ops.mirrors`, which the KV cache makes at every epoch) are known without a synchronisation, and their plan
+(`ops.host_copies`, which the KV cache makes at every epoch) are known without a synchronisation, and their
+plan
 is kept for every layer that passes the same tensors. Lengths of a bare tensor are read and planned anew at
 every call, because such tensors are edited in place.
 
-A stream of a device has one stage: a float workspace shared by its wrappers, which run one after the other,
+A stream of a device has one `StreamWorkspaces`: a float workspace shared by its wrappers, which run one
+after the other,
 and the wrappers themselves. Each wrapper has index buffers of its own, staged through pinned memory, so that
 one is planned again only after its last copies have reached the device.
 
@@ -27,13 +29,13 @@ import torch
 from torch import Tensor
 
 from layerzero.backends.flashinfer.common import WORKSPACE_BYTES
-from layerzero.ops import host_copies as mirrors
+from layerzero.ops import host_copies
 from layerzero.spec.errors import CudaGraphUnsafeError
 
 # Wrappers of a stage beyond this are planned again, the longest unused first; each holds 16 MiB.
 MAX_PLANS = 16
 # What a launch over several blocks a row of logits meets in.
-MEETING_BYTES = 1 << 20
+ROW_STATES_BYTES = 1 << 20
 
 Make = Callable[[Tensor], Any]
 
@@ -54,51 +56,51 @@ def passing_captures() -> Generator[None]:
 
 
 @dataclass(frozen=True, slots=True)
-class Lengths:
-    """What tells one plan from another; `holds` are the objects whose identity the key speaks of.
+class PlanKey:
+    """What tells one plan from another; `keepalive` are the objects whose identity the key speaks of.
 
     They live as long as the plan. Without any the plan serves one call: the lengths may change unseen.
     """
 
     key: Hashable
-    holds: tuple[object, ...] = ()
+    keepalive: tuple[object, ...] = ()
 
     @classmethod
-    def of(cls, flags: Hashable, *tensors: Tensor | None) -> Lengths:
+    def of(cls, flags: Hashable, *tensors: Tensor | None) -> PlanKey:
         """Of index tensors, by their host copies where every one has such."""
-        found = [mirrors.mirror(t) for t in tensors if t is not None]
-        if any(copy is None for copy in found):
+        copies = [host_copies.host_copy_of(t) for t in tensors if t is not None]
+        if any(copy is None for copy in copies):
             return cls(object())
-        marks = tuple(None if t is None else id(mirrors.mirror(t)) for t in tensors)
-        return cls((flags, marks), tuple(found))
+        marks = tuple(None if t is None else id(host_copies.host_copy_of(t)) for t in tensors)
+        return cls((flags, marks), tuple(copies))
 
 
 @dataclass(slots=True)
-class Planned:
+class CachedWrapper:
     """One wrapper and what it is planned for."""
 
     wrapper: Any
     kind: Hashable
     copied: torch.cuda.Event
-    lengths: Lengths | None = None
+    plan_key: PlanKey | None = None
     captured: bool = False
 
     @property
-    def kept(self) -> bool:
+    def is_reusable(self) -> bool:
         """Whether its plan may serve another call."""
-        return self.lengths is not None and bool(self.lengths.holds)
+        return self.plan_key is not None and bool(self.plan_key.keepalive)
 
 
 @dataclass(slots=True)
-class Stage:
+class StreamWorkspaces:
     """The wrappers and the workspace of one stream; one thread at a time plans and launches."""
 
-    floats: Tensor
-    plans: OrderedDict[Hashable, Planned] = field(default_factory=OrderedDict)
+    float_workspace: Tensor
+    plans: OrderedDict[Hashable, CachedWrapper] = field(default_factory=OrderedDict)
     lock: threading.Lock = field(default_factory=threading.Lock)
 
     def run(
-        self, kind: Hashable, lengths: Lengths, make: Make, plan: Callable[[Any], None],
+        self, kind: Hashable, plan_key: PlanKey, make: Make, plan: Callable[[Any], None],
         launch: Callable[[Any], Any],
     ) -> Any:  # fmt: skip
         """`launch` with a wrapper of `kind` that is planned for `lengths`, planned now if none is.
@@ -106,77 +108,79 @@ class Stage:
         Raises: CudaGraphUnsafeError: the stream is capturing, and it has no such plan.
         """
         with self.lock:
-            return launch(self._planned(kind, lengths, make, plan))
+            return launch(self._planned_wrapper(kind, plan_key, make, plan))
 
-    def _planned(self, kind: Hashable, lengths: Lengths, make: Make, plan: Callable[[Any], None]) -> Any:
-        key = (kind, lengths.key)
-        found, capturing = self.plans.get(key), torch.cuda.is_current_stream_capturing()
-        if found is not None:
-            found.captured = found.captured or (capturing and not _PASSING.get())
+    def _planned_wrapper(
+        self, kind: Hashable, plan_key: PlanKey, make: Make, plan: Callable[[Any], None]
+    ) -> Any:
+        key = (kind, plan_key.key)
+        cached, capturing = self.plans.get(key), torch.cuda.is_current_stream_capturing()
+        if cached is not None:
+            cached.captured = cached.captured or (capturing and not _PASSING.get())
             self.plans.move_to_end(key)
-            return found.wrapper
+            return cached.wrapper
         if capturing:
             raise CudaGraphUnsafeError(
                 f"FlashInfer {kind} needs a plan for these lengths that the capturing stream made before the "
                 "capture, and has none: lengths without a host copy (layerzero.ops.host_copies) are "
                 "planned anew"
             )
-        mine = self._free(kind) or Planned(make(self.floats), kind, torch.cuda.Event())
-        mine.copied.synchronize()
-        plan(mine.wrapper)
-        mine.copied.record()
-        mine.lengths = lengths
-        self.plans[key] = mine
-        return mine.wrapper
+        free = self._free(kind) or CachedWrapper(make(self.float_workspace), kind, torch.cuda.Event())
+        free.copied.synchronize()
+        plan(free.wrapper)
+        free.copied.record()
+        free.plan_key = plan_key
+        self.plans[key] = free
+        return free.wrapper
 
-    def _free(self, kind: Hashable) -> Planned | None:
+    def _free(self, kind: Hashable) -> CachedWrapper | None:
         """A wrapper of `kind` to plan again: one for bare lengths, or the longest unused of too many."""
-        own = [key for key, p in self.plans.items() if p.kind == kind and not p.captured]
-        spent = next((key for key in own if not self.plans[key].kept), None)
-        if spent is None and len(own) >= MAX_PLANS:
-            spent = own[0]
+        keys = [key for key, p in self.plans.items() if p.kind == kind and not p.captured]
+        spent = next((key for key in keys if not self.plans[key].is_reusable), None)
+        if spent is None and len(keys) >= MAX_PLANS:
+            spent = keys[0]
         return None if spent is None else self.plans.pop(spent)
 
 
 Name = tuple[int, int]
 T = TypeVar("T")
-_STAGES: dict[Name, Stage] = {}
-_MEETINGS: dict[Name, Tensor] = {}
+_WORKSPACES: dict[Name, StreamWorkspaces] = {}
+_ROW_STATES: dict[Name, Tensor] = {}
 _LOCK = threading.Lock()
 
 
-def _of_stream(known: dict[Name, T], device: torch.device, nbytes: int, make: Callable[[Tensor], T]) -> T:
+def _of_stream(by_stream: dict[Name, T], device: torch.device, nbytes: int, make: Callable[[Tensor], T]) -> T:
     """What `device`'s current stream has in `known`, made now of zeroed bytes where it is missing."""
     name = (device.index or 0, torch.cuda.current_stream(device).cuda_stream)
-    found = known.get(name)
-    if found is None:
+    entry = by_stream.get(name)
+    if entry is None:
         with _LOCK, torch.inference_mode(False):
-            room = torch.zeros(nbytes, dtype=torch.uint8, device=device)
-            found = known.setdefault(name, make(room))
-    return found
+            workspace = torch.zeros(nbytes, dtype=torch.uint8, device=device)
+            entry = by_stream.setdefault(name, make(workspace))
+    return entry
 
 
-def stage(device: torch.device) -> Stage:
+def stream_workspaces(device: torch.device) -> StreamWorkspaces:
     """The stage of `device`'s current stream; zeroed, since the decode kernels count in it from the start."""
-    return _of_stream(_STAGES, device, WORKSPACE_BYTES, Stage)
+    return _of_stream(_WORKSPACES, device, WORKSPACE_BYTES, StreamWorkspaces)
 
 
-def meeting(device: torch.device) -> Tensor:
+def row_states_buffer(device: torch.device) -> Tensor:
     """Where the blocks of a launch on `device`'s current stream meet, zero before it and after it.
 
     FlashInfer's own is one a device, in which two streams would meet. A graph has one of its own.
     """
     if torch.cuda.is_current_stream_capturing():
-        return torch.zeros(MEETING_BYTES, dtype=torch.uint8, device=device)
-    return _of_stream(_MEETINGS, device, MEETING_BYTES, lambda room: room)
+        return torch.zeros(ROW_STATES_BYTES, dtype=torch.uint8, device=device)
+    return _of_stream(_ROW_STATES, device, ROW_STATES_BYTES, lambda room: room)
 
 
 def release(device: torch.device | None = None) -> None:
     """Give the workspaces and plans of a device (of all) back; graphs that hold some must be gone."""
     with _LOCK:
-        for known in (_STAGES, _MEETINGS):
-            for name in [n for n in known if device is None or n[0] == (device.index or 0)]:
-                del known[name]
+        for by_stream in (_WORKSPACES, _ROW_STATES):
+            for name in [n for n in by_stream if device is None or n[0] == (device.index or 0)]:
+                del by_stream[name]
 
 
 def int32(values: Tensor) -> Tensor:
@@ -184,15 +188,15 @@ def int32(values: Tensor) -> Tensor:
     return values.to(torch.int32)
 
 
-def query_starts(cu_seqlens: Tensor | None, batch: int) -> Tensor:
+def query_starts(cu_seqlens_q: Tensor | None, batch: int) -> Tensor:
     """Where each sequence's queries start, on the CPU; one a sequence without offsets."""
-    if cu_seqlens is None:
+    if cu_seqlens_q is None:
         return torch.arange(batch + 1, dtype=torch.int32, device="cpu")
-    return int32(mirrors.host(cu_seqlens))
+    return int32(host_copies.to_host_values(cu_seqlens_q))
 
 
 @dataclass(frozen=True, slots=True)
-class Pages:
+class CompressedBlockTables:
     """The pages of a batch in compressed rows: offsets and lengths on the CPU, page ids on the device."""
 
     starts: Tensor
@@ -201,9 +205,9 @@ class Pages:
     last: Tensor
 
     @classmethod
-    def of(cls, tables: Tensor, context_lens: Tensor, page_size: int) -> Pages:
+    def of(cls, tables: Tensor, seq_lens: Tensor, page_size: int) -> CompressedBlockTables:
         """Out of block tables (B, M), of which a length's pages are read and no more."""
-        lengths = int32(mirrors.host(context_lens))
+        lengths = int32(host_copies.to_host_values(seq_lens))
         counts = (lengths + page_size - 1) // page_size
         starts = torch.zeros(len(counts) + 1, dtype=torch.int32, device="cpu")
         torch.cumsum(counts, 0, out=starts[1:])

@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 from layerzero.backends.flashinfer.common import DISTRIBUTIONS, module
-from layerzero.backends.flashinfer.planning import MEETING_BYTES, meeting
-from layerzero.ops.sampling.draw import Count, Number, always
-from layerzero.spec.call_spec import Request
+from layerzero.backends.flashinfer.planning import ROW_STATES_BYTES, row_states_buffer
+from layerzero.ops.sampling.draw import Count, Number, is_constant
+from layerzero.spec.call_spec import CallSpec
 from layerzero.spec.kernel import Capability, Efficiency, Kernel
 
 
@@ -26,10 +26,10 @@ def masked(library: Any, logits: Tensor, top_k: Count) -> Tensor | None:
     vocab = logits.shape[1]
     if isinstance(top_k, Tensor):
         counts = torch.where(top_k == 0, vocab, top_k.clamp(max=vocab)).int()
-        return library.top_k_mask_logits(logits, counts, 0, meeting(logits.device))  # type: ignore[no-any-return]
+        return library.top_k_mask_logits(logits, counts, 0, row_states_buffer(logits.device))  # type: ignore[no-any-return]
     if not 0 < top_k < vocab:
         return None
-    return library.top_k_mask_logits(logits, None, top_k, meeting(logits.device))  # type: ignore[no-any-return]
+    return library.top_k_mask_logits(logits, None, top_k, row_states_buffer(logits.device))  # type: ignore[no-any-return]
 
 
 def shares(logits: Tensor, temperature: Number) -> Tensor:
@@ -48,13 +48,13 @@ def share_of_all(top_p: Number, top_k: Count, mask: Tensor | None, weights: Tens
     if mask is None:
         return share
     hidden = torch.isneginf(mask)
-    wanted = torch.where(top_k == 0, mask.shape[1], top_k) if isinstance(top_k, Tensor) else top_k
-    beyond = (mask.shape[1] - hidden.sum(-1) - wanted).clamp_min(0)
+    num_kept = torch.where(top_k == 0, mask.shape[1], top_k) if isinstance(top_k, Tensor) else top_k
+    beyond = (mask.shape[1] - hidden.sum(-1) - num_kept).clamp_min(0)
     return share * (1.0 - beyond * weights.masked_fill(hidden, 1.0).amin(-1))
 
 
 def _sample() -> Callable[..., Any]:
-    from layerzero.backends.triton_kernels.sampling import sample_proposed
+    from layerzero.backends.triton_kernels.sampling import sample_with_proposals
 
     sampling = module("flashinfer.sampling")
     library = sampling.get_sampling_module()
@@ -64,12 +64,12 @@ def _sample() -> Callable[..., Any]:
     ) -> Tensor:
         """`top_k_mask_logits` and `top_p_renorm_probs` propose, `sample_proposed` draws."""
         dense = logits.contiguous()
-        mask = None if always(top_k, 0) else masked(library, dense, top_k)
-        kept = None
-        if not always(top_p, 1):
+        mask = None if is_constant(top_k, 0) else masked(library, dense, top_k)
+        top_p_probs = None
+        if not is_constant(top_p, 1):
             weights = shares(dense if mask is None else mask, temperature)
-            kept = sampling.top_p_renorm_probs(weights, share_of_all(top_p, top_k, mask, weights))
-        return sample_proposed(dense, temperature, top_k, top_p, seed, offset, mask, kept)
+            top_p_probs = sampling.top_p_renorm_probs(weights, share_of_all(top_p, top_k, mask, weights))
+        return sample_with_proposals(dense, temperature, top_k, top_p, seed, offset, mask, top_p_probs)
 
     return sample
 
@@ -94,11 +94,11 @@ def _sample_topp() -> Callable[..., Any]:
     return sample_topp
 
 
-def _filter_bytes(request: Request) -> int:
+def _filter_bytes(request: CallSpec) -> int:
     """The masked logits, three rows of float32, FlashInfer's histograms; a stream's state."""
     n, v = request.dim("N"), request.dim("V")
     rows = n * v * (4 + 3 * 4)
-    return rows + n * (2 * 8192 + 512 + 8 * (v // 32 + 512)) + MEETING_BYTES + (2 << 20)
+    return rows + n * (2 * 8192 + 512 + 8 * (v // 32 + 512)) + ROW_STATES_BYTES + (2 << 20)
 
 
 def _kernel(op: str, load: Callable[[], Callable[..., Any]], features: frozenset[str]) -> Kernel:
@@ -122,8 +122,8 @@ def _kernel(op: str, load: Callable[[], Callable[..., Any]], features: frozenset
         # Not its speed: with these it is taken before the others, which it beats on 30 of 32 filtered calls
         # measured; what is not filtered is our Triton kernel alone.
         efficiency=Efficiency(0.5, 1.0, 25.0, "benchmarks/results/sampling_h200.json"),
-        rank=36,
-        cold=True,
+        tie_break_order=36,
+        slow_import=True,
         distributions=(*DISTRIBUTIONS, "triton>=3.6"),
         workspace_bytes=_filter_bytes,
     )

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from layerzero.ops import table
-from layerzero.ops.attention.checks import bounds
+from layerzero.ops.attention.checks import window_bounds
 from layerzero.ops.op import Args
 from layerzero.spec.kernel import AtMost, Capability, Efficiency, Kernel
 from layerzero.spec.reasons import Reason
@@ -34,10 +34,10 @@ def _paged() -> Callable[..., Any]:
         """One walk over each sequence's pages; what it cannot trust it refuses before it reads."""
         q, k, v, tables, lens, cu, is_causal, scale, window, softcap, layout, return_lse = args
         out, lse = _results(q, v.shape[3], return_lse)
-        left, right = bounds(is_causal, window)
+        window_left, right = window_bounds(is_causal, window)
         factor = q.shape[2] ** -0.5 if scale is None else scale
         cap = 0.0 if softcap is None else softcap
-        if not native(out, lse, q, k, v, tables, lens, cu, factor, left, right, cap, layout == "HND"):
+        if not native(out, lse, q, k, v, tables, lens, cu, factor, window_left, right, cap, layout == "HND"):
             _refused("paged_attention", args)
         return out if lse is None else (out, lse)
 
@@ -51,10 +51,10 @@ def _ragged() -> Callable[..., Any]:
         """The same walk over keys that stand behind each other."""
         q, k, v, cu, cu_k, is_causal, scale, window, softcap, return_lse = args
         out, lse = _results(q, v.shape[2], return_lse)
-        left, right = bounds(is_causal, window)
+        window_left, right = window_bounds(is_causal, window)
         factor = q.shape[2] ** -0.5 if scale is None else scale
         cap = 0.0 if softcap is None else softcap
-        if not native(out, lse, q, k, v, cu, cu_k, factor, left, right, cap):
+        if not native(out, lse, q, k, v, cu, cu_k, factor, window_left, right, cap):
             _refused("ragged_attention", args)
         return out if lse is None else (out, lse)
 
@@ -80,11 +80,11 @@ def _append() -> Callable[..., Any]:
 
     def append_kv(*args: Any) -> Tensor:
         """One copy a token and pool, after a look at all slots."""
-        k, v, k_pages, v_pages, _, layout = args
-        slots: Tensor = args[4]
-        if not native(k, v, k_pages, v_pages, slots, layout == "HND"):
+        k, v, k_cache, v_cache, _, layout = args
+        slot_mapping: Tensor = args[4]
+        if not native(k, v, k_cache, v_cache, slot_mapping, layout == "HND"):
             _refused("append_kv", args)
-        return slots
+        return slot_mapping
 
     return append_kv
 
@@ -96,7 +96,7 @@ def _results(q: Tensor, width: int, return_lse: bool) -> tuple[Tensor, Tensor | 
 
 def _refused(op: str, args: Args) -> None:
     """Raise the error that names what does not fit."""
-    guard = table.get(op).guard
+    guard = table.get(op).validate_values
     assert guard is not None
     guard(args)
     raise AssertionError("the kernel refused metadata that the op's guard accepts")
@@ -139,8 +139,8 @@ KERNELS: tuple[Kernel, ...] = (
         ),
         load=_append,
         efficiency=Efficiency(0.1, 0.5, 1.0, "estimate, ordered by benchmarks/paged.py on an AMD EPYC"),
-        rank=20,
-        cold=True,
+        tie_break_order=20,
+        slow_import=True,
     ),
     Kernel(
         id="native.paged_attention.cpu",
@@ -153,8 +153,8 @@ KERNELS: tuple[Kernel, ...] = (
         ),
         load=_paged,
         efficiency=_EFFICIENCY,
-        rank=20,
-        cold=True,
+        tie_break_order=20,
+        slow_import=True,
     ),
     Kernel(
         id="native.ragged_attention.cpu",
@@ -165,8 +165,8 @@ KERNELS: tuple[Kernel, ...] = (
         ),
         load=_ragged,
         efficiency=_EFFICIENCY,
-        rank=20,
-        cold=True,
+        tie_break_order=20,
+        slow_import=True,
     ),
     Kernel(
         id="native.mla_attention.cpu",
@@ -177,7 +177,7 @@ KERNELS: tuple[Kernel, ...] = (
         ),
         load=_latent,
         efficiency=_EFFICIENCY,
-        rank=20,
-        cold=True,
+        tie_break_order=20,
+        slow_import=True,
     ),
 )

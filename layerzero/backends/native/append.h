@@ -1,6 +1,6 @@
 // Rows of new keys and values into their places in a pool of pages.
 //
-// All slots are looked at before the first byte is written, so a call that does not fit changes nothing.
+// All slot_mapping are looked at before the first byte is written, so a call that does not fit changes nothing.
 
 #pragma once
 
@@ -44,25 +44,25 @@ inline void write(const Target& t, int64_t row, int64_t page, int64_t token) {
 
 // Every slot is one of the pool's, and no two are the same.
 template <typename Index>
-bool fit(const std::vector<Index>& slots, int64_t places) {
+bool fit(const std::vector<Index>& slot_mapping, int64_t places) {
   bool rising = true;
   Index before = -1;
-  for (const Index slot : slots) {
+  for (const Index slot : slot_mapping) {
     if (slot < 0 || int64_t(slot) >= places) return false;
     rising = rising && slot > before;
     before = slot;
   }
-  if (rising) return true;  // as a prompt's slots in fresh pages are
+  if (rising) return true;  // as a prompt's slot_mapping in fresh pages are
   thread_local std::vector<Index> sorted;
-  sorted = slots;
+  sorted = slot_mapping;
   std::sort(sorted.begin(), sorted.end());
   return std::adjacent_find(sorted.begin(), sorted.end()) == sorted.end();
 }
 
 template <typename Index>
-bool run(const Target& keys, const Target& values, const at::Tensor& slots, int64_t page_size, int64_t places) {
-  const Index* given = slots.const_data_ptr<Index>();
-  const int64_t step = slots.stride(0), count = slots.size(0);
+bool run(const Target& keys, const Target& values, const at::Tensor& slot_mapping, int64_t page_size, int64_t places) {
+  const Index* given = slot_mapping.const_data_ptr<Index>();
+  const int64_t step = slot_mapping.stride(0), count = slot_mapping.size(0);
   std::vector<Index> at(count);  // others may write to what was given while this runs
   for (int64_t i = 0; i < count; ++i) at[i] = given[i * step];
   if (!fit(at, places)) return false;
@@ -99,23 +99,23 @@ inline at::Tensor ready(const at::Tensor& rows, const at::Tensor& pool, const Sp
 
 inline at::Tensor plain(const at::Tensor& pool) { return pool.is_neg() ? pool._neg_view() : pool; }
 
-// False where the slots do not fit; nothing is written then.
+// False where the slot_mapping do not fit; nothing is written then.
 inline bool append(
     const at::Tensor& k_in, const at::Tensor& v_in, const at::Tensor& k_pool, const at::Tensor& v_pool,
-    const at::Tensor& slots, bool heads_first) {
+    const at::Tensor& slot_mapping, bool heads_first) {
   TORCH_CHECK(
       k_in.scalar_type() == k_pool.scalar_type() && v_in.scalar_type() == v_pool.scalar_type(),
       "rows need the pool's dtype");
-  const at::Tensor k_pages = plain(k_pool), v_pages = plain(v_pool);
-  const Span first(k_pages), second(v_pages);
+  const at::Tensor k_cache = plain(k_pool), v_cache = plain(v_pool);
+  const Span first(k_cache), second(v_cache);
   const at::Tensor k = ready(k_in, k_pool, first, second), v = ready(v_in, v_pool, first, second);
-  const Target keys = target_of(k, k_pages, heads_first), values = target_of(v, v_pages, heads_first);
-  const int64_t page_size = k_pages.size(heads_first ? 2 : 1), places = k_pages.size(0) * page_size;
+  const Target keys = target_of(k, k_cache, heads_first), values = target_of(v, v_cache, heads_first);
+  const int64_t page_size = k_cache.size(heads_first ? 2 : 1), places = k_cache.size(0) * page_size;
   bool done;
   {
     pybind11::gil_scoped_release release;
-    done = slots.scalar_type() == at::kLong ? run<int64_t>(keys, values, slots, page_size, places)
-                                            : run<int32_t>(keys, values, slots, page_size, places);
+    done = slot_mapping.scalar_type() == at::kLong ? run<int64_t>(keys, values, slot_mapping, page_size, places)
+                                            : run<int32_t>(keys, values, slot_mapping, page_size, places);
   }
   if (done)  // as torch's own in-place functions do, so that autograd sees the change
     for (const at::Tensor* pool : {&k_pool, &v_pool})

@@ -6,7 +6,7 @@ import functools
 from pathlib import Path
 from typing import Any
 
-from layerzero.native.compiling import Library
+from layerzero.native.compiling import CppModule
 
 SOURCE = Path(__file__).with_name("attention.cpp")
 # No fast-math: it would reorder sums, and bits would depend on the rows beside them.
@@ -19,4 +19,4 @@ def library() -> Any:
 
     Raises: BackendNotAvailableError: no compiler, a compile error, or a cache folder that others can write.
     """
-    return Library("layerzero_native", SOURCE, FLAGS).get()
+    return CppModule("layerzero_native", SOURCE, FLAGS).get()

@@ -20,20 +20,20 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from layerzero.backends.native.products import ACTIVATIONS, in_panels, library
 from layerzero.ops.linear.mlp import GATES, PLAIN, activate
-from layerzero.spec.call_spec import Request
+from layerzero.spec.call_spec import CallSpec
 from layerzero.spec.hardware import free_memory
 from layerzero.spec.kernel import Capability, Efficiency, Kernel
 
 # Of the memory that is free when the first weight comes.
-SHARE = 0.25
+MEMORY_SHARE = 0.25
 # Weights that are remembered, kept or not; each takes a few hundred bytes beside its panels.
-MANY = 4096
+MAX_WEIGHTS = 4096
 
-Place = tuple[int, torch.dtype, torch.Size, tuple[int, ...]]
+WeightKey = tuple[int, torch.dtype, torch.Size, tuple[int, ...]]
 
 
 @dataclass(frozen=True, slots=True)
-class _Held:
+class _PackedWeight:
     """A weight that was seen: its storage while that lives, its version then, its panels or None.
 
     `tensor` is the object whose counter the version is of: `.data` of it counts changes of the same memory
@@ -46,7 +46,7 @@ class _Held:
     tensor: weakref.ref[Tensor]
 
 
-class Kept:
+class PackedWeights:
     """Panels of weights, `limit` bytes of them at most.
 
     A weight is known by its address, dtype, shape and strides. Its panels are freed with its storage and made
@@ -68,92 +68,96 @@ class Kept:
         self._lay_out = lay_out
         self._equal = equal
         self._limit = limit
-        self._held: dict[Place, _Held] = {}
+        self._entries: dict[WeightKey, _PackedWeight] = {}
 
     @property
     def nbytes(self) -> int:
         """Bytes of all panels."""
-        return sum(held.panels.nbytes for held in list(self._held.values()) if held.panels is not None)
+        return sum(entry.panels.nbytes for entry in list(self._entries.values()) if entry.panels is not None)
 
     def of(self, weight: Tensor) -> Tensor | None:
         """The panels of `weight`, made now where it is new or was changed; None where it is not kept."""
         if weight.is_inference():
             return None
-        held = self._held.get((weight.data_ptr(), weight.dtype, weight.shape, weight.stride()))
-        if held is None or held.version != weight._version or held.storage() is not weight.untyped_storage():
-            return self.anew(weight)
-        if held.tensor() is not weight:
-            return self._of_another(weight, held)
-        return held.panels
+        entry = self._entries.get((weight.data_ptr(), weight.dtype, weight.shape, weight.stride()))
+        if (
+            entry is None
+            or entry.version != weight._version
+            or entry.storage() is not weight.untyped_storage()
+        ):
+            return self.repack(weight)
+        if entry.tensor() is not weight:
+            return self._of_another(weight, entry)
+        return entry.panels
 
-    def _of_another(self, weight: Tensor, held: _Held) -> Tensor | None:
+    def _of_another(self, weight: Tensor, entry: _PackedWeight) -> Tensor | None:
         """The panels for another tensor over the memory, whose counter may stand there by chance."""
-        if held.panels is None or not self._equal(held.panels, weight):
-            return self.anew(weight)
+        if entry.panels is None or not self._equal(entry.panels, weight):
+            return self.repack(weight)
         place = (weight.data_ptr(), weight.dtype, weight.shape, weight.stride())
-        self._held[place] = replace(held, tensor=weakref.ref(weight))
-        return held.panels
+        self._entries[place] = replace(entry, tensor=weakref.ref(weight))
+        return entry.panels
 
-    def stepped(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    def on_optimizer_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         """Forget what lies in memory that an optimizer has just written; fused ones count no version."""
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         if not all(type(p) in (Tensor, torch.nn.Parameter) for p in parameters):
-            self._held.clear()  # whose memory a subclass writes is its own affair
+            self._entries.clear()  # whose memory a subclass writes is its own affair
             return
         written = {p.untyped_storage().data_ptr() for p in parameters}
-        for place, held in list(self._held.items()):
-            storage = held.storage()
+        for place, entry in list(self._entries.items()):
+            storage = entry.storage()
             if storage is None or storage.data_ptr() in written:
-                self._held.pop(place, None)
+                self._entries.pop(place, None)
 
-    def anew(self, weight: Tensor) -> Tensor | None:
+    def repack(self, weight: Tensor) -> Tensor | None:
         """Panels of `weight` as it is now, in place of those there are; None where it is not kept."""
         # No lock: a storage may die, and call `_gone`, at any allocation here.
         place = (weight.data_ptr(), weight.dtype, weight.shape, weight.stride())
-        self._held.pop(place, None)
-        for oldest in list(self._held)[: max(0, len(self._held) - MANY + 1)]:
-            self._held.pop(oldest, None)
+        self._entries.pop(place, None)
+        for oldest in list(self._entries)[: max(0, len(self._entries) - MAX_WEIGHTS + 1)]:
+            self._entries.pop(oldest, None)
         version, gone = weight._version, functools.partial(self._gone, place)
         fits = self.nbytes + 4 * weight.numel() <= self._limit
         panels = self._lay_out(weight) if fits else None
         storage = weakref.ref(weight.untyped_storage(), gone)
-        self._held[place] = _Held(storage, version, panels, weakref.ref(weight))
+        self._entries[place] = _PackedWeight(storage, version, panels, weakref.ref(weight))
         return panels
 
-    def _gone(self, place: Place, storage: weakref.ref[Any]) -> None:
-        held = self._held.get(place)
-        if held is not None and held.storage is storage:
-            self._held.pop(place, None)
+    def _gone(self, place: WeightKey, storage: weakref.ref[Any]) -> None:
+        entry = self._entries.get(place)
+        if entry is not None and entry.storage is storage:
+            self._entries.pop(place, None)
 
 
-def _allowed() -> int:
+def _available_bytes() -> int:
     """Bytes that this process may still take: what is free, and what its control group leaves."""
     free, group = free_memory(torch.device("cpu")), Path("/sys/fs/cgroup")
     try:
-        most, now = ((group / f"memory.{name}").read_text().strip() for name in ("max", "current"))
+        limit, used = ((group / f"memory.{name}").read_text().strip() for name in ("max", "current"))
     except OSError:  # no control group, or an older kind
         return free
-    return free if most == "max" else min(free, max(0, int(most) - int(now)))
+    return free if limit == "max" else min(free, max(0, int(limit) - int(used)))
 
 
 @functools.cache
-def kept() -> Kept:
+def packed_weights() -> PackedWeights:
     """The panels of this process."""
-    panels = Kept(library().pack, int(SHARE * _allowed()), library().equal)
-    register_optimizer_step_post_hook(panels.stepped)
+    panels = PackedWeights(library().pack, int(MEMORY_SHARE * _available_bytes()), library().equal)
+    register_optimizer_step_post_hook(panels.on_optimizer_step)
     return panels
 
 
 def _linear() -> Callable[..., Any]:
-    native, panels = library().linear_kept, kept()
+    native, panels = library().linear_kept, packed_weights()
 
     def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         # The kernel refuses what was changed behind torch's back: it is laid out anew, once.
-        for look in (panels.of, panels.anew):
-            found = look(weight)
-            if found is None:
+        for lookup in (panels.of, panels.repack):
+            packed = lookup(weight)
+            if packed is None:
                 break
-            out: Tensor | None = native(x, weight, found, bias)
+            out: Tensor | None = native(x, weight, packed, bias)
             if out is not None:
                 return out
         return functional.linear(x, weight, bias)
@@ -162,14 +166,14 @@ def _linear() -> Callable[..., Any]:
 
 
 def _mlp() -> Callable[..., Any]:
-    native, panels, linear = library().mlp_kept, kept(), _linear()
+    native, panels, linear = library().mlp_kept, packed_weights(), _linear()
 
     def mlp(
         x: Tensor, w_up: Tensor, w_down: Tensor, b_up: Tensor | None, b_down: Tensor | None, activation: str
     ) -> Tensor:
         if activation in ACTIVATIONS:
             which = ACTIVATIONS.index(activation)
-            for look in (panels.of, panels.anew):
+            for look in (panels.of, panels.repack):
                 up, down = look(w_up), look(w_down)
                 if up is None or down is None:
                     break
@@ -182,26 +186,26 @@ def _mlp() -> Callable[..., Any]:
     return mlp
 
 
-def _linear_room(request: Request) -> int:
+def _linear_workspace(request: CallSpec) -> int:
     """The weight in panels, and rows in float32 where those given or asked for are not."""
     inner, width = request.dim("K"), request.dim("C")
-    return 4 * inner * in_panels(width) + _copies(request, inner, width)
+    return 4 * inner * in_panels(width) + _copy_bytes(request, inner, width)
 
 
-def _mlp_room(request: Request) -> int:
+def _mlp_workspace(request: CallSpec) -> int:
     """Both weights in panels, the hidden rows, with their gates where they have some, and rows in float32."""
     hidden, width, rows = request.dim("F"), request.dim("C"), request.dim("N")
     gates = 2 if any(f"act_{name}" in request.features for name in GATES) else 0
     up = in_panels(hidden) * (2 if gates else 1)
     between = (1 + gates) * rows * in_panels(hidden)
-    return 4 * (up * width + in_panels(width) * hidden + between) + _copies(request, width, width)
+    return 4 * (up * width + in_panels(width) * hidden + between) + _copy_bytes(request, width, width)
 
 
-def _copies(request: Request, given: int, asked: int) -> int:
+def _copy_bytes(request: CallSpec, in_width: int, out_width: int) -> int:
     """Bytes of operands and results that are not dense float32."""
     if request.dtype != "float32":
-        return 4 * request.dim("N") * (given + asked)
-    return 0 if request.contiguous else 4 * request.dim("N") * given
+        return 4 * request.dim("N") * (in_width + out_width)
+    return 0 if request.contiguous else 4 * request.dim("N") * in_width
 
 
 def _capability(features: frozenset[str]) -> Capability:
@@ -227,9 +231,9 @@ KERNELS: tuple[Kernel, ...] = (
         capability=_capability(frozenset()),
         load=_linear,
         efficiency=Efficiency(0.85, 0.6, 4.0, _SOURCE),
-        rank=20,
-        cold=True,
-        workspace_bytes=_linear_room,
+        tie_break_order=20,
+        slow_import=True,
+        workspace_bytes=_linear_workspace,
     ),
     Kernel(
         id="native.mlp.packed",
@@ -238,8 +242,8 @@ KERNELS: tuple[Kernel, ...] = (
         capability=_capability(frozenset(f"act_{name}" for name in (*GATES, *PLAIN))),
         load=_mlp,
         efficiency=Efficiency(0.85, 0.6, 8.0, _SOURCE),
-        rank=20,
-        cold=True,
-        workspace_bytes=_mlp_room,
+        tie_break_order=20,
+        slow_import=True,
+        workspace_bytes=_mlp_workspace,
     ),
 )

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from layerzero.spec.call_spec import Request
+from layerzero.spec.call_spec import CallSpec
 from layerzero.spec.kernel import Capability, Efficiency, Kernel
 
 SOURCE = Path(__file__).with_name("products.cpp")
@@ -32,9 +32,9 @@ def library() -> Any:
     """
     # Imported here: the modules need what only Unix has.
     from layerzero.backends.native.build import FLAGS
-    from layerzero.native.compiling import Library
+    from layerzero.native.compiling import CppModule
 
-    return Library("layerzero_products", SOURCE, FLAGS).get()
+    return CppModule("layerzero_products", SOURCE, FLAGS).get()
 
 
 def _linear() -> Callable[..., Any]:
@@ -68,12 +68,12 @@ def in_panels(columns: int) -> int:
     return -(-columns // 32) * 32
 
 
-def _linear_room(request: Request) -> int:
+def _linear_room(request: CallSpec) -> int:
     """The weight in panels."""
     return 4 * in_panels(request.dim("C")) * request.dim("K")
 
 
-def _mlp_room(request: Request) -> int:
+def _mlp_room(request: CallSpec) -> int:
     """Both weights in panels, and the hidden rows that are in work."""
     hidden, width = request.dim("F"), request.dim("C")
     rows = min(request.dim("N"), BLOCK * torch.get_num_threads())
@@ -106,8 +106,8 @@ KERNELS: tuple[Kernel, ...] = (
         capability=_capability(frozenset({"bias"})),
         load=_linear,
         efficiency=Efficiency(0.8, 0.03, 20.0, _SOURCE.format("beside")),
-        rank=20,
-        cold=True,
+        tie_break_order=20,
+        slow_import=True,
         workspace_bytes=_linear_room,
     ),
     Kernel(
@@ -117,8 +117,8 @@ KERNELS: tuple[Kernel, ...] = (
         capability=_capability(frozenset({"bias", *(f"act_{name}" for name in ACTIVATIONS)})),
         load=_mlp,
         efficiency=Efficiency(0.82, 0.03, 40.0, _SOURCE.format("faster than")),
-        rank=20,
-        cold=True,
+        tie_break_order=20,
+        slow_import=True,
         workspace_bytes=_mlp_room,
     ),
 )

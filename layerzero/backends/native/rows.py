@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from layerzero.ops.rope.rope import guard_rope
+from layerzero.ops.rope.rope import validate_rope_values
 from layerzero.spec.kernel import Capability, Efficiency, Kernel
 
 
@@ -22,9 +22,9 @@ from layerzero.spec.kernel import Capability, Efficiency, Kernel
 def _library() -> Any:
     # Imported here: the module needs what only Unix has.
     from layerzero.backends.native.build import FLAGS
-    from layerzero.native.compiling import Library
+    from layerzero.native.compiling import CppModule
 
-    return Library("layerzero_rows", Path(__file__).with_name("rows.cpp"), FLAGS).get()
+    return CppModule("layerzero_rows", Path(__file__).with_name("rows.cpp"), FLAGS).get()
 
 
 def _rms_norm() -> Callable[..., Any]:
@@ -65,7 +65,7 @@ def _rope() -> Callable[..., Any]:
             positions = positions.reshape(-1)
         tables = [table.to(torch.float32).contiguous() for table in (cos, sin)]
         if not native(*flat, positions, *tables):
-            guard_rope(args)
+            validate_rope_values(args)
             raise AssertionError("the kernel refused positions that the op's guard accepts")
         return outs
 
@@ -93,7 +93,7 @@ _SOURCE = "an estimate, a few microseconds a call where torch's parts take sever
 def _kernel(op: str, load: Callable[[], Callable[..., Any]], capability: Capability) -> Kernel:
     return Kernel(
         id=f"native.{op}.rows", op=op, backend="native", capability=capability, load=load,
-        efficiency=Efficiency(0.2, 0.5, 4.0, _SOURCE), rank=20, cold=True,
+        efficiency=Efficiency(0.2, 0.5, 4.0, _SOURCE), tie_break_order=20, slow_import=True,
     )  # fmt: skip
 
 

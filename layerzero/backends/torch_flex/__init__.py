@@ -12,7 +12,7 @@ import importlib
 from collections.abc import Callable
 from typing import Any
 
-from layerzero.spec.call_spec import Request
+from layerzero.spec.call_spec import CallSpec
 from layerzero.spec.kernel import Capability, Efficiency, Kernel, OneOf, SameAs
 from layerzero.spec.reasons import Reason
 
@@ -29,16 +29,16 @@ def _programs() -> Any:
 
 def _attention() -> Callable[..., Any]:
     importlib.import_module("torch.nn.attention.flex_attention")
-    found: Callable[..., Any] = _programs().attention
-    return found
+    attention: Callable[..., Any] = _programs().attention
+    return attention
 
 
-def _unit(request: Request) -> str:
+def _unit(request: CallSpec) -> str:
     sizes = "x".join(str(request.dim(name)) for name in ("B", "Hq", "Hk", "Sq", "Sk", "D"))
     return " ".join([sizes, *sorted(request.features & {"softcap", "mask_bool", "block_mask"})])
 
 
-def _mask_bytes(request: Request) -> int:
+def _mask_bytes(request: CallSpec) -> int:
     """The mask for every head, and which of its blocks are seen."""
     if not request.features & {"mask_bool", "block_mask"}:
         return 0
@@ -80,9 +80,9 @@ KERNELS: tuple[Kernel, ...] = (
         load=_attention,
         workspace_bytes=_mask_bytes,
         efficiency=Efficiency(0.22, 0.5, 400.0, _MEASURED),
-        rank=48,
-        cold=True,
-        unit=_unit,
-        build=lambda request: _programs().build(request),
+        tie_break_order=48,
+        slow_import=True,
+        compile_key=_unit,
+        compile=lambda request: _programs().build(request),
     ),
 )

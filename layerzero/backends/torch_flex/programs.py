@@ -14,9 +14,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from layerzero.ops.attention.checks import bounds
-from layerzero.ops.attention.masks import Window, with_blocks
-from layerzero.spec.call_spec import Request
+from layerzero.ops.attention.checks import window_bounds
+from layerzero.ops.attention.masks import Window, merge_block_mask
+from layerzero.spec.call_spec import CallSpec
 
 BLOCK = 128
 # Further than any key: what stands for no bound.
@@ -36,7 +36,7 @@ class Shape(NamedTuple):
     masked: bool
 
 
-def shape_of(request: Request) -> Shape:
+def shape_of(request: CallSpec) -> Shape:
     """The shape of a call."""
     size, asks = request.dim, request.features
     return Shape(
@@ -65,14 +65,14 @@ def _blocks(visible: Tensor, whole: Tensor) -> Blocks:
 
 
 @functools.lru_cache(maxsize=256)
-def _band(queries: int, keys: int, left: int, right: int) -> tuple[Tensor, Tensor]:
+def _band(queries: int, keys: int, window_left: int, right: int) -> tuple[Tensor, Tensor]:
     """(visible, whole) of the blocks of a band around the diagonal, (1, 1, Sq / 128, Sk / 128)."""
     first = torch.arange(queries // BLOCK, device="cpu")[:, None] * BLOCK + keys - queries
     column = torch.arange(keys // BLOCK, device="cpu") * BLOCK
     # The key nearest behind the last query of a block, and furthest ahead of the first one.
     lowest, highest = column - (first + BLOCK - 1), column + BLOCK - 1 - first
-    visible = (lowest <= right) & (highest >= -left)
-    whole = (highest <= right) & (lowest >= -left)
+    visible = (lowest <= right) & (highest >= -window_left)
+    whole = (highest <= right) & (lowest >= -window_left)
     return visible[None, None], whole[None, None]
 
 
@@ -138,9 +138,9 @@ class Programs:
 
     def get(self, shape: Shape) -> Callable[..., Tensor]:
         """The program of a shape, compiled now where it is not."""
-        found = self._made.get(shape)
-        if found is not None:
-            return found
+        program = self._made.get(shape)
+        if program is not None:
+            return program
         with self._lock:
             if shape not in self._made:
                 self._made[shape] = _compiled(shape)
@@ -149,9 +149,9 @@ class Programs:
 
 def _compiled(shape: Shape) -> Callable[..., Tensor]:
     # torch counts programs by code object and stops at a few: each shape has a code object of its own.
-    own = types.FunctionType(_flex.__code__.replace(co_name="flex"), _flex.__globals__, "flex")
+    renamed = types.FunctionType(_flex.__code__.replace(co_name="flex"), _flex.__globals__, "flex")
     options: dict[str, Any] = {"guard_filter_fn": lambda entries: [False] * len(entries)}
-    program: Callable[..., Tensor] = torch.compile(own, dynamic=False, fullgraph=True, options=options)
+    program: Callable[..., Tensor] = torch.compile(renamed, dynamic=False, fullgraph=True, options=options)
     batch, heads, groups, queries, keys, width = shape[:6]
     shapes = ((batch, heads, queries, width), (batch, groups, keys, width), (batch, groups, keys, width))
     with torch.inference_mode(False), torch.no_grad():
@@ -168,10 +168,10 @@ def attention_of(
     sides: tuple[int, int], scale: float | None, softcap: float | None, slopes: Tensor | None,
 ) -> Tensor:  # fmt: skip
     """Run a program on the operands of one call; `sides` are the keys left and right, -1 for no bound."""
-    left, right = (side if side >= 0 else _FAR for side in sides)
-    band = (q.shape[2], k.shape[2], left, right)
+    window_left, right = (side if side >= 0 else _FAR for side in sides)
+    band = (q.shape[2], k.shape[2], window_left, right)
     blocks = _plain_blocks(*band) if mask is None else _masked_blocks(mask, band)
-    ends = torch.tensor([left, right, k.shape[2] - q.shape[2]], device="cpu")
+    ends = torch.tensor([window_left, right, k.shape[2] - q.shape[2]], device="cpu")
     # Slopes of zero cost less than a second program for each shape would.
     spread = q.new_zeros(q.shape[:2]) if slopes is None else slopes.float().expand(q.shape[:2]).contiguous()
     pair = [q.shape[3] ** -0.5 if scale is None else scale, softcap or 1.0]
@@ -190,7 +190,7 @@ def attention(
 ) -> Tensor:  # fmt: skip
     """The program of the call's shape; a mask is spread over batch and heads."""
     if block_mask is not None:
-        attn_mask = with_blocks(attn_mask, block_mask, q.shape[0], q.shape[1])
+        attn_mask = merge_block_mask(attn_mask, block_mask, q.shape[0], q.shape[1])
     batch, heads, queries, width = q.shape
     shape = Shape(
         batch, heads, k.shape[1], queries, k.shape[2], width,
@@ -202,10 +202,10 @@ def attention(
     q, k, v = q.resolve_neg(), k.resolve_neg(), v.resolve_neg()  # a program reads memory
     with torch.no_grad():
         return attention_of(
-            program, q, k, v, attn_mask, bounds(is_causal, window), scale, softcap, alibi_slopes
+            program, q, k, v, attn_mask, window_bounds(is_causal, window), scale, softcap, alibi_slopes
         )
 
 
-def build(request: Request) -> None:
+def build(request: CallSpec) -> None:
     """Compile what a call needs."""
     PROGRAMS.get(shape_of(request))

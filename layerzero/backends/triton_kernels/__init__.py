@@ -29,10 +29,10 @@ def _from(module: str, name: str) -> Callable[[], Callable[..., Any]]:
     """The load function of one kernel; Triton is imported when it is called."""
 
     def load() -> Callable[..., Any]:
-        found: Callable[..., Any] = getattr(
+        function: Callable[..., Any] = getattr(
             importlib.import_module(f"layerzero.backends.triton_kernels.{module}"), name
         )
-        return found
+        return function
 
     return load
 
@@ -64,8 +64,8 @@ def _kernel(
         ),
         load=_from(module, op),
         efficiency=Efficiency(*efficiency, source),
-        rank=35,
-        cold=True,
+        tie_break_order=35,
+        slow_import=True,
         distributions=_DISTRIBUTIONS,
     )
 

@@ -23,18 +23,18 @@ MAGIC = tl.constexpr(12582912.0)
 
 
 @triton.jit
-def _summed_and_normed(
-    x_ptr, residual_ptr, weight_ptr, total_ptr, row, at, inside, width, eps, HAS_WEIGHT: tl.constexpr
+def _add_and_norm(
+    x_ptr, residual_ptr, weight_ptr, total_ptr, row, columns, inside, width, eps, HAS_WEIGHT: tl.constexpr
 ):  # fmt: skip
     """The normalised sum of a row in float32; the sum that is normalised is the one stored, rounded."""
-    x = tl.load(x_ptr + row + at, mask=inside, other=0.0)
-    residual = tl.load(residual_ptr + row + at, mask=inside, other=0.0)
+    x = tl.load(x_ptr + row + columns, mask=inside, other=0.0)
+    residual = tl.load(residual_ptr + row + columns, mask=inside, other=0.0)
     total = (x.to(tl.float32) + residual.to(tl.float32)).to(x.dtype)
-    tl.store(total_ptr + row + at, total, mask=inside)
+    tl.store(total_ptr + row + columns, total, mask=inside)
     wide = total.to(tl.float32)
     out = wide / tl.sqrt(tl.sum(wide * wide, 0) / width + eps)
     if HAS_WEIGHT:
-        out = out * tl.load(weight_ptr + at, mask=inside, other=0.0).to(tl.float32)
+        out = out * tl.load(weight_ptr + columns, mask=inside, other=0.0).to(tl.float32)
     return out
 
 
@@ -44,12 +44,12 @@ def _add_rms_norm(
     HAS_WEIGHT: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64) * width
-    at = tl.arange(0, BLOCK)
-    inside = at < width
-    out = _summed_and_normed(
-        x_ptr, residual_ptr, weight_ptr, total_ptr, row, at, inside, width, eps, HAS_WEIGHT
+    columns = tl.arange(0, BLOCK)
+    inside = columns < width
+    out = _add_and_norm(
+        x_ptr, residual_ptr, weight_ptr, total_ptr, row, columns, inside, width, eps, HAS_WEIGHT
     )
-    tl.store(out_ptr + row + at, out.to(out_ptr.dtype.element_ty), mask=inside)
+    tl.store(out_ptr + row + columns, out.to(out_ptr.dtype.element_ty), mask=inside)
 
 
 def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor | None, eps: float) -> tuple[Tensor, Tensor]:
@@ -89,19 +89,19 @@ def _quantize(
     GIVEN: tl.constexpr, MANTISSA: tl.constexpr, LEAST: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     program = tl.program_id(0).to(tl.int64)
-    at = tl.arange(0, BLOCK)
-    inside = at < width
-    x = tl.load(x_ptr + program * width + at, mask=inside, other=0.0).to(tl.float32)
+    columns = tl.arange(0, BLOCK)
+    inside = columns < width
+    x = tl.load(x_ptr + program * width + columns, mask=inside, other=0.0).to(tl.float32)
     if GIVEN:
         scale = tl.load(scale_ptr + program)
     else:
-        most = tl.max(tl.abs(x), 0)
+        abs_max = tl.max(tl.abs(x), 0)
         odd = tl.max((x != x).to(tl.int32), 0)  # a maximum may pass over NaN
-        scale = tl.maximum(tl.div_rn(most, largest), smallest)
+        scale = tl.maximum(tl.div_rn(abs_max, largest), smallest)
         scale = tl.where(odd > 0, float("nan"), scale)
         tl.store(scale_ptr + program, scale)
     code = _rounded(x, scale, largest, MANTISSA, LEAST)
-    tl.store(codes_ptr + program * width + at, code.to(codes_ptr.dtype.element_ty), mask=inside)
+    tl.store(codes_ptr + program * width + columns, code.to(codes_ptr.dtype.element_ty), mask=inside)
 
 
 # Bits of the mantissa, and the biased float32 exponent of the smallest normal number.
@@ -116,11 +116,11 @@ def quantize(
     codes = torch.empty(x.shape, dtype=FORMATS[form].dtype, device=x.device)
     shape = (*x.shape[:-1], x.shape[-1] // width)
     scales = torch.empty(shape, dtype=torch.float32, device=x.device) if scale is None else scale.contiguous()
-    mantissa, least = _ROUNDING[form]
+    mantissa, min_exponent = _ROUNDING[form]
     block = triton.next_power_of_2(width)
     _quantize[(x.numel() // width,)](
-        x, codes, scales, width, FORMATS[form].largest, SMALLEST_SCALE,
-        GIVEN=scale is not None, MANTISSA=mantissa, LEAST=least, BLOCK=block, num_warps=_warps(block),
+        x, codes, scales, width, FORMATS[form].max_value, SMALLEST_SCALE,
+        GIVEN=scale is not None, MANTISSA=mantissa, LEAST=min_exponent, BLOCK=block, num_warps=_warps(block),
     )  # fmt: skip
     return codes, scales if scale is None else scale
 
@@ -133,10 +133,10 @@ def _add_rms_norm_quantize(
 ):  # fmt: skip
     program = tl.program_id(0).to(tl.int64)
     row = program * width
-    at = tl.arange(0, BLOCK)
-    inside = at < width
-    out = _summed_and_normed(
-        x_ptr, residual_ptr, weight_ptr, total_ptr, row, at, inside, width, eps, HAS_WEIGHT
+    columns = tl.arange(0, BLOCK)
+    inside = columns < width
+    out = _add_and_norm(
+        x_ptr, residual_ptr, weight_ptr, total_ptr, row, columns, inside, width, eps, HAS_WEIGHT
     )
     # One group is the whole block, padded; several divide it without a rest.
     parts = tl.reshape(tl.abs(out), (GROUPS, BLOCK // GROUPS))
@@ -148,7 +148,7 @@ def _add_rms_norm_quantize(
     tl.store(scale_ptr + program * (width // GROUP) + groups, scale, mask=used)
     spread = tl.reshape(tl.broadcast_to(scale[:, None], (GROUPS, BLOCK // GROUPS)), (BLOCK,))
     code = _rounded(out, spread, largest, MANTISSA, LEAST)
-    tl.store(codes_ptr + row + at, code.to(codes_ptr.dtype.element_ty), mask=inside)
+    tl.store(codes_ptr + row + columns, code.to(codes_ptr.dtype.element_ty), mask=inside)
 
 
 def add_rms_norm_quantize(
@@ -166,11 +166,11 @@ def add_rms_norm_quantize(
     block = triton.next_power_of_2(width)
     codes, total = torch.empty(x.shape, dtype=FORMATS[form].dtype, device=x.device), torch.empty_like(x)
     scale = torch.empty((*x.shape[:-1], width // group), dtype=torch.float32, device=x.device)
-    mantissa, least = _ROUNDING[form]
+    mantissa, min_exponent = _ROUNDING[form]
     _add_rms_norm_quantize[(x.numel() // width,)](
         x, residual, x if weight is None else weight, codes, scale, total, width, eps,
-        FORMATS[form].largest, SMALLEST_SCALE, HAS_WEIGHT=weight is not None,
-        GROUPS=1 if group == width else block // group, GROUP=group, MANTISSA=mantissa, LEAST=least,
+        FORMATS[form].max_value, SMALLEST_SCALE, HAS_WEIGHT=weight is not None,
+        GROUPS=1 if group == width else block // group, GROUP=group, MANTISSA=mantissa, LEAST=min_exponent,
         BLOCK=block, num_warps=_warps(block),
     )  # fmt: skip
     return codes, scale, total

@@ -23,7 +23,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from layerzero.ops.sampling.draw import Count, Number, always, signed
+from layerzero.ops.sampling.draw import Count, Number, as_signed_int64, is_constant
 
 GOLDEN = tl.constexpr(-0x61C8864680B583EB)
 FIRST = tl.constexpr(-0x40A7B892E31B1A47)
@@ -53,17 +53,17 @@ def _keys(values, BITS: tl.constexpr):
 
 @triton.jit
 def _weights(values, largest, heat, unit):
-    shares = tl.exp((values.to(tl.float64) - largest.to(tl.float64)) / heat)
-    return (shares * unit).to(tl.int64)
+    probs = tl.exp((values.to(tl.float64) - largest.to(tl.float64)) / heat)
+    return (probs * unit).to(tl.int64)
 
 
 @triton.jit
 def _load(row_ptr, start, vocab, BLOCK: tl.constexpr):
-    at = start + tl.arange(0, BLOCK)
-    return at, tl.load(row_ptr + at, mask=at < vocab, other=float("-inf")).to(tl.float32)
+    token_ids = start + tl.arange(0, BLOCK)
+    return token_ids, tl.load(row_ptr + token_ids, mask=token_ids < vocab, other=float("-inf")).to(tl.float32)
 
 
-# Loops sum lane by lane and across lanes only at their end: a sum across lanes is a barrier.
+# Loops sum batcher by batcher and across batchers only at their end: a sum across batchers is a barrier.
 
 
 @triton.jit
@@ -75,17 +75,17 @@ def _cut_by_count(row_ptr, vocab, count, BITS: tl.constexpr, BLOCK: tl.constexpr
         above1, above2 = tl.zeros((BLOCK,), tl.int32), tl.zeros((BLOCK,), tl.int32)
         above3 = tl.zeros((BLOCK,), tl.int32)
         for start in range(0, vocab, BLOCK):
-            at, values = _load(row_ptr, start, vocab, BLOCK)
-            keys = tl.where(at < vocab, _keys(values, BITS), -1)
+            token_ids, values = _load(row_ptr, start, vocab, BLOCK)
+            keys = tl.where(token_ids < vocab, _keys(values, BITS), -1)
             above1 += (keys >= edge + one).to(tl.int32)
             above2 += (keys >= edge + 2 * one).to(tl.int32)
             above3 += (keys >= edge + 3 * one).to(tl.int32)
-        taken = (tl.sum(above1, 0) >= count).to(tl.int64) + (tl.sum(above2, 0) >= count).to(tl.int64)
-        edge += one * (taken + (tl.sum(above3, 0) >= count).to(tl.int64))
+        digit = (tl.sum(above1, 0) >= count).to(tl.int64) + (tl.sum(above2, 0) >= count).to(tl.int64)
+        edge += one * (digit + (tl.sum(above3, 0) >= count).to(tl.int64))
     beyond = tl.zeros((BLOCK,), tl.int32)
     for start in range(0, vocab, BLOCK):
-        at, values = _load(row_ptr, start, vocab, BLOCK)
-        beyond += tl.where(at < vocab, _keys(values, BITS) > edge, False).to(tl.int32)
+        token_ids, values = _load(row_ptr, start, vocab, BLOCK)
+        beyond += tl.where(token_ids < vocab, _keys(values, BITS) > edge, False).to(tl.int32)
     return edge, count - tl.sum(beyond, 0)
 
 
@@ -95,12 +95,12 @@ def _mass(row_ptr, vocab, largest, heat, unit, edge, BITS: tl.constexpr, BLOCK: 
     beyond, each = tl.zeros((BLOCK,), tl.int64), tl.zeros((BLOCK,), tl.int64)
     equal = tl.zeros((BLOCK,), tl.int32)
     for start in range(0, vocab, BLOCK):
-        at, values = _load(row_ptr, start, vocab, BLOCK)
-        keys = tl.where(at < vocab, _keys(values, BITS), -1)
+        token_ids, values = _load(row_ptr, start, vocab, BLOCK)
+        keys = tl.where(token_ids < vocab, _keys(values, BITS), -1)
         weights = _weights(values, largest, heat, unit)
         beyond += tl.where(keys > edge, weights, 0)
         each = tl.maximum(each, tl.where(keys == edge, weights, 0))
-        equal += ((keys == edge) & (at < vocab)).to(tl.int32)
+        equal += ((keys == edge) & (token_ids < vocab)).to(tl.int32)
     return tl.sum(beyond, 0), tl.max(each, 0), tl.sum(equal, 0).to(tl.int64)
 
 
@@ -118,8 +118,8 @@ def _cut_by_mass(
         mass1, mass2 = tl.zeros((BLOCK,), tl.int64), tl.zeros((BLOCK,), tl.int64)
         mass3 = tl.zeros((BLOCK,), tl.int64)
         for start in range(0, vocab, BLOCK):
-            at, values = _load(row_ptr, start, vocab, BLOCK)
-            keys = tl.where(at < vocab, _keys(values, BITS), -1)
+            token_ids, values = _load(row_ptr, start, vocab, BLOCK)
+            keys = tl.where(token_ids < vocab, _keys(values, BITS), -1)
             weights = tl.where(keys > floor, _weights(values, largest, heat, unit), 0)
             mass1 += tl.where(keys >= edge + one, weights, 0)
             mass2 += tl.where(keys >= edge + 2 * one, weights, 0)
@@ -127,20 +127,22 @@ def _cut_by_mass(
         all1 = tl.sum(mass1, 0) + tl.where(edge + one <= floor, at_floor, 0)
         all2 = tl.sum(mass2, 0) + tl.where(edge + 2 * one <= floor, at_floor, 0)
         all3 = tl.sum(mass3, 0) + tl.where(edge + 3 * one <= floor, at_floor, 0)
-        taken = (all1.to(tl.float64) >= reach).to(tl.int64) + (all2.to(tl.float64) >= reach).to(tl.int64)
-        edge += one * (taken + (all3.to(tl.float64) >= reach).to(tl.int64))
+        digit = (all1.to(tl.float64) >= reach).to(tl.int64) + (all2.to(tl.float64) >= reach).to(tl.int64)
+        edge += one * (digit + (all3.to(tl.float64) >= reach).to(tl.int64))
     return edge
 
 
 @triton.jit
 def _lowest(row_ptr, other_ptr, vocab, none: tl.constexpr, BITS: tl.constexpr, BLOCK: tl.constexpr):
     """The smallest key of a row among the tokens that another row has above `none`."""
-    least = tl.full((BLOCK,), 4294967295, tl.int64)
+    lowest = tl.full((BLOCK,), 4294967295, tl.int64)
     for start in range(0, vocab, BLOCK):
-        at, values = _load(row_ptr, start, vocab, BLOCK)
-        others = tl.load(other_ptr + at, mask=at < vocab, other=none).to(tl.float32)
-        least = tl.minimum(least, tl.where((at < vocab) & (others > none), _keys(values, BITS), 4294967295))
-    return tl.min(least, 0)
+        token_ids, values = _load(row_ptr, start, vocab, BLOCK)
+        others = tl.load(other_ptr + token_ids, mask=token_ids < vocab, other=none).to(tl.float32)
+        lowest = tl.minimum(
+            lowest, tl.where((token_ids < vocab) & (others > none), _keys(values, BITS), 4294967295)
+        )
+    return tl.min(lowest, 0)
 
 
 @triton.jit
@@ -148,32 +150,36 @@ def _beside(row_ptr, vocab, edge, BITS: tl.constexpr, BLOCK: tl.constexpr):
     """How many keys lie above `edge`, and how many equal it."""
     beyond, equal = tl.zeros((BLOCK,), tl.int32), tl.zeros((BLOCK,), tl.int32)
     for start in range(0, vocab, BLOCK):
-        at, values = _load(row_ptr, start, vocab, BLOCK)
-        keys = tl.where(at < vocab, _keys(values, BITS), -1)
+        token_ids, values = _load(row_ptr, start, vocab, BLOCK)
+        keys = tl.where(token_ids < vocab, _keys(values, BITS), -1)
         beyond += (keys > edge).to(tl.int32)
         equal += (keys == edge).to(tl.int32)
     return tl.sum(beyond, 0).to(tl.int64), tl.sum(equal, 0).to(tl.int64)
 
 
 @triton.jit
-def _walk(row_ptr, vocab, largest, heat, unit, floor, left, point, BITS: tl.constexpr, BLOCK: tl.constexpr):
+def _walk(
+    row_ptr, vocab, largest, heat, unit, floor, num_at_floor, point, BITS: tl.constexpr, BLOCK: tl.constexpr
+):
     """The first token whose upper end lies above `point`; of the keys equal to `floor`, `left` count."""
     token = tl.full((), 0, tl.int64) + vocab
     ends, ties = tl.full((), 0, tl.int64), tl.full((), 0, tl.int64)
     for start in range(0, vocab, BLOCK):
         if token == vocab:
-            at, values = _load(row_ptr, start, vocab, BLOCK)
-            keys = tl.where(at < vocab, _keys(values, BITS), -1)
-            same = ((keys == floor) & (at < vocab)).to(tl.int32)
+            token_ids, values = _load(row_ptr, start, vocab, BLOCK)
+            keys = tl.where(token_ids < vocab, _keys(values, BITS), -1)
+            same = ((keys == floor) & (token_ids < vocab)).to(tl.int32)
             many = tl.sum(same, 0).to(tl.int64)
-            kept = (keys > floor) | (same > 0)
-            if ties + many > left:
-                kept = (keys > floor) | ((same > 0) & (ties + tl.cumsum(same, 0) <= left))
-            weights = tl.where(kept & (at < vocab), _weights(values, largest, heat, unit), 0)
+            selected = (keys > floor) | (same > 0)
+            if ties + many > num_at_floor:
+                selected = (keys > floor) | ((same > 0) & (ties + tl.cumsum(same, 0) <= num_at_floor))
+            weights = tl.where(selected & (token_ids < vocab), _weights(values, largest, heat, unit), 0)
             whole = tl.sum(weights, 0)
             if ends + whole > point:
                 upper = ends + tl.cumsum(weights, 0)
-                token = tl.min(tl.where((upper > point) & (at < vocab), at.to(tl.int64), vocab), 0)
+                token = tl.min(
+                    tl.where((upper > point) & (token_ids < vocab), token_ids.to(tl.int64), vocab), 0
+                )
             ends += whole
             ties += many
     return token
@@ -193,51 +199,51 @@ def _draw(
     row_ptr = logits_ptr + row * stride
     # Scalars are plain numbers in the interpreter; what they are added to makes tensors of them.
     none = tl.full((), 0, tl.int64)
-    given = (none + heat_bits).to(tl.float64, bitcast=True)
-    heat = tl.load(heat_ptr + row).to(tl.float64) if HEATS else given
+    temperature = (none + heat_bits).to(tl.float64, bitcast=True)
+    heat = tl.load(heat_ptr + row).to(tl.float64) if HEATS else temperature
     unit = none.to(tl.float64) + unit
 
     best = tl.full((BLOCK,), float("-inf"), tl.float32)
     where, odd = tl.zeros((BLOCK,), tl.int32), tl.zeros((BLOCK,), tl.int32)
     for start in range(0, vocab, BLOCK):
-        at, values = _load(row_ptr, start, vocab, BLOCK)
+        token_ids, values = _load(row_ptr, start, vocab, BLOCK)
         odd |= (values != values).to(tl.int32)
-        where = tl.where(values > best, at, where)
+        where = tl.where(values > best, token_ids, where)
         best = tl.where(values > best, values, best)
     odd, largest = tl.max(odd, 0), tl.max(best, 0)
-    hottest = tl.cast(tl.min(tl.where(best == largest, where, vocab), 0), tl.int64)
+    argmax = tl.cast(tl.min(tl.where(best == largest, where, vocab), 0), tl.int64)
     usable = (odd == 0) & (largest > float("-inf")) & (largest < float("inf"))
-    coldest = heat <= 0.0
-    safe = tl.where(coldest, 1.0, heat)
+    greedy = heat <= 0.0
+    safe = tl.where(greedy, 1.0, heat)
 
-    floor, left = tl.full((), -1, tl.int64), tl.full((), 0, tl.int64)
+    floor, num_at_floor = tl.full((), -1, tl.int64), tl.full((), 0, tl.int64)
     if BY_COUNT:
-        wanted = tl.load(count_ptr + row).to(tl.int64) if COUNTS else none + count
-        if (wanted > 0) & (wanted < vocab):
+        k = tl.load(count_ptr + row).to(tl.int64) if COUNTS else none + count
+        if (k > 0) & (k < vocab):
             proved = tl.full((), 0, tl.int32)
             if MASKED:
                 floor = _lowest(row_ptr, masked_ptr + row * vocab, vocab, float("-inf"), BITS, BLOCK)
                 above, same = _beside(row_ptr, vocab, floor, BITS, BLOCK)
-                left = wanted - above
-                proved = tl.where((left > 0) & (left <= same), 1, 0)
+                num_at_floor = k - above
+                proved = tl.where((num_at_floor > 0) & (num_at_floor <= same), 1, 0)
             if proved == 0:
-                floor, left = _cut_by_count(row_ptr, vocab, wanted, BITS, BLOCK)
+                floor, num_at_floor = _cut_by_count(row_ptr, vocab, k, BITS, BLOCK)
     beyond, each, _ = _mass(row_ptr, vocab, largest, safe, unit, floor, BITS, BLOCK)
-    total = beyond + left * each
+    total = beyond + num_at_floor * each
     if BY_SHARE:
         same_share = (none + share_bits).to(tl.float64, bitcast=True)
         share = tl.load(share_ptr + row).to(tl.float64) if SHARES else same_share
         reach = share * total.to(tl.float64)
         top = tl.max(_keys(largest + tl.zeros((1,), tl.float32), BITS), 0)
-        edge, at_floor = floor, left * each
-        found, equal = tl.full((), 0, tl.int32), tl.full((), 0, tl.int64)
+        edge, at_floor = floor, num_at_floor * each
+        proved_edge, equal = tl.full((), 0, tl.int32), tl.full((), 0, tl.int64)
         if KEPT:
             edge = tl.minimum(_lowest(row_ptr, kept_ptr + row * vocab, vocab, 0.0, BITS, BLOCK), top)
             beyond, each, equal = _mass(row_ptr, vocab, largest, safe, unit, edge, BITS, BLOCK)
-            here = beyond + each * tl.where(edge == floor, left, equal)
-            enough = (here.to(tl.float64) >= reach) & (beyond.to(tl.float64) < reach)
-            found = tl.where(enough & (edge >= floor), 1, 0)
-        if found == 0:
+            mass = beyond + each * tl.where(edge == floor, num_at_floor, equal)
+            enough = (mass.to(tl.float64) >= reach) & (beyond.to(tl.float64) < reach)
+            proved_edge = tl.where(enough & (edge >= floor), 1, 0)
+        if proved_edge == 0:
             edge = _cut_by_mass(row_ptr, vocab, largest, safe, unit, reach, floor, at_floor, BITS, BLOCK)
             edge = tl.minimum(edge, top)
             beyond, each, equal = _mass(row_ptr, vocab, largest, safe, unit, edge, BITS, BLOCK)
@@ -246,19 +252,19 @@ def _draw(
         need = (whole - beyond + each - 1) // tl.maximum(each, 1)
         # The best token stays, however small the share; of equal keys no more than there are.
         need = tl.minimum(tl.maximum(need, (edge == top).to(tl.int64)), equal)
-        left = tl.where(edge == floor, tl.minimum(need, left), need)
+        num_at_floor = tl.where(edge == floor, tl.minimum(need, num_at_floor), need)
         floor = edge
-        total = beyond + left * each
+        total = beyond + num_at_floor * each
 
-    own = tl.load(seed_ptr + row).to(tl.int64) if SEEDS else _mix(row * GOLDEN) ^ (none + seed)
+    row_seed = tl.load(seed_ptr + row).to(tl.int64) if SEEDS else _mix(row * GOLDEN) ^ (none + seed)
     step = tl.load(offset_ptr + row).to(tl.int64) if OFFSETS else none + offset
-    bits = _shift(_mix(_mix(own + GOLDEN) + step * GOLDEN), 11)
+    bits = _shift(_mix(_mix(row_seed + GOLDEN) + step * GOLDEN), 11)
     point = (bits.to(tl.float64) * 1.1102230246251565e-16 * total.to(tl.float64)).to(tl.int64)
     point = tl.minimum(point, total - 1)
 
-    token = hottest
-    if not coldest:
-        token = _walk(row_ptr, vocab, largest, safe, unit, floor, left, point, BITS, BLOCK)
+    token = argmax
+    if not greedy:
+        token = _walk(row_ptr, vocab, largest, safe, unit, floor, num_at_floor, point, BITS, BLOCK)
     tl.store(out_ptr + row, tl.where(usable & (token < vocab), token, -1))
 
 
@@ -271,12 +277,12 @@ def sample(
     logits: Tensor, temperature: Number, top_k: Count, top_p: Number, seed: Count, offset: Count
 ) -> Tensor:
     """Filter and draw each row in one launch."""
-    return sample_proposed(logits, temperature, top_k, top_p, seed, offset, None, None)
+    return sample_with_proposals(logits, temperature, top_k, top_p, seed, offset, None, None)
 
 
-def sample_proposed(
+def sample_with_proposals(
     logits: Tensor, temperature: Number, top_k: Count, top_p: Number, seed: Count, offset: Count,
-    masked: Tensor | None, kept: Tensor | None,
+    top_k_logits: Tensor | None, top_p_probs: Tensor | None,
 ) -> Tensor:  # fmt: skip
     """`sample`, told what others keep: logits with -inf for the rest, and shares with 0 for the rest (B, V).
 
@@ -290,10 +296,11 @@ def sample_proposed(
         return value.contiguous() if isinstance(value, Tensor) else out
 
     def number(value: Any) -> Any:
-        return 0 if isinstance(value, Tensor) else signed(value)
+        return 0 if isinstance(value, Tensor) else as_signed_int64(value)
 
     _draw[(rows,)](
-        logits, out if masked is None else masked, out if kept is None else kept, out,
+        logits, out if top_k_logits is None else top_k_logits, out if top_p_probs is None else top_p_probs,
+        out,
         logits.stride(0), vocab, float(1 << (52 - (vocab - 1).bit_length())),
         pointer(temperature), 0 if isinstance(temperature, Tensor) else _bits(temperature),
         pointer(top_k), number(top_k),
@@ -301,8 +308,9 @@ def sample_proposed(
         pointer(seed), number(seed), pointer(offset), number(offset),
         HEATS=isinstance(temperature, Tensor), COUNTS=isinstance(top_k, Tensor),
         SHARES=isinstance(top_p, Tensor), SEEDS=isinstance(seed, Tensor), OFFSETS=isinstance(offset, Tensor),
-        BY_COUNT=not always(top_k, 0), BY_SHARE=not always(top_p, 1), MASKED=masked is not None,
-        KEPT=kept is not None, BITS=_BITS[logits.dtype], BLOCK=block, num_warps=8,
+        BY_COUNT=not is_constant(top_k, 0), BY_SHARE=not is_constant(top_p, 1),
+        MASKED=top_k_logits is not None,
+        KEPT=top_p_probs is not None, BITS=_BITS[logits.dtype], BLOCK=block, num_warps=8,
     )  # fmt: skip
     return out
 

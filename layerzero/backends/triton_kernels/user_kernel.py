@@ -56,18 +56,18 @@ def check_launch(launch: Any) -> None:
     grid = launch.grid
     if not isinstance(grid, tuple) or not 1 <= len(grid) <= 3:
         raise ValueError(f"grid needs a tuple of 1 to 3 numbers, got {grid!r}")
-    for axis, (size, most) in enumerate(zip(grid, GRID_LIMITS, strict=False)):
+    for axis, (size, limit) in enumerate(zip(grid, GRID_LIMITS, strict=False)):
         if isinstance(size, bool) or not isinstance(size, int):
             raise TypeError(f"grid[{axis}] needs an int, got {type(size).__name__}: {size!r}")
-        if not 1 <= size <= most:
-            raise ValueError(f"grid[{axis}] needs an int in [1, {most}], got {size}")
+        if not 1 <= size <= limit:
+            raise ValueError(f"grid[{axis}] needs an int in [1, {limit}], got {size}")
     for name, value in launch.constants.items():
         if name.startswith("BLOCK") or name == "num_warps":
-            most = MAX_WARPS if name == "num_warps" else MAX_BLOCK
+            limit = MAX_WARPS if name == "num_warps" else MAX_BLOCK
             if isinstance(value, bool) or not isinstance(value, int):
                 raise TypeError(f"{name} needs an int, got {type(value).__name__}: {value!r}")
-            if not 1 <= value <= most or value & (value - 1):
-                raise ValueError(f"{name} needs a power of two in [1, {most}], got {value}")
+            if not 1 <= value <= limit or value & (value - 1):
+                raise ValueError(f"{name} needs a power of two in [1, {limit}], got {value}")
     parts = launch.result if isinstance(launch.result, tuple) else (launch.result,)
     if not parts or not all(isinstance(part, Tensor) for part in parts):
         raise TypeError(f"result needs a tensor or a tuple of tensors, got {type(launch.result).__name__}")
@@ -145,7 +145,7 @@ def triton_kernel(
         capability=capability,
         load=load,
         efficiency=efficiency or Efficiency(0.5, 0.7, 20.0, "an estimate for a user's kernel; tune measures"),
-        rank=rank,
+        tie_break_order=rank,
         distributions=("triton>=3.6",),
     )
 

@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 
 from layerzero.ops import checks
-from layerzero.ops.op import NO_SHAPE, Args, Call, Op, register
-from layerzero.spec.call_spec import OutSpec, Request, Work
+from layerzero.ops.op import NO_SHAPE, Args, Op, SignedCall, register
+from layerzero.spec.call_spec import CallSpec, OutputSpec, WorkEstimate
 
 
-def alibi(slopes: Tensor, q_len: int, k_len: int) -> Call:
+def alibi(slopes: Tensor, q_len: int, k_len: int) -> SignedCall:
     """The bias that `slopes` put on the scores of `q_len` queries and `k_len` keys.
 
     Args: slopes (H,), any float dtype. The last query stands at the last key, as in causal attention.
@@ -31,7 +31,7 @@ def alibi(slopes: Tensor, q_len: int, k_len: int) -> Call:
         raise
 
 
-def check_alibi(args: Args) -> Request:
+def check_alibi(args: Args) -> CallSpec:
     """Validate a call of `alibi` and describe it."""
     slopes, q_len, k_len = args
     checks.need_tensor("slopes", slopes, rank=1)
@@ -40,7 +40,7 @@ def check_alibi(args: Args) -> Request:
     checks.need_int("q_len", q_len, low=0)
     checks.need_int("k_len", k_len, low=0)
     dtype = checks.dtype_name(slopes.dtype)
-    return Request(
+    return CallSpec(
         op="alibi",
         platform=slopes.device.type,
         device=str(slopes.device),
@@ -85,9 +85,9 @@ def _slopes(heads: int) -> tuple[float, ...]:
     return first + between[: heads - below]
 
 
-def _outputs(args: Args) -> tuple[OutSpec, ...]:
+def _outputs(args: Args) -> tuple[OutputSpec, ...]:
     slopes, q_len, k_len = args
-    return (OutSpec((slopes.shape[0], q_len, k_len), checks.dtype_name(slopes.dtype)),)
+    return (OutputSpec((slopes.shape[0], q_len, k_len), checks.dtype_name(slopes.dtype)),)
 
 
 def _empty(args: Args) -> Any:
@@ -95,10 +95,10 @@ def _empty(args: Args) -> Any:
     return None if q_len and k_len else slopes.new_empty((slopes.shape[0], q_len, k_len))
 
 
-def _work(request: Request) -> Work:
-    size = request.dim("Hq") * request.dim("Sq") * request.dim("Sk")
-    element = 8 if request.dtype == "float64" else 4 if request.dtype == "float32" else 2
-    return Work(flops=2.0 * size, bytes=float(size * element))
+def _work(spec: CallSpec) -> WorkEstimate:
+    size = spec.dim("Hq") * spec.dim("Sq") * spec.dim("Sk")
+    element = 8 if spec.dtype == "float64" else 4 if spec.dtype == "float32" else 2
+    return WorkEstimate(flops=2.0 * size, bytes=float(size * element))
 
 
 ALIBI = register(
@@ -110,7 +110,7 @@ ALIBI = register(
         outputs=_outputs,
         work=_work,
         operands=(0,),
-        exact=frozenset({"Hq"}),
+        exact_dims=frozenset({"Hq"}),
         empty=_empty,
     )
 )

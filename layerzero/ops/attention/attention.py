@@ -1,6 +1,6 @@
 """Scaled dot product attention: MHA, GQA, MQA; masks, window, soft cap, ALiBi, sinks, modifiers, dropout.
 
-`attention_checks` holds what is checked, `attention_batching` how callers share a launch.
+`checks` holds what is checked, `batching` how callers share a launch.
 """
 
 from __future__ import annotations
@@ -13,21 +13,21 @@ from torch.nn import functional
 
 from layerzero.ops import checks
 from layerzero.ops.attention import masks
-from layerzero.ops.attention.batching import SameShapes
+from layerzero.ops.attention.batching import StackedBatching
 from layerzero.ops.attention.checks import (
     ScoreMod,
-    as_window,
-    bounds,
     check,
     head_axes,
     infer_layout,
-    modifiers,
+    modifier_signature,
+    normalized_window,
+    window_bounds,
 )
-from layerzero.ops.op import NO_SHAPE, Args, Call, Layouts, Op, Split, register, signature_of
-from layerzero.spec.call_spec import OutSpec, Request, Work
+from layerzero.ops.op import NO_SHAPE, Args, Layouts, Op, SignedCall, Split, register, signature_of
+from layerzero.spec.call_spec import CallSpec, OutputSpec, WorkEstimate
 
 # What torch.vmap maps of a score and its place, innermost first: keys, queries, heads, sequences.
-_AXES = tuple((0, *(0 if axis == own else None for axis in range(4))) for own in (3, 2, 1, 0))
+_AXES = tuple((0, *(0 if axis == mapped_axis else None for axis in range(4))) for mapped_axis in (3, 2, 1, 0))
 # The reference holds at most this many scores at once: 64 MiB of float32.
 MAX_SCORES = 1 << 24
 
@@ -51,7 +51,7 @@ def attention(
     sinks: Tensor | None = None,
     score_mod: ScoreMod | None = None,
     block_mask: Any = None,
-) -> Call:
+) -> SignedCall:
     """Attend `q` to `k` and `v`: softmax(scale * q k^T + bias) v.
 
     Args: q (B, Hq, Sq, D), k (B, Hk, Sk, D), v (B, Hk, Sk, Dv) with Hq % Hk == 0, or heads behind tokens
@@ -73,15 +73,15 @@ def attention(
     if layout is None:
         layout = infer_layout(q, k, v)
     if window is not None:
-        window = as_window(window)
+        window = normalized_window(window)
     args = (
         q, k, v, attn_mask, is_causal, scale, dropout_p, window, softcap, alibi_slopes,
         layout, return_lse, combine_mask, rows_nonempty, sinks, score_mod, block_mask,
     )  # fmt: skip
-    more: Any = None
+    modifier_key: Any = None
     try:
         if sinks is not None or score_mod is not None or block_mask is not None:
-            more = modifiers(sinks, score_mod, block_mask)
+            modifier_key = modifier_signature(sinks, score_mod, block_mask)
         return (
             "attention", q.shape, q.stride(), q.dtype, q.device, q.requires_grad,
             k.shape, k.stride(), k.dtype, k.device, k.requires_grad,
@@ -89,7 +89,7 @@ def attention(
             attn_mask if attn_mask is None else signature_of(attn_mask),
             alibi_slopes if alibi_slopes is None else signature_of(alibi_slopes),
             is_causal, scale, dropout_p, window, softcap, layout, return_lse, combine_mask, rows_nonempty,
-            more,
+            modifier_key,
         ), args  # fmt: skip
     except NO_SHAPE:
         check(args)  # names the operand that is no tensor
@@ -120,28 +120,28 @@ def attention_reference(
     query, key, value = (t.transpose(1, 2) if swapped else t for t in (q, k, v))
     batch, heads, q_len, width = query.shape
     k_len = key.shape[2]
-    left, right = bounds(is_causal, window)
+    left_window, right_window = window_bounds(is_causal, window)
     factor = width**-0.5 if scale is None else scale
-    wide = torch.float64 if torch.float64 in (q.dtype, k.dtype, v.dtype) else torch.float32
+    compute_dtype = torch.float64 if torch.float64 in (q.dtype, k.dtype, v.dtype) else torch.float32
     if block_mask is not None:
-        attn_mask = masks.with_blocks(attn_mask, block_mask, batch, heads)
+        attn_mask = masks.merge_block_mask(attn_mask, block_mask, batch, heads)
     mask = None if attn_mask is None else attn_mask.expand(batch, heads, q_len, k_len)
     rows = max(1, MAX_SCORES // max(1, batch * heads * k_len))
     outs: list[Tensor] = []
     lses: list[Tensor] = []
     for start in range(0, q_len, rows):
         stop = min(start + rows, q_len)
-        first, last = _key_range(start, stop, k_len - q_len, k_len, left, right)
-        scores = _scores(query[:, :, start:stop], key[:, :, first:last], factor, wide)
+        first, last = _key_range(start, stop, k_len - q_len, k_len, left_window, right_window)
+        scores = _scores(query[:, :, start:stop], key[:, :, first:last], factor, compute_dtype)
         if softcap is not None:
             scores = softcap * torch.tanh(scores / softcap)
         if score_mod is not None:
-            scores = _modified(scores, score_mod, start, first)
-        scores = _biased(
-            scores, start + k_len - q_len, first, left, right, alibi_slopes,
+            scores = _apply_score_mod(scores, score_mod, start, first)
+        scores = _apply_bias(
+            scores, start + k_len - q_len, first, left_window, right_window, alibi_slopes,
             None if mask is None else mask[:, :, start:stop, first:last],
         )  # fmt: skip
-        out, lse = _weighted(scores, value[:, :, first:last], dropout_p, sinks)
+        out, lse = _softmax_values(scores, value[:, :, first:last], dropout_p, sinks)
         outs.append(out)
         lses.append(lse)
     result = (outs[0] if len(outs) == 1 else torch.cat(outs, 2)).to(q.dtype)
@@ -152,27 +152,29 @@ def attention_reference(
     return result, (lses[0] if len(lses) == 1 else torch.cat(lses, 2)).float()
 
 
-def _key_range(start: int, stop: int, shift: int, k_len: int, left: int, right: int) -> tuple[int, int]:
+def _key_range(
+    start: int, stop: int, shift: int, k_len: int, left_window: int, right_window: int
+) -> tuple[int, int]:
     """The keys that queries [start, stop) can see; at least one, so that no product is empty."""
-    first = 0 if left < 0 else min(max(start + shift - left, 0), k_len - 1)
-    last = k_len if right < 0 else min(stop + shift + right, k_len)
+    first = 0 if left_window < 0 else min(max(start + shift - left_window, 0), k_len - 1)
+    last = k_len if right_window < 0 else min(stop + shift + right_window, k_len)
     return first, max(last, first + 1)
 
 
-def _scores(query: Tensor, key: Tensor, factor: float, wide: torch.dtype) -> Tensor:
+def _scores(query: Tensor, key: Tensor, factor: float, compute_dtype: torch.dtype) -> Tensor:
     """factor * q k^T, (B, Hq, n, m); query heads of one key head are folded into its rows."""
     batch, heads, rows, width = query.shape
     groups = key.shape[1]
-    folded = query.to(wide).reshape(batch, groups, heads // groups * rows, width)
-    return (folded @ key.to(wide).transpose(-1, -2)).reshape(batch, heads, rows, -1) * factor
+    folded = query.to(compute_dtype).reshape(batch, groups, heads // groups * rows, width)
+    return (folded @ key.to(compute_dtype).transpose(-1, -2)).reshape(batch, heads, rows, -1) * factor
 
 
-def _biased(
+def _apply_bias(
     scores: Tensor,
     position: int,
     first: int,
-    left: int,
-    right: int,
+    left_window: int,
+    right_window: int,
     slopes: Tensor | None,
     mask: Tensor | None,
 ) -> Tensor:
@@ -180,17 +182,17 @@ def _biased(
 
     `position` is the key on the diagonal of the first row, `first` the key of the first column.
     """
-    if slopes is not None or left >= 0 or right >= 0:
+    if slopes is not None or left_window >= 0 or right_window >= 0:
         rows = torch.arange(position, position + scores.shape[2], device=scores.device)
         columns = torch.arange(first, first + scores.shape[3], device=scores.device)
         ahead = columns - rows[:, None]
         if slopes is not None:
             per_head = slopes.to(scores.dtype)[..., None, None]
             scores = scores - per_head * ahead.abs().to(scores.dtype)
-        if right >= 0:
-            scores = scores.masked_fill(ahead > right, -torch.inf)
-        if left >= 0:
-            scores = scores.masked_fill(ahead < -left, -torch.inf)
+        if right_window >= 0:
+            scores = scores.masked_fill(ahead > right_window, -torch.inf)
+        if left_window >= 0:
+            scores = scores.masked_fill(ahead < -left_window, -torch.inf)
     if mask is None:
         return scores
     if mask.dtype is torch.bool:
@@ -198,7 +200,7 @@ def _biased(
     return scores + mask.to(scores.dtype)
 
 
-def _modified(scores: Tensor, score_mod: ScoreMod, row: int, column: int) -> Tensor:
+def _apply_score_mod(scores: Tensor, score_mod: ScoreMod, row: int, column: int) -> Tensor:
     """Every score (B, H, n, m) as `score_mod` gives it; the first is of query `row` and key `column`."""
     mapped: Any = score_mod
     for axes in _AXES:
@@ -212,7 +214,9 @@ def _modified(scores: Tensor, score_mod: ScoreMod, row: int, column: int) -> Ten
     return changed.to(scores.dtype)
 
 
-def _weighted(scores: Tensor, value: Tensor, dropout_p: float, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
+def _softmax_values(
+    scores: Tensor, value: Tensor, dropout_p: float, sinks: Tensor | None
+) -> tuple[Tensor, Tensor]:
     """softmax(scores) value and the log of its denominator; a row of -inf gives 0 and -inf, or its sink.
 
     The row maximum only shifts the exponent, so no gradient flows through it.
@@ -239,14 +243,14 @@ def _weighted(scores: Tensor, value: Tensor, dropout_p: float, sinks: Tensor | N
     return out.masked_fill(hidden, 0.0), lse
 
 
-def outputs(args: Args) -> tuple[OutSpec, ...]:
+def outputs(args: Args) -> tuple[OutputSpec, ...]:
     """The output like q with v's head size, and float32 (B, Hq, Sq) where the LSE is asked for."""
     q, v, layout, return_lse = args[0], args[2], args[10], args[11]
-    out = OutSpec((*q.shape[:3], v.shape[3]), checks.dtype_name(q.dtype))
+    out = OutputSpec((*q.shape[:3], v.shape[3]), checks.dtype_name(q.dtype))
     if not return_lse:
         return (out,)
     heads, tokens = head_axes(layout)
-    return out, OutSpec((q.shape[0], q.shape[heads], q.shape[tokens]), "float32")
+    return out, OutputSpec((q.shape[0], q.shape[heads], q.shape[tokens]), "float32")
 
 
 def empty(args: Args) -> Tensor | tuple[Tensor, Tensor] | None:
@@ -266,43 +270,48 @@ def empty(args: Args) -> Tensor | tuple[Tensor, Tensor] | None:
 
 def cut(args: Args, start: int, stop: int) -> Args:
     """The call of sequences [start, stop): masks and slopes are cut where they differ between sequences."""
-    own = list(args)
+    cut_args = list(args)
     score_mod, block_mask = args[15], args[16]
     if score_mod is not None:
-        own[15] = lambda score, b, *place: score_mod(score, b + start, *place)
+        cut_args[15] = lambda score, b, *place: score_mod(score, b + start, *place)
     if block_mask is not None:
         q, heads = args[0], head_axes(args[10])[0]
-        own[3], own[16] = masks.with_blocks(args[3], block_mask, q.shape[0], q.shape[heads]), None
-        args = tuple(own)
+        cut_args[3], cut_args[16] = (
+            masks.merge_block_mask(args[3], block_mask, q.shape[0], q.shape[heads]),
+            None,
+        )
+        args = tuple(cut_args)
     for position in (0, 1, 2):
-        own[position] = args[position][start:stop]
+        cut_args[position] = args[position][start:stop]
     mask, slopes = args[3], args[9]
     if mask is not None and mask.dim() == 4 and mask.shape[0] > 1:
-        own[3] = mask[start:stop]
+        cut_args[3] = mask[start:stop]
     if slopes is not None and slopes.dim() == 2:
-        own[9] = slopes[start:stop]
-    return tuple(own)
+        cut_args[9] = slopes[start:stop]
+    return tuple(cut_args)
 
 
-def visible_pairs(request: Request) -> float:
+def visible_pairs(spec: CallSpec) -> float:
     """How many (query, key) pairs of one head have a score: all, or what causal and window leave."""
-    q_len, k_len = request.dim("Sq"), request.dim("Sk")
+    q_len, k_len = spec.dim("Sq"), spec.dim("Sk")
     pairs = float(q_len * k_len)
-    if "causal" in request.features:
+    if "causal" in spec.features:
         seen = min(q_len, k_len)
         pairs = seen * k_len - seen * (seen - 1) / 2
-    if "window" in request.features:
-        pairs = min(pairs, float(q_len * request.dim("W", k_len)))
+    if "window" in spec.features:
+        pairs = min(pairs, float(q_len * spec.dim("W", k_len)))
     return pairs
 
 
-def work(request: Request) -> Work:
+def work(spec: CallSpec) -> WorkEstimate:
     """Two products over the visible pairs; q, k, v and the output once through memory."""
-    batch, heads, groups = request.dim("B"), request.dim("Hq"), request.dim("Hk")
-    widths = request.dim("D") + request.dim("Dv")
-    element = 8 if request.dtype == "float64" else 4 if request.dtype == "float32" else 2
-    moved = batch * widths * (request.dim("Sq") * heads + request.dim("Sk") * groups)
-    return Work(flops=2.0 * batch * heads * widths * visible_pairs(request), bytes=float(moved * element))
+    batch, heads, groups = spec.dim("B"), spec.dim("Hq"), spec.dim("Hk")
+    widths = spec.dim("D") + spec.dim("Dv")
+    element = 8 if spec.dtype == "float64" else 4 if spec.dtype == "float32" else 2
+    moved = batch * widths * (spec.dim("Sq") * heads + spec.dim("Sk") * groups)
+    return WorkEstimate(
+        flops=2.0 * batch * heads * widths * visible_pairs(spec), bytes=float(moved * element)
+    )
 
 
 ATTENTION = register(
@@ -314,10 +323,10 @@ ATTENTION = register(
         outputs=outputs,
         work=work,
         operands=(0, 1, 2),
-        exact=frozenset({"Hq", "Hk", "G", "D", "Dv"}),
+        exact_dims=frozenset({"Hq", "Hk", "G", "D", "Dv"}),
         empty=empty,
         wide_outputs=frozenset({1}),
-        batching=SameShapes(),
+        batching=StackedBatching(),
         layouts=Layouts(operands=(0, 1, 2), argument=10, names=("BHSD", "BSHD"), swap=(1, 2)),
         split=Split("B", cut),
     )

@@ -15,11 +15,11 @@ import torch
 from torch import Tensor
 
 from layerzero.ops import table
-from layerzero.ops.batching import Rule
-from layerzero.ops.op import Args, Launch, Launcher
+from layerzero.ops.batching import BatchingRule
+from layerzero.ops.op import Args, Launcher, LaunchFunction
 
 
-def stack_view(pieces: Sequence[Tensor]) -> Tensor | None:
+def as_strided_batch(pieces: Sequence[Tensor]) -> Tensor | None:
     """One view of all `pieces` along axis 0, if they are equally spaced in one storage; else None.
 
     Pieces are (b_i, ...) with equal inner shapes and strides. Each entry along axis 0 has to lie the same
@@ -51,11 +51,11 @@ def stack_view(pieces: Sequence[Tensor]) -> Tensor | None:
 # Operand bytes of one call up to which gathering it costs less than the launch it saves. Estimates:
 # on a CPU the copy is paid in its own caches' bandwidth, on a GPU these bytes are copied within one launch.
 GATHER_BYTES = {"cpu": 1 << 18}
-GATHER_BYTES_ELSEWHERE = 1 << 23
+GATHER_BYTES_OTHER_DEVICES = 1 << 23
 
 
 @dataclass(frozen=True, slots=True)
-class SameShapes(Rule):
+class StackedBatching(BatchingRule):
     """Calls of one (Sq, Sk) become one launch; other lengths in the same group get their own.
 
     Calls with a mask, a score modifier, dropout or slopes per sequence run alone, and so do large ones
@@ -68,11 +68,11 @@ class SameShapes(Rule):
         return False
 
     @property
-    def joined(self) -> Container[int]:
+    def concat_positions(self) -> Container[int]:
         """Queries, keys and values."""
         return range(3)
 
-    def alike(self, args: Args) -> Hashable | None:
+    def compatibility(self, args: Args) -> Hashable | None:
         """Everything but lengths: dtype, device, heads, head sizes."""
         q, k, v, mask, dropout_p, slopes, layout = (args[i] for i in (0, 1, 2, 3, 6, 9, 10))
         if mask is not None or dropout_p or (slopes is not None and slopes.dim() != 1):
@@ -82,13 +82,13 @@ class SameShapes(Rule):
         heads = 1 if layout == "BHSD" else 2
         return q.dtype, k.dtype, v.dtype, q.device, q.shape[heads], k.shape[heads], q.shape[3], v.shape[3]
 
-    def size(self, args: Args) -> tuple[int, int]:
+    def batch_cost(self, args: Args) -> tuple[int, int]:
         """(query tokens, operand bytes)."""
         q, k, v = args[0], args[1], args[2]
         tokens = q.shape[0] * q.shape[2 if args[10] == "BHSD" else 1]
         return tokens, sum(t.numel() * t.element_size() for t in (q, k, v))
 
-    def run(self, calls: Sequence[Args], launch: Launch) -> list[Any]:
+    def run(self, calls: Sequence[Args], launch: LaunchFunction) -> list[Any]:
         """One launch for each (Sq, Sk), callers in order along the batch axis of each."""
         if len(calls) == 1:
             return [launch(calls[0])]
@@ -97,28 +97,30 @@ class SameShapes(Rule):
         for index, args in enumerate(calls):
             parts.setdefault((args[0].shape[tokens], args[1].shape[tokens]), []).append(index)
         if len(parts) > 1:
-            ragged = _ragged(calls, len(parts), launch)
+            ragged = _run_ragged(calls, len(parts), launch)
             if ragged is not None:
                 return ragged
         results: list[Any] = [None] * len(calls)
         for members in parts.values():
-            together = self._run_equal([calls[i] for i in members], launch)
-            for index, result in zip(members, together, strict=True):
+            shape_results = self._run_same_shape([calls[i] for i in members], launch)
+            for index, result in zip(members, shape_results, strict=True):
                 results[index] = result
         return results
 
-    def _run_equal(self, calls: Sequence[Args], launch: Launch) -> list[Any]:
+    def _run_same_shape(self, calls: Sequence[Args], launch: LaunchFunction) -> list[Any]:
         if len(calls) == 1:
             return [launch(calls[0])]
         merged: list[Tensor] = []
         for position in range(3):
             pieces = [args[position] for args in calls]
-            joined = stack_view(pieces)
-            if joined is None:
-                if self.size(calls[0])[1] > GATHER_BYTES.get(pieces[0].device.type, GATHER_BYTES_ELSEWHERE):
+            combined = as_strided_batch(pieces)
+            if combined is None:
+                if self.batch_cost(calls[0])[1] > GATHER_BYTES.get(
+                    pieces[0].device.type, GATHER_BYTES_OTHER_DEVICES
+                ):
                     return [launch(args) for args in calls]
-                joined = torch.cat(pieces)
-            merged.append(joined)
+                combined = torch.cat(pieces)
+            merged.append(combined)
         out = launch((*merged, *calls[0][3:]))
         counts = [args[0].shape[0] for args in calls]
         if isinstance(out, tuple):
@@ -126,7 +128,7 @@ class SameShapes(Rule):
         return list(out.split_with_sizes(counts))
 
 
-def _ragged(calls: Sequence[Args], shapes: int, launch: Launch) -> list[Any] | None:
+def _run_ragged(calls: Sequence[Args], shapes: int, launch: LaunchFunction) -> list[Any] | None:
     """All calls as one ragged launch, sequences behind each other; None where that is dearer or not the same.
 
     Only for one sequence a call in token-major layout: there the callers' rows, views of one projection, are
@@ -141,13 +143,17 @@ def _ragged(calls: Sequence[Args], shapes: int, launch: Launch) -> list[Any] | N
         return None
     if first[14] is not None:
         return None
-    if not isinstance(launch, Launcher) or not launch.free or any(args[0].shape[0] != 1 for args in calls):
+    if (
+        not isinstance(launch, Launcher)
+        or not launch.is_unconstrained
+        or any(args[0].shape[0] != 1 for args in calls)
+    ):
         return None
     lengths = [args[0].shape[1] for args in calls]
     lengths_k = [args[1].shape[1] for args in calls]
-    offsets = _offsets(lengths, q.device)
-    offsets_k = offsets if lengths == lengths_k else _offsets(lengths_k, k.device)
-    joined = [_tokens([args[position] for args in calls]) for position in range(3)]
+    offsets = _cu_seqlens(lengths, q.device)
+    offsets_k = offsets if lengths == lengths_k else _cu_seqlens(lengths_k, k.device)
+    joined = [_concat_tokens([args[position] for args in calls]) for position in range(3)]
     merged = (*joined, offsets, offsets_k, causal, scale, None, None, False)
     longest = max(calls, key=lambda args: args[0].shape[1] * args[1].shape[1])
     if launch.expected_us(merged, op) >= shapes * launch.expected_us(longest):
@@ -156,11 +162,11 @@ def _ragged(calls: Sequence[Args], shapes: int, launch: Launch) -> list[Any] | N
     return [piece.unsqueeze(0) for piece in out.split_with_sizes(lengths)]
 
 
-def _offsets(lengths: Sequence[int], device: torch.device) -> Tensor:
+def _cu_seqlens(lengths: Sequence[int], device: torch.device) -> Tensor:
     return torch.tensor([0, *accumulate(lengths)], dtype=torch.int32, device=device)
 
 
-def _tokens(pieces: Sequence[Tensor]) -> Tensor:
+def _concat_tokens(pieces: Sequence[Tensor]) -> Tensor:
     """(1, S_i, H, D) pieces as (T, H, D): a view where they stand behind each other, else one gather."""
     first = pieces[0]
     inner, stride = first.shape[2:], first.stride()[1:]

@@ -1,4 +1,4 @@
-"""What `attention` checks once per new kind of call, and how it describes the call as a Request."""
+"""What `attention` checks once per new kind of call, and how it describes the call as a CallSpec."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from torch import Tensor
 
 from layerzero.ops import checks
 from layerzero.ops.op import Args, signature_of
-from layerzero.spec.call_spec import Request
+from layerzero.spec.call_spec import CallSpec
 
 LAYOUTS = ("BHSD", "BSHD")
 ScoreMod = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
 # No sequence is as long; a position and this many keys fit in the 32 bits that kernels count with.
-WIDEST = 1 << 30
+MAX_WINDOW = 1 << 30
 
 
 def head_axes(layout: str) -> tuple[int, int]:
@@ -24,21 +24,21 @@ def head_axes(layout: str) -> tuple[int, int]:
     return (1, 2) if layout == "BHSD" else (2, 1)
 
 
-def bounds(is_causal: bool, window: tuple[int, int] | None) -> tuple[int, int]:
+def window_bounds(is_causal: bool, window: tuple[int, int] | None) -> tuple[int, int]:
     """How far left and right of the diagonal a query sees; -1 is unbounded."""
-    left, right = window if window is not None else (-1, -1)
-    return left, 0 if is_causal else right
+    left_window, right_window = window if window is not None else (-1, -1)
+    return left_window, 0 if is_causal else right_window
 
 
-def modifiers(sinks: Any, score_mod: Any, block_mask: Any) -> tuple[Any, ...]:
+def modifier_signature(sinks: Any, score_mod: Any, block_mask: Any) -> tuple[Any, ...]:
     """What a signature holds of them: whether they fit is decided by that, whose they are is not."""
     blocks = None
     if block_mask is not None:
-        blocks = _blocks_of(block_mask)
+        blocks = _block_mask_key(block_mask)
     return signature_of(sinks), score_mod if score_mod is None else callable(score_mod), blocks
 
 
-def _blocks_of(block_mask: Any) -> tuple[Any, ...]:
+def _block_mask_key(block_mask: Any) -> tuple[Any, ...]:
     """Type, (B, H, Sq, Sk), block sizes and device of a torch BlockMask; the type alone of anything else."""
     flex = sys.modules.get("torch.nn.attention.flex_attention")  # who has a mask has imported it
     if flex is None or not isinstance(block_mask, flex.BlockMask):
@@ -46,11 +46,11 @@ def _blocks_of(block_mask: Any) -> tuple[Any, ...]:
     return type(block_mask), block_mask.shape, block_mask.BLOCK_SIZE, block_mask.kv_num_blocks.device
 
 
-def as_window(window: Any) -> Any:
-    """`window` as a tuple; a side of WIDEST keys or more is -1, so that no kernel's integers overflow."""
+def normalized_window(window: Any) -> Any:
+    """`window` as a tuple; a side of MAX_WINDOW keys or more is -1, so that no kernel's integers overflow."""
     if not isinstance(window, list | tuple):
         return window
-    return tuple(-1 if isinstance(side, int) and side >= WIDEST else side for side in window)
+    return tuple(-1 if isinstance(side, int) and side >= MAX_WINDOW else side for side in window)
 
 
 def infer_layout(q: Tensor, k: Tensor, v: Tensor) -> str:
@@ -67,8 +67,8 @@ def infer_layout(q: Tensor, k: Tensor, v: Tensor) -> str:
         return possible[0]
     if not possible:
         return "BHSD"
-    turned = [t for t in (q, k, v) if t.shape[1] > 1 and t.shape[2] > 1 and t.stride(1) < t.stride(2)]
-    if turned:
+    transposed = [t for t in (q, k, v) if t.shape[1] > 1 and t.shape[2] > 1 and t.stride(1) < t.stride(2)]
+    if transposed:
         return "BHSD"
     first, second = q.shape[1:3]
     raise ValueError(
@@ -86,7 +86,7 @@ def _fits(q: Tensor, k: Tensor, v: Tensor, axes: tuple[int, int]) -> bool:
     )
 
 
-def check(args: Args) -> Request:
+def check(args: Args) -> CallSpec:
     """Validate a call and describe it; see `attention` for the arguments."""
     (q, k, v, attn_mask, is_causal, scale, dropout_p, window, softcap, alibi_slopes,
      layout, return_lse, combine_mask, rows_nonempty, sinks, score_mod, block_mask) = args  # fmt: skip
@@ -115,7 +115,7 @@ def check(args: Args) -> Request:
         if min(window) >= 0:
             dims["W"] = min(sum(window) + 1, dims["Sk"])
     tensors = [q, k, v]
-    return Request(
+    return CallSpec(
         op="attention",
         platform=q.device.type,
         device=str(q.device),
@@ -201,29 +201,29 @@ def _check_sinks(sinks: Any, q: Tensor, dims: dict[str, int]) -> None:
 
 
 def _check_blocks(block_mask: Any, q: Tensor, dims: dict[str, int], with_causal: bool) -> None:
-    facts = _blocks_of(block_mask)
-    if len(facts) == 1:
-        wanted = "torch.nn.attention.flex_attention.BlockMask"
-        raise TypeError(f"block_mask needs a {wanted}, got {type(block_mask).__name__}")
+    mask_key = _block_mask_key(block_mask)
+    if len(mask_key) == 1:
+        expected_type = "torch.nn.attention.flex_attention.BlockMask"
+        raise TypeError(f"block_mask needs a {expected_type}, got {type(block_mask).__name__}")
     if with_causal:
         raise ValueError("block_mask with is_causal=True needs combine_mask=True, got combine_mask=False")
-    target, shape = (dims["B"], dims["Hq"], dims["Sq"], dims["Sk"]), tuple(facts[1])
+    target, shape = (dims["B"], dims["Hq"], dims["Sq"], dims["Sk"]), tuple(mask_key[1])
     if shape[2:] != target[2:] or any(
         size not in (1, full) for size, full in zip(shape, target, strict=True)
     ):
         raise ValueError(
             f"block_mask needs (B, Hq, Sq, Sk) = {target}, 1 for each of B and Hq or not, got {shape}"
         )
-    if facts[3] != q.device:
-        raise ValueError(f"block_mask needs to be on {q.device} like q, got {facts[3]}")
+    if mask_key[3] != q.device:
+        raise ValueError(f"block_mask needs to be on {q.device} like q, got {mask_key[3]}")
 
 
 def _check_numbers(scale: Any, dropout_p: Any, softcap: Any) -> None:
     if scale is not None:
         checks.need_number("scale", scale)
-    if checks.need_number("dropout_p", dropout_p, low=0.0, high=1.0, what="a number in [0, 1)") == 1.0:
+    if checks.need_number("dropout_p", dropout_p, low=0.0, high=1.0, needs="a number in [0, 1)") == 1.0:
         raise ValueError("dropout_p needs a number in [0, 1), got 1.0")
-    if softcap is not None and checks.need_number("softcap", softcap, low=0.0, what="a number > 0") == 0.0:
+    if softcap is not None and checks.need_number("softcap", softcap, low=0.0, needs="a number > 0") == 0.0:
         raise ValueError(f"softcap needs a number > 0, got {softcap}")
 
 
@@ -238,13 +238,13 @@ def check_window(window: Any) -> None:
 def _features(args: Args, dims: dict[str, int]) -> frozenset[str]:
     mask, causal, scale, dropout_p, window, softcap, slopes = args[3:10]
     sinks, score_mod, block_mask = args[14:17]
-    hiding = mask is not None or block_mask is not None
-    asked = {
+    has_mask = mask is not None or block_mask is not None
+    requested = {
         "causal": causal,
         "mask_bool": mask is not None and mask.dtype is torch.bool,
         "mask_float": mask is not None and mask.dtype is not torch.bool,
         "mask_and_causal": mask is not None and causal,
-        "empty_rows": (hiding and not args[13]) or _hides_rows(causal, window, dims),
+        "empty_rows": (has_mask and not args[13]) or _hides_rows(causal, window, dims),
         "gqa": dims["G"] > 1,
         "scale": scale is not None and scale != dims["D"] ** -0.5,
         "scale_not_positive": scale is not None and scale <= 0,
@@ -265,10 +265,10 @@ def _features(args: Args, dims: dict[str, int]) -> frozenset[str]:
         "mask_grad": any(t is not None and t.requires_grad for t in (mask, slopes)),
         "mask_wide": mask is not None and mask.dtype not in (torch.bool, args[0].dtype),
     }
-    return frozenset(name for name, wanted in asked.items() if wanted)
+    return frozenset(name for name, is_set in requested.items() if is_set)
 
 
 def _hides_rows(causal: bool, window: tuple[int, int] | None, dims: dict[str, int]) -> bool:
     """Whether the first query's last visible key lies before the first key."""
-    right = bounds(causal, window)[1]
+    right = window_bounds(causal, window)[1]
     return right >= 0 and dims["Sk"] - dims["Sq"] + right < 0

@@ -20,7 +20,7 @@ def to_base_2(lse: Tensor) -> Tensor:
     return lse / LN_2
 
 
-def sunk(out: Tensor, lse: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]:
+def apply_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]:
     """Attention (B, H, S, D) and its log-sum-exp (B, H, S) with a logit a head (H,) in the denominator.
 
     exp(lse) of the new denominator exp(lse) + exp(sink) stays with the keys.

@@ -12,26 +12,26 @@ from layerzero.ops.checks import alignment_of
 Window = tuple[int, int] | None
 
 
-def visible(sq: int, sk: int, is_causal: bool, window: Window, device: torch.device) -> Tensor | None:
+def visible_mask(sq: int, sk: int, is_causal: bool, window: Window, device: torch.device) -> Tensor | None:
     """(Sq, Sk) bool, true where the query may see the key; None where every query sees every key.
 
     The last query stands at the last key (bottom-right); `window` is (left, right), -1 for no bound.
     """
-    left, right = window if window is not None else (-1, -1)
+    left_window, right_window = window if window is not None else (-1, -1)
     if is_causal:
-        right = 0 if right < 0 else min(right, 0)
-    if left < 0 and right < 0:
+        right_window = 0 if right_window < 0 else min(right_window, 0)
+    if left_window < 0 and right_window < 0:
         return None
-    here = torch.arange(sk - sq, sk, device=device).unsqueeze(1)
+    query_positions = torch.arange(sk - sq, sk, device=device).unsqueeze(1)
     keys = torch.arange(sk, device=device)
-    seen = keys <= here + right if right >= 0 else None
-    if left >= 0:
-        near = keys >= here - left
-        seen = near if seen is None else seen & near
-    return seen
+    visible_keys = keys <= query_positions + right_window if right_window >= 0 else None
+    if left_window >= 0:
+        in_window = keys >= query_positions - left_window
+        visible_keys = in_window if visible_keys is None else visible_keys & in_window
+    return visible_keys
 
 
-def fold(
+def fold_mask(
     q: Tensor,
     k: Tensor,
     attn_mask: Tensor | None,
@@ -52,7 +52,7 @@ def fold(
     plain = window is None and (not causal or (q.shape[2] == k.shape[2] and (scale is None or scale > 0)))
     if plain and attn_mask is None and slopes is None:
         return None, causal
-    return additive(
+    return additive_bias(
         q, k, attn_mask, causal, window, slopes, dtype or _bias_dtype(q, attn_mask, slopes)
     ), False
 
@@ -63,7 +63,7 @@ def _bias_dtype(q: Tensor, attn_mask: Tensor | None, slopes: Tensor | None) -> t
     return torch.float64 if q.dtype == torch.float64 else torch.float32
 
 
-def additive(
+def additive_bias(
     q: Tensor,
     k: Tensor,
     attn_mask: Tensor | None,
@@ -78,17 +78,17 @@ def additive(
     every score stays as it is.
     """
     sq, sk = q.shape[2], k.shape[2]
-    seen = visible(sq, sk, is_causal, window, q.device)
+    visible_keys = visible_mask(sq, sk, is_causal, window, q.device)
     bias = None if slopes is None else _alibi(slopes, sq, sk, dtype)
     if attn_mask is not None:
         if attn_mask.dtype == torch.bool:
-            seen = attn_mask if seen is None else attn_mask & seen
+            visible_keys = attn_mask if visible_keys is None else attn_mask & visible_keys
         else:
             added = _loadable(attn_mask.to(dtype))
             bias = added if bias is None else bias + added
-    if seen is None:
+    if visible_keys is None:
         return bias
-    return _as_bias(seen, dtype) if bias is None else bias.masked_fill(~seen, -torch.inf)
+    return bool_to_bias(visible_keys, dtype) if bias is None else bias.masked_fill(~visible_keys, -torch.inf)
 
 
 def _loadable(mask: Tensor) -> Tensor:
@@ -98,41 +98,41 @@ def _loadable(mask: Tensor) -> Tensor:
 
 def _alibi(slopes: Tensor, sq: int, sk: int, dtype: torch.dtype) -> Tensor:
     """-slope * distance to the diagonal, ([B,] H, Sq, Sk)."""
-    here = torch.arange(sk - sq, sk, device=slopes.device).unsqueeze(1)
-    distance = (torch.arange(sk, device=slopes.device) - here).abs().to(dtype)
+    query_positions = torch.arange(sk - sq, sk, device=slopes.device).unsqueeze(1)
+    distance = (torch.arange(sk, device=slopes.device) - query_positions).abs().to(dtype)
     return -slopes.to(dtype)[..., None, None] * distance
 
 
-def _as_bias(seen: Tensor, dtype: torch.dtype) -> Tensor:
+def bool_to_bias(seen: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.zeros(seen.shape, dtype=dtype, device=seen.device).masked_fill_(~seen, -torch.inf)
 
 
-def sees_nothing(bias: Tensor) -> Tensor:
+def fully_masked_rows(bias: Tensor) -> Tensor:
     """The bias's rows in which every key is hidden: the bias's shape without its last axis."""
     return (bias == -torch.inf).all(-1)
 
 
-def with_blocks(attn_mask: Tensor | None, block_mask: Any, batch: int, heads: int) -> Tensor:
+def merge_block_mask(attn_mask: Tensor | None, block_mask: Any, batch: int, heads: int) -> Tensor:
     """`attn_mask` with what a torch BlockMask hides hidden, too; broadcasts to (B, H, Sq, Sk)."""
-    seen = dense(block_mask, batch, heads)
+    seen = dense_block_mask(block_mask, batch, heads)
     if attn_mask is None:
         return seen
     return attn_mask & seen if attn_mask.dtype is torch.bool else attn_mask.masked_fill(~seen, -torch.inf)
 
 
-def dense(block_mask: Any, batch: int, heads: int) -> Tensor:
+def dense_block_mask(block_mask: Any, batch: int, heads: int) -> Tensor:
     """(B or 1, H or 1, Sq, Sk) bool of a torch BlockMask: partial blocks by its function, full ones whole.
 
     The function is asked about every sequence and head, as torch does it, also where blocks do not differ.
     """
-    listed = _listed(block_mask.kv_num_blocks, block_mask.kv_indices, block_mask)
-    seen = _asked(block_mask, batch, heads) & listed
+    listed = _listed_blocks(block_mask.kv_num_blocks, block_mask.kv_indices, block_mask)
+    seen = evaluate_mask_mod(block_mask, batch, heads) & listed
     if block_mask.full_kv_num_blocks is None:
         return seen
-    return seen | _listed(block_mask.full_kv_num_blocks, block_mask.full_kv_indices, block_mask)
+    return seen | _listed_blocks(block_mask.full_kv_num_blocks, block_mask.full_kv_indices, block_mask)
 
 
-def _asked(block_mask: Any, batch: int, heads: int) -> Tensor:
+def evaluate_mask_mod(block_mask: Any, batch: int, heads: int) -> Tensor:
     """What the function says, over sequences and heads only where that depends on them."""
     device = block_mask.kv_num_blocks.device
     places = [torch.arange(size, device=device) for size in (batch, heads, *block_mask.shape[2:])]
@@ -152,7 +152,7 @@ def _asked(block_mask: Any, batch: int, heads: int) -> Tensor:
     raise AssertionError("the last of them raises")
 
 
-def _listed(counts: Tensor, indices: Tensor, block_mask: Any) -> Tensor:
+def _listed_blocks(counts: Tensor, indices: Tensor, block_mask: Any) -> Tensor:
     """(B, H, Sq, Sk) bool: the elements of the first `counts` blocks that `indices` name, row by row."""
     rows, columns = block_mask.BLOCK_SIZE
     sq, sk = block_mask.shape[2:]

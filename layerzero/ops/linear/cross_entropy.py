@@ -9,9 +9,9 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from layerzero.ops import checks
-from layerzero.ops.batching import Rows
-from layerzero.ops.op import NO_SHAPE, Args, Call, Op, register, signature_of
-from layerzero.spec.call_spec import OutSpec, Request, Work
+from layerzero.ops.batching import RowBatching
+from layerzero.ops.op import NO_SHAPE, Args, Op, SignedCall, register, signature_of
+from layerzero.spec.call_spec import CallSpec, OutputSpec, WorkEstimate
 
 REDUCTIONS = ("mean", "sum", "none")
 
@@ -24,7 +24,7 @@ def cross_entropy(
     ignore_index: int = -100,
     label_smoothing: float = 0.0,
     reduction: str = "mean",
-) -> Call:
+) -> SignedCall:
     """The negative log likelihood of each row's target class.
 
     Args: logits (..., V), classes last, any float dtype; target (...), int32 or int64 class ids; weight (V,)
@@ -47,7 +47,7 @@ def cross_entropy(
         raise
 
 
-def _check(args: Args) -> Request:
+def _check(args: Args) -> CallSpec:
     logits, target, weight, ignore_index, label_smoothing, reduction = args
     checks.need_rows("logits", logits)
     if isinstance(target, Tensor) and target.dtype.is_floating_point:
@@ -57,8 +57,8 @@ def _check(args: Args) -> Request:
         )
     checks.need_index("target", target)
     if target.shape != logits.shape[:-1]:
-        wanted = f"{tuple(logits.shape[:-1])} like logits without its last axis"
-        raise ValueError(f"target needs shape {wanted}, got {tuple(target.shape)}")
+        expected_shape = f"{tuple(logits.shape[:-1])} like logits without its last axis"
+        raise ValueError(f"target needs shape {expected_shape}, got {tuple(target.shape)}")
     classes = logits.shape[-1]
     if weight is not None:
         checks.need_vector("weight", weight, classes, "logits' last axis")
@@ -68,7 +68,7 @@ def _check(args: Args) -> Request:
     checks.need_choice("reduction", reduction, REDUCTIONS)
     tensors = [t for t in (logits, target, weight) if t is not None]
     features = {"label_smoothing": label_smoothing > 0, "class_weights": weight is not None}
-    return Request(
+    return CallSpec(
         op="cross_entropy",
         platform=logits.device.type,
         device=str(logits.device),
@@ -105,12 +105,12 @@ def cross_entropy_reference(
     return loss.reshape(target.shape) if reduction == "none" else loss
 
 
-def _outputs(args: Args) -> tuple[OutSpec, ...]:
+def _outputs(args: Args) -> tuple[OutputSpec, ...]:
     shape = tuple(args[1].shape) if args[5] == "none" else ()
-    return (OutSpec(shape, checks.dtype_name(args[0].dtype)),)
+    return (OutputSpec(shape, checks.dtype_name(args[0].dtype)),)
 
 
-def _guard(args: Args) -> Args:
+def _validate_values(args: Args) -> Args:
     logits, target, weight, ignored, *rest = args
     target = checks.ids_in_range("target", target, logits.shape[-1], "logits' classes", ignore=ignored)
     return logits, target, weight, ignored, *rest
@@ -129,10 +129,10 @@ def _empty(args: Args) -> Tensor | None:
     return out
 
 
-def _work(request: Request) -> Work:
+def _work(spec: CallSpec) -> WorkEstimate:
     """Maximum, exponential, sum and logarithm; logits are read once."""
-    n, v = request.dim("N"), request.dim("V")
-    return Work(flops=4.0 * n * v, bytes=float(n * v * checks.dtype_bytes(request.dtype) + 12 * n))
+    n, v = spec.dim("N"), spec.dim("V")
+    return WorkEstimate(flops=4.0 * n * v, bytes=float(n * v * checks.dtype_bytes(spec.dtype) + 12 * n))
 
 
 CROSS_ENTROPY = register(
@@ -144,10 +144,15 @@ CROSS_ENTROPY = register(
         outputs=_outputs,
         work=_work,
         operands=(0, 1, 2),
-        exact=frozenset({"V"}),
+        exact_dims=frozenset({"V"}),
         empty=_empty,
-        guard=_guard,
+        validate_values=_validate_values,
         # A mean or a sum over everybody's rows is nobody's loss.
-        batching=Rows(along=(0, 1), tail=(1, 0), out_tail=0, fits=lambda args: bool(args[5] == "none")),
+        batching=RowBatching(
+            row_operands=(0, 1),
+            trailing_axes=(1, 0),
+            output_trailing_axes=0,
+            accepts=lambda args: bool(args[5] == "none"),
+        ),
     )
 )

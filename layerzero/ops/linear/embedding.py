@@ -6,12 +6,12 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from layerzero.ops import checks
-from layerzero.ops.batching import Rows
-from layerzero.ops.op import NO_SHAPE, Args, Call, Op, register
-from layerzero.spec.call_spec import OutSpec, Request, Work
+from layerzero.ops.batching import RowBatching
+from layerzero.ops.op import NO_SHAPE, Args, Op, SignedCall, register
+from layerzero.spec.call_spec import CallSpec, OutputSpec, WorkEstimate
 
 
-def embedding(ids: Tensor, weight: Tensor, *, padding_idx: int | None = None) -> Call:
+def embedding(ids: Tensor, weight: Tensor, *, padding_idx: int | None = None) -> SignedCall:
     """The row of `weight` for each id.
 
     Args: ids (...), int32 or int64, each in [0, V); weight (V, C), any float dtype; padding_idx: the row that
@@ -31,7 +31,7 @@ def embedding(ids: Tensor, weight: Tensor, *, padding_idx: int | None = None) ->
         raise
 
 
-def _check(args: Args) -> Request:
+def _check(args: Args) -> CallSpec:
     ids, weight, padding_idx = args
     checks.need_index("ids", ids)
     checks.need_tensor("weight", weight, rank=2)
@@ -40,7 +40,7 @@ def _check(args: Args) -> Request:
     if padding_idx is not None:
         checks.need_int("padding_idx", padding_idx, low=-entries, high=entries - 1)
     tensors = [ids, weight]
-    return Request(
+    return CallSpec(
         op="embedding",
         platform=ids.device.type,
         device=str(ids.device),
@@ -59,15 +59,15 @@ def embedding_reference(ids: Tensor, weight: Tensor, padding_idx: int | None) ->
     return F.embedding(ids, weight, padding_idx)
 
 
-def _guard(args: Args) -> Args:
+def _validate_values(args: Args) -> Args:
     ids, weight, padding_idx = args
     return checks.ids_in_range("ids", ids, weight.shape[0], "weight's rows"), weight, padding_idx
 
 
-def _work(request: Request) -> Work:
+def _work(spec: CallSpec) -> WorkEstimate:
     """Rows are read and written once; ids are eight bytes at most."""
-    n, c = request.dim("N"), request.dim("C")
-    return Work(flops=0.0, bytes=float(2 * n * c * checks.dtype_bytes(request.dtype) + 8 * n))
+    n, c = spec.dim("N"), spec.dim("C")
+    return WorkEstimate(flops=0.0, bytes=float(2 * n * c * checks.dtype_bytes(spec.dtype) + 8 * n))
 
 
 def _empty(args: Args) -> Tensor | None:
@@ -84,12 +84,14 @@ EMBEDDING = register(
         build=embedding,
         check=_check,
         reference=embedding_reference,
-        outputs=lambda args: (OutSpec((*args[0].shape, args[1].shape[1]), checks.dtype_name(args[1].dtype)),),
+        outputs=lambda args: (
+            OutputSpec((*args[0].shape, args[1].shape[1]), checks.dtype_name(args[1].dtype)),
+        ),
         work=_work,
         operands=(0, 1),
-        exact=frozenset({"V", "C"}),
+        exact_dims=frozenset({"V", "C"}),
         empty=_empty,
-        guard=_guard,
-        batching=Rows(tail=0),
+        validate_values=_validate_values,
+        batching=RowBatching(trailing_axes=0),
     )
 )

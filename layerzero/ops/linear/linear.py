@@ -7,12 +7,12 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from layerzero.ops import checks
-from layerzero.ops.batching import Rows
-from layerzero.ops.op import NO_SHAPE, Args, Call, Op, register, signature_of
-from layerzero.spec.call_spec import OutSpec, Request, Work
+from layerzero.ops.batching import RowBatching
+from layerzero.ops.op import NO_SHAPE, Args, Op, SignedCall, register, signature_of
+from layerzero.spec.call_spec import CallSpec, OutputSpec, WorkEstimate
 
 
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Call:
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> SignedCall:
     """Multiply each row of `x` by `weight` transposed and add `bias`.
 
     Args: x (..., K), any float dtype; weight (C, K); bias (C,) or None.
@@ -31,7 +31,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Call:
         raise
 
 
-def _check(args: Args) -> Request:
+def _check(args: Args) -> CallSpec:
     x, weight, bias = args
     checks.need_tensor("x", x)
     if x.dim() == 0:
@@ -44,7 +44,7 @@ def _check(args: Args) -> Request:
         checks.need_vector("bias", bias, width, "weight's rows")
     checks.need_same_device("x", x, weight=weight, bias=bias)
     tensors = [t for t in args if t is not None]
-    return Request(
+    return CallSpec(
         op="linear",
         platform=x.device.type,
         device=str(x.device),
@@ -72,7 +72,7 @@ def linear_reference(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     return F.linear(wide, weight.to(wide.dtype), shift).to(x.dtype)
 
 
-def dense_if_odd(x: Tensor) -> Tensor:
+def contiguous_if_odd(x: Tensor) -> Tensor:
     """Rows as `torch.nn.functional.linear` may read them: dense where they are of odd length.
 
     oneDNN multiplies half precision in pairs (AMX, torch 2.13 CPU), and the element behind such a row of a
@@ -81,11 +81,11 @@ def dense_if_odd(x: Tensor) -> Tensor:
     return x.contiguous() if x.shape[-1] % 2 else x
 
 
-def _work(request: Request) -> Work:
+def _work(spec: CallSpec) -> WorkEstimate:
     """A multiplication and an addition an element of the three-way product; every tensor moves once."""
-    n, c, k = request.dim("N"), request.dim("C"), request.dim("K")
-    moved = n * k + c * k + n * c + (c if "bias" in request.features else 0)
-    return Work(flops=2.0 * n * c * k, bytes=float(moved * checks.dtype_bytes(request.dtype)))
+    n, c, k = spec.dim("N"), spec.dim("C"), spec.dim("K")
+    moved = n * k + c * k + n * c + (c if "bias" in spec.features else 0)
+    return WorkEstimate(flops=2.0 * n * c * k, bytes=float(moved * checks.dtype_bytes(spec.dtype)))
 
 
 def _empty(args: Args) -> Tensor | None:
@@ -104,12 +104,12 @@ LINEAR = register(
         check=_check,
         reference=linear_reference,
         outputs=lambda args: (
-            OutSpec((*args[0].shape[:-1], args[1].shape[0]), checks.dtype_name(args[0].dtype)),
+            OutputSpec((*args[0].shape[:-1], args[1].shape[0]), checks.dtype_name(args[0].dtype)),
         ),
         work=_work,
         operands=(0, 1, 2),
-        exact=frozenset({"C", "K"}),
+        exact_dims=frozenset({"C", "K"}),
         empty=_empty,
-        batching=Rows(),
+        batching=RowBatching(),
     )
 )

@@ -8,10 +8,10 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from layerzero.ops import checks
-from layerzero.ops.batching import Rows
+from layerzero.ops.batching import RowBatching
 from layerzero.ops.linear.cross_entropy import REDUCTIONS, cross_entropy_reference
-from layerzero.ops.op import NO_SHAPE, Args, Call, Op, register, signature_of
-from layerzero.spec.call_spec import OutSpec, Request, Work
+from layerzero.ops.op import NO_SHAPE, Args, Op, SignedCall, register, signature_of
+from layerzero.spec.call_spec import CallSpec, OutputSpec, WorkEstimate
 
 
 def linear_cross_entropy(
@@ -23,7 +23,7 @@ def linear_cross_entropy(
     ignore_index: int = -100,
     label_smoothing: float = 0.0,
     reduction: str = "mean",
-) -> Call:
+) -> SignedCall:
     """The negative log likelihood of each row's target class, from the rows before the last projection.
 
     Args: x (..., K), any float dtype; weight (V, K); target (...), int32 or int64 class ids; bias (V,) or
@@ -45,7 +45,7 @@ def linear_cross_entropy(
         raise
 
 
-def _check(args: Args) -> Request:
+def _check(args: Args) -> CallSpec:
     x, weight, target, bias, ignore_index, label_smoothing, reduction = args
     checks.need_rows("x", x)
     checks.need_tensor("weight", weight, rank=2)
@@ -56,8 +56,8 @@ def _check(args: Args) -> Request:
         raise ValueError(f"x needs a last axis of {inner} like weight's (V, K), got {x.shape[-1]}")
     checks.need_index("target", target)
     if target.shape != x.shape[:-1]:
-        wanted = f"{tuple(x.shape[:-1])} like x without its last axis"
-        raise ValueError(f"target needs shape {wanted}, got {tuple(target.shape)}")
+        expected_shape = f"{tuple(x.shape[:-1])} like x without its last axis"
+        raise ValueError(f"target needs shape {expected_shape}, got {tuple(target.shape)}")
     if bias is not None:
         checks.need_vector("bias", bias, classes, "weight's rows")
     checks.need_same_device("x", x, weight=weight, target=target, bias=bias)
@@ -65,15 +65,15 @@ def _check(args: Args) -> Request:
     checks.need_number("label_smoothing", label_smoothing, low=0.0, high=1.0)
     checks.need_choice("reduction", reduction, REDUCTIONS)
     tensors = [t for t in (x, weight, target, bias) if t is not None]
-    asked = {"bias": bias is not None, "label_smoothing": label_smoothing > 0}
-    return Request(
+    requested = {"bias": bias is not None, "label_smoothing": label_smoothing > 0}
+    return CallSpec(
         op="linear_cross_entropy",
         platform=x.device.type,
         device=str(x.device),
         dtype=checks.dtype_name(x.dtype),
         dtypes=tuple(checks.dtype_name(t.dtype) for t in tensors),
         dims={"N": target.numel(), "K": inner, "V": classes},
-        features=frozenset(name for name, holds in asked.items() if holds),
+        features=frozenset(name for name, holds in requested.items() if holds),
         contiguous=checks.is_plain_contiguous(tensors),
         last_stride1=checks.last_stride_is_one(tensors),
         alignment=checks.alignment_of(tensors),
@@ -96,7 +96,7 @@ def linear_cross_entropy_reference(
     return loss.to(x.dtype)
 
 
-def _guard(args: Args) -> Args:
+def _validate_values(args: Args) -> Args:
     x, weight, target, bias, ignored, *rest = args
     target = checks.ids_in_range("target", target, weight.shape[0], "weight's rows", ignore=ignored)
     return x, weight, target, bias, ignored, *rest
@@ -115,11 +115,11 @@ def _empty(args: Args) -> Tensor | None:
     return out
 
 
-def _work(request: Request) -> Work:
+def _work(spec: CallSpec) -> WorkEstimate:
     """The product, then four operations a logit; logits move not at all."""
-    n, k, v = request.dim("N"), request.dim("K"), request.dim("V")
-    moved = (n * k + v * k) * checks.dtype_bytes(request.dtype) + 12 * n
-    return Work(flops=2.0 * n * k * v + 4.0 * n * v, bytes=float(moved))
+    n, k, v = spec.dim("N"), spec.dim("K"), spec.dim("V")
+    moved = (n * k + v * k) * checks.dtype_bytes(spec.dtype) + 12 * n
+    return WorkEstimate(flops=2.0 * n * k * v + 4.0 * n * v, bytes=float(moved))
 
 
 LINEAR_CROSS_ENTROPY = register(
@@ -129,14 +129,19 @@ LINEAR_CROSS_ENTROPY = register(
         check=_check,
         reference=linear_cross_entropy_reference,
         outputs=lambda args: (
-            OutSpec(tuple(args[2].shape) if args[6] == "none" else (), checks.dtype_name(args[0].dtype)),
+            OutputSpec(tuple(args[2].shape) if args[6] == "none" else (), checks.dtype_name(args[0].dtype)),
         ),
         work=_work,
         operands=(0, 1, 3),
-        exact=frozenset({"K", "V"}),
+        exact_dims=frozenset({"K", "V"}),
         empty=_empty,
-        guard=_guard,
+        validate_values=_validate_values,
         # A mean or a sum over everybody's rows is nobody's loss.
-        batching=Rows(along=(0, 2), tail=(1, 0), out_tail=0, fits=lambda args: bool(args[6] == "none")),
+        batching=RowBatching(
+            row_operands=(0, 2),
+            trailing_axes=(1, 0),
+            output_trailing_axes=0,
+            accepts=lambda args: bool(args[6] == "none"),
+        ),
     )
 )

@@ -9,9 +9,9 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from layerzero.ops import checks
-from layerzero.ops.batching import Rows
-from layerzero.ops.op import NO_SHAPE, Args, Call, Op, register, signature_of
-from layerzero.spec.call_spec import OutSpec, Request, Work
+from layerzero.ops.batching import RowBatching
+from layerzero.ops.op import NO_SHAPE, Args, Op, SignedCall, register, signature_of
+from layerzero.spec.call_spec import CallSpec, OutputSpec, WorkEstimate
 
 GATES: dict[str, Callable[[Tensor], Tensor]] = {
     "swiglu": F.silu,
@@ -35,7 +35,7 @@ def mlp(
     b_down: Tensor | None = None,
     *,
     activation: str = "swiglu",
-) -> Call:
+) -> SignedCall:
     """Project each row of `x` up to F, apply `activation`, project down again.
 
     Args: x (..., C), any float dtype; w_down (C, F). Gated kinds (swiglu, geglu, geglu_tanh, reglu): w_up
@@ -59,7 +59,7 @@ def mlp(
         raise
 
 
-def _check(args: Args) -> Request:
+def _check(args: Args) -> CallSpec:
     x, w_up, w_down, b_up, b_down, activation = args
     checks.need_choice("activation", activation, (*GATES, *PLAIN))
     checks.need_rows("x", x)
@@ -72,8 +72,8 @@ def _check(args: Args) -> Request:
         raise ValueError(f"w_down needs {width} rows like x's last axis, got {w_down.shape[0]}")
     rows = 2 * hidden if activation in GATES else hidden
     if tuple(w_up.shape) != (rows, width):
-        wanted = f"{(rows, width)}, {'(2F, C)' if activation in GATES else '(F, C)'} for {activation}"
-        raise ValueError(f"w_up needs shape {wanted}, got {tuple(w_up.shape)}")
+        expected_shape = f"{(rows, width)}, {'(2F, C)' if activation in GATES else '(F, C)'} for {activation}"
+        raise ValueError(f"w_up needs shape {expected_shape}, got {tuple(w_up.shape)}")
     if b_up is not None:
         checks.need_vector("b_up", b_up, rows, "w_up's rows")
     if b_down is not None:
@@ -81,7 +81,7 @@ def _check(args: Args) -> Request:
     checks.need_same_device("x", x, w_up=w_up, w_down=w_down, b_up=b_up, b_down=b_down)
     tensors = [t for t in args[:5] if t is not None]
     bias = {"bias"} if b_up is not None or b_down is not None else set()
-    return Request(
+    return CallSpec(
         op="mlp",
         platform=x.device.type,
         device=str(x.device),
@@ -119,13 +119,13 @@ def is_gated(activation: str) -> bool:
     return activation in GATES
 
 
-def _work(request: Request) -> Work:
+def _work(spec: CallSpec) -> WorkEstimate:
     """Both projections; rows and weights move once, hidden rows not at all."""
-    n, c, f = request.dim("N"), request.dim("C"), request.dim("F")
-    gated = any(f"act_{name}" in request.features for name in GATES)
+    n, c, f = spec.dim("N"), spec.dim("C"), spec.dim("F")
+    gated = any(f"act_{name}" in spec.features for name in GATES)
     weights = (3 if gated else 2) * c * f
-    return Work(
-        flops=2.0 * n * weights, bytes=float((2 * n * c + weights) * checks.dtype_bytes(request.dtype))
+    return WorkEstimate(
+        flops=2.0 * n * weights, bytes=float((2 * n * c + weights) * checks.dtype_bytes(spec.dtype))
     )
 
 
@@ -135,11 +135,11 @@ MLP = register(
         build=mlp,
         check=_check,
         reference=mlp_reference,
-        outputs=lambda args: (OutSpec(tuple(args[0].shape), checks.dtype_name(args[0].dtype)),),
+        outputs=lambda args: (OutputSpec(tuple(args[0].shape), checks.dtype_name(args[0].dtype)),),
         work=_work,
         operands=(0, 1, 2, 3, 4),
-        exact=frozenset({"C", "F"}),
+        exact_dims=frozenset({"C", "F"}),
         empty=lambda args: torch.empty_like(args[0]) if args[0].numel() == 0 else None,
-        batching=Rows(),
+        batching=RowBatching(),
     )
 )

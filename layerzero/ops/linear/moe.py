@@ -7,10 +7,10 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from layerzero.ops import checks
-from layerzero.ops.batching import Rows
+from layerzero.ops.batching import RowBatching
 from layerzero.ops.linear.mlp import GATES, activate
-from layerzero.ops.op import NO_SHAPE, Args, Call, Op, register
-from layerzero.spec.call_spec import OutSpec, Request, Work
+from layerzero.ops.op import NO_SHAPE, Args, Op, SignedCall, register
+from layerzero.spec.call_spec import CallSpec, OutputSpec, WorkEstimate
 
 SCORINGS = ("softmax", "sigmoid")
 
@@ -25,7 +25,7 @@ def moe(
     scoring: str = "softmax",
     renormalize: bool = True,
     activation: str = "swiglu",
-) -> Call:
+) -> SignedCall:
     """Send each row of `x` to its `top_k` experts and add their answers, weighed by the router.
 
     Args: x (..., C), any float dtype; router_logits (..., E), any float dtype; w_up (E, 2F, C) with the
@@ -51,7 +51,7 @@ def moe(
         raise
 
 
-def _check(args: Args) -> Request:
+def _check(args: Args) -> CallSpec:
     x, router_logits, w_up, w_down, top_k, scoring, renormalize, activation = args
     checks.need_choice("activation", activation, GATES)
     checks.need_choice("scoring", scoring, SCORINGS)
@@ -62,27 +62,27 @@ def _check(args: Args) -> Request:
     checks.need_tensor("w_down", w_down, rank=3)
     width, experts = x.shape[-1], router_logits.shape[-1]
     if router_logits.shape[:-1] != x.shape[:-1]:
-        wanted = f"{(*x.shape[:-1], experts)}, one logit a row of x and expert"
-        raise ValueError(f"router_logits needs shape {wanted}, got {tuple(router_logits.shape)}")
+        expected_shape = f"{(*x.shape[:-1], experts)}, one logit a row of x and expert"
+        raise ValueError(f"router_logits needs shape {expected_shape}, got {tuple(router_logits.shape)}")
     hidden = w_down.shape[-1]
     if hidden == 0 or tuple(w_down.shape[:2]) != (experts, width):
-        wanted = f"({experts}, {width}, F), for router_logits' experts and x's last axis"
-        raise ValueError(f"w_down needs shape {wanted}, got {tuple(w_down.shape)}")
+        expected_shape = f"({experts}, {width}, F), for router_logits' experts and x's last axis"
+        raise ValueError(f"w_down needs shape {expected_shape}, got {tuple(w_down.shape)}")
     if tuple(w_up.shape) != (experts, 2 * hidden, width):
-        wanted = f"{(experts, 2 * hidden, width)}, (E, 2F, C)"
-        raise ValueError(f"w_up needs shape {wanted}, got {tuple(w_up.shape)}")
+        expected_shape = f"{(experts, 2 * hidden, width)}, (E, 2F, C)"
+        raise ValueError(f"w_up needs shape {expected_shape}, got {tuple(w_up.shape)}")
     checks.need_int("top_k", top_k, low=1, high=experts)
     checks.need_same_device("x", x, router_logits=router_logits, w_up=w_up, w_down=w_down)
     weights = (x, w_up, w_down)
-    asked = {"scores_sigmoid": scoring == "sigmoid", "scores_raw": not renormalize}
-    return Request(
+    requested = {"scores_sigmoid": scoring == "sigmoid", "scores_raw": not renormalize}
+    return CallSpec(
         op="moe",
         platform=x.device.type,
         device=str(x.device),
         dtype=checks.dtype_name(x.dtype),
         dtypes=tuple(checks.dtype_name(t.dtype) for t in weights),
         dims={"N": x.numel() // width, "C": width, "F": hidden, "E": experts, "T": top_k},
-        features=frozenset({f"act_{activation}", *(name for name, holds in asked.items() if holds)}),
+        features=frozenset({f"act_{activation}", *(name for name, holds in requested.items() if holds)}),
         contiguous=checks.is_plain_contiguous(weights),
         last_stride1=checks.last_stride_is_one(weights),
         alignment=checks.alignment_of(weights),
@@ -128,12 +128,12 @@ def moe_reference(
     return (parts * scores.to(wide.dtype).unsqueeze(-1)).sum(1).to(x.dtype).view(x.shape)
 
 
-def _work(request: Request) -> Work:
+def _work(spec: CallSpec) -> WorkEstimate:
     """Three products for each row and chosen expert; the weights of the experts that may be chosen move."""
-    n, c, f, t = (request.dim(name) for name in "NCFT")
-    touched = min(request.dim("E"), n * t)
-    moved = (2 * n * c + 3 * touched * c * f) * checks.dtype_bytes(request.dtype)
-    return Work(flops=6.0 * n * t * c * f, bytes=float(moved))
+    n, c, f, t = (spec.dim(name) for name in "NCFT")
+    touched = min(spec.dim("E"), n * t)
+    moved = (2 * n * c + 3 * touched * c * f) * checks.dtype_bytes(spec.dtype)
+    return WorkEstimate(flops=6.0 * n * t * c * f, bytes=float(moved))
 
 
 MOE = register(
@@ -142,11 +142,11 @@ MOE = register(
         build=moe,
         check=_check,
         reference=moe_reference,
-        outputs=lambda args: (OutSpec(tuple(args[0].shape), checks.dtype_name(args[0].dtype)),),
+        outputs=lambda args: (OutputSpec(tuple(args[0].shape), checks.dtype_name(args[0].dtype)),),
         work=_work,
         operands=(0, 2, 3),
-        exact=frozenset({"C", "F", "E", "T"}),
+        exact_dims=frozenset({"C", "F", "E", "T"}),
         empty=lambda args: torch.empty_like(args[0]) if args[0].numel() == 0 else None,
-        batching=Rows(along=(0, 1)),
+        batching=RowBatching(row_operands=(0, 1)),
     )
 )

@@ -9,12 +9,12 @@ import torch
 from torch import Tensor
 
 from layerzero.ops import checks
-from layerzero.ops.batching import Rows
-from layerzero.ops.op import NO_SHAPE, Args, Call, Op, register, signature_of
-from layerzero.spec.call_spec import OutSpec, Request, Work
+from layerzero.ops.batching import RowBatching
+from layerzero.ops.op import NO_SHAPE, Args, Op, SignedCall, register, signature_of
+from layerzero.spec.call_spec import CallSpec, OutputSpec, WorkEstimate
 
 
-def rms_norm(x: Tensor, weight: Tensor | None = None, *, eps: float = 1e-6) -> Call:
+def rms_norm(x: Tensor, weight: Tensor | None = None, *, eps: float = 1e-6) -> SignedCall:
     """Scale each row of `x` to unit root mean square, times `weight`.
 
     Args: x (..., C), any float dtype; weight (C,) or None; eps is added to the mean square.
@@ -32,11 +32,11 @@ def rms_norm(x: Tensor, weight: Tensor | None = None, *, eps: float = 1e-6) -> C
         raise
 
 
-def _check_rms_norm(args: Args) -> Request:
+def _check_rms_norm(args: Args) -> CallSpec:
     x, weight, eps = args
     checks.need_rows("x", x)
     _check_weights(x, eps, weight=weight)
-    return _norm_request("rms_norm", x, [t for t in (x, weight) if t is not None], _features(weight, None))
+    return _describe_norm("rms_norm", x, [t for t in (x, weight) if t is not None], _features(weight, None))
 
 
 def _check_weights(x: Tensor, eps: Any, **vectors: Any) -> None:
@@ -54,9 +54,9 @@ def _features(weight: Tensor | None, bias: Tensor | None) -> frozenset[str]:
     )
 
 
-def _norm_request(op: str, x: Tensor, tensors: Sequence[Tensor], features: frozenset[str]) -> Request:
+def _describe_norm(op: str, x: Tensor, tensors: Sequence[Tensor], features: frozenset[str]) -> CallSpec:
     width = x.shape[-1]
-    return Request(
+    return CallSpec(
         op=op,
         platform=x.device.type,
         device=str(x.device),
@@ -84,14 +84,14 @@ def _widen(x: Tensor) -> Tensor:
     return (x if x.dtype == torch.float64 else x.float()).contiguous()
 
 
-def _norm_work(request: Request) -> Work:
+def _norm_work(spec: CallSpec) -> WorkEstimate:
     """Five operations an element; rows are read and written once, the weight is read once."""
-    n, c = request.dim("N"), request.dim("C")
-    return Work(flops=5.0 * n * c, bytes=float((2 * n * c + c) * checks.dtype_bytes(request.dtype)))
+    n, c = spec.dim("N"), spec.dim("C")
+    return WorkEstimate(flops=5.0 * n * c, bytes=float((2 * n * c + c) * checks.dtype_bytes(spec.dtype)))
 
 
-def _like_x(args: Args) -> tuple[OutSpec, ...]:
-    return (OutSpec(tuple(args[0].shape), checks.dtype_name(args[0].dtype)),)
+def _like_x(args: Args) -> tuple[OutputSpec, ...]:
+    return (OutputSpec(tuple(args[0].shape), checks.dtype_name(args[0].dtype)),)
 
 
 def _empty_like_x(args: Args) -> Tensor | None:
@@ -107,14 +107,16 @@ RMS_NORM = register(
         outputs=_like_x,
         work=_norm_work,
         operands=(0, 1),
-        exact=frozenset({"C"}),
+        exact_dims=frozenset({"C"}),
         empty=_empty_like_x,
-        batching=Rows(),
+        batching=RowBatching(),
     )
 )
 
 
-def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor | None = None, *, eps: float = 1e-6) -> Call:
+def add_rms_norm(
+    x: Tensor, residual: Tensor, weight: Tensor | None = None, *, eps: float = 1e-6
+) -> SignedCall:
     """Add `residual` to `x` and normalise the sum; both are returned.
 
     Args: x and residual (..., C) of one shape and dtype; weight (C,) or None.
@@ -141,18 +143,18 @@ def _check_residual(x: Tensor, residual: Tensor) -> None:
     if residual.shape != x.shape:
         raise ValueError(f"residual needs x's shape {tuple(x.shape)}, got {tuple(residual.shape)}")
     if residual.dtype != x.dtype:
-        wanted, got = checks.dtype_name(x.dtype), checks.dtype_name(residual.dtype)
-        raise TypeError(f"residual needs x's dtype {wanted}, got {got}")
+        expected_dtype, got = checks.dtype_name(x.dtype), checks.dtype_name(residual.dtype)
+        raise TypeError(f"residual needs x's dtype {expected_dtype}, got {got}")
     checks.need_same_device("x", x, residual=residual)
 
 
-def check_add_rms_norm(args: Args) -> Request:
+def check_add_rms_norm(args: Args) -> CallSpec:
     """Validate and describe a residual sum with its norm."""
     x, residual, weight, eps = args
     _check_residual(x, residual)
     _check_weights(x, eps, weight=weight)
     tensors = [t for t in (x, residual, weight) if t is not None]
-    return _norm_request("add_rms_norm", x, tensors, _features(weight, None))
+    return _describe_norm("add_rms_norm", x, tensors, _features(weight, None))
 
 
 def add_rms_norm_reference(
@@ -163,10 +165,10 @@ def add_rms_norm_reference(
     return rms_norm_reference(total, weight, eps), total
 
 
-def _add_norm_work(request: Request) -> Work:
+def _add_norm_work(spec: CallSpec) -> WorkEstimate:
     """Two operands are read, two results written."""
-    n, c = request.dim("N"), request.dim("C")
-    return Work(flops=6.0 * n * c, bytes=float((4 * n * c + c) * checks.dtype_bytes(request.dtype)))
+    n, c = spec.dim("N"), spec.dim("C")
+    return WorkEstimate(flops=6.0 * n * c, bytes=float((4 * n * c + c) * checks.dtype_bytes(spec.dtype)))
 
 
 def _empty_pair(args: Args) -> tuple[Tensor, Tensor] | None:
@@ -183,17 +185,17 @@ ADD_RMS_NORM = register(
         outputs=lambda args: _like_x(args) * 2,
         work=_add_norm_work,
         operands=(0, 1, 2),
-        exact=frozenset({"C"}),
+        exact_dims=frozenset({"C"}),
         empty=_empty_pair,
         castable=False,  # the sum that is normed is the one returned
-        batching=Rows(along=(0, 1)),
+        batching=RowBatching(row_operands=(0, 1)),
     )
 )
 
 
 def layer_norm(
     x: Tensor, weight: Tensor | None = None, bias: Tensor | None = None, *, eps: float = 1e-5
-) -> Call:
+) -> SignedCall:
     """Shift and scale each row of `x` to mean 0 and variance 1, times `weight`, plus `bias`.
 
     Args: x (..., C), any float dtype; weight and bias (C,) or None; eps is added to the variance.
@@ -212,12 +214,12 @@ def layer_norm(
         raise
 
 
-def _check_layer_norm(args: Args) -> Request:
+def _check_layer_norm(args: Args) -> CallSpec:
     x, weight, bias, eps = args
     checks.need_rows("x", x)
     _check_weights(x, eps, weight=weight, bias=bias)
     tensors = [t for t in (x, weight, bias) if t is not None]
-    return _norm_request("layer_norm", x, tensors, _features(weight, bias))
+    return _describe_norm("layer_norm", x, tensors, _features(weight, bias))
 
 
 def layer_norm_reference(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
@@ -245,9 +247,9 @@ LAYER_NORM = register(
         outputs=_like_x,
         work=_norm_work,
         operands=(0, 1, 2),
-        exact=frozenset({"C"}),
+        exact_dims=frozenset({"C"}),
         empty=_empty_like_x,
-        batching=Rows(),
+        batching=RowBatching(),
     )
 )
 
@@ -259,7 +261,7 @@ def add_layer_norm(
     bias: Tensor | None = None,
     *,
     eps: float = 1e-5,
-) -> Call:
+) -> SignedCall:
     """Add `residual` to `x` and normalise the sum to mean 0 and variance 1; both are returned.
 
     Args: x and residual (..., C) of one shape and dtype; weight and bias (C,) or None.
@@ -280,12 +282,12 @@ def add_layer_norm(
         raise
 
 
-def _check_add_layer_norm(args: Args) -> Request:
+def _check_add_layer_norm(args: Args) -> CallSpec:
     x, residual, weight, bias, eps = args
     _check_residual(x, residual)
     _check_weights(x, eps, weight=weight, bias=bias)
     tensors = [t for t in (x, residual, weight, bias) if t is not None]
-    return _norm_request("add_layer_norm", x, tensors, _features(weight, bias))
+    return _describe_norm("add_layer_norm", x, tensors, _features(weight, bias))
 
 
 def add_layer_norm_reference(
@@ -305,9 +307,9 @@ ADD_LAYER_NORM = register(
         outputs=lambda args: _like_x(args) * 2,
         work=_add_norm_work,
         operands=(0, 1, 2, 3),
-        exact=frozenset({"C"}),
+        exact_dims=frozenset({"C"}),
         empty=_empty_pair,
         castable=False,  # the sum that is normed is the one returned
-        batching=Rows(along=(0, 1)),
+        batching=RowBatching(row_operands=(0, 1)),
     )
 )

@@ -12,16 +12,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from layerzero.ops.batching import Rule, join_rows
-from layerzero.ops.host_copies import joined, mirror
-from layerzero.ops.op import Args, Launch
+from layerzero.ops.batching import BatchingRule, concat_rows
+from layerzero.ops.host_copies import concat_with_host_copies, host_copy_of
+from layerzero.ops.op import Args, LaunchFunction
 
 
 @dataclass(frozen=True, slots=True)
-class OverOnePool(Rule):
+class PagedBatching(BatchingRule):
     """Calls over one pool, prefill and decode alike.
 
-    The arguments are queries, pools, block_tables, context_lens, cu_seqlens, flags: `queries` counts
+    The arguments are queries, pools, block_tables, seq_lens, cu_seqlens_q, flags: `queries` counts
     the tensors in front whose rows are query tokens, `pools` the pools behind them.
     """
 
@@ -30,7 +30,7 @@ class OverOnePool(Rule):
 
     @property
     def table(self) -> int:
-        """The position of block_tables; context_lens and cu_seqlens follow it."""
+        """The position of block_tables; seq_lens and cu_seqlens_q follow it."""
         return self.queries + self.pools
 
     @property
@@ -39,84 +39,86 @@ class OverOnePool(Rule):
         return False
 
     @property
-    def joined(self) -> Container[int]:
+    def concat_positions(self) -> Container[int]:
         """The queries, and what says where their keys are; never the pools."""
         return {*range(self.queries), *range(self.table, self.table + 3)}
 
-    def alike(self, args: Args) -> Hashable | None:
+    def compatibility(self, args: Args) -> Hashable | None:
         """Dtype, device and heads of the queries."""
         return tuple((q.dtype, q.device, q.shape[1:]) for q in args[: self.queries])
 
-    def size(self, args: Args) -> tuple[int, int]:
+    def batch_cost(self, args: Args) -> tuple[int, int]:
         """(query tokens, bytes of the queries): what is copied; the pool is not."""
         tokens: int = args[0].shape[0]
         return tokens, sum(q.numel() * q.element_size() for q in args[: self.queries])
 
-    def run(self, calls: Sequence[Args], launch: Launch) -> list[Any]:
+    def run(self, calls: Sequence[Args], launch: LaunchFunction) -> list[Any]:
         """One launch over everybody's queries."""
         if len(calls) == 1:
             return [launch(calls[0])]
         table = self.table
         counts = [args[0].shape[0] for args in calls]
-        queries = [join_rows([args[i] for args in calls]) for i in range(self.queries)]
+        queries = [concat_rows([args[i] for args in calls]) for i in range(self.queries)]
         merged = (
             *queries,
             *calls[0][self.queries : table],
-            joined([args[table] for args in calls], stack_tables, "tables"),
-            joined([args[table + 1] for args in calls], join_rows_of_any, "lengths"),
-            join_offsets([args[table + 2] for args in calls], counts, queries[0].device),
+            concat_with_host_copies([args[table] for args in calls], concat_block_tables, "tables"),
+            concat_with_host_copies([args[table + 1] for args in calls], concat_index_rows, "lengths"),
+            concat_cu_seqlens([args[table + 2] for args in calls], counts, queries[0].device),
             *calls[0][table + 3 :],
         )
-        return split(launch(merged), counts)
+        return split_outputs(launch(merged), counts)
 
 
-def split(out: Any, counts: Sequence[int]) -> list[Any]:
+def split_outputs(out: Any, counts: Sequence[int]) -> list[Any]:
     """Each caller's rows of every output."""
     if isinstance(out, tuple):
         return list(zip(*(part.split_with_sizes(list(counts)) for part in out), strict=True))
     return list(out.split_with_sizes(list(counts)))
 
 
-def join_rows_of_any(pieces: Sequence[Tensor]) -> Tensor:
-    """`join_rows` for index tensors of which some may be int32 and some int64."""
+def concat_index_rows(pieces: Sequence[Tensor]) -> Tensor:
+    """`concat_rows` for index tensors of which some may be int32 and some int64."""
     if all(piece.dtype == pieces[0].dtype for piece in pieces):
-        return join_rows(pieces)
+        return concat_rows(pieces)
     return torch.cat([piece.long() for piece in pieces])
 
 
-def stack_tables(tables: Sequence[Tensor]) -> Tensor:
+def concat_block_tables(tables: Sequence[Tensor]) -> Tensor:
     """All rows of tables of any width, filled up with zeros where a length never reaches."""
     width = max(table.shape[1] for table in tables)
     if all(table.shape[1] == width for table in tables):
-        return join_rows_of_any(tables)
+        return concat_index_rows(tables)
     wide = torch.int64 if any(table.dtype == torch.int64 for table in tables) else torch.int32
     rows = sum(table.shape[0] for table in tables)
     stacked = torch.zeros((rows, width), dtype=wide, device=tables[0].device)
-    at = 0
+    row = 0
     for table in tables:
-        stacked[at : at + table.shape[0], : table.shape[1]] = table
-        at += table.shape[0]
+        stacked[row : row + table.shape[0], : table.shape[1]] = table
+        row += table.shape[0]
     return stacked
 
 
-def join_offsets(
+def concat_cu_seqlens(
     offsets: Sequence[Tensor | None], counts: Sequence[int], device: torch.device
 ) -> Tensor | None:
     """The offsets of all callers' sequences behind each other; None where each has one query a sequence.
 
     A caller without offsets has one query a sequence; `counts` are the callers' tokens. Int32.
     """
-    if all(own is None for own in offsets):
+    if all(caller_offsets is None for caller_offsets in offsets):
         return None
-    given = [own for own in offsets if own is not None]
-    if device.type != "cpu" and all(mirror(own) is not None for own in given):
+    present = [own for own in offsets if own is not None]
+    if device.type != "cpu" and all(host_copy_of(own) is not None for own in present):
 
-        def on_host(known: Sequence[Tensor]) -> Tensor:
-            copies = iter(known)
-            here = [None if own is None else next(copies) for own in offsets]
-            return join_offsets(here, counts, torch.device("cpu"))  # type: ignore[return-value]
+        def on_host(host_copies: Sequence[Tensor]) -> Tensor:
+            copies = iter(host_copies)
+            host_offsets = [None if own is None else next(copies) for own in offsets]
+            return concat_cu_seqlens(host_offsets, counts, torch.device("cpu"))  # type: ignore[return-value]
 
-        return joined(given, on_host, "offsets", tuple(counts), tuple(own is None for own in offsets))
+        return concat_with_host_copies(
+            present, on_host, "offsets", tuple(counts), tuple(own is None for own in offsets)
+        )
     if device.type == "cpu":
         values, start = [0], 0
         for own, count in zip(offsets, counts, strict=True):

@@ -20,12 +20,12 @@ def page_axes(layout: str) -> tuple[int, int]:
     return (1, 2) if layout == "NHD" else (2, 1)
 
 
-def check_pool(name: str, pool: Any, q: Tensor, rank: int) -> Tensor:
+def check_cache(name: str, pool: Any, q: Tensor, rank: int) -> Tensor:
     """`pool` as pages of keys or values beside `q`: floating, of `rank` axes, no page empty."""
     checks.need_tensor(name, pool, rank=rank)
     if pool.dtype not in POOL_DTYPES:
-        wanted = ", ".join(checks.dtype_name(dtype) for dtype in POOL_DTYPES)
-        raise TypeError(f"{name} needs one of {wanted}, got {checks.dtype_name(pool.dtype)}")
+        allowed_dtypes = ", ".join(checks.dtype_name(dtype) for dtype in POOL_DTYPES)
+        raise TypeError(f"{name} needs one of {allowed_dtypes}, got {checks.dtype_name(pool.dtype)}")
     checks.need_same_device("q", q, **{name: pool})
     if 0 in pool.shape[1:]:
         raise ValueError(
@@ -34,48 +34,44 @@ def check_pool(name: str, pool: Any, q: Tensor, rank: int) -> Tensor:
     return pool  # type: ignore[no-any-return]
 
 
-def check_tables(q: Tensor, block_tables: Any, context_lens: Any, cu_seqlens: Any) -> dict[str, int]:
+def check_tables(q: Tensor, block_tables: Any, seq_lens: Any, cu_seqlens_q: Any) -> dict[str, int]:
     """Shapes and dtypes of the metadata; gives the sizes B, T and M (pages a table row can name)."""
     checks.need_index("block_tables", block_tables, rank=2)
-    checks.need_index("context_lens", context_lens, rank=1)
+    checks.need_index("seq_lens", seq_lens, rank=1)
     batch = block_tables.shape[0]
-    if context_lens.shape[0] != batch:
-        raise ValueError(
-            f"context_lens needs {batch} lengths like block_tables' rows, got {context_lens.shape[0]}"
-        )
-    checks.need_same_device(
-        "q", q, block_tables=block_tables, context_lens=context_lens, cu_seqlens=cu_seqlens
-    )
-    if cu_seqlens is not None:
-        check_offsets("cu_seqlens", cu_seqlens, batch, "block_tables' rows")
+    if seq_lens.shape[0] != batch:
+        raise ValueError(f"seq_lens needs {batch} lengths like block_tables' rows, got {seq_lens.shape[0]}")
+    checks.need_same_device("q", q, block_tables=block_tables, seq_lens=seq_lens, cu_seqlens_q=cu_seqlens_q)
+    if cu_seqlens_q is not None:
+        check_cu_seqlens("cu_seqlens_q", cu_seqlens_q, batch, "block_tables' rows")
     elif q.shape[0] != batch:
         raise ValueError(
             f"q needs {batch} rows, one for each of block_tables' rows, got {q.shape[0]}; several queries of "
-            f"a sequence need cu_seqlens"
+            f"a sequence need cu_seqlens_q"
         )
     return {"B": batch, "T": q.shape[0], "M": block_tables.shape[1]}
 
 
-def check_offsets(name: str, offsets: Any, batch: int, like: str) -> None:
+def check_cu_seqlens(name: str, offsets: Any, batch: int, like: str) -> None:
     """`offsets` as int32 or int64 (batch + 1,)."""
     checks.need_index(name, offsets, rank=1)
     if offsets.shape[0] != batch + 1:
         raise ValueError(f"{name} needs {batch + 1} offsets for {batch} of {like}, got {offsets.shape[0]}")
 
 
-def guard_offsets(name: str, offsets: Tensor, tokens: int, what: str) -> Tensor:
+def validate_cu_seqlens(name: str, offsets: Tensor, tokens: int, what: str) -> Tensor:
     """A copy of offsets that start at 0, never fall and end at the number of tokens.
 
-    The offsets themselves where they are not read (`checks.readable`).
+    The offsets themselves where they are not read (`checks.can_read_values`).
     Raises: ValueError: they do not; the position is named.
     """
-    own: Tensor | None = checks.compiled("offsets_to", offsets, tokens)
-    if own is not None:
-        return own
-    if not checks.readable(offsets):
+    private_offsets: Tensor | None = checks.native_check("offsets_to", offsets, tokens)
+    if private_offsets is not None:
+        return private_offsets
+    if not checks.can_read_values(offsets):
         return offsets
-    own = checks.held(offsets)
-    values: list[int] = own.tolist()
+    private_offsets = checks.private_copy(offsets)
+    values: list[int] = private_offsets.tolist()
     if values[0] != 0:
         raise ValueError(f"{name} needs to start at 0, got {values[0]}")
     for position, (before, after) in enumerate(itertools.pairwise(values)):
@@ -85,32 +81,32 @@ def guard_offsets(name: str, offsets: Tensor, tokens: int, what: str) -> Tensor:
             )
     if values[-1] != tokens:
         raise ValueError(f"{name} needs to end at {tokens}, {what}, got {values[-1]}")
-    return own
+    return private_offsets
 
 
-def guard_tables(
-    block_tables: Tensor, context_lens: Tensor, pages: int, page_size: int
+def validate_block_tables(
+    block_tables: Tensor, seq_lens: Tensor, pages: int, page_size: int
 ) -> tuple[Tensor, Tensor]:
     """Copies of tables and lengths: lengths that fit, pages that exist, none twice in one sequence.
 
     Only the entries that a length reaches are read: what stands behind them may be anything. Two sequences
     may share a page, as forks of one prefix do; one sequence that holds a page twice owns it doubly. Both are
-    given back as they are where they are not read (`checks.readable`).
+    given back as they are where they are not read (`checks.can_read_values`).
     Raises: ValueError: an entry does not fit; sequence and entry are named.
     """
-    own: tuple[Tensor, Tensor] | None = checks.compiled(
-        "pages_of", block_tables, context_lens, pages, page_size
+    private_copies: tuple[Tensor, Tensor] | None = checks.native_check(
+        "pages_of", block_tables, seq_lens, pages, page_size
     )
-    if own is not None:
-        return own
-    if not (checks.readable(block_tables) and checks.readable(context_lens)):
-        return block_tables, context_lens
-    tables, lengths = checks.held(block_tables), checks.held(context_lens)
+    if private_copies is not None:
+        return private_copies
+    if not (checks.can_read_values(block_tables) and checks.can_read_values(seq_lens)):
+        return block_tables, seq_lens
+    tables, lengths = checks.private_copy(block_tables), checks.private_copy(seq_lens)
     width = tables.shape[1]
     for row, length in enumerate(lengths.tolist()):
         if not 0 <= length <= width * page_size:
             raise ValueError(
-                f"context_lens needs lengths in [0, {width * page_size}] ({width} pages of {page_size} "
+                f"seq_lens needs lengths in [0, {width * page_size}] ({width} pages of {page_size} "
                 f"tokens a row of block_tables), got {length} at {row}"
             )
         used: list[int] = tables[row, : -(-length // page_size)].tolist()
@@ -119,15 +115,15 @@ def guard_tables(
     return tables, lengths
 
 
-def guard_pages(args: Args, table: int, tokens: str, pages: int, page_size: int) -> Args:
+def validate_paged_metadata(args: Args, table: int, tokens: str, pages: int, page_size: int) -> Args:
     """The arguments with copies of tables, lengths and offsets, which stand at `table` and behind it.
 
     `tokens` names the argument whose rows the offsets count, the first.
     """
-    tables, lengths = guard_tables(args[table], args[table + 1], pages, page_size)
+    tables, lengths = validate_block_tables(args[table], args[table + 1], pages, page_size)
     offsets = args[table + 2]
     if offsets is not None:
-        offsets = guard_offsets("cu_seqlens", offsets, args[0].shape[0], f"the rows of {tokens}")
+        offsets = validate_cu_seqlens("cu_seqlens_q", offsets, args[0].shape[0], f"the rows of {tokens}")
     return *args[:table], tables, lengths, offsets, *args[table + 3 :]
 
 
@@ -146,34 +142,34 @@ def _name_wrong_page(row: int, used: list[int], pages: int) -> None:
         seen[page] = entry
 
 
-def pool_features(q: Tensor, *pools: Tensor) -> dict[str, bool]:
+def cache_features(q: Tensor, *pools: Tensor) -> dict[str, bool]:
     """What a pool asks of a kernel: another dtype than q's, elements that do not lie behind each other.
 
     Both are features and no dtypes or strides of the request, for no cast of q may reach a pool.
     """
-    asked = {f"kv_{checks.dtype_name(pool.dtype)}": True for pool in pools if pool.dtype != q.dtype}
-    return asked | {"kv_strided": not checks.last_stride_is_one(pools)}
+    requested = {f"kv_{checks.dtype_name(pool.dtype)}": True for pool in pools if pool.dtype != q.dtype}
+    return requested | {"kv_strided": not checks.last_stride_is_one(pools)}
 
 
-def query_offsets(tokens: int, cu_seqlens: Tensor | None) -> list[int]:
-    """Where each sequence's queries start, and the end; one query a sequence without cu_seqlens."""
-    return list(range(tokens + 1)) if cu_seqlens is None else cu_seqlens.tolist()
+def query_offsets(tokens: int, cu_seqlens_q: Tensor | None) -> list[int]:
+    """Where each sequence's queries start, and the end; one query a sequence without cu_seqlens_q."""
+    return list(range(tokens + 1)) if cu_seqlens_q is None else cu_seqlens_q.tolist()
 
 
-def gather(pool: Tensor, pages: Tensor, length: int, layout: str) -> Tensor:
+def gather_pages(pool: Tensor, pages: Tensor, length: int, layout: str) -> Tensor:
     """A sequence's first `length` tokens out of its pages, (length, H, D)."""
-    taken = pool.index_select(0, pages.long())
+    pages_of_sequence = pool.index_select(0, pages.long())
     if layout == "HND":
-        taken = taken.transpose(1, 2)
-    return taken.reshape(-1, *taken.shape[2:])[:length]
+        pages_of_sequence = pages_of_sequence.transpose(1, 2)
+    return pages_of_sequence.reshape(-1, *pages_of_sequence.shape[2:])[:length]
 
 
-def dtypes_of(args: Args, positions: tuple[int, ...]) -> tuple[str, ...]:
+def dtype_names_at(args: Args, positions: tuple[int, ...]) -> tuple[str, ...]:
     """The dtype names of the tensors at `positions`."""
     return tuple(checks.dtype_name(args[p].dtype) for p in positions)
 
 
-def no_queries(out: Tensor, lse_shape: tuple[int, ...], return_lse: bool) -> Tensor | tuple[Tensor, Tensor]:
+def empty_result(out: Tensor, lse_shape: tuple[int, ...], return_lse: bool) -> Tensor | tuple[Tensor, Tensor]:
     """The result for no query at all."""
     if not return_lse:
         return out

@@ -6,41 +6,41 @@ import torch
 from torch import Tensor
 
 from layerzero.ops import checks
-from layerzero.ops.op import NO_SHAPE, Args, Call, Op, register, signature_of
-from layerzero.ops.paged.attention import attend
-from layerzero.ops.paged.batching import OverOnePool
+from layerzero.ops.op import NO_SHAPE, Args, Op, SignedCall, register, signature_of
+from layerzero.ops.paged.attention import attend_sequence
+from layerzero.ops.paged.batching import PagedBatching
 from layerzero.ops.paged.checks import (
-    check_pool,
+    cache_features,
+    check_cache,
     check_tables,
-    dtypes_of,
-    guard_pages,
-    no_queries,
-    pool_features,
+    dtype_names_at,
+    empty_result,
     query_offsets,
+    validate_paged_metadata,
 )
-from layerzero.spec.call_spec import OutSpec, Request, Work
+from layerzero.spec.call_spec import CallSpec, OutputSpec, WorkEstimate
 
 
 def mla_attention(
     q_nope: Tensor,
     q_pe: Tensor,
-    ckv_pages: Tensor,
-    kpe_pages: Tensor,
+    ckv_cache: Tensor,
+    kpe_cache: Tensor,
     block_tables: Tensor,
-    context_lens: Tensor,
+    seq_lens: Tensor,
     *,
-    cu_seqlens: Tensor | None = None,
+    cu_seqlens_q: Tensor | None = None,
     scale: float,
     is_causal: bool = True,
     return_lse: bool = False,
-) -> Call:
+) -> SignedCall:
     """Attend absorbed queries to the latent vectors that all heads share: softmax(scale * s) ckv.
 
     s = q_nope . ckv + q_pe . kpe; the caller has multiplied q_nope by the keys' up-projection and multiplies
     the result by the values'.
-    Args: q_nope (T, H, C) and q_pe (T, H, R), sequences behind each other along cu_seqlens (B + 1,), or one
-        query a sequence without it; ckv_pages (N, P, C) and kpe_pages (N, P, R); block_tables (B, M) and
-        context_lens (B,) as in `paged_attention`. scale has no default: it follows from the head size before
+    Args: q_nope (T, H, C) and q_pe (T, H, R), sequences behind each other along cu_seqlens_q (B + 1,), or one
+        query a sequence without it; ckv_cache (N, P, C) and kpe_cache (N, P, R); block_tables (B, M) and
+        seq_lens (B,) as in `paged_attention`. scale has no default: it follows from the head size before
         absorption, (128 + 64)**-0.5 for DeepSeek-V3. is_causal is aligned at the last query and the last key.
     Returns: (T, H, C) in q_nope's dtype; with return_lse also the natural log of the softmax's denominator,
         float32 (T, H). A query that sees no key gives 0, and -inf.
@@ -48,22 +48,22 @@ def mla_attention(
     Source: arXiv 2405.04434.
     """
     args = (
-        q_nope, q_pe, ckv_pages, kpe_pages, block_tables, context_lens, cu_seqlens, scale, is_causal,
+        q_nope, q_pe, ckv_cache, kpe_cache, block_tables, seq_lens, cu_seqlens_q, scale, is_causal,
         return_lse,
     )  # fmt: skip
     try:
         return (
             "mla_attention", *[signature_of(t) for t in args[:4]],
             block_tables.shape, block_tables.stride(), block_tables.dtype, block_tables.device,
-            context_lens.shape, context_lens.stride(), context_lens.dtype, context_lens.device,
-            signature_of(cu_seqlens), scale, is_causal, return_lse,
+            seq_lens.shape, seq_lens.stride(), seq_lens.dtype, seq_lens.device,
+            signature_of(cu_seqlens_q), scale, is_causal, return_lse,
         ), args  # fmt: skip
     except NO_SHAPE:
         check(args)  # names the operand that is no tensor
         raise
 
 
-def check(args: Args) -> Request:
+def check(args: Args) -> CallSpec:
     """Validate a call, without reading data, and describe it; see `mla_attention` for the arguments."""
     q_nope, q_pe, ckv, kpe, tables, lens, cu, scale, is_causal, return_lse = args
     checks.need_bool("is_causal", is_causal)
@@ -80,16 +80,16 @@ def check(args: Args) -> Request:
         raise ValueError(
             f"q_pe needs (T, H) = {tuple(q_nope.shape[:2])} like q_nope, got {tuple(q_pe.shape[:2])}"
         )
-    check_pool("ckv_pages", ckv, q_nope, 3)
-    check_pool("kpe_pages", kpe, q_nope, 3)
+    check_cache("ckv_cache", ckv, q_nope, 3)
+    check_cache("kpe_cache", kpe, q_nope, 3)
     if kpe.shape[:2] != ckv.shape[:2]:
         raise ValueError(
-            f"kpe_pages needs pages {tuple(ckv.shape[:2])} like ckv_pages, got {tuple(kpe.shape[:2])}"
+            f"kpe_cache needs pages {tuple(ckv.shape[:2])} like ckv_cache, got {tuple(kpe.shape[:2])}"
         )
     if kpe.dtype != ckv.dtype:
-        wanted, got = checks.dtype_name(ckv.dtype), checks.dtype_name(kpe.dtype)
-        raise TypeError(f"kpe_pages needs dtype {wanted} like ckv_pages, got {got}")
-    for name, pool, query, like in (("ckv_pages", ckv, q_nope, "q_nope"), ("kpe_pages", kpe, q_pe, "q_pe")):
+        expected_dtype, got = checks.dtype_name(ckv.dtype), checks.dtype_name(kpe.dtype)
+        raise TypeError(f"kpe_cache needs dtype {expected_dtype} like ckv_cache, got {got}")
+    for name, pool, query, like in (("ckv_cache", ckv, q_nope, "q_nope"), ("kpe_cache", kpe, q_pe, "q_pe")):
         if pool.shape[2] != query.shape[2]:
             raise ValueError(f"{name} needs width {query.shape[2]} like {like}, got {pool.shape[2]}")
     dims = check_tables(q_nope, tables, lens, cu)
@@ -97,70 +97,70 @@ def check(args: Args) -> Request:
         "Hq": q_nope.shape[1], "Hk": 1, "G": q_nope.shape[1], "C": ckv.shape[2], "R": kpe.shape[2],
         "N": ckv.shape[0], "P": ckv.shape[1],
     }  # fmt: skip
-    asked = {
+    requested = {
         "causal": is_causal,
         "prefill": cu is not None,
         "lse": return_lse,
         "scale_not_positive": scale <= 0,
-        **pool_features(q_nope, ckv, kpe),
+        **cache_features(q_nope, ckv, kpe),
     }
     queries = [q_nope, q_pe]
-    return Request(
+    return CallSpec(
         op="mla_attention",
         platform=q_nope.device.type,
         device=str(q_nope.device),
         dtype=checks.dtype_name(q_nope.dtype),
-        dtypes=dtypes_of(args, (0, 1, 4, 5)),
+        dtypes=dtype_names_at(args, (0, 1, 4, 5)),
         dims=dims,
-        features=frozenset(name for name, wanted in asked.items() if wanted),
+        features=frozenset(name for name, wanted in requested.items() if wanted),
         contiguous=checks.is_plain_contiguous(queries),
         last_stride1=checks.last_stride_is_one(queries),
         alignment=checks.alignment_of([*queries, ckv, kpe]),
     )
 
 
-def guard(args: Args) -> Args:
+def validate_values(args: Args) -> Args:
     """Page ids, lengths and offsets that fit, as copies."""
-    return guard_pages(args, 4, "q_nope", args[2].shape[0], args[2].shape[1])
+    return validate_paged_metadata(args, 4, "q_nope", args[2].shape[0], args[2].shape[1])
 
 
 def mla_attention_reference(
     q_nope: Tensor,
     q_pe: Tensor,
-    ckv_pages: Tensor,
-    kpe_pages: Tensor,
+    ckv_cache: Tensor,
+    kpe_cache: Tensor,
     block_tables: Tensor,
-    context_lens: Tensor,
-    cu_seqlens: Tensor | None,
+    seq_lens: Tensor,
+    cu_seqlens_q: Tensor | None,
     scale: float,
     is_causal: bool,
     return_lse: bool,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """The op in plain torch: one key head of width C + R whose first C elements are the values."""
-    args = (q_nope, q_pe, ckv_pages, kpe_pages, block_tables, context_lens, cu_seqlens)
-    guard(args)
-    size = ckv_pages.shape[1]
+    args = (q_nope, q_pe, ckv_cache, kpe_cache, block_tables, seq_lens, cu_seqlens_q)
+    validate_values(args)
+    size = ckv_cache.shape[1]
     queries = torch.cat([q_nope, q_pe.to(q_nope.dtype)], -1)
-    starts = query_offsets(q_nope.shape[0], cu_seqlens)
+    starts = query_offsets(q_nope.shape[0], cu_seqlens_q)
     outs: list[Tensor] = []
     lses: list[Tensor] = []
-    for row, length in enumerate(context_lens.tolist()):
+    for row, length in enumerate(seq_lens.tolist()):
         pages = block_tables[row, : -(-length // size)].long()
-        ckv, kpe = (pool.index_select(0, pages).flatten(0, 1)[:length] for pool in (ckv_pages, kpe_pages))
+        ckv, kpe = (pool.index_select(0, pages).flatten(0, 1)[:length] for pool in (ckv_cache, kpe_cache))
         key = torch.cat([ckv, kpe], -1).unsqueeze(1)
-        mine = queries[starts[row] : starts[row + 1]]
-        out, lse = attend(mine, key, ckv.unsqueeze(1), is_causal, scale, None, None)
+        seq_queries = queries[starts[row] : starts[row + 1]]
+        out, lse = attend_sequence(seq_queries, key, ckv.unsqueeze(1), is_causal, scale, None, None)
         outs.append(out)
         lses.append(lse)
     result = torch.cat(outs)
     return (result, torch.cat(lses)) if return_lse else result
 
 
-def outputs(args: Args) -> tuple[OutSpec, ...]:
+def outputs(args: Args) -> tuple[OutputSpec, ...]:
     """(T, H, C) in q_nope's dtype, and float32 (T, H) where the LSE is asked for."""
     q = args[0]
-    out = OutSpec(tuple(q.shape), checks.dtype_name(q.dtype))
-    return (out, OutSpec(tuple(q.shape[:2]), "float32")) if args[9] else (out,)
+    out = OutputSpec(tuple(q.shape), checks.dtype_name(q.dtype))
+    return (out, OutputSpec(tuple(q.shape[:2]), "float32")) if args[9] else (out,)
 
 
 def empty(args: Args) -> Tensor | tuple[Tensor, Tensor] | None:
@@ -168,18 +168,18 @@ def empty(args: Args) -> Tensor | tuple[Tensor, Tensor] | None:
     q: Tensor = args[0]
     if q.shape[0]:
         return None
-    guard(args)
-    return no_queries(q.new_zeros(q.shape), tuple(q.shape[:2]), args[9])
+    validate_values(args)
+    return empty_result(q.new_zeros(q.shape), tuple(q.shape[:2]), args[9])
 
 
-def work(request: Request) -> Work:
+def work(spec: CallSpec) -> WorkEstimate:
     """Scores over C + R, values over C; each page is read once for all heads."""
-    keys = request.dim("M") * request.dim("P")
-    tokens, heads = request.dim("T"), request.dim("Hq")
-    latent, rotary = request.dim("C"), request.dim("R")
-    moved = max(request.dim("B"), 1) * keys * (latent + rotary) + tokens * heads * (2 * latent + rotary)
+    keys = spec.dim("M") * spec.dim("P")
+    tokens, heads = spec.dim("T"), spec.dim("Hq")
+    latent, rotary = spec.dim("C"), spec.dim("R")
+    moved = max(spec.dim("B"), 1) * keys * (latent + rotary) + tokens * heads * (2 * latent + rotary)
     flops = 2.0 * tokens * heads * keys * (2 * latent + rotary)
-    return Work(flops, float(moved * checks.dtype_bytes(request.dtype)))
+    return WorkEstimate(flops, float(moved * checks.dtype_bytes(spec.dtype)))
 
 
 MLA_ATTENTION = register(
@@ -191,11 +191,11 @@ MLA_ATTENTION = register(
         outputs=outputs,
         work=work,
         operands=(0, 1),
-        fixed=(2, 3),
-        exact=frozenset({"Hq", "Hk", "G", "C", "R", "P"}),
+        uncopied_operands=(2, 3),
+        exact_dims=frozenset({"Hq", "Hk", "G", "C", "R", "P"}),
         empty=empty,
-        guard=guard,
+        validate_values=validate_values,
         wide_outputs=frozenset({1}),
-        batching=OverOnePool(queries=2, pools=2),
+        batching=PagedBatching(queries=2, pools=2),
     )
 )

@@ -10,21 +10,21 @@ import torch
 from torch import Tensor
 
 from layerzero.ops import checks
-from layerzero.ops.attention.batching import GATHER_BYTES, GATHER_BYTES_ELSEWHERE
-from layerzero.ops.attention.checks import as_window, check_window
-from layerzero.ops.batching import Rule, join_rows, rejoin
-from layerzero.ops.op import NO_SHAPE, Args, Call, Launch, Op, register, signature_of
-from layerzero.ops.paged.attention import attend
-from layerzero.ops.paged.batching import join_offsets, split
-from layerzero.ops.paged.checks import check_offsets, dtypes_of, guard_offsets, no_queries
-from layerzero.spec.call_spec import OutSpec, Request, Work
+from layerzero.ops.attention.batching import GATHER_BYTES, GATHER_BYTES_OTHER_DEVICES
+from layerzero.ops.attention.checks import check_window, normalized_window
+from layerzero.ops.batching import BatchingRule, as_view_of_base, concat_rows
+from layerzero.ops.op import NO_SHAPE, Args, LaunchFunction, Op, SignedCall, register, signature_of
+from layerzero.ops.paged.attention import attend_sequence
+from layerzero.ops.paged.batching import concat_cu_seqlens, split_outputs
+from layerzero.ops.paged.checks import check_cu_seqlens, dtype_names_at, empty_result, validate_cu_seqlens
+from layerzero.spec.call_spec import CallSpec, OutputSpec, WorkEstimate
 
 
 def ragged_attention(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    cu_seqlens: Tensor,
+    cu_seqlens_q: Tensor,
     cu_seqlens_k: Tensor | None = None,
     *,
     is_causal: bool = False,
@@ -32,27 +32,27 @@ def ragged_attention(
     window: tuple[int, ...] | list[int] | None = None,
     softcap: float | None = None,
     return_lse: bool = False,
-) -> Call:
+) -> SignedCall:
     """Attend each sequence's queries to its own keys and values, without padding.
 
     Args: q (T, Hq, D), k (S, Hk, D) and v (S, Hk, Dv) with Hq % Hk == 0, sequences behind each other:
-        b has q's rows cu_seqlens[b] to cu_seqlens[b + 1], and k's and v's along cu_seqlens_k, which defaults
-        to cu_seqlens. Offsets are (B + 1,), int32 or int64. is_causal is aligned at a sequence's last query
-        and last key; scale defaults to D**-0.5; window and softcap as in `attention`.
+        b has q's rows cu_seqlens_q[b] to cu_seqlens_q[b + 1], and k's and v's along cu_seqlens_k, which
+        defaults to cu_seqlens_q. Offsets are (B + 1,), int32 or int64. is_causal is aligned at a sequence's
+        last query and last key; scale defaults to D**-0.5; window and softcap as in `attention`.
     Returns: (T, Hq, Dv) in q's dtype; with return_lse also the natural log of the softmax's denominator,
         float32 (T, Hq). A query that sees no key gives 0, and -inf.
     Raises: ValueError, TypeError: an argument does not fit, by name; on the CPU also offsets that do not
         start at 0, fall, or do not end at the number of rows.
     """
     if window is not None:
-        window = as_window(window)
+        window = normalized_window(window)
     if cu_seqlens_k is None:
-        cu_seqlens_k = cu_seqlens
-    args = (q, k, v, cu_seqlens, cu_seqlens_k, is_causal, scale, window, softcap, return_lse)
+        cu_seqlens_k = cu_seqlens_q
+    args = (q, k, v, cu_seqlens_q, cu_seqlens_k, is_causal, scale, window, softcap, return_lse)
     try:
         return (
             "ragged_attention", *[signature_of(t) for t in args[:3]],
-            cu_seqlens.shape, cu_seqlens.stride(), cu_seqlens.dtype, cu_seqlens.device,
+            cu_seqlens_q.shape, cu_seqlens_q.stride(), cu_seqlens_q.dtype, cu_seqlens_q.device,
             cu_seqlens_k.shape, cu_seqlens_k.stride(), cu_seqlens_k.dtype, cu_seqlens_k.device,
             is_causal, scale, window, softcap, return_lse,
         ), args  # fmt: skip
@@ -61,27 +61,27 @@ def ragged_attention(
         raise
 
 
-def check(args: Args) -> Request:
+def check(args: Args) -> CallSpec:
     """Validate a call, without reading data, and describe it; see `ragged_attention` for the arguments."""
     q, k, v, cu, cu_k, is_causal, scale, window, softcap, return_lse = args
     checks.need_bool("is_causal", is_causal)
     checks.need_bool("return_lse", return_lse)
     for name, tensor in (("q", q), ("k", k), ("v", v)):
         checks.need_tensor(name, tensor, rank=3)
-    checks.need_index("cu_seqlens", cu, rank=1)
+    checks.need_index("cu_seqlens_q", cu, rank=1)
     if cu.shape[0] == 0:
-        raise ValueError("cu_seqlens needs at least one offset, got none")
+        raise ValueError("cu_seqlens_q needs at least one offset, got none")
     batch = cu.shape[0] - 1
-    check_offsets("cu_seqlens_k", cu_k, batch, "cu_seqlens' sequences")
-    checks.need_same_device("q", q, k=k, v=v, cu_seqlens=cu, cu_seqlens_k=cu_k)
+    check_cu_seqlens("cu_seqlens_k", cu_k, batch, "cu_seqlens_q' sequences")
+    checks.need_same_device("q", q, k=k, v=v, cu_seqlens_q=cu, cu_seqlens_k=cu_k)
     dims = {"B": batch} | _check_operands(q, k, v)
     if scale is not None:
         checks.need_number("scale", scale)
-    if softcap is not None and checks.need_number("softcap", softcap, low=0.0, what="a number > 0") == 0.0:
+    if softcap is not None and checks.need_number("softcap", softcap, low=0.0, needs="a number > 0") == 0.0:
         raise ValueError(f"softcap needs a number > 0, got {softcap}")
     if window is not None:
         check_window(window)
-    asked = {
+    requested = {
         "causal": is_causal,
         "gqa": dims["G"] > 1,
         "scale": scale is not None and scale != dims["D"] ** -0.5,
@@ -92,14 +92,14 @@ def check(args: Args) -> Request:
         "lse_grad": return_lse and any(t.requires_grad for t in (q, k, v)),
     }
     tensors = [q, k, v]
-    return Request(
+    return CallSpec(
         op="ragged_attention",
         platform=q.device.type,
         device=str(q.device),
         dtype=checks.dtype_name(q.dtype),
-        dtypes=dtypes_of(args, (0, 1, 2, 3, 4)),
+        dtypes=dtype_names_at(args, (0, 1, 2, 3, 4)),
         dims=dims,
-        features=frozenset(name for name, wanted in asked.items() if wanted),
+        features=frozenset(name for name, is_set in requested.items() if is_set),
         contiguous=checks.is_plain_contiguous(tensors),
         last_stride1=checks.last_stride_is_one(tensors),
         alignment=checks.alignment_of(tensors),
@@ -122,20 +122,20 @@ def _check_operands(q: Tensor, k: Tensor, v: Tensor) -> dict[str, int]:
     }  # fmt: skip
 
 
-def guard(args: Args) -> Args:
+def validate_values(args: Args) -> Args:
     """Offsets that fit the rows they count, as copies; one where both are the same."""
     q, k, v, cu, cu_k, *flags = args
-    offsets = guard_offsets("cu_seqlens", cu, q.shape[0], "the rows of q")
+    offsets = validate_cu_seqlens("cu_seqlens_q", cu, q.shape[0], "the rows of q")
     if cu_k is cu and q.shape[0] == k.shape[0]:
         return q, k, v, offsets, offsets, *flags
-    return q, k, v, offsets, guard_offsets("cu_seqlens_k", cu_k, k.shape[0], "the rows of k"), *flags
+    return q, k, v, offsets, validate_cu_seqlens("cu_seqlens_k", cu_k, k.shape[0], "the rows of k"), *flags
 
 
 def ragged_attention_reference(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    cu_seqlens: Tensor,
+    cu_seqlens_q: Tensor,
     cu_seqlens_k: Tensor,
     is_causal: bool = False,
     scale: float | None = None,
@@ -144,24 +144,26 @@ def ragged_attention_reference(
     return_lse: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """The op in plain torch: `attention`'s reference, sequence by sequence."""
-    guard((q, k, v, cu_seqlens, cu_seqlens_k))
-    starts, keys = cu_seqlens.tolist(), cu_seqlens_k.tolist()
+    validate_values((q, k, v, cu_seqlens_q, cu_seqlens_k))
+    starts, keys = cu_seqlens_q.tolist(), cu_seqlens_k.tolist()
     outs: list[Tensor] = []
     lses: list[Tensor] = []
     for b in range(len(starts) - 1):
-        mine = slice(keys[b], keys[b + 1])
-        out, lse = attend(q[starts[b] : starts[b + 1]], k[mine], v[mine], is_causal, scale, window, softcap)
+        key_rows = slice(keys[b], keys[b + 1])
+        out, lse = attend_sequence(
+            q[starts[b] : starts[b + 1]], k[key_rows], v[key_rows], is_causal, scale, window, softcap
+        )
         outs.append(out)
         lses.append(lse)
     result = torch.cat(outs)
     return (result, torch.cat(lses)) if return_lse else result
 
 
-def outputs(args: Args) -> tuple[OutSpec, ...]:
+def outputs(args: Args) -> tuple[OutputSpec, ...]:
     """(T, Hq, Dv) in q's dtype, and float32 (T, Hq) where the LSE is asked for."""
     q, v = args[0], args[2]
-    out = OutSpec((q.shape[0], q.shape[1], v.shape[2]), checks.dtype_name(q.dtype))
-    return (out, OutSpec((q.shape[0], q.shape[1]), "float32")) if args[9] else (out,)
+    out = OutputSpec((q.shape[0], q.shape[1], v.shape[2]), checks.dtype_name(q.dtype))
+    return (out, OutputSpec((q.shape[0], q.shape[1]), "float32")) if args[9] else (out,)
 
 
 def empty(args: Args) -> Tensor | tuple[Tensor, Tensor] | None:
@@ -169,23 +171,23 @@ def empty(args: Args) -> Tensor | tuple[Tensor, Tensor] | None:
     q: Tensor = args[0]
     if q.shape[0]:
         return None
-    guard(args)
-    return no_queries(q.new_zeros((0, q.shape[1], args[2].shape[2])), (0, q.shape[1]), args[9])
+    validate_values(args)
+    return empty_result(q.new_zeros((0, q.shape[1], args[2].shape[2])), (0, q.shape[1]), args[9])
 
 
-def work(request: Request) -> Work:
+def work(spec: CallSpec) -> WorkEstimate:
     """Two products over the pairs of sequences of equal lengths: the lengths themselves are data."""
-    batch = max(request.dim("B"), 1)
-    pairs = request.dim("T") * request.dim("S") / batch
-    if "causal" in request.features:
+    batch = max(spec.dim("B"), 1)
+    pairs = spec.dim("T") * spec.dim("S") / batch
+    if "causal" in spec.features:
         pairs /= 2
-    widths = request.dim("D") + request.dim("Dv")
-    moved = widths * (request.dim("T") * request.dim("Hq") + request.dim("S") * request.dim("Hk"))
-    return Work(2.0 * request.dim("Hq") * widths * pairs, float(moved * checks.dtype_bytes(request.dtype)))
+    widths = spec.dim("D") + spec.dim("Dv")
+    moved = widths * (spec.dim("T") * spec.dim("Hq") + spec.dim("S") * spec.dim("Hk"))
+    return WorkEstimate(2.0 * spec.dim("Hq") * widths * pairs, float(moved * checks.dtype_bytes(spec.dtype)))
 
 
 @dataclass(frozen=True, slots=True)
-class Behind(Rule):
+class RaggedBatching(BatchingRule):
     """Sequences of all callers behind each other; callers that would have to be copied only while small."""
 
     @property
@@ -194,39 +196,39 @@ class Behind(Rule):
         return False
 
     @property
-    def joined(self) -> Container[int]:
+    def concat_positions(self) -> Container[int]:
         """Queries, keys, values and both offsets."""
         return range(5)
 
-    def alike(self, args: Args) -> Hashable | None:
+    def compatibility(self, args: Args) -> Hashable | None:
         """Dtype, device and heads of the operands."""
         return tuple((t.dtype, t.device, t.shape[1:]) for t in args[:3])
 
-    def size(self, args: Args) -> tuple[int, int]:
+    def batch_cost(self, args: Args) -> tuple[int, int]:
         """(query tokens, operand bytes)."""
         tokens: int = args[0].shape[0]
         return tokens, sum(t.numel() * t.element_size() for t in args[:3])
 
-    def run(self, calls: Sequence[Args], launch: Launch) -> list[Any]:
+    def run(self, calls: Sequence[Args], launch: LaunchFunction) -> list[Any]:
         """One launch over everybody's sequences, or one each where gathering costs more than launches."""
         if len(calls) == 1:
             return [launch(calls[0])]
         columns = [[args[p] for args in calls] for p in range(3)]
         device = calls[0][0].device
-        largest = max(self.size(args)[1] for args in calls)
-        if largest > GATHER_BYTES.get(device.type, GATHER_BYTES_ELSEWHERE) and any(
-            rejoin(column) is None for column in columns
+        largest = max(self.batch_cost(args)[1] for args in calls)
+        if largest > GATHER_BYTES.get(device.type, GATHER_BYTES_OTHER_DEVICES) and any(
+            as_view_of_base(column) is None for column in columns
         ):
             return [launch(args) for args in calls]
         counts = [args[0].shape[0] for args in calls]
         keys = [args[1].shape[0] for args in calls]
         merged = (
-            *[join_rows(column) for column in columns],
-            join_offsets([args[3] for args in calls], counts, device),
-            join_offsets([args[4] for args in calls], keys, device),
+            *[concat_rows(column) for column in columns],
+            concat_cu_seqlens([args[3] for args in calls], counts, device),
+            concat_cu_seqlens([args[4] for args in calls], keys, device),
             *calls[0][5:],
         )
-        return split(launch(merged), counts)
+        return split_outputs(launch(merged), counts)
 
 
 RAGGED_ATTENTION = register(
@@ -238,10 +240,10 @@ RAGGED_ATTENTION = register(
         outputs=outputs,
         work=work,
         operands=(0, 1, 2),
-        exact=frozenset({"Hq", "Hk", "G", "D", "Dv"}),
+        exact_dims=frozenset({"Hq", "Hk", "G", "D", "Dv"}),
         empty=empty,
-        guard=guard,
+        validate_values=validate_values,
         wide_outputs=frozenset({1}),
-        batching=Behind(),
+        batching=RaggedBatching(),
     )
 )

@@ -6,11 +6,11 @@ import torch
 from torch import Tensor
 
 from layerzero.ops import checks
-from layerzero.ops.batching import Rows
+from layerzero.ops.batching import RowBatching
 from layerzero.ops.norm.norm import check_add_rms_norm, rms_norm_reference
-from layerzero.ops.op import NO_SHAPE, Args, Call, Op, register, signature_of
+from layerzero.ops.op import NO_SHAPE, Args, Op, SignedCall, register, signature_of
 from layerzero.ops.quantize.quantize import FORMATS, quantize_reference, scale_shape
-from layerzero.spec.call_spec import OutSpec, Request, Work
+from layerzero.spec.call_spec import CallSpec, OutputSpec, WorkEstimate
 
 GRANULARITIES = ("row", "group")
 
@@ -24,7 +24,7 @@ def add_rms_norm_quantize(
     format: str = "fp8_e4m3",
     granularity: str = "row",
     group_size: int = 0,
-) -> Call:
+) -> SignedCall:
     """Add `residual` to `x`, normalise the sum and round it to eight-bit codes.
 
     Args: x and residual (..., C) of one shape and dtype; weight (C,) or None; format is int8, fp8_e4m3 or
@@ -48,9 +48,9 @@ def add_rms_norm_quantize(
         raise
 
 
-def _check(args: Args) -> Request:
+def _check(args: Args) -> CallSpec:
     x, _, _, _, form, granularity, group_size = args
-    request = check_add_rms_norm(args[:4])
+    spec = check_add_rms_norm(args[:4])
     checks.need_choice("format", form, FORMATS)
     checks.need_choice("granularity", granularity, GRANULARITIES)
     if granularity == "group":
@@ -59,10 +59,10 @@ def _check(args: Args) -> Request:
             raise ValueError(f"group_size needs to divide x's last axis of {x.shape[-1]}, got {group_size}")
     elif checks.need_int("group_size", group_size) != 0:
         raise ValueError(f"group_size needs 0 for granularity={granularity!r}, got {group_size!r}")
-    return request.replace(
+    return spec.replace(
         op="add_rms_norm_quantize",
-        dims={**request.dims, "S": group_size},
-        features=request.features | {f"quant_{form}", f"scale_per_{granularity}"},
+        dims={**spec.dims, "S": group_size},
+        features=spec.features | {f"quant_{form}", f"scale_per_{granularity}"},
     )
 
 
@@ -82,13 +82,13 @@ def add_rms_norm_quantize_reference(
     return (*quantize_reference(normed, format, granularity, group_size, None), total)
 
 
-def _outputs(args: Args) -> tuple[OutSpec, ...]:
+def _outputs(args: Args) -> tuple[OutputSpec, ...]:
     x, _, _, _, form, granularity, group_size = args
     shape = tuple(x.shape)
     return (
-        OutSpec(shape, checks.dtype_name(FORMATS[form].dtype)),
-        OutSpec(scale_shape(shape, granularity, group_size), "float32"),
-        OutSpec(shape, checks.dtype_name(x.dtype)),
+        OutputSpec(shape, checks.dtype_name(FORMATS[form].dtype)),
+        OutputSpec(scale_shape(shape, granularity, group_size), "float32"),
+        OutputSpec(shape, checks.dtype_name(x.dtype)),
     )
 
 
@@ -101,11 +101,11 @@ def _empty(args: Args) -> tuple[Tensor, ...] | None:
     return x.new_empty(x.shape, dtype=form.dtype), scale, torch.empty_like(x)
 
 
-def _work(request: Request) -> Work:
+def _work(spec: CallSpec) -> WorkEstimate:
     """Two operands are read, the sum and codes of a byte are written."""
-    n, c = request.dim("N"), request.dim("C")
-    size = checks.dtype_bytes(request.dtype)
-    return Work(flops=10.0 * n * c, bytes=float((3 * n * c + c) * size + n * c))
+    n, c = spec.dim("N"), spec.dim("C")
+    size = checks.dtype_bytes(spec.dtype)
+    return WorkEstimate(flops=10.0 * n * c, bytes=float((3 * n * c + c) * size + n * c))
 
 
 ADD_RMS_NORM_QUANTIZE = register(
@@ -117,10 +117,10 @@ ADD_RMS_NORM_QUANTIZE = register(
         outputs=_outputs,
         work=_work,
         operands=(0, 1, 2),
-        exact=frozenset({"C", "S"}),
+        exact_dims=frozenset({"C", "S"}),
         empty=_empty,
         castable=False,
-        batching=Rows(along=(0, 1)),
+        batching=RowBatching(row_operands=(0, 1)),
         differentiable=False,
         wide_outputs=frozenset({0, 1}),
     )

@@ -14,24 +14,24 @@ import torch
 from torch import Tensor
 
 from layerzero.ops import checks
-from layerzero.ops.batching import Rows
-from layerzero.ops.op import NO_SHAPE, Args, Call, Op, register, signature_of
-from layerzero.spec.call_spec import OutSpec, Request, Work
+from layerzero.ops.batching import RowBatching
+from layerzero.ops.op import NO_SHAPE, Args, Op, SignedCall, register, signature_of
+from layerzero.spec.call_spec import CallSpec, OutputSpec, WorkEstimate
 
 
 @dataclass(frozen=True, slots=True)
-class Format:
+class QuantFormat:
     """How a code is stored, and the largest magnitude that is used."""
 
     dtype: torch.dtype
-    largest: float
+    max_value: float
 
 
 # -128 is left out, so that codes are symmetric; the float8 bounds are their largest finite numbers.
-FORMATS: Mapping[str, Format] = {
-    "int8": Format(torch.int8, 127.0),
-    "fp8_e4m3": Format(torch.float8_e4m3fn, 448.0),
-    "fp8_e5m2": Format(torch.float8_e5m2, 57344.0),
+FORMATS: Mapping[str, QuantFormat] = {
+    "int8": QuantFormat(torch.int8, 127.0),
+    "fp8_e4m3": QuantFormat(torch.float8_e4m3fn, 448.0),
+    "fp8_e5m2": QuantFormat(torch.float8_e5m2, 57344.0),
 }
 FORMAT_OF = {form.dtype: name for name, form in FORMATS.items()}
 GRANULARITIES = ("tensor", "row", "group")
@@ -47,7 +47,7 @@ def quantize(
     granularity: str = "row",
     group_size: int = 0,
     scale: Tensor | None = None,
-) -> Call:
+) -> SignedCall:
     """Round `x` to eight-bit codes and the scales that give it back.
 
     Args: x (..., C), any float dtype; format is int8, fp8_e4m3 or fp8_e5m2; granularity is tensor, row or
@@ -76,7 +76,7 @@ def scale_shape(shape: tuple[int, ...], granularity: str, group_size: int) -> tu
     return (*shape[:-1], 1 if granularity == "row" else shape[-1] // group_size)
 
 
-def _check_quantize(args: Args) -> Request:
+def _check_quantize(args: Args) -> CallSpec:
     x, form, granularity, group_size, scale = args
     checks.need_rows("x", x)
     _need_wide("x", x)
@@ -93,7 +93,7 @@ def _check_quantize(args: Args) -> Request:
         need_scale("scale", scale, scale_shape(tuple(x.shape), granularity, group_size))
         checks.need_same_device("x", x, scale=scale)
     features = {f"quant_{form}", f"scale_per_{granularity}", *(() if scale is None else ("scale_given",))}
-    return Request(
+    return CallSpec(
         op="quantize",
         platform=x.device.type,
         device=str(x.device),
@@ -112,15 +112,15 @@ def _need_wide(name: str, x: Tensor) -> None:
         raise TypeError(f"{name} needs {', '.join(FLOAT_NAMES)}, got {checks.dtype_name(x.dtype)}")
 
 
-def need_scale(name: str, given: Any, *shapes: tuple[int, ...]) -> Tensor:
+def need_scale(name: str, value: Any, *shapes: tuple[int, ...]) -> Tensor:
     """`given` as a float32 tensor of one of `shapes`."""
-    checks.need_tensor(name, given)
-    scale: Tensor = given
+    checks.need_tensor(name, value)
+    scale: Tensor = value
     if scale.dtype != torch.float32:
         raise TypeError(f"{name} needs dtype float32, got {checks.dtype_name(scale.dtype)}")
     if tuple(scale.shape) not in shapes:
-        wanted = " or ".join(str(shape) for shape in dict.fromkeys(shapes))
-        raise ValueError(f"{name} needs shape {wanted}, got {tuple(scale.shape)}")
+        expected_shapes = " or ".join(str(shape) for shape in dict.fromkeys(shapes))
+        raise ValueError(f"{name} needs shape {expected_shapes}, got {tuple(scale.shape)}")
     return scale
 
 
@@ -134,34 +134,34 @@ def quantize_reference(
     if scale is None:
         largest = wide.abs().amax() if granularity == "tensor" else wide.abs().amax(-1)
         # By a tensor: a GPU multiplies by the reciprocal of a number, and the scales would be others.
-        most = torch.full((), form.largest, device=x.device)
-        found = (largest / most).clamp_min(SMALLEST_SCALE)
+        format_max = torch.full((), form.max_value, device=x.device)
+        scales = (largest / format_max).clamp_min(SMALLEST_SCALE)
         if granularity == "row":
-            found = found.unsqueeze(-1)
+            scales = scales.unsqueeze(-1)
     else:
-        found = scale.float()
-    spread = found.unsqueeze(-1) if granularity == "group" else found
-    return encode(wide / spread, form).view(x.shape), found
+        scales = scale.float()
+    scale_per_element = scales.unsqueeze(-1) if granularity == "group" else scales
+    return encode(wide / scale_per_element, form).view(x.shape), scales
 
 
-def encode(codes: Tensor, form: Format) -> Tensor:
+def encode(codes: Tensor, form: QuantFormat) -> Tensor:
     """Float32 numbers as codes: NaN becomes 0, and the clamp comes before the cast.
 
     A float8 cast of what lies beyond the format gives NaN on a GPU and the largest number on some CPUs.
     """
-    codes = codes.nan_to_num(nan=0.0, posinf=form.largest, neginf=-form.largest)
-    codes = codes.clamp(-form.largest, form.largest)
+    codes = codes.nan_to_num(nan=0.0, posinf=form.max_value, neginf=-form.max_value)
+    codes = codes.clamp(-form.max_value, form.max_value)
     return (codes.round() if form.dtype == torch.int8 else codes).to(form.dtype)
 
 
-def _quantized(args: Args) -> tuple[OutSpec, ...]:
+def _outputs(args: Args) -> tuple[OutputSpec, ...]:
     x, form, granularity, group_size, _ = args
     shape = tuple(x.shape)
     codes = checks.dtype_name(FORMATS[form].dtype)
-    return (OutSpec(shape, codes), OutSpec(scale_shape(shape, granularity, group_size), "float32"))
+    return (OutputSpec(shape, codes), OutputSpec(scale_shape(shape, granularity, group_size), "float32"))
 
 
-def _empty_quantized(args: Args) -> tuple[Tensor, Tensor] | None:
+def _empty(args: Args) -> tuple[Tensor, Tensor] | None:
     x, form, granularity, group_size, scale = args
     if x.numel():
         return None
@@ -171,10 +171,10 @@ def _empty_quantized(args: Args) -> tuple[Tensor, Tensor] | None:
     return codes, x.new_ones(shape, dtype=torch.float32) if scale is None else scale
 
 
-def _quantize_work(request: Request) -> Work:
+def _quantize_work(spec: CallSpec) -> WorkEstimate:
     """A maximum, a division, a rounding; rows are read once and leave as bytes."""
-    n, c = request.dim("N"), request.dim("C")
-    return Work(flops=4.0 * n * c, bytes=float(n * c * (checks.dtype_bytes(request.dtype) + 1)))
+    n, c = spec.dim("N"), spec.dim("C")
+    return WorkEstimate(flops=4.0 * n * c, bytes=float(n * c * (checks.dtype_bytes(spec.dtype) + 1)))
 
 
 QUANTIZE = register(
@@ -183,20 +183,20 @@ QUANTIZE = register(
         build=quantize,
         check=_check_quantize,
         reference=quantize_reference,
-        outputs=_quantized,
+        outputs=_outputs,
         work=_quantize_work,
         operands=(0,),
-        exact=frozenset({"C", "S"}),
-        empty=_empty_quantized,
+        exact_dims=frozenset({"C", "S"}),
+        empty=_empty,
         # One scale for the tensor would become one scale for everybody's rows.
-        batching=Rows(along=(0, 4), fits=lambda args: bool(args[2] != "tensor")),
+        batching=RowBatching(row_operands=(0, 4), accepts=lambda args: bool(args[2] != "tensor")),
         differentiable=False,
         wide_outputs=frozenset({0, 1}),
     )
 )
 
 
-def dequantize(codes: Tensor, scale: Tensor, *, dtype: str = "float32") -> Call:
+def dequantize(codes: Tensor, scale: Tensor, *, dtype: str = "float32") -> SignedCall:
     """Give back the numbers that `codes` and `scale` stand for.
 
     Args: codes (..., C) of int8, float8_e4m3fn or float8_e5m2; scale float32 of shape (), (..., 1) or
@@ -215,7 +215,7 @@ def dequantize(codes: Tensor, scale: Tensor, *, dtype: str = "float32") -> Call:
         raise
 
 
-def _check_dequantize(args: Args) -> Request:
+def _check_dequantize(args: Args) -> CallSpec:
     codes, scale, dtype = args
     need_codes("codes", codes)
     checks.need_choice("dtype", dtype, FLOAT_NAMES)
@@ -228,7 +228,7 @@ def _check_dequantize(args: Args) -> Request:
     width = shape[-1]
     size = 0 if scale.dim() == 0 or groups == 1 else width // groups
     granularity = "tensor" if scale.dim() == 0 else "group" if size else "row"
-    return Request(
+    return CallSpec(
         op="dequantize",
         platform=codes.device.type,
         device=str(codes.device),
@@ -242,13 +242,13 @@ def _check_dequantize(args: Args) -> Request:
     )
 
 
-def need_codes(name: str, given: Any, *, rank: int | None = None) -> Tensor:
+def need_codes(name: str, value: Any, *, rank: int | None = None) -> Tensor:
     """`given` as a tensor (..., C) of one of the formats' dtypes."""
-    checks.need_tensor(name, given, rank=rank, floating=False)
-    codes: Tensor = given
+    checks.need_tensor(name, value, rank=rank, floating=False)
+    codes: Tensor = value
     if codes.dtype not in FORMAT_OF:
-        wanted = ", ".join(checks.dtype_name(form.dtype) for form in FORMATS.values())
-        raise TypeError(f"{name} needs dtype {wanted}, got {checks.dtype_name(codes.dtype)}")
+        allowed_dtypes = ", ".join(checks.dtype_name(form.dtype) for form in FORMATS.values())
+        raise TypeError(f"{name} needs dtype {allowed_dtypes}, got {checks.dtype_name(codes.dtype)}")
     if codes.dim() == 0 or codes.shape[-1] == 0:
         raise ValueError(f"{name} needs a last axis of at least 1, got shape {tuple(codes.shape)}")
     return codes
@@ -268,9 +268,9 @@ def decode(codes: Tensor, scale: Tensor) -> Tensor:
     return groups.flatten(-2)
 
 
-def _dequantize_work(request: Request) -> Work:
-    n, c = request.dim("N"), request.dim("C")
-    return Work(flops=float(n * c), bytes=float(n * c * (checks.dtype_bytes(request.dtype) + 1)))
+def _dequantize_work(spec: CallSpec) -> WorkEstimate:
+    n, c = spec.dim("N"), spec.dim("C")
+    return WorkEstimate(flops=float(n * c), bytes=float(n * c * (checks.dtype_bytes(spec.dtype) + 1)))
 
 
 DEQUANTIZE = register(
@@ -279,14 +279,14 @@ DEQUANTIZE = register(
         build=dequantize,
         check=_check_dequantize,
         reference=dequantize_reference,
-        outputs=lambda args: (OutSpec(tuple(args[0].shape), args[2]),),
+        outputs=lambda args: (OutputSpec(tuple(args[0].shape), args[2]),),
         work=_dequantize_work,
         operands=(0,),
-        exact=frozenset({"C", "S"}),
+        exact_dims=frozenset({"C", "S"}),
         empty=lambda args: (
             args[0].new_empty(args[0].shape, dtype=getattr(torch, args[2])) if args[0].numel() == 0 else None
         ),
-        batching=Rows(along=(0, 1), fits=lambda args: bool(args[1].dim() > 0)),
+        batching=RowBatching(row_operands=(0, 1), accepts=lambda args: bool(args[1].dim() > 0)),
         differentiable=False,
         wide_outputs=frozenset({0}),
     )

@@ -7,17 +7,17 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from layerzero.ops import checks
-from layerzero.ops.batching import Rows
-from layerzero.ops.op import NO_SHAPE, Args, Call, Op, register, signature_of
+from layerzero.ops.batching import RowBatching
+from layerzero.ops.op import NO_SHAPE, Args, Op, SignedCall, register, signature_of
 from layerzero.ops.quantize.quantize import FORMAT_OF, decode, need_codes, need_scale, quantize_reference
-from layerzero.spec.call_spec import OutSpec, Request, Work
+from layerzero.spec.call_spec import CallSpec, OutputSpec, WorkEstimate
 
 INPUTS = ("float", "dynamic")
 
 
 def quantized_linear(
     x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None = None, *, inputs: str = "float"
-) -> Call:
+) -> SignedCall:
     """Multiply each row of `x` by an eight-bit `weight` transposed and add `bias`.
 
     Args: x (..., K), any float dtype; weight (C, K) of int8, float8_e4m3fn or float8_e5m2 and its scale in
@@ -40,7 +40,7 @@ def quantized_linear(
         raise
 
 
-def _check(args: Args) -> Request:
+def _check(args: Args) -> CallSpec:
     x, weight, scale, bias, inputs = args
     checks.need_rows("x", x)
     need_codes("weight", weight, rank=2)
@@ -61,7 +61,7 @@ def _check(args: Args) -> Request:
     kind = "inputs_quantized" if inputs == "dynamic" else "inputs_float"
     features = {f"quant_{FORMAT_OF[weight.dtype]}", f"scale_per_{granularity}", kind}
     floats = [t for t in (x, bias) if t is not None]
-    return Request(
+    return CallSpec(
         op="quantized_linear",
         platform=x.device.type,
         device=str(x.device),
@@ -88,11 +88,11 @@ def quantized_linear_reference(
     return F.linear(rows, decode(weight, scale.to(kind)), shift).to(x.dtype)
 
 
-def _work(request: Request) -> Work:
+def _work(spec: CallSpec) -> WorkEstimate:
     """The product of `linear`; weights are read as bytes."""
-    n, c, k = request.dim("N"), request.dim("C"), request.dim("K")
-    element = checks.dtype_bytes(request.dtype)
-    return Work(flops=2.0 * n * c * k, bytes=float((n * k + n * c) * element + c * k + 4 * c))
+    n, c, k = spec.dim("N"), spec.dim("C"), spec.dim("K")
+    element = checks.dtype_bytes(spec.dtype)
+    return WorkEstimate(flops=2.0 * n * c * k, bytes=float((n * k + n * c) * element + c * k + 4 * c))
 
 
 QUANTIZED_LINEAR = register(
@@ -102,16 +102,16 @@ QUANTIZED_LINEAR = register(
         check=_check,
         reference=quantized_linear_reference,
         outputs=lambda args: (
-            OutSpec((*args[0].shape[:-1], args[1].shape[0]), checks.dtype_name(args[0].dtype)),
+            OutputSpec((*args[0].shape[:-1], args[1].shape[0]), checks.dtype_name(args[0].dtype)),
         ),
         work=_work,
         operands=(0, 3),  # a cast must not touch the weight's codes
-        fixed=(1,),
-        exact=frozenset({"C", "K", "S"}),
+        uncopied_operands=(1,),
+        exact_dims=frozenset({"C", "K", "S"}),
         empty=lambda args: (
             args[0].new_empty((*args[0].shape[:-1], args[1].shape[0])) if args[0].numel() == 0 else None
         ),
-        batching=Rows(),
+        batching=RowBatching(),
         differentiable=False,
     )
 )

@@ -1,6 +1,6 @@
 """Rotary position embedding: rotate-half (the default) and interleaved, whole or partial heads, XPos.
 
-Angles come as tables from `rope_tables`, where context extension lives: see `rope_scaling`.
+Angles come as tables from `rope_tables`, where context extension lives: see `scaling`.
 """
 
 from __future__ import annotations
@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from layerzero.ops import checks
-from layerzero.ops.batching import Rows
-from layerzero.ops.op import NO_SHAPE, Args, Call, Op, register, signature_of
-from layerzero.spec.call_spec import OutSpec, Request, Work
+from layerzero.ops.batching import RowBatching
+from layerzero.ops.op import NO_SHAPE, Args, Op, SignedCall, register, signature_of
+from layerzero.spec.call_spec import CallSpec, OutputSpec, WorkEstimate
 
 
 def rope(
@@ -25,7 +25,7 @@ def rope(
     *,
     interleaved: bool = False,
     xpos_scale: Tensor | None = None,
-) -> Call:
+) -> SignedCall:
     """Turn the first R features of each head by the angles of the token's position.
 
     Args: q (..., Hq, D), k (..., Hk, D), positions (...) int32 or int64, cos and sin (max_positions, R / 2)
@@ -49,7 +49,7 @@ def rope(
         raise
 
 
-def check_rope(args: Args) -> Request:
+def check_rope(args: Args) -> CallSpec:
     """Validate a call of `rope` and describe it."""
     q, k, positions, cos, sin, interleaved, xpos_scale = args
     _check_heads(q, k)
@@ -63,20 +63,20 @@ def check_rope(args: Args) -> Request:
     checks.need_bool("interleaved", interleaved)
     checks.need_same_device("q", q, k=k, positions=positions, cos=cos, sin=sin, xpos_scale=xpos_scale)
     width, rotated = q.shape[-1], 2 * cos.shape[1]
-    asked = {
+    requested = {
         "interleaved": interleaved,
         "partial_rotary": rotated < width,
         "xpos": xpos_scale is not None,
     }
     operands = [q, k]
-    return Request(
+    return CallSpec(
         op="rope",
         platform=q.device.type,
         device=str(q.device),
         dtype=checks.dtype_name(q.dtype),
         dtypes=tuple(checks.dtype_name(t.dtype) for t in (q, k, positions)),
         dims={"N": positions.numel(), "Hq": q.shape[-2], "Hk": k.shape[-2], "D": width, "R": rotated},
-        features=frozenset(name for name, wanted in asked.items() if wanted),
+        features=frozenset(name for name, is_set in requested.items() if is_set),
         contiguous=checks.is_plain_contiguous(operands),
         last_stride1=checks.last_stride_is_one(operands),
         alignment=checks.alignment_of(operands),
@@ -113,7 +113,7 @@ def _check_tables(cos: Any, sin: Any, xpos_scale: Any, width: int) -> None:
             raise ValueError(f"{name} needs shape {tuple(cos.shape)} like cos, got {tuple(table.shape)}")
 
 
-def guard_rope(args: Args) -> Args:
+def validate_rope_values(args: Args) -> Args:
     """Positions that have a row in the tables, as a copy."""
     q, k, positions, cos, *rest = args
     return q, k, checks.ids_in_range("positions", positions, cos.shape[0], "the tables' rows"), cos, *rest
@@ -134,15 +134,17 @@ def rope_reference(
     angles = cos[index].unsqueeze(-2), sin[index].unsqueeze(-2)
     grown = None if xpos_scale is None else xpos_scale[index].unsqueeze(-2)
     shrunk = None if grown is None else grown.reciprocal()
-    return _turn(q, *angles, interleaved, grown), _turn(k, *angles, interleaved, shrunk)
+    return _rotate(q, *angles, interleaved, grown), _rotate(k, *angles, interleaved, shrunk)
 
 
-def _turn(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, scale: Tensor | None) -> Tensor:
+def _rotate(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, scale: Tensor | None) -> Tensor:
     half = cos.shape[-1]
     wide = torch.float64 if x.dtype == torch.float64 else torch.float32
-    turned, rest = x[..., : 2 * half].to(wide), x[..., 2 * half :]
+    rotated, rest = x[..., : 2 * half].to(wide), x[..., 2 * half :]
     first, second = (
-        (turned[..., 0::2], turned[..., 1::2]) if interleaved else (turned[..., :half], turned[..., half:])
+        (rotated[..., 0::2], rotated[..., 1::2])
+        if interleaved
+        else (rotated[..., :half], rotated[..., half:])
     )
     cos, sin = cos.to(wide), sin.to(wide)
     parts = first * cos - second * sin, second * cos + first * sin
@@ -153,8 +155,8 @@ def _turn(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, scale: Tensor 
     return torch.cat((out, rest), -1) if rest.shape[-1] else out
 
 
-def _outputs(args: Args) -> tuple[OutSpec, ...]:
-    return tuple(OutSpec(tuple(t.shape), checks.dtype_name(t.dtype)) for t in args[:2])
+def _outputs(args: Args) -> tuple[OutputSpec, ...]:
+    return tuple(OutputSpec(tuple(t.shape), checks.dtype_name(t.dtype)) for t in args[:2])
 
 
 def _empty(args: Args) -> tuple[Tensor, Tensor] | None:
@@ -162,10 +164,10 @@ def _empty(args: Args) -> tuple[Tensor, Tensor] | None:
     return (torch.empty_like(q), torch.empty_like(k)) if q.numel() == 0 else None
 
 
-def _work(request: Request) -> Work:
-    heads = request.dim("N") * (request.dim("Hq") + request.dim("Hk"))
-    element = checks.dtype_bytes(request.dtype)
-    return Work(flops=3.0 * heads * request.dim("R"), bytes=2.0 * heads * request.dim("D") * element)
+def _work(spec: CallSpec) -> WorkEstimate:
+    heads = spec.dim("N") * (spec.dim("Hq") + spec.dim("Hk"))
+    element = checks.dtype_bytes(spec.dtype)
+    return WorkEstimate(flops=3.0 * heads * spec.dim("R"), bytes=2.0 * heads * spec.dim("D") * element)
 
 
 ROPE = register(
@@ -177,9 +179,9 @@ ROPE = register(
         outputs=_outputs,
         work=_work,
         operands=(0, 1),
-        exact=frozenset({"Hq", "Hk", "D", "R"}),
+        exact_dims=frozenset({"Hq", "Hk", "D", "R"}),
         empty=_empty,
-        guard=guard_rope,
-        batching=Rows(along=(0, 1, 2), tail=(2, 2, 0), out_tail=2),
+        validate_values=validate_rope_values,
+        batching=RowBatching(row_operands=(0, 1, 2), trailing_axes=(2, 2, 0), output_trailing_axes=2),
     )
 )

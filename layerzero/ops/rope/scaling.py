@@ -19,7 +19,7 @@ from layerzero.ops import checks
 class RopeScaling(Protocol):
     """A way to stretch the angles."""
 
-    def stretch(self, width: int, base: float) -> tuple[Tensor, float]:
+    def inv_freq(self, width: int, base: float) -> tuple[Tensor, float]:
         """(float64 frequencies of `width // 2` pairs, factor on cos and sin)."""
         ...
 
@@ -38,7 +38,7 @@ class LinearScaling:
     def __post_init__(self) -> None:
         checks.need_number("factor", self.factor, low=1.0)
 
-    def stretch(self, width: int, base: float) -> tuple[Tensor, float]:
+    def inv_freq(self, width: int, base: float) -> tuple[Tensor, float]:
         return frequencies(width, base) / self.factor, 1.0
 
 
@@ -51,27 +51,31 @@ class NTKScaling:
     def __post_init__(self) -> None:
         checks.need_number("factor", self.factor, low=1.0)
 
-    def stretch(self, width: int, base: float) -> tuple[Tensor, float]:
+    def inv_freq(self, width: int, base: float) -> tuple[Tensor, float]:
         return frequencies(width, _ntk_base(width, base, self.factor)), 1.0
 
 
 @dataclass(frozen=True, slots=True)
 class DynamicNTKScaling:
-    """NTK with a base that grows with the sequence at hand, `seq_len`, beyond the trained length."""
+    """NTK with a base that grows with the sequence at hand, `seq_len`, beyond
+    `original_max_position_embeddings`."""
 
     factor: float
-    trained: int
+    original_max_position_embeddings: int
     seq_len: int
 
     def __post_init__(self) -> None:
         checks.need_number("factor", self.factor, low=1.0)
-        checks.need_int("trained", self.trained, low=1)
+        checks.need_int("original_max_position_embeddings", self.original_max_position_embeddings, low=1)
         checks.need_int("seq_len", self.seq_len, low=1)
 
-    def stretch(self, width: int, base: float) -> tuple[Tensor, float]:
-        length = max(self.seq_len, self.trained)
+    def inv_freq(self, width: int, base: float) -> tuple[Tensor, float]:
+        length = max(self.seq_len, self.original_max_position_embeddings)
         return frequencies(
-            width, _ntk_base(width, base, self.factor * length / self.trained - self.factor + 1)
+            width,
+            _ntk_base(
+                width, base, self.factor * length / self.original_max_position_embeddings - self.factor + 1
+            ),
         ), 1.0
 
 
@@ -85,13 +89,13 @@ def _ntk_base(width: int, base: float, factor: float) -> float:
 class YarnScaling:
     """Fast pairs as they are, slow ones `factor` times slower, a ramp between. Source: arXiv 2309.00071.
 
-    A pair is fast if it turns more than `beta_fast` times within the `trained` length, slow below
-    `beta_slow`. `attention_factor` multiplies cos and sin; None takes the paper's 0.1 ln(factor) + 1, or the
-    ratio of two such terms where both `mscale`s are given. `truncate` rounds the ramp's ends outwards.
+    A pair is fast if it turns more than `beta_fast` times within the `original_max_position_embeddings`, slow
+    below `beta_slow`. `attention_factor` multiplies cos and sin; None takes the paper's 0.1 ln(factor) + 1,
+    or the ratio of two such terms where both `mscale`s are given. `truncate` rounds the ramp's ends outwards.
     """
 
     factor: float
-    trained: int
+    original_max_position_embeddings: int
     beta_fast: float = 32.0
     beta_slow: float = 1.0
     attention_factor: float | None = None
@@ -101,13 +105,13 @@ class YarnScaling:
 
     def __post_init__(self) -> None:
         checks.need_number("factor", self.factor, low=1.0)
-        checks.need_int("trained", self.trained, low=1)
+        checks.need_int("original_max_position_embeddings", self.original_max_position_embeddings, low=1)
         if not 0 < self.beta_slow < self.beta_fast:
             raise ValueError(
                 f"beta_slow needs to be between 0 and beta_fast {self.beta_fast}, got {self.beta_slow}"
             )
 
-    def stretch(self, width: int, base: float) -> tuple[Tensor, float]:
+    def inv_freq(self, width: int, base: float) -> tuple[Tensor, float]:
         low, high = self._pair(self.beta_fast, width, base), self._pair(self.beta_slow, width, base)
         if self.truncate:
             low, high = math.floor(low), math.ceil(high)
@@ -120,7 +124,11 @@ class YarnScaling:
 
     def _pair(self, turns: float, width: int, base: float) -> float:
         """The (fractional) pair that turns `turns` times within the trained length."""
-        return width * math.log(self.trained / (turns * 2 * math.pi)) / (2 * math.log(base))
+        return (
+            width
+            * math.log(self.original_max_position_embeddings / (turns * 2 * math.pi))
+            / (2 * math.log(base))
+        )
 
     def _attention_factor(self) -> float:
         if self.attention_factor is not None:
@@ -137,25 +145,31 @@ class YarnScaling:
 class Llama3Scaling:
     """Long wavelengths stretched by `factor`, short ones kept, blended between, as Llama 3.1 does.
 
-    A wavelength is long above trained / low, short below trained / high.
+    A wavelength is long above original_max_position_embeddings / low_freq_factor, short below it /
+    high_freq_factor.
     """
 
     factor: float = 8.0
-    low: float = 1.0
-    high: float = 4.0
-    trained: int = 8192
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    original_max_position_embeddings: int = 8192
 
     def __post_init__(self) -> None:
         checks.need_number("factor", self.factor, low=1.0)
-        checks.need_int("trained", self.trained, low=1)
-        if not 0 < self.low < self.high:
-            raise ValueError(f"low needs to be between 0 and high {self.high}, got {self.low}")
+        checks.need_int("original_max_position_embeddings", self.original_max_position_embeddings, low=1)
+        if not 0 < self.low_freq_factor < self.high_freq_factor:
+            raise ValueError(
+                f"low_freq_factor needs to be between 0 and high_freq_factor {self.high_freq_factor}, "
+                f"got {self.low_freq_factor}"
+            )
 
-    def stretch(self, width: int, base: float) -> tuple[Tensor, float]:
+    def inv_freq(self, width: int, base: float) -> tuple[Tensor, float]:
         plain = frequencies(width, base)
-        turns = self.trained * plain / (2 * math.pi)
-        kept = ((turns - self.low) / (self.high - self.low)).clamp(0, 1)
-        return plain * kept + plain / self.factor * (1 - kept), 1.0
+        turns = self.original_max_position_embeddings * plain / (2 * math.pi)
+        unscaled_share = (
+            (turns - self.low_freq_factor) / (self.high_freq_factor - self.low_freq_factor)
+        ).clamp(0, 1)
+        return plain * unscaled_share + plain / self.factor * (1 - unscaled_share), 1.0
 
 
 def rope_tables(
@@ -175,14 +189,14 @@ def rope_tables(
     """
     width = _rotated(head_dim, rotary_dim)
     checks.need_int("positions", positions, low=1)
-    if checks.need_number("base", base, low=1.0, what="a number > 1") == 1.0:
+    if checks.need_number("base", base, low=1.0, needs="a number > 1") == 1.0:
         raise ValueError("base needs a number > 1, got 1.0")
-    if scaling is not None and not hasattr(scaling, "stretch"):
+    if scaling is not None and not hasattr(scaling, "inv_freq"):
         raise TypeError(
             "scaling needs None, LinearScaling, NTKScaling, DynamicNTKScaling, YarnScaling or Llama3Scaling, "
             f"got {type(scaling).__name__}"
         )
-    speeds, factor = (frequencies(width, base), 1.0) if scaling is None else scaling.stretch(width, base)
+    speeds, factor = (frequencies(width, base), 1.0) if scaling is None else scaling.inv_freq(width, base)
     angles = torch.outer(torch.arange(positions, dtype=torch.float64), speeds)
     cos, sin = (angles.cos() * factor).float(), (angles.sin() * factor).float()
     return cos.to(device), sin.to(device)
@@ -206,9 +220,9 @@ def xpos_table(
     """
     width = _rotated(head_dim, rotary_dim)
     checks.need_int("positions", positions, low=1)
-    if checks.need_number("scale_base", scale_base, low=0.0, what="a number > 0") == 0.0:
+    if checks.need_number("scale_base", scale_base, low=0.0, needs="a number > 0") == 0.0:
         raise ValueError("scale_base needs a number > 0, got 0.0")
-    if checks.need_number("gamma", gamma, low=0.0, what="a number > 0") == 0.0:
+    if checks.need_number("gamma", gamma, low=0.0, needs="a number > 0") == 0.0:
         raise ValueError("gamma needs a number > 0, got 0.0")
     pairs = torch.arange(0, width, 2, dtype=torch.float64) / width
     zeta = (pairs + gamma) / (1 + gamma)

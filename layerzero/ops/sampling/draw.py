@@ -29,33 +29,33 @@ def token_weights(logits: Tensor, temperature: Number, top_k: Count, top_p: Numb
     wide = logits.double()
     largest = wide.amax(-1, keepdim=True)
     index = torch.arange(vocab, device=logits.device)
-    heat = column(temperature, torch.float64, logits.device)
+    temperatures = column(temperature, torch.float64, logits.device)
     # A temperature of 0 takes the largest logit, of several the first.
     first = torch.where((wide == largest) & largest.isfinite(), index, vocab).amin(-1, keepdim=True)
     unit = float(1 << (52 - (vocab - 1).bit_length()))
-    shares = torch.exp((wide - largest) / torch.where(heat > 0, heat, 1.0))
-    weights = torch.where(heat > 0, torch.nan_to_num(shares * unit, nan=0.0), index == first).long()
-    if always(top_k, 0) and always(top_p, 1):
+    probs = torch.exp((wide - largest) / torch.where(temperatures > 0, temperatures, 1.0))
+    weights = torch.where(temperatures > 0, torch.nan_to_num(probs * unit, nan=0.0), index == first).long()
+    if is_constant(top_k, 0) and is_constant(top_p, 1):
         return weights
     order = torch.sort(wide, dim=-1, descending=True, stable=True).indices
     ranked = weights.gather(-1, order)
-    if not always(top_k, 0):
+    if not is_constant(top_k, 0):
         count = column(top_k, torch.int64, logits.device)
         ranked = torch.where((index < count) | (count == 0), ranked, 0)
-    if not always(top_p, 1):
+    if not is_constant(top_p, 1):
         before = ranked.cumsum(-1) - ranked
-        reach = column(top_p, torch.float64, logits.device) * ranked.sum(-1, keepdim=True)
-        ranked = torch.where((before < reach) | (index == 0), ranked, 0)
+        target_weight = column(top_p, torch.float64, logits.device) * ranked.sum(-1, keepdim=True)
+        ranked = torch.where((before < target_weight) | (index == 0), ranked, 0)
     return torch.zeros_like(weights).scatter_(-1, order, ranked)
 
 
-def likeliest(logits: Tensor) -> Tensor:
+def greedy_tokens(logits: Tensor) -> Tensor:
     """What a temperature of 0 draws (B,): the first of each row's largest; -1 where that is not finite."""
     value, token = logits.max(-1)
     return torch.where(value.isfinite(), token, -1)
 
 
-def draw(weights: Tensor, seed: Count, offset: Count) -> Tensor:
+def sample_from_weights(weights: Tensor, seed: Count, offset: Count) -> Tensor:
     """The token (B,) at the point of each row's weights that (seed, offset) falls on; -1 without weight."""
     upper = weights.cumsum(-1)
     total = upper[:, -1]
@@ -71,7 +71,7 @@ def row_seeds(seed: Count, rows: Tensor) -> Tensor:
     if isinstance(seed, Tensor):
         return seed.long()
     index = torch.arange(rows.shape[0], device=rows.device)
-    seeds: Tensor = _mix(index * GOLDEN) ^ signed(seed)
+    seeds: Tensor = _mix(index * GOLDEN) ^ as_signed_int64(seed)
     return seeds
 
 
@@ -80,7 +80,7 @@ def uniform(seeds: Tensor, offset: Count) -> Tensor:
 
     Integer operations up to one exact conversion: every device gives the same numbers.
     """
-    steps = offset.long() * GOLDEN if isinstance(offset, Tensor) else signed(offset * GOLDEN)
+    steps = offset.long() * GOLDEN if isinstance(offset, Tensor) else as_signed_int64(offset * GOLDEN)
     return _shift(_mix(_mix(seeds + GOLDEN) + steps), 11).double() * 2.0**-53
 
 
@@ -96,7 +96,7 @@ def _shift(bits: Tensor, by: int) -> Tensor:
     return (bits >> by) & ((1 << (64 - by)) - 1)
 
 
-def signed(value: Any) -> Any:
+def as_signed_int64(value: Any) -> Any:
     """An int's low 64 bits as a signed number; any other number as it is."""
     return ((value + (1 << 63)) % (1 << 64)) - (1 << 63) if isinstance(value, int) else value
 
@@ -105,9 +105,9 @@ def column(value: Any, dtype: torch.dtype, device: torch.device) -> Tensor:
     """A number or a (B,) tensor as (1, 1) or (B, 1)."""
     if isinstance(value, Tensor):
         return value.to(dtype).unsqueeze(-1)
-    return torch.full((1, 1), signed(value), dtype=dtype, device=device)
+    return torch.full((1, 1), as_signed_int64(value), dtype=dtype, device=device)
 
 
-def always(value: Any, number: int) -> bool:
+def is_constant(value: Any, number: int) -> bool:
     """Whether a number or a tensor is `number` for every row; a tensor is not looked into."""
     return not isinstance(value, Tensor) and bool(value == number)

@@ -1,6 +1,6 @@
-"""Drawing tokens: sample, sample_topk, sample_topp.
+"""Sampling tokens: sample, sample_topk, sample_topp.
 
-`drawing` holds the rule that all three filter by and the generator that all three draw by.
+`draw` holds the rule that all three filter by and the generator that all three sample with.
 """
 
 from __future__ import annotations
@@ -14,25 +14,25 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from layerzero.native import HOT
+from layerzero.native import FAST_PATH
 from layerzero.ops import checks
-from layerzero.ops.batching import Rule, join_rows
-from layerzero.ops.op import NO_SHAPE, Args, Call, Launch, Op, register, signature_of
+from layerzero.ops.batching import BatchingRule, concat_rows
+from layerzero.ops.op import NO_SHAPE, Args, LaunchFunction, Op, SignedCall, register, signature_of
 from layerzero.ops.sampling.draw import (
     Count,
     Number,
-    always,
+    as_signed_int64,
     column,
-    draw,
-    likeliest,
+    greedy_tokens,
+    is_constant,
     row_seeds,
-    signed,
+    sample_from_weights,
     token_weights,
 )
-from layerzero.spec.call_spec import OutSpec, Request, Work
+from layerzero.spec.call_spec import CallSpec, OutputSpec, WorkEstimate
 
-HOTTEST = torch.finfo(torch.float64).max
-MOST_TOKENS = (1 << 63) - 1
+MAX_TEMPERATURE = torch.finfo(torch.float64).max
+MAX_TOP_K = (1 << 63) - 1
 
 
 def sample(
@@ -43,7 +43,7 @@ def sample(
     top_p: Number = 1.0,
     seed: Count | None = None,
     offset: Count = 0,
-) -> Call:
+) -> SignedCall:
     """Draw one token a row, after temperature, top-k and top-p.
 
     Args: logits (B, V), any float dtype, -inf masks; every other argument is a number or a (B,) tensor.
@@ -61,7 +61,7 @@ def sample(
     try:
         return (
             "sample", logits.shape, logits.stride(), logits.dtype, logits.device,
-            _by_value(temperature), _by_value(top_k), _by_value(top_p), by_type(seed), by_type(offset),
+            _value_key(temperature), _value_key(top_k), _value_key(top_p), type_key(seed), type_key(offset),
         ), args  # fmt: skip
     except NO_SHAPE:
         _check_sample(args)  # names the operand that is no tensor
@@ -70,14 +70,14 @@ def sample(
 
 def sample_topk(
     logits: Tensor, k: Count, *, temperature: Number = 1.0, seed: Count | None = None, offset: Count = 0
-) -> Call:
+) -> SignedCall:
     """Draw one token a row among its `k` largest logits: `sample` with top_k=k of at least 1."""
     seed = new_seed() if seed is None else seed
     args = (logits, k, temperature, seed, offset)
     try:
         return (
             "sample_topk", logits.shape, logits.stride(), logits.dtype, logits.device,
-            _by_value(k), _by_value(temperature), by_type(seed), by_type(offset),
+            _value_key(k), _value_key(temperature), type_key(seed), type_key(offset),
         ), args  # fmt: skip
     except NO_SHAPE:
         _check_topk(args)
@@ -86,14 +86,14 @@ def sample_topk(
 
 def sample_topp(
     logits: Tensor, p: Number, *, temperature: Number = 1.0, seed: Count | None = None, offset: Count = 0
-) -> Call:
+) -> SignedCall:
     """Draw one token a row among the fewest whose probability reaches `p`: `sample` with top_p=p."""
     seed = new_seed() if seed is None else seed
     args = (logits, p, temperature, seed, offset)
     try:
         return (
             "sample_topp", logits.shape, logits.stride(), logits.dtype, logits.device,
-            _by_value(p), _by_value(temperature), by_type(seed), by_type(offset),
+            _value_key(p), _value_key(temperature), type_key(seed), type_key(offset),
         ), args  # fmt: skip
     except NO_SHAPE:
         _check_topp(args)
@@ -105,11 +105,11 @@ def new_seed() -> int:
     return int(torch.randint(1 << 62, (), device="cpu"))
 
 
-def _by_value(value: Any) -> Hashable:
+def _value_key(value: Any) -> Hashable:
     return signature_of(value) if isinstance(value, Tensor) else (value.__class__, value)
 
 
-def by_type(value: Any) -> Hashable:
+def type_key(value: Any) -> Hashable:
     # Seeds and offsets change with every step and any integer is one: their values decide nothing.
     return signature_of(value) if isinstance(value, Tensor) else value.__class__
 
@@ -117,7 +117,7 @@ def by_type(value: Any) -> Hashable:
 # -- checks ---------------------------------------------------------------------------------------------
 
 
-def _need_share(name: str, value: Any, high: float, logits: Tensor) -> None:
+def _need_fraction(name: str, value: Any, high: float, logits: Tensor) -> None:
     """`value` is a number in [0, high] or a floating point tensor (B,)."""
     if isinstance(value, Tensor):
         checks.need_vector(name, value, logits.shape[0], "logits' rows")
@@ -135,26 +135,31 @@ def need_count(name: str, value: Any, span: tuple[int, int] | None, logits: Tens
             raise ValueError(f"{name} needs {logits.shape[0]} elements like logits' rows, got {got}")
         checks.need_same_device("logits", logits, **{name: value})
     elif span is None:
-        checks.need_whole(name, value)
+        checks.need_any_int(name, value)
     else:
         checks.need_int(name, value, low=span[0], high=span[1])
 
 
-def _request(
-    op: str, logits: Any, seed: Any, offset: Any, temperature: Any, asked: frozenset[str] = frozenset()
-) -> Request:
+def _describe(
+    op: str,
+    logits: Any,
+    seed: Any,
+    offset: Any,
+    temperature: Any,
+    extra_features: frozenset[str] = frozenset(),
+) -> CallSpec:
     """The request of all three; the caller has checked what is its own, and names what is `asked` beyond."""
-    _need_share("temperature", temperature, HOTTEST, logits)
+    _need_fraction("temperature", temperature, MAX_TEMPERATURE, logits)
     need_count("seed", seed, None, logits)
     need_count("offset", offset, None, logits)
-    return Request(
+    return CallSpec(
         op=op,
         platform=logits.device.type,
         device=str(logits.device),
         dtype=checks.dtype_name(logits.dtype),
         dtypes=(checks.dtype_name(logits.dtype),),
         dims={"N": logits.shape[0], "V": logits.shape[1]},
-        features=asked | {"seed_per_row"} if isinstance(seed, Tensor) else asked,
+        features=extra_features | {"seed_per_row"} if isinstance(seed, Tensor) else extra_features,
         contiguous=logits.is_contiguous(),
         last_stride1=checks.last_stride_is_one([logits]),
         alignment=checks.alignment_of([logits]),
@@ -166,52 +171,56 @@ def _need_logits(logits: Any) -> None:
     checks.need_rows("logits", logits)
 
 
-def _check_sample(args: Args) -> Request:
+def _check_sample(args: Args) -> CallSpec:
     logits, temperature, top_k, top_p, seed, offset = args
     _need_logits(logits)
-    need_count("top_k", top_k, (0, MOST_TOKENS), logits)
-    _need_share("top_p", top_p, 1.0, logits)
-    return _request("sample", logits, seed, offset, temperature, _filters(top_k, top_p))
+    need_count("top_k", top_k, (0, MAX_TOP_K), logits)
+    _need_fraction("top_p", top_p, 1.0, logits)
+    return _describe("sample", logits, seed, offset, temperature, _filters(top_k, top_p))
 
 
 def _filters(top_k: Any, top_p: Any) -> frozenset[str]:
     """What is to be filtered by; a tensor may hold any number, so it counts as a filter."""
-    asked = {"top_k": not always(top_k, 0), "top_p": not always(top_p, 1)}
-    asked["top_k_and_top_p"] = all(asked.values())
-    return frozenset(name for name, wanted in asked.items() if wanted)
+    requested = {"top_k": not is_constant(top_k, 0), "top_p": not is_constant(top_p, 1)}
+    requested["top_k_and_top_p"] = all(requested.values())
+    return frozenset(name for name, is_set in requested.items() if is_set)
 
 
-def _check_topk(args: Args) -> Request:
+def _check_topk(args: Args) -> CallSpec:
     logits, k, temperature, seed, offset = args
     _need_logits(logits)
-    need_count("k", k, (1, MOST_TOKENS), logits)
-    return _request("sample_topk", logits, seed, offset, temperature)
+    need_count("k", k, (1, MAX_TOP_K), logits)
+    return _describe("sample_topk", logits, seed, offset, temperature)
 
 
-def _check_topp(args: Args) -> Request:
+def _check_topp(args: Args) -> CallSpec:
     logits, p, temperature, seed, offset = args
     _need_logits(logits)
-    _need_share("p", p, 1.0, logits)
-    return _request("sample_topp", logits, seed, offset, temperature)
+    _need_fraction("p", p, 1.0, logits)
+    return _describe("sample_topp", logits, seed, offset, temperature)
 
 
 Bounds = dict[str, tuple[float, float]]  # of the arguments behind the logits, in order
-_HEAT = (0, HOTTEST)
-_SAMPLE: Bounds = {"temperature": _HEAT, "top_k": (0, MOST_TOKENS), "top_p": (0, 1)}
-_TOPK: Bounds = {"k": (1, MOST_TOKENS), "temperature": _HEAT}
+_HEAT = (0, MAX_TEMPERATURE)
+_SAMPLE: Bounds = {"temperature": _HEAT, "top_k": (0, MAX_TOP_K), "top_p": (0, 1)}
+_TOPK: Bounds = {"k": (1, MAX_TOP_K), "temperature": _HEAT}
 _TOPP: Bounds = {"p": (0, 1), "temperature": _HEAT}
 
 
-def _guard_rows(bounds: Bounds, args: Args) -> Args:
+def _validate_rows(bounds: Bounds, args: Args) -> Args:
     """The arguments behind the logits as copies within their bounds; each row's largest logit is finite."""
-    native = HOT.module
-    own: Any = None if native is None else native.rows_within(args, bounds)
-    return _looked_through(args, bounds) if own is None or own is NotImplemented else own
+    native = FAST_PATH.module
+    checked_args: Any = None if native is None else native.rows_within(args, bounds)
+    return (
+        _looked_through(args, bounds)
+        if checked_args is None or checked_args is NotImplemented
+        else checked_args
+    )
 
 
 def _looked_through(args: Args, bounds: Bounds) -> Args:
     logits: Tensor = args[0]
-    if logits.shape[0] == 0 or not checks.readable(logits):
+    if logits.shape[0] == 0 or not checks.can_read_values(logits):
         return args
     largest = logits.detach().amax(-1).tolist()
     for row, worst in enumerate(largest):
@@ -222,7 +231,7 @@ def _looked_through(args: Args, bounds: Bounds) -> Args:
         value = args[position]
         if not isinstance(value, Tensor):
             continue
-        own[position] = checks.held(value)
+        own[position] = checks.private_copy(value)
         for row, got in enumerate(own[position].tolist()):
             if not low <= got <= high:
                 raise ValueError(f"{name} needs values in [{low}, {high}], got {got} in row {row}")
@@ -236,12 +245,14 @@ def sample_reference(
     logits: Tensor, temperature: Number, top_k: Count, top_p: Number, seed: Count, offset: Count
 ) -> Tensor:
     """Filter, then draw; where every row is to be the likeliest there is nothing to weigh."""
-    if always(temperature, 0):
-        return _drawn(likeliest(logits))
-    return _drawn(draw(token_weights(logits, temperature, top_k, top_p), seed, offset))
+    if is_constant(temperature, 0):
+        return _require_tokens(greedy_tokens(logits))
+    return _require_tokens(
+        sample_from_weights(token_weights(logits, temperature, top_k, top_p), seed, offset)
+    )
 
 
-def _drawn(tokens: Tensor) -> Tensor:
+def _require_tokens(tokens: Tensor) -> Tensor:
     """The tokens, where each row has one or the device's data is not read; the guard names the row."""
     if tokens.device.type == "cpu" and tokens.numel() and int(tokens.amin()) < 0:
         raise ValueError("logits needs a finite largest value in each row")
@@ -266,7 +277,7 @@ def sample_topp_reference(
 
 
 @dataclass(frozen=True, slots=True)
-class SampledRows(Rule):
+class SamplingBatching(BatchingRule):
     """Rows of any callers over one vocabulary: where callers differ, their numbers become (B,) tensors.
 
     `seed` is the position of the seeds, which always become tensors: a row keeps the stream it has alone.
@@ -282,28 +293,28 @@ class SampledRows(Rule):
         return True
 
     @property
-    def joined(self) -> Container[int]:
+    def concat_positions(self) -> Container[int]:
         """The logits and every number of the three ops."""
         return range(6)
 
-    def alike(self, args: Args) -> Hashable | None:
+    def compatibility(self, args: Args) -> Hashable | None:
         """Dtype, device and vocabulary."""
         logits: Tensor = args[0]
         return (logits.dtype, logits.device, logits.shape[1])
 
-    def size(self, args: Args) -> tuple[int, int]:
+    def batch_cost(self, args: Args) -> tuple[int, int]:
         """Rows and bytes of the logits."""
         logits: Tensor = args[0]
         return logits.shape[0], logits.numel() * logits.element_size()
 
-    def run(self, calls: Sequence[Args], launch: Launch) -> list[Any]:
+    def run(self, calls: Sequence[Args], launch: LaunchFunction) -> list[Any]:
         """One launch over everybody's rows."""
         if len(calls) == 1:
             return [launch(calls[0])]
         merged = list(calls[0])
-        merged[0] = join_rows([args[0] for args in calls])
+        merged[0] = concat_rows([args[0] for args in calls])
         for position in range(1, len(merged)):
-            merged[position] = join_numbers(
+            merged[position] = concat_numbers(
                 [args[position] for args in calls],
                 [args[0] for args in calls],
                 seeds=position == self.seed,
@@ -313,31 +324,31 @@ class SampledRows(Rule):
         return list(launch(tuple(merged)).split_with_sizes(counts))
 
 
-def join_numbers(values: Sequence[Any], rows: Sequence[Tensor], *, seeds: bool, whole: bool) -> Any:
+def concat_numbers(values: Sequence[Any], rows: Sequence[Tensor], *, seeds: bool, whole: bool) -> Any:
     """One argument of several callers for all their `rows`: a number that all share, else a (B,) tensor.
 
     `seeds` always become a tensor, so that a row keeps the stream it has alone; `whole` numbers are integers.
     """
-    counts = [own.shape[0] for own in rows]
+    counts = [caller_rows.shape[0] for caller_rows in rows]
     numbers = not any(isinstance(value, Tensor) for value in values)
     device = rows[0].device
     if seeds:
         if not numbers or max(counts) > 1:
             return torch.cat([row_seeds(seed, own) for seed, own in zip(values, rows, strict=True)])
         # A row by itself has the stream of its seed.
-        return torch.tensor([signed(seed) for seed in values], device=device)
+        return torch.tensor([as_signed_int64(seed) for seed in values], device=device)
     if numbers and all(value == values[0] for value in values):
         return values[0]
     dtype = torch.int64 if whole else torch.float64
     if not numbers:
         columns = [column(v, dtype, device).expand(n, 1) for v, n in zip(values, counts, strict=True)]
         return torch.cat(columns).squeeze(-1)
-    spread = [signed(v) for v, n in zip(values, counts, strict=True) for _ in range(n)]
+    spread = [as_signed_int64(v) for v, n in zip(values, counts, strict=True) for _ in range(n)]
     return torch.tensor(spread, dtype=dtype, device=device)
 
 
-def _outputs(args: Args) -> tuple[OutSpec, ...]:
-    return (OutSpec((args[0].shape[0],), "int64"),)
+def _outputs(args: Args) -> tuple[OutputSpec, ...]:
+    return (OutputSpec((args[0].shape[0],), "int64"),)
 
 
 def _empty(args: Args) -> Tensor | None:
@@ -345,18 +356,18 @@ def _empty(args: Args) -> Tensor | None:
     return torch.empty(0, dtype=torch.int64, device=logits.device) if logits.shape[0] == 0 else None
 
 
-def _work(request: Request) -> Work:
+def _work(spec: CallSpec) -> WorkEstimate:
     """Exponentials, sums and comparisons of logits that are read once."""
-    n, v = request.dim("N"), request.dim("V")
-    return Work(flops=10.0 * n * v, bytes=float(n * v * checks.dtype_bytes(request.dtype) + 8 * n))
+    n, v = spec.dim("N"), spec.dim("V")
+    return WorkEstimate(flops=10.0 * n * v, bytes=float(n * v * checks.dtype_bytes(spec.dtype) + 8 * n))
 
 
 def _register(
-    build: Callable[..., Call],
-    check: Callable[[Args], Request],
+    build: Callable[..., SignedCall],
+    check: Callable[[Args], CallSpec],
     reference: Callable[..., Tensor],
     bounds: Bounds,
-    batching: SampledRows,
+    batching: SamplingBatching,
 ) -> Op:
     return register(
         Op(
@@ -367,10 +378,10 @@ def _register(
             outputs=_outputs,
             work=_work,
             operands=(0,),
-            exact=frozenset({"V"}),
+            exact_dims=frozenset({"V"}),
             empty=_empty,
-            guard=partial(_guard_rows, bounds),
-            guard_joined=True,
+            validate_values=partial(_validate_rows, bounds),
+            validate_values_per_batch=True,
             batching=batching,
             differentiable=False,
             stochastic=True,
@@ -380,11 +391,11 @@ def _register(
 
 
 SAMPLE = _register(
-    sample, _check_sample, sample_reference, _SAMPLE, SampledRows(seed=4, whole=frozenset({2, 5}))
+    sample, _check_sample, sample_reference, _SAMPLE, SamplingBatching(seed=4, whole=frozenset({2, 5}))
 )
 SAMPLE_TOPK = _register(
-    sample_topk, _check_topk, sample_topk_reference, _TOPK, SampledRows(seed=3, whole=frozenset({1, 4}))
+    sample_topk, _check_topk, sample_topk_reference, _TOPK, SamplingBatching(seed=3, whole=frozenset({1, 4}))
 )
 SAMPLE_TOPP = _register(
-    sample_topp, _check_topp, sample_topp_reference, _TOPP, SampledRows(seed=3, whole=frozenset({4}))
+    sample_topp, _check_topp, sample_topp_reference, _TOPP, SamplingBatching(seed=3, whole=frozenset({4}))
 )

@@ -15,13 +15,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from layerzero.native import HOT
+from layerzero.native import FAST_PATH
 from layerzero.ops import checks
-from layerzero.ops.batching import Rule, join_rows
-from layerzero.ops.op import NO_SHAPE, Args, Call, Launch, Op, register, signature_of
-from layerzero.ops.sampling.draw import GOLDEN, Count, draw, row_seeds, uniform
-from layerzero.ops.sampling.sampling import by_type, join_numbers, need_count, new_seed
-from layerzero.spec.call_spec import OutSpec, Request, Work
+from layerzero.ops.batching import BatchingRule, concat_rows
+from layerzero.ops.op import NO_SHAPE, Args, LaunchFunction, Op, SignedCall, register, signature_of
+from layerzero.ops.sampling.draw import GOLDEN, Count, row_seeds, sample_from_weights, uniform
+from layerzero.ops.sampling.sampling import concat_numbers, need_count, new_seed, type_key
+from layerzero.spec.call_spec import CallSpec, OutputSpec, WorkEstimate
 
 MAX_DEPTH = 1 << 12
 
@@ -33,7 +33,7 @@ def verify_chain(
     *,
     seed: Count | None = None,
     offset: Count = 0,
-) -> Call:
+) -> SignedCall:
     """Keep the drafted tokens that the target agrees with, and draw the one after them.
 
     Args: draft_probs (B, K, V), what each drafted token was drawn from; draft_tokens (B, K) integers;
@@ -49,7 +49,7 @@ def verify_chain(
     args = (draft_probs, draft_tokens, target_probs, seed, offset)
     try:
         return (
-            "verify_chain", *(signature_of(tensor) for tensor in args[:3]), by_type(seed), by_type(offset),
+            "verify_chain", *(signature_of(tensor) for tensor in args[:3]), type_key(seed), type_key(offset),
         ), args  # fmt: skip
     except NO_SHAPE:
         _check_chain(args)  # names the operand that is no tensor
@@ -64,7 +64,7 @@ def verify_tree(
     *,
     seed: Count | None = None,
     offset: Count = 0,
-) -> Call:
+) -> SignedCall:
     """Walk a tree of drafted tokens as far as the target agrees, and draw the token after it.
 
     Node 0 is the last token that is certain; node n > 0 continues node parents[n] < n. Children of one node
@@ -83,8 +83,8 @@ def verify_tree(
     args = (draft_probs, draft_tokens, target_probs, parents, seed, offset)
     try:
         return (
-            "verify_tree", *(signature_of(tensor) for tensor in args[:3]), parents, by_type(seed),
-            by_type(offset),
+            "verify_tree", *(signature_of(tensor) for tensor in args[:3]), parents, type_key(seed),
+            type_key(offset),
         ), args  # fmt: skip
     except NO_SHAPE:
         _check_tree(args)
@@ -120,7 +120,7 @@ def _need_tree(parents: Any) -> None:
             raise ValueError(f"parents needs 0 to {node - 1} for node {node}, got {parent}")
 
 
-def _request(op: str, args: Args, seed: Any, offset: Any) -> Request:
+def _describe(op: str, args: Args, seed: Any, offset: Any) -> CallSpec:
     draft, tokens, target = args[:3]
     for name, probs in (("draft_probs", draft), ("target_probs", target)):
         checks.need_tensor(name, probs, rank=3)
@@ -129,10 +129,10 @@ def _request(op: str, args: Args, seed: Any, offset: Any) -> Request:
     if target.dtype != draft.dtype:
         raise TypeError(f"target_probs needs {draft.dtype} like draft_probs, got {target.dtype}")
     rows, places, vocab = draft.shape
-    more = 1 if op == "verify_chain" else 0
-    if tuple(target.shape) != (rows, places + more, vocab):
+    bonus = 1 if op == "verify_chain" else 0
+    if tuple(target.shape) != (rows, places + bonus, vocab):
         raise ValueError(
-            f"target_probs needs shape {(rows, places + more, vocab)}, got {tuple(target.shape)} beside "
+            f"target_probs needs shape {(rows, places + bonus, vocab)}, got {tuple(target.shape)} beside "
             f"draft_probs {tuple(draft.shape)}"
         )
     if tuple(tokens.shape) != (rows, places):
@@ -144,7 +144,7 @@ def _request(op: str, args: Args, seed: Any, offset: Any) -> Request:
     checks.need_same_device("draft_probs", draft, draft_tokens=tokens, target_probs=target)
     need_count("seed", seed, None, draft)
     need_count("offset", offset, None, draft)
-    return Request(
+    return CallSpec(
         op=op,
         platform=draft.device.type,
         device=str(draft.device),
@@ -158,32 +158,36 @@ def _request(op: str, args: Args, seed: Any, offset: Any) -> Request:
     )
 
 
-def _check_chain(args: Args) -> Request:
-    return _request("verify_chain", args, args[3], args[4])
+def _check_chain(args: Args) -> CallSpec:
+    return _describe("verify_chain", args, args[3], args[4])
 
 
-def _check_tree(args: Args) -> Request:
+def _check_tree(args: Args) -> CallSpec:
     _need_tree(args[3])
-    request = _request("verify_tree", args, args[4], args[5])
+    spec = _describe("verify_tree", args, args[4], args[5])
     if len(args[3]) != args[0].shape[1]:
         raise ValueError(f"parents needs {args[0].shape[1]} nodes like draft_probs, got {len(args[3])}")
-    return request
+    return spec
 
 
-def _guard(args: Args) -> Args:
+def _validate_values(args: Args) -> Args:
     """Tokens in the vocabulary, as a copy; probabilities that are some."""
-    native = HOT.module
+    native = FAST_PATH.module
     checked: Any = None if native is None else native.proposals(args)
     return _looked_through(args) if checked is None or checked is NotImplemented else checked
 
 
 def _looked_through(args: Args) -> Args:
     draft, tokens, target = args[:3]
-    if not checks.readable(draft) or not checks.readable(tokens) or not checks.readable(target):
+    if (
+        not checks.can_read_values(draft)
+        or not checks.can_read_values(tokens)
+        or not checks.can_read_values(target)
+    ):
         return args
     if not draft.shape[0]:
         return args
-    own = checks.held(tokens)
+    own = checks.private_copy(tokens)
     start = 0 if not isinstance(args[3], tuple) else 1  # a tree's root was not drafted
     checks.ids_in_range("draft_tokens", own[:, start:], draft.shape[2], "the vocabulary")
     for name, probs in (("draft_probs", draft), ("target_probs", target)):
@@ -206,18 +210,18 @@ def verify_chain_reference(
     q = draft_probs.gather(-1, index).squeeze(-1).double()
     p = target_probs[:, :places].gather(-1, index).squeeze(-1).double()
     seeds = row_seeds(seed, draft_probs)
-    stays = _points(seeds, offset, places) * q < p
-    accepted = stays.long().cumprod(-1).sum(-1)
-    at = accepted.view(-1, 1, 1).expand(-1, 1, vocab)
-    over = target_probs.gather(1, at).squeeze(1).double()
+    is_accepted = _points(seeds, offset, places) * q < p
+    accepted = is_accepted.long().cumprod(-1).sum(-1)
+    next_index = accepted.view(-1, 1, 1).expand(-1, 1, vocab)
+    next_probs = target_probs.gather(1, next_index).squeeze(1).double()
     # Behind the last place nothing was drafted: what is left of the target's distribution is all of it.
     padded = (
         torch.cat([draft_probs, torch.zeros_like(draft_probs[:, :1])], 1)
         if places
-        else over.new_zeros(rows, 1, vocab)
+        else next_probs.new_zeros(rows, 1, vocab)
     )
-    left = (over - padded.gather(1, at).squeeze(1).double()).clamp_min(0)
-    drawn = _drawn(left, over, seeds, offset, places)
+    residual = (next_probs - padded.gather(1, next_index).squeeze(1).double()).clamp_min(0)
+    drawn = _sample_residual(residual, next_probs, seeds, offset, places)
     place = torch.arange(places + 1, device=drafted.device)
     behind = torch.cat([drafted, drafted.new_full((rows, 1), -1)], 1)
     count = accepted.unsqueeze(-1)
@@ -240,30 +244,32 @@ def verify_tree_reference(
     seeds = row_seeds(seed, draft_probs)
     points = _points(seeds, offset, nodes)
     drafted = draft_tokens.long()
-    here = torch.zeros(rows, dtype=torch.int64, device=device)  # the node that a row stands on
-    accepted = torch.zeros_like(here)
+    current_node = torch.zeros(rows, dtype=torch.int64, device=device)  # the node that a row stands on
+    accepted = torch.zeros_like(current_node)
     tokens = torch.full((rows, depth + 1), -1, dtype=torch.int64, device=device)
     path = torch.full((rows, depth), -1, dtype=torch.int64, device=device)
     p = target_probs[:, 0].double()
     for node in range(1, nodes):
         q = draft_probs[:, parents[node]].double()
         token = drafted[:, node : node + 1]
-        tried = here == parents[node]
-        stays = points[:, node] * q.gather(-1, token).squeeze(-1) < p.gather(-1, token).squeeze(-1)
-        taken, gone = tried & stays, tried & ~stays
+        tried = current_node == parents[node]
+        is_accepted = points[:, node] * q.gather(-1, token).squeeze(-1) < p.gather(-1, token).squeeze(-1)
+        accepted_now, rejected_now = tried & is_accepted, tried & ~is_accepted
         rest = (p - q).clamp_min(0)
         total = rest.sum(-1, keepdim=True)
         rest = torch.where(total > 0, rest / total, p)
-        p = torch.where(gone.unsqueeze(-1), rest, p)
-        p = torch.where(taken.unsqueeze(-1), target_probs[:, node].double(), p)
-        place = torch.where(taken, accepted, depth).unsqueeze(-1)
-        tokens = tokens.scatter(-1, place, torch.where(taken.unsqueeze(-1), token, tokens[:, depth:]))
+        p = torch.where(rejected_now.unsqueeze(-1), rest, p)
+        p = torch.where(accepted_now.unsqueeze(-1), target_probs[:, node].double(), p)
+        place = torch.where(accepted_now, accepted, depth).unsqueeze(-1)
+        tokens = tokens.scatter(-1, place, torch.where(accepted_now.unsqueeze(-1), token, tokens[:, depth:]))
         if depth:
             slot = place.clamp_max(depth - 1)
-            path = path.scatter(-1, slot, torch.where(taken.unsqueeze(-1), node, path.gather(-1, slot)))
-        here = torch.where(taken, node, here)
-        accepted = accepted + taken
-    drawn = _drawn(p, p, seeds, offset, nodes)
+            path = path.scatter(
+                -1, slot, torch.where(accepted_now.unsqueeze(-1), node, path.gather(-1, slot))
+            )
+        current_node = torch.where(accepted_now, node, current_node)
+        accepted = accepted + accepted_now
+    drawn = _sample_residual(p, p, seeds, offset, nodes)
     return tokens.scatter(-1, accepted.unsqueeze(-1), drawn.unsqueeze(-1)), path, accepted
 
 
@@ -287,20 +293,20 @@ def _stream(seeds: Tensor, place: int) -> Tensor:
     return mixed
 
 
-def _drawn(left: Tensor, whole: Tensor, seeds: Tensor, offset: Count, place: int) -> Tensor:
+def _sample_residual(residual: Tensor, probs: Tensor, seeds: Tensor, offset: Count, place: int) -> Tensor:
     """A token of each row by the weights `left` (B, V), or `whole` where rounding left nothing."""
-    weighing = torch.where(left.sum(-1, keepdim=True) > 0, left, whole)
+    weighing = torch.where(residual.sum(-1, keepdim=True) > 0, residual, probs)
     unit = float(1 << (52 - (weighing.shape[-1] - 1).bit_length()))
     scale = weighing.amax(-1, keepdim=True)
     weights = torch.nan_to_num(weighing / scale * unit, nan=0.0).long()
-    return draw(weights, _stream(seeds, place), offset)
+    return sample_from_weights(weights, _stream(seeds, place), offset)
 
 
 # -- batching -------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
-class VerifiedRows(Rule):
+class VerifyBatching(BatchingRule):
     """Rows of any callers with one number of places and one vocabulary (and one tree)."""
 
     seed: int
@@ -311,28 +317,28 @@ class VerifiedRows(Rule):
         return True
 
     @property
-    def joined(self) -> Container[int]:
+    def concat_positions(self) -> Container[int]:
         """Probabilities, tokens, seeds and offsets; never the tree."""
         return {0, 1, 2, self.seed, self.seed + 1}
 
-    def alike(self, args: Args) -> Hashable | None:
+    def compatibility(self, args: Args) -> Hashable | None:
         """Dtypes, device, places, vocabulary."""
         draft, tokens = args[:2]
         return draft.dtype, draft.device, draft.shape[1:], tokens.dtype
 
-    def size(self, args: Args) -> tuple[int, int]:
+    def batch_cost(self, args: Args) -> tuple[int, int]:
         """Rows, and the bytes of both models' probabilities."""
         return args[0].shape[0], sum(t.numel() * t.element_size() for t in (args[0], args[2]))
 
-    def run(self, calls: Sequence[Args], launch: Launch) -> list[Any]:
+    def run(self, calls: Sequence[Args], launch: LaunchFunction) -> list[Any]:
         """One launch over everybody's rows."""
         if len(calls) == 1:
             return [launch(calls[0])]
         merged = list(calls[0])
         for position in range(3):
-            merged[position] = join_rows([args[position] for args in calls])
+            merged[position] = concat_rows([args[position] for args in calls])
         for position in (self.seed, self.seed + 1):
-            merged[position] = join_numbers(
+            merged[position] = concat_numbers(
                 [args[position] for args in calls],
                 [args[0] for args in calls],
                 seeds=position == self.seed,
@@ -343,14 +349,18 @@ class VerifiedRows(Rule):
         return list(zip(*parts, strict=True))
 
 
-def _chain_outputs(args: Args) -> tuple[OutSpec, ...]:
+def _chain_outputs(args: Args) -> tuple[OutputSpec, ...]:
     rows, places, _ = args[0].shape
-    return (OutSpec((rows, places + 1), "int64"), OutSpec((rows,), "int64"))
+    return (OutputSpec((rows, places + 1), "int64"), OutputSpec((rows,), "int64"))
 
 
-def _tree_outputs(args: Args) -> tuple[OutSpec, ...]:
+def _tree_outputs(args: Args) -> tuple[OutputSpec, ...]:
     rows, depth = args[0].shape[0], tree_depth(args[3])
-    return (OutSpec((rows, depth + 1), "int64"), OutSpec((rows, depth), "int64"), OutSpec((rows,), "int64"))
+    return (
+        OutputSpec((rows, depth + 1), "int64"),
+        OutputSpec((rows, depth), "int64"),
+        OutputSpec((rows,), "int64"),
+    )
 
 
 def _empty(args: Args) -> Any:
@@ -360,11 +370,11 @@ def _empty(args: Args) -> Any:
     return tuple(torch.empty(spec.shape, dtype=torch.int64, device=args[0].device) for spec in specs)
 
 
-def _work(request: Request) -> Work:
+def _work(spec: CallSpec) -> WorkEstimate:
     """Two distributions a place are read where a token is compared, one pair of them whole for the draw."""
-    n, s, v = request.dim("N"), request.dim("S"), request.dim("V")
-    return Work(
-        flops=6.0 * n * v + 4.0 * n * s, bytes=2.0 * n * v * checks.dtype_bytes(request.dtype) + 32.0 * n * s
+    n, s, v = spec.dim("N"), spec.dim("S"), spec.dim("V")
+    return WorkEstimate(
+        flops=6.0 * n * v + 4.0 * n * s, bytes=2.0 * n * v * checks.dtype_bytes(spec.dtype) + 32.0 * n * s
     )
 
 
@@ -377,10 +387,10 @@ VERIFY_CHAIN = register(
         outputs=_chain_outputs,
         work=_work,
         operands=(0, 2),
-        exact=frozenset({"V", "S"}),
+        exact_dims=frozenset({"V", "S"}),
         empty=_empty,
-        guard=_guard,
-        batching=VerifiedRows(seed=3),
+        validate_values=_validate_values,
+        batching=VerifyBatching(seed=3),
         differentiable=False,
         stochastic=True,
         wide_outputs=frozenset({0, 1}),
@@ -395,10 +405,10 @@ VERIFY_TREE = register(
         outputs=_tree_outputs,
         work=_work,
         operands=(0, 2),
-        exact=frozenset({"V", "S"}),
+        exact_dims=frozenset({"V", "S"}),
         empty=_empty,
-        guard=_guard,
-        batching=VerifiedRows(seed=4),
+        validate_values=_validate_values,
+        batching=VerifyBatching(seed=4),
         differentiable=False,
         stochastic=True,
         wide_outputs=frozenset({0, 1, 2}),

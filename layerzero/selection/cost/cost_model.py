@@ -9,20 +9,20 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from layerzero._util import files, log
-from layerzero.selection.decide import CostModel, roofline
+from layerzero.selection.decide import CostModel, roofline_cost
 from layerzero.spec.hardware import Hardware
 from layerzero.spec.kernel import Kernel
 from layerzero.spec.settings import Settings
 
 if TYPE_CHECKING:
     from layerzero.perfdb import Measurement
-    from layerzero.perfdb.shipped import Table
+    from layerzero.perfdb.shipped import ShippedTable
 
 FILE = "perfdb.sqlite"
 TABLES = Path(__file__).resolve().parents[2] / "tables"
 ROWS_STALE = "perfdb.rows_stale"
 # What a shipped table alone gives, by kind of device: whoever opens a runtime again finds it made.
-_SHIPPED_ALONE: dict[str, tuple[Table, Mapping[str, Kernel], Hardware, CostModel]] = {}
+_SHIPPED_ONLY: dict[str, tuple[ShippedTable, Mapping[str, Kernel], Hardware, CostModel]] = {}
 
 
 def perfdb_path(settings: Settings) -> Path | None:
@@ -43,13 +43,13 @@ def has_measurements(settings: Settings, hardware: Hardware) -> bool:
     return shipped or (path is not None and path.is_file())
 
 
-def measured_costs(
+def load_costs(
     settings: Settings,
     kernels: Mapping[str, Kernel],
     hardware: Hardware,
-    fresh: tuple[Measurement, ...] = (),
+    unsaved: tuple[Measurement, ...] = (),
     *,
-    without: Collection[Hashable] = (),
+    excluded: Collection[Hashable] = (),
     wall: Callable[[], float] = time.time,
 ) -> CostModel:
     """The cost model that the settings give a device; `fresh` are measurements that no file holds (yet).
@@ -59,22 +59,25 @@ def measured_costs(
     """
     # Imported where it is used: a process's first call does not wait for measurements.
     from layerzero.perfdb import Environment, versions_of
-    from layerzero.selection.cost.measured import MEASURED, SHIPPED, MeasuredCosts, Row
+    from layerzero.selection.cost.measured import MEASURED, SHIPPED, MeasuredCosts, SourcedMeasurement
 
-    rows = [Row(measurement, MEASURED) for measurement in fresh]
+    rows = [SourcedMeasurement(measurement, MEASURED) for measurement in unsaved]
     path = perfdb_path(settings)
     if path is not None and path.is_file():
         from layerzero.perfdb.store import read_rows
 
-        rows += [Row(found, MEASURED) for found in read_rows(path, Environment.of(hardware))]
+        rows += [
+            SourcedMeasurement(stored, MEASURED)
+            for stored in read_rows(path, Environment.of_hardware(hardware))
+        ]
     oldest = wall() - settings.perfdb_days * 86_400 if settings.perfdb_days is not None else -1.0
-    current: list[Row] = []
+    current: list[SourcedMeasurement] = []
     left_out: Counter[str] = Counter()
     for row in rows:
         kernel = kernels.get(row.measurement.kernel)
         if kernel is None or versions_of(kernel) != row.measurement.version:
             left_out["another version of the kernel's library"] += 1
-        elif row.measurement.at < oldest:
+        elif row.measurement.timestamp < oldest:
             left_out[f"older than {settings.perfdb_days:g} days"] += 1
         else:
             current.append(row)
@@ -86,15 +89,15 @@ def measured_costs(
 
         table = next(iter(fitting_tables(hardware, TABLES)), None)
     if table is None:
-        return MeasuredCosts(current, kernels, hardware, without) if current else roofline
-    alone = not current and not without
-    if alone:
-        made = _SHIPPED_ALONE.get(hardware.device)
+        return MeasuredCosts(current, kernels, hardware, excluded) if current else roofline_cost
+    shipped_only = not current and not excluded
+    if shipped_only:
+        cached = _SHIPPED_ONLY.get(hardware.device)
         # Kernels are compared as objects; equal hardware has equal roofs.
-        if made is not None and made[0] is table and made[1] == kernels and made[2] == hardware:
-            return made[3]
-    current += [Row(found, SHIPPED) for found in table.rows]
-    model = MeasuredCosts(current, kernels, hardware, without)
-    if alone:
-        _SHIPPED_ALONE[hardware.device] = (table, dict(kernels), hardware, model)
+        if cached is not None and cached[0] is table and cached[1] == kernels and cached[2] == hardware:
+            return cached[3]
+    current += [SourcedMeasurement(found, SHIPPED) for found in table.rows]
+    model = MeasuredCosts(current, kernels, hardware, excluded)
+    if shipped_only:
+        _SHIPPED_ONLY[hardware.device] = (table, dict(kernels), hardware, model)
     return model

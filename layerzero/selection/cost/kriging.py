@@ -17,39 +17,44 @@ LENGTH = 6.0
 NOISE = 0.05
 LEVEL = 1.0
 
-Triangle = list[list[float]]
+LowerTriangle = list[list[float]]
 
 
-def alike(distance: float) -> float:
+def covariance(distance: float) -> float:
     """How much two values have in common that stand so far apart, in octaves."""
     return LEVEL + math.exp(-distance / LENGTH)
 
 
-def factored(positions: Sequence[Sequence[float]], begun: Sequence[list[float]] = ()) -> Triangle:
+def cholesky(positions: Sequence[Sequence[float]], shared_rows: Sequence[list[float]] = ()) -> LowerTriangle:
     """The places' likeness as a lower triangle whose product with its transpose it is (Cholesky).
 
     A row depends on the places before it alone: `begun` are the rows of the first positions, where known.
     """
-    rows: Triangle = list(begun)
-    for here in positions[len(rows) :]:
+    rows: LowerTriangle = list(shared_rows)
+    for position in positions[len(rows) :]:
         row: list[float] = []
-        for other, there in zip(rows, positions, strict=False):
-            row.append((alike(math.dist(here, there)) - sum(map(mul, row, other))) / other[len(row)])
-        own = alike(0.0) + NOISE - sum(map(mul, row, row))
-        row.append(math.sqrt(own))
+        for other, other_position in zip(rows, positions, strict=False):
+            row.append(
+                (covariance(math.dist(position, other_position)) - sum(map(mul, row, other)))
+                / other[len(row)]
+            )
+        variance = covariance(0.0) + NOISE - sum(map(mul, row, row))
+        row.append(math.sqrt(variance))
         rows.append(row)
     return rows
 
 
-def weighted(triangle: Triangle, values: Sequence[float]) -> list[float]:
+def cholesky_solve(factor: LowerTriangle, values: Sequence[float]) -> list[float]:
     """What each place adds: the value anywhere is the sum of these times `alike` of the distances to it."""
     forward: list[float] = []
-    for row, value in zip(triangle, values, strict=True):
+    for row, value in zip(factor, values, strict=True):
         forward.append((value - sum(map(mul, row, forward))) / row[-1])
-    found = [0.0] * len(forward)
-    left = forward
+    weights = [0.0] * len(forward)
+    residual = forward
     for number in range(len(forward) - 1, -1, -1):
-        row = triangle[number]
-        found[number] = left[number] / row[number]
-        left = [value - found[number] * share for value, share in zip(left, row[:number], strict=False)]
-    return found
+        row = factor[number]
+        weights[number] = residual[number] / row[number]
+        residual = [
+            value - weights[number] * share for value, share in zip(residual, row[:number], strict=False)
+        ]
+    return weights

@@ -14,21 +14,21 @@ from collections.abc import Sequence
 import msgspec
 
 # Where the floor may lie among a kernel's times, as shares of them from the smallest; few, to stay cheap.
-_FLOORS = (0.0, 0.05, 0.1, 0.2, 0.35, 0.5, 0.7)
-_BELOW = (1.0, 0.8)
+_FLOOR_QUANTILES = (0.0, 0.05, 0.1, 0.2, 0.35, 0.5, 0.7)
+_FLOOR_MARGINS = (1.0, 0.8)
 # A time this much above the floor speaks of the machine, not of the launch.
-_ABOVE = 1.25
-_USUAL = 1.5
+_ABOVE_FLOOR = 1.25
+_DEFAULT_MULTIPLE = 1.5
 # So many points tell a floor from a multiple.
-ENOUGH = 4
+MIN_POINTS = 4
 
 
-class Curve(msgspec.Struct, frozen=True):
+class LatencyModel(msgspec.Struct, frozen=True):
     """`us(ideal)` = sqrt(floor^2 + (multiple * ideal)^2), microseconds; fitted to so many `places`."""
 
     floor_us: float
     multiple: float
-    places: int = 0
+    point_count: int = 0
     source: str = ""
 
     def us(self, ideal_us: float) -> float:
@@ -36,27 +36,36 @@ class Curve(msgspec.Struct, frozen=True):
         return math.hypot(self.floor_us, self.multiple * ideal_us)
 
 
-def fitted(points: Sequence[tuple[float, float]], source: str = "", highest_us: float = math.inf) -> Curve:
+def fit(
+    points: Sequence[tuple[float, float]], source: str = "", highest_us: float = math.inf
+) -> LatencyModel:
     """The curve with the least mean error, in logs, over (ideal, measured) microseconds.
 
     Few points do not tell a floor from the size that they were measured at: no floor lies above
     `highest_us` then, what the kernels that are known better need at least.
     """
     times = sorted(us for _, us in points)
-    if len(points) < ENOUGH:
-        floor = min(times[0] * _BELOW[-1], highest_us)
-        above = [math.sqrt(us * us - floor * floor) / ideal for ideal, us in points]
-        return Curve(floor, statistics.median(above), len(points), source)
-    best: tuple[float, Curve] | None = None
-    for lowest in sorted({times[int((len(times) - 1) * share)] for share in _FLOORS}):
-        for below in _BELOW:
-            floor = lowest * below
-            above = [
-                math.sqrt(us * us - floor * floor) / ideal for ideal, us in points if us > _ABOVE * floor
+    if len(points) < MIN_POINTS:
+        floor = min(times[0] * _FLOOR_MARGINS[-1], highest_us)
+        multiples = [math.sqrt(us * us - floor * floor) / ideal for ideal, us in points]
+        return LatencyModel(floor, statistics.median(multiples), len(points), source)
+    best: tuple[float, LatencyModel] | None = None
+    for candidate in sorted({times[int((len(times) - 1) * share)] for share in _FLOOR_QUANTILES}):
+        for margin in _FLOOR_MARGINS:
+            floor = candidate * margin
+            multiples = [
+                math.sqrt(us * us - floor * floor) / ideal
+                for ideal, us in points
+                if us > _ABOVE_FLOOR * floor
             ]
-            curve = Curve(floor, statistics.median(above) if len(above) > 1 else _USUAL, len(points), source)
-            miss = sum(abs(math.log(us / curve.us(ideal))) for ideal, us in points)
-            if best is None or miss < best[0]:
-                best = (miss, curve)
+            model = LatencyModel(
+                floor,
+                statistics.median(multiples) if len(multiples) > 1 else _DEFAULT_MULTIPLE,
+                len(points),
+                source,
+            )
+            error = sum(abs(math.log(us / model.us(ideal))) for ideal, us in points)
+            if best is None or error < best[0]:
+                best = (error, model)
     assert best is not None
     return best[1]

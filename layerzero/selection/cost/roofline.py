@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from layerzero.spec.call_spec import Request, Work
+from layerzero.spec.call_spec import CallSpec, WorkEstimate
 from layerzero.spec.hardware import Hardware
 from layerzero.spec.kernel import Kernel
 
@@ -13,7 +13,7 @@ SHIPPED = "shipped table"
 TIMED = frozenset({MEASURED, SHIPPED})
 
 
-def roofline_us(kernel: Kernel, work: Work, request: Request, hardware: Hardware) -> float:
+def roofline_us(kernel: Kernel, work: WorkEstimate, request: CallSpec, hardware: Hardware) -> float:
     """The longer of computing and moving, at the kernel's stated efficiency, plus one launch."""
     efficiency = kernel.efficiency
     peak = hardware.peak_flops.get(request.dtype) or min(hardware.peak_flops.values(), default=1e9)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 
-from layerzero.spec.call_spec import Request
+from layerzero.spec.call_spec import CallSpec
 from layerzero.spec.hardware import Hardware
 from layerzero.spec.kernel import Kernel, Tiling
 
@@ -18,18 +18,18 @@ from layerzero.spec.kernel import Kernel, Tiling
 _COPYING = 0.4
 
 
-def load_us(kernel: Kernel, request: Request, hardware: Hardware, roofs_us: float) -> float:
+def kernel_work_us(kernel: Kernel, request: CallSpec, hardware: Hardware, ideal_us: float) -> float:
     """Microseconds at full speed of what `kernel` makes of a call for which the roofs need `roofs_us`."""
-    found = roofs_us
+    us = ideal_us
     if kernel.tiling is not None:
-        found = blocks_us(kernel.tiling, request, hardware, roofs_us)
+        us = tile_waves_us(kernel.tiling, request, hardware, ideal_us)
     if kernel.copied_bytes is not None:
         # Read once and written once.
-        found += 2e6 * kernel.copied_bytes(request) / (_COPYING * hardware.bandwidth)
-    return found
+        us += 2e6 * kernel.copied_bytes(request) / (_COPYING * hardware.bandwidth)
+    return us
 
 
-def blocks_us(tiling: Tiling, request: Request, hardware: Hardware, roofs_us: float = 0.0) -> float:
+def tile_waves_us(tiling: Tiling, request: CallSpec, hardware: Hardware, ideal_us: float = 0.0) -> float:
     """Microseconds until the last block of attention is done, each at one multiprocessor's share of the peak.
 
     A block takes its time whole, however few of its rows are asked for, and blocks of equal length run in
@@ -39,7 +39,7 @@ def blocks_us(tiling: Tiling, request: Request, hardware: Hardware, roofs_us: fl
     """
     dims, tile = request.dims, next((r for size, r in tiling.rows if request.dims["D"] <= size), 0)
     if not tile or hardware.threads <= 1 or "window" in request.features:
-        return roofs_us
+        return ideal_us
     heads, rows = (dims["Hk"], dims["Sq"] * dims["G"]) if tiling.packed else (dims["Hq"], dims["Sq"])
     blocks = dims["B"] * heads * math.ceil(rows / tile)
     peak = hardware.peak_flops.get(request.dtype) or min(hardware.peak_flops.values(), default=1e9)
@@ -49,9 +49,9 @@ def blocks_us(tiling: Tiling, request: Request, hardware: Hardware, roofs_us: fl
     share = 1.0 - dims["Sq"] / (2.0 * max(dims["Sk"], dims["Sq"])) if masked else 1.0
     waves = blocks * share / hardware.threads
     if waves < 1.0:
-        return max(roofs_us, longest * (waves if tiling.splits else 1.0))
+        return max(ideal_us, longest * (waves if tiling.splits else 1.0))
     if masked:
-        return max(roofs_us, longest * waves)
+        return max(ideal_us, longest * waves)
     full, last = divmod(blocks, hardware.threads)
-    found = full * max(longest, roofs_us * hardware.threads / blocks)
-    return found + (max(longest, roofs_us * last / blocks) if last else 0.0)
+    full_us = full * max(longest, ideal_us * hardware.threads / blocks)
+    return full_us + (max(longest, ideal_us * last / blocks) if last else 0.0)

@@ -8,8 +8,8 @@ from typing import Literal
 
 import msgspec
 
-from layerzero._util.strict_yaml import near, shown
-from layerzero.spec.call_spec import Request
+from layerzero._util.strict_yaml import quote, suggestion
+from layerzero.spec.call_spec import CallSpec
 from layerzero.spec.errors import PolicyValidationError
 from layerzero.spec.kernel import ACTIVATIONS, FEATURE_REASONS
 
@@ -58,11 +58,11 @@ class Condition(msgspec.Struct, frozen=True):
         """The axis this condition reads, or None where it reads something else."""
         return self.field if _AXIS.fullmatch(self.field) else None
 
-    def holds(self, request: Request) -> bool:
+    def holds(self, request: CallSpec) -> bool:
         """Whether `request` satisfies this condition."""
         field, operator = self.field, self.operator
         if operator == "is" or operator == "is not":
-            return _flag(request, field) is (operator == "is")
+            return _has_flag(request, field) is (operator == "is")
         got = request.dims.get(field) if _AXIS.fullmatch(field) else getattr(request, field)
         return got is not None and _compare(got, operator, self.value)
 
@@ -79,10 +79,10 @@ def parse_conditions(texts: str | list[str] | tuple[str, ...]) -> tuple[Conditio
     Raises: PolicyValidationError: the text does not parse, or names a field that no request has.
     """
     parts = [texts] if isinstance(texts, str) else texts
-    return tuple(_one(clause.strip()) for part in parts for clause in re.split(r"\s+and\s+", part))
+    return tuple(_parse_one(clause.strip()) for part in parts for clause in re.split(r"\s+and\s+", part))
 
 
-def _one(text: str) -> Condition:
+def _parse_one(text: str) -> Condition:
     for pattern in (_COMPARE, _MEMBER, _LIKE, _FLAG):
         match = pattern.fullmatch(text)
         if match:
@@ -90,40 +90,40 @@ def _one(text: str) -> Condition:
     else:
         raise PolicyValidationError(
             f"when needs `field > number`, `field == word`, `field in [a, b]`, `field like glob*`, `flag` or "
-            f"`not flag`, got {shown(text)}"
+            f"`not flag`, got {quote(text)}"
         )
-    field = _known(match["field"], text)
+    field = _field_of(match["field"], text)
     groups = match.groupdict()
     if pattern is _FLAG:
         if field not in FLAGS:
-            raise PolicyValidationError(f"when needs a comparison for {field}, got {shown(text)}")
+            raise PolicyValidationError(f"when needs a comparison for {field}, got {quote(text)}")
         return Condition(field, "is not" if groups["negated"] else "is")
     if field in FLAGS:
-        raise PolicyValidationError(f"when needs `{field}` or `not {field}`, got {shown(text)}")
+        raise PolicyValidationError(f"when needs `{field}` or `not {field}`, got {quote(text)}")
     if pattern is _LIKE:
-        _need(field in TEXTS, f"a word field ({', '.join(sorted(TEXTS))}) for like", text)
+        _require(field in TEXTS, f"a word field ({', '.join(sorted(TEXTS))}) for like", text)
         return Condition(field, "like", groups["value"])
     operator = " ".join(groups["operator"].split())
     if pattern is _MEMBER:
         items = [item.strip() for item in groups["value"].split(",") if item.strip()]
-        _need(bool(items), "at least one value in [...]", text)
+        _require(bool(items), "at least one value in [...]", text)
         if field in TEXTS:
             return Condition(field, _as_operator(operator), tuple(_word(item, text) for item in items))
         return Condition(field, _as_operator(operator), tuple(_number(item, text) for item in items))
     if field in TEXTS:
-        _need(operator in ("==", "!="), f"== or != for {field}", text)
+        _require(operator in ("==", "!="), f"== or != for {field}", text)
         return Condition(field, _as_operator(operator), _word(groups["value"], text))
     return Condition(field, _as_operator(operator), _number(groups["value"], text))
 
 
-def _known(field: str, text: str) -> str:
+def _field_of(field: str, text: str) -> str:
     if field in AXES:
         return AXES[field]
     if field in FIELDS or _AXIS.fullmatch(field):
         return field
     axis = field.capitalize()
-    hint = f"did you mean {axis!r}?" if axis in AXES.values() else near(field, FIELDS)
-    raise PolicyValidationError(f"when names unknown field {field!r} in {shown(text)}: {hint}")
+    hint = f"did you mean {axis!r}?" if axis in AXES.values() else suggestion(field, FIELDS)
+    raise PolicyValidationError(f"when names unknown field {field!r} in {quote(text)}: {hint}")
 
 
 def _as_operator(text: str) -> Operator:
@@ -134,22 +134,22 @@ def _as_operator(text: str) -> Operator:
 
 
 def _number(item: str, text: str) -> int:
-    _need(re.fullmatch(r"-?[0-9]{1,15}", item) is not None, "a whole number", text)
+    _require(re.fullmatch(r"-?[0-9]{1,15}", item) is not None, "a whole number", text)
     return int(item)
 
 
 def _word(item: str, text: str) -> str:
     word = item.strip("'\"")
-    _need(_TEXT.fullmatch(word) is not None, "a word", text)
+    _require(_TEXT.fullmatch(word) is not None, "a word", text)
     return word
 
 
-def _need(holds: bool, needs: str, text: str) -> None:
+def _require(holds: bool, needs: str, text: str) -> None:
     if not holds:
-        raise PolicyValidationError(f"when needs {needs}, got {shown(text)}")
+        raise PolicyValidationError(f"when needs {needs}, got {quote(text)}")
 
 
-def _flag(request: Request, name: str) -> bool:
+def _has_flag(request: CallSpec, name: str) -> bool:
     if name in SWITCHES:
         return bool(getattr(request, name))
     return name in request.features or name in request.modes

@@ -30,7 +30,7 @@ import msgspec
 
 from layerzero._util import strict_yaml
 from layerzero._util.files import read_given
-from layerzero.selection.policy.names import Finding, check_names
+from layerzero.selection.policy.names import UnknownName, check_names
 from layerzero.selection.policy.policy import EMPTY, Policy
 from layerzero.selection.policy.rules import AVOIDED, PREFERRED, Action, Layer, Rule, make_rule
 from layerzero.spec.errors import PolicyLoadError, PolicyValidationError
@@ -49,7 +49,7 @@ _ACTIONS: Mapping[str, tuple[Action, float]] = {
 _VARIABLES: Mapping[str, str] = {f"LAYERZERO_{word.upper()}": word for word in _ACTIONS if word != "boost"}
 
 
-class _Entry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class _RuleEntry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     lock: str | None = None
     deny: str | list[str] | None = None
     allow: str | list[str] | None = None
@@ -64,16 +64,16 @@ class _Entry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     note: str = ""
 
 
-class _File(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class _PolicyFile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     version: int = FORMAT_VERSION
-    rules: list[_Entry] = []
+    rules: list[_RuleEntry] = []
 
 
-class Loaded(msgspec.Struct, frozen=True):
+class LoadedPolicy(msgspec.Struct, frozen=True):
     """A policy read from outside, and what was odd about it: rules that name nothing known here."""
 
     policy: Policy
-    findings: tuple[Finding, ...] = ()
+    findings: tuple[UnknownName, ...] = ()
 
 
 def load_policy(
@@ -84,7 +84,7 @@ def load_policy(
     strict: bool = False,
     clock: Callable[[], float] = time.monotonic,
     wall: Callable[[], float] = time.time,
-) -> Loaded:
+) -> LoadedPolicy:
     """Read the policy file at `path`; see `parse_policy`.
 
     Raises: PolicyLoadError: also where the file is missing or unreadable.
@@ -118,7 +118,7 @@ def parse_policy(
     strict: bool = False,
     clock: Callable[[], float] = time.monotonic,
     wall: Callable[[], float] = time.time,
-) -> Loaded:
+) -> LoadedPolicy:
     """The policy in YAML `data`; `name` stands in errors and sources.
 
     `known_ops` and `known_kernels` turn on the check of names: what is unknown here is a finding, or an
@@ -146,7 +146,7 @@ def parse_policy(
         first = findings[0]
         index = next(i for i, rule in enumerate(rules) if rule is first.rule)
         raise _load_error(name, document.line_of(("rules", index)), first.message)
-    return Loaded(policy, findings)
+    return LoadedPolicy(policy, findings)
 
 
 def environment_policy(env: Mapping[str, str] | None = None) -> Policy:
@@ -164,15 +164,15 @@ def environment_policy(env: Mapping[str, str] | None = None) -> Policy:
         for item in variables.get(variable, "").replace(";", ",").split(","):
             if not item.strip():
                 continue
-            op, found, pattern = item.strip().rpartition("=")
+            op, separator, pattern = item.strip().rpartition("=")
             try:
-                if action == "lock" and not found:
-                    raise PolicyValidationError(f"needs op=kernel, got {strict_yaml.shown(item.strip())}")
+                if action == "lock" and not separator:
+                    raise PolicyValidationError(f"needs op=kernel, got {strict_yaml.quote(item.strip())}")
                 rules.append(
                     make_rule(
                         action,
                         pattern.strip(),
-                        op=op.strip() if found else "*",
+                        op=op.strip() if separator else "*",
                         factor=factor,
                         layer=Layer.ENVIRONMENT,
                         source=variable,
@@ -189,14 +189,14 @@ def _monotonic(text: str, offset: float) -> float:
         moment = datetime.fromisoformat(text)
     except ValueError as error:
         raise PolicyValidationError(
-            f"until needs a time such as 2026-12-01T00:00:00Z, got {strict_yaml.shown(text)}"
+            f"until needs a time such as 2026-12-01T00:00:00Z, got {strict_yaml.quote(text)}"
         ) from error
     if moment.tzinfo is None:
-        raise PolicyValidationError(f"until needs a time zone (Z or +00:00), got {strict_yaml.shown(text)}")
+        raise PolicyValidationError(f"until needs a time zone (Z or +00:00), got {strict_yaml.quote(text)}")
     return moment.timestamp() + offset
 
 
-def _rule(entry: _Entry, offset: float, source: str) -> Rule:
+def _rule(entry: _RuleEntry, offset: float, source: str) -> Rule:
     used = [word for word in _ACTIONS if getattr(entry, word) is not None]
     if len(used) != 1:
         got = " and ".join(used) or "none of them"
@@ -223,13 +223,13 @@ def _rule(entry: _Entry, offset: float, source: str) -> Rule:
     )
 
 
-def _decode(document: strict_yaml.Document, name: str) -> _File:
+def _decode(document: strict_yaml.Document, name: str) -> _PolicyFile:
     value = document.value
-    _refuse_unknown(value, _File, document, (), name, "field")
+    _refuse_unknown(value, _PolicyFile, document, (), name, "field")
     version = value.get("version", FORMAT_VERSION)
     if isinstance(version, bool) or version != FORMAT_VERSION:
         line = document.line_of(("version",))
-        raise _load_error(name, line, f"version needs {FORMAT_VERSION}, got {strict_yaml.shown(version)}")
+        raise _load_error(name, line, f"version needs {FORMAT_VERSION}, got {strict_yaml.quote(version)}")
     rules = value.get("rules")
     if isinstance(rules, list):
         if len(rules) > MAX_RULES:
@@ -237,9 +237,9 @@ def _decode(document: strict_yaml.Document, name: str) -> _File:
             raise _load_error(name, line, f"rules needs at most {MAX_RULES} entries, got {len(rules)}")
         for index, entry in enumerate(rules):
             if isinstance(entry, dict):
-                _refuse_unknown(entry, _Entry, document, ("rules", index), name, "field of a rule")
+                _refuse_unknown(entry, _RuleEntry, document, ("rules", index), name, "field of a rule")
     try:
-        return msgspec.convert(value, _File)
+        return msgspec.convert(value, _PolicyFile)
     except msgspec.ValidationError as error:
         path = strict_yaml.path_in(str(error))
         field = ".".join(map(str, path)) or "the file"
@@ -257,9 +257,9 @@ def _refuse_unknown(
 ) -> None:
     for key in value:
         if key not in schema.__struct_fields__:
-            hint = strict_yaml.near(key, schema.__struct_fields__)
+            hint = strict_yaml.suggestion(key, schema.__struct_fields__)
             line = document.line_of((*path, key))
-            raise _load_error(name, line, f"unknown {what} {strict_yaml.shown(key)}: {hint}")
+            raise _load_error(name, line, f"unknown {what} {strict_yaml.quote(key)}: {hint}")
 
 
 def _load_error(name: str, line: int | None, message: str) -> PolicyLoadError:

@@ -6,13 +6,13 @@ from collections.abc import Set as AbstractSet
 
 import msgspec
 
-from layerzero._util.strict_yaml import near
+from layerzero._util.strict_yaml import suggestion
 from layerzero.selection.policy.policy import Policy
 from layerzero.selection.policy.rules import Rule
 from layerzero.spec.errors import PolicyValidationError
 
 
-class Finding(msgspec.Struct, frozen=True):
+class UnknownName(msgspec.Struct, frozen=True):
     """A rule that names an op or a kernel which is unknown here, in one sentence."""
 
     rule: Rule
@@ -24,28 +24,30 @@ def check_names(
     *,
     known_ops: AbstractSet[str] | None = None,
     known_kernels: AbstractSet[str] | None = None,
-) -> tuple[Finding, ...]:
+) -> tuple[UnknownName, ...]:
     """What `policy` names that is not in `known_ops` or `known_kernels`; None skips that check.
 
     A kernel id begins with its backend, so a pattern is known if it matches an id or that first word.
     """
-    findings: list[Finding] = []
+    findings: list[UnknownName] = []
     for rule in policy.rules:
         if known_ops is not None and rule.op != "*" and rule.op not in known_ops:
-            findings.append(Finding(rule, f"unknown op {rule.op!r} in {rule}: {near(rule.op, known_ops)}"))
+            findings.append(
+                UnknownName(rule, f"unknown op {rule.op!r} in {rule}: {suggestion(rule.op, known_ops)}")
+            )
         if known_kernels is None:
             continue
         for pattern in rule.patterns:
             if not _is_known(rule, pattern, known_kernels):
                 names = known_kernels | {kernel.partition(".")[0] for kernel in known_kernels}
-                hint = near(pattern, names)
+                hint = suggestion(pattern, names)
                 findings.append(
-                    Finding(rule, f"{rule.action} names no kernel known here: {pattern!r}; {hint}")
+                    UnknownName(rule, f"{rule.action} names no kernel known here: {pattern!r}; {hint}")
                 )
     return tuple(findings)
 
 
-def refuse_unknown(
+def raise_for_unknown(
     policy: Policy, *, known_ops: AbstractSet[str] | None, known_kernels: AbstractSet[str] | None
 ) -> None:
     """Raise for the first unknown name; what a program asks for in so many words must exist.

@@ -20,14 +20,14 @@ import msgspec
 
 from layerzero.selection.policy.condition import Condition
 from layerzero.selection.policy.rules import Action, Boost, Rule
-from layerzero.spec.call_spec import Request
+from layerzero.spec.call_spec import CallSpec
 from layerzero.spec.reasons import Reason, Rejected
 
 NO_BOOST = Boost()
 _MAX_REMEMBERED = 8192
 
 
-class Verdict(msgspec.Struct, frozen=True):
+class PolicyVerdict(msgspec.Struct, frozen=True):
     """What a policy says about one kernel for one request.
 
     `reasons` is empty where `allowed`; `boost` changes the cost; `lock` is the lock that governs the
@@ -40,10 +40,10 @@ class Verdict(msgspec.Struct, frozen=True):
     lock: Rule | None = None
 
 
-FREE = Verdict(True)
+UNRESTRICTED = PolicyVerdict(True)
 
 
-class Active(msgspec.Struct, frozen=True):
+class ActivePolicy(msgspec.Struct, frozen=True):
     """The policy in force at one moment, and the monotonic time of its next change, if any."""
 
     policy: Policy
@@ -61,11 +61,11 @@ class Policy:
         ordered = tuple(sorted(self.rules, key=lambda rule: rule.layer))
         object.__setattr__(self, "rules", ordered)
 
-    def verdict(self, kernel_id: str, backend: str, request: Request) -> Verdict:
+    def verdict(self, kernel_id: str, backend: str, request: CallSpec) -> PolicyVerdict:
         """What this policy says about one kernel; for many kernels of one request use `facing`."""
-        return self.facing(request).verdict(kernel_id, backend)
+        return self.for_request(request).verdict(kernel_id, backend)
 
-    def facing(self, request: Request) -> RequestPolicy:
+    def for_request(self, request: CallSpec) -> RequestPolicy:
         """This policy reduced to the rules that apply to `request`: conditions are tested once."""
         rules = self._by_op.get(request.op)
         if rules is None:
@@ -87,16 +87,16 @@ class Policy:
         }
         return tuple({**seen, **kinds})
 
-    def at(self, now: float) -> Active:
+    def active_at(self, now_s: float) -> ActivePolicy:
         """The policy without the timeboxed rules that have ended at monotonic time `now`."""
         ends = [rule.until for rule in self.rules if rule.until is not None]
         if not ends:
-            return Active(self, None)
-        later = [end for end in ends if end > now]
+            return ActivePolicy(self, None)
+        later_ends = [end for end in ends if end > now_s]
         policy = self
-        if len(later) != len(ends):
-            policy = Policy(tuple(r for r in self.rules if r.until is None or r.until > now))
-        return Active(policy, min(later, default=None))
+        if len(later_ends) != len(ends):
+            policy = Policy(tuple(r for r in self.rules if r.until is None or r.until > now_s))
+        return ActivePolicy(policy, min(later_ends, default=None))
 
     @cached_property
     def digest(self) -> str:
@@ -140,18 +140,18 @@ class _OpRules:
             if not rule.when and rule.kind is None:
                 self.unconditional |= 1 << index
 
-    def applicable(self, request: Request) -> int:
+    def applicable(self, request: CallSpec) -> int:
         bits = self.unconditional
-        known: dict[Condition, bool] = {}
+        results: dict[Condition, bool] = {}
         for index, rule in enumerate(self.rules):
             if bits >> index & 1:
                 continue
             if rule.kind is not None and rule.kind not in request.features and rule.kind not in request.modes:
                 continue
             for condition in rule.when:
-                holds = known.get(condition)
+                holds = results.get(condition)
                 if holds is None:
-                    holds = known[condition] = condition.holds(request)
+                    holds = results[condition] = condition.holds(request)
                 if not holds:
                     break
             else:
@@ -159,14 +159,14 @@ class _OpRules:
         return bits
 
     def denial(self, index: int) -> Rejected:
-        known = self._denials.get(index)
-        if known is None:
+        rejected = self._denials.get(index)
+        if rejected is None:
             rule = self.rules[index]
-            known = Rejected(
+            rejected = Rejected(
                 Reason.POLICY_DENIED, "policy", "no rule against it", str(rule), f"no rule by {rule.source}"
             )
-            self._denials[index] = known
-        return known
+            self._denials[index] = rejected
+        return rejected
 
     def matching(self, kernel_id: str, backend: str) -> int:
         name = (kernel_id, backend)
@@ -183,7 +183,7 @@ class RequestPolicy:
 
     __slots__ = ("_allows", "_bits", "_denies", "_lock_index", "_op", "lock")
 
-    def __init__(self, rules: _OpRules, request: Request) -> None:
+    def __init__(self, rules: _OpRules, request: CallSpec) -> None:
         self._op = rules
         self._bits = bits = rules.applicable(request) if rules.rules else 0
         self._lock_index = (bits & rules.by_action["lock"]).bit_length() - 1
@@ -194,10 +194,10 @@ class RequestPolicy:
             allows &= rules.of_layer[rules.rules[allows.bit_length() - 1].layer]
         self._allows = allows
 
-    def verdict(self, kernel_id: str, backend: str) -> Verdict:
+    def verdict(self, kernel_id: str, backend: str) -> PolicyVerdict:
         """What the policy says about one kernel, with every reason against it."""
         if not self._bits:
-            return FREE
+            return UNRESTRICTED
         rules = self._op
         hits = rules.matching(kernel_id, backend) & self._bits
         lock = self.lock
@@ -209,15 +209,15 @@ class RequestPolicy:
                     denies &= ~mask
         reasons = [rules.denial(index) for index in _indices(denies)]
         if lock is not None and not locked:
-            reasons.append(_locked(lock, kernel_id))
+            reasons.append(_locked_to_another(lock, kernel_id))
         if self._allows and not hits & self._allows and not locked:
             reasons.append(_not_allowed([rules.rules[index] for index in _indices(self._allows)], kernel_id))
         boost = NO_BOOST
         for index in _indices(hits & rules.by_action["boost"]):
             boost = boost.then(rules.rules[index].boost)
         if not reasons and boost is NO_BOOST and lock is None:
-            return FREE
-        return Verdict(not reasons, tuple(reasons), boost, lock)
+            return UNRESTRICTED
+        return PolicyVerdict(not reasons, tuple(reasons), boost, lock)
 
 
 def _indices(bits: int) -> Iterable[int]:
@@ -227,8 +227,8 @@ def _indices(bits: int) -> Iterable[int]:
         bits ^= low
 
 
-def _locked(lock: Rule, kernel_id: str) -> Rejected:
-    return Rejected(Reason.LOCKED_ELSEWHERE, "policy", str(lock), kernel_id, f"no rule by {lock.source}")
+def _locked_to_another(lock: Rule, kernel_id: str) -> Rejected:
+    return Rejected(Reason.LOCKED_TO_ANOTHER, "policy", str(lock), kernel_id, f"no rule by {lock.source}")
 
 
 def _not_allowed(allows: list[Rule], kernel_id: str) -> Rejected:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from collections.abc import Set as AbstractSet
 
-from layerzero._util.strict_yaml import near
-from layerzero.selection.policy.names import refuse_unknown
+from layerzero._util.strict_yaml import suggestion
+from layerzero.selection.policy.names import raise_for_unknown
 from layerzero.selection.policy.policy import EMPTY, Policy
 from layerzero.selection.policy.rules import PREFERRED, Layer, make_rule, split_op
 from layerzero.spec.errors import PolicyValidationError
@@ -30,8 +30,8 @@ def lock(
     Raises: PolicyValidationError: `op` or `target` is unknown, or does not parse.
     """
     rule = make_rule("lock", target, op=op, when=when, until=until, source=f"lock({op!r}, {target!r})")
-    refuse_unknown(Policy((rule,)), known_ops=known_ops, known_kernels=known_kernels)
-    kept = tuple(
+    raise_for_unknown(Policy((rule,)), known_ops=known_ops, known_kernels=known_kernels)
+    others = tuple(
         other
         for other in policy.rules
         if not (
@@ -40,7 +40,7 @@ def lock(
             and (other.op, other.kind, other.when) == (rule.op, rule.kind, rule.when)
         )
     )
-    return Policy((*kept, rule))
+    return Policy((*others, rule))
 
 
 def unlock(policy: Policy, op: str | None = None, *, known_ops: AbstractSet[str] | None = None) -> Policy:
@@ -53,17 +53,17 @@ def unlock(policy: Policy, op: str | None = None, *, known_ops: AbstractSet[str]
     """
     name, kind = (None, None) if op is None else split_op(op)
     if name is not None and known_ops is not None and name not in known_ops:
-        raise PolicyValidationError(f"unknown op {name!r}: {near(name, known_ops)}")
-    kept = tuple(
+        raise PolicyValidationError(f"unknown op {name!r}: {suggestion(name, known_ops)}")
+    remaining = tuple(
         rule
         for rule in policy.rules
         if rule.action != "lock"
         or rule.layer is not Layer.PROGRAM
         or (name is not None and (rule.op != name or (kind is not None and rule.kind != kind)))
     )
-    if len(kept) == len(policy.rules):
+    if len(remaining) == len(policy.rules):
         return policy
-    return Policy(kept) if kept else EMPTY
+    return Policy(remaining) if remaining else EMPTY
 
 
 def get_locks(policy: Policy) -> dict[str, str]:
@@ -76,31 +76,43 @@ def get_locks(policy: Policy) -> dict[str, str]:
     return locks
 
 
-def preferring(
+def preference(
     *patterns: str, op: str = "*", until: float | None = None, layer: Layer = Layer.CONTEXT
 ) -> Policy:
     """A layer that makes matching kernels look a thousand times cheaper: taken wherever they are accepted."""
     rule = make_rule(
-        "boost", patterns, op=op, factor=PREFERRED, until=until, layer=layer, source=_call("prefer", patterns)
+        "boost",
+        patterns,
+        op=op,
+        factor=PREFERRED,
+        until=until,
+        layer=layer,
+        source=_source_text("prefer", patterns),
     )
     return Policy((rule,))
 
 
-def disabling(
+def exclusion(
     *patterns: str, op: str = "*", until: float | None = None, layer: Layer = Layer.CONTEXT
 ) -> Policy:
     """A layer that denies matching kernels."""
-    rule = make_rule("deny", patterns, op=op, until=until, layer=layer, source=_call("disable", patterns))
+    rule = make_rule(
+        "deny", patterns, op=op, until=until, layer=layer, source=_source_text("disable", patterns)
+    )
     return Policy((rule,))
 
 
-def only(*patterns: str, op: str = "*", until: float | None = None, layer: Layer = Layer.CONTEXT) -> Policy:
+def allow_only(
+    *patterns: str, op: str = "*", until: float | None = None, layer: Layer = Layer.CONTEXT
+) -> Policy:
     """A layer that allows nothing but matching kernels: the references, for a block that wants no other."""
-    rule = make_rule("allow", patterns, op=op, until=until, layer=layer, source=_call("only", patterns))
+    rule = make_rule(
+        "allow", patterns, op=op, until=until, layer=layer, source=_source_text("only", patterns)
+    )
     return Policy((rule,))
 
 
-def requesting(
+def request_lock(
     op: str,
     backend: str,
     *,
@@ -113,9 +125,9 @@ def requesting(
     """
     rule = make_rule("lock", backend, op=op, layer=Layer.REQUEST, source=f"backend={backend!r}")
     policy = Policy((rule,))
-    refuse_unknown(policy, known_ops=known_ops, known_kernels=known_kernels)
+    raise_for_unknown(policy, known_ops=known_ops, known_kernels=known_kernels)
     return policy
 
 
-def _call(name: str, patterns: tuple[str, ...]) -> str:
+def _source_text(name: str, patterns: tuple[str, ...]) -> str:
     return f"{name}({', '.join(map(repr, patterns))})"

@@ -12,9 +12,9 @@ from typing import Literal
 
 import msgspec
 
-from layerzero._util.strict_yaml import near, shown
+from layerzero._util.strict_yaml import quote, suggestion
 from layerzero.selection.policy.condition import FLAGS, Condition, parse_conditions
-from layerzero.spec.call_spec import Request
+from layerzero.spec.call_spec import CallSpec
 from layerzero.spec.errors import PolicyValidationError
 
 Action = Literal["lock", "deny", "allow", "boost"]
@@ -79,7 +79,7 @@ class Rule(msgspec.Struct, frozen=True, kw_only=True):
             return True
         return glob is not None and (glob(kernel_id) is not None or glob(backend) is not None)
 
-    def applies(self, request: Request) -> bool:
+    def applies(self, request: CallSpec) -> bool:
         """Whether op, kind and every condition hold for `request`."""
         if self.op != "*" and self.op != request.op:
             return False
@@ -117,16 +117,16 @@ def make_rule(
     Raises: PolicyValidationError: a pattern, op, condition or number is not what the field takes.
     """
     if not isinstance(patterns, Iterable):
-        raise PolicyValidationError(f"{action} needs a glob or several, got {shown(patterns)}")
+        raise PolicyValidationError(f"{action} needs a glob or several, got {quote(patterns)}")
     if not isinstance(when, Iterable):
-        raise PolicyValidationError(f"when needs a condition or several, got {shown(when)}")
+        raise PolicyValidationError(f"when needs a condition or several, got {quote(when)}")
     globs = (patterns,) if isinstance(patterns, str) else tuple(patterns)
     if not globs:
         raise PolicyValidationError(f"{action} needs at least one pattern")
     for glob in globs:
         if not isinstance(glob, str) or not _PATTERN.fullmatch(glob):
             raise PolicyValidationError(
-                f"{action} needs a glob over kernel ids (a-z 0-9 _ . * ?, at most 96 long), got {shown(glob)}"
+                f"{action} needs a glob over kernel ids (a-z 0-9 _ . * ?, at most 96 long), got {quote(glob)}"
             )
     if action == "lock" and len(globs) != 1:
         raise PolicyValidationError(f"lock needs exactly one kernel or backend, got {len(globs)}")
@@ -158,11 +158,11 @@ def split_op(text: str) -> tuple[str, str | None]:
     match = _OP.fullmatch(text) if isinstance(text, str) else None
     if match is None:
         raise PolicyValidationError(
-            f"op needs a name such as attention or attention/causal, got {shown(text)}"
+            f"op needs a name such as attention or attention/causal, got {quote(text)}"
         )
     kind = match["kind"]
     if kind is not None and kind not in FLAGS:
-        raise PolicyValidationError(f"op {text!r} names unknown kind {kind!r}: {near(kind, FLAGS)}")
+        raise PolicyValidationError(f"op {text!r} names unknown kind {kind!r}: {suggestion(kind, FLAGS)}")
     return match["op"], kind
 
 
@@ -179,10 +179,10 @@ def _matcher(
 def _check_boost(factor: float, add_us: float) -> None:
     if not _is_number(factor) or not 1 / MAX_FACTOR <= factor <= MAX_FACTOR:
         raise PolicyValidationError(
-            f"factor needs a number from {1 / MAX_FACTOR:g} to {MAX_FACTOR:g}, got {shown(factor)}"
+            f"factor needs a number from {1 / MAX_FACTOR:g} to {MAX_FACTOR:g}, got {quote(factor)}"
         )
     if not _is_number(add_us) or not math.isfinite(add_us):
-        raise PolicyValidationError(f"add_us needs a finite number of microseconds, got {shown(add_us)}")
+        raise PolicyValidationError(f"add_us needs a finite number of microseconds, got {quote(add_us)}")
 
 
 def _is_number(value: object) -> bool:

@@ -10,7 +10,7 @@ import torch
 
 from layerzero.actors.device.local_device import LocalDevice
 from layerzero.ops import table as ops_table
-from layerzero.selection.dispatch import Snapshot, mode, positional
+from layerzero.selection.dispatch import DispatchState, mode_bits, signature_of
 from layerzero.selection.policy import Policy, make_rule
 from layerzero.selection.record import Selection
 from layerzero.spec.errors import KernelExecutionError, NoKernelFoundError, RuntimeClosedError
@@ -28,7 +28,7 @@ def args(rows: int = 3) -> Any:
 
 
 def selection(own: LocalDevice, full: Any) -> Selection:
-    return own.plan(RMS, positional(RMS, full), full, mode()).record()
+    return own.plan(RMS, signature_of(RMS, full), full, mode_bits()).selection_for_request()
 
 
 class Flaky:
@@ -56,7 +56,7 @@ def test_a_failing_kernel_is_replaced_inside_the_call(caplog: pytest.LogCaptureF
     full = args()
     result, plan = own.launch_planned(RMS, full)
     assert torch.equal(result, RMS.reference(*full))
-    record = plan.record()
+    record = plan.selection_for_request()
     assert (record.kernel, record.fallback) == ("steady.rms_norm", "flaky.rms_norm")
     assert "planted" in record.why
     assert own.counters.get("fallbacks", kernel="flaky.rms_norm") == 1
@@ -95,7 +95,7 @@ def test_a_recovered_kernel_returns_through_a_probe() -> None:
     assert selection(own, args()).kernel == "flaky.rms_norm"
     own.launch(RMS, args())
     assert flaky.calls == 2
-    assert own.health.probing() == frozenset()
+    assert own.health.probing_kernels() == frozenset()
     own.launch(RMS, args())
     assert flaky.calls == 3
 
@@ -134,7 +134,7 @@ def test_half_open_admits_the_configured_probes_only() -> None:
     broken[0] = False
     clock.advance(31.0)
     full = args()
-    own.plan(RMS, positional(RMS, full), full, mode())
+    own.plan(RMS, signature_of(RMS, full), full, mode_bits())
     barrier = threading.Barrier(50)
 
     def call() -> None:
@@ -172,7 +172,7 @@ def test_bad_data_blames_the_caller_and_no_kernel() -> None:
     full = embedding.build(torch.tensor([1, 99]), torch.zeros(4, 8))[1]
     with pytest.raises(ValueError, match="ids"):
         own.launch(embedding, full)
-    assert own.health.blocked() == {}
+    assert own.health.blocked_kernels() == {}
 
 
 def test_an_impure_op_is_never_repeated() -> None:
@@ -208,7 +208,7 @@ def test_a_cold_kernel_is_loaded_in_the_background_and_then_chosen() -> None:
     assert candidate is not None and not candidate.ready
     release.set()
     assert loaded.wait(10)
-    own._loading._thread.close(10)
+    own._loader._thread.close(10)
     assert selection(own, args()).kernel == "slow.rms_norm"
 
 
@@ -226,7 +226,7 @@ def test_a_kernel_that_does_not_load_is_blocked_with_its_reason() -> None:
     ]
     own = device(kernels)
     own.launch(RMS, args())
-    own._loading._thread.close(10)
+    own._loader._thread.close(10)
     own.launch(RMS, args(5))
     record = selection(own, args())
     assert record.kernel == "steady.rms_norm"
@@ -257,7 +257,7 @@ def stale_reads(own: LocalDevice) -> list[str]:
 
     def read() -> None:
         full = args()
-        signature, bits = positional(RMS, full), mode()
+        signature, bits = signature_of(RMS, full), mode_bits()
         while not stop.is_set():
             with lock:
                 expected = "b.rms_norm" if turn[0] % 2 == 0 else "a.rms_norm"
@@ -289,8 +289,8 @@ def test_a_selection_after_a_swap_never_comes_from_before_it() -> None:
 def test_tables_that_outlive_their_rules_are_stale(monkeypatch: pytest.MonkeyPatch) -> None:
     """I1's negative control: without the comparison of fingerprints the same readers are wrong."""
 
-    def keeps_all(self: LocalDevice, before: Snapshot, policy: Policy, generation: int) -> Snapshot:
-        return Snapshot(generation, policy, dict(before.tables))
+    def keeps_all(self: LocalDevice, before: DispatchState, policy: Policy, generation: int) -> DispatchState:
+        return DispatchState(generation, policy, dict(before.tables))
 
     monkeypatch.setattr(LocalDevice, "_successor", keeps_all)
     assert stale_reads(device([kernel("a.rms_norm", launch_us=1.0), kernel("b.rms_norm", launch_us=5.0)]))
@@ -310,7 +310,7 @@ def test_one_computation_for_a_key_however_many_threads_ask() -> None:
 def asked_by_100(own: LocalDevice) -> list[Any]:
     """What 100 threads got that ask for one new key at once: a selection, or the error they met."""
     full = args()
-    signature, bits = positional(RMS, full), mode()
+    signature, bits = signature_of(RMS, full), mode_bits()
     barrier = threading.Barrier(100)
     got: list[Any] = []
 
@@ -353,8 +353,8 @@ def test_tables_are_bounded() -> None:
         own.launch(RMS, args(rows))
         own.launch(RMS, RMS.build(torch.ones(2, rows))[1])  # each width has a key of its own
     table = own.table(RMS)
-    assert max(len(hot) for hot in table.hot) <= 16
-    assert len(table.keyed) <= 16
+    assert max(len(hot) for hot in table.by_signature) <= 16
+    assert len(table.by_key) <= 16
 
 
 def test_a_closed_device_refuses_and_leaves_no_thread() -> None:

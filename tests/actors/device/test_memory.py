@@ -11,10 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from layerzero.actors.device.local_device import LocalDevice
-from layerzero.actors.device.memory import Room
+from layerzero.actors.device.memory import WorkspaceBudget
 from layerzero.ops import table as ops_table
-from layerzero.selection.dispatch import mode, positional
-from layerzero.selection.workspace import in_words, room_for
+from layerzero.selection.dispatch import mode_bits, signature_of
+from layerzero.selection.workspace import format_bytes, workspace_budget
 from layerzero.spec.errors import ConfigurationError, KernelExecutionError, NoKernelFoundError
 from layerzero.spec.hardware import free_memory, probe
 from layerzero.spec.kernel import Kernel
@@ -40,12 +40,12 @@ def exhausted(*_: Any) -> Any:
 
 def looked(own: LocalDevice) -> LocalDevice:
     """The device once it knows how much memory is free."""
-    own.room.moved(own.settings)
+    own.workspace_budget.refresh(own.settings)
     return own
 
 
 def run(own: LocalDevice) -> tuple[Any, str]:
-    plan = own.plan(RMS, positional(RMS, ARGS), ARGS, mode())
+    plan = own.plan(RMS, signature_of(RMS, ARGS), ARGS, mode_bits())
     try:
         return plan.call(*ARGS), plan.kernel
     except Exception as error:
@@ -57,7 +57,7 @@ def test_a_workspace_that_does_not_fit_is_a_reason() -> None:
     """MEMORY_HEADROOM_EXCEEDED, with what it needs, what there is, and what would help."""
     kernels = [sized("big.rms_norm", 5 * GIB, us=0.1), sized("small.rms_norm", 1024, us=90.0)]
     own = looked(device(kernels, Settings(workspace_limit_bytes=GIB)))
-    plan = own.plan(RMS, positional(RMS, ARGS), ARGS, mode())
+    plan = own.plan(RMS, signature_of(RMS, ARGS), ARGS, mode_bits())
     rejected = plan.selection.candidate("big.rms_norm").rejected
     assert plan.kernel == "small.rms_norm" and [r.reason for r in rejected] == [
         Reason.MEMORY_HEADROOM_EXCEEDED
@@ -80,12 +80,12 @@ def test_choices_follow_free_memory() -> None:
     now, free = 0.0, 64 * GIB
     kernels = [sized("big.rms_norm", 8 * GIB, us=0.1), sized("small.rms_norm", 0, us=90.0)]
     own = device(kernels)
-    own.room = Room(own.device, own.hardware, lambda: now, lambda _: free)
-    own.room._total = 80 * GIB
+    own.workspace_budget = WorkspaceBudget(own.device, own.hardware, lambda: now, lambda _: free)
+    own.workspace_budget._total = 80 * GIB
 
     def chosen(**more: int) -> str:
         args = (torch.randn(more.get("rows", 16), 64), *ARGS[1:])
-        return own.plan(RMS, positional(RMS, args), args, mode()).kernel
+        return own.plan(RMS, signature_of(RMS, args), args, mode_bits()).kernel
 
     assert chosen() == "big.rms_norm"
     free = 9 * GIB
@@ -93,10 +93,10 @@ def test_choices_follow_free_memory() -> None:
     now = 2.0
     assert chosen(rows=18) == "small.rms_norm"
     assert chosen() == "small.rms_norm", "older plans are gone with the old generation"
-    generation = own.generation
+    generation = own.dispatch_version
     now, free = 4.0, 9 * GIB + GIB // 2
     chosen(rows=19)
-    assert own.generation == generation
+    assert own.dispatch_version == generation
     now, free = 6.0, 70 * GIB
     assert chosen(rows=20) == "big.rms_norm"
     own.close()
@@ -113,7 +113,7 @@ def test_running_out_falls_back_to_the_smallest_once() -> None:
         result, used = run(own)
         assert used == "small.rms_norm" and torch.allclose(result, RMS.reference(*ARGS))
     assert own.counters.get("out_of_memory", kernel="big.rms_norm") == 5
-    assert own.health.blocked() == {} and own.counters.total("failures") == 0
+    assert own.health.blocked_kernels() == {} and own.counters.total("failures") == 0
     own.close()
 
 
@@ -159,7 +159,7 @@ def test_the_score_matrix_is_priced_in_memory() -> None:
     q = torch.zeros(1, 2, 1024, 8)
     _, full = attention.build(q, q, q)
     with pytest.raises(NoKernelFoundError, match=r"workspace needs at most 1\.0 MiB, got 16 MiB"):
-        own.plan(attention, positional(attention, full), full, mode())
+        own.plan(attention, signature_of(attention, full), full, mode_bits())
     own.close()
 
 
@@ -174,7 +174,7 @@ def test_a_larger_kernel_is_not_tried() -> None:
 @given(st.integers(0, 1 << 40), st.integers(1, 1 << 40), st.floats(0, 1), st.none() | st.integers(1, 1 << 41))
 def test_room_never_exceeds_what_is_free(free: int, total: int, headroom: float, limit: int | None) -> None:
     """At first, room is a power of two within what is free less the headroom, and within the limit."""
-    room = room_for(free, total, headroom, limit, None)
+    room = workspace_budget(free, total, headroom, limit, None)
     assert room <= max(0, free - headroom * total) + 1 and (limit is None or room <= limit)
 
 
@@ -188,4 +188,4 @@ def test_settings_are_checked() -> None:
 def test_free_memory_is_some_of_it() -> None:
     """This machine has some memory free, and no more than it has."""
     assert 0 < free_memory(torch.device("cpu")) <= probe("cpu").memory_bytes
-    assert [in_words(n) for n in (0, 1000, 1536, 5 * GIB)] == ["0 B", "1000 B", "1.5 KiB", "5.0 GiB"]
+    assert [format_bytes(n) for n in (0, 1000, 1536, 5 * GIB)] == ["0 B", "1000 B", "1.5 KiB", "5.0 GiB"]

@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from layerzero.actors.device.local_device import LocalDevice
-from layerzero.health import JsonStore
+from layerzero.health import JsonQuarantineStore
 from layerzero.ops import table as ops_table
-from layerzero.selection.dispatch import mode, positional
+from layerzero.selection.dispatch import mode_bits, signature_of
 from layerzero.spec.kernel import Kernel
 from layerzero.spec.settings import Settings
 from tests.kernels import device, kernel
@@ -43,7 +43,7 @@ def call(own: LocalDevice, dtype: torch.dtype = torch.float32, seed: int = 0) ->
     generator = torch.Generator().manual_seed(seed)
     x, weight = (torch.randn(32, 64, generator=generator).to(dtype) for _ in range(2))
     args = (x, weight[0], 1e-6)
-    plan = own.plan(RMS, positional(RMS, args), args, mode())
+    plan = own.plan(RMS, signature_of(RMS, args), args, mode_bits())
     plan.call(*args)
     return plan.kernel
 
@@ -59,12 +59,12 @@ def settled(own: LocalDevice, counter: str, count: int) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 def test_one_part_in_a_hundred_is_found(dtype: torch.dtype, tmp_path: Path) -> None:
     """The first sampled call convicts; the next runs elsewhere, here and in a later process."""
-    store = JsonStore(tmp_path)
+    store = JsonQuarantineStore(tmp_path)
     own = device(kernels(lying(0.01)), Settings(check_rate=1.0), store=store)
     assert call(own, dtype) == "some.rms_norm"
     settled(own, "numerics_failures", 1)
     assert call(own, dtype) == "other.rms_norm"
-    why = own.health.blocked()["some.rms_norm"].got
+    why = own.health.blocked_kernels()["some.rms_norm"].got
     assert "wrong numbers: output 0" in why and "N=32 C=64" in why and str(dtype)[6:] in why
     own.close()
     later = device(kernels(lying(0.0)), store=store)
@@ -122,7 +122,7 @@ def test_operands_changed_after_the_call_do_not_matter() -> None:
     """The guard compares what the kernel saw, whatever the caller does with it next."""
     own = device(kernels(lying(0.0)), Settings(check_rate=1.0))
     args = (torch.randn(64, 64), torch.randn(64), 1e-6)
-    plan = own.plan(RMS, positional(RMS, args), args, mode())
+    plan = own.plan(RMS, signature_of(RMS, args), args, mode_bits())
     for turn in range(5):
         result = plan.call(*args)
         args[0].zero_()
@@ -148,7 +148,7 @@ def test_operands_changed_during_the_call_convict_nobody(inference: bool) -> Non
     own = device(kernels(run), Settings(check_rate=1.0))
     args = (x, weight, 1e-6)
     with torch.inference_mode(inference):
-        plan = own.plan(RMS, positional(RMS, args), args, mode())
+        plan = own.plan(RMS, signature_of(RMS, args), args, mode_bits())
         plan.call(*args)
         settled(own, "numerics_checked", 1)
         overwritten = True
@@ -165,6 +165,6 @@ def test_ops_that_draw_are_left_alone() -> None:
     """Two draws may differ and both be right: no sampling op is checked."""
     own = device([kernel("some.sample")], Settings(check_rate=1.0))
     args = SAMPLE.build(torch.randn(2, 9))[1]
-    own.plan(SAMPLE, positional(SAMPLE, args), args, mode()).call(*args)
+    own.plan(SAMPLE, signature_of(SAMPLE, args), args, mode_bits()).call(*args)
     assert own.counters.total("numerics_checked") == 0
     own.close()

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 import pytest
 import torch
 
-from layerzero.actors.device.placement import placed
+from layerzero.actors.device.placement import on_owning_device
 
 
 def test_a_thread_with_another_gpu_current_is_switched_for_the_call(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -30,12 +30,12 @@ def test_a_thread_with_another_gpu_current_is_switched_for_the_call(monkeypatch:
         seen.append(now[0])
         return x + 1
 
-    assert [placed(torch.device("cuda", index), run)(1) for index in (0, 1)] == [2, 2]
+    assert [on_owning_device(torch.device("cuda", index), run)(1) for index in (0, 1)] == [2, 2]
     assert seen == [0, 1] and now == [0]
 
 
 def test_nothing_stands_around_a_call_where_there_is_one_device(monkeypatch: pytest.MonkeyPatch) -> None:
     """On the CPU, and on the only GPU, the callable is itself."""
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    assert placed(torch.device("cpu"), len) is len
-    assert placed(torch.device("cuda", 0), len) is len
+    assert on_owning_device(torch.device("cpu"), len) is len
+    assert on_owning_device(torch.device("cuda", 0), len) is len

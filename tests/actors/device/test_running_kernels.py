@@ -14,16 +14,16 @@ from typing import Any
 import pytest
 
 from layerzero.actors.device.running_kernels import (
-    DEATHS_TO_QUARANTINE,
-    FORGIVEN_S,
-    Deaths,
-    Journal,
-    bury,
+    CRASH_MEMORY_S,
+    CRASHES_TO_QUARANTINE,
+    CrashRecords,
+    RunningKernelLog,
     read,
+    read_crash_log,
 )
-from layerzero.actors.remote.ray_actor import Spec, _folder
+from layerzero.actors.remote.ray_actor import DeviceSpec, _folder
 from layerzero.actors.rpc.faults import lost_device
-from layerzero.native import NOTING
+from layerzero.native import KERNEL_NOTES
 from layerzero.spec.errors import BackendNotAvailableError
 from layerzero.spec.settings import Settings
 from tests import children
@@ -34,12 +34,12 @@ __all__ = ["shared"]
 KILLED = """
 import os, signal, sys
 from pathlib import Path
-from layerzero.actors.device.running_kernels import Journal
+from layerzero.actors.device.running_kernels import RunningKernelLog
 from layerzero.native import NOTING
 
-journal = Journal(Path(sys.argv[1]), "gpu-0", "ab12", NOTING.load() if sys.argv[2] == "compiled" else None)
-journal.watched("quick.op", lambda: None)()
-journal.watched("slow.op", lambda: os.kill(os.getpid(), signal.SIGKILL))()
+journal = RunningKernelLog(Path(sys.argv[1]), "gpu-0", "ab12", NOTING.load() if sys.argv[2] == "compiled" else
+None) journal.wrap("quick.op", lambda: None)()
+journal.wrap("slow.op", lambda: os.kill(os.getpid(), signal.SIGKILL))()
 """
 
 
@@ -49,7 +49,7 @@ def twin(request: pytest.FixtureRequest) -> Any:
     if request.param == "python":
         return None
     try:
-        return NOTING.load()
+        return KERNEL_NOTES.load()
     except BackendNotAvailableError as error:
         pytest.skip(f"the journal's twin is not there: {error}")
 
@@ -61,26 +61,26 @@ def test_a_killed_process_leaves_its_kernel(tmp_path: Path, twin: Any) -> None:
     done = children.run(KILLED, str(journals), "python" if twin is None else "compiled", folder=tmp_path)
     assert done.returncode == -signal.SIGKILL, done.stderr
     assert [flight.kernel for flight in read(journals / "gpu-0.ab12.journal")] == ["slow.op"]
-    assert bury(journals, "gpu-1") == []
-    assert bury(journals, "gpu-0") == ["slow.op"]
-    assert bury(journals, "gpu-0") == []
+    assert read_crash_log(journals, "gpu-1") == []
+    assert read_crash_log(journals, "gpu-0") == ["slow.op"]
+    assert read_crash_log(journals, "gpu-0") == []
     assert list(journals.iterdir()) == []
 
 
 def test_flights_of_several_threads(tmp_path: Path, twin: Any) -> None:
     """Each thread has a slot of its own; a kernel that raises has ended too."""
-    journal = Journal(tmp_path, "cpu-0", "1", twin)
+    journal = RunningKernelLog(tmp_path, "cpu-0", "1", twin)
     inside, go = threading.Barrier(3), threading.Event()
 
     def wait() -> None:
         inside.wait()
         go.wait()
 
-    threads = [threading.Thread(target=journal.watched(name, wait)) for name in ("a.x", "b.x")]
+    threads = [threading.Thread(target=journal.wrap(name, wait)) for name in ("a.x", "b.x")]
     for thread in threads:
         thread.start()
     inside.wait()
-    assert sorted(flight.kernel for flight in journal.flights()) == ["a.x", "b.x"]
+    assert sorted(flight.kernel for flight in journal.running_kernels()) == ["a.x", "b.x"]
     go.set()
     for thread in threads:
         thread.join()
@@ -89,34 +89,34 @@ def test_flights_of_several_threads(tmp_path: Path, twin: Any) -> None:
         raise ValueError("no")
 
     with pytest.raises(ValueError, match="no"):
-        journal.watched("c.x", fail)()
-    assert journal.flights() == []
-    journal.accuse()
-    assert "c.x" in [flight.kernel for flight in journal.flights()]
+        journal.wrap("c.x", fail)()
+    assert journal.running_kernels() == []
+    journal.mark_suspects()
+    assert "c.x" in [flight.kernel for flight in journal.running_kernels()]
     journal.close()
-    assert bury(tmp_path, "cpu-0") == []
+    assert read_crash_log(tmp_path, "cpu-0") == []
 
 
 def test_results_and_arguments_pass_through(tmp_path: Path, twin: Any) -> None:
     """The journal changes nothing about a call."""
-    journal = Journal(tmp_path, "cpu-0", "1", twin)
-    assert journal.watched("a.x", lambda a, b: (b, a))(1, 2) == (2, 1)
+    journal = RunningKernelLog(tmp_path, "cpu-0", "1", twin)
+    assert journal.wrap("a.x", lambda a, b: (b, a))(1, 2) == (2, 1)
 
 
 def test_journals_of_one_process_keep_apart(tmp_path: Path, twin: Any) -> None:
     """A thread that notes in two journals by turns has a slot in each; both say when the kernel began."""
-    first, second = (Journal(tmp_path, "cpu-0", name, twin) for name in ("1", "2"))
+    first, second = (RunningKernelLog(tmp_path, "cpu-0", name, twin) for name in ("1", "2"))
     seen: list[list[str]] = []
 
     def look() -> None:
-        seen.append([flight.kernel for journal in (first, second) for flight in journal.flights()])
-        assert all(0 <= flight.seconds < 60 for flight in first.flights() + second.flights())
+        seen.append([flight.kernel for journal in (first, second) for flight in journal.running_kernels()])
+        assert all(0 <= flight.seconds < 60 for flight in first.running_kernels() + second.running_kernels())
 
-    second.watched("c.x", lambda: None)()
-    first.watched("a.x", second.watched("b.x", look))()
-    first.watched("a.x", look)()
+    second.wrap("c.x", lambda: None)()
+    first.wrap("a.x", second.wrap("b.x", look))()
+    first.wrap("a.x", look)()
     assert seen == [["a.x", "b.x"], ["a.x"]]
-    assert (first.recent(), second.recent()) == (["a.x"], ["b.x"])
+    assert (first.last_kernels(), second.last_kernels()) == (["a.x"], ["b.x"])
 
 
 def test_a_journal_keeps_nothing_alive_that_is_dropped(tmp_path: Path, twin: Any) -> None:
@@ -130,7 +130,7 @@ def test_a_journal_keeps_nothing_alive_that_is_dropped(tmp_path: Path, twin: Any
 
     kernel = Kernel()
     gone = weakref.ref(kernel)
-    kernel.noted = Journal(tmp_path, "cpu-0", "1", twin).watched("a.x", kernel)
+    kernel.noted = RunningKernelLog(tmp_path, "cpu-0", "1", twin).wrap("a.x", kernel)
     kernel.noted()
     del kernel
     gc.collect()
@@ -142,19 +142,19 @@ def test_a_file_that_is_no_journal_blames_nobody(tmp_path: Path, damage: bytes) 
     """It is removed all the same."""
     (tmp_path / "gpu-0.ff.journal").write_bytes(damage)
     (tmp_path / "gpu-0.ff.kernels").write_text("a.x\n")
-    assert bury(tmp_path, "gpu-0") == []
+    assert read_crash_log(tmp_path, "gpu-0") == []
     assert not (tmp_path / "gpu-0.ff.journal").exists()
 
 
 def test_two_deaths_within_a_day_condemn(tmp_path: Path) -> None:
     """Also over two processes; an older death is forgiven; a damaged file is set aside."""
-    assert DEATHS_TO_QUARANTINE == 2
-    assert Deaths(tmp_path, "gpu-0").add(["a.x"], at=1000.0) == []
-    assert Deaths(tmp_path, "gpu-0").add(["a.x", "b.x"], at=2000.0) == ["a.x"]
-    assert Deaths(tmp_path, "gpu-0").add(["b.x"], at=2000.0 + FORGIVEN_S + 1) == []
-    (tmp_path / "gpu-0.deaths").write_text("{")
-    assert Deaths(tmp_path, "gpu-0").count("a.x") == 0
-    assert (tmp_path / "gpu-0.deaths.damaged").read_text() == "{"
+    assert CRASHES_TO_QUARANTINE == 2
+    assert CrashRecords(tmp_path, "gpu-0").add(["a.x"], time_s=1000.0) == []
+    assert CrashRecords(tmp_path, "gpu-0").add(["a.x", "b.x"], time_s=2000.0) == ["a.x"]
+    assert CrashRecords(tmp_path, "gpu-0").add(["b.x"], time_s=2000.0 + CRASH_MEMORY_S + 1) == []
+    (tmp_path / "gpu-0.crashes").write_text("{")
+    assert CrashRecords(tmp_path, "gpu-0").count("a.x") == 0
+    assert (tmp_path / "gpu-0.crashes.damaged").read_text() == "{"
 
 
 @pytest.mark.parametrize(
@@ -190,28 +190,28 @@ def test_another_users_folder_is_refused_and_its_journals_blame_nobody(
     victim = shared / "victim"
     victim.write_bytes(b"mine")
     here = shared / f"layerzero-{os.getuid()}"
-    whole = Journal(shared / "own", "gpu-0", "ab12")
-    whole.watched("innocent.op", whole.accuse)()
+    whole = RunningKernelLog(shared / "own", "gpu-0", "ab12")
+    whole.wrap("innocent.op", whole.mark_suspects)()
     evidence = whole.path.read_bytes()
 
     def plant() -> None:
         theirs = here if what == "folder" else shared / "theirs"
-        (theirs / "fleet").mkdir(parents=True)
-        (theirs / "fleet" / "gpu-0.deaths-new").symlink_to(victim)
-        (theirs / "fleet" / "gpu-0.ff.journal").write_bytes(evidence)
-        (theirs / "fleet" / "gpu-0.ff.kernels").write_bytes(b"innocent.op\n")
+        (theirs / "pool").mkdir(parents=True)
+        (theirs / "pool" / "gpu-0.crashes-new").symlink_to(victim)
+        (theirs / "pool" / "gpu-0.ff.journal").write_bytes(evidence)
+        (theirs / "pool" / "gpu-0.ff.kernels").write_bytes(b"innocent.op\n")
         if what == "link":
             here.symlink_to(theirs)
 
     planted(shared, plant)
     monkeypatch.setattr(tempfile, "tempdir", str(shared))
-    spec = Spec(fleet="fleet", name="gpu-0", settings=Settings(), opener="", secret=b"")
+    spec = DeviceSpec(pool="pool", name="gpu-0", settings=Settings(), opener="", secret=b"")
     with pytest.raises(PermissionError, match=str(NOBODY)):
         _folder(spec)
     for attempt in (
-        lambda: bury(here / "fleet", "gpu-0"),
-        lambda: Journal(here / "fleet", "gpu-0", "1"),
-        lambda: Deaths(here / "fleet", "gpu-0").add(["a.x"], at=1.0),
+        lambda: read_crash_log(here / "pool", "gpu-0"),
+        lambda: RunningKernelLog(here / "pool", "gpu-0", "1"),
+        lambda: CrashRecords(here / "pool", "gpu-0").add(["a.x"], time_s=1.0),
     ):
         with pytest.raises(PermissionError):
             attempt()
@@ -221,7 +221,10 @@ def test_another_users_folder_is_refused_and_its_journals_blame_nobody(
 def test_a_folder_that_others_can_write_blames_nobody(tmp_path: Path) -> None:
     """Nor is a journal begun in it."""
     tmp_path.chmod(0o777)
-    for attempt in (lambda: bury(tmp_path, "gpu-0"), lambda: Journal(tmp_path, "gpu-0", "1")):
+    for attempt in (
+        lambda: read_crash_log(tmp_path, "gpu-0"),
+        lambda: RunningKernelLog(tmp_path, "gpu-0", "1"),
+    ):
         with pytest.raises(PermissionError, match="writable by nobody else"):
             attempt()
 
@@ -233,32 +236,32 @@ def test_a_file_or_link_at_a_journals_place_is_not_overwritten(tmp_path: Path) -
         (tmp_path / name).symlink_to(tmp_path / "mine")
     for generation in ("1", "2"):
         with pytest.raises(FileExistsError):
-            Journal(tmp_path, "gpu-0", generation)
+            RunningKernelLog(tmp_path, "gpu-0", generation)
     assert (tmp_path / "mine").read_bytes() == b"mine"
 
 
 @pytest.mark.parametrize("what", ["no text", "a pipe"])
 def test_names_that_cannot_be_read_blame_nobody(tmp_path: Path, what: str) -> None:
     """The device starts all the same."""
-    journal = Journal(tmp_path, "gpu-0", "ab")
-    journal.watched("a.x", journal.accuse)()
-    journal.accuse()
+    journal = RunningKernelLog(tmp_path, "gpu-0", "ab")
+    journal.wrap("a.x", journal.mark_suspects)()
+    journal.mark_suspects()
     names = tmp_path / "gpu-0.ab.kernels"
     names.unlink()
     if what == "no text":
         names.write_bytes(b"a.x\xff\n")
     else:
         os.mkfifo(names)
-    assert bury(tmp_path, "gpu-0") == [] and os.listdir(tmp_path) == []
+    assert read_crash_log(tmp_path, "gpu-0") == [] and os.listdir(tmp_path) == []
 
 
 def test_the_last_journal_of_a_folder_takes_it_along(tmp_path: Path) -> None:
-    """No empty folder stays for each fleet that was; deaths that were noted do, and neighbours."""
-    first, second = (Journal(tmp_path / "fleet", name, "1") for name in ("gpu-0", "gpu-1"))
+    """No empty folder stays for each pool that was; deaths that were noted do, and neighbours."""
+    first, second = (RunningKernelLog(tmp_path / "pool", name, "1") for name in ("gpu-0", "gpu-1"))
     first.close()
-    assert (tmp_path / "fleet").is_dir()
+    assert (tmp_path / "pool").is_dir()
     second.close()
     assert os.listdir(tmp_path) == []
-    Deaths(tmp_path / "fleet", "gpu-0").add(["a.x"], at=1.0)
-    Journal(tmp_path / "fleet", "gpu-0", "2").close()
-    assert os.listdir(tmp_path / "fleet") == ["gpu-0.deaths"]
+    CrashRecords(tmp_path / "pool", "gpu-0").add(["a.x"], time_s=1.0)
+    RunningKernelLog(tmp_path / "pool", "gpu-0", "2").close()
+    assert os.listdir(tmp_path / "pool") == ["gpu-0.crashes"]

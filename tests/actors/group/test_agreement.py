@@ -13,12 +13,12 @@ from torch.distributed import HashStore, TCPStore  # type: ignore[attr-defined] 
 from layerzero.actors.group import agreement
 from layerzero.actors.group.agreement import (
     Meet,
-    Outcome,
+    PlanSchedule,
     Put,
     Side,
     Step,
-    Succession,
     Swap,
+    VoteOutcome,
     answer,
     carry_out,
     digest_of,
@@ -67,7 +67,7 @@ def reached(start: State, follows: Callable[[State], Iterable[State]]) -> Iterat
 
 def outcomes(
     make: Make, crashes: int, answers: Answers | None = None
-) -> Iterator[tuple[Outcome | None, ...]]:
+) -> Iterator[tuple[VoteOutcome | None, ...]]:
     """What the ranks concluded (None: crashed) in every end state of every order of steps and faults.
 
     A `Take` whose key is missing may time out at any moment, which covers delays and late ranks; one whose
@@ -93,7 +93,7 @@ def outcomes(
         if not after:
             ends = pending(histories)
             assert not any(isinstance(step, Step) for step in ends), "a rank waits for ever"
-            yield tuple(step if isinstance(step, Outcome) else None for step in ends)
+            yield tuple(step if isinstance(step, VoteOutcome) else None for step in ends)
 
 
 def replies(step: Step, store: dict[str, bytes]) -> Replies:
@@ -155,22 +155,22 @@ OLD, NEW = "old", digest_of(PLAN)
 Moment = tuple[Histories, frozenset[tuple[str, bytes]], tuple[tuple[str, ...], ...]]
 
 
-def standing(events: tuple[str, ...], at: int, by: Callable[[Succession, int], str]) -> list[str]:
+def standing(events: tuple[str, ...], at: int, by: Callable[[PlanSchedule, int], str]) -> list[str]:
     """The plan of each step of a rank that did `events`, where the new plan is for step `at`."""
     plans: list[str] = []
-    order = Succession()
-    order.hold(OLD, 1, 1)
-    order.follow(OLD)
+    order = PlanSchedule()
+    order.add(OLD, 1, 1)
+    order.adopt(OLD)
     for event in events:
         if event == "hold":
-            order.hold(NEW, 2, at)
+            order.add(NEW, 2, at)
         else:
             plans.append(by(order, len(plans) + 1))
     return plans
 
 
-def led(order: Succession, number: int) -> str:
-    return order.lead(number)
+def led(order: PlanSchedule, number: int) -> str:
+    return order.activate_due(number)
 
 
 class Walk:
@@ -188,7 +188,7 @@ class Walk:
         self.alone = alone
         self.waits = [self._pending(rank) for rank in range(RANKS)]
         first = standing(self.events[0], at, led)
-        by = led if alone else lambda order, number: order.follow(first[number - 1])
+        by = led if alone else lambda order, number: order.adopt(first[number - 1])
         self.plans = (first, *(standing(own, at, by) for own in self.events[1:]))
 
     def _pending(self, rank: int) -> Any:
@@ -280,7 +280,7 @@ def stores(request: pytest.FixtureRequest) -> list[Any]:
     return [TorchStore(client) for client in clients]
 
 
-def together(sides: list[tuple[Side, Any, float]]) -> list[Outcome]:
+def together(sides: list[tuple[Side, Any, float]]) -> list[VoteOutcome]:
     """The outcome of each side, all run at once in threads."""
     found: list[Any] = [None] * len(sides)
 

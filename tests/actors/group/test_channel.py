@@ -1,4 +1,4 @@
-"""The line of a gang: strangers, garbage and half frames on it, and what closing wakes."""
+"""The line of a rank group: strangers, garbage and half frames on it, and what closing wakes."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from pathlib import Path
 import pytest
 
 from layerzero.actors.group import channel as broadcast
-from layerzero.actors.group.channel import Follower, Leader
+from layerzero.actors.group.channel import FollowerChannel, LeaderChannel
 from layerzero.spec.errors import DeviceLostError
 from tests import children
 
 
 @contextmanager
-def line(lost: list[str]) -> Iterator[tuple[Leader, Follower]]:
+def line(lost: list[str]) -> Iterator[tuple[LeaderChannel, FollowerChannel]]:
     """Rank 0's end and rank 1's."""
-    leader, made = Leader([1]), []
-    joining = threading.Thread(target=lambda: made.append(Follower(1, leader.address, 10.0)))
+    leader, made = LeaderChannel([1]), []
+    joining = threading.Thread(target=lambda: made.append(FollowerChannel(1, leader.address, 10.0)))
     joining.start()
     leader.accept(10.0, lost.append)
     joining.join()
@@ -35,7 +35,7 @@ def line(lost: list[str]) -> Iterator[tuple[Leader, Follower]]:
         leader.close()
 
 
-def told(leader: Leader, lost: list[str]) -> str:
+def told(leader: LeaderChannel, lost: list[str]) -> str:
     """What `lost` was called with."""
     assert leader._watcher is not None
     leader._watcher.join(10.0)
@@ -45,13 +45,13 @@ def told(leader: Leader, lost: list[str]) -> str:
 
 def test_a_stranger_who_says_nothing_keeps_nobody_out() -> None:
     """Also one who says half a hello, or a wrong token."""
-    leader = Leader([1])
+    leader = LeaderChannel([1])
     host, port, _, _ = leader.address.decode().split(" ")
     strangers = [socket.create_connection((host, int(port)), 10.0) for _ in range(3)]
     strangers[1].sendall(b"half")
     strangers[2].sendall(bytes(36))
-    made: list[Follower] = []
-    joining = threading.Thread(target=lambda: made.append(Follower(1, leader.address, 10.0)))
+    made: list[FollowerChannel] = []
+    joining = threading.Thread(target=lambda: made.append(FollowerChannel(1, leader.address, 10.0)))
     threading.Timer(0.1, joining.start).start()
     leader.accept(30.0, lambda why: None)
     joining.join()
@@ -124,7 +124,7 @@ def test_closing_wakes_who_waits() -> None:
         receiving.start()
         follower.close()
         receiving.join(10.0)
-    alone = Leader([1])
+    alone = LeaderChannel([1])
     accepting = threading.Thread(
         target=waits, args=(lambda: alone.accept(600.0, lambda why: None),), daemon=True
     )
@@ -137,13 +137,15 @@ def test_closing_wakes_who_waits() -> None:
 def test_the_last_word_reaches_everybody_though_some_hang_up_at_once() -> None:
     """A follower that leaves behind the last word is no loss, and keeps nobody else from hearing it."""
     lost: list[str] = []
-    leader = Leader([1, 2])
-    made: list[Follower] = []
-    joining = threading.Thread(target=lambda: made.extend(Follower(r, leader.address, 10.0) for r in (1, 2)))
+    leader = LeaderChannel([1, 2])
+    made: list[FollowerChannel] = []
+    joining = threading.Thread(
+        target=lambda: made.extend(FollowerChannel(r, leader.address, 10.0) for r in (1, 2))
+    )
     joining.start()
     leader.accept(10.0, lost.append)
     joining.join()
-    second = leader._quick[2]
+    second = leader._nonblocking[2]
 
     class Late:
         """Rank 2's socket, written to when rank 1 has long gone."""
@@ -158,11 +160,11 @@ def test_the_last_word_reaches_everybody_though_some_hang_up_at_once() -> None:
         def __getattr__(self, name: str) -> object:
             return getattr(second, name)
 
-    leader._quick[2] = Late()  # type: ignore[assignment]
+    leader._nonblocking[2] = Late()  # type: ignore[assignment]
     leader.send(b"end", last=True)
     assert made[1].receive(10.0) == b"end"
     assert lost == [] and leader.failure is None
-    leader._quick[2] = second
+    leader._nonblocking[2] = second
     made[1].close()
     leader.close()
 
@@ -186,12 +188,12 @@ def test_frames_arrive_whole_whatever_a_read_brings() -> None:
 
 def test_an_idle_leader_gives_signs_of_life_that_are_no_frames(monkeypatch: pytest.MonkeyPatch) -> None:
     """A follower that waits sees them and goes on waiting; the next frame comes as it was sent."""
-    monkeypatch.setattr(broadcast, "_BEAT_S", 0.01)
-    leader, follower = Leader([1]), None
+    monkeypatch.setattr(broadcast, "_HEARTBEAT_S", 0.01)
+    leader, follower = LeaderChannel([1]), None
     try:
         with ThreadPoolExecutor(1) as pool:
             accepted = pool.submit(leader.accept, 30.0, lambda why: None)
-            follower = Follower(1, leader.address, 30.0, 30.0)
+            follower = FollowerChannel(1, leader.address, 30.0, 30.0)
             accepted.result()
         assert [follower._frame() for _ in range(3)] == [None] * 3
         leader.send(b"")
@@ -206,8 +208,8 @@ def test_an_idle_leader_gives_signs_of_life_that_are_no_frames(monkeypatch: pyte
 FROZEN = """
 import sys, time
 from layerzero.actors.group import channel as broadcast
-broadcast._BEAT_S = 0.01
-leader = broadcast.Leader([1])
+broadcast._HEARTBEAT_S = 0.01
+leader = broadcast.LeaderChannel([1])
 print(leader.address.decode(), flush=True)
 leader.accept(60.0, lambda why: None)
 print("accepted", flush=True)
@@ -219,11 +221,11 @@ def test_a_frozen_leader_is_noticed_by_who_waits_for_its_next_step(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """No step is under way and no line is cut: what is missing are the signs of life."""
-    monkeypatch.setattr(broadcast, "_BEAT_S", 0.1)
+    monkeypatch.setattr(broadcast, "_HEARTBEAT_S", 0.1)
     child = children.Child(FROZEN, folder=tmp_path)
     try:
         said = waiting_for(child, 1)
-        follower = Follower(1, said[0].encode(), 30.0, 0.5)
+        follower = FollowerChannel(1, said[0].encode(), 30.0, 0.5)
         waiting_for(child, 2)
         assert follower._frame() is None
         assert child.process.pid is not None

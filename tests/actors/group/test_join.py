@@ -1,4 +1,4 @@
-"""`rt.gang` in threads of one process: awaited functions of rank 0 run on every rank, in one order."""
+"""`rt.rank_group` in threads of one process: awaited functions of rank 0 run on every rank, in one order."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ import torch
 from torch import Tensor
 
 import layerzero as lz
-from layerzero.actors.group.join import Joining, Member
-from layerzero.actors.group.rank_group import Gang
+from layerzero.actors.group.join import JoinContext, RankHandle
+from layerzero.actors.group.rank_group import RankGroup
 from layerzero.actors.group.stores import LocalStore
-from layerzero.calls.blocking import runtime_here
+from layerzero.calls.blocking import context_runtime
 from layerzero.spec.errors import ConfigurationError, ConsistencyError, DeviceLostError
 
 
@@ -38,10 +38,10 @@ class Rank:
         return out
 
 
-Body = Callable[[Member, Rank], Awaitable[Any]]
+Body = Callable[[RankHandle, Rank], Awaitable[Any]]
 
 
-def gang(bodies: list[Body], **options: Any) -> tuple[list[Rank], list[BaseException | None]]:
+def rank_group(bodies: list[Body], **options: Any) -> tuple[list[Rank], list[BaseException | None]]:
     """Run each body as one rank, in a thread with a loop and a runtime of its own."""
     store, seen = LocalStore(), [Rank() for _ in bodies]
     errors: list[BaseException | None] = [None] * len(bodies)
@@ -49,7 +49,9 @@ def gang(bodies: list[Body], **options: Any) -> tuple[list[Rank], list[BaseExcep
     async def main(index: int) -> None:
         async with (
             lz.start(scoped=True) as runtime,
-            runtime.gang(len(bodies), rank=index, store=store, epoch=0, timeout_s=10.0, **options) as member,
+            runtime.rank_group(
+                len(bodies), rank=index, store=store, epoch=0, timeout_s=10.0, **options
+            ) as member,
         ):
             await bodies[index](member, seen[index])
 
@@ -72,7 +74,7 @@ def rows(value: float) -> Tensor:
     return torch.full((1, 8), value)
 
 
-async def lead(member: Member, seen: Rank) -> None:
+async def lead(member: RankHandle, seen: Rank) -> None:
     """Sixteen requests at once, three steps each."""
     step = member.batched(seen.step, name="step")
 
@@ -84,14 +86,14 @@ async def lead(member: Member, seen: Rank) -> None:
     await asyncio.gather(*map(request, range(16)))
 
 
-async def obey(member: Member, seen: Rank) -> None:
+async def obey(member: RankHandle, seen: Rank) -> None:
     member.batched(seen.step, name="step")
     await member.follow()
 
 
 def test_followers_run_what_rank_0_batches_in_its_order() -> None:
     """Requests, order, arguments and kernels are the same on three ranks; only rank 0 has coroutines."""
-    seen, errors = gang([lead, obey, obey])
+    seen, errors = rank_group([lead, obey, obey])
     assert errors == [None] * 3
     assert seen[0].batches == seen[1].batches == seen[2].batches
     assert seen[0].kernels == seen[1].kernels == seen[2].kernels
@@ -103,32 +105,32 @@ def test_a_captured_step_is_captured_anew_for_a_plan_and_never_for_one_rank_alon
     """A capture runs the collectives too: a rank that captures while the others replay would hang."""
     steps: dict[int, list[int]] = {0: [], 1: []}
 
-    def shared(member: Member) -> Callable[..., Awaitable[Any]]:
+    def shared(member: RankHandle) -> Callable[..., Awaitable[Any]]:
         graph: Any = lz.compile(lambda x: lz.sync.rms_norm(x), buckets=(1,))
 
         def step(x: Tensor) -> Tensor:
             out: Tensor = graph(x)
             steps[member.rank].append(graph.captures)
             if member.rank == 1:
-                runtime_here().device().refresh()  # a breaker, say, that opens on this rank
+                context_runtime().device().refresh()  # a breaker, say, that opens on this rank
             return out
 
         return member.batched(step, name="step")
 
-    async def leads(member: Member, seen: Rank) -> None:
+    async def leads(member: RankHandle, seen: Rank) -> None:
         step = shared(member)
         for _ in range(3):
             await step("r", rows(1.0))
-        await member.propose(msgspec.structs.replace(member.agreed, version=2, activate_at=1))
+        await member.propose(msgspec.structs.replace(member.agreed_plan, version=2, activate_at=1))
         await step("r", rows(1.0))
 
-    async def follows(member: Member, seen: Rank) -> None:
+    async def follows(member: RankHandle, seen: Rank) -> None:
         shared(member)
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(member.agree, 2)
             await member.follow()
 
-    _, errors = gang([leads, follows])
+    _, errors = rank_group([leads, follows])
     assert errors == [None, None]
     assert steps == {0: [1, 1, 1, 2], 1: [1, 1, 1, 2]}
 
@@ -137,17 +139,17 @@ def test_a_rank_that_batches_otherwise_fails_the_gang() -> None:
     """Both ranks form batches themselves; one takes the rows the other way round and is caught."""
 
     def comparing(order: list[int]) -> Body:
-        async def body(member: Member, seen: Rank) -> None:
+        async def body(member: RankHandle, seen: Rank) -> None:
             step = member.batched(seen.step, name="step", send=False)
             await asyncio.gather(*(step(f"r{n}", rows(float(n + 1)), "") for n in order))
 
         return body
 
-    seen, errors = gang([comparing([0, 1]), comparing([1, 0])])
+    seen, errors = rank_group([comparing([0, 1]), comparing([1, 0])])
     assert isinstance(errors[1], ConsistencyError), errors
     assert "requests of rank 0's step 1 needs ['r0', 'r1'], got ['r1', 'r0'] on rank 1" in str(errors[1])
     assert seen[1].batches == []  # it raised before it ran anything
-    seen, errors = gang([comparing([0, 1]), comparing([0, 1])])
+    seen, errors = rank_group([comparing([0, 1]), comparing([0, 1])])
     assert errors == [None, None]
     assert seen[0].batches == seen[1].batches
 
@@ -155,7 +157,7 @@ def test_a_rank_that_batches_otherwise_fails_the_gang() -> None:
 def test_a_function_that_raises_on_a_follower_ends_the_gang_for_all() -> None:
     """Rank 0's next step is refused with the follower's reason."""
 
-    async def leads(member: Member, seen: Rank) -> None:
+    async def leads(member: RankHandle, seen: Rank) -> None:
         step = member.batched(seen.step, name="step")
         with pytest.raises(
             DeviceLostError, match="rank 1 cannot follow: step raised RuntimeError: broken shard"
@@ -164,14 +166,14 @@ def test_a_function_that_raises_on_a_follower_ends_the_gang_for_all() -> None:
                 await step("r", rows(1.0), "")
                 await asyncio.sleep(0.001)
 
-    async def breaks(member: Member, seen: Rank) -> None:
+    async def breaks(member: RankHandle, seen: Rank) -> None:
         def step(x: Tensor, tags: list[str]) -> Tensor:
             raise RuntimeError("broken shard")
 
         member.batched(step, name="step")
         await member.follow()
 
-    _, errors = gang([leads, breaks])
+    _, errors = rank_group([leads, breaks])
     assert errors[0] is None
     assert isinstance(errors[1], RuntimeError)
 
@@ -179,15 +181,15 @@ def test_a_function_that_raises_on_a_follower_ends_the_gang_for_all() -> None:
 def test_a_function_that_a_follower_lacks_is_named() -> None:
     """The follower says which it has."""
 
-    async def other(member: Member, seen: Rank) -> None:
+    async def other(member: RankHandle, seen: Rank) -> None:
         member.batched(seen.step, name="decode")
         await member.follow()
 
-    async def leads(member: Member, seen: Rank) -> None:
+    async def leads(member: RankHandle, seen: Rank) -> None:
         step = member.batched(seen.step, name="prefill")
         await step("r", rows(1.0), "")
 
-    _, errors = gang([leads, other])
+    _, errors = rank_group([leads, other])
     assert isinstance(errors[1], ConsistencyError)
     assert "needs the function 'prefill' that rank 0 runs, got decode" in str(errors[1])
 
@@ -195,19 +197,19 @@ def test_a_function_that_a_follower_lacks_is_named() -> None:
 def test_what_one_rank_alone_would_do_is_refused() -> None:
     """`backend=` inside a step, a name twice, following on rank 0."""
 
-    async def leads(member: Member, seen: Rank) -> None:
+    async def leads(member: RankHandle, seen: Rank) -> None:
         def step(x: Tensor) -> Tensor:
             return lz.sync.rms_norm(x, backend="reference.rms_norm")
 
         awaited = member.batched(step, name="step")
-        with pytest.raises(ConfigurationError, match="backend needs None inside a gang's step"):
+        with pytest.raises(ConfigurationError, match="backend needs None inside a rank group's step"):
             await awaited("r", rows(1.0))
         with pytest.raises(ConfigurationError, match="name needs to be new"):
             member.batched(step, name="step")
         with pytest.raises(ConfigurationError, match="rank 0: it decides"):
             await member.follow()
 
-    _, errors = gang([leads])
+    _, errors = rank_group([leads])
     assert errors == [None]
 
 
@@ -217,18 +219,18 @@ def test_rank_and_store_come_from_torchrun_or_are_asked_for(monkeypatch: pytest.
         monkeypatch.delenv(name, raising=False)
     with lz.start(scoped=True) as runtime:
         with pytest.raises(ConfigurationError, match="rank needs a number, or the variable RANK"):
-            runtime.gang(2, store=LocalStore())
+            runtime.rank_group(2, store=LocalStore())
         with pytest.raises(ConfigurationError, match=r"init_process_group\(\) before, got None"):
-            runtime.gang(2, rank=0)
+            runtime.rank_group(2, rank=0)
         monkeypatch.setenv("RANK", "0")
         with pytest.raises(ConfigurationError, match="ranks needs a number, or the variable WORLD_SIZE"):
-            runtime.gang(store=LocalStore())
+            runtime.rank_group(store=LocalStore())
 
 
 def test_a_bad_argument_or_a_request_twice_costs_only_its_caller() -> None:
-    """What can be seen before a manifest exists reaches no neighbour of the batch."""
+    """What can be seen before a step message exists reaches no neighbour of the batch."""
 
-    async def leads(member: Member, seen: Rank) -> None:
+    async def leads(member: RankHandle, seen: Rank) -> None:
         step = member.batched(seen.step, name="step")
         calls = [
             step("a", rows(1.0), "x"),
@@ -244,7 +246,7 @@ def test_a_bad_argument_or_a_request_twice_costs_only_its_caller() -> None:
         assert isinstance(again, ValueError) and "'a' again" in str(again)
         assert isinstance(await step("a", rows(1.0), "x"), Tensor)
 
-    seen, errors = gang([leads, obey])
+    seen, errors = rank_group([leads, obey])
     assert errors == [None, None]
     assert seen[0].batches == seen[1].batches and len(seen[0].batches) == 2
 
@@ -259,7 +261,7 @@ def test_arguments_lie_alike_on_every_rank() -> None:
 
         return step
 
-    async def leads(member: Member, seen: Rank) -> None:
+    async def leads(member: RankHandle, seen: Rank) -> None:
         step = member.batched(lying(seen), name="step")
         whole = torch.zeros(5, 3)
         for x in (
@@ -270,11 +272,11 @@ def test_arguments_lie_alike_on_every_rank() -> None:
         ):
             await step("r", x)
 
-    async def follows(member: Member, seen: Rank) -> None:
+    async def follows(member: RankHandle, seen: Rank) -> None:
         member.batched(lying(seen), name="step")
         await member.follow()
 
-    seen, errors = gang([leads, follows])
+    seen, errors = rank_group([leads, follows])
     assert errors == [None, None]
     assert seen[0].batches == seen[1].batches and len(seen[0].batches) == 4
     assert all(where[0] == 0.0 for where, _ in seen[1].batches)
@@ -283,37 +285,37 @@ def test_arguments_lie_alike_on_every_rank() -> None:
 def test_a_gang_that_took_no_step_ends_in_order() -> None:
     """Closing is a word under whatever plan."""
 
-    async def leaves(member: Member, seen: Rank) -> None:
-        """Leave the gang at once."""
+    async def leaves(member: RankHandle, seen: Rank) -> None:
+        """Leave the rank group at once."""
 
-    seen, errors = gang([leaves, obey])
+    seen, errors = rank_group([leaves, obey])
     assert errors == [None, None]
     assert seen[0].batches == seen[1].batches == []
 
 
 def watchers() -> list[str]:
-    return [thread.name for thread in threading.enumerate() if thread.name == "layerzero-gang-watch"]
+    return [thread.name for thread in threading.enumerate() if thread.name == "layerzero-group-watch"]
 
 
 def test_a_cancelled_scope_still_leaves_the_gang() -> None:
     """Rank 0 is cancelled inside: the follower learns it, no thread or socket stays."""
 
     @asynccontextmanager
-    async def held(member: Member) -> AsyncIterator[None]:
-        """The end of `async with rt.gang()`, inside a scope of the test."""
+    async def held(member: RankHandle) -> AsyncIterator[None]:
+        """The end of `async with rt.rank_group()`, inside a scope of the test."""
         try:
             yield
         finally:
-            await Joining(member._gang, member._runtime).__aexit__(*sys.exc_info())
+            await JoinContext(member._group, member._runtime).__aexit__(*sys.exc_info())
 
-    async def waits(member: Member, seen: Rank) -> None:
+    async def waits(member: RankHandle, seen: Rank) -> None:
         with anyio.CancelScope() as scope:
             async with held(member):
                 scope.cancel()
                 await anyio.sleep_forever()
         assert watchers() == []
 
-    _, errors = gang([waits, obey])
+    _, errors = rank_group([waits, obey])
     assert errors[0] is None
     assert isinstance(errors[1], DeviceLostError) and "rank 0 is gone" in str(errors[1])
 
@@ -322,22 +324,22 @@ def test_a_cancelled_joiner_leaves_nothing_behind() -> None:
     """Its thread goes on until the others would have come, and gives up then."""
     store = LocalStore()
 
-    async def main() -> Gang:
+    async def main() -> RankGroup:
         async with lz.start(scoped=True) as runtime:
-            joining = runtime.gang(2, rank=0, store=store, epoch=0, timeout_s=5.0)
+            joining = runtime.rank_group(2, rank=0, store=store, epoch=0, timeout_s=5.0)
             task = asyncio.ensure_future(joining.__aenter__())
-            await asyncio.to_thread(store.take, "gang/0/profile/0", 20.0)
+            await asyncio.to_thread(store.take, "rank_group/0/profile/0", 20.0)
             task.cancel()
             with pytest.raises(asyncio.CancelledError):
                 await task
             store.put(
-                "gang/0/profile/1", store.take("gang/0/profile/0", 0.0) or b""
+                "rank_group/0/profile/1", store.take("rank_group/0/profile/0", 0.0) or b""
             )  # the other comes too late
-            found: Gang = joining._gang
+            found: RankGroup = joining._group
             return found
 
     left = asyncio.run(main())
-    assert store.take("gang/0/address", 0.5) is None and watchers() == []
+    assert store.take("rank_group/0/address", 0.5) is None and watchers() == []
     assert left.failure == "it was closed"
 
 
@@ -349,7 +351,7 @@ def test_a_rank_joins_an_epoch_once() -> None:
         async with lz.start(scoped=True) as runtime:
             for _ in range(2):
                 try:
-                    async with runtime.gang(1, rank=0, store=store, epoch=3, timeout_s=5.0):
+                    async with runtime.rank_group(1, rank=0, store=store, epoch=3, timeout_s=5.0):
                         errors.append(None)
                 except ConsistencyError as error:
                     errors.append(error)

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from layerzero.actors.remote.losses import MAX_BEGUN
-from layerzero.actors.remote.pool import Fleet
+from layerzero.actors.remote.pool import DevicePool
 from layerzero.actors.rpc.client import DeviceState
 from layerzero.spec.errors import DeadlineExceededError, DeviceLostError, RuntimeClosedError
 from tests.waiting import LIMIT_S
@@ -34,7 +34,7 @@ class Port:
         self.state = state
         self.changed.set()
 
-    async def back(self) -> None:
+    async def wait_until_serving(self) -> None:
         while self.state not in (RUNNING, DEAD):
             self.changed.clear()
             await self.changed.wait()
@@ -57,8 +57,8 @@ class Port:
             raise self.script.pop(0)
 
 
-def fleet(*ports: Any, patience_s: float = LIMIT_S) -> Fleet:
-    return Fleet({port.name: port for port in ports}, patience_s=patience_s)
+def device_pool(*ports: Any, patience_s: float = LIMIT_S) -> DevicePool:
+    return DevicePool({port.name: port for port in ports}, patience_s=patience_s)
 
 
 def begun(times: int) -> list[Exception]:
@@ -71,7 +71,7 @@ async def test_a_call_ends_where_no_device_comes_back() -> None:
     with pytest.raises(
         DeviceLostError, match=r"placement_timeout_s=0\.05: a is restarting, b is dead"
     ) as lost:
-        await asyncio.wait_for(fleet(*ports, patience_s=0.05).run(print), LIMIT_S)
+        await asyncio.wait_for(device_pool(*ports, patience_s=0.05).run(print), LIMIT_S)
     assert lost.value.retryable
 
 
@@ -79,7 +79,7 @@ async def test_a_call_goes_to_the_first_device_that_comes_back() -> None:
     """Whichever it is; none is asked before."""
     for back in (0, 1):
         ports = Port("a", RESTARTING), Port("b", RESTARTING)
-        call = asyncio.ensure_future(fleet(*ports).run(print))
+        call = asyncio.ensure_future(device_pool(*ports).run(print))
         for _ in range(9):
             await asyncio.sleep(0)
         ports[back].become(RUNNING)
@@ -88,10 +88,10 @@ async def test_a_call_goes_to_the_first_device_that_comes_back() -> None:
 
 
 async def test_a_call_ends_when_the_last_device_is_given_up() -> None:
-    """Who waits for it hears so; also that the fleet was closed meanwhile."""
+    """Who waits for it hears so; also that the pool was closed meanwhile."""
     for closes, kind in ((False, DeviceLostError), (True, RuntimeClosedError)):
         port = Port("a", RESTARTING)
-        one = fleet(port)
+        one = device_pool(port)
         call = asyncio.ensure_future(one.run(print))
         for _ in range(9):
             await asyncio.sleep(0)
@@ -105,36 +105,37 @@ async def test_a_limit_holds_over_all_devices_of_a_call() -> None:
     """A move does not begin it anew."""
     second = Port("b")
     assert (
-        await fleet(Port("a", RUNNING, *begun(1)), second).run(print, timeout_s=50.0, idempotent=True) == "b"
+        await device_pool(Port("a", RUNNING, *begun(1)), second).run(print, timeout_s=50.0, idempotent=True)
+        == "b"
     )
     assert second.calls[0] is not None and second.calls[0] < 50.0
     with pytest.raises(DeadlineExceededError, match="a is restarting"):
-        await fleet(Port("a", RESTARTING)).run(print, timeout_s=0.01)
+        await device_pool(Port("a", RESTARTING)).run(print, timeout_s=0.01)
 
 
 async def test_a_poisoned_call_begins_three_times_in_all() -> None:
     """On whichever devices; one that may not run again begins once; an error of its own moves nothing."""
     ports = [Port(name, RUNNING, *begun(9)) for name in "abcde"]
     with pytest.raises(DeviceLostError, match="not run again") as lost:
-        await fleet(*ports).run(print, idempotent=True)
+        await device_pool(*ports).run(print, idempotent=True)
     assert not lost.value.retryable
     assert sum(len(port.calls) for port in ports) == MAX_BEGUN == 3
     with pytest.raises(DeviceLostError, match="while it ran"):
-        await fleet(*ports).run(print)
+        await device_pool(*ports).run(print)
     assert sum(len(port.calls) for port in ports) == 4
     own = DeviceLostError("its own", retryable=True)
     own.context = {"hosted_on": "f"}
     port = Port("f", RUNNING, own)
     with pytest.raises(DeviceLostError, match="its own"):
-        await fleet(port, Port("g")).run(print, idempotent=True)
+        await device_pool(port, Port("g")).run(print, idempotent=True)
     last = Port("h", RUNNING, *begun(1))
     last.after = DEAD
     with pytest.raises(DeviceLostError, match="h is dead") as lost:
-        await fleet(last).run(print, idempotent=True)
+        await device_pool(last).run(print, idempotent=True)
     assert not lost.value.retryable
 
 
 async def test_a_stream_that_gets_on_may_lose_any_number_of_devices() -> None:
     """Only losses without an item between them count."""
-    items = fleet(Port("a", RUNNING, *begun(8))).stream(print, resume=True)
+    items = device_pool(Port("a", RUNNING, *begun(8))).stream(print, resume=True)
     assert [item async for item in items] == list(range(9))

@@ -13,8 +13,8 @@ from typing import Any
 import msgspec
 import pytest
 
-from layerzero.actors.remote.restarts import Lifetimes
-from layerzero.actors.rpc.channel import MAX_STRANGERS, Listener, connect
+from layerzero.actors.remote.restarts import RestartPolicy
+from layerzero.actors.rpc.channel import MAX_UNAUTHENTICATED, Listener, connect
 from layerzero.actors.rpc.connection import MAX_FRAME, MAX_GREETING, Connection
 from layerzero.actors.rpc.frames import Address
 from layerzero.spec.errors import DeviceLostError
@@ -56,17 +56,17 @@ async def test_asking(unix: bool) -> None:
     handlers = {"echo": lambda b, _: b, "later": later, "bad": bad, "note": lambda b, _: noted.append(b)}
     async with pair(unix, **handlers) as (_, _, connection):
         body = {"a": [1, 2.5, None, b"x", "y"]}
-        assert await connection.ask("echo", body) == body
-        assert await asyncio.gather(*(connection.ask("later", i) for i in range(20))) == [
+        assert await connection.request("echo", body) == body
+        assert await asyncio.gather(*(connection.request("later", i) for i in range(20))) == [
             2 * i for i in range(20)
         ]
         with pytest.raises(KeyError, match="which"):
-            await connection.ask("bad", "which")
+            await connection.request("bad", "which")
         with pytest.raises(LookupError, match="no handler is registered for 'none'; there are: bad, echo"):
-            await connection.ask("none")
+            await connection.request("none")
         for i in range(500):
-            connection.tell("note", i)
-        await connection.ask("echo")
+            connection.notify("note", i)
+        await connection.request("echo")
         assert noted == list(range(500))
 
 
@@ -76,7 +76,7 @@ async def test_a_wrong_secret_is_refused() -> None:
         wrong = msgspec.structs.replace(address, secret=b"w" * 32)
         stranger = await connect(wrong, client="stranger", node="here")
         with pytest.raises(DeviceLostError):
-            await stranger.ask("echo", 1)
+            await stranger.request("echo", 1)
         stranger.close()
 
 
@@ -96,14 +96,14 @@ async def test_frames_that_are_no_frames_end_the_socket() -> None:
             await writer.wait_closed()
         big = await connect(address, client="big", node="there")
         with pytest.raises(ValueError, match="at most"):
-            big.tell("x", b"0" * (MAX_FRAME + 1))
+            big.notify("x", b"0" * (MAX_FRAME + 1))
         big.close()
         await big.closed.wait()
 
 
 def ask_frame(body: bytes) -> bytes:
     """A question of the kind "echo" with a body in msgpack."""
-    message = b"\x94\xa3ask\x01\xa4echo" + body
+    message = b"\x94\xa7request\x01\xa4echo" + body
     return len(message).to_bytes(4, "big") + message
 
 
@@ -124,7 +124,7 @@ async def test_a_frame_that_cannot_be_read_ends_its_channel_alone(frame: bytes, 
             await asyncio.sleep(0.02)
         await asyncio.wait_for(other.closed.wait(), LIMIT_S)
         await until(lambda: set(listener.connections) == {"test"})
-        assert await connection.ask("echo", 1) == 1
+        assert await connection.request("echo", 1) == 1
         assert raised == []
 
 
@@ -155,11 +155,11 @@ async def test_what_a_handler_cannot_say_is_an_error_of_its_question() -> None:
             ("long", ValueError),
         ):
             with pytest.raises(kind):
-                await connection.ask("says", body)
+                await connection.request("says", body)
         for i in range(3):
-            connection.tell("note", i)
+            connection.notify("note", i)
         with pytest.raises(KeyError):
-            await connection.ask("says", "no such thing")
+            await connection.request("says", "no such thing")
         assert noted == [0, 2]
 
 
@@ -180,17 +180,17 @@ async def test_strangers_have_few_places_and_keep_nobody_out(monkeypatch: pytest
     async with pair(False, echo=lambda b, _: b) as (listener, address, connection):
         monkeypatch.setattr("layerzero.actors.rpc.connection._HANDSHAKE_S", 3600.0)
         sockets = [
-            await asyncio.open_connection(address.host, address.port) for _ in range(3 * MAX_STRANGERS)
+            await asyncio.open_connection(address.host, address.port) for _ in range(3 * MAX_UNAUTHENTICATED)
         ]
         await asyncio.gather(*(reader.readexactly(4) for reader, _ in sockets))
 
-        for reader, _ in sockets[: 2 * MAX_STRANGERS]:
+        for reader, _ in sockets[: 2 * MAX_UNAUTHENTICATED]:
             with suppress(ConnectionError):
                 await asyncio.wait_for(reader.read(), LIMIT_S)
-        assert len(listener._strangers) == MAX_STRANGERS
+        assert len(listener._unauthenticated) == MAX_UNAUTHENTICATED
         friend = await connect(address, client="friend", node="there")
-        assert await friend.ask("echo", 2) == 2
-        assert await connection.ask("echo", 1) == 1
+        assert await friend.request("echo", 2) == 2
+        assert await connection.request("echo", 1) == 1
         friend.close()
         for _, writer in sockets:
             writer.close()
@@ -202,7 +202,7 @@ async def test_what_was_written_before_the_end_is_read() -> None:
 
     async def burst(_: Any, connection: Connection) -> None:
         for i in range(1000):
-            connection.tell("item", i)
+            connection.notify("item", i)
         connection.close()
 
     listener = Listener({"burst": burst}, node="here", host="127.0.0.1", secret=SECRET)
@@ -211,9 +211,9 @@ async def test_what_was_written_before_the_end_is_read() -> None:
         address, client="c", node="here", handlers={"item": lambda body, _: got.append(body)}
     )
     seen: list[int] = []
-    connection.when_closed(lambda: seen.append(len(got)))
+    connection.on_closed(lambda: seen.append(len(got)))
     with pytest.raises(DeviceLostError):
-        await connection.ask("burst")
+        await connection.request("burst")
     assert seen == [1000]
     assert got == list(range(1000))
     listener.close()
@@ -224,18 +224,18 @@ async def test_what_was_written_before_the_end_is_read() -> None:
 async def test_the_crash_loop_breaker() -> None:
     """Delays double, the limit ends it, and deaths of long ago do not count."""
     clock = FakeClock()
-    lives = Lifetimes(Settings(max_restarts=3), clock)
+    lives = RestartPolicy(Settings(max_restarts=3), clock)
     delays = []
     for _ in range(3):
-        assert lives.died()
+        assert lives.record_crash()
         delays.append(lives.delay_s)
     assert delays == [0.0, 0.1, 0.2]
-    assert not lives.died()
+    assert not lives.record_crash()
     assert "max_restarts=3" in lives.verdict
-    other = Lifetimes(Settings(max_restarts=1), clock)
-    assert other.died()
+    other = RestartPolicy(Settings(max_restarts=1), clock)
+    assert other.record_crash()
     clock.advance(301.0)
-    assert other.died()
+    assert other.record_crash()
     assert other.restarts == 2
 
 
@@ -320,13 +320,13 @@ async def test_what_was_written_before_a_death_is_read_after_a_write_met_it(
     got: list[int] = []
     items = {"item": lambda body, _: got.append(body)}
     async with served(unix, tmp_path, BURST, items) as (connection, _):
-        connection.tell("burst")
-        stand_still_until(lambda: connection.hung_up)
+        connection.notify("burst")
+        stand_still_until(lambda: connection.peer_closed)
         seen: list[int] = []
-        connection.when_closed(lambda: seen.append(len(got)))
+        connection.on_closed(lambda: seen.append(len(got)))
         for _ in range(3):  # over TCP the first one draws the reset, which the next one meets
-            connection.tell("more")
-            stand_still_until(lambda: connection.hung_up)
+            connection.notify("more")
+            stand_still_until(lambda: connection.peer_closed)
         await connection.closed.wait()
         assert got == list(range(100))
         assert seen == [100]
@@ -337,9 +337,9 @@ async def test_a_channel_that_was_closed_here_reads_no_more(tmp_path: Path) -> N
     got: list[int] = []
     items = {"item": lambda body, _: got.append(body)}
     async with served(True, tmp_path, BURST, items) as (connection, _):
-        assert not connection.hung_up
-        connection.tell("burst")
-        stand_still_until(lambda: connection.hung_up)
+        assert not connection.peer_closed
+        connection.notify("burst")
+        stand_still_until(lambda: connection.peer_closed)
         connection.close()
         await connection.closed.wait()
         assert got == []
@@ -357,15 +357,15 @@ async def test_a_chain_of_quick_answers_leaves_the_loop_its_turns(unix: bool, tm
                 turns += 1
                 await asyncio.sleep(0)
 
-        await connection.ask("echo", 0)
+        await connection.request("echo", 0)
         watching = asyncio.ensure_future(other())
         for i in range(3000):
-            assert await connection.ask("echo", i) == i
+            assert await connection.request("echo", i) == i
         watching.cancel()
         assert turns > 10
         suspended = 0
         for i in range(200):  # alone again: most of them answer without a turn
-            asked = connection.ask("echo", i)
+            asked = connection.request("echo", i)
             try:
                 asked.send(None)
             except StopIteration as answered:
@@ -381,15 +381,15 @@ async def test_answers_that_take_long_are_waited_for_by_the_loop(tmp_path: Path)
     """A kind that is now quick and now slow, slow ones beside quick ones: every answer is its question's."""
     async with served(True, tmp_path) as (connection, _):
         for i in range(40):
-            assert await connection.ask("pace", i) == i
-        asked = [connection.ask(kind, i) for i in range(50) for kind in ("slow", "echo", "pace")]
+            assert await connection.request("pace", i) == i
+        asked = [connection.request(kind, i) for i in range(50) for kind in ("slow", "echo", "pace")]
         assert await asyncio.gather(*asked) == [i for i in range(50) for _ in range(3)]
         with pytest.raises(TimeoutError):
-            await connection.ask("slow", 1, timeout_s=0.001)
+            await connection.request("slow", 1, timeout_s=0.001)
         for _ in range(9):  # an error is an answer as well
             with pytest.raises(LookupError, match="none"):
-                await connection.ask("none")
-        assert await connection.ask("echo", 2) == 2
+                await connection.request("none")
+        assert await connection.request("echo", 2) == 2
 
 
 async def test_frames_of_many_pieces_arrive_whole(tmp_path: Path) -> None:
@@ -397,8 +397,8 @@ async def test_frames_of_many_pieces_arrive_whole(tmp_path: Path) -> None:
     async with served(True, tmp_path) as (connection, _):
         bodies = [bytes([i]) * (3 << 20) for i in range(4)]
         for body in bodies:
-            assert await connection.ask("echo", body) == body
-        assert await asyncio.gather(*(connection.ask("echo", body) for body in bodies)) == bodies
+            assert await connection.request("echo", body) == body
+        assert await asyncio.gather(*(connection.request("echo", body) for body in bodies)) == bodies
 
 
 async def test_a_killed_process_leaves_no_socket(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -411,15 +411,15 @@ async def test_a_killed_process_leaves_no_socket(tmp_path: Path, monkeypatch: py
         child.process.kill()
         await connection.closed.wait()
         with pytest.raises(DeviceLostError):
-            await connection.ask("echo", 1)
+            await connection.request("echo", 1)
 
 
 async def test_a_process_that_dies_ends_its_channel(tmp_path: Path) -> None:
     """Who asks on, quickly or not, gets DeviceLostError and no hang."""
     async with served(True, tmp_path) as (connection, child):
         for i in range(50):
-            await connection.ask("echo", i)
+            await connection.request("echo", i)
         child.process.kill()
         with pytest.raises(DeviceLostError):
             for i in range(100_000):
-                await connection.ask("echo", i)
+                await connection.request("echo", i)

@@ -1,4 +1,4 @@
-"""The device of this process as its fleet sees it: no ray, no other loop, and a child that begins anew."""
+"""The device of this process as its pool sees it: no ray, no other loop, and a child that begins anew."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ from tests import children
 
 
 def test_the_local_port_loads_no_ray(tmp_path: Path) -> None:
-    """A process that names no cluster never imports ray: fleet, streams, tensors and control included."""
+    """A process that names no cluster never imports ray: pool, streams, tensors and control included."""
     code = (
         "import asyncio, sys, torch, layerzero as lz\n"
         "async def f(x): return await lz.rms_norm(x)\n"
         "async def main():\n"
         "    async with lz.start() as rt:\n"
-        "        h = await rt.fleet.ship(torch.ones(2, 8), to=None)\n"
-        "        await rt.fleet.run(f, h)\n"
-        "        await rt.fleet.device().control('ping', 1)\n"
-        "        await rt.fleet.rolling_restart()\n"
+        "        h = await rt.device_pool.ship(torch.ones(2, 8), to=None)\n"
+        "        await rt.device_pool.run(f, h)\n"
+        "        await rt.device_pool.device().control('ping', 1)\n"
+        "        await rt.device_pool.rolling_restart()\n"
         "asyncio.run(main())\n"
         "print([m for m in sys.modules if m == 'ray' or m.startswith('ray.')])\n"
     )
@@ -33,7 +33,7 @@ def test_a_lost_device_names_what_happened_to_it(tmp_path: Path) -> None:
         "async def main():\n"
         "    async with lz.start() as rt:\n"
         "        for _ in range(2):\n"
-        "            try: await rt.fleet.run(f)\n"
+        "            try: await rt.device_pool.run(f)\n"
         "            except lz.DeviceLostError as e: print(repr(e.__cause__), '|', e)\n"
         "asyncio.run(main())\n"
     )

@@ -12,7 +12,7 @@ from torch.testing import assert_close
 
 import layerzero.ops.attention.batching as module
 from layerzero.ops.attention.attention import ATTENTION, attention, attention_reference
-from layerzero.ops.attention.batching import stack_view
+from layerzero.ops.attention.batching import as_strided_batch
 from layerzero.ops.op import Args, Batching
 
 
@@ -70,7 +70,7 @@ def test_together_equals_one_by_one(
         calls.append(
             attention(q, k, v, is_causal=causal, layout=layout, return_lse=lse, alibi_slopes=shared)[1]
         )
-    assert len({rule().group(args) for args in calls}) == 1
+    assert len({rule().batch_key(args) for args in calls}) == 1
     launch = Launches()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(module, "GATHER_BYTES", {"cpu": limit})
@@ -124,7 +124,7 @@ def test_mixed_lengths_keep_their_order() -> None:
 def test_pieces_with_several_sequences_are_joined() -> None:
     """Callers that bring a batch of their own are recognised as parts of one tensor."""
     base = torch.randn(7, 2, 3, 4)
-    view = stack_view([base[:2], base[2:3], base[3:]])
+    view = as_strided_batch([base[:2], base[2:3], base[3:]])
     assert view is not None
     assert torch.equal(view, base) and view.data_ptr() == base.data_ptr()
 
@@ -132,7 +132,7 @@ def test_pieces_with_several_sequences_are_joined() -> None:
 def test_a_shared_operand_is_not_copied() -> None:
     """Keys that every caller shares are seen through a stride of 0."""
     shared = torch.randn(1, 2, 6, 4)
-    view = stack_view([shared, shared, shared])
+    view = as_strided_batch([shared, shared, shared])
     assert view is not None
     assert view.stride(0) == 0 and torch.equal(view, shared.expand(3, 2, 6, 4))
 
@@ -152,7 +152,7 @@ def test_a_shared_operand_is_not_copied() -> None:
 )
 def test_what_is_not_equally_spaced_is_no_view(pieces: Any) -> None:
     """A gap, another order, another storage, other strides or shapes: no view."""
-    assert stack_view(pieces(torch.randn(4, 3, 3, 2), torch.randn(4, 3, 3, 2))) is None
+    assert as_strided_batch(pieces(torch.randn(4, 3, 3, 2), torch.randn(4, 3, 3, 2))) is None
 
 
 def test_large_scattered_calls_are_not_copied(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -168,10 +168,10 @@ def test_large_scattered_calls_are_not_copied(monkeypatch: pytest.MonkeyPatch) -
 def test_what_runs_alone() -> None:
     """A mask, dropout or slopes per sequence make a call nobody's partner."""
     q = torch.zeros(2, 2, 3, 4)
-    assert rule().group(attention(q, q, q)[1]) is not None
-    assert rule().group(attention(q, q, q, attn_mask=torch.ones(3, 3, dtype=torch.bool))[1]) is None
-    assert rule().group(attention(q, q, q, dropout_p=0.1)[1]) is None
-    assert rule().group(attention(q, q, q, alibi_slopes=torch.ones(2, 2))[1]) is None
+    assert rule().batch_key(attention(q, q, q)[1]) is not None
+    assert rule().batch_key(attention(q, q, q, attn_mask=torch.ones(3, 3, dtype=torch.bool))[1]) is None
+    assert rule().batch_key(attention(q, q, q, dropout_p=0.1)[1]) is None
+    assert rule().batch_key(attention(q, q, q, alibi_slopes=torch.ones(2, 2))[1]) is None
 
 
 @pytest.mark.parametrize(
@@ -189,16 +189,16 @@ def test_what_runs_alone() -> None:
 def test_other_flags_are_another_group(changes: dict[str, Any]) -> None:
     """Whatever changes the answer separates groups; lengths and batch sizes do not."""
     q = torch.zeros(2, 2, 3, 4)
-    group = rule().group(attention(q, q, q)[1])
-    assert rule().group(attention(q, q, q, **changes)[1]) != group
+    group = rule().batch_key(attention(q, q, q)[1])
+    assert rule().batch_key(attention(q, q, q, **changes)[1]) != group
     longer = torch.zeros(1, 2, 9, 4)
-    assert rule().group(attention(longer, longer, longer)[1]) == group
-    assert rule().group(attention(q.half(), q.half(), q.half())[1]) != group
+    assert rule().batch_key(attention(longer, longer, longer)[1]) == group
+    assert rule().batch_key(attention(q.half(), q.half(), q.half())[1]) != group
     other = torch.zeros(2, 4, 3, 4)
-    assert rule().group(attention(other, q, q)[1]) != group
+    assert rule().batch_key(attention(other, q, q)[1]) != group
 
 
 def test_size_counts_query_tokens_and_bytes() -> None:
     """A batch is bounded by query tokens and by operand bytes."""
     q, k = torch.zeros(2, 5, 4, 8), torch.zeros(2, 7, 2, 8)
-    assert rule().size(attention(q, k, k, layout="BSHD")[1]) == (10, 4 * (q.numel() + 2 * k.numel()))
+    assert rule().batch_cost(attention(q, k, k, layout="BSHD")[1]) == (10, 4 * (q.numel() + 2 * k.numel()))

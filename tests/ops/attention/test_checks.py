@@ -12,7 +12,7 @@ from layerzero.backends import load_builtin
 from layerzero.ops import checks
 from layerzero.ops.attention.attention import ATTENTION, attention
 from layerzero.ops.attention.checks import infer_layout
-from layerzero.spec.call_spec import Request
+from layerzero.spec.call_spec import CallSpec
 
 
 def call(**changes: Any) -> tuple[Any, ...]:
@@ -22,7 +22,7 @@ def call(**changes: Any) -> tuple[Any, ...]:
     return args
 
 
-def describe(**changes: Any) -> Request:
+def describe(**changes: Any) -> CallSpec:
     """The request of that call."""
     return ATTENTION.check(call(**changes))
 

@@ -98,8 +98,8 @@ def test_callers_of_one_sink_share_a_batch(runtime: lz.Runtime) -> None:
     rule = ATTENTION.batching
     assert rule is not None
     one, other = (attention(*operands(), sinks=sinks)[1] for _ in range(2))
-    assert rule.group(one) == rule.group(other) is not None
-    assert rule.group(attention(*operands(), sinks=sinks.clone())[1]) != rule.group(one)
+    assert rule.batch_key(one) == rule.batch_key(other) is not None
+    assert rule.batch_key(attention(*operands(), sinks=sinks.clone())[1]) != rule.batch_key(one)
     launches: list[int] = []
 
     def launch(args: Any) -> Any:

@@ -97,7 +97,7 @@ def test_only_losses_a_row_share_a_launch() -> None:
     assert CROSS_ENTROPY.batching is not None
     for reduction in ("mean", "sum"):
         args = CROSS_ENTROPY.build(torch.ones(2, 7), torch.zeros(2).long(), reduction=reduction)[1]
-        assert CROSS_ENTROPY.batching.group(args) is None
+        assert CROSS_ENTROPY.batching.batch_key(args) is None
 
 
 L, T = torch.ones(2, 3), torch.tensor([0, 1])

@@ -96,5 +96,5 @@ def paged_call(
     q = rand(sum(queries), heads[0], widths[0])
     lens = torch.tensor(lengths, dtype=index)
     cu = None if decode else offsets
-    args = PAGED_ATTENTION.build(q, *pools, table, lens, cu_seqlens=cu, layout=layout, **options)[1]
+    args = PAGED_ATTENTION.build(q, *pools, table, lens, cu_seqlens_q=cu, layout=layout, **options)[1]
     return args, dense  # type: ignore[return-value]

@@ -14,7 +14,7 @@ from torch import Tensor
 import layerzero as lz
 from layerzero.ops import table
 from layerzero.ops.op import Args
-from layerzero.ops.paged.append import APPEND_KV, contested
+from layerzero.ops.paged.append import APPEND_KV, slot_conflicts
 from layerzero.spec.errors import KernelExecutionError
 from tests import kernels
 from tests.backends import cases
@@ -23,14 +23,21 @@ KERNELS = [k for k in cases.RUNNABLE if k.op == "append_kv"]
 
 
 def call(
-    slots: list[int], *, pages: int = 4, page_size: int = 8, layout: str = "NHD", dtype: Any = torch.float32,
-    index: torch.dtype = torch.int64, heads: int = 2, widths: tuple[int, int] = (8, 8),
-) -> Args:  # fmt: skip
+    slot_mapping: list[int],
+    *,
+    pages: int = 4,
+    page_size: int = 8,
+    layout: str = "NHD",
+    dtype: Any = torch.float32,
+    index: torch.dtype = torch.int64,
+    heads: int = 2,
+    widths: tuple[int, int] = (8, 8),
+) -> Args:
     """A call whose rows are random and whose pool is full of sevens."""
-    k, v = (torch.randn(len(slots), heads, width).to(dtype) for width in widths)
+    k, v = (torch.randn(len(slot_mapping), heads, width).to(dtype) for width in widths)
     inner = (page_size, heads) if layout == "NHD" else (heads, page_size)
     pools = [torch.full((pages, *inner, width), 7.0, dtype=dtype) for width in widths]
-    args: Args = APPEND_KV.build(k, v, *pools, torch.tensor(slots, dtype=index), layout=layout)[1]
+    args: Args = APPEND_KV.build(k, v, *pools, torch.tensor(slot_mapping, dtype=index), layout=layout)[1]
     return args
 
 
@@ -63,13 +70,15 @@ def test_every_token_is_in_its_place_and_nothing_else_changes(
 
 @pytest.mark.parametrize("kernel", KERNELS, ids=[k.id for k in KERNELS])
 @pytest.mark.parametrize(
-    ("slots", "message"),
+    ("slot_mapping", "message"),
     [([0, 32], "got 32 at 1"), ([-1, 0], "got -1 at 0"), ([5, 6, 5], "got 5 at 0 and 2")],
 )
-def test_slots_that_do_not_fit_change_nothing(kernel: lz.Kernel, slots: list[int], message: str) -> None:
+def test_slots_that_do_not_fit_change_nothing(
+    kernel: lz.Kernel, slot_mapping: list[int], message: str
+) -> None:
     """Out of range or named twice: refused before the first write, by every kernel."""
     for index in (torch.int32, torch.int64):
-        args = call(slots, index=index)
+        args = call(slot_mapping, index=index)
         with pytest.raises(ValueError, match=message):
             kernel.load()(*args)
         assert bool((args[2] == 7.0).all()) and bool((args[3] == 7.0).all())
@@ -77,7 +86,7 @@ def test_slots_that_do_not_fit_change_nothing(kernel: lz.Kernel, slots: list[int
 
 def changed(args: Args, **changes: Any) -> Args:
     """The call with some arguments, by name, exchanged."""
-    names = ("k", "v", "k_pages", "v_pages", "slots", "layout")
+    names = ("k", "v", "k_cache", "v_cache", "slot_mapping", "layout")
     return tuple(changes.get(name, value) for name, value in zip(names, args, strict=True))
 
 
@@ -88,25 +97,33 @@ def changed(args: Args, **changes: Any) -> Args:
         ({"k": [1]}, TypeError, "k needs a torch.Tensor"),
         ({"v": torch.zeros(3, 2, 8)}, ValueError, "v needs the tokens and heads of k"),
         ({"v": torch.zeros(2, 2, 8).half()}, TypeError, "v needs dtype float32 like k, got float16"),
-        ({"slots": torch.zeros(2)}, TypeError, "slots needs dtype int32 or int64, got float32"),
-        ({"slots": torch.zeros(2).short()}, TypeError, "slots needs dtype int32 or int64, got int16"),
-        ({"slots": torch.zeros(3).long()}, ValueError, "slots needs 2 places like k's tokens, got 3"),
-        ({"layout": "HND"}, ValueError, "k_pages needs heads and head size"),
+        ({"slot_mapping": torch.zeros(2)}, TypeError, "slot_mapping needs dtype int32 or int64, got float32"),
+        (
+            {"slot_mapping": torch.zeros(2).short()},
+            TypeError,
+            "slot_mapping needs dtype int32 or int64, got int16",
+        ),
+        (
+            {"slot_mapping": torch.zeros(3).long()},
+            ValueError,
+            "slot_mapping needs 2 places like k's tokens, got 3",
+        ),
+        ({"layout": "HND"}, ValueError, "k_cache needs heads and head size"),
         ({"layout": "DHN"}, ValueError, "layout needs one of NHD, HND"),
-        ({"k_pages": torch.zeros(4, 8, 2, 4)}, ValueError, r"k_pages needs heads and head size \(2, 8\)"),
-        ({"k_pages": torch.zeros(4, 8, 2, 8).int()}, TypeError, "k_pages needs a floating point dtype"),
-        ({"v_pages": torch.zeros(5, 8, 2, 8)}, ValueError, "v_pages needs the pages, tokens and heads"),
-        ({"v_pages": torch.zeros(4, 8, 2, 8).half()}, TypeError, "v_pages needs dtype float32 like k_pages"),
-        ({"k_pages": torch.zeros(8, 2, 8).expand(4, 8, 2, 8)}, ValueError, "k_pages needs memory of its own"),
-        ({"k_pages": torch.zeros(4, 8, 2, 8, device="meta")}, ValueError, "k_pages needs to be on cpu"),
+        ({"k_cache": torch.zeros(4, 8, 2, 4)}, ValueError, r"k_cache needs heads and head size \(2, 8\)"),
+        ({"k_cache": torch.zeros(4, 8, 2, 8).int()}, TypeError, "k_cache needs a floating point dtype"),
+        ({"v_cache": torch.zeros(5, 8, 2, 8)}, ValueError, "v_cache needs the pages, tokens and heads"),
+        ({"v_cache": torch.zeros(4, 8, 2, 8).half()}, TypeError, "v_cache needs dtype float32 like k_cache"),
+        ({"k_cache": torch.zeros(8, 2, 8).expand(4, 8, 2, 8)}, ValueError, "k_cache needs memory of its own"),
+        ({"k_cache": torch.zeros(4, 8, 2, 8, device="meta")}, ValueError, "k_cache needs to be on cpu"),
     ],
-)  # fmt: skip
+)
 def test_arguments_that_do_not_fit_are_named(changes: dict[str, Any], error: Any, message: str) -> None:
     """Before any kernel is asked, and nothing is written."""
     args = call([1, 2])
-    k, v, k_pages, v_pages, slots, layout = changed(args, **changes)
+    k, v, k_cache, v_cache, slot_mapping, layout = changed(args, **changes)
     with pytest.raises(error, match=message):
-        lz.sync.append_kv(k, v, k_pages, v_pages, slots, layout=layout)
+        lz.sync.append_kv(k, v, k_cache, v_cache, slot_mapping, layout=layout)
     assert bool((args[2] == 7.0).all()) and bool((args[3] == 7.0).all())
 
 
@@ -118,14 +135,14 @@ def test_a_gradient_is_refused() -> None:
 
 
 def test_no_token_writes_nothing() -> None:
-    """An empty call gives its empty slots."""
+    """An empty call gives its empty slot_mapping."""
     args = call([])
     assert lz.sync.append_kv(*args[:5]) is args[4]
 
 
 @pytest.mark.parametrize("layout", ["NHD", "HND"])
 def test_callers_of_one_pool_are_written_at_once(layout: str) -> None:
-    """64 callers with their own tokens and slots: one launch, and what one call a caller writes."""
+    """64 callers with their own tokens and slot_mapping: one launch, and what one call a caller writes."""
     whole = call(random.sample(range(512), 96), pages=64, layout=layout)
     launched: list[Args] = []
 
@@ -139,7 +156,7 @@ def test_callers_of_one_pool_are_written_at_once(layout: str) -> None:
          layout)
         for a, b in itertools.pairwise(bounds)
     ]  # fmt: skip
-    assert len({APPEND_KV.batching.group(args) for args in calls}) == 1  # type: ignore[union-attr]
+    assert len({APPEND_KV.batching.batch_key(args) for args in calls}) == 1  # type: ignore[union-attr]
     results = APPEND_KV.batching.run(calls, launch)  # type: ignore[union-attr]
     assert len(launched) == 1
     assert all(result is args[4] for result, args in zip(results, calls, strict=True))
@@ -156,29 +173,29 @@ def test_two_pools_do_not_join() -> None:
     args = call([1])
     others = [
         call([1]),
-        changed(args, k_pages=args[2].transpose(1, 2), v_pages=args[3].transpose(1, 2), layout="HND"),
+        changed(args, k_cache=args[2].transpose(1, 2), v_cache=args[3].transpose(1, 2), layout="HND"),
         changed(args, k=args[0].half(), v=args[1].half()),
     ]
-    assert rule.group(args) not in [rule.group(other) for other in others]
-    assert rule.group(args) == rule.group(changed(call([9]), k_pages=args[2], v_pages=args[3]))
+    assert rule.batch_key(args) not in [rule.batch_key(other) for other in others]
+    assert rule.batch_key(args) == rule.batch_key(changed(call([9]), k_cache=args[2], v_cache=args[3]))
 
 
 @pytest.mark.asyncio
 async def test_callers_who_claim_one_place_are_refused_and_the_others_written() -> None:
     """Nobody can tell whose the place is; both learn of it, and everybody else is served."""
     args = call(list(range(6)))
-    slots = [3, 9, 4, 9, 5, 1]
+    slot_mapping = [3, 9, 4, 9, 5, 1]
 
     async def one(at: int) -> Any:
         k, v = args[0][at : at + 1], args[1][at : at + 1]
-        return await lz.append_kv(k, v, args[2], args[3], torch.tensor([slots[at]]))
+        return await lz.append_kv(k, v, args[2], args[3], torch.tensor([slot_mapping[at]]))
 
     got = await asyncio.gather(*map(one, range(6)), return_exceptions=True)
     wrong = [at for at, value in enumerate(got) if isinstance(value, ValueError)]
     assert wrong == [1, 3] and "got 9, which two callers name" in str(got[1])
     pool = by_token(args[2], "NHD")
     for at in (0, 2, 4, 5):
-        assert torch.equal(pool[slots[at]], args[0][at])
+        assert torch.equal(pool[slot_mapping[at]], args[0][at])
     assert bool((pool[9] == 7.0).all())
 
 
@@ -198,12 +215,12 @@ async def test_a_caller_with_a_wrong_slot_is_refused_alone() -> None:
 def test_three_callers_of_one_place_are_all_refused() -> None:
     """Also the first of them, whom the third one's claim comes too late for."""
     calls = [(None, None, None, None, torch.tensor(own), "NHD") for own in ([1, 2], [3], [2], [4], [2, 5])]
-    assert sorted(contested(calls)) == [0, 2, 4]
-    assert contested(calls[1:2] + calls[3:]) == {}
+    assert sorted(slot_conflicts(calls)) == [0, 2, 4]
+    assert slot_conflicts(calls[1:2] + calls[3:]) == {}
 
 
 def test_a_failed_append_is_never_repeated() -> None:
-    """It may have written: no other kernel runs, and the lane does not halve its batch."""
+    """It may have written: no other kernel runs, and the batcher does not halve its batch."""
     runs: list[int] = []
 
     def broken(*args: Any) -> Any:
@@ -244,19 +261,19 @@ def test_the_table_says_what_is_written() -> None:
 @pytest.mark.parametrize("layout", ["NHD", "HND"])
 def test_rows_of_the_pool_itself_are_read_before_any_is_written(kernel: lz.Kernel, layout: str) -> None:
     """Tokens that move up by one place in their pool, keys out of values, and rows with gaps between them."""
-    slots = [1, 2, 3, 6]
+    slot_mapping = [1, 2, 3, 6]
     for dtype, step, crossed in itertools.product((torch.float32, torch.bfloat16), (1, 2), (False, True)):
-        _, _, k_pages, v_pages, places, _ = call(slots, layout=layout, dtype=dtype)
-        for pool in (k_pages, v_pages):
+        _, _, k_cache, v_cache, places, _ = call(slot_mapping, layout=layout, dtype=dtype)
+        for pool in (k_cache, v_cache):
             pool.normal_()
-        k, v = (_rows_of(pool, layout, step) for pool in (k_pages, v_pages))
+        k, v = (_rows_of(pool, layout, step) for pool in (k_cache, v_cache))
         if crossed:
             k, v = v, k
         copies = [rows.clone() for rows in (k, v)]
-        wanted = [pool.clone() for pool in (k_pages, v_pages)]
+        wanted = [pool.clone() for pool in (k_cache, v_cache)]
         APPEND_KV.reference(*copies, *wanted, places, layout)
-        kernel.load()(k, v, k_pages, v_pages, places, layout)
-        assert torch.equal(k_pages, wanted[0]) and torch.equal(v_pages, wanted[1]), (dtype, step, crossed)
+        kernel.load()(k, v, k_cache, v_cache, places, layout)
+        assert torch.equal(k_cache, wanted[0]) and torch.equal(v_cache, wanted[1]), (dtype, step, crossed)
 
 
 def _rows_of(pool: Tensor, layout: str, step: int) -> Tensor:

@@ -14,7 +14,7 @@ from tests.ops.paged.paging import oracle, paged_call
 
 def options_of(args: tuple[Any, ...]) -> dict[str, Any]:
     """The keywords of a call given as its argument tuple."""
-    names = ("cu_seqlens", "is_causal", "scale", "window", "softcap", "layout", "return_lse")
+    names = ("cu_seqlens_q", "is_causal", "scale", "window", "softcap", "layout", "return_lse")
     return dict(zip(names, args[5:], strict=True))
 
 
@@ -96,10 +96,10 @@ WRONG: list[tuple[str, type[Exception], dict[int, Any], str]] = [
         "int16 lengths",
         TypeError,
         {4: torch.zeros(2).short()},
-        "context_lens needs dtype int32 or int64, got int16",
+        "seq_lens needs dtype int32 or int64, got int16",
     ),
-    ("three lengths", ValueError, {4: torch.zeros(3).int()}, "context_lens needs 2 lengths"),
-    ("short offsets", ValueError, {5: torch.zeros(2).int()}, "cu_seqlens needs 3 offsets for 2"),
+    ("three lengths", ValueError, {4: torch.zeros(3).int()}, "seq_lens needs 2 lengths"),
+    ("short offsets", ValueError, {5: torch.zeros(2).int()}, "cu_seqlens_q needs 3 offsets for 2"),
     ("no offsets", ValueError, {5: None}, "q needs 2 rows, one for each of block_tables' rows, got 7"),
     ("negative page", ValueError, {3: torch.tensor([[0, -1, 2], [3, 4, 5]])}, r"got -1 at row 0, entry 1"),
     (
@@ -114,15 +114,15 @@ WRONG: list[tuple[str, type[Exception], dict[int, Any], str]] = [
     ("falling offsets", ValueError, {5: torch.tensor([0, 9, 7])}, "never fall, got 9 and then 7 at 2"),
     ("offsets elsewhere", ValueError, {5: torch.tensor([0, 4, 6])}, "end at 7, the rows of q, got 6"),
     ("offsets from 1", ValueError, {5: torch.tensor([1, 4, 7])}, "start at 0, got 1"),
-    ("an int64 pool", TypeError, {1: torch.zeros(7, 8, 2, 8).long()}, "k_pages needs a floating point dtype"),
+    ("an int64 pool", TypeError, {1: torch.zeros(7, 8, 2, 8).long()}, "k_cache needs a floating point dtype"),
     (
         "other values",
         TypeError,
         {2: torch.zeros(7, 8, 2, 8).double()},
-        "v_pages needs dtype float32 like k_pages",
+        "v_cache needs dtype float32 like k_cache",
     ),
-    ("other pages", ValueError, {2: torch.zeros(6, 8, 2, 8)}, "v_pages needs the pages, tokens and heads"),
-    ("other width", ValueError, {0: torch.zeros(7, 4, 5)}, "k_pages needs head size 5 like q, got 8"),
+    ("other pages", ValueError, {2: torch.zeros(6, 8, 2, 8)}, "v_cache needs the pages, tokens and heads"),
+    ("other width", ValueError, {0: torch.zeros(7, 4, 5)}, "k_cache needs head size 5 like q, got 8"),
     ("other heads", ValueError, {0: torch.zeros(7, 3, 8)}, "heads that divide q's 3, got 2"),
     ("layout", ValueError, {10: "BHSD"}, "layout needs one of NHD, HND, got 'BHSD'"),
     ("softcap", ValueError, {9: 0.0}, "softcap needs a number > 0"),
@@ -140,8 +140,8 @@ def test_what_does_not_fit_is_named(
     with pytest.raises(error, match=message):
         _, full = paged_attention(*wrong[:5], **options_of(wrong))
         PAGED_ATTENTION.check(full)
-        assert PAGED_ATTENTION.guard is not None
-        PAGED_ATTENTION.guard(full)
+        assert PAGED_ATTENTION.validate_values is not None
+        PAGED_ATTENTION.validate_values(full)
 
 
 def test_a_page_may_serve_two_sequences() -> None:
@@ -190,8 +190,8 @@ def test_callers_over_other_pools_or_flags_do_not_join() -> None:
     args = callers()[3]
     other_pool = (args[0], args[1].clone(), *args[2:])
     other_scale = (*args[:7], 0.5, *args[8:])
-    groups = {rule.group(args), rule.group(other_pool), rule.group(other_scale)}
-    assert len(groups) == 3 and rule.shared(args) == (1, 2)
+    groups = {rule.batch_key(args), rule.batch_key(other_pool), rule.batch_key(other_scale)}
+    assert len(groups) == 3 and rule.shared_operands(args) == (1, 2)
 
 
 def test_no_query_gives_nothing() -> None:

@@ -19,7 +19,7 @@ def latent_call(queries: list[int], lengths: list[int], **options: Any) -> tuple
     ckv, kpe = pool[..., :16].contiguous(), pool[..., 16:].contiguous()
     q = args[0]
     full = mla_attention(
-        q[..., :16], q[..., 16:], ckv, kpe, *args[3:5], cu_seqlens=args[5], scale=0.3, **options
+        q[..., :16], q[..., 16:], ckv, kpe, *args[3:5], cu_seqlens_q=args[5], scale=0.3, **options
     )[1]
     return full, [(count, keys, keys[..., :16]) for count, keys, _ in dense]
 
@@ -28,7 +28,7 @@ def latent_call(queries: list[int], lengths: list[int], **options: Any) -> tuple
 def test_latent_pages_agree_with_a_loop(causal: bool) -> None:
     """Scores are over both parts, values are the first."""
     args, dense = latent_call([3, 1, 2], [3, 17, 9], is_causal=causal, return_lse=True)
-    names = ("cu_seqlens", "scale", "is_causal", "return_lse")
+    names = ("cu_seqlens_q", "scale", "is_causal", "return_lse")
     out, lse = call(MLA_ATTENTION, *args[:6], **dict(zip(names, args[6:], strict=True)))
     q = torch.cat(args[:2], -1)
     wanted, wanted_lse = oracle(q, dense, causal, scale=0.3)
@@ -38,12 +38,12 @@ def test_latent_pages_agree_with_a_loop(causal: bool) -> None:
 
 WRONG: list[tuple[type[Exception], dict[int, Any], str]] = [
     (ValueError, {1: torch.zeros(3, 2, 4)}, "q_pe needs"),
-    (ValueError, {3: torch.zeros(1, 8, 4)}, "kpe_pages needs pages"),
-    (ValueError, {3: torch.zeros(6, 8, 5)}, "kpe_pages needs width 4 like q_pe, got 5"),
-    (TypeError, {3: torch.zeros(6, 8, 4).double()}, "kpe_pages needs dtype float32"),
+    (ValueError, {3: torch.zeros(1, 8, 4)}, "kpe_cache needs pages"),
+    (ValueError, {3: torch.zeros(6, 8, 5)}, "kpe_cache needs width 4 like q_pe, got 5"),
+    (TypeError, {3: torch.zeros(6, 8, 4).double()}, "kpe_cache needs dtype float32"),
     (TypeError, {7: None}, "scale needs a number"),
     (ValueError, {4: torch.tensor([[0, 0, 1]])}, "page 0 at row 0, entries 0 and 1"),
-    (ValueError, {5: torch.tensor([99])}, "context_lens needs lengths"),
+    (ValueError, {5: torch.tensor([99])}, "seq_lens needs lengths"),
 ]
 
 
@@ -54,8 +54,8 @@ def test_what_does_not_fit_is_named(error: type[Exception], change: dict[int, An
     wrong = tuple(change.get(position, value) for position, value in enumerate(args))
     with pytest.raises(error, match=message):
         MLA_ATTENTION.check(wrong)
-        assert MLA_ATTENTION.guard is not None
-        MLA_ATTENTION.guard(wrong)
+        assert MLA_ATTENTION.validate_values is not None
+        MLA_ATTENTION.validate_values(wrong)
 
 
 def test_callers_over_one_pool_share_a_launch() -> None:

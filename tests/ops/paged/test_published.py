@@ -94,7 +94,7 @@ def test_published_definitions_agree(path: Path) -> None:
     )
     op = table.get(KINDS[kind])
     where = [index["qo_indptr"], index["kv_indptr"]] if kind == "gqa_ragged" else [tables, lens]
-    named = {} if kind == "gqa_ragged" else {"cu_seqlens": index.get("qo_indptr")}
+    named = {} if kind == "gqa_ragged" else {"cu_seqlens_q": index.get("qo_indptr")}
     args = op.build(*data, *where, **named, is_causal=not decode, scale=scale, return_lse=True)[1]
     op.check(args)
     (kernel,) = [k for k in KERNELS if k.op == op.name]

@@ -43,11 +43,11 @@ def test_keys_have_the_queries_offsets_by_default() -> None:
 
 
 WRONG: list[tuple[type[Exception], dict[int, Any], str]] = [
-    (TypeError, {3: torch.zeros(3)}, "cu_seqlens needs dtype int32 or int64, got float32"),
-    (ValueError, {3: torch.zeros(0).int()}, "cu_seqlens needs at least one offset"),
+    (TypeError, {3: torch.zeros(3)}, "cu_seqlens_q needs dtype int32 or int64, got float32"),
+    (ValueError, {3: torch.zeros(0).int()}, "cu_seqlens_q needs at least one offset"),
     (ValueError, {4: torch.zeros(2).int()}, "cu_seqlens_k needs 3 offsets for 2"),
     (ValueError, {4: torch.tensor([0, 9, 7])}, "cu_seqlens_k needs offsets that never fall"),
-    (ValueError, {3: torch.tensor([0, 3, 7])}, "cu_seqlens needs to end at 8, the rows of q, got 7"),
+    (ValueError, {3: torch.tensor([0, 3, 7])}, "cu_seqlens_q needs to end at 8, the rows of q, got 7"),
     (ValueError, {1: torch.zeros(8, 3, 8)}, "v needs tokens and heads"),
     (ValueError, {0: torch.zeros(8, 3, 8)}, "k needs heads that divide q's 3, got 2"),
     (ValueError, {0: torch.zeros(8, 4, 5)}, "k needs head size 5 like q, got 8"),

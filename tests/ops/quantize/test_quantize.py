@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import layerzero as lz
-from layerzero.ops.quantize.quantize import FORMATS, Format, scale_shape
+from layerzero.ops.quantize.quantize import FORMATS, QuantFormat, scale_shape
 from layerzero.ops.quantize.quantize import quantize_reference as reference
 
 FormatName = Literal["int8", "fp8_e4m3", "fp8_e5m2"]
@@ -20,10 +20,10 @@ Granularity = Literal["tensor", "row", "group"]
 FORMAT_NAMES = cast(tuple[FormatName, ...], tuple(FORMATS))
 
 
-def code_points(form: Format) -> Tensor:
+def code_points(form: QuantFormat) -> Tensor:
     """Every finite code of a format that `quantize` may give, as float32; zero once."""
     every = torch.arange(256, dtype=torch.uint8).view(form.dtype).float()
-    usable: Tensor = every.isfinite() & (every.abs() <= form.largest)
+    usable: Tensor = every.isfinite() & (every.abs() <= form.max_value)
     codes: Tensor = every[usable].unique()
     return codes
 
@@ -54,7 +54,7 @@ def test_numbers_between_codes_go_to_the_nearest(name: FormatName) -> None:
 @pytest.mark.parametrize("name", FORMAT_NAMES)
 def test_beyond_the_format_is_clamped_and_never_nan(name: FormatName) -> None:
     """A given scale that is too small gives the largest code, where a plain cast may give NaN."""
-    largest = FORMATS[name].largest
+    largest = FORMATS[name].max_value
     x = torch.tensor([largest * 1.2, -largest * 40, 1e30, -1e38])
     codes, _ = lz.sync.quantize(x, format=name, scale=torch.ones(1))
     assert codes.float().tolist() == [largest, -largest, largest, -largest]

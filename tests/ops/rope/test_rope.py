@@ -19,8 +19,8 @@ def run(*args: Any, **options: Any) -> tuple[Tensor, Tensor]:
     """Build, check, guard and compute a call with the reference."""
     _, full = rope(*args, **options)
     ROPE.check(full)
-    assert ROPE.guard is not None
-    ROPE.guard(full)
+    assert ROPE.validate_values is not None
+    ROPE.validate_values(full)
     out = rope_reference(*full)
     for spec, part in zip(ROPE.outputs(full), out, strict=True):
         assert (tuple(part.shape), f"torch.{spec.dtype}") == (spec.shape, str(part.dtype))
@@ -252,7 +252,7 @@ def test_together_equals_one_by_one(lengths: list[int], interleaved: bool) -> No
         calls.append(rope(q, k, positions, cos, sin, interleaved=interleaved)[1])
     assert ROPE.batching is not None
     rule: Batching = ROPE.batching
-    assert len({rule.group(args) for args in calls}) == 1
+    assert len({rule.batch_key(args) for args in calls}) == 1
     launches = []
 
     def launch(args: Any) -> Any:
@@ -270,7 +270,7 @@ def test_other_tables_are_another_group() -> None:
     assert ROPE.batching is not None
     call = valid()
     build: Any = rope
-    group = ROPE.batching.group(build(**call)[1])
-    assert ROPE.batching.group(build(**(call | {"q": torch.ones(3, 4, 8)}))[1]) == group
-    assert ROPE.batching.group(build(**(call | {"cos": call["cos"].clone()}))[1]) != group
-    assert ROPE.batching.group(build(**call, interleaved=True)[1]) != group
+    group = ROPE.batching.batch_key(build(**call)[1])
+    assert ROPE.batching.batch_key(build(**(call | {"q": torch.ones(3, 4, 8)}))[1]) == group
+    assert ROPE.batching.batch_key(build(**(call | {"cos": call["cos"].clone()}))[1]) != group
+    assert ROPE.batching.batch_key(build(**call, interleaved=True)[1]) != group

@@ -100,7 +100,7 @@ def test_scalings_equal_transformers(
 ) -> None:
     """Frequencies and the factor on cos and sin are the ones transformers uses."""
     theirs, factor = transformers_frequencies(kind, parameters, seq_len)
-    ours, our_factor = scaling.stretch(64, 10000.0)
+    ours, our_factor = scaling.inv_freq(64, 10000.0)
     assert_close(ours, theirs.double(), atol=0, rtol=2e-6)
     assert our_factor == pytest.approx(factor)
     cos, sin = rope_tables(64, 16, scaling=scaling)
@@ -112,7 +112,7 @@ def test_scalings_equal_transformers(
 def test_ntk_keeps_the_fastest_pair_and_stretches_the_slowest() -> None:
     """The first frequency is unchanged, the last is divided by the factor."""
     plain = frequencies(64, 10000.0)
-    ours, factor = NTKScaling(4.0).stretch(64, 10000.0)
+    ours, factor = NTKScaling(4.0).inv_freq(64, 10000.0)
     assert factor == 1.0
     assert float(ours[0]) == float(plain[0]) == 1.0
     assert float(plain[-1] / ours[-1]) == pytest.approx(4.0)
@@ -157,14 +157,22 @@ def test_xpos_table() -> None:
         (lambda: rope_tables(8, 4, scaling="yarn"), TypeError, "scaling needs None, LinearScaling"),  # type: ignore[arg-type]
         (lambda: LinearScaling(0.5), ValueError, "factor needs"),
         (lambda: NTKScaling(math.nan), ValueError, "factor needs"),
-        (lambda: DynamicNTKScaling(2.0, 0, 4), ValueError, "trained needs an int >= 1, got 0"),
+        (
+            lambda: DynamicNTKScaling(2.0, 0, 4),
+            ValueError,
+            "original_max_position_embeddings needs an int >= 1, got 0",
+        ),
         (lambda: DynamicNTKScaling(2.0, 4, 0), ValueError, "seq_len needs an int >= 1, got 0"),
         (
             lambda: YarnScaling(2.0, 64, beta_fast=1.0),
             ValueError,
             "beta_slow needs to be between 0 and beta_fast 1.0",
         ),
-        (lambda: Llama3Scaling(low=4.0, high=4.0), ValueError, "low needs to be between 0 and high 4.0"),
+        (
+            lambda: Llama3Scaling(low_freq_factor=4.0, high_freq_factor=4.0),
+            ValueError,
+            "low_freq_factor needs to be between 0 and high_freq_factor 4.0",
+        ),
         (
             lambda: rope_tables(2, 4, scaling=NTKScaling(2.0)),
             ValueError,

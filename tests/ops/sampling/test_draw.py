@@ -6,7 +6,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from layerzero.ops.sampling.draw import draw, row_seeds, token_weights, uniform
+from layerzero.ops.sampling.draw import row_seeds, sample_from_weights, token_weights, uniform
 from tests.profiles import many_examples
 
 BITS = (1 << 64) - 1
@@ -79,7 +79,7 @@ def test_rows_without_a_largest_number_draw_minus_one() -> None:
     rows = torch.tensor([[math.nan, 1.0], [math.inf, 1.0], [-math.inf, -math.inf], [0.0, -math.inf]])
     for temperature in (0.0, 1.0):
         weights = token_weights(rows, temperature, 1, 0.9)
-        assert draw(weights, torch.arange(4), 0).tolist() == [-1, -1, -1, 0]
+        assert sample_from_weights(weights, torch.arange(4), 0).tolist() == [-1, -1, -1, 0]
 
 
 @given(st.integers(-(1 << 63), (1 << 63) - 1), st.integers(-(1 << 63), (1 << 63) - 1))
@@ -108,5 +108,5 @@ def test_one_seed_gives_each_row_its_own_stream() -> None:
 def test_the_ends_of_the_draw_stay_on_the_tokens() -> None:
     """The lowest point falls on the first token that weighs, the highest on the last, never beside."""
     weights = torch.tensor([[0, 3, 0, 5, 0]])
-    drawn = {int(draw(weights, seed, 0)) for seed in range(200)}
+    drawn = {int(sample_from_weights(weights, seed, 0)) for seed in range(200)}
     assert drawn == {1, 3}

@@ -9,8 +9,8 @@ import torch
 
 from layerzero.backends import load_builtin
 from layerzero.ops.sampling.sampling import SAMPLE
-from layerzero.selection.dispatch import mode, positional
-from layerzero.spec.kernel import Kernel, judge
+from layerzero.selection.dispatch import mode_bits, signature_of
+from layerzero.spec.kernel import Kernel, rejections
 from layerzero.spec.reasons import Reason
 from tests.backends.cases import HERE, why_not_here
 from tests.kernels import device, kernel
@@ -50,7 +50,7 @@ def test_every_kernel_draws_as_the_definition(
 ) -> None:
     """Every combination of filters that a kernel takes gives the reference's tokens."""
     args = arguments(options)
-    assert features <= sampler.capability.features and not judge(sampler, SAMPLE.check(args), HERE)
+    assert features <= sampler.capability.features and not rejections(sampler, SAMPLE.check(args), HERE)
     assert torch.equal(sampler.load()(*args), SAMPLE.reference(*args))
 
 
@@ -73,8 +73,8 @@ def test_a_kernel_without_a_filter_is_refused(
     )
     own = device([fast, kernel("slow.sample", launch_us=90.0)])
     args = arguments(options)
-    plan = own.plan(SAMPLE, positional(SAMPLE, args), args, mode())
-    record = plan.record()
+    plan = own.plan(SAMPLE, signature_of(SAMPLE, args), args, mode_bits())
+    record = plan.selection_for_request()
     assert record.kernel == ("slow.sample" if reasons else "fast.sample")
     assert [r.reason for r in record.candidate("fast.sample").rejected] == reasons
 
@@ -84,5 +84,5 @@ def test_filters_are_keys_of_their_own() -> None:
     own = device([kernel("slow.sample")])
     for options in ({}, {"top_k": 5}, {"top_k": 9}, {"top_p": 0.5}, {"top_k": 5, "top_p": 0.5}):
         args = arguments(options)
-        own.plan(SAMPLE, positional(SAMPLE, args), args, mode())
+        own.plan(SAMPLE, signature_of(SAMPLE, args), args, mode_bits())
     assert own.table(SAMPLE).computed == 4

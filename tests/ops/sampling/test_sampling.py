@@ -12,7 +12,7 @@ from torch import Tensor
 
 import layerzero as lz
 from layerzero.ops.op import Args, Op
-from layerzero.ops.sampling.draw import draw, likeliest, token_weights
+from layerzero.ops.sampling.draw import greedy_tokens, sample_from_weights, token_weights
 from layerzero.ops.sampling.sampling import SAMPLE, SAMPLE_TOPK, SAMPLE_TOPP
 from tests.ops.calls import call, together
 
@@ -102,8 +102,8 @@ def test_a_temperature_of_zero_is_one_rule_as_a_number_and_as_a_tensor(dtype: to
     ]
     rows = torch.cat([torch.tensor(odd), torch.randint(0, 3, (200, 4)).float()]).to(dtype)
     zeros = torch.zeros(len(rows), dtype=torch.float64)
-    plain = likeliest(rows)
-    assert plain.tolist() == draw(token_weights(rows, zeros, 0, 1.0), 3, 0).tolist()
+    plain = greedy_tokens(rows)
+    assert plain.tolist() == sample_from_weights(token_weights(rows, zeros, 0, 1.0), 3, 0).tolist()
     assert plain[:5].tolist() == [1, -1, -1, -1, 0]
     good = rows[plain >= 0]
     assert SAMPLE.reference(good, 0.0, 0, 1.0, 3, 0).tolist() == plain[plain >= 0].tolist()

@@ -9,7 +9,7 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from layerzero.scheduler.core.bisect import run_blaming
+from layerzero.scheduler.core.bisect import bisect_failed_batch
 from layerzero.scheduler.core.pending_call import Failed
 from layerzero.spec.errors import DeviceLostError
 
@@ -41,7 +41,7 @@ def test_exactly_the_culprits_fail(count: int, data: st.DataObject) -> None:
     """Every good call gets its own result, every bad one its own error, at a bounded price."""
     bad = data.draw(st.sets(st.integers(0, count - 1), max_size=6))
     kernel = Kernel(bad)
-    outcomes = run_blaming(kernel, calls(count), pure=True)
+    outcomes = bisect_failed_batch(kernel, calls(count), pure=True)
     for index, outcome in enumerate(outcomes):
         if index in bad:
             assert isinstance(outcome, Failed) and str(outcome.error) == f"bad [{index}]"
@@ -53,7 +53,7 @@ def test_exactly_the_culprits_fail(count: int, data: st.DataObject) -> None:
 def test_what_is_not_pure_runs_once() -> None:
     """An op with effects is never run again, so all of its batch fails."""
     kernel = Kernel({3})
-    outcomes = run_blaming(kernel, calls(8), pure=False)
+    outcomes = bisect_failed_batch(kernel, calls(8), pure=False)
     assert kernel.runs == [8]
     assert all(isinstance(outcome, Failed) for outcome in outcomes)
 
@@ -61,7 +61,7 @@ def test_what_is_not_pure_runs_once() -> None:
 def test_a_lost_device_is_nobodys_fault() -> None:
     """Errors of the device are not looked for among the callers."""
     kernel = Kernel({3}, DeviceLostError("gone", retryable=False))
-    outcomes = run_blaming(kernel, calls(8), pure=True)
+    outcomes = bisect_failed_batch(kernel, calls(8), pure=True)
     assert kernel.runs == [8]
     assert all(isinstance(outcome, Failed) for outcome in outcomes)
 
@@ -75,7 +75,7 @@ def test_outcomes_that_differ_are_final() -> None:
         runs.append(len(these))
         return mixed
 
-    assert run_blaming(run, calls(3), pure=True) == mixed
+    assert bisect_failed_batch(run, calls(3), pure=True) == mixed
     assert runs == [3]
 
 
@@ -89,6 +89,6 @@ def test_an_executor_that_breaks_its_contract_fails_its_calls() -> None:
         return []
 
     for run, text in ((raises, "inside"), (too_few, "0 outcomes")):
-        outcomes = run_blaming(run, calls(2), pure=True)
+        outcomes = bisect_failed_batch(run, calls(2), pure=True)
         assert len(outcomes) == 2
         assert all(isinstance(o, Failed) and text in str(o.error) for o in outcomes)

@@ -9,23 +9,28 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from layerzero.perfdb import Site
-from layerzero.selection.cost.kriging import NOISE, alike, factored, weighted
-from layerzero.selection.cost.measured_points import CROWD, LAYOUT_OCTAVES, Place, crowds
+from layerzero.perfdb import BenchmarkCase
+from layerzero.selection.cost.kriging import NOISE, cholesky, cholesky_solve, covariance
+from layerzero.selection.cost.measured_points import (
+    LAYOUT_OCTAVES,
+    MAX_CLUSTER,
+    MeasuredPoint,
+    split_clusters,
+)
 
 POINT = st.lists(st.floats(0.0, 12.0), min_size=2, max_size=2)
 
 
 def value(positions: Sequence[Sequence[float]], values: Sequence[float], at: Sequence[float]) -> float:
-    weights = weighted(factored(positions), values)
-    return sum(w * alike(math.dist(at, there)) for w, there in zip(weights, positions, strict=True))
+    weights = cholesky_solve(cholesky(positions), values)
+    return sum(w * covariance(math.dist(at, there)) for w, there in zip(weights, positions, strict=True))
 
 
 @given(st.lists(st.tuples(POINT, st.floats(-3.0, 3.0)), min_size=1, max_size=12))
 def test_the_weights_solve_their_equations(measured: list[tuple[list[float], float]]) -> None:
     """At each place the sum over all, and its own share of noise, is what was measured there."""
     positions, values = [p for p, _ in measured], [v for _, v in measured]
-    weights = weighted(factored(positions), values)
+    weights = cholesky_solve(cholesky(positions), values)
     for at, own, weight in zip(positions, values, weights, strict=True):
         assert value(positions, values, at) + NOISE * weight == pytest.approx(own, abs=1e-6)
 
@@ -33,8 +38,8 @@ def test_the_weights_solve_their_equations(measured: list[tuple[list[float], flo
 @given(st.lists(POINT, min_size=2, max_size=12), st.integers(0, 12))
 def test_a_triangle_that_was_begun_ends_alike(positions: list[list[float]], begun: int) -> None:
     """Rows that are known already are not computed again, and change nothing."""
-    whole = factored(positions)
-    assert factored(positions, factored(positions[:begun])) == whole
+    whole = cholesky(positions)
+    assert cholesky(positions, cholesky(positions[:begun])) == whole
 
 
 def test_a_crowd_does_not_outvote_the_rest() -> None:
@@ -50,26 +55,26 @@ def test_a_trend_is_followed_between_places() -> None:
     assert 0.1 < near < 0.4 and 0.6 < far < 0.9
 
 
-def paged(m: int, p: int) -> Place:
+def paged(m: int, p: int) -> MeasuredPoint:
     dims = (("B", 16), ("D", 128), ("M", m), ("N", 16 * m), ("P", p))
-    return Place(Site(op="paged_attention", dtype="bfloat16", dims=dims), "eager", 1.0)
+    return MeasuredPoint(BenchmarkCase(op="paged_attention", dtype="bfloat16", dims=dims), "eager", 1.0)
 
 
 def test_pages_stand_where_their_tokens_do() -> None:
     """Sequences of equal length in pages of another size stand nearer than sequences twice as long."""
-    [crowd] = crowds([paged(64, 16), paged(32, 32), paged(128, 16)])
+    [crowd] = split_clusters([paged(64, 16), paged(32, 32), paged(128, 16)])
     own, other, longer = crowd.distances(paged(64, 16).position)
     assert own == 0.0 < other < longer == pytest.approx(1.0, abs=0.01)
 
 
-def dense(b: int, hq: int, hk: int) -> Place:
+def dense(b: int, hq: int, hk: int) -> MeasuredPoint:
     dims = (("B", b), ("D", 128), ("G", hq // hk), ("Hk", hk), ("Hq", hq), ("Sk", 4096), ("Sq", 1))
-    return Place(Site(op="attention", dtype="bfloat16", dims=dims), "eager", 1.0)
+    return MeasuredPoint(BenchmarkCase(op="attention", dtype="bfloat16", dims=dims), "eager", 1.0)
 
 
 def test_sequences_and_heads_fill_a_machine_alike() -> None:
     """Twice the sequences of half the heads stand nearer than twice the sequences."""
-    [crowd] = crowds([dense(8, 32, 8), dense(16, 16, 4), dense(16, 32, 8)])
+    [crowd] = split_clusters([dense(8, 32, 8), dense(16, 16, 4), dense(16, 32, 8)])
     own, alike, more = crowd.distances(dense(8, 32, 8).position)
     assert own == 0.0 < alike < more
 
@@ -80,24 +85,31 @@ def test_kernels_with_places_in_common_get_their_own_weights() -> None:
     places = [dense(b, hq, 8) for b, hq in sizes]
     for n, place in enumerate(places):
         place.times = place.offsets = {"a": 0.1 * n} | ({"b": math.sin(n)} if n % 3 else {})
-    [crowd], [alone] = crowds(places), crowds(places)
+    [crowd], [alone] = split_clusters(places), split_clusters(places)
     crowd.weights("a")
     assert crowd.weights("b") == alone.weights("b")
 
 
 def test_an_axis_that_nobody_has_counts() -> None:
     """A call of another layout stands half an octave from every place, with no axis for it among them."""
-    place = Place(Site(op="rms_norm", dtype="float32", layout="a", dims=(("C", 64),)), "eager", 1.0)
-    other = Place(Site(op="rms_norm", dtype="float32", layout="b", dims=(("C", 64),)), "eager", 1.0)
-    [crowd] = crowds([place])
+    place = MeasuredPoint(
+        BenchmarkCase(op="rms_norm", dtype="float32", layout="a", dims=(("C", 64),)), "eager", 1.0
+    )
+    other = MeasuredPoint(
+        BenchmarkCase(op="rms_norm", dtype="float32", layout="b", dims=(("C", 64),)), "eager", 1.0
+    )
+    [crowd] = split_clusters([place])
     assert crowd.distances(other.position) == [pytest.approx(LAYOUT_OCTAVES)]
 
 
 def test_large_crowds_are_halved_and_none_is_lost() -> None:
     """Every place gets a crowd of bearable size; neighbours along the longest axis share one."""
-    sizes = [(("C", 128 << (n % 3)), ("N", 1 << n // 30)) for n in range(3 * CROWD)]
-    places = [Place(Site(op="rms_norm", dtype="float32", dims=dims), "eager", 1.0) for dims in sizes]
-    found = crowds(places)
-    assert {id(p) for crowd in found for p in crowd.places} == {id(p) for p in places}
-    assert all(len(crowd.places) <= CROWD for crowd in found) and len(found) == 4
-    assert places[0].crowd is places[1].crowd is not places[-1].crowd
+    sizes = [(("C", 128 << (n % 3)), ("N", 1 << n // 30)) for n in range(3 * MAX_CLUSTER)]
+    places = [
+        MeasuredPoint(BenchmarkCase(op="rms_norm", dtype="float32", dims=dims), "eager", 1.0)
+        for dims in sizes
+    ]
+    found = split_clusters(places)
+    assert {id(p) for crowd in found for p in crowd.points} == {id(p) for p in places}
+    assert all(len(crowd.points) <= MAX_CLUSTER for crowd in found) and len(found) == 4
+    assert places[0].cluster is places[1].cluster is not places[-1].cluster

@@ -7,11 +7,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from layerzero.selection.policy.condition import Condition, parse_conditions
-from layerzero.spec.call_spec import Request
+from layerzero.spec.call_spec import CallSpec
 from layerzero.spec.errors import PolicyValidationError
 from tests.profiles import many_examples
 
-REQUEST = Request(
+REQUEST = CallSpec(
     op="attention",
     dtype="bfloat16",
     device="cuda:0",

@@ -12,7 +12,7 @@ from layerzero._util.strict_yaml import MAX_BYTES
 from layerzero.selection.policy import EMPTY, Layer, environment_policy, load_policy, merge, parse_policy
 from layerzero.selection.policy.load import MAX_RULES
 from layerzero.selection.policy.rules import AVOIDED, PREFERRED
-from layerzero.spec.call_spec import Request
+from layerzero.spec.call_spec import CallSpec
 from layerzero.spec.errors import ConfigurationError, PolicyLoadError, PolicyValidationError
 from tests.profiles import many_examples
 
@@ -59,7 +59,7 @@ def test_wall_clock_ends_become_monotonic() -> None:
     data = b"rules:\n  - deny: a\n    until: 1970-01-01T00:01:40+00:00\n"
     policy = parse_policy(data, "p.yaml", clock=lambda: 1000.0, wall=lambda: 90.0).policy
     assert policy.rules[0].until == 1010.0
-    assert policy.at(1010.0).policy == EMPTY
+    assert policy.active_at(1010.0).policy == EMPTY
 
 
 @pytest.mark.parametrize("data", [b"", b"version: 1\n", b"rules: []\n", b"# nothing\n"])
@@ -145,7 +145,7 @@ def test_unknown_names_are_findings_and_errors_under_strict() -> None:
 def test_a_lock_on_an_absent_kernel_refuses_the_others() -> None:
     """The file's lock is not dropped: selection finds no kernel and can say why (K19)."""
     loaded = parse_policy(b"rules:\n  - lock: absent\n    op: attention\n", "p.yaml", known_kernels=KERNELS)
-    verdict = loaded.policy.verdict("flashinfer.attention", "flashinfer", Request(op="attention"))
+    verdict = loaded.policy.verdict("flashinfer.attention", "flashinfer", CallSpec(op="attention"))
     assert not verdict.allowed and verdict.lock is not None and "p.yaml:2" in str(verdict.reasons[0])
 
 
@@ -154,7 +154,7 @@ def test_the_environment_overrides_the_file() -> None:
     file = parse_policy(b"rules:\n  - lock: flash_attn\n    op: attention\n", "p.yaml").policy
     env = environment_policy({"LAYERZERO_LOCK": "attention=flashinfer"})
     value = merge(file, env)
-    request = Request(op="attention")
+    request = CallSpec(op="attention")
     assert value.verdict("flashinfer.attention", "flashinfer", request).allowed
     assert not value.verdict("flash_attn.attention", "flash_attn", request).allowed
 

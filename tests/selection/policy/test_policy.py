@@ -14,12 +14,12 @@ from hypothesis import strategies as st
 
 from layerzero.selection.policy.policy import EMPTY, NO_BOOST, Policy, describe, merge
 from layerzero.selection.policy.rules import AVOIDED, PREFERRED, Action, Boost, Layer, Rule, make_rule
-from layerzero.spec.call_spec import Request
+from layerzero.spec.call_spec import CallSpec
 from layerzero.spec.errors import PolicyValidationError
 from layerzero.spec.reasons import Reason
 from tests.profiles import many_examples
 
-CAUSAL = Request(op="attention", dims={"Sq": 2048, "D": 64}, features=frozenset({"causal"}))
+CAUSAL = CallSpec(op="attention", dims={"Sq": 2048, "D": 64}, features=frozenset({"causal"}))
 FLASH = ("flash_attn.attention", "flash_attn")
 TORCH = ("torch_sdpa.attention.math", "torch_sdpa")
 
@@ -28,7 +28,7 @@ def policy(*rules: Rule) -> Policy:
     return Policy(rules)
 
 
-def codes(value: Policy, kernel: tuple[str, str], request: Request = CAUSAL) -> list[Reason]:
+def codes(value: Policy, kernel: tuple[str, str], request: CallSpec = CAUSAL) -> list[Reason]:
     verdict = value.verdict(*kernel, request)
     assert verdict.allowed is (not verdict.reasons)
     return [rejected.reason for rejected in verdict.reasons]
@@ -68,10 +68,10 @@ def test_the_highest_layer_with_an_allow_list_decides() -> None:
 def test_lock_of_attention_causal_to_a_backend() -> None:
     """Under the lock one backend serves causal attention; other requests stay free (T7)."""
     value = policy(make_rule("lock", "flash_attn", op="attention.causal"))
-    assert codes(value, FLASH) == [] and codes(value, TORCH) == [Reason.LOCKED_ELSEWHERE]
+    assert codes(value, FLASH) == [] and codes(value, TORCH) == [Reason.LOCKED_TO_ANOTHER]
     plain = CAUSAL.replace(features=frozenset())
-    assert codes(value, TORCH, plain) == [] and value.facing(plain).lock is None
-    locked = value.facing(CAUSAL).lock
+    assert codes(value, TORCH, plain) == [] and value.for_request(plain).lock is None
+    locked = value.for_request(CAUSAL).lock
     assert locked is not None and locked.patterns == ("flash_attn",)
 
 
@@ -82,7 +82,7 @@ def test_locks_of_higher_layers_win(low: Layer) -> None:
     below = policy(make_rule("lock", "flash_attn", op="attention", layer=low))
     above = policy(make_rule("lock", "torch_sdpa", op="attention", layer=high))
     for value in (merge(below, above), merge(above, below)):
-        assert codes(value, TORCH) == [] and codes(value, FLASH) == [Reason.LOCKED_ELSEWHERE]
+        assert codes(value, TORCH) == [] and codes(value, FLASH) == [Reason.LOCKED_TO_ANOTHER]
 
 
 def test_within_a_layer_the_later_lock_wins() -> None:
@@ -90,7 +90,7 @@ def test_within_a_layer_the_later_lock_wins() -> None:
     first = make_rule("lock", "flash_attn", op="attention")
     second = make_rule("lock", "torch_sdpa", op="attention", when="Sq > 1024")
     assert codes(policy(first, second), TORCH) == []
-    assert codes(policy(first, second), TORCH, CAUSAL.replace(dims={"Sq": 8})) == [Reason.LOCKED_ELSEWHERE]
+    assert codes(policy(first, second), TORCH, CAUSAL.replace(dims={"Sq": 8})) == [Reason.LOCKED_TO_ANOTHER]
 
 
 def test_a_lock_beats_denials_up_to_its_layer_only() -> None:
@@ -114,7 +114,7 @@ def test_every_reason_is_listed() -> None:
     assert codes(value, FLASH) == [
         Reason.POLICY_DENIED,
         Reason.POLICY_DENIED,
-        Reason.LOCKED_ELSEWHERE,
+        Reason.LOCKED_TO_ANOTHER,
         Reason.POLICY_NOT_ALLOWED,
     ]
 
@@ -189,11 +189,11 @@ def test_timeboxed_rules_end() -> None:
     short = make_rule("deny", "torch_sdpa", until=10.0)
     longer = make_rule("boost", "torch*", factor=0.5, until=20.0)
     value = policy(lasting, short, longer)
-    assert value.at(0.0).policy is value and value.at(0.0).next_change == 10.0
-    after = value.at(10.0)
+    assert value.active_at(0.0).policy is value and value.active_at(0.0).next_change == 10.0
+    after = value.active_at(10.0)
     assert after.policy.rules == (lasting, longer) and after.next_change == 20.0
-    assert value.at(20.0).policy.rules == (lasting,) and value.at(20.0).next_change is None
-    assert policy(lasting).at(5.0).policy == policy(lasting)
+    assert value.active_at(20.0).policy.rules == (lasting,) and value.active_at(20.0).next_change is None
+    assert policy(lasting).active_at(5.0).policy == policy(lasting)
 
 
 def test_the_digest_is_of_meaning() -> None:
@@ -260,7 +260,7 @@ def test_a_request_pays_for_its_own_op_s_distinct_conditions_only() -> None:
         *(make_rule("deny", f"b{n}.*", op=ops[n % 10], when=f"Sq > {n // 20}") for n in range(100))
     )
     sizes = CountedSizes(Sq=2)
-    facing = value.facing(Request(op="attention", dims=sizes))
+    facing = value.for_request(CallSpec(op="attention", dims=sizes))
     verdicts = [facing.verdict(f"b{n}.attention", f"b{n}") for n in range(100)]
     assert sizes.reads == 5
     assert [n for n, verdict in enumerate(verdicts) if not verdict.allowed] == [0, 10, 20, 30]
@@ -309,7 +309,7 @@ MEETING = [
 
 
 requests = st.builds(
-    lambda op, sq, d, causal: Request(
+    lambda op, sq, d, causal: CallSpec(
         op=op, dims={"Sq": sq, "D": d}, features=frozenset({"causal"} if causal else ())
     ),
     st.sampled_from(["attention", "linear", "rope"]),
@@ -319,7 +319,7 @@ requests = st.builds(
 )
 
 
-def naive(chain: list[Rule], kernel: tuple[str, str], request: Request) -> tuple[set[Reason], float]:
+def naive(chain: list[Rule], kernel: tuple[str, str], request: CallSpec) -> tuple[set[Reason], float]:
     """The rules of the module docstring, written as directly as they read."""
     ordered = [r for r in sorted(chain, key=lambda r: r.layer) if r.applies(request)]
 
@@ -335,7 +335,7 @@ def naive(chain: list[Rule], kernel: tuple[str, str], request: Request) -> tuple
         if rule.action == "deny" and names(rule) and not spared:
             reasons.add(Reason.POLICY_DENIED)
     if lock is not None and not locked:
-        reasons.add(Reason.LOCKED_ELSEWHERE)
+        reasons.add(Reason.LOCKED_TO_ANOTHER)
     allows = [r for r in ordered if r.action == "allow"]
     if allows and not locked:
         top = max(r.layer for r in allows)
@@ -355,7 +355,7 @@ def naive(chain: list[Rule], kernel: tuple[str, str], request: Request) -> tuple
     st.sampled_from([FLASH, TORCH, ("liger.linear", "liger")]),
 )
 def test_the_index_gives_what_the_words_say(
-    chain: list[Rule], request: Request, kernel: tuple[str, str]
+    chain: list[Rule], request: CallSpec, kernel: tuple[str, str]
 ) -> None:
     """The bit index agrees with a direct reading of the precedence rules, reason by reason and in cost."""
     value = Policy(tuple(chain))
@@ -363,4 +363,4 @@ def test_the_index_gives_what_the_words_say(
     reasons, cost = naive(chain, kernel, request)
     assert {rejected.reason for rejected in verdict.reasons} == reasons
     assert verdict.boost.apply(100.0) == pytest.approx(cost)
-    assert value.facing(request).verdict(*kernel) == verdict
+    assert value.for_request(request).verdict(*kernel) == verdict

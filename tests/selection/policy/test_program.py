@@ -9,20 +9,20 @@ import pytest
 
 from layerzero.selection.policy import EMPTY, Layer, Policy, merge, parse_policy
 from layerzero.selection.policy.program import (
-    disabling,
+    allow_only,
+    exclusion,
     get_locks,
     lock,
-    only,
-    preferring,
-    requesting,
+    preference,
+    request_lock,
     unlock,
 )
-from layerzero.spec.call_spec import Request
+from layerzero.spec.call_spec import CallSpec
 from layerzero.spec.errors import PolicyValidationError
 
 OPS = {"attention", "rms_norm"}
 KERNELS = {"flashinfer.attention", "torch_sdpa.attention.math", "liger.rms_norm"}
-ATTENTION = Request(op="attention")
+ATTENTION = CallSpec(op="attention")
 FLASHINFER = ("flashinfer.attention", "flashinfer")
 TORCH = ("torch_sdpa.attention.math", "torch_sdpa")
 
@@ -84,28 +84,31 @@ def test_only_the_program_s_own_locks_are_removed() -> None:
 def test_locks_can_be_timeboxed() -> None:
     """A lock with an end is gone after it."""
     value = lock(EMPTY, "attention", "flashinfer", until=5.0)
-    assert get_locks(value.at(4.9).policy) == {"attention": "flashinfer"} and not value.at(5.0).policy
+    assert (
+        get_locks(value.active_at(4.9).policy) == {"attention": "flashinfer"}
+        and not value.active_at(5.0).policy
+    )
 
 
 def test_prefer_disabled_only_and_backend_make_layers() -> None:
     """A block prefers, denies or narrows; a call's backend= locks above all of them."""
-    assert preferring("torch_sdpa").verdict(*TORCH, ATTENTION).boost.factor < 1
-    assert not disabling("torch_sdpa").verdict(*TORCH, ATTENTION).allowed
-    narrowed = only("torch_sdpa")
+    assert preference("torch_sdpa").verdict(*TORCH, ATTENTION).boost.factor < 1
+    assert not exclusion("torch_sdpa").verdict(*TORCH, ATTENTION).allowed
+    narrowed = allow_only("torch_sdpa")
     assert (
         narrowed.verdict(*TORCH, ATTENTION).allowed and not narrowed.verdict(*FLASHINFER, ATTENTION).allowed
     )
-    asked = requesting("attention", "flashinfer", known_ops=OPS, known_kernels=KERNELS)
-    value = merge(disabling("flashinfer"), narrowed, asked)
+    asked = request_lock("attention", "flashinfer", known_ops=OPS, known_kernels=KERNELS)
+    value = merge(exclusion("flashinfer"), narrowed, asked)
     assert value.verdict(*FLASHINFER, ATTENTION).allowed and not value.verdict(*TORCH, ATTENTION).allowed
-    assert {r.layer for r in preferring("a").rules} == {Layer.CONTEXT}
-    assert [r.source for r in disabling("a", "b").rules] == ["disable('a', 'b')"]
+    assert {r.layer for r in preference("a").rules} == {Layer.CONTEXT}
+    assert [r.source for r in exclusion("a", "b").rules] == ["disable('a', 'b')"]
 
 
 def test_a_backend_that_does_not_exist_raises() -> None:
     """`backend=` of an unknown name is an error."""
     with pytest.raises(PolicyValidationError, match="did you mean 'flashinfer'"):
-        requesting("attention", "flashnifer", known_ops=OPS, known_kernels=KERNELS)
+        request_lock("attention", "flashnifer", known_ops=OPS, known_kernels=KERNELS)
 
 
 def test_nested_blocks_and_threads_see_their_own_layers() -> None:
@@ -116,8 +119,8 @@ def test_nested_blocks_and_threads_see_their_own_layers() -> None:
     def allowed() -> bool:
         return layers.get().verdict(*TORCH, ATTENTION).allowed
 
-    outer = layers.set(merge(layers.get(), preferring("torch_sdpa")))
-    inner = layers.set(merge(layers.get(), disabling("torch_sdpa")))
+    outer = layers.set(merge(layers.get(), preference("torch_sdpa")))
+    inner = layers.set(merge(layers.get(), exclusion("torch_sdpa")))
     seen["inner"] = allowed()
     thread = threading.Thread(target=lambda: seen.update(thread=allowed()))
     thread.start()
@@ -130,8 +133,8 @@ def test_nested_blocks_and_threads_see_their_own_layers() -> None:
 
 def test_a_policy_swapped_by_assignment_is_never_torn() -> None:
     """Readers of one reference see one whole policy or the other, never a mixture (CS-009, CS-031)."""
-    one = merge(lock(EMPTY, "attention", "flashinfer"), disabling("torch_sdpa"))
-    two = merge(lock(EMPTY, "attention", "torch_sdpa"), disabling("flashinfer"))
+    one = merge(lock(EMPTY, "attention", "flashinfer"), exclusion("torch_sdpa"))
+    two = merge(lock(EMPTY, "attention", "torch_sdpa"), exclusion("flashinfer"))
     whole = {(True, False), (False, True)}
     # The detector sees a torn read: one verdict from each policy.
     assert (one.verdict(*FLASHINFER, ATTENTION).allowed, two.verdict(*TORCH, ATTENTION).allowed) not in whole
@@ -142,7 +145,7 @@ def test_a_policy_swapped_by_assignment_is_never_torn() -> None:
 
     def read() -> None:
         while not stop.is_set():
-            facing = box[0].facing(ATTENTION)
+            facing = box[0].for_request(ATTENTION)
             pair = (facing.verdict(*FLASHINFER).allowed, facing.verdict(*TORCH).allowed)
             reads[0] += 1
             if pair not in whole:

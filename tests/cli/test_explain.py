@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import layerzero
-from layerzero.cli.asking import nearest
+from layerzero.cli.explain import nearest_refusal
 from layerzero.selection.record import Candidate
 from layerzero.spec.reasons import Reason, Rejected
 from tests.cli.command import Lz
@@ -25,7 +25,7 @@ EXAMPLES: dict[str, tuple[str, ...]] = {
     "add_layer_norm": ("--shape", "4x8"),
     "add_rms_norm": ("--shape", "4x8"),
     "alibi": ("slopes=8", "q_len=4", "k_len=16"),
-    "append_kv": ("k=4x2x8", "v=4x2x8", "k_pages=8x16x2x8", "v_pages=8x16x2x8", "slots=4:i64"),
+    "append_kv": ("k=4x2x8", "v=4x2x8", "k_cache=8x16x2x8", "v_cache=8x16x2x8", "slot_mapping=4:i64"),
     "attention": ("--shape", "1x2x4x8"),
     "cross_entropy": ("logits=4x8", "target=4:i64"),
     "dequantize": ("codes=4x8:i8", "scale=4x1", "dtype=bfloat16"),
@@ -151,8 +151,8 @@ def test_the_nearest_needs_every_reason_removed() -> None:
     causal = Rejected(Reason.CAUSAL_UNSUPPORTED, "causal", "calls without causal", "causal", "no causal")
     stuck = Candidate("a.op", "a", None, (hardware, size))
     both = Candidate("b.op", "b", None, (size, causal))
-    assert nearest([stuck, both]) == "b.op would take it with D <= 128 and no causal"
-    assert nearest([stuck]) is None
+    assert nearest_refusal([stuck, both]) == "b.op would take it with D <= 128 and no causal"
+    assert nearest_refusal([stuck]) is None
 
 
 def test_a_policy_file_governs_the_answer(lz: Lz, tmp_path: Path) -> None:

@@ -1,6 +1,6 @@
 """Train the small Llama model that the generation example ships: tokenizer, weights, held-out bits per byte.
 
-    python examples/train_generate.py [--device cuda] [--steps 2600] [--out FOLDER]
+    python examples/train.py [--device cuda] [--steps 2600] [--out FOLDER]
 
 It reads `data/generate/prose.txt.xz` (the King James Version, in the public domain), keeps every 20th chapter
 out of training, and writes a folder in Hugging Face's Llama shape. Minutes on a GPU, hours on a CPU;
@@ -162,11 +162,11 @@ class Text:
     def __init__(self, tokenizer: Tokenizer, texts: list[str], device: torch.device) -> None:
         end = tokenizer.token_to_id("</s>")
         tokens = [[*tokenizer.encode(text).ids, end] for text in texts]
-        kept = [ids for index, ids in enumerate(tokens) if not is_held_out(index)]
-        self.stream = torch.tensor([token for ids in kept for token in ids], device=device)
-        held = [index for index in range(len(texts)) if is_held_out(index)]
-        self.held_out = [torch.tensor(tokens[index], device=device) for index in held]
-        self.held_out_bytes = sum(len(texts[index].encode()) for index in held)
+        training = [ids for index, ids in enumerate(tokens) if not is_held_out(index)]
+        self.stream = torch.tensor([token for ids in training for token in ids], device=device)
+        held_out = [index for index in range(len(texts)) if is_held_out(index)]
+        self.held_out = [torch.tensor(tokens[index], device=device) for index in held_out]
+        self.held_out_bytes = sum(len(texts[index].encode()) for index in held_out)
 
     def window(self, length: int, generator: torch.Generator) -> Tensor:
         """TOKENS_A_STEP // length windows of length + 1 tokens at random places."""
@@ -214,7 +214,7 @@ def train(model: Decoder, text: Text, options: argparse.Namespace) -> tuple[dict
         lr=options.rate,
         betas=(0.9, 0.95),
     )
-    best, kept, log, began = math.inf, {}, [], time.perf_counter()
+    best, best_weights, log, began = math.inf, {}, [], time.perf_counter()
     for step in range(options.steps):
         for group in optimizer.param_groups:
             group["lr"] = options.rate * _schedule(step, options.steps)
@@ -233,8 +233,10 @@ def train(model: Decoder, text: Text, options: argparse.Namespace) -> tuple[dict
             print(f"{log[-1]} after {seconds:.0f} s", flush=True)
             if held_out < best:
                 best = held_out
-                kept = {name: weight.detach().cpu().clone() for name, weight in model.named_parameters()}
-    return kept, log
+                best_weights = {
+                    name: weight.detach().cpu().clone() for name, weight in model.named_parameters()
+                }
+    return best_weights, log
 
 
 def _schedule(step: int, steps: int) -> float:

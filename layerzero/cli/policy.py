@@ -5,7 +5,7 @@ from __future__ import annotations
 import click
 
 from layerzero.backends import load_builtin
-from layerzero.cli import show
+from layerzero.cli import output
 from layerzero.cli.options import json_option
 from layerzero.ops import table as ops_table
 from layerzero.selection.policy import load_policy
@@ -38,14 +38,16 @@ def check(ctx: click.Context, file: str, strict: bool, json_: bool) -> None:
         )
     except PolicyLoadError as error:
         if json_:
-            show.as_json({"ok": False, "path": error.path, "line": error.line, "error": str(error)})
+            output.as_json({"ok": False, "path": error.path, "line": error.line, "error": str(error)})
         else:
-            show.line(str(error), bad=True)
+            output.line(str(error), bad=True)
         ctx.exit(1)
     rules = describe(loaded.policy)
     if json_:
-        warnings = [{"source": found.rule.source, "message": found.message} for found in loaded.findings]
-        show.as_json({"ok": True, "digest": loaded.policy.digest, "rules": rules, "warnings": warnings})
+        warnings = [
+            {"source": warning.rule.source, "message": warning.message} for warning in loaded.findings
+        ]
+        output.as_json({"ok": True, "digest": loaded.policy.digest, "rules": rules, "warnings": warnings})
         return
     rows = [
         (
@@ -58,7 +60,7 @@ def check(ctx: click.Context, file: str, strict: bool, json_: bool) -> None:
         )
         for rule in loaded.policy.rules
     ]
-    show.table(f"{len(rows)} rules", ("from", "action", "kernels", "op", "when", "note"), rows)
+    output.table(f"{len(rows)} rules", ("from", "action", "kernels", "op", "when", "note"), rows)
     for finding in loaded.findings:
-        show.line(f"warning: {finding.rule.source}: {finding.message}")
-    show.line(f"{file}: valid")
+        output.line(f"warning: {finding.rule.source}: {finding.message}")
+    output.line(f"{file}: valid")

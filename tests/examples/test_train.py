@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-training = pytest.importorskip("train_generate", reason="the script needs safetensors and tokenizers")
+training = pytest.importorskip("train", reason="the script needs safetensors and tokenizers")
 
 
 def held_out(count: int) -> list[str]:

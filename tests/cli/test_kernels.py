@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 
 import layerzero
-from layerzero.api.doctor import Report
-from layerzero.cli import looking
+from layerzero.api.doctor import DoctorReport
+from layerzero.cli import doctor
 from tests.cli.command import Lz
 
 
@@ -70,9 +70,9 @@ def test_doctor_in_json(lz: Lz) -> None:
 def test_a_broken_required_part_is_status_1(lz: Lz, monkeypatch: pytest.MonkeyPatch) -> None:
     """Both forms of the report say so."""
 
-    def broken(**asked: Any) -> Report:
+    def broken(**asked: Any) -> DoctorReport:
         report = layerzero.doctor(**asked)
-        return Report(
+        return DoctorReport(
             host=report.host,
             torch=report.torch,
             libraries=report.libraries,
@@ -80,7 +80,7 @@ def test_a_broken_required_part_is_status_1(lz: Lz, monkeypatch: pytest.MonkeyPa
             problems=("torch needs at least 99",),
         )
 
-    monkeypatch.setattr(looking, "examine", broken)
+    monkeypatch.setattr(doctor, "examine", broken)
     text, plain = lz("doctor", "--quick"), lz("doctor", "--quick", "--json")
     assert (text.exit_code, plain.exit_code) == (1, 1)
     assert "problem: torch needs at least 99" in text.stdout

@@ -1,6 +1,6 @@
 """An embedding service in one process: every request is its own coroutine, and requests meet in batches.
 
-    python examples/embedding_service.py [--device cpu|cuda] [--quick] [--json FILE]
+    python examples/embed.py [--device cpu|cuda] [--quick] [--json FILE]
 
 It embeds a few hundred sentences of old books with all-MiniLM-L6-v2 in five ways, checks every result
 against sentence-transformers, compares throughput, latency and how free the event loop stayed, and says which
@@ -42,7 +42,7 @@ from measuring.report import (
     summary,
 )
 from measuring.tables import show
-from minilm import MiniLM, read_sentences, reference_embeddings
+from models.minilm import MiniLM, read_sentences, reference_embeddings
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from torch import Tensor
@@ -134,7 +134,7 @@ class Rounds:
         await self.counted(ONE, one_after_another(self.embed, texts))
 
     async def counted(self, name: str, running: Awaitable[Run]) -> None:
-        """Keep a run together with the batch sizes that the lane counted meanwhile."""
+        """Keep a run together with the batch sizes that the batcher counted meanwhile."""
         before = launches(self.runtime)
         run = await running
         run.batches = dict(launches(self.runtime) - before)
@@ -180,15 +180,17 @@ def parse(arguments: list[str] | None) -> Options:
     parser.add_argument("--load", type=float, default=1.0, help="arrivals over the best rate of (b) and (d)")
     parser.add_argument("--seed", type=int, default=7, help="seed of the arrival times")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all numbers here")
-    given = parser.parse_args(arguments)
-    if given.rounds < 1:
-        parser.error(f"--rounds needs to be at least 1, got {given.rounds}")
-    if not given.load > 0:
-        parser.error(f"--load needs to be above 0, got {given.load}")
-    if given.device == "cuda" and not torch.cuda.is_available():
+    options = parser.parse_args(arguments)
+    if options.rounds < 1:
+        parser.error(f"--rounds needs to be at least 1, got {options.rounds}")
+    if not options.load > 0:
+        parser.error(f"--load needs to be above 0, got {options.load}")
+    if options.device == "cuda" and not torch.cuda.is_available():
         parser.error("--device cuda needs a CUDA device and a torch built for it; this torch sees none")
-    quick = given.quick or os.environ.get("LZ_DEMO_QUICK", "") not in ("", "0")
-    return Options(given.device, quick, 1 if quick else given.rounds, given.load, given.seed, given.json)
+    quick = options.quick or os.environ.get("LZ_DEMO_QUICK", "") not in ("", "0")
+    return Options(
+        options.device, quick, 1 if quick else options.rounds, options.load, options.seed, options.json
+    )
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -6,7 +6,7 @@ import click
 import msgspec
 
 from layerzero.api.warmup import WarmupReport, readiness_check, warmup_blocking
-from layerzero.cli import show
+from layerzero.cli import output
 from layerzero.cli.options import json_option, runtime_of
 from layerzero.spec.errors import ConfigurationError
 from layerzero.warmup import Manifest, Warmed
@@ -29,16 +29,18 @@ def warmup(ctx: click.Context, manifest: str, timeout: float | None, device: str
     MANIFEST is what `Manifest.save` wrote, or the folder of a Llama with its config.json. Exit status 1 where
     a critical call failed or was late, or the settings' dispatch table decides nothing here.
     """
-    with runtime_of(device, None, False), show.progress("warm-up", json_, _named) as told:
-        report = warmup_blocking(read(manifest), device=device, timeout_s=timeout, progress=told, whole=True)
+    with runtime_of(device, None, False), output.progress("warm-up", json_, _named) as progress:
+        report = warmup_blocking(
+            read(manifest), device=device, timeout_s=timeout, progress=progress, whole=True
+        )
     if json_:
-        show.as_json({"ready": report.ready, **msgspec.structs.asdict(report)})
+        output.as_json({"ready": report.ready, **msgspec.structs.asdict(report)})
     else:
-        show.table(f"warm-up {report.version} on {report.device}", _COLUMNS, _rows(report))
-        show.line(f"{len(report.critical) + len(report.others)} calls in {report.seconds:.1f} s")
-        show.line(f"{report.compiled} compilers started")
+        output.table(f"warm-up {report.version} on {report.device}", _COLUMNS, _rows(report))
+        output.line(f"{len(report.critical) + len(report.others)} calls in {report.seconds:.1f} s")
+        output.line(f"{report.compiled} compilers started")
         for problem in report.problems:
-            show.line(f"not ready: {problem}", bad=True)
+            output.line(f"not ready: {problem}", bad=True)
     ctx.exit(0 if report.ready else 1)
 
 
@@ -56,16 +58,16 @@ def ready(ctx: click.Context, manifest: str, device: str | None, json_: bool) ->
     everything = Manifest(critical=everything.calls, name=everything.name)
     with runtime_of(device, None, False):
         report = warmup_blocking(everything, device=device, forbid=True)
-        standing = readiness_check(everything, device=device)
+        readiness = readiness_check(everything, device=device)
     would = [w for w in report.critical if w.compiled]
-    problems = [*standing.problems, *(f"{w.call}: {w.compiled[0].what} would be started" for w in would)]
+    problems = [*readiness.problems, *(f"{w.call}: {w.compiled[0].what} would be started" for w in would)]
     if json_:
-        show.as_json({"ready": not problems, "problems": problems, "version": report.version})
+        output.as_json({"ready": not problems, "problems": problems, "version": report.version})
     else:
         for problem in problems:
-            show.line(f"not ready: {problem}", bad=True)
+            output.line(f"not ready: {problem}", bad=True)
         if not problems:
-            show.line(f"ready: {len(report.critical)} calls, nothing to compile")
+            output.line(f"ready: {len(report.critical)} calls, nothing to compile")
     ctx.exit(1 if problems else 0)
 
 

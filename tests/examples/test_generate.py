@@ -12,16 +12,16 @@ from hypothesis import strategies as st
 
 import layerzero as lz
 
-generation = pytest.importorskip("generation", reason="the example needs safetensors and tokenizers")
-llama = pytest.importorskip("llama", reason="the example needs safetensors")
+generate = pytest.importorskip("generate", reason="the example needs safetensors and tokenizers")
+llama = pytest.importorskip("models.llama", reason="the example needs safetensors")
 
-TOKENIZER = generation.load_tokenizer()
+TOKENIZER = generate.load_tokenizer()
 WORDS = st.text(alphabet="ab\u00e9\u4e2d\U0001f600 .", max_size=40)
 
 
 def pieces(text: str, stop: tuple[str, ...] = ()) -> tuple[list[str], bool]:
     """What `Words` gives for `text`, one piece a token and one at the end; whether it stopped."""
-    words = generation.Words(TOKENIZER, stop)
+    words = generate.IncrementalDetokenizer(TOKENIZER, stop)
     given_out = []
     for token in TOKENIZER.encode(text, add_special_tokens=False).ids:
         given_out.append(words.feed(token))
@@ -54,7 +54,7 @@ def test_half_a_character_at_the_end_is_given_as_it_is() -> None:
     """Tokens may end inside a character: its bytes are not swallowed."""
     ids = TOKENIZER.encode("\u4e2d", add_special_tokens=False).ids
     assert len(ids) > 1
-    words = generation.Words(TOKENIZER)
+    words = generate.IncrementalDetokenizer(TOKENIZER)
     assert words.feed(ids[0]) == ""
     assert "\ufffd" in words.end()
 
@@ -74,7 +74,7 @@ def test_half_a_character_at_the_end_is_given_as_it_is() -> None:
 def test_sampling_out_of_range_is_refused(values: dict[str, Any], named: str) -> None:
     """The message begins with the argument."""
     with pytest.raises(ValueError, match=f"^{named} needs"):
-        generation.Sampling(**values)
+        generate.SamplingParams(**values)
 
 
 @pytest.mark.asyncio
@@ -82,16 +82,16 @@ async def test_a_request_that_is_left_gives_its_pages_back() -> None:
     """Ended, closed after a token, cancelled at any moment: the pool is full again every time."""
     async with lz.start(lz.Settings(device="cpu", inference=True)) as runtime:
         model = llama.load(pages=16)
-        sampling = generation.Sampling(max_tokens=20, seed=1)
+        sampling = generate.SamplingParams(max_tokens=20, seed=1)
         prompt = TOKENIZER.encode("In the beginning").ids
 
         async def whole() -> list[int]:
-            return [token async for token in generation.generate(model, prompt, sampling)]
+            return [token async for token in generate.generate(model, prompt, sampling)]
 
         tokens = await whole()
         assert 0 < len(tokens) <= 20
         assert await whole() == tokens
-        async with aclosing(generation.generate(model, prompt, sampling)) as begun:
+        async with aclosing(generate.generate(model, prompt, sampling)) as begun:
             assert await anext(begun) == tokens[0]
             assert model.cache.allocator.free_pages < 16
         assert model.cache.allocator.free_pages == 16
@@ -104,8 +104,10 @@ async def test_a_request_that_is_left_gives_its_pages_back() -> None:
                 await task
             assert model.cache.allocator.free_pages == 16
         assert await whole() == tokens
-        stats = runtime.device("cpu").fronts.stats()
-        assert stats.submitted == stats.ended + runtime.device("cpu").fronts.current().lane.live
+        stats = runtime.device("cpu").loop_drivers.stats()
+        assert (
+            stats.submitted == stats.ended + runtime.device("cpu").loop_drivers.current().batcher.unfinished
+        )
 
 
 @pytest.mark.asyncio
@@ -113,4 +115,4 @@ async def test_an_empty_prompt_is_refused() -> None:
     """There is nothing to continue."""
     async with lz.start(lz.Settings(device="cpu", inference=True)):
         with pytest.raises(ValueError, match="prompt needs at least one token"):
-            await anext(generation.generate(llama.load(pages=4), [], generation.Sampling()))
+            await anext(generate.generate(llama.load(pages=4), [], generate.SamplingParams()))

@@ -8,16 +8,16 @@ from typing import Any
 
 import click
 
-from layerzero.api.inspect import complete, dry_run, merged
-from layerzero.calls.blocking import snapshot_here
-from layerzero.cli import show, spec
-from layerzero.cli.options import json_option, op_named, runtime_of, standing_options
+from layerzero.api.inspect import complete, dry_run, merged_args
+from layerzero.calls.blocking import context_snapshot
+from layerzero.cli import call_arguments, output
+from layerzero.cli.options import json_option, op_named, runtime_of, target_options
 from layerzero.ops.op import Args, Op
 from layerzero.runtime import Runtime
-from layerzero.selection.record import Candidate, Selection, nothing_to_do
-from layerzero.selection.render import folded, headline, ranked
+from layerzero.selection.record import Candidate, Selection, empty_selection
+from layerzero.selection.render import fold_other_platforms, headline, rank_candidates
 from layerzero.spec.errors import NoKernelFoundError, PolicyValidationError
-from layerzero.spec.hardware import Hardware, imagined_gpu
+from layerzero.spec.hardware import Hardware, hypothetical_gpu
 from layerzero.spec.reasons import Category, Rejected
 
 # The sides of a call that its caller decides.
@@ -39,7 +39,7 @@ def call_options(command: Callable[..., None]) -> Callable[..., None]:
             help="Imagine an NVIDIA GPU of this compute capability (90: 9.0) with every library installed.",
         ),
         click.option("--backend", default=None, help="Lock the call to a kernel or a backend."),
-        standing_options,
+        target_options,
         click.option(
             "--shape", default=None, help="The tensor for every required argument that is not named."
         ),
@@ -54,7 +54,7 @@ def call_options(command: Callable[..., None]) -> Callable[..., None]:
 @call_options
 @json_option
 @click.pass_context
-def explain(ctx: click.Context, /, op: str, json_: bool, **asked: Any) -> None:
+def explain(ctx: click.Context, /, op: str, json_: bool, **options: Any) -> None:
     """Show every kernel's verdict on a call and why one is taken.
 
     \b
@@ -63,47 +63,47 @@ def explain(ctx: click.Context, /, op: str, json_: bool, **asked: Any) -> None:
 
     A tensor is SHAPE[:DTYPE][:grad]; nothing is allocated. Exit status 1: no kernel takes the call.
     """
-    selection = _answered(ctx, op, json_, asked)
+    selection = _select_or_exit(ctx, op, json_, options)
     if json_:
-        show.as_json(selection.as_plain())
+        output.as_json(selection.as_plain())
         return
-    show.line(headline(selection.request))
-    show.line(f"-> {selection.kernel or 'no kernel'}: {selection.why}")
+    output.line(headline(selection.request))
+    output.line(f"-> {selection.kernel or 'no kernel'}: {selection.why}")
     if selection.transforms:
-        show.line(f"transforms: {', '.join(map(str, selection.transforms))}")
+        output.line(f"transforms: {', '.join(map(str, selection.transforms))}")
     if selection.when_warm:
-        show.line(f"chosen when warm: {selection.when_warm}")
-    shown, elsewhere = folded(selection)
+        output.line(f"chosen when warm: {selection.when_warm}")
+    shown, elsewhere = fold_other_platforms(selection)
     rows = [_row(candidate, selection.kernel) for candidate in shown]
-    show.table(f"{len(rows)} kernels", ("kernel", "expected us", "verdict"), rows, mark=selection.kernel)
+    output.table(f"{len(rows)} kernels", ("kernel", "expected us", "verdict"), rows, mark=selection.kernel)
     if elsewhere:
-        show.line(elsewhere)
+        output.line(elsewhere)
 
 
 @click.command()
 @call_options
 @json_option
 @click.pass_context
-def which(ctx: click.Context, /, op: str, json_: bool, **asked: Any) -> None:
+def which(ctx: click.Context, /, op: str, json_: bool, **options: Any) -> None:
     """Print the id of the kernel that a call gets; takes what `explain` takes."""
-    selection = _answered(ctx, op, json_, asked)
+    selection = _select_or_exit(ctx, op, json_, options)
     if json_:
-        show.as_json({"op": op, "kernel": selection.kernel, "expected_us": round(selection.expected_us, 3)})
+        output.as_json({"op": op, "kernel": selection.kernel, "expected_us": round(selection.expected_us, 3)})
     else:
-        show.line(selection.kernel or "nothing to compute: no kernel runs")
+        output.line(selection.kernel or "nothing to compute: no kernel runs")
 
 
-def _answered(ctx: click.Context, op: str, as_json: bool, asked: dict[str, Any]) -> Selection:
+def _select_or_exit(ctx: click.Context, op: str, as_json: bool, options: dict[str, Any]) -> Selection:
     """The selection; where no kernel takes the call, its reasons are printed and the command ends."""
     definition = op_named(op)
     try:
-        return selected(definition, **asked)
+        return select_call(definition, **options)
     except NoKernelFoundError as error:
         refuse(definition, error, as_json)
         ctx.exit(1)
 
 
-def selected(
+def select_call(
     op: Op,
     *,
     arguments: Sequence[str],
@@ -127,29 +127,29 @@ def selected(
         raise click.UsageError("--backend locks a call on a device that is here: leave --sm out")
     with runtime_of(device, policy_file, strict) as runtime:
         try:
-            _, args = spec.built(op, arguments, shape)
-            args = merged(op, args, batch) if batch > 1 else args
+            _, args = call_arguments.build_call(op, arguments, shape)
+            args = merged_args(op, args, batch) if batch > 1 else args
             if sm is not None:
-                return _imagined(op, args, imagined_gpu(sm, cuda=cuda))
-            return _decided(op, args, runtime, backend)
+                return _select_imagined(op, args, hypothetical_gpu(sm, cuda=cuda))
+            return _select_here(op, args, runtime, backend)
         except (ValueError, TypeError, PolicyValidationError) as error:
-            raise click.UsageError(f"{error}\n{spec.usage(op)}") from error
+            raise click.UsageError(f"{error}\n{call_arguments.usage(op)}") from error
 
 
-def _decided(op: Op, args: Args, runtime: Runtime, backend: str | None) -> Selection:
+def _select_here(op: Op, args: Args, runtime: Runtime, backend: str | None) -> Selection:
     """The choice on a device that is here, as a call there would get it."""
     device = runtime.device()
     complete(device, op.name)
-    table = device.table(op, snapshot_here(device, op.name, backend))
+    table = device.table(op, context_snapshot(device, op.name, backend))
     hardware = device.hardware
     request = table.describe(args, device.mode())
     request = request.replace(platform=hardware.platform, device=str(device.device))
     if op.empty is not None and op.empty(args) is not None:
-        return nothing_to_do(request)
-    return table.fresh(request)
+        return empty_selection(request)
+    return table.recompute(request)
 
 
-def _imagined(op: Op, args: Args, hardware: Hardware) -> Selection:
+def _select_imagined(op: Op, args: Args, hardware: Hardware) -> Selection:
     """The choice on hardware that is not here, as if every kernel's library were installed there."""
     named = dict(zip(inspect.signature(op.build).parameters, args, strict=True))
     return dry_run(op.name, hardware=hardware, **named)
@@ -158,11 +158,11 @@ def _imagined(op: Op, args: Args, hardware: Hardware) -> Selection:
 def refuse(op: Op, error: NoKernelFoundError, json_: bool) -> None:
     """Say why nobody takes the call: every kernel's reasons, and the nearest way to a yes."""
     trace: tuple[Candidate, ...] = error.trace
-    near = nearest(trace)
+    near = nearest_refusal(trace)
     if json_:
         candidates = [
             {"kernel": c.kernel, "reasons": [str(r) for r in c.rejected], "would_take_with": list(cures(c))}
-            for c in ranked(trace, "")
+            for c in rank_candidates(trace, "")
         ]
         plain = {
             "op": op.name,
@@ -171,18 +171,19 @@ def refuse(op: Op, error: NoKernelFoundError, json_: bool) -> None:
             "nearest": near,
             "candidates": candidates,
         }
-        show.as_json(plain)
+        output.as_json(plain)
         return
-    show.line(str(error).partition("\n")[0], bad=True)
+    output.line(str(error).partition("\n")[0], bad=True)
     rows = [
-        (c.kernel, " and ".join(cures(c)) or "-", "; ".join(map(str, c.rejected))) for c in ranked(trace, "")
+        (c.kernel, " and ".join(cures(c)) or "-", "; ".join(map(str, c.rejected)))
+        for c in rank_candidates(trace, "")
     ]
-    show.table(f"{len(rows)} kernels refuse", ("kernel", "would take it with", "reasons"), rows)
+    output.table(f"{len(rows)} kernels refuse", ("kernel", "would take it with", "reasons"), rows)
     if near is not None:
-        show.line(f"nearest: {near}")
+        output.line(f"nearest: {near}")
 
 
-def nearest(trace: Sequence[Candidate]) -> str | None:
+def nearest_refusal(trace: Sequence[Candidate]) -> str | None:
     """The refusal with the fewest reasons that the caller can remove, as one sentence; None if none is."""
     able = [c for c in trace if cures(c)]
     if not able:
@@ -193,8 +194,8 @@ def nearest(trace: Sequence[Candidate]) -> str | None:
 
 def cures(candidate: Candidate) -> tuple[str, ...]:
     """The changes to the call with which this kernel would take it; empty where changes do not suffice."""
-    found = [remedy(rejected) for rejected in candidate.rejected]
-    return tuple(dict.fromkeys(text for text in found if text)) if all(found) else ()
+    remedies = [remedy(rejected) for rejected in candidate.rejected]
+    return tuple(dict.fromkeys(text for text in remedies if text)) if all(remedies) else ()
 
 
 def remedy(rejected: Rejected) -> str | None:
@@ -208,7 +209,7 @@ def remedy(rejected: Rejected) -> str | None:
 
 def _row(candidate: Candidate, chosen: str) -> tuple[str, str, str]:
     accepted = candidate.accepted
-    if not candidate.takes or accepted is None:
+    if not candidate.eligible or accepted is None:
         hints = f" (would take it with {' and '.join(cures(candidate))})" if cures(candidate) else ""
         return (candidate.kernel, "-", "no: " + "; ".join(map(str, candidate.rejected)) + hints)
     parts = ["taken" if candidate.kernel == chosen else "yes", f"by {accepted.source}"]

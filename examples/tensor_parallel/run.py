@@ -1,12 +1,15 @@
 """Tensor-parallel generation: a Llama's heads and columns over several processes, coroutines on one of them.
 
-    torchrun --nproc-per-node 2 examples/tp_generate.py --requests 8
-    torchrun --nproc-per-node 2 examples/tp_generate.py --layers 16 --dtype bfloat16   # a GPU a rank: NCCL
-    torchrun --nproc-per-node 2 examples/tp_generate.py --stages     # layers instead of heads and columns
-    python examples/tp_generate.py --cluster auto --ranks 2     # devices of a Ray cluster
+    torchrun --nproc-per-node 2 examples/tensor_parallel/run.py --requests 8
+    torchrun --nproc-per-node 2 examples/tensor_parallel/run.py --layers 16 --dtype bfloat16   # a GPU a
+    rank: NCCL
+    torchrun --nproc-per-node 2 examples/tensor_parallel/run.py --stages     # layers instead of heads and
+    columns
+    python examples/tensor_parallel/run.py --cluster auto --ranks 2     # devices of a Ray cluster
 
 Rank 0 has the requests: each is a coroutine that runs `generation.generate`, as with one device. What meets
-in rank 0's lane runs on every rank, announced by a manifest before the first collective. Under torchrun the
+in rank 0's batcher runs on every rank, announced by a step message before the first collective. Under
+torchrun the
 same shards run beside it in a loop written by hand over plain torch.distributed; with `--cluster` the ranks
 are actors, and a text goes on from its tokens when one of them dies. Last the whole model runs on one device,
 and the last line says whether the tokens are those of that. `--layers` takes random weights in the shape of
@@ -17,6 +20,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import importlib
 import json
 import os
 import sys
@@ -30,25 +34,38 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run as a file, it finds its neighbours
+
 import torch
 import torch.distributed as dist
-from generation import Sampling, generate, load_tokenizer
-from led import Led
-from llama import BLOCKING, FOLDER, Config, Draw, Get, Llama, finished, pool, weights_of
-from stages import Stage
+from generate import SamplingParams, generate, load_tokenizer
+from models.llama import (
+    BLOCKING,
+    FOLDER,
+    GetWeight,
+    Llama,
+    LlamaConfig,
+    SampleArgs,
+    kv_pool,
+    run_sync,
+    weights_of,
+)
 from torch import Tensor
 
 import layerzero as lz
-from layerzero.kvcache import Rows
+from layerzero.kvcache import AttentionMetadata
+from tensor_parallel.llama import RankLlama
+from tensor_parallel.pipeline import PipelineLlama
 
 # Which axis of a weight is shared out: rows of what makes heads and columns, columns of what takes them.
 ROWS = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")
 COLUMNS = ("o_proj", "down_proj")
 PAGES = 1024
-WIDE = 64
-LLAMA_3_8B = Config(
-    vocab=128_256, channels=4096, inner=14_336, layers=32, heads=32, kv_heads=8, head_dim=128, eps=1e-5,
-    rope_base=500_000.0, positions=8192,
+TABLE_MULTIPLE = 64
+LLAMA_3_8B = LlamaConfig(
+    vocab_size=128_256, hidden_size=4096, intermediate_size=14_336, num_hidden_layers=32,
+    num_attention_heads=32, num_key_value_heads=8, head_dim=128, rms_norm_eps=1e-5,
+    rope_theta=500_000.0, max_position_embeddings=8192,
 )  # fmt: skip
 PROMPTS = (
     "In the beginning God created the heaven and the earth.",
@@ -58,42 +75,46 @@ PROMPTS = (
 )
 
 
-def shard_of(config: Config, ranks: int) -> Config:
+def shard_of(config: LlamaConfig, ranks: int) -> LlamaConfig:
     """The shape of one rank's share.
 
     Raises: ValueError: heads or inner channels do not divide.
     """
-    for name in ("heads", "kv_heads", "inner"):
+    for name in ("num_attention_heads", "num_key_value_heads", "intermediate_size"):
         if getattr(config, name) % ranks:
             count = getattr(config, name)
             raise ValueError(f"ranks needs a divisor of the model's {count} {name}, got {ranks}")
-    heads, kv_heads, inner = config.heads // ranks, config.kv_heads // ranks, config.inner // ranks
-    return replace(config, heads=heads, kv_heads=kv_heads, inner=inner)
+    heads, kv_heads, inner = (
+        config.num_attention_heads // ranks,
+        config.num_key_value_heads // ranks,
+        config.intermediate_size // ranks,
+    )
+    return replace(config, num_attention_heads=heads, num_key_value_heads=kv_heads, intermediate_size=inner)
 
 
-def sharded(get: Get, rank: int, ranks: int) -> Get:
+def shard_weights(get: GetWeight, rank: int, ranks: int) -> GetWeight:
     """`get`, which gives this rank's piece of what is shared out and the whole of everything else."""
 
     def piece(name: str, shape: tuple[int, ...]) -> Tensor:
         part, kind = name.rsplit(".", 2)[-2:]
         axis = 0 if part in ROWS else 1 if part in COLUMNS else -1
         if axis < 0 or (kind == "bias" and part in COLUMNS):
-            found = get(name, shape)
+            weight = get(name, shape)
             # A bias is added once, whoever adds the partial sums up.
-            return torch.zeros_like(found) if kind == "bias" and part in COLUMNS and rank else found
-        whole = tuple(size * ranks if at == axis else size for at, size in enumerate(shape))
+            return torch.zeros_like(weight) if kind == "bias" and part in COLUMNS and rank else weight
+        whole = tuple(size * ranks if index == axis else size for index, size in enumerate(shape))
         return get(name, whole).chunk(ranks, axis)[rank].contiguous()
 
     return piece
 
 
-class Shard(Led):
+class TensorParallelLlama(RankLlama):
     """One rank's share of a Llama: some heads and some inner channels of each layer."""
 
     def __init__(
         self,
-        config: Config,
-        get: Get,
+        config: LlamaConfig,
+        get: GetWeight,
         member: Any,
         like: Tensor,
         pages: int = PAGES,
@@ -104,73 +125,79 @@ class Shard(Led):
         `captured` are sizes of crowds: a step of sequences that all decode is a graph for the next size, made
         by the first step that needs it, and anew for tables that are `WIDE` pages wider.
         """
-        own = shard_of(config, member.ranks)
+        shard_config = shard_of(config, member.ranks)
         super().__init__(
-            own, sharded(get, member.rank, member.ranks), pool(own, like.device, like.dtype, pages, 16)
+            shard_config,
+            shard_weights(get, member.rank, member.ranks),
+            kv_pool(shard_config, like.device, like.dtype, pages, 16),
         )
         for layer in self.layers:
-            layer.reduce = self._summed
+            layer.all_reduce = self._all_reduce
         self._graph: Any = None
         if captured:
-            self.wide = WIDE
+            self.wide = TABLE_MULTIPLE
             spare = self.cache.sequence(1).pages[0]  # where rows of padding stand
             fill = {"slots": spare * self.cache.page_size, "tables": spare, "lengths": 1}
-            self._graph = lz.compile(self._decoded, buckets=captured, fill=fill)
-        self.lead(member, "share")
+            self._graph = lz.compile(self._decode, buckets=captured, fill=fill)
+        self.join(member, "share")
 
-    def _summed(self, partial: Tensor) -> Tensor:
+    def _all_reduce(self, partial: Tensor) -> Tensor:
         dist.all_reduce(partial)
         return partial
 
-    def logits(self, ids: Tensor, at: Rows) -> Tensor:
+    def logits(self, ids: Tensor, metadata: AttentionMetadata) -> Tensor:
         """What every rank runs: the logits (B, V) of each sequence's last row."""
         graph = self._graph
-        if graph is None or at.offsets is not None or len(ids) > graph.buckets[-1]:
-            return super().logits(ids, at)
-        found: Tensor = graph(ids, at.positions, at.slots, at.tables, at.lengths)
-        return found
+        if graph is None or metadata.cu_seqlens_q is not None or len(ids) > graph.buckets[-1]:
+            return super().logits(ids, metadata)
+        logits_: Tensor = graph(
+            ids, metadata.positions, metadata.slot_mapping, metadata.block_tables, metadata.seq_lens
+        )
+        return logits_
 
-    def _decoded(
+    def _decode(
         self, ids: Tensor, positions: Tensor, slots: Tensor, tables: Tensor, lengths: Tensor
     ) -> Tensor:
-        return super().logits(ids, Rows(positions, slots, tables, lengths, None, slice(None)))
+        return super().logits(ids, AttentionMetadata(positions, slots, tables, lengths, None, slice(None)))
 
 
-async def texts(model: Llama, prompts: Sequence[list[int]], tokens: int) -> list[list[int]]:
+async def generate_all(model: Llama, prompts: Sequence[list[int]], tokens: int) -> list[list[int]]:
     """Each prompt's continuation; all are under way at once."""
 
     async def one(number: int, prompt: list[int]) -> list[int]:
-        sampling = Sampling(max_tokens=tokens, seed=number)
+        sampling = SamplingParams(max_tokens=tokens, seed=number)
         return [token async for token in generate(model, prompt, sampling)]
 
     return list(await asyncio.gather(*(one(n, prompt) for n, prompt in enumerate(prompts))))
 
 
-def by_hand(model: Shard, prompts: Sequence[list[int]], tokens: int) -> list[list[int]]:
+def generate_by_hand(
+    model: TensorParallelLlama, prompts: Sequence[list[int]], tokens: int
+) -> list[list[int]]:
     """The same on every rank, all prompts in step: rank 0 draws, torch.distributed tells the others."""
     device = model.cache.device
     with ExitStack() as stack, torch.inference_mode():
         opened = [stack.enter_context(model.sequence(len(prompt) + tokens)) for prompt in prompts]
-        spans = [own.extend(len(prompt)) for own, prompt in zip(opened, prompts, strict=True)]
+        spans = [sequence.extend(len(prompt)) for sequence, prompt in zip(opened, prompts, strict=True)]
         ids = torch.tensor([token for prompt in prompts for token in prompt], device=device)
-        found: list[list[int]] = [[] for _ in prompts]
+        token_lists: list[list[int]] = [[] for _ in prompts]
         for drawn in range(tokens):
-            at = model.cache.rows(spans)
-            logits = finished(model.forward(BLOCKING, model._blocking, ids, at))
+            metadata = model.cache.attention_metadata(spans)
+            logits = run_sync(model.forward(BLOCKING, model._blocking, ids, metadata))
             seeds = torch.arange(len(prompts), device=device)
             ids = lz.sync.sample(logits, seed=seeds, offset=torch.full_like(seeds, drawn))
             dist.broadcast(ids, 0)
-            for own, token in zip(found, ids.tolist(), strict=True):
+            for own, token in zip(token_lists, ids.tolist(), strict=True):
                 own.append(token)
             spans = [own.extend() for own in opened] if drawn < tokens - 1 else []
-    return found
+    return token_lists
 
 
-def config_and_weights(options: argparse.Namespace, like: Tensor) -> tuple[Config, Get]:
+def config_and_weights(options: argparse.Namespace, like: Tensor) -> tuple[LlamaConfig, GetWeight]:
     """The model's whole shape, and how to get its whole weights."""
     if not options.layers:
-        return Config.read(options.folder), weights_of(options.folder, like.device, like.dtype)
-    config = replace(LLAMA_3_8B, layers=options.layers)
+        return LlamaConfig.read(options.folder), weights_of(options.folder, like.device, like.dtype)
+    config = replace(LLAMA_3_8B, num_hidden_layers=options.layers)
 
     def get(name: str, shape: tuple[int, ...]) -> Tensor:
         if len(shape) == 1:
@@ -189,53 +216,63 @@ async def serve(options: argparse.Namespace, device: torch.device) -> dict[str, 
     tokenizer = load_tokenizer(options.folder)
     prompts = [tokenizer.encode(PROMPTS[n % len(PROMPTS)]).ids for n in range(options.requests)]
     async with lz.start(lz.Settings(device=str(device), inference=True)) as runtime:
-        async with runtime.gang(timeout_s=120.0) as member:
-            model: Led = Stage(config, get, member, like) if options.stages else _shard(options, member, like)
-            found: list[list[int]] = []
+        async with runtime.rank_group(timeout_s=120.0) as member:
+            model: RankLlama = (
+                PipelineLlama(config, get, member, like) if options.stages else _shard(options, member, like)
+            )
+            token_lists: list[list[int]] = []
             speeds: dict[str, float] = {}
             if member.rank:
                 await member.follow()
             else:
-                await texts(model, prompts, 4)  # everything is loaded and chosen
+                await generate_all(model, prompts, 4)  # everything is loaded and chosen
                 started = time.perf_counter()
-                found = await texts(model, prompts, options.tokens)
-                speeds["gang"] = _speed(found, started)
-        if isinstance(model, Shard):
-            by_hand(model, prompts, 4)
+                token_lists = await generate_all(model, prompts, options.tokens)
+                speeds["rank_group"] = _speed(token_lists, started)
+        if isinstance(model, TensorParallelLlama):
+            generate_by_hand(model, prompts, 4)
             started = time.perf_counter()
-            hand = by_hand(model, prompts, options.tokens)
+            hand = generate_by_hand(model, prompts, options.tokens)
             speeds["by hand over torch.distributed"] = _speed(hand, started)
         if member.rank:
             return None
-        alone = Llama(config, get, pool(config, device, like.dtype, PAGES, 16))
-        await texts(alone, prompts, 4)
+        alone = Llama(config, get, kv_pool(config, device, like.dtype, PAGES, 16))
+        await generate_all(alone, prompts, 4)
         started = time.perf_counter()
-        wanted = await texts(alone, prompts, options.tokens)
-        speeds["one device"] = _speed(wanted, started)
-    said = {"ranks": member.ranks, "plan": member.plan, "layers": config.layers, "channels": config.channels}
-    print(tokenizer.decode(found[0]))
-    return compared(said, options, found, wanted, speeds)
+        expected = await generate_all(alone, prompts, options.tokens)
+        speeds["one device"] = _speed(expected, started)
+    record = {
+        "ranks": member.ranks,
+        "plan": member.plan_digest,
+        "layers": config.num_hidden_layers,
+        "channels": config.hidden_size,
+    }
+    print(tokenizer.decode(token_lists[0]))
+    return compare(record, options, token_lists, expected, speeds)
 
 
-def _shard(options: argparse.Namespace, member: Any, like: Tensor) -> Shard:
+def _shard(options: argparse.Namespace, member: Any, like: Tensor) -> TensorParallelLlama:
     crowds = sorted({1, options.requests}) if options.captured else ()
-    return Shard(*config_and_weights(options, like), member, like, captured=crowds)
+    return TensorParallelLlama(*config_and_weights(options, like), member, like, captured=crowds)
 
 
-def compared(
-    said: dict[str, Any],
+def compare(
+    record: dict[str, Any],
     options: argparse.Namespace,
-    found: list[list[int]],
-    wanted: list[list[int]],
+    token_lists: list[list[int]],
+    expected: list[list[int]],
     speeds: dict[str, float],
 ) -> dict[str, Any]:
     """What is printed and written of a run."""
-    same = sum(a == b for a, b in zip(found, wanted, strict=True))
+    same = sum(a == b for a, b in zip(token_lists, expected, strict=True))
     for name, speed in speeds.items():
         print(f"{name}: {speed:.0f} tokens/s")
-    print(f"{said['ranks']} ranks, plan {said['plan']}: {same} of {len(found)} texts are those of one device")
+    print(
+        f"{record['ranks']} ranks, plan {record['plan']}: {same} of {len(token_lists)} texts are "
+        "those of one device"
+    )
     return {
-        **said,
+        **record,
         "device": torch.cuda.get_device_name() if options.device == "cuda" else "cpu",
         "collectives": options.collectives,
         "torch": torch.__version__,
@@ -249,7 +286,7 @@ def compared(
 # -- on the devices of a cluster ------------------------------------------------------------------------
 
 
-def built(options: argparse.Namespace, member: Any) -> Shard:
+def build_shard(options: argparse.Namespace, member: Any) -> TensorParallelLlama:
     """One rank's model, in the process of its device."""
     if options.device == "cpu":
         torch.set_num_threads(1)
@@ -257,20 +294,20 @@ def built(options: argparse.Namespace, member: Any) -> Shard:
     return _shard(options, member, like)
 
 
-async def continued(
-    model: Shard, prompt: list[int], tokens: int, seed: int, so_far: list[int] | None = None
+async def continue_text(
+    model: TensorParallelLlama, prompt: list[int], tokens: int, seed: int, so_far: list[int] | None = None
 ) -> AsyncIterator[int]:
     """The tokens behind `prompt` and `so_far`, drawn by seed and place: a text can go on anywhere."""
-    known = list(so_far or ())
+    token_ids = list(so_far or ())
     with model.sequence(len(prompt) + tokens) as sequence:
-        ids = torch.tensor([*prompt, *known], device=model.cache.device)
-        while len(known) < tokens and not (known and known[-1] in model.config.end):
-            ids = await model.next(ids, sequence.extend(len(ids)), Draw(1.0, 1.0, seed, len(known)))
-            known.append(int(await lz.to_host(ids)))
-            yield known[-1]
+        ids = torch.tensor([*prompt, *token_ids], device=model.cache.device)
+        while len(token_ids) < tokens and not (token_ids and token_ids[-1] in model.config.eos_token_ids):
+            ids = await model.next(ids, sequence.extend(len(ids)), SampleArgs(1.0, 1.0, seed, len(token_ids)))
+            token_ids.append(int(await lz.to_host(ids)))
+            yield token_ids[-1]
 
 
-async def lead(options: argparse.Namespace) -> dict[str, Any]:
+async def run_on_cluster(options: argparse.Namespace) -> dict[str, Any]:
     """Shard the model over devices of a cluster, and send every request there from here."""
     settings = lz.Settings(
         cluster=options.cluster, cluster_devices=options.ranks, device=options.device, inference=True
@@ -278,32 +315,32 @@ async def lead(options: argparse.Namespace) -> dict[str, Any]:
     tokenizer = load_tokenizer(options.folder)
     prompts = [tokenizer.encode(PROMPTS[n % len(PROMPTS)]).ids for n in range(options.requests)]
     async with lz.start(settings) as runtime:
-        build, over = partial(built, options), options.collectives
-        async with runtime.gang(options.ranks, build=build, collectives=over, timeout_s=120.0) as gang:
+        build, over = partial(build_shard, options), options.collectives
+        async with runtime.rank_group(options.ranks, build=build, collectives=over, timeout_s=120.0) as group:
 
             async def one(number: int, tokens: int) -> list[int]:
-                text = gang.stream(continued, prompts[number], tokens, number, resume=True)
+                text = group.stream(continue_text, prompts[number], tokens, number, resume=True)
                 return [token async for token in text]
 
             await asyncio.gather(*(one(number, 4) for number in range(len(prompts))))
             started = time.perf_counter()
-            found = list(await asyncio.gather(*(one(n, options.tokens) for n in range(len(prompts)))))
-            speeds = {"gang": _speed(found, started)}
-            said = {"ranks": gang.ranks, "plan": gang.plan, "epoch": gang.epoch}
-            said["nodes"] = len({device.facts.node for device in gang.devices})
+            token_lists = list(await asyncio.gather(*(one(n, options.tokens) for n in range(len(prompts)))))
+            speeds = {"rank_group": _speed(token_lists, started)}
+            record = {"ranks": group.ranks, "plan": group.plan_digest, "epoch": group.epoch}
+            record["nodes"] = len({device.facts.node for device in group.devices})
         like = torch.empty(0, device=options.device, dtype=getattr(torch, options.dtype))
         config, get = config_and_weights(options, like)
-        alone = Llama(config, get, pool(config, like.device, like.dtype, PAGES, 16))
-        await texts(alone, prompts, 4)
+        alone = Llama(config, get, kv_pool(config, like.device, like.dtype, PAGES, 16))
+        await generate_all(alone, prompts, 4)
         started = time.perf_counter()
-        wanted = await texts(alone, prompts, options.tokens)
-        speeds["one device"] = _speed(wanted, started)
-    print(tokenizer.decode(found[0]))
-    return compared(said, options, found, wanted, speeds)
+        expected = await generate_all(alone, prompts, options.tokens)
+        speeds["one device"] = _speed(expected, started)
+    print(tokenizer.decode(token_lists[0]))
+    return compare(record, options, token_lists, expected, speeds)
 
 
-def _speed(found: list[list[int]], started: float) -> float:
-    return sum(map(len, found)) / (time.perf_counter() - started)
+def _speed(token_lists: list[list[int]], started: float) -> float:
+    return sum(map(len, token_lists)) / (time.perf_counter() - started)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -322,12 +359,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--json", type=Path)
     options = parser.parse_args(arguments)
     ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    options.device, options.collectives = means(options.device, ranks_here)
+    options.device, options.collectives = device_and_backend(options.device, ranks_here)
     if options.cluster:
-        return finish(options, asyncio.run(lead(options)))
+        return finish(options, asyncio.run(run_on_cluster(options)))
     if "RANK" not in os.environ:
         parser.error(
-            "run it under torchrun: torchrun --nproc-per-node 2 examples/tp_generate.py, or pass --cluster"
+            "run it under torchrun: torchrun --nproc-per-node 2 examples/tensor_parallel/run.py, "
+            "or pass --cluster"
         )
     device = torch.device("cpu")
     if options.device == "cuda":
@@ -335,31 +373,34 @@ def main(arguments: Sequence[str] | None = None) -> int:
         torch.cuda.set_device(device)
     else:
         torch.set_num_threads(1)
-    own = device if options.collectives == "nccl" else None
-    dist.init_process_group(options.collectives, timeout=timedelta(seconds=120), device_id=own)
-    said = asyncio.run(serve(options, device))
+    device_id = device if options.collectives == "nccl" else None
+    dist.init_process_group(options.collectives, timeout=timedelta(seconds=120), device_id=device_id)
+    record = asyncio.run(serve(options, device))
     dist.barrier()
     dist.destroy_process_group()
-    return finish(options, said)
+    return finish(options, record)
 
 
-def means(asked: str, ranks_here: int) -> tuple[str, str]:
+def device_and_backend(device_option: str, ranks_here: int) -> tuple[str, str]:
     """(device, collectives) of `ranks_here` ranks on this host: NCCL where each has a GPU of its own."""
-    gpus = torch.cuda.device_count() if asked != "cpu" else 0
-    device = "cuda" if asked == "cuda" or gpus >= ranks_here else "cpu"
+    gpus = torch.cuda.device_count() if device_option != "cpu" else 0
+    device = "cuda" if device_option == "cuda" or gpus >= ranks_here else "cpu"
     return device, "nccl" if device == "cuda" and gpus >= ranks_here else "gloo"
 
 
-def finish(options: argparse.Namespace, said: dict[str, Any] | None) -> int:
+def finish(options: argparse.Namespace, record: dict[str, Any] | None) -> int:
     """Write what came out; whether it is right."""
-    if said is not None and options.json:
-        options.json.write_text(json.dumps(said, indent=1) + "\n")
+    if record is not None and options.json:
+        options.json.write_text(json.dumps(record, indent=1) + "\n")
     # Sums of shards round otherwise than sums of the whole: in bfloat16 a text may take another way.
-    wrong = said is not None and options.dtype == "float32" and said["texts_as_one_device"] < said["requests"]
+    wrong = (
+        record is not None
+        and options.dtype == "float32"
+        and record["texts_as_one_device"] < record["requests"]
+    )
     return 1 if wrong else 0
 
 
 if __name__ == "__main__":
-    import tp_generate  # what travels to a device is found there by the module's name
-
-    sys.exit(tp_generate.main())
+    # What travels to a device is found there by the name of its module, not as __main__.
+    sys.exit(importlib.import_module("run").main())

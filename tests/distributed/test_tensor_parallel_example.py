@@ -16,10 +16,10 @@ from tests.distributed import forked
 pytest.importorskip("safetensors", reason="the example needs safetensors")
 pytest.importorskip("tokenizers", reason="the example needs tokenizers")
 
-import llama
-import tp_generate
+from models import llama
+from tensor_parallel import run as tp_run
 
-EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "tp_generate.py"
+EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "tensor_parallel" / "run.py"
 
 
 def right(out: Path, ranks: int) -> None:
@@ -67,14 +67,14 @@ def test_ranks_with_a_gpu_each_meet_through_nccl(monkeypatch: pytest.MonkeyPatch
     }  # fmt: skip
     for (gpus, asked, ranks), means in wanted.items():
         monkeypatch.setattr(torch.cuda, "device_count", lambda gpus=gpus: gpus)
-        assert tp_generate.means(asked, ranks) == means
+        assert tp_run.device_and_backend(asked, ranks) == means
 
 
 def test_a_share_that_does_not_divide_is_refused() -> None:
     """Three ranks cannot share eight heads; the message says what would."""
-    whole = llama.Config.read(llama.FOLDER)
+    whole = llama.LlamaConfig.read(llama.FOLDER)
     with pytest.raises(ValueError, match="ranks needs a divisor of the model's 8 heads, got 3"):
-        tp_generate.shard_of(whole, 3)
+        tp_run.shard_of(whole, 3)
 
 
 def test_a_stage_of_a_pipeline_chooses_as_one_process_does(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""The loop over a part of a Llama that rank 0 of a gang leads, here of a gang of one."""
+"""The loop over a part of a Llama that rank 0 of a rank group leads, here of a rank group of one."""
 
 from __future__ import annotations
 
@@ -13,24 +13,24 @@ import torch
 import layerzero as lz
 from layerzero.actors.group.stores import LocalStore
 
-llama = pytest.importorskip("llama", reason="the example needs safetensors")
-generation = pytest.importorskip("generation", reason="the example needs tokenizers")
-led = pytest.importorskip("led", reason="the example needs safetensors")
+llama = pytest.importorskip("models.llama", reason="the example needs safetensors")
+generate = pytest.importorskip("generate", reason="the example needs tokenizers")
+rank_llama = pytest.importorskip("tensor_parallel.llama", reason="the example needs safetensors")
 
 PROMPTS = [[3, 5, 7], [11, 2, 4, 6, 8, 10], [9], [1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, 16, 17]]
 
 
 @pytest_asyncio.fixture
 async def model() -> AsyncIterator[Any]:
-    """The whole shipped model, led by the one rank of a gang."""
-    config = llama.Config.read(llama.FOLDER)
+    """The whole shipped model, led by the one rank of a rank group."""
+    config = llama.LlamaConfig.read(llama.FOLDER)
     get = llama.weights_of(llama.FOLDER, "cpu", torch.float32)
     async with (
         lz.start(lz.Settings(device="cpu", inference=True)) as runtime,
-        runtime.gang(1, rank=0, store=LocalStore(), epoch=0) as member,
+        runtime.rank_group(1, rank=0, store=LocalStore(), epoch=0) as member,
     ):
-        made = led.Led(config, get, llama.pool(config, "cpu", torch.float32, 128, 16))
-        made.lead(member, "whole")
+        made = rank_llama.RankLlama(config, get, llama.kv_pool(config, "cpu", torch.float32, 128, 16))
+        made.join(member, "whole")
         yield made
 
 
@@ -40,8 +40,8 @@ async def texts(model: Any, tokens: list[int], after: list[int]) -> list[list[in
     async def one(number: int) -> list[int]:
         for _ in range(after[number]):
             await asyncio.sleep(0)
-        sampling = generation.Sampling(max_tokens=tokens[number], seed=number)
-        return [token async for token in generation.generate(model, PROMPTS[number], sampling)]
+        sampling = generate.SamplingParams(max_tokens=tokens[number], seed=number)
+        return [token async for token in generate.generate(model, PROMPTS[number], sampling)]
 
     return list(await asyncio.gather(*map(one, range(len(PROMPTS)))))
 
@@ -73,7 +73,7 @@ async def test_the_places_of_a_step_are_there_before_it_comes(
 
         monkeypatch.setattr(model, name, called)
 
-    noted("_places")
+    noted("_metadata")
     noted("logits")
     await texts(model, [10] * 4, [0] * 4)
-    assert seen == ["_places", *["logits", "_places"] * 10]
+    assert seen == ["_metadata", *["logits", "_metadata"] * 10]

@@ -23,8 +23,8 @@ ROOT = Path(__file__).resolve().parents[2]
 for package in ("openai", "starlette", "uvicorn", "prometheus_client", "tokenizers", "safetensors"):
     pytest.importorskip(package, reason=f"the server needs {package}: pip install 'layerzero-runtime[test]'")
 
-import generate_server  # noqa: E402  the skips come first
 import openai  # noqa: E402
+import serve  # noqa: E402  the skips come first
 
 from tests.examples.serving import NOTHING, Running, asked, check_texts_in_company, serving  # noqa: E402
 
@@ -32,7 +32,7 @@ from tests.examples.serving import NOTHING, Running, asked, check_texts_in_compa
 @pytest.fixture(scope="module")
 def server() -> Iterator[Running]:
     """A server whose pool holds 4,096 tokens."""
-    with serving(generate_server.Options(pages=256)) as running:
+    with serving(serve.Options(pages=256)) as running:
         yield running
 
 
@@ -258,15 +258,15 @@ def test_metrics_tell_what_the_lane_did(server: Running, client: openai.OpenAI) 
 
     assert moved("generated_tokens_total", ()) == 6
     assert moved("requests_total", (("outcome", "done"),)) == 1
-    assert moved("layerzero_lane_items_total") == moved("layerzero_lane_batch_size_sum") > 0
-    assert moved("layerzero_lane_items_total") == moved("layerzero_lane_queue_wait_seconds_count")
-    assert moved("layerzero_lane_calls_total", (("device", "cpu"), ("outcome", "done"))) > 0
-    assert moved("layerzero_lane_tokens_total") > moved("layerzero_lane_batch_size_count") > 0
-    assert after[("layerzero_lane_in_flight", device)] == 0
-    assert after[("layerzero_lane_queue_wait_seconds_sum", device)] > 0
-    assert after[("layerzero_lane_queue_wait_max_seconds", device)] > 0
+    assert moved("layerzero_batcher_items_total") == moved("layerzero_batcher_batch_size_sum") > 0
+    assert moved("layerzero_batcher_items_total") == moved("layerzero_batcher_queue_wait_seconds_count")
+    assert moved("layerzero_batcher_calls_total", (("device", "cpu"), ("outcome", "done"))) > 0
+    assert moved("layerzero_batcher_tokens_total") > moved("layerzero_batcher_batch_size_count") > 0
+    assert after[("layerzero_batcher_in_flight", device)] == 0
+    assert after[("layerzero_batcher_queue_wait_seconds_sum", device)] > 0
+    assert after[("layerzero_batcher_queue_wait_max_seconds", device)] > 0
     for outcome in ("failed", "cancelled", "expired", "rejected"):
-        assert ("layerzero_lane_calls_total", (("device", "cpu"), ("outcome", outcome))) in after
+        assert ("layerzero_batcher_calls_total", (("device", "cpu"), ("outcome", outcome))) in after
     assert after[("requests_in_flight", ())] == 0
     assert after[("kv_pages_free", ())] == 256
 
@@ -278,7 +278,7 @@ def test_sigterm_lets_answers_end() -> None:
         port = free.getsockname()[1]
     command = [
         sys.executable,
-        str(ROOT / "examples" / "generate_server.py"),
+        str(ROOT / "examples" / "serve.py"),
         "--port",
         str(port),
         "--pages",
@@ -324,6 +324,6 @@ def _wait_until_healthy(url: str, process: subprocess.Popen[str]) -> None:
 def test_options_out_of_range_are_refused(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     """The command exits 2 and names the argument."""
     with pytest.raises(SystemExit) as left:
-        generate_server.parse(arguments)
+        serve.parse(arguments)
     assert left.value.code == 2
     assert arguments[0] in capsys.readouterr().err

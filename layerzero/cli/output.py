@@ -32,21 +32,21 @@ def table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]], *, 
         return
     from rich.console import Console
 
-    Console().print(drawn(title, columns, rows, mark=mark))
+    Console().print(rich_table(title, columns, rows, mark=mark))
 
 
-def drawn(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]], *, mark: str = "") -> Any:
+def rich_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]], *, mark: str = "") -> Any:
     """The table as rich draws it; cells are text, never markup."""
     from rich.table import Table
     from rich.text import Text
 
-    made = Table(title=title, title_justify="left", caption=None if rows else "none", header_style="bold")
+    grid = Table(title=title, title_justify="left", caption=None if rows else "none", header_style="bold")
     for name in columns:
-        made.add_column(name, overflow="fold")
+        grid.add_column(name, overflow="fold")
     for row in rows:
         chosen = bool(mark) and row[0] == mark
-        made.add_row(*(Text(cell) for cell in row), style="bold green" if chosen else None)
-    return made
+        grid.add_row(*(Text(cell) for cell in row), style="bold green" if chosen else None)
+    return grid
 
 
 def line(text: str, *, bad: bool = False) -> None:
@@ -66,7 +66,7 @@ def progress(title: str, quiet: bool, named: Callable[[Any], str]) -> Iterator[A
     with Progress(console=Console(stderr=True)) as bar:
         task = bar.add_task(title, total=None)
 
-        def told(done: int, total: int, item: Any) -> None:
+        def update(done: int, total: int, item: Any) -> None:
             bar.update(task, total=total, completed=done, description=named(item))
 
-        yield told
+        yield update

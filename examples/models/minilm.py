@@ -30,7 +30,7 @@ LAYERS = 6
 # config.json of the package: layer_norm_eps; sentence_bert_config.json: max_seq_length.
 EPS = 1e-12
 MAX_TOKENS = 256
-SENTENCES = Path(__file__).parent / "data" / "sentences.txt"
+SENTENCES = Path(__file__).resolve().parents[1] / "data" / "sentences.txt"
 
 
 def read_sentences(path: Path = SENTENCES, limit: int | None = None) -> list[str]:
@@ -42,12 +42,12 @@ def read_sentences(path: Path = SENTENCES, limit: int | None = None) -> list[str
     if limit is not None and limit < 1:
         raise ValueError(f"limit needs to be at least 1, got {limit}")
     lines = (line.strip() for line in path.read_text(encoding="utf-8").splitlines())
-    found = [line for line in lines if line and not line.startswith("#")]
-    if not found:
+    sentences = [line for line in lines if line and not line.startswith("#")]
+    if not sentences:
         raise ValueError(f"path needs at least one sentence, got none in {path}")
-    if limit is None or limit >= len(found):
-        return found
-    return [found[index * len(found) // limit] for index in range(limit)]
+    if limit is None or limit >= len(sentences):
+        return sentences
+    return [sentences[index * len(sentences) // limit] for index in range(limit)]
 
 
 @dataclass(frozen=True, slots=True)

@@ -38,7 +38,7 @@ _SHAPE = re.compile(r"scalar|\d+(x\d+)*")
 _MAX_AXIS = 2**40
 
 
-def built(op: Op, arguments: Sequence[str], shape: str | None = None) -> tuple[Signature, Args]:
+def build_call(op: Op, arguments: Sequence[str], shape: str | None = None) -> tuple[Signature, Args]:
     """The op's signature and full arguments out of `NAME=VALUE` words.
 
     `shape` is the tensor that every required argument gets which takes a tensor and was not named.
@@ -47,8 +47,8 @@ def built(op: Op, arguments: Sequence[str], shape: str | None = None) -> tuple[S
     parameters = inspect.signature(op.build).parameters
     values: dict[str, Any] = {}
     for word in arguments:
-        name, found, text = word.partition("=")
-        if not found or not name:
+        name, equals, text = word.partition("=")
+        if not equals or not name:
             raise click.UsageError(f"{word!r} needs NAME=VALUE; {usage(op)}")
         if name not in parameters:
             close = difflib.get_close_matches(name, parameters, n=2)
@@ -124,9 +124,9 @@ def _tensor(name: str, text: str) -> torch.Tensor:
 
 
 def _dtype(name: str, word: str) -> torch.dtype:
-    found = DTYPES.get(word, getattr(torch, word, None))
-    if not isinstance(found, torch.dtype):
+    dtype = DTYPES.get(word, getattr(torch, word, None))
+    if not isinstance(dtype, torch.dtype):
         raise click.UsageError(
             f"{name} needs a dtype among {', '.join(DTYPES)}, or torch's name, got {word!r}"
         )
-    return found
+    return dtype

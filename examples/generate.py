@@ -8,19 +8,19 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
-from llama import FOLDER, Draw, Llama
+from models.llama import FOLDER, Llama, SampleArgs
 from tokenizers import Tokenizer
 
 import layerzero as lz
-from layerzero.ops.host_copies import on_device
+from layerzero.ops.host_copies import to_device_with_host_copy
 
 # Rows of a prompt that one step takes: longer prompts go in pieces, so that nobody's next token waits long.
-PREFILL = 256
+PREFILL_CHUNK = 256
 _HALF = "\ufffd"
 
 
 @dataclass(frozen=True, slots=True)
-class Sampling:
+class SamplingParams:
     """How a request wants its tokens drawn; the same seed draws the same tokens in any company.
 
     Raises: ValueError: a value is out of range, by name.
@@ -45,29 +45,29 @@ class Sampling:
             raise ValueError(f"stop needs at most 4 strings, none of them empty, got {list(self.stop)}")
 
 
-async def generate(model: Llama, prompt: Sequence[int], sampling: Sampling) -> AsyncGenerator[int, None]:
+async def generate(model: Llama, prompt: Sequence[int], params: SamplingParams) -> AsyncGenerator[int, None]:
     """Yield the tokens that continue `prompt`, until one ends the text or `max_tokens` are drawn.
 
-    Cancelled or closed, it takes its call back from the lane and gives its pages back.
+    Cancelled or closed, it takes its call back from the batcher and gives its pages back.
     Raises: PagesExhaustedError: the pool is full. ValueError: the prompt is empty, or too long.
     """
     if not prompt:
         raise ValueError("prompt needs at least one token, got none")
     device = model.cache.device
-    with model.sequence(len(prompt) + sampling.max_tokens) as sequence:
-        *early, ids = on_device(torch.tensor(prompt), device).split(PREFILL)
-        for piece in early:
-            await model.step(piece, sequence.extend(len(piece)))
-        for drawn in range(sampling.max_tokens):
-            draw = Draw(sampling.temperature, sampling.top_p, sampling.seed, drawn)
-            ids = await model.next(ids, sequence.extend(len(ids)), draw)
+    with model.sequence(len(prompt) + params.max_tokens) as sequence:
+        *chunks, ids = to_device_with_host_copy(torch.tensor(prompt), device).split(PREFILL_CHUNK)
+        for chunk in chunks:
+            await model.step(chunk, sequence.extend(len(chunk)))
+        for drawn in range(params.max_tokens):
+            draw = SampleArgs(params.temperature, params.top_p, params.seed, drawn)
+            ids = await model.sample_next(ids, sequence.extend(len(ids)), draw)
             number = int(await lz.to_host(ids))
             yield number
-            if number in model.config.end:
+            if number in model.config.eos_token_ids:
                 return
 
 
-class Words:
+class IncrementalDetokenizer:
     """Tokens into text, piece by piece: whole characters only, nothing of a stop string.
 
     A token's text depends on the ones before it, so each is decoded behind the last few that are known.
@@ -76,16 +76,18 @@ class Words:
     def __init__(self, tokenizer: Tokenizer, stop: Sequence[str] = ()) -> None:
         self._tokenizer, self._stop = tokenizer, stop
         self._ids: list[int] = []
-        self._behind = self._known = 0  # ids from _behind on are decoded, those before _known are in _text
+        self._prefix_offset = self._read_offset = (
+            0  # ids from _behind on are decoded, those before _known are in _text
+        )
         self._text = ""
-        self._given = 0
+        self._num_released = 0
         self.stopped = False
 
     def feed(self, token: int) -> str:
         """The text that `token` completes; may be empty."""
         self._ids.append(token)
         self._take(whole=True)
-        return self._release(self._begun())
+        return self._release(self._num_held_back())
 
     def end(self) -> str:
         """What was held back at the end of the text."""
@@ -96,29 +98,33 @@ class Words:
 
     def _take(self, whole: bool) -> None:
         """Add the text of the ids that are not in it yet; a character that is only half there waits."""
-        before = self._tokenizer.decode(self._ids[self._behind : self._known])
-        after = self._tokenizer.decode(self._ids[self._behind :])
+        before = self._tokenizer.decode(self._ids[self._prefix_offset : self._read_offset])
+        after = self._tokenizer.decode(self._ids[self._prefix_offset :])
         if whole and after.endswith(_HALF):
             return
         self._text += after[len(before) :]
-        self._behind, self._known = self._known, len(self._ids)
+        self._prefix_offset, self._read_offset = self._read_offset, len(self._ids)
 
-    def _release(self, held: int) -> str:
+    def _release(self, num_held_back: int) -> str:
         """Give what no stop string begins in; `held` characters at the end wait for what follows."""
-        ends = [at for at in (self._text.find(stop, self._given) for stop in self._stop) if at >= 0]
+        ends = [
+            position
+            for position in (self._text.find(stop, self._num_released) for stop in self._stop)
+            if position >= 0
+        ]
         self.stopped = bool(ends)
-        upto = min(ends) if ends else len(self._text) - held
-        piece = self._text[self._given : upto]
-        self._given = max(self._given, upto)
+        upto = min(ends) if ends else len(self._text) - num_held_back
+        piece = self._text[self._num_released : upto]
+        self._num_released = max(self._num_released, upto)
         return piece
 
-    def _begun(self) -> int:
+    def _num_held_back(self) -> int:
         """How many characters at the end may begin a stop string."""
-        most = 0
+        longest = 0
         for stop in self._stop:
-            sizes = range(min(len(stop) - 1, len(self._text)), most, -1)
-            most = next((size for size in sizes if self._text.endswith(stop[:size])), most)
-        return most
+            sizes = range(min(len(stop) - 1, len(self._text)), longest, -1)
+            longest = next((size for size in sizes if self._text.endswith(stop[:size])), longest)
+        return longest
 
 
 def load_tokenizer(folder: Path = FOLDER) -> Tokenizer:

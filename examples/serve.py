@@ -1,6 +1,6 @@
 """A generation server: every request is one coroutine, and requests meet in batches.
 
-    python examples/generate_server.py [--model FOLDER] [--device cpu|cuda] [--per op|layer|step] [--port N]
+    python examples/serve.py [--model FOLDER] [--device cpu|cuda] [--per op|layer|step] [--port N]
 
 It speaks the completion API of OpenAI's clients: /v1/completions (streamed or not) and /v1/models, beside
 /health and /metrics. A client that goes away takes its request with it; a full server answers 429 with
@@ -25,9 +25,9 @@ from typing import Any
 import anyio
 import torch
 import uvicorn
-from completion import Asked, BadRequest, UnknownModel, read
-from generation import Words, generate, load_tokenizer
-from llama import FOLDER, Llama, Per, load
+from completion import BadRequest, CompletionRequest, UnknownModel, read
+from generate import IncrementalDetokenizer, generate, load_tokenizer
+from models.llama import FOLDER, Llama, Per, load
 from prometheus_client import CollectorRegistry, Counter, Gauge
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -85,7 +85,7 @@ class Service:
         )
         self.tokenizer: Tokenizer = load_tokenizer(options.model)
         # No prompt of more characters can fit, so none is taken apart.
-        self.most_characters = self.most_tokens * max(map(len, self.tokenizer.get_vocab()))
+        self.max_prompt_characters = self.max_model_len * max(map(len, self.tokenizer.get_vocab()))
         self.active = 0
         self.started = int(time.time())
         self.registry = CollectorRegistry()
@@ -105,12 +105,12 @@ class Service:
         return {"requests": self.active, "pages": pages.total, "pages_free": pages.free_pages}
 
     @property
-    def most_tokens(self) -> int:
+    def max_model_len(self) -> int:
         """How many tokens a prompt and its answer may have together."""
         cache = self.model.cache
-        return min(self.model.config.positions, cache.allocator.total * cache.page_size)
+        return min(self.model.config.max_position_embeddings, cache.allocator.total * cache.page_size)
 
-    async def answer(self, asked: Asked) -> AsyncGenerator[Piece, None]:
+    async def answer(self, request: CompletionRequest) -> AsyncGenerator[Piece, None]:
         """Yield the answer's text as it comes; the last piece says why it ended.
 
         Raises: Full: too many requests, no pages, or a full lane. BadRequest: the prompt does not fit.
@@ -121,7 +121,7 @@ class Service:
         self.active += 1
         outcome = "cancelled"
         try:
-            async with aclosing(self._pieces(asked)) as pieces:
+            async with aclosing(self._pieces(request)) as pieces:
                 async for piece in pieces:
                     yield piece
             outcome = "done"
@@ -135,47 +135,51 @@ class Service:
             self.active -= 1
             self.requests.labels(outcome).inc()
 
-    async def _pieces(self, asked: Asked) -> AsyncGenerator[Piece, None]:
-        ids = asked.ids if asked.ids is not None else await self._ids(asked.text)
-        self._check(ids, asked)
-        words, count, reason = Words(self.tokenizer, asked.sampling.stop), 0, "length"
-        async with aclosing(generate(self.model, ids, asked.sampling)) as tokens:
+    async def _pieces(self, request: CompletionRequest) -> AsyncGenerator[Piece, None]:
+        ids = request.ids if request.ids is not None else await self._ids(request.text)
+        self._check(ids, request)
+        detokenizer, count, reason = (
+            IncrementalDetokenizer(self.tokenizer, request.sampling.stop),
+            0,
+            "length",
+        )
+        async with aclosing(generate(self.model, ids, request.sampling)) as tokens:
             async for token in tokens:
                 count += 1
                 self.tokens.inc()
-                if token in self.model.config.end:
+                if token in self.model.config.eos_token_ids:
                     reason = "stop"
                     break
-                text = words.feed(token)
-                if words.stopped:
+                text = detokenizer.feed(token)
+                if detokenizer.stopped:
                     reason = "stop"
                     yield Piece(text, count, len(ids), reason)
                     return
                 yield Piece(text, count, len(ids))
-        yield Piece(words.end(), count, len(ids), reason)
+        yield Piece(detokenizer.end(), count, len(ids), reason)
 
     async def _ids(self, text: str) -> list[int]:
         """The tokens of a prompt, encoded beside the loop: the library's batches give the interpreter up."""
-        if len(text) > self.most_characters:
+        if len(text) > self.max_prompt_characters:
             raise BadRequest(
-                f"prompt needs at most {self.most_characters} characters, got {len(text)}", "prompt"
+                f"prompt needs at most {self.max_prompt_characters} characters, got {len(text)}", "prompt"
             )
         encoded = await anyio.to_thread.run_sync(self.tokenizer.encode_batch_fast, [text])
         ids: list[int] = encoded[0].ids
         return ids
 
-    def _check(self, ids: list[int], asked: Asked) -> None:
-        most = self.most_tokens
+    def _check(self, ids: list[int], request: CompletionRequest) -> None:
+        limit = self.max_model_len
         if not ids:
             raise BadRequest("prompt needs at least one token", "prompt")
-        if len(ids) + asked.sampling.max_tokens > most:
+        if len(ids) + request.sampling.max_tokens > limit:
             raise BadRequest(
-                f"prompt and max_tokens need at most {most} tokens together, got {len(ids)} and "
-                f"{asked.sampling.max_tokens}",
+                f"prompt and max_tokens need at most {limit} tokens together, got {len(ids)} and "
+                f"{request.sampling.max_tokens}",
                 "max_tokens",
             )
-        if asked.ids is not None and not all(0 <= token < self.model.config.vocab for token in ids):
-            raise BadRequest(f"prompt needs token ids in [0, {self.model.config.vocab})", "prompt")
+        if request.ids is not None and not all(0 <= token < self.model.config.vocab_size for token in ids):
+            raise BadRequest(f"prompt needs token ids in [0, {self.model.config.vocab_size})", "prompt")
 
 
 @dataclass(frozen=True, slots=True)
@@ -202,15 +206,15 @@ class Piece:
 class Completion:
     """The answer to one completion request: an ASGI response that ends when its client goes."""
 
-    def __init__(self, service: Service, asked: Asked) -> None:
-        self.service, self.asked = service, asked
+    def __init__(self, service: Service, completion_request: CompletionRequest) -> None:
+        self.service, self.completion_request = service, completion_request
         self.head = {
             "id": f"cmpl-{uuid.uuid4().hex}", "object": "text_completion", "created": int(time.time()),
             "model": service.name,
         }  # fmt: skip
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        respond = self.stream if self.asked.stream else self.whole
+        respond = self.stream if self.completion_request.stream else self.whole
         async with anyio.create_task_group() as tasks:
 
             async def watch() -> None:
@@ -219,10 +223,10 @@ class Completion:
                 tasks.cancel_scope.cancel()
 
             tasks.start_soon(watch)
-            await self.answered(respond, scope, receive, send)
+            await self.respond_or_refuse(respond, scope, receive, send)
             tasks.cancel_scope.cancel()
 
-    async def answered(
+    async def respond_or_refuse(
         self,
         respond: Callable[[Scope, Receive, Send], Coroutine[Any, Any, None]],
         scope: Scope,
@@ -240,7 +244,7 @@ class Completion:
 
     async def whole(self, scope: Scope, receive: Receive, send: Send) -> None:
         """The whole text in one answer."""
-        async with aclosing(self.service.answer(self.asked)) as answer:
+        async with aclosing(self.service.answer(self.completion_request)) as answer:
             pieces = [piece async for piece in answer]
         text, last = "".join(piece.text for piece in pieces), pieces[-1]
         body = {**self.head, "choices": [choice(text, last.reason)], "usage": last.usage}
@@ -249,7 +253,7 @@ class Completion:
     async def stream(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Server-sent events, one a piece of text; the status is sent with the first piece."""
         begun, usage = False, {}
-        async with aclosing(self.service.answer(self.asked)) as pieces:
+        async with aclosing(self.service.answer(self.completion_request)) as pieces:
             try:
                 async for piece in pieces:
                     if not begun:
@@ -264,7 +268,7 @@ class Completion:
                 await self._event(send, error_body(str(error), "server_error"))
                 await send({"type": "http.response.body", "body": b""})
                 return
-        if self.asked.include_usage:
+        if self.completion_request.include_usage:
             await self._event(send, {**self.head, "choices": [], "usage": usage})
         await send({"type": "http.response.body", "body": b"data: [DONE]\n\n"})
 
@@ -318,12 +322,12 @@ async def completions(request: Request) -> Any:
     """POST /v1/completions."""
     service: Service = request.app.state.service
     try:
-        asked = read(await request.body(), service.name)
+        completion_request = read(await request.body(), service.name)
     except ClientDisconnect:
         return Response(status_code=400)  # for nobody
     except BadRequest as bad:
         return refusal(bad)
-    return Completion(service, asked)
+    return Completion(service, completion_request)
 
 
 async def models(request: Request) -> JSONResponse:
@@ -347,8 +351,8 @@ def _served(service: Service) -> dict[str, Any]:
 async def http_failure(request: Request, error: Exception) -> JSONResponse:
     """An unknown path or method, in the words of the API."""
     assert isinstance(error, HTTPException)
-    said = dict(error.headers or {})  # the methods that a path allows
-    return failure(error.status_code, f"{error.detail}: {request.method} {request.url.path}", headers=said)
+    headers = dict(error.headers or {})  # the methods that a path allows
+    return failure(error.status_code, f"{error.detail}: {request.method} {request.url.path}", headers=headers)
 
 
 async def server_failure(request: Request, error: Exception) -> JSONResponse:
@@ -404,28 +408,28 @@ WAITING = 64
 
 def parse(arguments: list[str] | None) -> Options:
     """Read the command line."""
-    known = Options()
+    defaults = Options()
     parser = argparse.ArgumentParser(description="Serve completions of a Llama.")
-    parser.add_argument("--model", type=Path, default=known.model, help="a Hugging Face Llama folder")
-    parser.add_argument("--device", choices=("cpu", "cuda"), default=known.device)
+    parser.add_argument("--model", type=Path, default=defaults.model, help="a Hugging Face Llama folder")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default=defaults.device)
     parser.add_argument(
-        "--per", choices=("op", "layer", "step"), default=known.per, help="what one await covers"
+        "--per", choices=("op", "layer", "step"), default=defaults.per, help="what one await covers"
     )
-    parser.add_argument("--pages", type=int, default=known.pages)
-    parser.add_argument("--page-size", type=int, default=known.page_size)
-    parser.add_argument("--max-requests", type=int, default=known.max_requests)
-    parser.add_argument("--max-body", type=int, default=known.max_body, help="bytes of one request's body")
+    parser.add_argument("--pages", type=int, default=defaults.pages)
+    parser.add_argument("--page-size", type=int, default=defaults.page_size)
+    parser.add_argument("--max-requests", type=int, default=defaults.max_requests)
+    parser.add_argument("--max-body", type=int, default=defaults.max_body, help="bytes of one request's body")
     parser.add_argument("--strict", action="store_true", help="only kernels whose rows ignore their batch")
-    parser.add_argument("--host", default=known.host)
-    parser.add_argument("--port", type=int, default=known.port)
+    parser.add_argument("--host", default=defaults.host)
+    parser.add_argument("--port", type=int, default=defaults.port)
     parser.add_argument(
-        "--drain-s", type=int, default=known.drain_s, help="seconds SIGTERM leaves to answers"
+        "--drain-s", type=int, default=defaults.drain_s, help="seconds SIGTERM leaves to answers"
     )
-    given = parser.parse_args(arguments)
+    options = parser.parse_args(arguments)
     for name in ("pages", "page_size", "max_requests", "max_body", "drain_s"):
-        if getattr(given, name) < 1:
-            parser.error(f"--{name.replace('_', '-')} needs to be at least 1, got {getattr(given, name)}")
-    return Options(**vars(given))
+        if getattr(options, name) < 1:
+            parser.error(f"--{name.replace('_', '-')} needs to be at least 1, got {getattr(options, name)}")
+    return Options(**vars(options))
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -9,8 +9,8 @@ from layerzero.api.doctor import doctor as examine
 from layerzero.api.doctor import unfit
 from layerzero.api.inspect import KernelInfo, list_kernels
 from layerzero.backends import installed_plugins
-from layerzero.cli import show
-from layerzero.cli.options import json_option, op_named, runtime_of, standing_options
+from layerzero.cli import output
+from layerzero.cli.options import json_option, op_named, runtime_of, target_options
 from layerzero.runtime import Runtime
 from layerzero.spec.kernel import Capability
 
@@ -33,23 +33,23 @@ def doctor(ctx: click.Context, quick: bool, timeout: float, json_: bool) -> None
     """
     report = examine(imports=not quick, timeout_s=timeout)
     if json_:
-        show.as_json({"ok": report.ok, **msgspec.structs.asdict(report)})
+        output.as_json({"ok": report.ok, **msgspec.structs.asdict(report)})
     else:
         for title, columns, rows in report.sections():
-            show.table(title, columns, rows)
+            output.table(title, columns, rows)
         for note in report.notes:
-            show.line(f"note: {note}")
+            output.line(f"note: {note}")
         for problem in report.problems:
-            show.line(f"problem: {problem}", bad=True)
+            output.line(f"problem: {problem}", bad=True)
         if report.ok:
-            show.line("every required part works")
+            output.line("every required part works")
     ctx.exit(0 if report.ok else 1)
 
 
 @click.command()
 @click.option("--op", default=None, help="Only the kernels of one op.")
 @click.option("--backend", default=None, help="Only the kernels of one backend.")
-@standing_options
+@target_options
 @json_option
 def kernels(
     op: str | None,
@@ -64,21 +64,21 @@ def kernels(
         op_named(op)
     with runtime_of(device, policy_file, strict) as runtime:
         try:
-            found = list_kernels(op, backend=backend)
+            infos = list_kernels(op, backend=backend)
         except ValueError as error:
             raise click.UsageError(f"--{error}") from error
-        notes = {info.id: _note(info, runtime) for info in found}
+        notes = {info.id: _note(info, runtime) for info in infos}
         allowed = runtime.settings.plugins
     if json_:
-        show.as_json([{**msgspec.structs.asdict(info), "note": notes[info.id]} for info in found])
+        output.as_json([{**msgspec.structs.asdict(info), "note": notes[info.id]} for info in infos])
         return
     rows = [
-        (i.id, i.op, i.state, "yes" if i.default else "", _takes(i.capability), notes[i.id]) for i in found
+        (i.id, i.op, i.state, "yes" if i.default else "", _takes(i.capability), notes[i.id]) for i in infos
     ]
-    show.table(f"{len(rows)} kernels", ("kernel", "op", "state", "default", "takes", "note"), rows)
+    output.table(f"{len(rows)} kernels", ("kernel", "op", "state", "default", "takes", "note"), rows)
     for plugin in installed_plugins():
         if plugin.name not in allowed:
-            show.line(f"installed, not allowed: {plugin}; LAYERZERO_PLUGINS={plugin.name} lets it run")
+            output.line(f"installed, not allowed: {plugin}; LAYERZERO_PLUGINS={plugin.name} lets it run")
 
 
 def _note(info: KernelInfo, runtime: Runtime) -> str:

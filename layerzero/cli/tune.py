@@ -11,12 +11,12 @@ import click
 import msgspec
 
 from layerzero._util.files import need_own
-from layerzero.api.tune import TuneReport, bench_call, kept_rows, table_of, tune_blocking
+from layerzero.api.tune import TuneReport, bench_call, stored_rows, tune_blocking, write_shipped_table
 from layerzero.api.tune import solve as solve_buckets
-from layerzero.cli import show, spec
+from layerzero.cli import call_arguments, output
 from layerzero.cli.options import json_option, op_named, runtime_of
 from layerzero.measure.calls import Call
-from layerzero.measure.tuner import Tuned
+from layerzero.measure.tuner import TuningResult
 from layerzero.perfdb.record import Environment
 from layerzero.perfdb.store import read_rows
 from layerzero.selection.cost.cost_model import perfdb_path
@@ -45,50 +45,54 @@ def tune(
         op_named(name)
     if table is not None:
         need_own(Path(table), "rows")
-    with runtime_of(device, None, False) as runtime, show.progress("tuning", json_, _named) as told:
+    with runtime_of(device, None, False) as runtime, output.progress("tuning", json_, _named) as progress:
         try:
             report = tune_blocking(
                 trace, ops=ops or None, quick=quick, budget_s=budget_s, repeat=repeat, missing=missing,
-                progress=told,
+                progress=progress,
             )  # fmt: skip
         except LayerZeroError as error:
             raise click.UsageError(str(error)) from error
         if table is not None:
-            rows = kept_rows(runtime.device()) if missing else report.rows
-            note = f"{len({row.site for row in rows})} sites, {report.skipped} calls left out for time"
-            table_of(rows, runtime.device(), table, command=_command_line(), note=note)
+            rows = stored_rows(runtime.device()) if missing else report.rows
+            note = f"{len({row.case for row in rows})} sites, {report.skipped} calls left out for time"
+            write_shipped_table(rows, runtime.device(), table, command=_command_line(), note=note)
     if json_:
-        show.as_json(_plain(report))
+        output.as_json(_plain(report))
     else:
-        _told(report)
+        _print_report(report)
     ctx.exit(0 if report.rows else 1)
 
 
-def _named(tuned: Tuned | None) -> str:
+def _named(tuned: TuningResult | None) -> str:
     return f"{tuned.op}: {tuned.winner or 'nobody'}" if tuned is not None else "tuning"
 
 
-def _told(report: TuneReport) -> None:
+def _print_report(report: TuneReport) -> None:
     rows = []
     for tuned in report.tuned:
         best, won = tuned.times_us.get(tuned.best, 0.0), tuned.times_us.get(tuned.winner, 0.0)
         rows.append((tuned.call, tuned.launch, tuned.winner or "nobody", f"{won:.1f}", f"{best:.1f}"))
-    show.table(f"{report.calls} calls on {report.device}", ("call", "launch", "taken", "us", "best us"), rows)
+    output.table(
+        f"{report.calls} calls on {report.device}", ("call", "launch", "taken", "us", "best us"), rows
+    )
     wins = Counter(tuned.winner for tuned in report.tuned if tuned.winner)
-    show.line("taken: " + (", ".join(f"{name} {count}" for name, count in wins.most_common()) or "nobody"))
+    output.line("taken: " + (", ".join(f"{name} {count}" for name, count in wins.most_common()) or "nobody"))
     for kernel, why in sorted(report.failures.items()):
-        show.line(f"not measured: {kernel}: {why}", bad=True)
+        output.line(f"not measured: {kernel}: {why}", bad=True)
     if report.compared:
-        show.line(
+        output.line(
             f"two tunes: {report.flipped} of {report.compared} winners differ, "
             f"{report.flipped_outside} of them outside the tie band"
         )
         for change in report.changes:
             if change.outside:
-                show.line(f"{change.call} ({change.launch}): {change.first}, then {change.second}", bad=True)
+                output.line(
+                    f"{change.call} ({change.launch}): {change.first}, then {change.second}", bad=True
+                )
     if report.skipped:
-        show.line(f"{report.skipped} calls had no time left")
-    show.line(f"{len(report.rows)} rows in {report.path or 'memory'}, {report.seconds:.1f} s")
+        output.line(f"{report.skipped} calls had no time left")
+    output.line(f"{len(report.rows)} rows in {report.path or 'memory'}, {report.seconds:.1f} s")
 
 
 def _plain(report: TuneReport) -> dict[str, Any]:
@@ -122,11 +126,11 @@ def bench(
 ) -> None:  # fmt: skip
     """Time every kernel that takes a call against each other: median, tail, variance, winner, speed-up."""
     definition = op_named(op)
-    _, args = spec.built(definition, arguments, shape)
+    _, args = call_arguments.build_call(definition, arguments, shape)
     with runtime_of(device, None, False) as runtime:
         try:
             call = Call.of(definition, args)
-            found = bench_call(
+            comparison = bench_call(
                 runtime.device(),
                 call,
                 "graph" if graph else "eager",
@@ -137,18 +141,18 @@ def bench(
         except (LayerZeroError, ValueError, TypeError) as error:
             raise click.UsageError(str(error)) from error
     if json_:
-        show.as_json(msgspec.to_builtins(found))
+        output.as_json(msgspec.to_builtins(comparison))
         return
     rows = [
         (c.name, f"{c.median_us:.2f}", f"{c.p95_us:.2f}", f"{c.p99_us:.2f}", f"{c.variance:.3g}",
-         f"{c.times_winner:.2f}x", "tied" if c.tied and c.name != found.winner else "")
-        for c in found.contenders
+         f"{c.times_winner:.2f}x", "tied" if c.tied and c.name != comparison.winner else "")
+        for c in comparison.contenders
     ]  # fmt: skip
     columns = ("kernel", "median us", "p95", "p99", "variance", "of the winner", "")
-    show.table(str(call), columns, rows, mark=found.winner)
-    show.line(f"{found.winner} wins: {found.speedup:.2f}x as fast as {found.baseline}")
-    for kernel, why in sorted(found.failed.items()):
-        show.line(f"not timed: {kernel}: {why}", bad=True)
+    output.table(str(call), columns, rows, mark=comparison.winner)
+    output.line(f"{comparison.winner} wins: {comparison.speedup:.2f}x as fast as {comparison.baseline}")
+    for kernel, why in sorted(comparison.failed.items()):
+        output.line(f"not timed: {kernel}: {why}", bad=True)
     ctx.exit(0)
 
 
@@ -161,17 +165,17 @@ def perfdb(device: str | None, json_: bool) -> None:
         opened = runtime.device()
         path = perfdb_path(opened.settings)
         rows = read_rows(path) if path is not None else []
-        here = read_rows(path, Environment.of(opened.hardware)) if path is not None else []
-    counts = Counter(row.site.op for row in rows)
-    counted = Counter(row.site.op for row in here)
+        own_rows = read_rows(path, Environment.of_hardware(opened.hardware)) if path is not None else []
+    counts = Counter(row.case.op for row in rows)
+    counted = Counter(row.case.op for row in own_rows)
     size = Path(path).stat().st_size if path is not None and Path(path).exists() else 0
     if json_:
         by_op = {op: {"rows": counts[op], "here": counted[op]} for op in counts}
-        show.as_json({"path": str(path) if path else None, "bytes": size, "ops": by_op})
+        output.as_json({"path": str(path) if path else None, "bytes": size, "ops": by_op})
         return
-    show.line(f"{path or 'no file'}: {size / 1e6:.1f} MB")
+    output.line(f"{path or 'no file'}: {size / 1e6:.1f} MB")
     table = [(op, str(count), str(counted[op])) for op, count in sorted(counts.items())]
-    show.table("measurements", ("op", "rows", "of this environment"), table)
+    output.table("measurements", ("op", "rows", "of this environment"), table)
 
 
 @click.command()
@@ -190,8 +194,12 @@ def solve(path: str, ops: tuple[str, ...], device: str | None, json_: bool) -> N
             raise click.UsageError(str(error)) from error
     wins = Counter((bucket.op, bucket.kernel) for bucket in table.buckets)
     if json_:
-        taken = [{"op": op, "kernel": kernel, "buckets": count} for (op, kernel), count in wins.items()]
-        show.as_json({"path": path, "buckets": len(table.buckets), "content": table.content, "taken": taken})
+        bucket_counts = [
+            {"op": op, "kernel": kernel, "buckets": count} for (op, kernel), count in wins.items()
+        ]
+        output.as_json(
+            {"path": path, "buckets": len(table.buckets), "content": table.content, "taken": bucket_counts}
+        )
         return
     rows = [(op, kernel, str(count)) for (op, kernel), count in sorted(wins.items())]
-    show.table(f"{len(table.buckets)} buckets in {path}", ("op", "kernel", "buckets"), rows)
+    output.table(f"{len(table.buckets)} buckets in {path}", ("op", "kernel", "buckets"), rows)

@@ -1,0 +1,469 @@
+"""Llama, written once for one sequence; awaited per op, per layer or per step.
+
+`Layer.forward` and `Llama.forward` are ordinary coroutines over `ops`, and `ops` says who meets whom:
+awaited ops coalesce one by one across all requests; a layer or a step given to `lz.batched` coalesces as a
+whole and runs the same coroutine over blocking ops inside. Keys and values lie in a `PagedCache`.
+
+Axes: T rows (tokens of one request, or of all requests that met), H query heads, Hk key heads, D head size,
+C channels, F inner channels.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal, TypeVar
+
+import torch
+from safetensors import safe_open
+from torch import Tensor
+
+import layerzero as lz
+from layerzero.kvcache import AttentionMetadata, KVCacheSpec, PagedCache, PagedSequence, TokenRange
+from layerzero.ops.host_copies import to_device_with_host_copy
+
+FOLDER = Path(__file__).resolve().parents[1] / "data" / "generate"
+T = TypeVar("T")
+N = TypeVar("N", int, float)
+Per = Literal["op", "layer", "step"]
+GetWeight = Callable[[str, tuple[int, ...]], Tensor]
+
+
+@dataclass(frozen=True)
+class LlamaConfig:
+    """The shape of a Llama, as `config.json` of its folder gives it."""
+
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_hidden_layers: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    rms_norm_eps: float
+    rope_theta: float
+    max_position_embeddings: int
+    rope_scaling: lz.LinearScaling | lz.Llama3Scaling | lz.YarnScaling | None = None
+    tie_word_embeddings: bool = False
+    attention_bias: bool = False
+    mlp_bias: bool = False
+    eos_token_ids: frozenset[int] = frozenset()
+
+    @classmethod
+    def read(cls, folder: Path) -> LlamaConfig:
+        """Read `folder / "config.json"`.
+
+        Raises: ValueError: the model is no Llama, or scales its rotary angles in a way unknown here.
+        """
+        values = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        if values.get("model_type") != "llama" or values.get("hidden_act", "silu") != "silu":
+            raise ValueError(
+                f"folder needs a Llama with silu, got {values.get('model_type')!r} with "
+                f"{values.get('hidden_act')!r} in {folder}"
+            )
+        rotary = values.get("rope_parameters") or {}
+        end = values.get("eos_token_id")
+        return cls(
+            vocab_size=values["vocab_size"],
+            hidden_size=values["hidden_size"],
+            intermediate_size=values["intermediate_size"],
+            num_hidden_layers=values["num_hidden_layers"],
+            num_attention_heads=values["num_attention_heads"],
+            num_key_value_heads=values.get("num_key_value_heads") or values["num_attention_heads"],
+            head_dim=values.get("head_dim") or values["hidden_size"] // values["num_attention_heads"],
+            rms_norm_eps=values["rms_norm_eps"],
+            rope_theta=float(rotary.get("rope_theta", values.get("rope_theta", 10000.0))),
+            max_position_embeddings=values["max_position_embeddings"],
+            rope_scaling=_scaling(values.get("rope_scaling") or rotary, values["max_position_embeddings"]),
+            tie_word_embeddings=values.get("tie_word_embeddings", False),
+            attention_bias=values.get("attention_bias", False),
+            mlp_bias=values.get("mlp_bias", False),
+            eos_token_ids=frozenset(() if end is None else [end] if isinstance(end, int) else end),
+        )
+
+
+def _scaling(
+    values: Mapping[str, Any], positions: int
+) -> lz.LinearScaling | lz.Llama3Scaling | lz.YarnScaling | None:
+    kind = values.get("rope_type", values.get("type", "default"))
+    if kind == "default":
+        return None
+    factor, trained = values["factor"], values.get("original_max_position_embeddings", positions)
+    if kind == "linear":
+        return lz.LinearScaling(factor)
+    if kind == "llama3":
+        return lz.Llama3Scaling(factor, values["low_freq_factor"], values["high_freq_factor"], trained)
+    if kind == "yarn":
+        return lz.YarnScaling(factor, trained, values.get("beta_fast", 32.0), values.get("beta_slow", 1.0))
+    raise ValueError(f"rope_scaling needs default, linear, llama3 or yarn, got {kind!r}")
+
+
+# -- who meets whom -------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Ops:
+    """The ops that the model is written over, all awaitable."""
+
+    embedding: Callable[..., Awaitable[Any]]
+    rms_norm: Callable[..., Awaitable[Any]]
+    add_rms_norm: Callable[..., Awaitable[Any]]
+    linear: Callable[..., Awaitable[Any]]
+    rope: Callable[..., Awaitable[Any]]
+    paged_attention: Callable[..., Awaitable[Any]]
+    mlp: Callable[..., Awaitable[Any]]
+    append_kv: Callable[..., Awaitable[Any]]
+
+
+def _as_coroutine(op: Callable[..., Any]) -> Callable[..., Awaitable[Any]]:
+    """A blocking op where an awaitable one is expected: it never suspends."""
+
+    async def call(*args: Any, **kwargs: Any) -> Any:
+        return op(*args, **kwargs)
+
+    return call
+
+
+def run_sync(coro: Coroutine[Any, Any, T]) -> T:
+    """The result of a coroutine that never suspends."""
+    try:
+        coro.send(None)
+    except StopIteration as done:
+        value: T = done.value
+        return value
+    coro.close()
+    raise RuntimeError("a coroutine over blocking ops suspended")
+
+
+_NAMES = tuple(field.name for field in fields(Ops))
+AWAITED = Ops(**{name: getattr(lz, name) for name in _NAMES})
+BLOCKING = Ops(**{name: _as_coroutine(getattr(lz.sync, name)) for name in _NAMES})
+
+
+@dataclass(slots=True)
+class SampleArgs:
+    """How one sequence's next token is drawn; `offset` counts its draws, so that each has its own."""
+
+    temperature: float
+    top_p: float
+    seed: int
+    offset: int
+
+
+def _one_or_per_row(values: list[N], device: torch.device) -> N | Tensor:
+    """The number that all callers give, or one a row."""
+    if values.count(values[0]) == len(values):
+        return values[0]
+    return to_device_with_host_copy(torch.tensor(values, dtype=torch.float64), device)
+
+
+def sample_tokens(logits: Tensor, sample_args: Sequence[SampleArgs]) -> Tensor:
+    """The tokens (B,) for the rows of `logits`, each drawn as its caller wants it."""
+    temperature = _one_or_per_row([draw.temperature for draw in sample_args], logits.device)
+    if not isinstance(temperature, Tensor) and temperature == 0:  # the likeliest: nothing is drawn
+        greedy: Tensor = lz.sync.sample(logits, temperature=0.0, seed=0)
+        return greedy
+    seeds = to_device_with_host_copy(
+        torch.tensor([(draw.seed, draw.offset) for draw in sample_args]), logits.device
+    )
+    sampled: Tensor = lz.sync.sample(
+        logits,
+        temperature=temperature,
+        top_p=_one_or_per_row([draw.top_p for draw in sample_args], logits.device),
+        seed=seeds[:, 0],
+        offset=seeds[:, 1],
+    )
+    return sampled
+
+
+# -- the model ------------------------------------------------------------------------------------------
+
+
+def _identity(rows: Tensor) -> Tensor:
+    return rows
+
+
+class Layer:
+    """One decoder layer: its weights, and its pages of keys and values.
+
+    `reduce` makes the sums of a layer whose heads and columns are spread over several ranks.
+    """
+
+    all_reduce: Callable[[Tensor], Tensor] = staticmethod(_identity)
+
+    def __init__(
+        self,
+        index: int,
+        config: LlamaConfig,
+        get: GetWeight,
+        norm: Tensor,
+        rotary: tuple[Tensor, Tensor],
+        cache: PagedCache,
+    ) -> None:
+        """`norm` (C,) is the weight of the norm that the layer's input comes through."""
+        self.input_norm = norm
+        self.split = (config.num_attention_heads, config.num_key_value_heads, config.num_key_value_heads)
+        self.head_dim, self.eps = config.head_dim, config.rms_norm_eps
+        self.cos, self.sin = rotary
+        self.cache = cache
+        self.k_cache, self.v_cache = cache.pools[index]
+        name, wide = f"model.layers.{index}", config.hidden_size
+
+        def stacked(of: str, parts: Mapping[str, int], biased: bool) -> tuple[Tensor, Tensor | None]:
+            rows = [get(f"{name}.{of}.{part}.weight", (size, wide)) for part, size in parts.items()]
+            bias = (
+                [get(f"{name}.{of}.{part}.bias", (size,)) for part, size in parts.items()] if biased else None
+            )
+            return torch.cat(rows), None if bias is None else torch.cat(bias)
+
+        heads = {
+            "q_proj": config.num_attention_heads,
+            "k_proj": config.num_key_value_heads,
+            "v_proj": config.num_key_value_heads,
+        }
+        sizes = {part: count * config.head_dim for part, count in heads.items()}
+        self.w_qkv, self.b_qkv = stacked("self_attn", sizes, config.attention_bias)
+        self.w_o = get(f"{name}.self_attn.o_proj.weight", (wide, sizes["q_proj"]))
+        self.b_o = get(f"{name}.self_attn.o_proj.bias", (wide,)) if config.attention_bias else None
+        self.post_attention_norm = get(f"{name}.post_attention_layernorm.weight", (wide,))
+        # What the MLP expects: the gate's rows above the others'.
+        self.w_up, self.b_up = stacked(
+            "mlp",
+            {"gate_proj": config.intermediate_size, "up_proj": config.intermediate_size},
+            config.mlp_bias,
+        )
+        self.w_down = get(f"{name}.mlp.down_proj.weight", (wide, config.intermediate_size))
+        self.b_down = get(f"{name}.mlp.down_proj.bias", (wide,)) if config.mlp_bias else None
+        # A layer ends with the norm that the next one begins with: both fit one kernel.
+        last = index == config.num_hidden_layers - 1
+        following = "model.norm" if last else f"model.layers.{index + 1}.input_layernorm"
+        self.next_norm = get(f"{following}.weight", (wide,))
+
+    async def forward(
+        self, ops: Ops, normed: Tensor, x: Tensor, metadata: AttentionMetadata
+    ) -> tuple[Tensor, Tensor]:
+        """(normed, x), each (T, C): the residual stream `x`, and it normed for whoever comes next."""
+        qkv = await ops.linear(normed, self.w_qkv, self.b_qkv)
+        q, k, v = qkv.unflatten(-1, (-1, self.head_dim)).split(self.split, dim=1)
+        q, k = await ops.rope(q, k, metadata.positions, self.cos, self.sin)
+        await ops.append_kv(k, v, self.k_cache, self.v_cache, metadata.slot_mapping)
+        mixed = await ops.paged_attention(
+            q,
+            self.k_cache,
+            self.v_cache,
+            metadata.block_tables,
+            metadata.seq_lens,
+            cu_seqlens_q=metadata.cu_seqlens_q,
+        )
+        out = self.all_reduce(await ops.linear(mixed.flatten(1), self.w_o, self.b_o))
+        normed, x = await ops.add_rms_norm(out, x, self.post_attention_norm, eps=self.eps)
+        out = await ops.mlp(normed, self.w_up, self.w_down, self.b_up, self.b_down, activation="swiglu")
+        out = self.all_reduce(out)
+        normed, x = await ops.add_rms_norm(out, x, self.next_norm, eps=self.eps)
+        return normed, x
+
+    def forward_batch(self, x: Tensor, spans: list[TokenRange]) -> Tensor:
+        """The residual stream `x` (T, C) of all callers behind this layer."""
+        return self.forward_batch_normed(x, spans)[1]
+
+    def forward_batch_normed(self, x: Tensor, spans: list[TokenRange]) -> tuple[Tensor, Tensor]:
+        """`forward` for the rows of all callers at once; they are normed here, so that one tensor goes from
+        layer to layer and not two."""
+        normed = lz.sync.rms_norm(x, self.input_norm, eps=self.eps)
+        return run_sync(self.forward(BLOCKING, normed, x, self.cache.attention_metadata(spans)))
+
+
+class Llama:
+    """A Llama over one paged cache; `per` is what one await covers: an op, a layer or a whole step."""
+
+    def __init__(self, config: LlamaConfig, get: GetWeight, cache: PagedCache, per: Per = "step") -> None:
+        """`get(name, shape)` gives the weight that Hugging Face's Llama has under `name`."""
+        self.config, self.cache, self.per = config, cache, per
+        tables = lz.rope_tables(
+            config.head_dim,
+            config.max_position_embeddings,
+            base=config.rope_theta,
+            scaling=config.rope_scaling,
+            device=cache.device,
+        )
+        self.embed_tokens = get("model.embed_tokens.weight", (config.vocab_size, config.hidden_size))
+        self.lm_head = (
+            self.embed_tokens
+            if config.tie_word_embeddings
+            else get("lm_head.weight", (config.vocab_size, config.hidden_size))
+        )
+        self.input_norm = get("model.layers.0.input_layernorm.weight", (config.hidden_size,))
+        self.layers: list[Layer] = []
+        for index in range(config.num_hidden_layers):
+            norm = self.layers[-1].next_norm if self.layers else self.input_norm
+            self.layers.append(Layer(index, config, get, norm, tables, cache))
+        self._batched_layers = [lz.batched(layer.forward_batch) for layer in self.layers]
+        self._batched_first_layer = lz.batched(self.first_layer_batch)
+        self._batched_last_layer = lz.batched(self.last_layer_batch)
+        self._batched_step = lz.batched(self.step_batch)
+        self._batched_sample = lz.batched(self.sample_next_batch)
+        self._batched_all_positions = lz.batched(self.forward_all_positions_batch)
+        self._awaited = [partial(layer.forward, AWAITED) for layer in self.layers]
+        self._blocking = [partial(layer.forward, BLOCKING) for layer in self.layers]
+
+    def sequence(self, tokens: int) -> PagedSequence:
+        """Open a sequence with pages for so many tokens; a context manager that gives them back.
+
+        Raises: ValueError: the model, or the pool, could never hold it. PagesExhaustedError: it cannot now.
+        """
+        max_tokens = self.config.max_position_embeddings
+        if tokens > max_tokens:
+            raise ValueError(f"tokens needs at most {max_tokens}, the model's positions, got {tokens}")
+        return self.cache.sequence(tokens)
+
+    async def step(self, ids: Tensor, span: TokenRange) -> Tensor:
+        """The logits (1, V) after the tokens `ids` (n,) of one sequence, which `span` gives places to."""
+        if self.per == "step":
+            logits: Tensor = await self._batched_step(ids, span)
+            return logits
+        if self.per == "layer":
+            x = await lz.embedding(ids, self.embed_tokens)
+            for layer in self._batched_layers:
+                x = await layer(x, span)
+            normed = await lz.rms_norm(x[-1:], self.layers[-1].next_norm, eps=self.config.rms_norm_eps)
+            return await lz.linear(normed, self.lm_head)
+        return await self.forward(AWAITED, self._awaited, ids, self.cache.attention_metadata([span]))
+
+    async def sample_next(self, ids: Tensor, span: TokenRange, draw: SampleArgs) -> Tensor:
+        """The token (1,) that follows `ids` (n,) of one sequence.
+
+        A step and its draw are one await; layer by layer the first one looks the tokens up and the last one
+        draws.
+        """
+        if self.per == "step" or (self.per == "layer" and len(self.layers) == 1):
+            token: Tensor = await self._batched_sample(ids, span, draw)
+            return token
+        if self.per == "layer":
+            x = await self._batched_first_layer(ids, span)
+            for layer in self._batched_layers[1:-1]:
+                x = await layer(x, span)
+            last: Tensor = await self._batched_last_layer(x, span, draw)
+            return last
+        logits = await self.step(ids, span)
+        sampled: Tensor = await lz.sample(
+            logits, temperature=draw.temperature, top_p=draw.top_p, seed=draw.seed, offset=draw.offset
+        )
+        return sampled
+
+    async def forward(
+        self,
+        ops: Ops,
+        layers: Sequence[Callable[..., Awaitable[Any]]],
+        ids: Tensor,
+        metadata: AttentionMetadata,
+    ) -> Tensor:
+        """The logits (B, V) of each sequence's last row among `ids` (T,)."""
+        x = await ops.embedding(ids, self.embed_tokens)
+        normed = await ops.rms_norm(x, self.input_norm, eps=self.config.rms_norm_eps)
+        for layer in layers:
+            normed, x = await layer(normed, x, metadata)
+        logits: Tensor = await ops.linear(normed[metadata.logits_indices], self.lm_head)
+        return logits
+
+    async def forward_all_positions(self, ids: Tensor, span: TokenRange) -> Tensor:
+        """The logits (n, V) after each of the tokens `ids` (n,), as a verified draft needs them."""
+        logits: Tensor = await self._batched_all_positions(ids, span)
+        return logits
+
+    def forward_all_positions_batch(self, ids: Tensor, spans: list[TokenRange]) -> Tensor:
+        """`every` for all callers at once: (T, V)."""
+        metadata = replace(self.cache.attention_metadata(spans), last=slice(None))
+        return run_sync(self.forward(BLOCKING, self._blocking, ids, metadata))
+
+    def step_batch(self, ids: Tensor, spans: list[TokenRange]) -> Tensor:
+        """`step` for all callers at once: (B, V)."""
+        return run_sync(self.forward(BLOCKING, self._blocking, ids, self.cache.attention_metadata(spans)))
+
+    def sample_next_batch(self, ids: Tensor, spans: list[TokenRange], draws: list[SampleArgs]) -> Tensor:
+        """`next` for all callers at once: (B,)."""
+        return sample_tokens(
+            run_sync(self.forward(BLOCKING, self._blocking, ids, self.cache.attention_metadata(spans))), draws
+        )
+
+    def first_layer_batch(self, ids: Tensor, spans: list[TokenRange]) -> Tensor:
+        """The first layer of the tokens `ids` (T,) of all callers: (T, C)."""
+        return self.layers[0].forward_batch(lz.sync.embedding(ids, self.embed_tokens), spans)
+
+    def last_layer_batch(self, x: Tensor, spans: list[TokenRange], draws: list[SampleArgs]) -> Tensor:
+        """The last layer, and the token that follows each caller's last row: (B,)."""
+        normed, _ = self.layers[-1].forward_batch_normed(x, spans)
+        return sample_tokens(
+            lz.sync.linear(normed[self.cache.attention_metadata(spans).logits_indices], self.lm_head), draws
+        )
+
+
+def load(
+    folder: Path = FOLDER,
+    *,
+    device: torch.device | str = "cpu",
+    dtype: torch.dtype = torch.float32,
+    pages: int = 512,
+    page_size: int = 16,
+    per: Per = "step",
+) -> Llama:
+    """Load a Hugging Face Llama folder onto `device` with a pool of `pages` pages.
+
+    Raises: ValueError: the folder's model is no Llama. FileNotFoundError: a file is missing.
+    """
+    config = LlamaConfig.read(folder)
+    get = weights_of(folder, device, dtype)
+    return Llama(config, get, kv_pool(config, device, dtype, pages, page_size), per)
+
+
+def weights_of(folder: Path, device: torch.device | str, dtype: torch.dtype) -> GetWeight:
+    """How to get the weights of a Hugging Face folder, each by its name and with the shape it must have."""
+    index = folder / "model.safetensors.index.json"
+    if index.exists():
+        file_of: dict[str, str] = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+    else:
+        with safe_open(str(folder / "model.safetensors"), framework="pt") as weights:
+            file_of = dict.fromkeys(weights.keys(), "model.safetensors")
+    opened = {name: safe_open(str(folder / name), framework="pt") for name in set(file_of.values())}
+
+    def get(name: str, shape: tuple[int, ...]) -> Tensor:
+        if name not in file_of:
+            raise ValueError(f"folder needs the weight {name}, got none in {folder}")
+        weight: Tensor = opened[file_of[name]].get_tensor(name)  # type: ignore[no-untyped-call]
+        if weight.shape != shape:
+            raise ValueError(f"{name} needs shape {shape}, got {tuple(weight.shape)} in {folder}")
+        return weight.to(device, dtype)
+
+    return get
+
+
+def random(
+    config: LlamaConfig,
+    *,
+    device: torch.device | str = "cpu",
+    dtype: torch.dtype = torch.float32,
+    pages: int = 512,
+    page_size: int = 16,
+    per: Per = "step",
+    seed: int = 0,
+) -> Llama:
+    """A Llama of `config`'s shape with random weights, for measurements."""
+    generator = torch.Generator(device).manual_seed(seed)
+
+    def get(name: str, shape: tuple[int, ...]) -> Tensor:
+        if len(shape) == 1:
+            return torch.ones(shape, device=device, dtype=dtype)
+        scale = shape[-1] ** -0.5
+        return torch.randn(shape, generator=generator, device=device, dtype=dtype).mul_(scale)
+
+    return Llama(config, get, kv_pool(config, device, dtype, pages, page_size), per)
+
+
+def kv_pool(
+    config: LlamaConfig, device: torch.device | str, dtype: torch.dtype, pages: int, page_size: int
+) -> PagedCache:
+    """The pages that a model of `config` keeps its keys and values in."""
+    spec = KVCacheSpec(config.num_key_value_heads, config.head_dim, dtype=dtype, device=device)
+    return PagedCache(spec, pages=pages, page_size=page_size, layers=config.num_hidden_layers)

@@ -1,0 +1,1 @@
+"""A Llama over several ranks: heads and columns, or layers."""
