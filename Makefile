@@ -13,7 +13,7 @@ PY := $(VENV)/bin/python
 SPEC := pyproject.toml constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint ruff layers mypy pyright format bench examples docs ci dev clean
+.PHONY: help demo test lint ruff layers mypy pyright format bench examples docs dist ci dev clean
 
 help:  ## this list
 	@awk -F':.*## ' '/^[a-z]+:.*## / { printf "make %-8s %s\n", $$1, $$2 }' Makefile
@@ -57,6 +57,9 @@ examples: $(VENV)/.installed-test  ## run the examples of the README and of docs
 docs: $(VENV)/.installed-docs  ## check the documents, build the site into build/site (warnings are errors)
 	$(PY) -m scripts.check_docs
 	$(PY) -m sphinx --builder html --fail-on-warning --keep-going --quiet docs build/site
+
+dist: $(VENV)/.installed-dev  ## wheel and sdist into dist/, each tried in an empty environment
+	$(PY) -m scripts.check_packaging --out dist
 
 ci:  ## everything that a change must pass
 	.ci/run
