@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from layerzero._util import files, log
-from layerzero.selection.decide import CostModel, roofline_cost
+from layerzero.selection.context import CostModel
+from layerzero.selection.decide import roofline_cost
 from layerzero.spec.hardware import Hardware
 from layerzero.spec.kernel import Kernel
 from layerzero.spec.settings import Settings
