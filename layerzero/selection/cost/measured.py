@@ -15,7 +15,6 @@ import math
 import statistics
 from collections import Counter
 from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
-from operator import mul
 from typing import Any
 
 import msgspec
@@ -24,7 +23,7 @@ from layerzero._util import log
 from layerzero.ops import table as ops_table
 from layerzero.perfdb import BenchmarkCase, Measurement, implausible_reason
 from layerzero.perfdb.record import Launch
-from layerzero.selection.cost.kriging import covariance
+from layerzero.selection.cost.kriging import Floats, covariance
 from layerzero.selection.cost.latency_model import MIN_POINTS, LatencyModel, fit
 from layerzero.selection.cost.measured_points import (
     FEATURES,
@@ -95,18 +94,16 @@ class _Neighbourhood:
         self.request = request
         self.family = family
         self._distances = {crowd: crowd.distances(position) for crowd in clusters}
-        self._covariances: dict[PointCluster, list[float]] = {}
+        self._covariances: dict[PointCluster, Floats] = {}
         pairs = [pair for c, far in self._distances.items() for pair in zip(far, c.points, strict=True)]
         self.near = sorted((pair for pair in pairs if pair[0] <= RADIUS), key=lambda pair: pair[0])
 
     def log_offset(self, cluster: PointCluster, kernel: str) -> float:
-        """How far the kernel lies off its curve here."""
+        """How far the kernel lies off its latency model here, as a log."""
         covariances = self._covariances.get(cluster)
         if covariances is None:
-            covariances = self._covariances[cluster] = [
-                covariance(distance) for distance in self._distances[cluster]
-            ]
-        return math.fsum(map(mul, covariances, cluster.weights(kernel)))
+            covariances = self._covariances[cluster] = covariance(self._distances[cluster])
+        return float(covariances @ cluster.weights(kernel))
 
 
 class MeasuredCosts:
