@@ -23,7 +23,7 @@ class UnknownSequenceError(LayerZeroError, KeyError):
 
 
 class FreedSequenceError(LayerZeroError, ValueError):
-    """The sequence was freed before: its keys and values may be somebody else's by now."""
+    """The sequence was freed before: its keys and values may be another sequence's by now."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +86,8 @@ class KVCacheSpec:
 class KVCache(Protocol):
     """Keys and values of many growing sequences; a sequence is an int that `new` or `fork` gave.
 
-    `epoch` rises with every change, so that whoever remembers something of a cache can tell that it is old.
+    `version` rises with every change, so that a caller that remembers something of a cache can tell that it
+    is old.
     """
 
     spec: KVCacheSpec

@@ -24,8 +24,8 @@ class KernelStatus:
     """What holds for kernels beyond their capability, at one moment.
 
     `blocked` maps a kernel to why it may not run (missing backend, failed load, open circuit, quarantine);
-    `unready` are those that would have to be loaded first, `probing` those on probation. `built` holds
-    (kernel, unit) of what has been compiled; None counts everything as compiled.
+    `unready` are those that would have to be loaded first, `probing` those on probation. `compiled` holds
+    (kernel, compile key) of what has been compiled; None counts everything as compiled.
     """
 
     blocked: Mapping[str, Rejected] = field(default_factory=dict)
@@ -46,10 +46,10 @@ class KernelStatus:
 
 @dataclass(frozen=True, slots=True)
 class SelectionOptions:
-    """The settings that bear on a decision; `room` is what a workspace may take, in bytes.
+    """The settings that bear on a decision; `workspace_budget` is in bytes.
 
-    `agreed` says that the room is what the poorest rank of a rank group has. `overlay` is the digest of what
-    the deployment took from the kernels' capabilities.
+    `budget_is_agreed` says that it is what the poorest rank of a rank group has. `overlay` is the digest of
+    what the deployment took from the kernels' capabilities.
     """
 
     strict: bool = False
@@ -62,9 +62,9 @@ class SelectionOptions:
 
 @dataclass(frozen=True, slots=True)
 class SelectionContext:
-    """Everything that verdicts of one table depend on; equal rules may share a table.
+    """Everything that verdicts of one table depend on; equal contexts may share a table.
 
-    `yields` are those of `modes` that are given up where no kernel has them.
+    `droppable_modes` are those of `modes` that are given up where no kernel has them.
     """
 
     kernels: tuple[Kernel, ...]
@@ -79,7 +79,7 @@ class SelectionContext:
     dispatch_table: ActiveDispatchTable | None = None
 
     def fingerprint(self, op: str) -> Hashable:
-        """Equal for two rule sets that decide every request of `op` alike."""
+        """Equal for two contexts that decide every request of `op` alike."""
         kernel_ids = tuple(k.id for k in self.kernels)
         policy_rules = tuple(r for r in self.policy.rules if r.op in ("*", op))
         status = self.status
@@ -110,9 +110,9 @@ class AgreedTerms:
     """What the ranks of a rank group agreed on, in place of one device's own health, readiness and
     measurements.
 
-    `kernels` are the ids that may be chosen, `knobs` hold in place of this rank's settings, `modes` for every
-    request; `cost` is what the ranks compared when they agreed, None where they price by estimates alone.
-    `decided` is the digest of all ops so far with their kernels: equal on ranks that ran the same steps.
+    `kernels` are the ids that may be chosen, `options` hold in place of this rank's settings, `modes` for
+    every request; `cost` is what the ranks compared when they agreed, None where they price by estimates
+    alone. `digest` is that of all ops so far with their kernels: equal on ranks that ran the same steps.
     """
 
     __slots__ = ("_hash", "_kernels_run", "cost", "kernels", "modes", "options")

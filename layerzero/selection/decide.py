@@ -3,7 +3,7 @@
 Order of authority: a lock, then denials and allow lists, then capability, then health and readiness, then
 expected microseconds after boosts. Among costs, the library default keeps its place unless beaten by a
 minimum gain (the tie band, where both were timed at the very size), and differences inside the tie band are
-settled by rank and name, so that noise decides nothing.
+settled by tie-break order and name, so that noise decides nothing.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def decide(
 ) -> Selection:
     """Choose a kernel for `request` and keep every verdict.
 
-    `priced_as` is the request whose sizes costs are estimated for (the key's grid point). `solved` is the
+    `bucketed` is the request whose sizes costs are estimated for (the key's grid point). `table_entry` is the
     kernel that a dispatch table names, or why it leaves the choice to run time; None where there is no table.
     Raises: NoKernelFoundError: no kernel may and can serve it, or the governing lock cannot hold; the
     message lists every kernel with its reasons, `.trace` carries them.

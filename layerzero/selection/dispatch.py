@@ -1,12 +1,12 @@
 """The hot path. Read this first.
 
-One call: `op.build` makes a signature; the device's snapshot holds one table an op; the table maps the
-signature to a plan; the plan is called. A hit is two attribute loads and two dict lookups: no lock, no
-counter, no clock, no log. Everything below `Table.miss` is the cold path.
+One call: `op.build` makes a signature; the device's `DispatchState` holds one `PlanTable` per op; the table
+maps the signature to a plan; the plan is called. A hit is two attribute loads and two dict lookups: no lock,
+no counter, no clock, no log. Everything below `PlanTable.resolve` is the cold path.
 
-A snapshot is never changed, only inserted into and dropped whole: a policy change, a breaker or a newly
-loaded kernel makes the next generation, which shares the tables whose verdicts cannot have changed. A miss
-publishes into the table it started from, so that a slow computation never reaches a newer generation.
+A state is never changed, only inserted into and dropped whole: a policy change, a breaker or a newly
+loaded kernel makes the next version, which shares the tables whose verdicts cannot have changed. A miss
+publishes into the table it started from, so that a slow computation never reaches a newer version.
 """
 
 from __future__ import annotations
@@ -45,13 +45,13 @@ class _PendingSelection:
         self.error: BaseException | None = None
 
 
-# Plans for captures by mode and signature, with their kernels: what a new generation is handed.
+# Plans for captures by mode and signature, with their kernels: what a new version is handed.
 RehearsedPlans = Mapping[tuple[int, Signature], tuple[Plan, Kernel]]
 _EMPTY: Mapping[Any, Any] = MappingProxyType({})
 
 
 class PlanTable:
-    """The plans of one op in one generation: `hot[mode]` by signature, `keyed` by reduced request."""
+    """The plans of one op in one version: `by_signature[mode bits]`, and `by_key` for reduced requests."""
 
     __slots__ = (
         "_compile",
@@ -102,7 +102,7 @@ class PlanTable:
     def resolve(self, signature: Signature, args: Args, bits: int) -> Plan:
         """The plan for a call whose signature is new: checked, described, decided once per key, remembered.
 
-        Raises: ValueError, TypeError: an argument is wrong. NoKernelFoundError: nobody may and can.
+        Raises: ValueError, TypeError: an argument is wrong. NoKernelFoundError: no kernel may and can.
         """
         if foreign.has_transformed(args):
             return reference_plan(self.op, self.describe(args, bits))  # not kept: it is no choice
@@ -151,7 +151,7 @@ class PlanTable:
             ) from error
 
     def _rehearsed_plan(self, request: CallSpec, bits: int, signature: Signature) -> Plan | None:
-        """The plan that an earlier generation rehearsed for this very call, where its kernel may still run.
+        """The plan that an earlier version rehearsed for this very call, where its kernel may still run.
 
         A kernel that is loaded between rehearsal and capture must not leave the capture without a plan.
         """
@@ -173,7 +173,7 @@ class PlanTable:
         )
 
     def rehearsed_plans(self) -> RehearsedPlans:
-        """The plans for captures of this generation and of those before."""
+        """The plans for captures of this version and of those before."""
         plans = dict(self._rehearsed_before) if len(self._rehearsed_before) < self._max_keys else {}
         kernels_by_id = {kernel.id: kernel for kernel in self._context.kernels}
         for bits in range(CAPTURE, MODE_COUNT):
@@ -252,9 +252,9 @@ class PlanTable:
     def recompute(self, request: CallSpec, *, use_dispatch_table: bool = True) -> Selection:
         """The decision for a request, computed anew whatever the table remembers.
 
-        Without `ahead` no table of decisions made ahead has a say.
+        Without `use_dispatch_table` no decision made ahead counts.
 
-        Where no kernel has what a mode of `Rules.yields` asks for, the choice is made without it, with a
+        Where no kernel has what a mode of `droppable_modes` asks for, the choice is made without it, with a
         warning.
         """
         dropped_modes = request.modes & self._context.droppable_modes
@@ -286,10 +286,10 @@ class PlanTable:
 
 
 class DispatchState:
-    """One generation of a device's tables, filled op by op as they are first used.
+    """One version of a device's tables, filled op by op as they are first used.
 
-    `terms` are those of a rank group whose snapshot this is; `rehearsed` are the plans for captures of ops
-    whose table an earlier generation had.
+    `agreed_terms` are those of a rank group whose state this is; `rehearsed_plans` are for captures of ops
+    whose table an earlier version had.
     """
 
     __slots__ = ("agreed_terms", "policy", "rehearsed_plans", "tables", "version")

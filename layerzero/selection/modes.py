@@ -39,7 +39,7 @@ def mode_bits_without_grad() -> int:
 
 
 class _Rehearsal(threading.local):
-    """Whether this thread plans for a capture that has not begun; `graphs.rehearsal` sets it."""
+    """Whether this thread plans for a capture that has not begun; `layerzero/graphs/rehearsal.py` sets it."""
 
     on = False
 

@@ -31,7 +31,8 @@ class Plan:
     """A selection ready to run: `call(*args)` takes the op's full argument tuple.
 
     `request` is the call this plan was made for; `selection` may be shared by all requests of one key.
-    `joins` says whether such a call may share a batch; `lane` is what a batcher remembers of its signature.
+    `can_batch` says whether such a call may share a batch; `batch_facts` is what a batcher keeps of its
+    signature.
     """
 
     __slots__ = ("batch_facts", "call", "can_batch", "expected_us", "kernel", "op", "request", "selection")

@@ -1,7 +1,7 @@
 """Room for workspaces: what a call allocates beyond its outputs, held against what may be taken.
 
-A kernel states its workspace; the transforms before it make temporaries, a dense copy or a wider one.
-Free memory changes all the time, choices must not: room is known in powers of two, and moves only when free
+A kernel states its workspace; the transforms before it make temporaries, a dense copy or a wider one. Free
+memory changes all the time, choices must not: the budget is known in powers of two, and moves only when free
 memory has clearly left its step. A choice made with one room is made anew with another.
 """
 
@@ -48,7 +48,7 @@ def exceeds_budget(
 ) -> Rejected | None:
     """The reason against a kernel whose workspace, with the temporaries before it, does not fit, or None.
 
-    `agreed` room is a rank group's least.
+    An agreed budget is a rank group's least.
     """
     if budget is None or (kernel.workspace_bytes is None and not temporary):
         return None

@@ -1,6 +1,6 @@
-"""Where measured calls stand to each other: octaves along the axes of their sizes and features.
+"""Distances between measured calls: octaves along the axes of their sizes and features.
 
-Places that are compared make a crowd; what one of them says about a call is weighed by `selection.field`.
+Points that are compared make a cluster; `kriging` weighs what each of them says about a call.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from layerzero.selection.key import grid
 
 SQUARE = "square"
 
-# So many places are weighed against each other; more are cut in two where they reach furthest.
+# So many points are weighed against each other; more are cut in two along their longest axis.
 MAX_CLUSTER = 192
 # How much an octave along an axis tells kernels apart. The value head size nearly always repeats the head
 # size, a pool's pages its sequences. All were set by leaving out one bucket in turn.
@@ -47,10 +47,10 @@ Position = Mapping[str, float]
 
 
 class MeasuredPoint:
-    """One measured bucket: its call, its position in octaves, the roofs' time, and each kernel's time there.
+    """One measured bucket: its call, its position in octaves, the roofline's time, each kernel's time.
 
-    `times` are logs of microseconds at the grid point, `loads` each kernel's microseconds at full speed
-    (`selection.load`), `offsets` how far its times lie off its curve over loads.
+    `times` are logs of microseconds at the grid point, `work_us` each kernel's microseconds at full speed
+    (`wave_quantization`), `offsets` how far its times are off its latency model.
     """
 
     __slots__ = (
@@ -122,7 +122,7 @@ def features_of(case: BenchmarkCase) -> tuple[str, ...]:
 
 
 def position_of(case: BenchmarkCase) -> dict[str, float]:
-    """Where a call stands: octaves along the axes of its sizes, and what else tells it from its family."""
+    """The position of a call: octaves along the axes of its sizes, and what else tells it from its family."""
     octaves = {name: math.log2(max(grid(size), 1)) for name, size in case.dims}
     replaced, axes = AXES.get(case.op, _PLAIN)
     position = {name: WEIGHTS.get(name, 1.0) * far for name, far in octaves.items() if name not in replaced}
@@ -140,7 +140,7 @@ def position_of(case: BenchmarkCase) -> dict[str, float]:
 
 
 def split_clusters(points: list[MeasuredPoint]) -> list[PointCluster]:
-    """A family's crowds, noted in its places: one, or those of both halves of its longest axis."""
+    """A family's clusters, noted in its points: one, or those of both halves of its longest axis."""
     if len(points) <= MAX_CLUSTER:
         cluster = PointCluster(points)
         for point in points:
