@@ -20,8 +20,8 @@ class AttentionMetadata:
 
     positions (T,) int64 in their sequences and slot_mapping (T,) int64 in the pool, as `append_kv` takes
     them. block_tables (B, M) and seq_lens (B,) with these rows counted, int32, as `paged_attention` takes
-    them. cu_seqlens_q (B + 1,) int32 of each sequence's rows, or None where each has one. logits_indices picks
-    each sequence's last row.
+    them. cu_seqlens_q (B + 1,) int32 of each sequence's rows, or None where each has one. logits_indices
+    picks each sequence's last row.
     """
 
     positions: Tensor

@@ -187,3 +187,23 @@ class Sequences(Generic[T]):
         raise UnknownSequenceError(
             f"sequence needs one that this cache gave, got {sequence!r}", sequence=sequence
         )
+
+
+class DenseCache(Generic[T]):
+    """What caches have in common that keep each sequence's tokens in memory of its own."""
+
+    __slots__ = ("_sequences", "spec", "version")
+
+    def __init__(self, spec: KVCacheSpec) -> None:
+        self.spec = spec
+        self.version = 0
+        self._sequences: Sequences[T] = Sequences()
+
+    def _add(self, state: T) -> int:
+        self.version += 1
+        return self._sequences.add(state)
+
+    def free(self, sequence: int) -> None:
+        """Forget the sequence; memory that forks share or views use stays alive."""
+        self._sequences.pop(sequence)
+        self.version += 1
