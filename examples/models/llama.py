@@ -189,7 +189,7 @@ def _identity(rows: Tensor) -> Tensor:
 class Layer:
     """One decoder layer: its weights, and its pages of keys and values.
 
-    `reduce` makes the sums of a layer whose heads and columns are spread over several ranks.
+    `all_reduce` makes the sums of a layer whose heads and columns are spread over several ranks.
     """
 
     all_reduce: Callable[[Tensor], Tensor] = staticmethod(_identity)

@@ -18,11 +18,11 @@ import torch
 import layerzero as lz
 import layerzero.sync
 from layerzero.spec.errors import NoKernelFoundError
-from layerzero.native import HOT
+from layerzero.native import FAST_PATH
 from tests.ops.wild import GOOD, INDICES, answer, fresh, same
 
 op, twin = sys.argv[1:3]
-HOT.use(None) if twin == "python" else HOT.load()
+FAST_PATH.use(None) if twin == "python" else FAST_PATH.load()
 entered, go = threading.Semaphore(0), threading.Semaphore(0)
 real = None
 
@@ -120,8 +120,10 @@ with lz.start(lz.Settings(batching="all", inline_limit_us=0.0, warm="off")) as r
         real = device.registry.callable_of(known.id)
         lz.unlock(op)
         mine = f"held.{op}.{len(ran)}"
-        runtime.add_kernel(dataclasses.replace(known, id=mine, backend="held", load=lambda: held,
-        slow_import=False)) lz.lock(op, mine)
+        runtime.add_kernel(
+            dataclasses.replace(known, id=mine, backend="held", load=lambda: held, slow_import=False)
+        )
+        lz.lock(op, mine)
         for value in (2_000_000_000, -2_000_000_000, 17):
             asyncio.run(overtaken(value, wanted))
         ran.append(known.id)
