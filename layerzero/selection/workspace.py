@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from layerzero.selection.record import Transform
+from layerzero.selection.record import Transform, format_bytes
 from layerzero.spec.call_spec import CallSpec
 from layerzero.spec.kernel import Kernel
 from layerzero.spec.reasons import Reason, Rejected
@@ -75,13 +75,3 @@ def workspace_budget(free: int, total: int, headroom: float, limit: int | None, 
     if before and before / _SLACK <= usable < before * 2 * _SLACK:
         step = before
     return step if limit is None else min(step, limit)
-
-
-def format_bytes(count: int) -> str:
-    """A number of bytes for people."""
-    value, unit = float(count), "B"
-    for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
-        if value < 1024 or unit == "TiB":
-            break
-        value /= 1024
-    return f"{value:.0f} {unit}" if value >= 10 or unit == "B" else f"{value:.1f} {unit}"

@@ -12,7 +12,7 @@ from layerzero.backends import load_builtin
 from layerzero.ops import table as ops_table
 from layerzero.selection.modes import mode_bits
 from layerzero.selection.plan import signature_of
-from layerzero.selection.render import render
+from layerzero.selection.record import render
 from layerzero.selection.transform import _copy_us, adapt, keep_aligned
 from layerzero.spec.errors import NoKernelFoundError
 from layerzero.spec.hardware import hypothetical_gpu
