@@ -15,8 +15,9 @@ from layerzero.selection.decide import KernelStatus, SelectionOptions, decide
 from layerzero.selection.dispatch import Plan, signature_of
 from layerzero.selection.record import Selection
 from layerzero.spec.call_spec import CallSpec
+from layerzero.spec.capability import Capability
 from layerzero.spec.hardware import Hardware
-from layerzero.spec.kernel import Capability, Kernel
+from layerzero.spec.kernel import Kernel
 from layerzero.spec.reasons import Rejected
 
 

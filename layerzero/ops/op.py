@@ -10,6 +10,7 @@ from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
 
+import torch
 from torch import Tensor
 
 from layerzero.spec.call_spec import CallSpec, OutputSpec, WorkEstimate
@@ -161,6 +162,19 @@ class Op:
         """Whether its batching rule joins rows that do not touch each other."""
         return self.batching is not None and self.batching.rowwise
 
+    def __post_init__(self) -> None:
+        if self.empty is None:
+            object.__setattr__(self, "empty", self._empty_outputs)
+
+    def _empty_outputs(self, args: Args) -> Any:
+        """The outputs of a call whose first one has no element; None for every other call."""
+        specs = self.outputs(args)
+        if 0 not in specs[0].shape:
+            return None
+        device = self.tensors(args)[0].device
+        outputs = tuple(torch.empty(s.shape, dtype=getattr(torch, s.dtype), device=device) for s in specs)
+        return outputs if len(outputs) > 1 else outputs[0]
+
     def casts_back(self, output: int) -> bool:
         """Whether an output follows the operands' dtype (a log-sum-exp, say, does not)."""
         return output not in self.wide_outputs
@@ -170,15 +184,11 @@ class Op:
         return [a for a in args if isinstance(a, Tensor)]
 
 
-# What asking an operand for its shape raises where it is no tensor, or a nested one without a jagged layout.
-NO_SHAPE = (AttributeError, RuntimeError)
-
-
-def signature_of(tensor: Tensor | None) -> tuple[Any, ...] | None:
-    """What a signature holds of an operand that may be absent."""
-    if tensor is None:
-        return None
-    return (tensor.shape, tensor.stride(), tensor.dtype, tensor.device, tensor.requires_grad)
+def output_like(*positions: int) -> Callable[[Args], tuple[OutputSpec, ...]]:
+    """Outputs that have shape and dtype of the operands at these positions."""
+    return lambda args: tuple(
+        OutputSpec(tuple(args[p].shape), str(args[p].dtype).removeprefix("torch.")) for p in positions
+    )
 
 
 OPS: dict[str, Op] = {}

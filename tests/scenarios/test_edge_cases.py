@@ -19,8 +19,8 @@ from layerzero.selection.dispatch import CAPTURE, mode_bits, signature_of
 from layerzero.selection.key import KeyMaker, grid
 from layerzero.selection.policy import Policy, make_rule
 from layerzero.spec.call_spec import CallSpec
+from layerzero.spec.capability import AtMost
 from layerzero.spec.hardware import Hardware, probe
-from layerzero.spec.kernel import AtMost
 from layerzero.spec.reasons import Reason
 from tests.kernels import device, kernel
 

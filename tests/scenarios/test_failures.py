@@ -14,7 +14,8 @@ import layerzero as lz
 import layerzero.sync
 from layerzero.ops import table as ops_table
 from layerzero.selection.dispatch import mode_bits, signature_of
-from layerzero.spec.kernel import Capability, Efficiency, Kernel
+from layerzero.spec.capability import Capability
+from layerzero.spec.kernel import Efficiency, Kernel
 from layerzero.spec.reasons import Reason
 from tests.kernels import device, kernel
 

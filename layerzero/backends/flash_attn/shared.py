@@ -11,7 +11,8 @@ from torch import Tensor
 
 from layerzero.ops.host_copies import max_seqlen
 from layerzero.spec.call_spec import CallSpec
-from layerzero.spec.kernel import AtMost, Capability, Efficiency, Kernel, Limit, MultipleOf, SameAs
+from layerzero.spec.capability import AtMost, Capability, Limit, MultipleOf, SameAs
+from layerzero.spec.kernel import Efficiency, Kernel
 from layerzero.spec.reasons import Reason
 
 HALF = frozenset({"float16", "bfloat16"})

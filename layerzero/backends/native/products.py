@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 from layerzero.spec.call_spec import CallSpec
-from layerzero.spec.kernel import Capability, Efficiency, Kernel
+from layerzero.spec.capability import Capability
+from layerzero.spec.kernel import Efficiency, Kernel
 
 SOURCE = Path(__file__).with_name("products.cpp")
 # As the order of `Activation` there.

@@ -10,15 +10,18 @@ from torch.nn import functional as F
 
 from layerzero.ops import checks
 from layerzero.ops.batching import RowBatching
-from layerzero.ops.op import NO_SHAPE, Args, Op, SignedCall, register, signature_of
+from layerzero.ops.describe import describe
+from layerzero.ops.op import Args, Op, register
+from layerzero.ops.signature import IndexTensor, SignedCall, signed
 from layerzero.spec.call_spec import CallSpec, OutputSpec, WorkEstimate
 
 REDUCTIONS = ("mean", "sum", "none")
 
 
+@signed()
 def cross_entropy(
     logits: Tensor,
-    target: Tensor,
+    target: IndexTensor,
     *,
     weight: Tensor | None = None,
     ignore_index: int = -100,
@@ -35,16 +38,7 @@ def cross_entropy(
     Raises: ValueError, TypeError: an argument does not fit, by name; class probabilities as target are not
         taken; on the CPU also a target out of range, with its position.
     """
-    args = (logits, target, weight, ignore_index, label_smoothing, reduction)
-    try:
-        return (
-            "cross_entropy", logits.shape, logits.stride(), logits.dtype, logits.device, logits.requires_grad,
-            target.shape, target.stride(), target.dtype, target.device,
-            signature_of(weight), ignore_index, label_smoothing, reduction,
-        ), args  # fmt: skip
-    except NO_SHAPE:
-        _check(args)  # names the operand that is no tensor
-        raise
+    raise NotImplementedError
 
 
 def _check(args: Args) -> CallSpec:
@@ -66,20 +60,8 @@ def _check(args: Args) -> CallSpec:
     checks.need_int("ignore_index", ignore_index)
     checks.need_number("label_smoothing", label_smoothing, low=0.0, high=1.0)
     checks.need_choice("reduction", reduction, REDUCTIONS)
-    tensors = [t for t in (logits, target, weight) if t is not None]
     features = {"label_smoothing": label_smoothing > 0, "class_weights": weight is not None}
-    return CallSpec(
-        op="cross_entropy",
-        platform=logits.device.type,
-        device=str(logits.device),
-        dtype=checks.dtype_name(logits.dtype),
-        dtypes=tuple(checks.dtype_name(t.dtype) for t in tensors),
-        dims={"N": target.numel(), "V": classes},
-        features=frozenset(name for name, holds in features.items() if holds),
-        contiguous=checks.is_plain_contiguous(tensors),
-        last_stride1=checks.last_stride_is_one(tensors),
-        alignment=checks.alignment_of(tensors),
-    )
+    return describe("cross_entropy", (logits, target, weight), {"N": target.numel(), "V": classes}, features)
 
 
 def cross_entropy_reference(

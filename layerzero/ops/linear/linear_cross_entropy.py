@@ -9,15 +9,18 @@ from torch.nn import functional as F
 
 from layerzero.ops import checks
 from layerzero.ops.batching import RowBatching
+from layerzero.ops.describe import describe
 from layerzero.ops.linear.cross_entropy import REDUCTIONS, cross_entropy_reference
-from layerzero.ops.op import NO_SHAPE, Args, Op, SignedCall, register, signature_of
+from layerzero.ops.op import Args, Op, register
+from layerzero.ops.signature import IndexTensor, SignedCall, signed
 from layerzero.spec.call_spec import CallSpec, OutputSpec, WorkEstimate
 
 
+@signed()
 def linear_cross_entropy(
     x: Tensor,
     weight: Tensor,
-    target: Tensor,
+    target: IndexTensor,
     bias: Tensor | None = None,
     *,
     ignore_index: int = -100,
@@ -32,17 +35,7 @@ def linear_cross_entropy(
     Raises: ValueError, TypeError: an argument does not fit, by name; on the CPU also a target out of range.
     Source: arXiv 2410.10989, section 3.2.
     """
-    args = (x, weight, target, bias, ignore_index, label_smoothing, reduction)
-    try:
-        return (
-            "linear_cross_entropy", x.shape, x.stride(), x.dtype, x.device, x.requires_grad,
-            weight.shape, weight.stride(), weight.dtype, weight.device, weight.requires_grad,
-            target.shape, target.stride(), target.dtype, target.device,
-            signature_of(bias), ignore_index, label_smoothing, reduction,
-        ), args  # fmt: skip
-    except NO_SHAPE:
-        _check(args)  # names the operand that is no tensor
-        raise
+    raise NotImplementedError
 
 
 def _check(args: Args) -> CallSpec:
@@ -64,19 +57,12 @@ def _check(args: Args) -> CallSpec:
     checks.need_int("ignore_index", ignore_index)
     checks.need_number("label_smoothing", label_smoothing, low=0.0, high=1.0)
     checks.need_choice("reduction", reduction, REDUCTIONS)
-    tensors = [t for t in (x, weight, target, bias) if t is not None]
     requested = {"bias": bias is not None, "label_smoothing": label_smoothing > 0}
-    return CallSpec(
-        op="linear_cross_entropy",
-        platform=x.device.type,
-        device=str(x.device),
-        dtype=checks.dtype_name(x.dtype),
-        dtypes=tuple(checks.dtype_name(t.dtype) for t in tensors),
-        dims={"N": target.numel(), "K": inner, "V": classes},
-        features=frozenset(name for name, holds in requested.items() if holds),
-        contiguous=checks.is_plain_contiguous(tensors),
-        last_stride1=checks.last_stride_is_one(tensors),
-        alignment=checks.alignment_of(tensors),
+    return describe(
+        "linear_cross_entropy",
+        (x, weight, target, bias),
+        {"N": target.numel(), "K": inner, "V": classes},
+        requested,
     )
 
 

@@ -17,7 +17,8 @@ from torch import Tensor
 from layerzero.native import FAST_PATH
 from layerzero.ops import checks
 from layerzero.ops.batching import BatchingRule, concat_rows
-from layerzero.ops.op import NO_SHAPE, Args, LaunchFunction, Op, SignedCall, register, signature_of
+from layerzero.ops.describe import describe
+from layerzero.ops.op import Args, LaunchFunction, Op, register
 from layerzero.ops.sampling.draw import (
     Count,
     Number,
@@ -25,16 +26,28 @@ from layerzero.ops.sampling.draw import (
     column,
     greedy_tokens,
     is_constant,
+    new_seed,
     row_seeds,
     sample_from_weights,
     token_weights,
 )
+from layerzero.ops.signature import SignedCall, signed, type_key, value_key
 from layerzero.spec.call_spec import CallSpec, OutputSpec, WorkEstimate
 
 MAX_TEMPERATURE = torch.finfo(torch.float64).max
 MAX_TOP_K = (1 << 63) - 1
 
 
+@signed(
+    default={"seed": new_seed},
+    key={
+        "temperature": value_key,
+        "top_k": value_key,
+        "top_p": value_key,
+        "seed": type_key,
+        "offset": type_key,
+    },
+)
 def sample(
     logits: Tensor,
     *,
@@ -56,62 +69,29 @@ def sample(
     Raises: ValueError, TypeError: an argument does not fit, by name; on the CPU also such a row, by index.
     Source: splitmix64: Steele, Lea and Flood, OOPSLA 2014.
     """
-    seed = new_seed() if seed is None else seed
-    args = (logits, temperature, top_k, top_p, seed, offset)
-    try:
-        return (
-            "sample", logits.shape, logits.stride(), logits.dtype, logits.device,
-            _value_key(temperature), _value_key(top_k), _value_key(top_p), type_key(seed), type_key(offset),
-        ), args  # fmt: skip
-    except NO_SHAPE:
-        _check_sample(args)  # names the operand that is no tensor
-        raise
+    raise NotImplementedError
 
 
+@signed(
+    default={"seed": new_seed},
+    key={"k": value_key, "temperature": value_key, "seed": type_key, "offset": type_key},
+)
 def sample_topk(
     logits: Tensor, k: Count, *, temperature: Number = 1.0, seed: Count | None = None, offset: Count = 0
 ) -> SignedCall:
     """Draw one token a row among its `k` largest logits: `sample` with top_k=k of at least 1."""
-    seed = new_seed() if seed is None else seed
-    args = (logits, k, temperature, seed, offset)
-    try:
-        return (
-            "sample_topk", logits.shape, logits.stride(), logits.dtype, logits.device,
-            _value_key(k), _value_key(temperature), type_key(seed), type_key(offset),
-        ), args  # fmt: skip
-    except NO_SHAPE:
-        _check_topk(args)
-        raise
+    raise NotImplementedError
 
 
+@signed(
+    default={"seed": new_seed},
+    key={"p": value_key, "temperature": value_key, "seed": type_key, "offset": type_key},
+)
 def sample_topp(
     logits: Tensor, p: Number, *, temperature: Number = 1.0, seed: Count | None = None, offset: Count = 0
 ) -> SignedCall:
     """Draw one token a row among the fewest whose probability reaches `p`: `sample` with top_p=p."""
-    seed = new_seed() if seed is None else seed
-    args = (logits, p, temperature, seed, offset)
-    try:
-        return (
-            "sample_topp", logits.shape, logits.stride(), logits.dtype, logits.device,
-            _value_key(p), _value_key(temperature), type_key(seed), type_key(offset),
-        ), args  # fmt: skip
-    except NO_SHAPE:
-        _check_topp(args)
-        raise
-
-
-def new_seed() -> int:
-    """Drawn in the caller's thread and order, so that `torch.manual_seed` repeats a program's tokens."""
-    return int(torch.randint(1 << 62, (), device="cpu"))
-
-
-def _value_key(value: Any) -> Hashable:
-    return signature_of(value) if isinstance(value, Tensor) else (value.__class__, value)
-
-
-def type_key(value: Any) -> Hashable:
-    # Seeds and offsets change with every step and any integer is one: their values decide nothing.
-    return signature_of(value) if isinstance(value, Tensor) else value.__class__
+    raise NotImplementedError
 
 
 # -- checks ---------------------------------------------------------------------------------------------
@@ -152,17 +132,11 @@ def _describe(
     _need_fraction("temperature", temperature, MAX_TEMPERATURE, logits)
     need_count("seed", seed, None, logits)
     need_count("offset", offset, None, logits)
-    return CallSpec(
-        op=op,
-        platform=logits.device.type,
-        device=str(logits.device),
-        dtype=checks.dtype_name(logits.dtype),
-        dtypes=(checks.dtype_name(logits.dtype),),
-        dims={"N": logits.shape[0], "V": logits.shape[1]},
-        features=extra_features | {"seed_per_row"} if isinstance(seed, Tensor) else extra_features,
-        contiguous=logits.is_contiguous(),
-        last_stride1=checks.last_stride_is_one([logits]),
-        alignment=checks.alignment_of([logits]),
+    return describe(
+        op,
+        [logits],
+        {"N": logits.shape[0], "V": logits.shape[1]},
+        extra_features | {"seed_per_row"} if isinstance(seed, Tensor) else extra_features,
     )
 
 
@@ -351,11 +325,6 @@ def _outputs(args: Args) -> tuple[OutputSpec, ...]:
     return (OutputSpec((args[0].shape[0],), "int64"),)
 
 
-def _empty(args: Args) -> Tensor | None:
-    logits = args[0]
-    return torch.empty(0, dtype=torch.int64, device=logits.device) if logits.shape[0] == 0 else None
-
-
 def _work(spec: CallSpec) -> WorkEstimate:
     """Exponentials, sums and comparisons of logits that are read once."""
     n, v = spec.dim("N"), spec.dim("V")
@@ -379,7 +348,6 @@ def _register(
             work=_work,
             operands=(0,),
             exact_dims=frozenset({"V"}),
-            empty=_empty,
             validate_values=partial(_validate_rows, bounds),
             validate_values_per_batch=True,
             batching=batching,

@@ -18,14 +18,22 @@ from torch import Tensor
 from layerzero.native import FAST_PATH
 from layerzero.ops import checks
 from layerzero.ops.batching import BatchingRule, concat_rows
-from layerzero.ops.op import NO_SHAPE, Args, LaunchFunction, Op, SignedCall, register, signature_of
-from layerzero.ops.sampling.draw import GOLDEN, Count, row_seeds, sample_from_weights, uniform
-from layerzero.ops.sampling.sampling import concat_numbers, need_count, new_seed, type_key
+from layerzero.ops.describe import describe
+from layerzero.ops.op import Args, LaunchFunction, Op, register
+from layerzero.ops.sampling.draw import GOLDEN, Count, new_seed, row_seeds, sample_from_weights, uniform
+from layerzero.ops.sampling.sampling import concat_numbers, need_count
+from layerzero.ops.signature import SignedCall, signed, type_key
 from layerzero.spec.call_spec import CallSpec, OutputSpec, WorkEstimate
 
 MAX_DEPTH = 1 << 12
 
 
+def _as_tuple(parents: Any) -> Any:
+    """A list as a tuple, which a signature can hold."""
+    return tuple(parents) if isinstance(parents, list) else parents
+
+
+@signed(default={"seed": new_seed}, key={"seed": type_key, "offset": type_key})
 def verify_chain(
     draft_probs: Tensor,
     draft_tokens: Tensor,
@@ -45,17 +53,12 @@ def verify_chain(
         probabilities below 0.
     Source: Leviathan, Kalman and Matias, ICML 2023; Chen et al., arXiv 2302.01318.
     """
-    seed = new_seed() if seed is None else seed
-    args = (draft_probs, draft_tokens, target_probs, seed, offset)
-    try:
-        return (
-            "verify_chain", *(signature_of(tensor) for tensor in args[:3]), type_key(seed), type_key(offset),
-        ), args  # fmt: skip
-    except NO_SHAPE:
-        _check_chain(args)  # names the operand that is no tensor
-        raise
+    raise NotImplementedError
 
 
+@signed(
+    default={"seed": new_seed}, convert={"parents": _as_tuple}, key={"seed": type_key, "offset": type_key}
+)
 def verify_tree(
     draft_probs: Tensor,
     draft_tokens: Tensor,
@@ -77,18 +80,7 @@ def verify_tree(
     Raises: ValueError, TypeError: an argument does not fit, by name.
     Source: Miao et al., ASPLOS 2024 (SpecInfer), multi-step speculative sampling.
     """
-    seed = new_seed() if seed is None else seed
-    if isinstance(parents, list):
-        parents = tuple(parents)
-    args = (draft_probs, draft_tokens, target_probs, parents, seed, offset)
-    try:
-        return (
-            "verify_tree", *(signature_of(tensor) for tensor in args[:3]), parents, type_key(seed),
-            type_key(offset),
-        ), args  # fmt: skip
-    except NO_SHAPE:
-        _check_tree(args)
-        raise
+    raise NotImplementedError
 
 
 def tree_mask(parents: Sequence[int], device: torch.device | str = "cpu") -> Tensor:
@@ -144,17 +136,8 @@ def _describe(op: str, args: Args, seed: Any, offset: Any) -> CallSpec:
     checks.need_same_device("draft_probs", draft, draft_tokens=tokens, target_probs=target)
     need_count("seed", seed, None, draft)
     need_count("offset", offset, None, draft)
-    return CallSpec(
-        op=op,
-        platform=draft.device.type,
-        device=str(draft.device),
-        dtype=checks.dtype_name(draft.dtype),
-        dtypes=(checks.dtype_name(draft.dtype),) * 2,
-        dims={"N": rows, "S": places, "V": vocab},
-        features=frozenset({"seed_per_row"}) if isinstance(seed, Tensor) else frozenset(),
-        contiguous=checks.is_plain_contiguous([draft, target]),
-        last_stride1=checks.last_stride_is_one([draft, target]),
-        alignment=checks.alignment_of([draft, target]),
+    return describe(
+        op, [draft, target], {"N": rows, "S": places, "V": vocab}, {"seed_per_row": isinstance(seed, Tensor)}
     )
 
 
@@ -363,13 +346,6 @@ def _tree_outputs(args: Args) -> tuple[OutputSpec, ...]:
     )
 
 
-def _empty(args: Args) -> Any:
-    if args[0].shape[0]:
-        return None
-    specs = _chain_outputs(args) if not isinstance(args[3], tuple) else _tree_outputs(args)
-    return tuple(torch.empty(spec.shape, dtype=torch.int64, device=args[0].device) for spec in specs)
-
-
 def _work(spec: CallSpec) -> WorkEstimate:
     """Two distributions a place are read where a token is compared, one pair of them whole for the draw."""
     n, s, v = spec.dim("N"), spec.dim("S"), spec.dim("V")
@@ -388,7 +364,6 @@ VERIFY_CHAIN = register(
         work=_work,
         operands=(0, 2),
         exact_dims=frozenset({"V", "S"}),
-        empty=_empty,
         validate_values=_validate_values,
         batching=VerifyBatching(seed=3),
         differentiable=False,
@@ -406,7 +381,6 @@ VERIFY_TREE = register(
         work=_work,
         operands=(0, 2),
         exact_dims=frozenset({"V", "S"}),
-        empty=_empty,
         validate_values=_validate_values,
         batching=VerifyBatching(seed=4),
         differentiable=False,
