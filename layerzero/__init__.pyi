@@ -71,6 +71,7 @@ from layerzero.ops.sampling.verify import tree_mask as tree_mask
 from layerzero.runtime import Runtime as Runtime
 from layerzero.selection.record import Accepted as Accepted
 from layerzero.selection.record import Selection as Selection
+from layerzero.spec.capability import Capability as Capability
 from layerzero.spec.errors import BackendNotAvailableError as BackendNotAvailableError
 from layerzero.spec.errors import CacheCorruptionError as CacheCorruptionError
 from layerzero.spec.errors import ConfigurationError as ConfigurationError
@@ -90,7 +91,6 @@ from layerzero.spec.errors import RuntimeClosedError as RuntimeClosedError
 from layerzero.spec.errors import SelectionTimeoutError as SelectionTimeoutError
 from layerzero.spec.errors import UnknownOpError as UnknownOpError
 from layerzero.spec.hardware import Hardware as Hardware
-from layerzero.spec.kernel import Capability as Capability
 from layerzero.spec.kernel import Efficiency as Efficiency
 from layerzero.spec.kernel import Kernel as Kernel
 from layerzero.spec.reasons import Reason as Reason

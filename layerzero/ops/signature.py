@@ -64,15 +64,12 @@ def signed(
         linecache.cache[file] = (len(source), None, source.splitlines(True), file)
         exec(compile(source, file, "exec"), namespace)
         build: Any = namespace[declared.__name__]
-        for name in (
-            "__module__",
-            "__qualname__",
-            "__doc__",
-            "__annotations__",
-            "__defaults__",
-            "__kwdefaults__",
-        ):
+        for name in ("__module__", "__qualname__", "__doc__", "__defaults__", "__kwdefaults__"):
             setattr(build, name, getattr(declared, name))
+        build.__annotations__ = {
+            name: str(kind).replace("IndexTensor", "Tensor")
+            for name, kind in declared.__annotations__.items()
+        }
         return build  # type: ignore[no-any-return]
 
     return write

@@ -1,4 +1,4 @@
-"""The arguments of the attention ops by name: a kernel or a check makes a record of an op's argument tuple."""
+"""The arguments of the attention ops by name, for kernels and checks: `AttentionArgs._make(args)`."""
 
 from __future__ import annotations
 

@@ -204,7 +204,7 @@ def _check_blocks(block_mask: Any, q: Tensor, dims: dict[str, int], with_causal:
 
 
 def check_score_options(scale: Any, softcap: Any, window: Any) -> None:
-    """A scale is a number, a softcap one above 0, a window a pair of ints of at least -1; None each is absent."""
+    """A scale is a number, a softcap one above 0, a window a pair of ints from -1; each may be None."""
     if scale is not None:
         checks.need_number("scale", scale)
     if softcap is not None and checks.need_number("softcap", softcap, low=0.0, needs="a number > 0") == 0.0:

@@ -47,7 +47,7 @@ def widen(x: Tensor) -> Tensor:
 
 
 def _work(spec: CallSpec) -> WorkEstimate:
-    """Five operations an element and one for a residual; rows are read and written once, the weight is read."""
+    """Five operations an element, six with a residual; rows are read and written once, the weight is read."""
     n, c = spec.dim("N"), spec.dim("C")
     added = spec.op.startswith("add_")
     moved = (4 if added else 2) * n * c + c

@@ -19,7 +19,7 @@ def attend_sequences(
     softcap: float | None,
     return_lse: bool,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """`attention`'s reference for the queries, keys and values of each sequence, results behind each other."""
+    """`attention`'s reference for (queries, keys, values) of each sequence; the results are concatenated."""
     results = [attend_sequence(*sequence, is_causal, scale, window, softcap) for sequence in sequences]
     out = torch.cat([result[0] for result in results])
     return (out, torch.cat([result[1] for result in results])) if return_lse else out
