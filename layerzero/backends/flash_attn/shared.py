@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
+from layerzero.ops.attention.arguments import AttentionArgs, PagedArgs, RaggedArgs
 from layerzero.ops.host_copies import max_seqlen
 from layerzero.spec.call_spec import CallSpec
 from layerzero.spec.capability import AtMost, Capability, Limit, MultipleOf, SameAs
@@ -29,36 +30,12 @@ Result = Tensor | tuple[Tensor, Tensor]
 THIRD = Efficiency(0.6, 0.8, 20.0, "an estimate, from FlashInfer's FA3 template")
 
 
-class DenseCall(NamedTuple):
-    """What `attention` hands a kernel, as far as these libraries go."""
-
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    attn_mask: Tensor | None
-    is_causal: bool
-    scale: float | None
-    dropout_p: float
-    window: Window
-    softcap: float | None
-    alibi_slopes: Tensor | None
-    layout: str
-    return_lse: bool
+DenseCall = AttentionArgs
+PagedCall = PagedArgs
 
 
-class RaggedCall(NamedTuple):
-    """What `ragged_attention` hands a kernel."""
-
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    cu_seqlens_q: Tensor
-    cu_seqlens_k: Tensor
-    is_causal: bool
-    scale: float | None
-    window: Window
-    softcap: float | None
-    return_lse: bool
+class RaggedCall(RaggedArgs):
+    """A call of `ragged_attention` with what these libraries ask about its offsets."""
 
     @property
     def bounds(self) -> tuple[Tensor, Tensor, int, int]:
@@ -66,23 +43,6 @@ class RaggedCall(NamedTuple):
         longest_q = max_seqlen(self.cu_seqlens_q, self.q.shape[0])
         longest_k = max_seqlen(self.cu_seqlens_k, self.k.shape[0])
         return int32(self.cu_seqlens_q), int32(self.cu_seqlens_k), longest_q, longest_k
-
-
-class PagedCall(NamedTuple):
-    """What `paged_attention` hands a kernel."""
-
-    q: Tensor
-    k_cache: Tensor
-    v_cache: Tensor
-    block_tables: Tensor
-    seq_lens: Tensor
-    cu_seqlens_q: Tensor | None
-    is_causal: bool
-    scale: float | None
-    window: Window
-    softcap: float | None
-    layout: str
-    return_lse: bool
 
 
 AttentionCall = DenseCall | RaggedCall | PagedCall
