@@ -13,7 +13,7 @@ PY := $(VENV)/bin/python
 SPEC := pyproject.toml constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint ruff layers mypy pyright format bench docs ci dev clean
+.PHONY: help demo test lint ruff layers mypy pyright format bench docs dist ci dev clean
 
 help:  ## this list
 	@awk -F':.*## ' '/^[a-z]+:.*## / { printf "make %-8s %s\n", $$1, $$2 }' Makefile
@@ -54,6 +54,9 @@ bench: $(VENV)/.installed-bench  ## the hot path, ours beside every peer that in
 docs: $(VENV)/.installed-test  ## run the README's examples, check links, ids and generated tables
 	$(PY) -m scripts.run_readme
 	$(PY) -m scripts.check_docs
+
+dist: $(VENV)/.installed-dev  ## wheel and sdist into dist/, each tried in an empty environment
+	$(PY) -m scripts.check_packaging --out dist
 
 ci:  ## everything that a change must pass
 	.ci/run

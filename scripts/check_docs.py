@@ -6,7 +6,6 @@ Run it from the root of the checkout: `python -m scripts.check_docs`.
 import ast
 import re
 import sys
-import tomllib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -159,10 +158,11 @@ def shown() -> Iterator[str]:
 
 def changelog() -> Iterator[str]:
     """Yield a complaint if the changelog does not begin with this version or with what is unreleased."""
-    version = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
+    package = (ROOT / "layerzero" / "__init__.py").read_text()
+    version = re.findall(r'^__version__ = "(.+)"$', package, re.MULTILINE)
     newest = re.search(r"^## \[?([^\]\s]+)", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
-    if newest is None or newest[1] not in (version, "Unreleased"):
-        yield f"CHANGELOG.md begins with {newest and newest[1]}, pyproject.toml says {version}"
+    if newest is None or newest[1] not in (*version, "Unreleased"):
+        yield f"CHANGELOG.md begins with {newest and newest[1]}, layerzero/__init__.py says {version}"
 
 
 CHECKS: tuple[Callable[[], Iterator[str]], ...] = (links, ledger, commands, tables, shown, changelog)

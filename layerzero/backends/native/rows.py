@@ -6,9 +6,7 @@ the time. `rows.cpp` is the code.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,13 +17,11 @@ from layerzero.spec.capability import Capability
 from layerzero.spec.kernel import Efficiency, Kernel
 
 
-@functools.cache
 def _library() -> Any:
     # Imported here: the module needs what only Unix has.
-    from layerzero.backends.native.build import FLAGS
-    from layerzero.native.compiling import CppModule
+    from layerzero.backends.native import build
 
-    return CppModule("layerzero_rows", Path(__file__).with_name("rows.cpp"), FLAGS).get()
+    return build.library("layerzero_rows")
 
 
 def _rms_norm() -> Callable[..., Any]:
