@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Container, Hashable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -83,6 +83,8 @@ class BatchingRule:
 
     __slots__ = ()
 
+    rowwise: ClassVar[bool] = False  # a kernel may look at several rows of a caller together
+
     @property
     def concat_positions(self) -> Container[int]:
         """The positions of the operands that `run` puts together."""
@@ -133,10 +135,7 @@ class RowBatching(BatchingRule):
         )
         object.__setattr__(self, "trailing_axes_of", dict(zip(self.row_operands, tail, strict=True)))
 
-    @property
-    def rowwise(self) -> bool:
-        """Rows do not touch each other."""
-        return True
+    rowwise: ClassVar[bool] = True  # rows do not touch each other
 
     @property
     def concat_positions(self) -> Container[int]:

@@ -106,13 +106,13 @@ class Split:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Op:
-    """One operation.
+    """One operation, by default with the name of its `build`.
 
     `build(*args, **kwargs)` is the public signature: plain, typed, cheap; it returns `(signature, args)`
     without validating: `signature` is a flat tuple of C-hashed values that holds everything about the call
     that can change the answer (op name first, then of every tensor shape, strides, dtype, device,
-    requires_grad; every flag and scalar by value), `args` the full positional argument tuple that kernels
-    take; `args[0]` is a tensor on the op's device.
+    requires_grad; every flag and scalar by value; see `ops/signature.py`), `args` the full positional argument
+    tuple that kernels take; `args[0]` is a tensor on the op's device.
 
     `check(args)` validates (ValueError/TypeError naming the argument, what it needs, what it got) and
     describes the call as a CallSpec; it runs once per new signature, so it may take its time, but it must
@@ -125,7 +125,8 @@ class Op:
 
     `reference(*args)` is plain torch, accumulates in float32 (float64 inputs stay float64), and is right for
     everything `check` lets through. `outputs(args)` gives shapes and dtypes; `empty(args)` the result of a
-    call that has nothing to compute, else None; `work(request)` the least work. `operands` are the positions
+    call that has nothing to compute, else None (outputs without elements, where an op does not say);
+    `work(spec)` the least work. `operands` are the positions
     of the tensors that layout, contiguity and alignment speak of; `uncopied_operands` those of more tensors
     that alignment speaks of and that no transform copies (pools, codes); `exact_dims` the sizes that keys
     never round; `split` says how a call above a kernel's bound is cut; `wide_outputs` the outputs whose dtype
@@ -135,13 +136,13 @@ class Op:
     rounding.
     """
 
-    name: str
     build: Callable[..., SignedCall]
     check: Callable[[Args], CallSpec]
     reference: Callable[..., Any]
     outputs: Callable[[Args], tuple[OutputSpec, ...]]
     work: Callable[[CallSpec], WorkEstimate]
     operands: tuple[int, ...]
+    name: str = ""
     uncopied_operands: tuple[int, ...] = ()
     exact_dims: frozenset[str] = field(default_factory=frozenset)
     empty: Callable[[Args], Any] | None = None
@@ -163,6 +164,7 @@ class Op:
         return self.batching is not None and self.batching.rowwise
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "name", self.name or self.build.__name__)
         if self.empty is None:
             object.__setattr__(self, "empty", self._empty_outputs)
 

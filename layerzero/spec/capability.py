@@ -158,27 +158,22 @@ FEATURE_REASONS: Mapping[str, Reason] = {
     "top_k": Reason.TOP_K_UNSUPPORTED,
     "top_p": Reason.TOP_P_UNSUPPORTED,
     "top_k_and_top_p": Reason.TOP_K_WITH_TOP_P,
-    "prefill": Reason.FEATURE_UNSUPPORTED,
-    "kv_strided": Reason.FEATURE_UNSUPPORTED,
-    "kv_float64": Reason.KV_DTYPE_MISMATCH,
-    "kv_float32": Reason.KV_DTYPE_MISMATCH,
-    "kv_float16": Reason.KV_DTYPE_MISMATCH,
-    "kv_bfloat16": Reason.KV_DTYPE_MISMATCH,
-    "quant_int4": Reason.QUANT_FORMAT_UNSUPPORTED,
-    "quant_mxfp4": Reason.QUANT_FORMAT_UNSUPPORTED,
-    "quant_nvfp4": Reason.QUANT_FORMAT_UNSUPPORTED,
-    "quant_int8": Reason.QUANT_FORMAT_UNSUPPORTED,
-    "quant_fp8_e4m3": Reason.QUANT_FORMAT_UNSUPPORTED,
-    "quant_fp8_e5m2": Reason.QUANT_FORMAT_UNSUPPORTED,
-    "scale_per_tensor": Reason.SCALE_LAYOUT_MISMATCH,
-    "scale_per_row": Reason.SCALE_LAYOUT_MISMATCH,
-    "scale_per_group": Reason.SCALE_LAYOUT_MISMATCH,
-    "scale_given": Reason.FEATURE_UNSUPPORTED,
-    "inputs_float": Reason.FEATURE_UNSUPPORTED,
-    "inputs_quantized": Reason.FEATURE_UNSUPPORTED,
-    "scores_sigmoid": Reason.FEATURE_UNSUPPORTED,
-    "scores_raw": Reason.FEATURE_UNSUPPORTED,
-}
+    **dict.fromkeys(
+        ("prefill", "kv_strided", "scale_given", "inputs_float", "inputs_quantized", "scores_sigmoid",
+         "scores_raw"),
+        Reason.FEATURE_UNSUPPORTED,
+    ),
+    **dict.fromkeys(
+        ("kv_float64", "kv_float32", "kv_float16", "kv_bfloat16"), Reason.KV_DTYPE_MISMATCH
+    ),
+    **dict.fromkeys(
+        ("quant_int4", "quant_mxfp4", "quant_nvfp4", "quant_int8", "quant_fp8_e4m3", "quant_fp8_e5m2"),
+        Reason.QUANT_FORMAT_UNSUPPORTED,
+    ),
+    **dict.fromkeys(
+        ("scale_per_tensor", "scale_per_row", "scale_per_group"), Reason.SCALE_LAYOUT_MISMATCH
+    ),
+}  # fmt: skip
 ACTIVATIONS = ("swiglu", "geglu", "geglu_tanh", "reglu", "gelu", "gelu_tanh", "silu", "relu")
 INDEX_DTYPES = frozenset({"int32", "int64"})
 

@@ -229,11 +229,13 @@ _HINTS: Mapping[str, Any] = get_type_hints(Settings, include_extras=True)
 
 
 def _check(settings: Settings) -> None:
-    """Raise for the first field whose value its type does not hold; a constructor of msgspec checks none."""
+    """Raise for the first field whose value its type does not hold: msgspec checks what it converts alone."""
     if settings.version != FORMAT_VERSION:
         raise ConfigurationError(f"version needs {FORMAT_VERSION}, got {settings.version!r}")
-    for name, hint in _HINTS.items():
+    for (name, hint), default in zip(_HINTS.items(), Settings.__struct_defaults__, strict=True):
         value = getattr(settings, name)
+        if value is default:
+            continue
         try:
             msgspec.convert(value, hint)
         except msgspec.ValidationError as error:

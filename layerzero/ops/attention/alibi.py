@@ -81,7 +81,6 @@ def _work(spec: CallSpec) -> WorkEstimate:
 
 ALIBI = register(
     Op(
-        name="alibi",
         build=alibi,
         check=check_alibi,
         reference=alibi_reference,

@@ -297,7 +297,6 @@ def work(spec: CallSpec) -> WorkEstimate:
 
 ATTENTION = register(
     Op(
-        name="attention",
         build=attention,
         check=check,
         reference=attention_reference,

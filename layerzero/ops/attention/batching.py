@@ -63,11 +63,6 @@ class StackedBatching(BatchingRule):
     """
 
     @property
-    def rowwise(self) -> bool:
-        """Calls stand along the batch axis, each with keys of its own."""
-        return False
-
-    @property
     def concat_positions(self) -> Container[int]:
         """Queries, keys and values."""
         return range(3)

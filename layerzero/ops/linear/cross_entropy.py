@@ -87,28 +87,22 @@ def cross_entropy_reference(
     return loss.reshape(target.shape) if reduction == "none" else loss
 
 
-def _outputs(args: Args) -> tuple[OutputSpec, ...]:
-    shape = tuple(args[1].shape) if args[5] == "none" else ()
-    return (OutputSpec(shape, checks.dtype_name(args[0].dtype)),)
-
-
 def _validate_values(args: Args) -> Args:
     logits, target, weight, ignored, *rest = args
     target = checks.ids_in_range("target", target, logits.shape[-1], "logits' classes", ignore=ignored)
     return logits, target, weight, ignored, *rest
 
 
-def _empty(args: Args) -> Tensor | None:
-    """No row: nothing, a sum of zero, or the mean of nothing, which is NaN."""
-    logits, target, reduction = args[0], args[1], args[5]
+def loss_without_rows(rows: Tensor, target: Tensor, reduction: str) -> Tensor | None:
+    """No row: nothing, a sum of zero, or the mean of nothing, which is NaN; None where there are rows."""
     if target.numel():
         return None
-    out: Tensor
-    if reduction == "none":
-        out = logits.new_empty(target.shape)
-    else:
-        out = logits.new_full((), 0.0 if reduction == "sum" else math.nan)
-    return out
+    return rows.new_full(target.shape if reduction == "none" else (), 0.0 if reduction == "sum" else math.nan)
+
+
+def loss_outputs(rows: Tensor, target: Tensor, reduction: str) -> tuple[OutputSpec, ...]:
+    """A scalar, or one number a row, in the rows' dtype."""
+    return (OutputSpec(tuple(target.shape) if reduction == "none" else (), checks.dtype_name(rows.dtype)),)
 
 
 def _work(spec: CallSpec) -> WorkEstimate:
@@ -119,15 +113,14 @@ def _work(spec: CallSpec) -> WorkEstimate:
 
 CROSS_ENTROPY = register(
     Op(
-        name="cross_entropy",
         build=cross_entropy,
         check=_check,
         reference=cross_entropy_reference,
-        outputs=_outputs,
+        outputs=lambda args: loss_outputs(args[0], args[1], args[5]),
         work=_work,
         operands=(0, 1, 2),
         exact_dims=frozenset({"V"}),
-        empty=_empty,
+        empty=lambda args: loss_without_rows(args[0], args[1], args[5]),
         validate_values=_validate_values,
         # A mean or a sum over everybody's rows is nobody's loss.
         batching=RowBatching(

@@ -61,7 +61,6 @@ def _work(spec: CallSpec) -> WorkEstimate:
 
 EMBEDDING = register(
     Op(
-        name="embedding",
         build=embedding,
         check=_check,
         reference=embedding_reference,

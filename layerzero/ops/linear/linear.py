@@ -81,7 +81,6 @@ def _empty(args: Args) -> Tensor | None:
 
 LINEAR = register(
     Op(
-        name="linear",
         build=linear,
         check=_check,
         reference=linear_reference,

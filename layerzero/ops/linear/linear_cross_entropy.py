@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-import math
-
 from torch import Tensor
 from torch.nn import functional as F
 
 from layerzero.ops import checks
 from layerzero.ops.batching import RowBatching
 from layerzero.ops.describe import describe
-from layerzero.ops.linear.cross_entropy import REDUCTIONS, cross_entropy_reference
+from layerzero.ops.linear.cross_entropy import (
+    REDUCTIONS,
+    cross_entropy_reference,
+    loss_outputs,
+    loss_without_rows,
+)
 from layerzero.ops.op import Args, Op, register
 from layerzero.ops.signature import IndexTensor, SignedCall, signed
-from layerzero.spec.call_spec import CallSpec, OutputSpec, WorkEstimate
+from layerzero.spec.call_spec import CallSpec, WorkEstimate
 
 
 @signed()
@@ -88,19 +91,6 @@ def _validate_values(args: Args) -> Args:
     return x, weight, target, bias, ignored, *rest
 
 
-def _empty(args: Args) -> Tensor | None:
-    """No row: nothing, a sum of zero, or the mean of nothing, which is NaN."""
-    x, target, reduction = args[0], args[2], args[6]
-    if target.numel():
-        return None
-    out: Tensor
-    if reduction == "none":
-        out = x.new_empty(target.shape)
-    else:
-        out = x.new_full((), 0.0 if reduction == "sum" else math.nan)
-    return out
-
-
 def _work(spec: CallSpec) -> WorkEstimate:
     """The product, then four operations a logit; logits move not at all."""
     n, k, v = spec.dim("N"), spec.dim("K"), spec.dim("V")
@@ -110,17 +100,14 @@ def _work(spec: CallSpec) -> WorkEstimate:
 
 LINEAR_CROSS_ENTROPY = register(
     Op(
-        name="linear_cross_entropy",
         build=linear_cross_entropy,
         check=_check,
         reference=linear_cross_entropy_reference,
-        outputs=lambda args: (
-            OutputSpec(tuple(args[2].shape) if args[6] == "none" else (), checks.dtype_name(args[0].dtype)),
-        ),
+        outputs=lambda args: loss_outputs(args[0], args[2], args[6]),
         work=_work,
         operands=(0, 1, 3),
         exact_dims=frozenset({"K", "V"}),
-        empty=_empty,
+        empty=lambda args: loss_without_rows(args[0], args[2], args[6]),
         validate_values=_validate_values,
         # A mean or a sum over everybody's rows is nobody's loss.
         batching=RowBatching(

@@ -107,7 +107,6 @@ def _work(spec: CallSpec) -> WorkEstimate:
 
 MLP = register(
     Op(
-        name="mlp",
         build=mlp,
         check=_check,
         reference=mlp_reference,

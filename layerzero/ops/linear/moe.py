@@ -126,7 +126,6 @@ def _work(spec: CallSpec) -> WorkEstimate:
 
 MOE = register(
     Op(
-        name="moe",
         build=moe,
         check=_check,
         reference=moe_reference,

@@ -67,7 +67,6 @@ def register_norm(
     rows = (0, 1) if residual else (0,)
     return register(
         Op(
-            name=build.__name__,
             build=build,
             check=check,
             reference=reference,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Container, Hashable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -160,10 +160,7 @@ class AppendBatching(BatchingRule):
     """Appends to one pool: rows and slot_mapping stand behind each other; each caller gets its own
     slot_mapping back."""
 
-    @property
-    def rowwise(self) -> bool:
-        """Every token goes to a place of its own."""
-        return True
+    rowwise: ClassVar[bool] = True  # rows do not touch each other
 
     @property
     def concat_positions(self) -> Container[int]:
@@ -216,7 +213,6 @@ def slot_conflicts(calls: Sequence[Args]) -> dict[int, RejectedCall]:
 
 APPEND_KV = register(
     Op(
-        name="append_kv",
         build=append_kv,
         check=check,
         reference=append_kv_reference,

@@ -169,7 +169,6 @@ def work(spec: CallSpec) -> WorkEstimate:
 
 PAGED_ATTENTION = register(
     Op(
-        name="paged_attention",
         build=paged_attention,
         check=check,
         reference=paged_attention_reference,

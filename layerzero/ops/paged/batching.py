@@ -34,11 +34,6 @@ class PagedBatching(BatchingRule):
         return self.queries + self.pools
 
     @property
-    def rowwise(self) -> bool:
-        """Sequences stand behind each other, each with keys of its own."""
-        return False
-
-    @property
     def concat_positions(self) -> Container[int]:
         """The queries, and what says where their keys are; never the pools."""
         return {*range(self.queries), *range(self.table, self.table + 3)}

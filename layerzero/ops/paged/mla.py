@@ -160,7 +160,6 @@ def work(spec: CallSpec) -> WorkEstimate:
 
 MLA_ATTENTION = register(
     Op(
-        name="mla_attention",
         build=mla_attention,
         check=check,
         reference=mla_attention_reference,

@@ -147,11 +147,6 @@ class RaggedBatching(BatchingRule):
     """Sequences of all callers behind each other; callers that would have to be copied only while small."""
 
     @property
-    def rowwise(self) -> bool:
-        """Sequences stand behind each other, each with keys of its own."""
-        return False
-
-    @property
     def concat_positions(self) -> Container[int]:
         """Queries, keys, values and both offsets."""
         return range(5)
@@ -189,7 +184,6 @@ class RaggedBatching(BatchingRule):
 
 RAGGED_ATTENTION = register(
     Op(
-        name="ragged_attention",
         build=ragged_attention,
         check=check,
         reference=ragged_attention_reference,

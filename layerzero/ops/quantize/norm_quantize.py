@@ -103,7 +103,6 @@ def _work(spec: CallSpec) -> WorkEstimate:
 
 ADD_RMS_NORM_QUANTIZE = register(
     Op(
-        name="add_rms_norm_quantize",
         build=add_rms_norm_quantize,
         check=_check,
         reference=add_rms_norm_quantize_reference,

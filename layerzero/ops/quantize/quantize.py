@@ -163,7 +163,6 @@ def _quantize_work(spec: CallSpec) -> WorkEstimate:
 
 QUANTIZE = register(
     Op(
-        name="quantize",
         build=quantize,
         check=_check_quantize,
         reference=quantize_reference,
@@ -247,7 +246,6 @@ def _dequantize_work(spec: CallSpec) -> WorkEstimate:
 
 DEQUANTIZE = register(
     Op(
-        name="dequantize",
         build=dequantize,
         check=_check_dequantize,
         reference=dequantize_reference,

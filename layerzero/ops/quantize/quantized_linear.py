@@ -86,7 +86,6 @@ def _work(spec: CallSpec) -> WorkEstimate:
 
 QUANTIZED_LINEAR = register(
     Op(
-        name="quantized_linear",
         build=quantized_linear,
         check=_check,
         reference=quantized_linear_reference,

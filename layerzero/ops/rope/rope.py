@@ -150,7 +150,6 @@ def _work(spec: CallSpec) -> WorkEstimate:
 
 ROPE = register(
     Op(
-        name="rope",
         build=rope,
         check=check_rope,
         reference=rope_reference,

@@ -9,7 +9,7 @@ import math
 from collections.abc import Callable, Container, Hashable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -261,10 +261,7 @@ class SamplingBatching(BatchingRule):
     seed: int
     whole: frozenset[int]
 
-    @property
-    def rowwise(self) -> bool:
-        """Rows do not touch each other."""
-        return True
+    rowwise: ClassVar[bool] = True  # rows do not touch each other
 
     @property
     def concat_positions(self) -> Container[int]:
@@ -340,7 +337,6 @@ def _register(
 ) -> Op:
     return register(
         Op(
-            name=build.__name__,
             build=build,
             check=check,
             reference=reference,

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Container, Hashable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -294,10 +294,7 @@ class VerifyBatching(BatchingRule):
 
     seed: int
 
-    @property
-    def rowwise(self) -> bool:
-        """Rows do not touch each other."""
-        return True
+    rowwise: ClassVar[bool] = True  # rows do not touch each other
 
     @property
     def concat_positions(self) -> Container[int]:
@@ -356,7 +353,6 @@ def _work(spec: CallSpec) -> WorkEstimate:
 
 VERIFY_CHAIN = register(
     Op(
-        name="verify_chain",
         build=verify_chain,
         check=_check_chain,
         reference=verify_chain_reference,
@@ -373,7 +369,6 @@ VERIFY_CHAIN = register(
 )
 VERIFY_TREE = register(
     Op(
-        name="verify_tree",
         build=verify_tree,
         check=_check_tree,
         reference=verify_tree_reference,
