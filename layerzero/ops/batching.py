@@ -1,7 +1,7 @@
 """Batching rules: how calls of several callers become one launch and come apart again.
 
 `RowBatching` serves every op that treats the rows of its first operand independently: norms, linear, MLP,
-embedding, sampling. Rows of several callers stand behind each other in one tensor; when they already do,
+embedding, sampling. Rows of several callers are concatenated in one tensor; where they already are,
 because they are the pieces of one earlier batch, the base is used as it is and nothing is copied.
 """
 

@@ -111,8 +111,8 @@ class Op:
     `build(*args, **kwargs)` is the public signature: plain, typed, cheap; it returns `(signature, args)`
     without validating: `signature` is a flat tuple of C-hashed values that holds everything about the call
     that can change the answer (op name first, then of every tensor shape, strides, dtype, device,
-    requires_grad; every flag and scalar by value; see `ops/signature.py`), `args` the full positional argument
-    tuple that kernels take; `args[0]` is a tensor on the op's device.
+    requires_grad; every flag and scalar by value; see `ops/signature.py`), `args` the full tuple of
+    arguments that kernels take; `args[0]` is a tensor on the op's device.
 
     `check(args)` validates (ValueError/TypeError naming the argument, what it needs, what it got) and
     describes the call as a CallSpec; it runs once per new signature, so it may take its time, but it must

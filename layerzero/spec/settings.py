@@ -116,6 +116,11 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     version: format of the file these settings came from.
 
     Raises: ConfigurationError: a value is outside its range; the message names the field.
+
+    Example:
+        >>> import layerzero as lz
+        >>> lz.Settings(device="cpu", max_batch_size=64).replace(probes=2).probes
+        2
     """
 
     version: int = FORMAT_VERSION

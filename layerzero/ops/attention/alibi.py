@@ -52,6 +52,11 @@ def alibi_slopes(
     Where n is no power of two, the power below it gives the first slopes and every second one of the power
     above it the rest, as the paper's authors do.
     Raises: ValueError, TypeError: heads is no int of at least 1.
+
+    Example:
+        >>> import layerzero as lz
+        >>> lz.alibi_slopes(4).tolist()
+        [0.25, 0.0625, 0.015625, 0.00390625]
     """
     checks.need_int("heads", heads, low=1)
     return torch.tensor(_slopes(heads), dtype=dtype, device=device)

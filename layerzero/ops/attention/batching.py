@@ -124,10 +124,10 @@ class StackedBatching(BatchingRule):
 
 
 def _run_ragged(calls: Sequence[Args], shapes: int, launch: LaunchFunction) -> list[Any] | None:
-    """All calls as one ragged launch, sequences behind each other; None where that is dearer or not the same.
+    """All calls as one ragged launch, sequences concatenated; None where that costs more or differs.
 
     Only for one sequence a call in token-major layout: there the callers' rows, views of one projection, are
-    already behind each other, and so are the rows that go back to them.
+    already contiguous, and so are the rows that go back to them.
     """
     first = calls[0]
     q, k, causal, scale, window, softcap, slopes, layout, lse = (
@@ -162,7 +162,7 @@ def _cu_seqlens(lengths: Sequence[int], device: torch.device) -> Tensor:
 
 
 def _concat_tokens(pieces: Sequence[Tensor]) -> Tensor:
-    """(1, S_i, H, D) pieces as (T, H, D): a view where they stand behind each other, else one gather."""
+    """(1, S_i, H, D) pieces as (T, H, D): a view where they are contiguous, else a copy."""
     first = pieces[0]
     inner, stride = first.shape[2:], first.stride()[1:]
     step = stride[0] * first.element_size()

@@ -157,7 +157,7 @@ def work(spec: CallSpec) -> WorkEstimate:
 
 @dataclass(frozen=True, slots=True)
 class AppendBatching(BatchingRule):
-    """Appends to one pool: rows and slot_mapping stand behind each other; each caller gets its own
+    """Appends to one pool: rows and slot_mapping are concatenated; each caller gets its own
     slot_mapping back."""
 
     rowwise: ClassVar[bool] = True  # rows do not touch each other

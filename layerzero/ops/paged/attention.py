@@ -45,7 +45,7 @@ def paged_attention(
 ) -> SignedCall:
     """Attend the queries of several sequences to their keys and values in a shared pool of pages.
 
-    Args: q (T, Hq, D), all sequences' queries behind each other, sequence b's from cu_seqlens_q[b] to
+    Args: q (T, Hq, D), all sequences' queries concatenated, sequence b's from cu_seqlens_q[b] to
         cu_seqlens_q[b + 1]; without cu_seqlens_q q is (B, Hq, D), one query a sequence. k_cache (N, P, Hk, D)
         and v_cache (N, P, Hk, Dv), or heads before tokens with `layout="HND"`; Hq % Hk == 0. block_tables (B,
         M) names sequence b's pages in order; seq_lens (B,) counts its keys, those of these queries included,

@@ -1,4 +1,4 @@
-"""How paged calls of several callers become one launch: queries and block tables stand behind each other.
+"""How paged calls of several callers become one launch: queries and block tables are concatenated.
 
 Keys and values stay where they are: callers join only over one and the same pool.
 """
@@ -97,7 +97,7 @@ def concat_block_tables(tables: Sequence[Tensor]) -> Tensor:
 def concat_cu_seqlens(
     offsets: Sequence[Tensor | None], counts: Sequence[int], device: torch.device
 ) -> Tensor | None:
-    """The offsets of all callers' sequences behind each other; None where each has one query a sequence.
+    """The cu_seqlens of all callers' sequences concatenated; None where each has one query a sequence.
 
     A caller without offsets has one query a sequence; `counts` are the callers' tokens. Int32.
     """

@@ -145,7 +145,7 @@ def _name_wrong_page(row: int, used: list[int], pages: int) -> None:
 
 
 def cache_features(q: Tensor, *pools: Tensor) -> dict[str, bool]:
-    """What a pool asks of a kernel: another dtype than q's, elements that do not lie behind each other.
+    """What a pool asks of a kernel: another dtype than q's, elements that are not contiguous in a row.
 
     Both are features and no dtypes or strides of the request, for no cast of q may reach a pool.
     """

@@ -42,7 +42,7 @@ def mla_attention(
 
     s = q_nope . ckv + q_pe . kpe; the caller has multiplied q_nope by the keys' up-projection and multiplies
     the result by the values'.
-    Args: q_nope (T, H, C) and q_pe (T, H, R), sequences behind each other along cu_seqlens_q (B + 1,), or one
+    Args: q_nope (T, H, C) and q_pe (T, H, R), sequences concatenated along cu_seqlens_q (B + 1,), or one
         query a sequence without it; ckv_cache (N, P, C) and kpe_cache (N, P, R); block_tables (B, M) and
         seq_lens (B,) as in `paged_attention`. scale has no default: it follows from the head size before
         absorption, (128 + 64)**-0.5 for DeepSeek-V3. is_causal is aligned at the last query and the last key.

@@ -1,4 +1,4 @@
-"""Attention over sequences of any lengths that stand behind each other in one tensor."""
+"""Attention over sequences of any lengths that are concatenated in one tensor."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def ragged_attention(
 ) -> SignedCall:
     """Attend each sequence's queries to its own keys and values, without padding.
 
-    Args: q (T, Hq, D), k (S, Hk, D) and v (S, Hk, Dv) with Hq % Hk == 0, sequences behind each other:
+    Args: q (T, Hq, D), k (S, Hk, D) and v (S, Hk, Dv) with Hq % Hk == 0, sequences concatenated:
         b has q's rows cu_seqlens_q[b] to cu_seqlens_q[b + 1], and k's and v's along cu_seqlens_k, which
         defaults to cu_seqlens_q. Offsets are (B + 1,), int32 or int64. is_causal is aligned at a sequence's
         last query and last key; scale defaults to D**-0.5; window and softcap as in `attention`.
@@ -144,7 +144,7 @@ def work(spec: CallSpec) -> WorkEstimate:
 
 @dataclass(frozen=True, slots=True)
 class RaggedBatching(BatchingRule):
-    """Sequences of all callers behind each other; callers that would have to be copied only while small."""
+    """Sequences of all callers concatenated; those that have to be copied only while they are small."""
 
     @property
     def concat_positions(self) -> Container[int]:

@@ -128,7 +128,7 @@ def _describe(
     temperature: Any,
     extra_features: frozenset[str] = frozenset(),
 ) -> CallSpec:
-    """The request of all three; the caller has checked what is its own, and names what is `asked` beyond."""
+    """The spec of all three ops, after each has checked its own arguments."""
     _need_fraction("temperature", temperature, MAX_TEMPERATURE, logits)
     need_count("seed", seed, None, logits)
     need_count("offset", offset, None, logits)
@@ -218,7 +218,7 @@ def _looked_through(args: Args, bounds: Bounds) -> Args:
 def sample_reference(
     logits: Tensor, temperature: Number, top_k: Count, top_p: Number, seed: Count, offset: Count
 ) -> Tensor:
-    """Filter, then draw; where every row is to be the likeliest there is nothing to weigh."""
+    """Filter, then draw; where every row takes its largest logit there is nothing to weigh."""
     if is_constant(temperature, 0):
         return _require_tokens(greedy_tokens(logits))
     return _require_tokens(
@@ -227,7 +227,7 @@ def sample_reference(
 
 
 def _require_tokens(tokens: Tensor) -> Tensor:
-    """The tokens, where each row has one or the device's data is not read; the guard names the row."""
+    """The tokens, where each row has one or the device's data is not read; validation names the row."""
     if tokens.device.type == "cpu" and tokens.numel() and int(tokens.amin()) < 0:
         raise ValueError("logits needs a finite largest value in each row")
     return tokens

@@ -87,6 +87,11 @@ def tree_mask(parents: Sequence[int], device: torch.device | str = "cpu") -> Ten
     """Which nodes of a draft tree a node attends to: (N, N) bool, its ancestors and itself.
 
     Raises: ValueError: `parents` is no tree.
+
+    Example:
+        >>> import layerzero as lz
+        >>> lz.tree_mask([-1, 0, 0]).int().tolist()
+        [[1, 0, 0], [1, 1, 0], [1, 0, 1]]
     """
     if not isinstance(parents, Iterable):
         raise TypeError(f"parents needs a sequence of ints, got {type(parents).__name__}")
