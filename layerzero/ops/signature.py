@@ -13,7 +13,8 @@ from typing import Any, TypeVar
 
 from torch import Tensor
 
-from layerzero.ops.op import OPS, SignedCall
+from layerzero.ops.op import OPS
+from layerzero.ops.op import SignedCall as SignedCall
 
 # An operand of integers: it never needs a gradient.
 IndexTensor = Tensor
