@@ -197,7 +197,7 @@ def build(tree: Path, out: Path) -> tuple[Path, Path]:
         "LICENSE",
         "README.md",
         "CHANGELOG.md",
-        "docs/policy.md",
+        "docs/guide/policy.md",
         "examples/serve.py",
     ):
         if needed not in packed:
