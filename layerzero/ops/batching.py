@@ -111,6 +111,13 @@ class BatchingRule:
         )
 
 
+def split_outputs(out: Any, counts: Sequence[int]) -> list[Any]:
+    """Each caller's rows of every output."""
+    if isinstance(out, tuple):
+        return list(zip(*(part.split_with_sizes(list(counts)) for part in out), strict=True))
+    return list(out.split_with_sizes(list(counts)))
+
+
 @dataclass(frozen=True, slots=True)
 class RowBatching(BatchingRule):
     """Calls over rows: `row_operands` are the operands whose leading axes are rows, the rest must be the

@@ -1,7 +1,7 @@
 """The cheap first step of every call: its arguments in a row, and the signature that decides its kernel.
 
-Each awaited or blocking call takes this step, so `signed` writes it out for every op as one flat tuple, which
-is several times faster than a loop over the parameters.
+Each awaited or blocking call takes this step, so `op_signature` writes it out for every op as one flat tuple,
+which is several times faster than a loop over the parameters.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def type_key(value: Any) -> Hashable:
     return signature_of(value) if isinstance(value, Tensor) else value.__class__
 
 
-def signed(
+def op_signature(
     *,
     default: Mapping[str, Callable[..., Any] | str] | None = None,
     convert: Mapping[str, Callable[[Any], Any]] | None = None,

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from layerzero.ops import table
 from layerzero.ops.op import SignedCall
-from layerzero.ops.signature import IndexTensor, signed, type_key, value_key
+from layerzero.ops.signature import IndexTensor, op_signature, type_key, value_key
 from tests.ops.wild import GOOD
 
 
@@ -28,7 +28,7 @@ def _pair(first: Any, second: Any) -> tuple[Any, Any]:
     return first, second
 
 
-@signed(
+@op_signature(
     default={"seed": _seven, "peak": _sum_of, "other": "ids"},
     convert={"window": tuple},
     key={"seed": type_key, "heat": value_key, ("left", "right"): _pair},

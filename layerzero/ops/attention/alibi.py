@@ -10,11 +10,11 @@ from torch import Tensor
 from layerzero.ops import checks
 from layerzero.ops.describe import describe
 from layerzero.ops.op import Args, Op, register
-from layerzero.ops.signature import SignedCall, signed
+from layerzero.ops.signature import SignedCall, op_signature
 from layerzero.spec.call_spec import CallSpec, OutputSpec, WorkEstimate
 
 
-@signed()
+@op_signature()
 def alibi(slopes: Tensor, q_len: int, k_len: int) -> SignedCall:
     """The bias that `slopes` put on the scores of `q_len` queries and `k_len` keys.
 

@@ -24,7 +24,7 @@ from layerzero.ops.attention.checks import (
     window_bounds,
 )
 from layerzero.ops.op import Args, Layouts, Op, Split, register
-from layerzero.ops.signature import SignedCall, signed
+from layerzero.ops.signature import SignedCall, op_signature
 from layerzero.spec.call_spec import CallSpec, OutputSpec, WorkEstimate
 
 # What torch.vmap maps of a score and its place, innermost first: keys, queries, heads, sequences.
@@ -33,7 +33,7 @@ _AXES = tuple((0, *(0 if axis == mapped_axis else None for axis in range(4))) fo
 MAX_SCORES = 1 << 24
 
 
-@signed(
+@op_signature(
     default={"layout": infer_layout},
     convert={"window": normalized_window},
     key={("sinks", "score_mod", "block_mask"): modifier_signature},

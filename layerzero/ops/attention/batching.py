@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from layerzero.ops import table
-from layerzero.ops.batching import BatchingRule
+from layerzero.ops.batching import BatchingRule, split_outputs
 from layerzero.ops.op import Args, Launcher, LaunchFunction
 
 
@@ -118,9 +118,7 @@ class StackedBatching(BatchingRule):
             merged.append(combined)
         out = launch((*merged, *calls[0][3:]))
         counts = [args[0].shape[0] for args in calls]
-        if isinstance(out, tuple):
-            return list(zip(*(part.split_with_sizes(counts) for part in out), strict=True))
-        return list(out.split_with_sizes(counts))
+        return split_outputs(out, counts)
 
 
 def _run_ragged(calls: Sequence[Args], shapes: int, launch: LaunchFunction) -> list[Any] | None:

@@ -12,13 +12,13 @@ from layerzero.ops import checks
 from layerzero.ops.batching import RowBatching
 from layerzero.ops.describe import describe
 from layerzero.ops.op import Args, Op, register
-from layerzero.ops.signature import IndexTensor, SignedCall, signed
+from layerzero.ops.signature import IndexTensor, SignedCall, op_signature
 from layerzero.spec.call_spec import CallSpec, OutputSpec, WorkEstimate
 
 REDUCTIONS = ("mean", "sum", "none")
 
 
-@signed()
+@op_signature()
 def cross_entropy(
     logits: Tensor,
     target: IndexTensor,

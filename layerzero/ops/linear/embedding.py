@@ -9,11 +9,11 @@ from layerzero.ops import checks
 from layerzero.ops.batching import RowBatching
 from layerzero.ops.describe import describe
 from layerzero.ops.op import Args, Op, register
-from layerzero.ops.signature import IndexTensor, SignedCall, signed
+from layerzero.ops.signature import IndexTensor, SignedCall, op_signature
 from layerzero.spec.call_spec import CallSpec, OutputSpec, WorkEstimate
 
 
-@signed()
+@op_signature()
 def embedding(ids: IndexTensor, weight: Tensor, *, padding_idx: int | None = None) -> SignedCall:
     """The row of `weight` for each id.
 

@@ -10,11 +10,11 @@ from layerzero.ops import checks
 from layerzero.ops.batching import RowBatching
 from layerzero.ops.describe import describe
 from layerzero.ops.op import Args, Op, register
-from layerzero.ops.signature import SignedCall, signed
+from layerzero.ops.signature import SignedCall, op_signature
 from layerzero.spec.call_spec import CallSpec, OutputSpec, WorkEstimate
 
 
-@signed()
+@op_signature()
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> SignedCall:
     """Multiply each row of `x` by `weight` transposed and add `bias`.
 

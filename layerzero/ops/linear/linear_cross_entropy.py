@@ -15,11 +15,11 @@ from layerzero.ops.linear.cross_entropy import (
     loss_without_rows,
 )
 from layerzero.ops.op import Args, Op, register
-from layerzero.ops.signature import IndexTensor, SignedCall, signed
+from layerzero.ops.signature import IndexTensor, SignedCall, op_signature
 from layerzero.spec.call_spec import CallSpec, WorkEstimate
 
 
-@signed()
+@op_signature()
 def linear_cross_entropy(
     x: Tensor,
     weight: Tensor,

@@ -12,7 +12,7 @@ from layerzero.ops import checks
 from layerzero.ops.batching import RowBatching
 from layerzero.ops.describe import describe
 from layerzero.ops.op import Args, Op, output_like, register
-from layerzero.ops.signature import SignedCall, signed
+from layerzero.ops.signature import SignedCall, op_signature
 from layerzero.spec.call_spec import CallSpec, WorkEstimate
 
 GATES: dict[str, Callable[[Tensor], Tensor]] = {
@@ -29,7 +29,7 @@ PLAIN: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
-@signed()
+@op_signature()
 def mlp(
     x: Tensor,
     w_up: Tensor,

@@ -11,13 +11,13 @@ from layerzero.ops.batching import RowBatching
 from layerzero.ops.describe import describe
 from layerzero.ops.linear.mlp import GATES, activate
 from layerzero.ops.op import Args, Op, output_like, register
-from layerzero.ops.signature import SignedCall, signed
+from layerzero.ops.signature import SignedCall, op_signature
 from layerzero.spec.call_spec import CallSpec, WorkEstimate
 
 SCORINGS = ("softmax", "sigmoid")
 
 
-@signed()
+@op_signature()
 def moe(
     x: Tensor,
     router_logits: Tensor,

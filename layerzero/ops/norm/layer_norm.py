@@ -7,11 +7,11 @@ from torch import Tensor
 
 from layerzero.ops.norm.checks import check_norm, register_norm, widen
 from layerzero.ops.op import Args
-from layerzero.ops.signature import SignedCall, signed
+from layerzero.ops.signature import SignedCall, op_signature
 from layerzero.spec.call_spec import CallSpec
 
 
-@signed()
+@op_signature()
 def layer_norm(
     x: Tensor, weight: Tensor | None = None, bias: Tensor | None = None, *, eps: float = 1e-5
 ) -> SignedCall:
@@ -49,7 +49,7 @@ def layer_norm_reference(x: Tensor, weight: Tensor | None, bias: Tensor | None, 
 LAYER_NORM = register_norm(layer_norm, _check_layer_norm, layer_norm_reference, vectors=2)
 
 
-@signed()
+@op_signature()
 def add_layer_norm(
     x: Tensor,
     residual: Tensor,

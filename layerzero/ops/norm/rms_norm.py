@@ -7,11 +7,11 @@ from torch import Tensor
 
 from layerzero.ops.norm.checks import check_norm, register_norm, widen
 from layerzero.ops.op import Args
-from layerzero.ops.signature import SignedCall, signed
+from layerzero.ops.signature import SignedCall, op_signature
 from layerzero.spec.call_spec import CallSpec
 
 
-@signed()
+@op_signature()
 def rms_norm(x: Tensor, weight: Tensor | None = None, *, eps: float = 1e-6) -> SignedCall:
     """Scale each row of `x` to unit root mean square, times `weight`.
 
@@ -40,7 +40,7 @@ def rms_norm_reference(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
 RMS_NORM = register_norm(rms_norm, _check_rms_norm, rms_norm_reference, vectors=1)
 
 
-@signed()
+@op_signature()
 def add_rms_norm(
     x: Tensor, residual: Tensor, weight: Tensor | None = None, *, eps: float = 1e-6
 ) -> SignedCall:

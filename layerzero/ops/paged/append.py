@@ -15,11 +15,11 @@ from layerzero.ops.describe import describe
 from layerzero.ops.op import Args, LaunchFunction, Op, RejectedCall, output_like, register
 from layerzero.ops.paged.batching import concat_index_rows
 from layerzero.ops.paged.checks import LAYOUTS, cache_features, check_cache, page_axes
-from layerzero.ops.signature import IndexTensor, SignedCall, signed
+from layerzero.ops.signature import IndexTensor, SignedCall, op_signature
 from layerzero.spec.call_spec import CallSpec, WorkEstimate
 
 
-@signed()
+@op_signature()
 def append_kv(
     k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: IndexTensor, *, layout: str = "NHD"
 ) -> SignedCall:
@@ -187,7 +187,7 @@ class AppendBatching(BatchingRule):
             k, v = (concat_rows([args[i] for args in accepted]) for i in (0, 1))
             slot_mapping = concat_index_rows([args[4] for args in accepted])
             launch((k, v, *accepted[0][2:4], slot_mapping, accepted[0][5]))
-        return [rejected.get(at, args[4]) for at, args in enumerate(calls)]
+        return [rejected.get(caller, args[4]) for caller, args in enumerate(calls)]
 
 
 def slot_conflicts(calls: Sequence[Args]) -> dict[int, RejectedCall]:

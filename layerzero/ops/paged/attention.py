@@ -23,11 +23,11 @@ from layerzero.ops.paged.checks import (
     without_queries,
 )
 from layerzero.ops.paged.reference import attend_sequences
-from layerzero.ops.signature import IndexTensor, SignedCall, signed
+from layerzero.ops.signature import IndexTensor, SignedCall, op_signature
 from layerzero.spec.call_spec import CallSpec, OutputSpec, WorkEstimate
 
 
-@signed(convert={"window": normalized_window})
+@op_signature(convert={"window": normalized_window})
 def paged_attention(
     q: Tensor,
     k_cache: Tensor,

@@ -20,11 +20,11 @@ from layerzero.ops.paged.checks import (
     without_queries,
 )
 from layerzero.ops.paged.reference import attend_sequences
-from layerzero.ops.signature import IndexTensor, SignedCall, signed
+from layerzero.ops.signature import IndexTensor, SignedCall, op_signature
 from layerzero.spec.call_spec import CallSpec, OutputSpec, WorkEstimate
 
 
-@signed()
+@op_signature()
 def mla_attention(
     q_nope: Tensor,
     q_pe: Tensor,

@@ -13,17 +13,17 @@ from layerzero.ops import checks
 from layerzero.ops.attention.arguments import RaggedArgs
 from layerzero.ops.attention.batching import GATHER_BYTES, GATHER_BYTES_OTHER_DEVICES
 from layerzero.ops.attention.checks import check_score_options, normalized_window, score_features
-from layerzero.ops.batching import BatchingRule, as_view_of_base, concat_rows
+from layerzero.ops.batching import BatchingRule, as_view_of_base, concat_rows, split_outputs
 from layerzero.ops.describe import describe
 from layerzero.ops.op import Args, LaunchFunction, Op, register
-from layerzero.ops.paged.batching import concat_cu_seqlens, split_outputs
+from layerzero.ops.paged.batching import concat_cu_seqlens
 from layerzero.ops.paged.checks import check_cu_seqlens, query_outputs, validate_cu_seqlens, without_queries
 from layerzero.ops.paged.reference import attend_sequences
-from layerzero.ops.signature import IndexTensor, SignedCall, signed
+from layerzero.ops.signature import IndexTensor, SignedCall, op_signature
 from layerzero.spec.call_spec import CallSpec, OutputSpec, WorkEstimate
 
 
-@signed(default={"cu_seqlens_k": "cu_seqlens_q"}, convert={"window": normalized_window})
+@op_signature(default={"cu_seqlens_k": "cu_seqlens_q"}, convert={"window": normalized_window})
 def ragged_attention(
     q: Tensor,
     k: Tensor,

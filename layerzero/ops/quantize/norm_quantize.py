@@ -10,13 +10,13 @@ from layerzero.ops.batching import RowBatching
 from layerzero.ops.norm.rms_norm import check_add_rms_norm, rms_norm_reference
 from layerzero.ops.op import Args, Op, register
 from layerzero.ops.quantize.quantize import FORMATS, quantize_reference, scale_shape
-from layerzero.ops.signature import SignedCall, signed
+from layerzero.ops.signature import SignedCall, op_signature
 from layerzero.spec.call_spec import CallSpec, OutputSpec, WorkEstimate
 
 GRANULARITIES = ("row", "group")
 
 
-@signed()
+@op_signature()
 def add_rms_norm_quantize(
     x: Tensor,
     residual: Tensor,

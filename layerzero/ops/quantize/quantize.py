@@ -17,7 +17,7 @@ from layerzero.ops import checks
 from layerzero.ops.batching import RowBatching
 from layerzero.ops.describe import describe
 from layerzero.ops.op import Args, Op, register
-from layerzero.ops.signature import SignedCall, signed
+from layerzero.ops.signature import SignedCall, op_signature
 from layerzero.spec.call_spec import CallSpec, OutputSpec, WorkEstimate
 
 
@@ -42,7 +42,7 @@ FLOAT_NAMES = ("float32", "float16", "bfloat16", "float64")
 SMALLEST_SCALE = torch.finfo(torch.float32).tiny
 
 
-@signed()
+@op_signature()
 def quantize(
     x: Tensor,
     *,
@@ -179,7 +179,7 @@ QUANTIZE = register(
 )
 
 
-@signed()
+@op_signature()
 def dequantize(codes: Tensor, scale: Tensor, *, dtype: str = "float32") -> SignedCall:
     """Give back the numbers that `codes` and `scale` stand for.
 

@@ -11,13 +11,13 @@ from layerzero.ops.batching import RowBatching
 from layerzero.ops.describe import describe
 from layerzero.ops.op import Args, Op, register
 from layerzero.ops.quantize.quantize import FORMAT_OF, decode, need_codes, need_scale, quantize_reference
-from layerzero.ops.signature import SignedCall, signed
+from layerzero.ops.signature import SignedCall, op_signature
 from layerzero.spec.call_spec import CallSpec, OutputSpec, WorkEstimate
 
 INPUTS = ("float", "dynamic")
 
 
-@signed()
+@op_signature()
 def quantized_linear(
     x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None = None, *, inputs: str = "float"
 ) -> SignedCall:

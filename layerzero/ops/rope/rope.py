@@ -14,11 +14,11 @@ from layerzero.ops import checks
 from layerzero.ops.batching import RowBatching
 from layerzero.ops.describe import describe
 from layerzero.ops.op import Args, Op, output_like, register
-from layerzero.ops.signature import IndexTensor, SignedCall, signed
+from layerzero.ops.signature import IndexTensor, SignedCall, op_signature
 from layerzero.spec.call_spec import CallSpec, WorkEstimate
 
 
-@signed()
+@op_signature()
 def rope(
     q: Tensor,
     k: Tensor,

@@ -6,39 +6,35 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Container, Hashable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable
 from functools import partial
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from layerzero.native import FAST_PATH
 from layerzero.ops import checks
-from layerzero.ops.batching import BatchingRule, concat_rows
 from layerzero.ops.describe import describe
-from layerzero.ops.op import Args, LaunchFunction, Op, register
+from layerzero.ops.op import Args, Op, register
+from layerzero.ops.sampling.batching import SamplingBatching
 from layerzero.ops.sampling.draw import (
     Count,
     Number,
-    as_signed_int64,
-    column,
     greedy_tokens,
     is_constant,
     new_seed,
-    row_seeds,
     sample_from_weights,
     token_weights,
 )
-from layerzero.ops.signature import SignedCall, signed, type_key, value_key
+from layerzero.ops.signature import SignedCall, op_signature, type_key, value_key
 from layerzero.spec.call_spec import CallSpec, OutputSpec, WorkEstimate
 
 MAX_TEMPERATURE = torch.finfo(torch.float64).max
 MAX_TOP_K = (1 << 63) - 1
 
 
-@signed(
+@op_signature(
     default={"seed": new_seed},
     key={
         "temperature": value_key,
@@ -72,7 +68,7 @@ def sample(
     raise NotImplementedError
 
 
-@signed(
+@op_signature(
     default={"seed": new_seed},
     key={"k": value_key, "temperature": value_key, "seed": type_key, "offset": type_key},
 )
@@ -83,7 +79,7 @@ def sample_topk(
     raise NotImplementedError
 
 
-@signed(
+@op_signature(
     default={"seed": new_seed},
     key={"p": value_key, "temperature": value_key, "seed": type_key, "offset": type_key},
 )
@@ -200,16 +196,16 @@ def _looked_through(args: Args, bounds: Bounds) -> Args:
     for row, worst in enumerate(largest):
         if not math.isfinite(worst):
             raise ValueError(f"logits needs a finite largest value in each row, got {worst} in row {row}")
-    own = list(args)
+    checked_args = list(args)
     for position, (name, (low, high)) in enumerate(bounds.items(), 1):
         value = args[position]
         if not isinstance(value, Tensor):
             continue
-        own[position] = checks.private_copy(value)
-        for row, got in enumerate(own[position].tolist()):
+        checked_args[position] = checks.private_copy(value)
+        for row, got in enumerate(checked_args[position].tolist()):
             if not low <= got <= high:
                 raise ValueError(f"{name} needs values in [{low}, {high}], got {got} in row {row}")
-    return tuple(own)
+    return tuple(checked_args)
 
 
 # -- references -----------------------------------------------------------------------------------------
@@ -245,77 +241,6 @@ def sample_topp_reference(
 ) -> Tensor:
     """`sample_reference` without top-k."""
     return sample_reference(logits, temperature, 0, p, seed, offset)
-
-
-# -- batching -------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class SamplingBatching(BatchingRule):
-    """Rows of any callers over one vocabulary: where callers differ, their numbers become (B,) tensors.
-
-    `seed` is the position of the seeds, which always become tensors: a row keeps the stream it has alone.
-    `whole` are the positions that hold integers.
-    """
-
-    seed: int
-    whole: frozenset[int]
-
-    rowwise: ClassVar[bool] = True  # rows do not touch each other
-
-    @property
-    def concat_positions(self) -> Container[int]:
-        """The logits and every number of the three ops."""
-        return range(6)
-
-    def compatibility(self, args: Args) -> Hashable | None:
-        """Dtype, device and vocabulary."""
-        logits: Tensor = args[0]
-        return (logits.dtype, logits.device, logits.shape[1])
-
-    def batch_cost(self, args: Args) -> tuple[int, int]:
-        """Rows and bytes of the logits."""
-        logits: Tensor = args[0]
-        return logits.shape[0], logits.numel() * logits.element_size()
-
-    def run(self, calls: Sequence[Args], launch: LaunchFunction) -> list[Any]:
-        """One launch over everybody's rows."""
-        if len(calls) == 1:
-            return [launch(calls[0])]
-        merged = list(calls[0])
-        merged[0] = concat_rows([args[0] for args in calls])
-        for position in range(1, len(merged)):
-            merged[position] = concat_numbers(
-                [args[position] for args in calls],
-                [args[0] for args in calls],
-                seeds=position == self.seed,
-                whole=position in self.whole,
-            )
-        counts = [args[0].shape[0] for args in calls]
-        return list(launch(tuple(merged)).split_with_sizes(counts))
-
-
-def concat_numbers(values: Sequence[Any], rows: Sequence[Tensor], *, seeds: bool, whole: bool) -> Any:
-    """One argument of several callers for all their `rows`: a number that all share, else a (B,) tensor.
-
-    `seeds` always become a tensor, so that a row keeps the stream it has alone; `whole` numbers are integers.
-    """
-    counts = [caller_rows.shape[0] for caller_rows in rows]
-    numbers = not any(isinstance(value, Tensor) for value in values)
-    device = rows[0].device
-    if seeds:
-        if not numbers or max(counts) > 1:
-            return torch.cat([row_seeds(seed, own) for seed, own in zip(values, rows, strict=True)])
-        # A row by itself has the stream of its seed.
-        return torch.tensor([as_signed_int64(seed) for seed in values], device=device)
-    if numbers and all(value == values[0] for value in values):
-        return values[0]
-    dtype = torch.int64 if whole else torch.float64
-    if not numbers:
-        columns = [column(v, dtype, device).expand(n, 1) for v, n in zip(values, counts, strict=True)]
-        return torch.cat(columns).squeeze(-1)
-    spread = [as_signed_int64(v) for v, n in zip(values, counts, strict=True) for _ in range(n)]
-    return torch.tensor(spread, dtype=dtype, device=device)
 
 
 def _outputs(args: Args) -> tuple[OutputSpec, ...]:
@@ -355,11 +280,23 @@ def _register(
 
 
 SAMPLE = _register(
-    sample, _check_sample, sample_reference, _SAMPLE, SamplingBatching(seed=4, whole=frozenset({2, 5}))
+    sample,
+    _check_sample,
+    sample_reference,
+    _SAMPLE,
+    SamplingBatching(numbers=(1, 2, 3, 4, 5), seed=4, fractions=frozenset({1, 3})),
 )
 SAMPLE_TOPK = _register(
-    sample_topk, _check_topk, sample_topk_reference, _TOPK, SamplingBatching(seed=3, whole=frozenset({1, 4}))
+    sample_topk,
+    _check_topk,
+    sample_topk_reference,
+    _TOPK,
+    SamplingBatching(numbers=(1, 2, 3, 4), seed=3, fractions=frozenset({2})),
 )
 SAMPLE_TOPP = _register(
-    sample_topp, _check_topp, sample_topp_reference, _TOPP, SamplingBatching(seed=3, whole=frozenset({4}))
+    sample_topp,
+    _check_topp,
+    sample_topp_reference,
+    _TOPP,
+    SamplingBatching(numbers=(1, 2, 3, 4), seed=3, fractions=frozenset({1, 2})),
 )

@@ -8,21 +8,20 @@ Every row has its own seed, and its draws do not depend on which rows stand besi
 
 from __future__ import annotations
 
-from collections.abc import Container, Hashable, Iterable, Sequence
-from dataclasses import dataclass
-from typing import Any, ClassVar
+from collections.abc import Iterable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from layerzero.native import FAST_PATH
 from layerzero.ops import checks
-from layerzero.ops.batching import BatchingRule, concat_rows
 from layerzero.ops.describe import describe
-from layerzero.ops.op import Args, LaunchFunction, Op, register
+from layerzero.ops.op import Args, Op, register
+from layerzero.ops.sampling.batching import SamplingBatching
 from layerzero.ops.sampling.draw import GOLDEN, Count, new_seed, row_seeds, sample_from_weights, uniform
-from layerzero.ops.sampling.sampling import concat_numbers, need_count
-from layerzero.ops.signature import SignedCall, signed, type_key
+from layerzero.ops.sampling.sampling import need_count
+from layerzero.ops.signature import SignedCall, op_signature, type_key
 from layerzero.spec.call_spec import CallSpec, OutputSpec, WorkEstimate
 
 MAX_DEPTH = 1 << 12
@@ -33,7 +32,7 @@ def _as_tuple(parents: Any) -> Any:
     return tuple(parents) if isinstance(parents, list) else parents
 
 
-@signed(default={"seed": new_seed}, key={"seed": type_key, "offset": type_key})
+@op_signature(default={"seed": new_seed}, key={"seed": type_key, "offset": type_key})
 def verify_chain(
     draft_probs: Tensor,
     draft_tokens: Tensor,
@@ -56,7 +55,7 @@ def verify_chain(
     raise NotImplementedError
 
 
-@signed(
+@op_signature(
     default={"seed": new_seed}, convert={"parents": _as_tuple}, key={"seed": type_key, "offset": type_key}
 )
 def verify_tree(
@@ -175,14 +174,14 @@ def _looked_through(args: Args) -> Args:
         return args
     if not draft.shape[0]:
         return args
-    own = checks.private_copy(tokens)
+    private_tokens = checks.private_copy(tokens)
     start = 0 if not isinstance(args[3], tuple) else 1  # a tree's root was not drafted
-    checks.ids_in_range("draft_tokens", own[:, start:], draft.shape[2], "the vocabulary")
+    checks.ids_in_range("draft_tokens", private_tokens[:, start:], draft.shape[2], "the vocabulary")
     for name, probs in (("draft_probs", draft), ("target_probs", target)):
         # The least of some numbers is NaN where any of them is.
         if probs.numel() and not float(probs.detach().amin()) >= 0:
             raise ValueError(f"{name} needs probabilities of at least 0, got a negative one or NaN")
-    return draft, own, target, *args[3:]
+    return draft, private_tokens, target, *args[3:]
 
 
 # -- references -----------------------------------------------------------------------------------------
@@ -290,50 +289,6 @@ def _sample_residual(residual: Tensor, probs: Tensor, seeds: Tensor, offset: Cou
     return sample_from_weights(weights, _stream(seeds, place), offset)
 
 
-# -- batching -------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class VerifyBatching(BatchingRule):
-    """Rows of any callers with one number of places and one vocabulary (and one tree)."""
-
-    seed: int
-
-    rowwise: ClassVar[bool] = True  # rows do not touch each other
-
-    @property
-    def concat_positions(self) -> Container[int]:
-        """Probabilities, tokens, seeds and offsets; never the tree."""
-        return {0, 1, 2, self.seed, self.seed + 1}
-
-    def compatibility(self, args: Args) -> Hashable | None:
-        """Dtypes, device, places, vocabulary."""
-        draft, tokens = args[:2]
-        return draft.dtype, draft.device, draft.shape[1:], tokens.dtype
-
-    def batch_cost(self, args: Args) -> tuple[int, int]:
-        """Rows, and the bytes of both models' probabilities."""
-        return args[0].shape[0], sum(t.numel() * t.element_size() for t in (args[0], args[2]))
-
-    def run(self, calls: Sequence[Args], launch: LaunchFunction) -> list[Any]:
-        """One launch over everybody's rows."""
-        if len(calls) == 1:
-            return [launch(calls[0])]
-        merged = list(calls[0])
-        for position in range(3):
-            merged[position] = concat_rows([args[position] for args in calls])
-        for position in (self.seed, self.seed + 1):
-            merged[position] = concat_numbers(
-                [args[position] for args in calls],
-                [args[0] for args in calls],
-                seeds=position == self.seed,
-                whole=True,
-            )
-        counts = [args[0].shape[0] for args in calls]
-        parts = [part.split_with_sizes(counts) for part in launch(tuple(merged))]
-        return list(zip(*parts, strict=True))
-
-
 def _chain_outputs(args: Args) -> tuple[OutputSpec, ...]:
     rows, places, _ = args[0].shape
     return (OutputSpec((rows, places + 1), "int64"), OutputSpec((rows,), "int64"))
@@ -366,7 +321,7 @@ VERIFY_CHAIN = register(
         operands=(0, 2),
         exact_dims=frozenset({"V", "S"}),
         validate_values=_validate_values,
-        batching=VerifyBatching(seed=3),
+        batching=SamplingBatching(numbers=(3, 4), seed=3, tensors=3),
         differentiable=False,
         stochastic=True,
         wide_outputs=frozenset({0, 1}),
@@ -382,7 +337,7 @@ VERIFY_TREE = register(
         operands=(0, 2),
         exact_dims=frozenset({"V", "S"}),
         validate_values=_validate_values,
-        batching=VerifyBatching(seed=4),
+        batching=SamplingBatching(numbers=(4, 5), seed=4, tensors=3),
         differentiable=False,
         stochastic=True,
         wide_outputs=frozenset({0, 1, 2}),
