@@ -51,12 +51,11 @@ A = TypeVar("A", DenseCall, RaggedCall, PagedCall)
 
 def takes(kind: type[A]) -> Callable[[Callable[[A], Result]], Callable[..., Result]]:
     """Make a function of one call into one of the op's positional arguments."""
-    count = len(kind._fields)
 
     def of(run: Callable[[A], Result]) -> Callable[..., Result]:
         @functools.wraps(run)
         def call(*args: Any) -> Result:
-            return run(kind._make(args[:count]))
+            return run(kind._make(args))
 
         return call
 
