@@ -19,7 +19,12 @@ GRID_VERSION = 1
 
 
 def grid(size: int) -> int:
-    """The nearest point at or above `size` on the fixed grid 0, 1, 2, 3, 4, 6, 8, 12, 16, 24, ..."""
+    """The nearest point at or above `size` on the fixed grid 0, 1, 2, 3, 4, 6, 8, 12, 16, 24, ...
+
+    Example:
+        >>> [grid(size) for size in (5, 65, 100)]
+        [6, 96, 128]
+    """
     if size <= 4:
         return size
     top = 1 << (size - 1).bit_length()

@@ -49,7 +49,7 @@ def adapt(
 ) -> tuple[CallSpec, tuple[Transform, ...]] | None:
     """The request after the fewest transforms with which `kernel` accepts it; None if none would do.
 
-    Copies are priced for the sizes of `priced_as`.
+    Copies are priced for the sizes of `bucketed`.
     """
     reasons = {r.reason for r in rejected}
     if not reasons <= TRANSFORMABLE:

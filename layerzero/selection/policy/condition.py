@@ -77,6 +77,10 @@ def parse_conditions(texts: str | list[str] | tuple[str, ...]) -> tuple[Conditio
     """Conditions that must all hold, from one text or several; `and` joins within a text.
 
     Raises: PolicyValidationError: the text does not parse, or names a field that no request has.
+
+    Example:
+        >>> [str(condition) for condition in parse_conditions("seq_q > 1024 and not causal")]
+        ['Sq > 1024', 'not causal']
     """
     parts = [texts] if isinstance(texts, str) else texts
     return tuple(_parse_one(clause.strip()) for part in parts for clause in re.split(r"\s+and\s+", part))
