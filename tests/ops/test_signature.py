@@ -100,7 +100,8 @@ def test_values_that_were_given_are_converted_and_not_replaced() -> None:
 def test_a_seed_counts_by_type_and_a_number_by_type_and_value() -> None:
     """Every step has another seed; 1 and 1.0 and True are three numbers."""
     assert example(X, IDS, seed=3)[0] == example(X, IDS, seed=4)[0]
-    assert example(X, IDS, seed=3)[0] != example(X, IDS, seed=torch.tensor([3]))[0]
+    by_tensor: Any = torch.tensor([3])
+    assert example(X, IDS, seed=3)[0] != example(X, IDS, seed=by_tensor)[0]
     kinds: list[Any] = [1, 1.0, True, 2, torch.tensor(1.0)]
     assert len({example(X, IDS, heat=kind)[0] for kind in kinds}) == len(kinds)
 
