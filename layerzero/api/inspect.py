@@ -16,8 +16,9 @@ from layerzero.selection.decide import decide
 from layerzero.selection.plan import Plan, signature_of
 from layerzero.selection.record import Selection
 from layerzero.spec.call_spec import CallSpec
+from layerzero.spec.capability import Capability
 from layerzero.spec.hardware import Hardware
-from layerzero.spec.kernel import Capability, Kernel
+from layerzero.spec.kernel import Kernel
 from layerzero.spec.reasons import Rejected
 
 

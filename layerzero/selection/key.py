@@ -12,7 +12,8 @@ from collections.abc import Hashable, Iterable, Mapping
 from layerzero.ops.op import Op
 from layerzero.selection.policy.condition import Condition
 from layerzero.spec.call_spec import CallSpec
-from layerzero.spec.kernel import Kernel, Limit
+from layerzero.spec.capability import Limit
+from layerzero.spec.kernel import Kernel
 
 GRID_VERSION = 1
 

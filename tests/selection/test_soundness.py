@@ -14,8 +14,9 @@ from layerzero.selection.modes import AUTOCAST, DETERMINISTIC, GRAD, mode_bits
 from layerzero.selection.plan import signature_of
 from layerzero.selection.policy import Policy, make_rule
 from layerzero.selection.record import Selection
+from layerzero.spec.capability import AtLeast, AtMost, MultipleOf, OneOf, ProductAtMost, SameAs
 from layerzero.spec.errors import NoKernelFoundError
-from layerzero.spec.kernel import AtLeast, AtMost, Kernel, MultipleOf, OneOf, ProductAtMost, SameAs
+from layerzero.spec.kernel import Kernel
 from layerzero.spec.settings import Settings
 from tests.kernels import device, kernel
 

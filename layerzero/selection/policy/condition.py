@@ -10,8 +10,8 @@ import msgspec
 
 from layerzero._util.strict_yaml import quote, suggestion
 from layerzero.spec.call_spec import CallSpec
+from layerzero.spec.capability import ACTIVATIONS, FEATURE_REASONS
 from layerzero.spec.errors import PolicyValidationError
-from layerzero.spec.kernel import ACTIVATIONS, FEATURE_REASONS
 
 Operator = Literal["==", "!=", ">", ">=", "<", "<=", "in", "not in", "like", "is", "is not"]
 
