@@ -41,7 +41,7 @@ class Paged:
         """Make `sequences`, each with so many tokens, the batch that steps from now on."""
         device = self.cache.device
         widest = max(len(sequence.pages) for sequence in sequences)
-        self.tables = sequences[0].tables.pick([sequence.row for sequence in sequences], widest)
+        self.tables = sequences[0].block_tables.gather([sequence.row for sequence in sequences], widest)
         self.counts = torch.tensor(lengths, dtype=torch.int32)
         self.positions = to_device_with_host_copy(self.counts.long(), device) - 1
         self.rows = torch.arange(len(sequences), device=device)
