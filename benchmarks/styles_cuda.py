@@ -160,7 +160,7 @@ STYLES: dict[str, crowd.Request] = {
 
 
 def known(runtime: lz.Runtime, device: torch.device) -> dict[str, Any]:
-    """What this loop's batcher knows of its callers: milliseconds of a batch and between two, and lateness."""
+    """What this loop's batcher knows of its callers: times of batches, lateness, in ms."""
     batcher = runtime.device(device).loop_drivers.current().batcher
     expected = batcher.readback_hold
     if expected is None:
@@ -256,7 +256,7 @@ def measure(options: argparse.Namespace, record: Record, runtime: lz.Runtime) ->
     spans: dict[str, list[crowd.Span]] = {}
     for turn in range(options.rounds):
         for style in STYLES:
-            span = record.item(style, lambda style=style: round_.span(style, turn, options.seconds))
+            span = record.item(style, lambda s=style, t=turn: round_.span(s, t, options.seconds))
             if span is not None:
                 spans.setdefault(style, []).append(span)
             found["rows"] = rows(spans, options.requests)
@@ -275,8 +275,8 @@ class StylesRecord(Record):
         super().__init__(out, requests, budget_s)
         packages = ("layerzero-runtime", "torch", "triton", "flash-attn-4", "flashinfer-python")
         self.found = {
-            "environment": environment(packages), "requests": requests, "rows": {}, "compared": {}, "where": {},
-            "errors": {}, "left_out": [], "took_s": {}, "awaited_path": "",
+            "environment": environment(packages), "requests": requests, "rows": {}, "compared": {},
+            "where": {}, "errors": {}, "left_out": [], "took_s": {}, "awaited_path": "",
         }  # fmt: skip
 
     def write(self) -> None:
