@@ -12,7 +12,7 @@ from layerzero.actors.device.watching import unless_foreign
 from layerzero.health import Health
 from layerzero.observe.counters import Counters
 from layerzero.ops.op import Op
-from layerzero.selection.dispatch import Plan
+from layerzero.selection.plan import Plan
 from layerzero.selection.record import Selection
 from layerzero.spec.call_spec import CallSpec
 from layerzero.spec.errors import NoKernelFoundError

@@ -7,9 +7,13 @@ from typing import TYPE_CHECKING
 from layerzero.actors.device.memory import WorkspaceBudget
 from layerzero.actors.device.registry import Registry
 from layerzero.health import Health
-from layerzero.selection.agreed_terms import AgreedTerms
-from layerzero.selection.decide import CostModel, KernelStatus, SelectionOptions
-from layerzero.selection.dispatch import SelectionContext
+from layerzero.selection.context import (
+    AgreedTerms,
+    CostModel,
+    KernelStatus,
+    SelectionContext,
+    SelectionOptions,
+)
 from layerzero.selection.policy.policy import Policy
 from layerzero.spec.hardware import Hardware
 from layerzero.spec.settings import Settings
