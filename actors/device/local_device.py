@@ -10,6 +10,7 @@ import torch
 
 from layerzero._util.clock import Clock, MonotonicClock
 from layerzero.actors.device.kernel_calls import KernelCalls
+from layerzero.actors.device.live_checks import LiveChecks
 from layerzero.actors.device.loading import KernelLoader, dispatch_table_for
 from layerzero.actors.device.memory import WorkspaceBudget
 from layerzero.actors.device.plan_compiler import PlanCompiler
@@ -45,10 +46,8 @@ from layerzero.spec.kernel import Kernel
 from layerzero.spec.settings import Settings
 
 if TYPE_CHECKING:  # what only some deployments use is imported where they ask for it
-    from layerzero.actors.device.numerics_guard import NumericsGuard
     from layerzero.actors.device.watching import PlanMiddleware
     from layerzero.graphs.proof import Proofs
-    from layerzero.measure.drift import DriftWatch
     from layerzero.observe.spans import Spans
     from layerzero.perfdb import Measurement
     from layerzero.selection.dispatch_table import ActiveDispatchTable
@@ -61,7 +60,8 @@ class LocalDevice:
 
     `snapshot` is for the process-wide policy; `state_for_policy` returns that of a context's own policy.
     The scheduler sets `loop_drivers` (one batcher for each event loop) and `capture_modes` (torch's modes of
-    a caller). `kernel_calls` and `compiler` make plans ready to run.
+    a caller). `kernel_calls` and `compiler` make plans ready to run,
+    `loader` works in the background.
     """
 
     def __init__(
@@ -93,7 +93,6 @@ class LocalDevice:
         self.spans: Spans | None = None
         self.closed = False
         self._policy_states: dict[str, DispatchState] = {}
-        self._live_checks: tuple[NumericsGuard | DriftWatch | Spans, ...] = ()
         self._costs_loading: threading.Event | None = None  # of what is read last
         self._opened = False
         self._apply_settings()
@@ -108,15 +107,15 @@ class LocalDevice:
         self.worker = Worker(f"layerzero-{self.device}")
         self.event_thread = Worker(f"layerzero-reap-{self.device}")
         self._wire(cost)
-        self.dispatch_table = dispatch_table_for(settings, registry, self.hardware)
-        self._make_live_checks()
+        self._inputs.dispatch_table = dispatch_table_for(settings, registry, self.hardware)
+        self.spans = self.kernel_calls.spans = self._live_checks.apply_settings(self)
         self._opened = True
 
     def _wire(self, cost: CostModel) -> None:
         """Make the parts of this device; each gets what it uses, none the device."""
         budget = WorkspaceBudget(self.device, self.hardware, self.clock.now)
         self._inputs = SelectionInputs(self.settings, self.hardware, self.registry, self.health, budget, cost)
-        self._loader = KernelLoader(
+        self.loader = KernelLoader(
             str(self.device), self.registry, self.counters, self.clock.now, self.refresh
         )
         self.kernel_calls = KernelCalls(self.device, self.registry, self.settings)
@@ -124,8 +123,9 @@ class LocalDevice:
             self.kernel_calls, self.health, self.counters, self.hardware, self._refresh_budget_now
         )
         self.compiler = PlanCompiler(
-            self.kernel_calls, self.health, self._loader, self._recovery, self.counters
+            self.kernel_calls, self.health, self.loader, self._recovery, self.counters
         )
+        self._live_checks = LiveChecks(self.compiler)
         self._probe_timer = ProbeTimer(self.health, self.clock)
 
     def _health_changed(self, transition: Transition) -> None:
@@ -151,8 +151,8 @@ class LocalDevice:
         self.settings = self._inputs.settings = self.kernel_calls.settings = settings
         self.health.set_settings(settings)
         self._apply_settings()
-        self._make_live_checks()
-        self.dispatch_table = dispatch_table
+        self.spans = self.kernel_calls.spans = self._live_checks.apply_settings(self)
+        self._inputs.dispatch_table = dispatch_table
         self._refresh_workspace_budget()
         self.refresh()
 
@@ -163,26 +163,11 @@ class LocalDevice:
         if self.workspace_budget.reads_quickly:
             self._refresh_budget_now()
         else:
-            self._loader.submit(self._refresh_budget_now)
+            self.loader.submit(self._refresh_budget_now)
 
     def _refresh_budget_now(self) -> None:
         if not self.closed and self.workspace_budget.refresh(self.settings):
             self.refresh()
-
-    def _make_live_checks(self) -> None:
-        """Have sampled calls checked or timed, or no longer, as the settings say."""
-        before = self._live_checks
-        for check in before:
-            check.close()
-        self._live_checks = ()
-        settings = self.settings
-        if settings.check_rate or settings.drift_rate or settings.spans or self.spans is not None:
-            from layerzero.actors.device.live_checks import make_live_checks
-
-            self._live_checks, spans = make_live_checks(self)
-            self.spans = self.kernel_calls.spans = spans
-        others = (each for each in self.compiler.middlewares if each not in before)
-        self.compiler.middlewares = (*others, *self._live_checks)
 
     # -- versions ---------------------------------------------------------------------------------
 
@@ -200,10 +185,6 @@ class LocalDevice:
     def dispatch_table(self) -> ActiveDispatchTable | None:
         """The dispatch table in force, where there is one."""
         return self._inputs.dispatch_table
-
-    @dispatch_table.setter
-    def dispatch_table(self, table: ActiveDispatchTable | None) -> None:
-        self._inputs.dispatch_table = table
 
     @property
     def dispatch_version(self) -> int:
@@ -253,7 +234,7 @@ class LocalDevice:
         """Start anew in a forked child: fresh locks, no timers or threads, an empty snapshot."""
         self._lock = threading.RLock()
         self._probe_timer.reset_after_fork()
-        self._loader.reset_after_fork()
+        self.loader.reset_after_fork()
         self._costs_loading = None
         self._policy_states = {}
         self.snapshot = DispatchState(self.snapshot.version + 1, self.snapshot.policy)
@@ -329,7 +310,7 @@ class LocalDevice:
         if at_once:
             self.set_costs(build())
         else:
-            self._costs_loading = self._loader.run_later(lambda: self.set_costs(build()))
+            self._costs_loading = self.loader.run_later(lambda: self.set_costs(build()))
 
     def wait_for_costs(self, timeout_s: float = 5.0) -> None:
         """Wait until the measurements on file are read, if they are being read."""
@@ -385,18 +366,10 @@ class LocalDevice:
 
     # -- readiness and health ---------------------------------------------------------------------
 
-    def load_later(self, load: Callable[[], object]) -> None:
-        """Run `load` on the thread that loads kernels, when the call that asked has had time to end."""
-        self._loader.run_later(load)
-
-    def stop_loading(self, timeout_s: float) -> None:
-        """Begin no more background loads, and wait for the one that runs."""
-        self._loader.close(timeout_s)
-
     def warm(self, kernel_ids: Sequence[str], request: CallSpec | None = None) -> None:
         """Load kernels now, in this thread, and compile what `request` needs; failures block them."""
         for kernel_id in kernel_ids:
-            self._loader.load_now(kernel_id, request)
+            self.loader.load_now(kernel_id, request)
 
     def batches(self, op: Op, mode: str | None = None) -> bool:
         """Whether calls of `op` may share launches: as a call wants it, else as the settings say."""
@@ -407,16 +380,15 @@ class LocalDevice:
 
     def close(self) -> None:
         """Stop the threads and timers; every later call raises RuntimeClosedError."""
-        self._loader.stop()
+        self.loader.stop()
         self._probe_timer.stop()
         with self._lock:
             self.closed = True
             self.snapshot = DispatchState(self.snapshot.version + 1, self.snapshot.policy)
-        for check in self._live_checks:
-            check.close()
+        self._live_checks.close()
         self.worker.close()
         self.event_thread.close()
-        self._loader.close()
+        self.loader.close()
 
     def kernels(self) -> tuple[Kernel, ...]:
         """Every kernel registered on this device."""

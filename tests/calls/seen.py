@@ -71,7 +71,7 @@ class Site:
         """Until the background thread has done what it was given, and what came of that."""
         for _ in range(2):
             done = threading.Event()
-            if self.cpu._loader.submit(done.set):
+            if self.cpu.loader.submit(done.set):
                 assert done.wait(60)
 
 
