@@ -11,15 +11,14 @@ from __future__ import annotations
 
 import asyncio
 import os
-import secrets
 import shutil
-import sys
 import tempfile
 from contextlib import suppress
 
 from layerzero._util import log
 from layerzero.actors.rpc.connection import Connection, Handler
 from layerzero.actors.rpc.frames import Address
+from layerzero.actors.rpc.sockets import abstract_name, send_small_frames, system_name
 
 MAX_UNAUTHENTICATED = 32  # connections without a handshake; one takes a round trip
 _LOG_EVERY_S = 10.0
@@ -50,14 +49,12 @@ class Listener:
     async def open(self) -> Address:
         """Begin to listen, and say where."""
         loop = asyncio.get_running_loop()
-        path = ""
-        if sys.platform == "linux":
-            path = f"@layerzero-{secrets.token_hex(16)}"
-        elif hasattr(loop, "create_unix_server"):
+        path = abstract_name()
+        if not path and hasattr(loop, "create_unix_server"):
             self._folder = tempfile.mkdtemp(prefix="lz-")  # 0700
             path = os.path.join(self._folder, "channel")
         if path:
-            self._servers.append(await loop.create_unix_server(self._accept, _socket_name(path)))
+            self._servers.append(await loop.create_unix_server(self._accept, system_name(path)))
         tcp = await loop.create_server(self._accept, self._host, 0)
         self._servers.append(tcp)
         port = tcp.sockets[0].getsockname()[1]
@@ -120,24 +117,11 @@ async def connect(
     connection: Connection | None = None
     if address.path and address.node == node:
         with suppress(OSError):  # another network namespace, or another folder of temporary files
-            _, connection = await loop.create_unix_connection(made, _socket_name(address.path))
+            _, connection = await loop.create_unix_connection(made, system_name(address.path))
     if connection is None:
         _, connection = await loop.create_connection(made, address.host, address.port)
         with suppress(OSError):
-            _set_socket_options(connection)
+            send_small_frames(connection._transport.get_extra_info("socket"))
     await connection.ready
     connection.peer = f"{address.host}:{address.port}"
     return connection
-
-
-def _socket_name(path: str) -> str:
-    """The name of a socket as the system takes it: an abstract one begins with a zero byte."""
-    return path.replace("@", "\0", 1) if path.startswith("@") else path
-
-
-def _set_socket_options(connection: Connection) -> None:
-    import socket
-
-    raw = connection._transport.get_extra_info("socket")
-    raw.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    raw.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
