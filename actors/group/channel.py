@@ -3,8 +3,7 @@
 A follower reports the digest of the ops that it ran in a step, and failures. Rank 0 sends heartbeats to
 followers that have read everything: they notice a rank 0 that is frozen, or whose host is gone.
 A follower authenticates with a token that rank 0 published in the store, or that both were given; other
-connections are closed. Ranks of one host use a Unix socket where the system has them, at a third of the cost
-of TCP.
+connections are closed. Ranks of one host use a Unix socket where possible, at a third of the cost of TCP.
 """
 
 from __future__ import annotations
@@ -27,6 +26,7 @@ from layerzero.actors.rpc.sockets import (
     limit_waits,
     listen_unix,
     receive_exactly,
+    receive_frame,
     send_small_frames,
     shut_down,
     unread_bytes,
@@ -219,7 +219,7 @@ class LeaderChannel:
     def _read_message(self, rank: int) -> str | None:
         """Why a follower has failed, by its own words or without; None where it said what it ran."""
         try:
-            frame = receive_frame(self._sockets[rank])
+            frame = receive_frame(self._sockets[rank], _MAX_FRAME)
             if frame.startswith(_STEP_END_MARK):
                 self._on_step_end(rank, frame)
                 return None
@@ -398,14 +398,3 @@ def _read_hello(peer: socket.socket, hello: bytearray) -> bool:
         return True
     hello += piece
     return not piece or len(hello) == _HELLO.size
-
-
-def receive_frame(peer: socket.socket) -> bytes:
-    """One frame of a socket.
-
-    Raises: EOFError: the other side hung up. ConsistencyError: the length is absurd.
-    """
-    (size,) = LENGTH.unpack(receive_exactly(peer, LENGTH.size))
-    if size > _MAX_FRAME:
-        raise ConsistencyError(f"a frame needs at most {_MAX_FRAME} bytes, got {size}")
-    return receive_exactly(peer, size)

@@ -11,6 +11,8 @@ import struct
 import sys
 from contextlib import suppress
 
+from layerzero.spec.errors import ConsistencyError
+
 LENGTH = struct.Struct("!I")
 _ABSTRACT = sys.platform == "linux"
 
@@ -112,3 +114,15 @@ def receive_exactly(peer: socket.socket, size: int) -> bytes:
             raise EOFError("the other side hung up")
         data += piece
     return bytes(data)
+
+
+def receive_frame(peer: socket.socket, max_bytes: int) -> bytes:
+    """One frame of a blocking socket.
+
+    Raises: EOFError: the other side ended it. ConsistencyError: the length is above `max_bytes`.
+        BlockingIOError: see `limit_waits`.
+    """
+    (size,) = LENGTH.unpack(receive_exactly(peer, LENGTH.size))
+    if size > max_bytes:
+        raise ConsistencyError(f"a frame needs at most {max_bytes} bytes, got {size}")
+    return receive_exactly(peer, size)
