@@ -172,7 +172,7 @@ def said() -> Selection:
     """The record of the last call but for its generation, which what loads in the background moves."""
     record = last_selection()
     assert record is not None
-    return msgspec.structs.replace(record, generation=0)
+    return msgspec.structs.replace(record, version=0)
 
 
 def known_calls() -> int:
