@@ -108,9 +108,7 @@ class LoopDriver:
             self.batcher.readback_hold = ExpectedCallers(self.batcher.limits)
             if streams.completion == HOST:
                 self.batcher.limits.max_inflight_batches = MAX_INFLIGHT_ON_HOST
-        self._last_modes: tuple[Modes | CrossStreamModes, Any] | None = (
-            None  # of the batch that was launched last
-        )
+        self._last_modes: Modes | CrossStreamModes | None = None  # of the batch that was launched last
         self._asked = False  # whether the device is to say when it has run
         self._max_inflight = self.batcher.limits.max_inflight_batches
         self.inline_limit_us = float("inf") if always_inline else settings.inline_limit_us
@@ -324,10 +322,12 @@ class LoopDriver:
             self._complete(batch, [Failed(error)] * len(batch))
 
     def _execute(self, batch: Batch) -> list[Any]:
-        op, modes, execute = batch.op, batch.modes, self._executor.execute
+        op, modes, snapshot, execute = batch.op, batch.modes, batch.snapshot, self._executor.execute
         if self._streams is not None:
             modes = batch.modes = self._last_modes = self._streams.modes_of(batch.calls)
-        return bisect_failed_batch(lambda calls: execute(op, calls, modes), batch.args_list, pure=op.pure)
+        return bisect_failed_batch(
+            lambda calls: execute(op, calls, modes, snapshot), batch.args_list, pure=op.pure
+        )
 
     def _execute_on_worker(self, batch: Batch) -> None:
         """On the worker's thread: run the batch, wake the loop once."""
@@ -345,6 +345,7 @@ class LoopDriver:
         """Answer a launched batch's callers when it has run."""
         assert self._streams is not None
         try:
+            assert batch.modes is not None
             self._streams.notify_when_done(batch.modes, partial(self._on_event_done, batch, outcomes))
         except RuntimeClosedError as error:
             self._on_batch_done(batch, [Failed(error)] * len(batch))

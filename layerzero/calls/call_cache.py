@@ -19,7 +19,7 @@ from layerzero.native import FAST_PATH, UNUSED
 from layerzero.ops.op import Args, Op
 from layerzero.runtime import ACTIVE
 from layerzero.scheduler.core.pending_call import PendingCall
-from layerzero.selection.dispatch import REHEARSAL, BatchFacts, DispatchState, Plan
+from layerzero.selection.dispatch import REHEARSAL, DispatchState, Plan
 
 
 def _parameters(op: Op) -> tuple[tuple[str, ...], tuple[Any, ...], int] | None:
@@ -102,39 +102,20 @@ class AwaitedCallCache:
             self.entries.forget()
 
     def remember(
-        self,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        full: Args,
-        device: LocalDevice,
-        plan: Plan,
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], full: Args, device: LocalDevice, plan: Plan,
         pending: PendingCall,
-        *,
-        is_plain: bool,
-    ) -> bool:
-        """Keep a call that the current policy governs (`usual`: nothing in it asks for more than that).
-
-        Whether it can be found again.
-        """
-        facts: BatchFacts | None = plan.batch_facts
-        modes, snapshot = pending.modes
-        if self.entries is None or not is_plain or snapshot is not None or SCOPE.get() is not None:
+    ) -> bool:  # fmt: skip
+        """Keep a call that the current policy governs; whether it can be found again."""
+        facts, modes = plan.batch_facts, pending.modes
+        if self.entries is None or pending.snapshot is not None or SCOPE.get() is not None:
             return False
         if facts is None or facts.shared_positions is None:
             return False
         if device.capture_modes() is not modes or ACTIVE.devices.get(device.device) is not device:
             return False
         remembered: bool = self.entries.remember(
-            args,
-            kwargs,
-            full,
-            facts.shared_positions,
+            args, kwargs, full, facts.shared_positions,
             (ACTIVE.devices, device, device.snapshot, device.loop_drivers.by_loop),
-            plan,
-            pending.batch_key,
-            pending.modes,
-            facts.tokens,
-            facts.size_bytes,
-            plan.expected_us,
-        )
+            plan, pending.batch_key, modes, facts.tokens, facts.size_bytes, plan.expected_us,
+        )  # fmt: skip
         return remembered
