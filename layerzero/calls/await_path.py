@@ -41,10 +41,9 @@ class Described(NamedTuple):
 
 
 class Cache(Protocol):
-    """What knows calls: `entries.find(args, kwargs)` returns a pending call with its driver, or None."""
+    """What knows calls: `find(args, kwargs)` returns a pending call with its driver, or None."""
 
-    @property
-    def entries(self) -> Any: ...
+    find: Callable[[Args, dict[str, Any]], PendingCall | None]
 
 
 class Target(Protocol):
@@ -61,12 +60,13 @@ class Target(Protocol):
         """
         ...
 
-    def new_call(self, call: Described, batching: str | None) -> PendingCall:
-        """The pending call of a described one; its batch key is None where it must run alone."""
-        ...
+    def new_call(
+        self, call: Described, args: Args, kwargs: dict[str, Any], backend: str | None, batching: str | None
+    ) -> PendingCall:
+        """The pending call of a described one; its batch key is None where it must run alone.
 
-    def remember(self, args: Args, kwargs: dict[str, Any], call: Described, pending: PendingCall) -> None:
-        """Put a call that the process's own policy governs into the cache."""
+        A call that the process's own policy governs is put into the cache.
+        """
         ...
 
     def run_inline(self, call: Described | PendingCall) -> Any:
@@ -74,10 +74,10 @@ class Target(Protocol):
         ...
 
 
-def awaitable_call(
+def awaitable_call(  # noqa: C901  one function: every frame more is paid by every await
     target: Target, cache: Cache, validate: Callable[[Args], Args] | None = None
 ) -> Callable[..., Coroutine[Any, Any, Any]]:
-    """The coroutine function that awaits `target`; `validate` checks the values of a call that `cache` knows."""
+    """The coroutine function that awaits `target`; `validate` checks the values of calls from the cache."""
     last, queue = LAST, FAST_QUEUE
 
     async def call(
@@ -88,8 +88,7 @@ def awaitable_call(
         batching: str | None = None,
         **kwargs: Any,
     ) -> Any:
-        entries = cache.entries if backend is None and batching is None else None
-        pending: PendingCall | None = None if entries is None else entries.find(args, kwargs)
+        pending = cache.find(args, kwargs) if backend is None and batching is None else None
         described = None
         if pending is not None:
             driver, expected_us = pending.driver, pending.expected_us
@@ -108,11 +107,9 @@ def awaitable_call(
         if described is not None:
             if must_run_inline() is not None:
                 return target.run_inline(described)
-            pending = target.new_call(described, batching)
+            pending = target.new_call(described, args, kwargs, backend, batching)
             if described.device.spans is not None or pending.modes.stream != driver.ambient_stream:
                 return await _submit(target, described, pending, priority, timeout)
-            if backend is None and batching is None:
-                target.remember(args, kwargs, described, pending)
         elif validate is not None:
             pending.args = validate(pending.args)
         if priority != 1 or timeout is not None:

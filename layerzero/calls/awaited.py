@@ -73,30 +73,29 @@ class AwaitedOp:
         driver = None if "capture" in plan.request.modes else device.loop_drivers.current()
         return Described(device, driver, full, plan.expected_us, plan, device.capture_modes(), snapshot)
 
-    def new_call(self, call: Described, batching: str | None) -> PendingCall:
+    def new_call(
+        self, call: Described, args: Args, kwargs: dict[str, Any], backend: str | None, batching: str | None
+    ) -> PendingCall:
         """The pending call; its batch key is None where it must run alone."""
-        op, plan, modes, args, snapshot = self._op, call.plan, call.modes, call.args, call.snapshot
+        op, plan, modes, full, snapshot = self._op, call.plan, call.modes, call.args, call.snapshot
         assert plan is not None and modes is not None
         facts = plan.batch_facts
         if facts is None:
-            facts = plan.batch_facts = _batch_facts(op, args)
+            facts = plan.batch_facts = _batch_facts(op, full)
         if op.validate_values is not None and not op.validate_values_per_batch:
-            args = op.validate_values(args)
+            full = op.validate_values(full)
         batch_key = None
         may_batch = plan.can_batch and op.batching is not None and call.device.batches(op, batching)
-        if may_batch and _is_plain_strided(args):
-            batch_key = _key_of(op, facts, args, modes.without_stream, snapshot)
+        if may_batch and _is_plain_strided(full):
+            batch_key = _key_of(op, facts, full, modes.without_stream, snapshot)
         pending: PendingCall = PENDING_CALL.cls(
-            op, args, batch_key, plan.expected_us, facts.tokens, facts.size_bytes, 1, None, modes, snapshot
+            op, full, batch_key, plan.expected_us, facts.tokens, facts.size_bytes, 1, None, modes, snapshot
         )  # fmt: skip
         pending.plan, pending.device = plan, call.device
         _warn_runs_alone(call.device, pending, plan)
+        if backend is None and batching is None and call.device.spans is None:
+            self.cache.remember(args, kwargs, call.args, call.device, plan, pending)
         return pending
-
-    def remember(self, args: Args, kwargs: dict[str, Any], call: Described, pending: PendingCall) -> None:
-        """Keep a call that the current policy governs."""
-        assert call.plan is not None
-        self.cache.remember(args, kwargs, call.args, call.device, call.plan, pending)
 
     def run_inline(self, call: Described | PendingCall) -> Any:
         """Run the call's plan on this thread, the next kernels in its order where it fails."""

@@ -22,6 +22,7 @@ from layerzero._util import log
 from layerzero.calls.await_path import Described, awaitable_call
 from layerzero.calls.awaited import BatchKey
 from layerzero.calls.blocking import LAST, context_runtime
+from layerzero.calls.call_cache import find_nothing
 from layerzero.calls.functions import (
     Args,
     as_columns,
@@ -77,6 +78,7 @@ class Batched(Generic[R]):
     def install_cache(self, module: Any) -> None:
         """Remember kinds of calls in the compiled twin, or with None go without."""
         self.entries = None if module is None else module.FunctionCache(self, ACTIVE, SCOPE, LAST, restore)
+        self.find = find_nothing if self.entries is None else self.entries.find
 
     def clear_cache(self) -> None:
         """Keep nothing alive that belonged to a runtime which is gone."""
@@ -124,7 +126,9 @@ class Batched(Generic[R]):
             device = context_runtime().device(where or self._device)
         return Described(device, device.loop_drivers.current(), args, self.us_per_row * rows, kind=kind)
 
-    def new_call(self, call: Described, batching: str | None) -> PendingCall:
+    def new_call(
+        self, call: Described, args: Args, kwargs: dict[str, Any], backend: str | None, batching: str | None
+    ) -> PendingCall:
         """The pending call; its batch key is None where it must run alone."""
         device, (rows, size, where, kinds) = call.device, call.kind
         modes = device.capture_modes()
@@ -144,16 +148,18 @@ class Batched(Generic[R]):
             op, call.args, batch_key, call.expected_us, rows, size, 1, None, modes
         )
         pending.device = device
+        if batching is None and device.spans is None:
+            self._remember(pending)
         return pending
 
-    def remember(self, args: Args, kwargs: dict[str, Any], call: Described, pending: PendingCall) -> None:
+    def _remember(self, pending: PendingCall) -> None:
         """Let the compiled twin answer for such calls, where only the process's runtime governs them."""
-        device = call.device
+        device = pending.device
         if self.entries is None or pending.batch_key is None or SCOPE.get() is not None:
             return
         if ACTIVE.devices.get(device.device) is device:
             home = (ACTIVE.devices, device, device.loop_drivers.by_loop)
-            self.entries.remember(args, home, pending.batch_key, pending.modes)
+            self.entries.remember(pending.args, home, pending.batch_key, pending.modes)
 
     def run_inline(self, call: Described | PendingCall) -> Any:
         """Run one call on this thread."""

@@ -77,14 +77,20 @@ class BlockingCallCache:
                 device.load_later(FAST_PATH.start)
 
 
+def find_nothing(args: Args, kwargs: dict[str, Any]) -> PendingCall | None:
+    """A cache's `find` while nothing compiled is there to answer."""
+    return None
+
+
 class AwaitedCallCache:
     """One op's memo while the compiled twin is there, else None."""
 
-    __slots__ = ("_op", "entries")
+    __slots__ = ("_op", "entries", "find")
 
     def __init__(self, op: Op) -> None:
         self._op = op
         self.entries: Any = None
+        self.find: Callable[[Args, dict[str, Any]], PendingCall | None] = find_nothing
         FAST_PATH.on_ready(self.install)
         ACTIVE.on_change(self.clear)
 
@@ -92,9 +98,10 @@ class AwaitedCallCache:
         """Begin a memo of the compiled twin, or go without."""
         parameters = _parameters(self._op)
         if module is None or parameters is None:
-            self.entries = None
+            self.entries, self.find = None, find_nothing
             return
         self.entries = module.CallCache(self._op, *parameters, ACTIVE, SCOPE, REHEARSAL)
+        self.find = self.entries.find
 
     def clear(self) -> None:
         """Keep nothing alive that belonged to a runtime which is gone."""
