@@ -345,7 +345,6 @@ class LoopDriver:
         """Answer a launched batch's callers when it has run."""
         assert self._streams is not None
         try:
-            assert batch.modes is not None
             self._streams.notify_when_done(batch.modes, partial(self._on_event_done, batch, outcomes))
         except RuntimeClosedError as error:
             self._on_batch_done(batch, [Failed(error)] * len(batch))
@@ -525,7 +524,7 @@ class FastQueue:
         if module is None:
             self.try_submit = _not_queued
             return
-        module.layout(
+        module.attributes(
             LoopDriver, Batcher, BatchQueue, ProgramPoint, Caller, BatchLimits, BatcherStats, RoundRobin
         )
         self.try_submit = module.queue

@@ -58,10 +58,9 @@ class DeviceStreams:
     def modes_of(self, calls: Sequence[PendingCall]) -> Modes | CrossStreamModes:
         """The modes of a batch: the first caller's, or `CrossStreamModes` where their streams differ."""
         modes = calls[0].modes
-        assert modes is not None
         if all(call.modes is modes for call in calls):
             return modes
-        return CrossStreamModes(modes, frozenset(call.modes.stream for call in calls))
+        return CrossStreamModes(modes, frozenset(s for call in calls if (s := call.modes.stream) is not None))
 
     @contextmanager
     def across_streams(self, modes: CrossStreamModes) -> Iterator[Modes]:

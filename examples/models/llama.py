@@ -375,7 +375,7 @@ class Llama:
 
     def forward_all_positions_batch(self, ids: Tensor, spans: list[TokenRange]) -> Tensor:
         """`every` for all callers at once: (T, V)."""
-        metadata = replace(self.cache.attention_metadata(spans), last=slice(None))
+        metadata = replace(self.cache.attention_metadata(spans), logits_indices=slice(None))
         return run_sync(self.forward(BLOCKING, self._blocking, ids, metadata))
 
     def step_batch(self, ids: Tensor, spans: list[TokenRange]) -> Tensor:

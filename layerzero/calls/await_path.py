@@ -74,7 +74,7 @@ class Target(Protocol):
         ...
 
 
-def awaitable_call(  # noqa: C901  one function: every frame more is paid by every await
+def awaitable_call(
     target: Target, cache: Cache, validate: Callable[[Args], Args] | None = None
 ) -> Callable[..., Coroutine[Any, Any, Any]]:
     """The coroutine function that awaits `target`; `validate` checks the values of calls from the cache."""
@@ -88,30 +88,28 @@ def awaitable_call(  # noqa: C901  one function: every frame more is paid by eve
         batching: str | None = None,
         **kwargs: Any,
     ) -> Any:
-        pending = cache.find(args, kwargs) if backend is None and batching is None else None
-        described = None
-        if pending is not None:
-            driver, expected_us = pending.driver, pending.expected_us
-        else:
-            described = target.describe(args, kwargs, backend, batching)
-            driver, expected_us = described.driver, described.expected_us
-            if driver is None:
-                return target.run_inline(described)
+        cached = cache.find(args, kwargs) if backend is None and batching is None else None
+        subject = target.describe(args, kwargs, backend, batching) if cached is None else cached
+        driver = subject.driver
+        if driver is None:
+            return target.run_inline(subject)
         if (
             driver.sole_caller is not None
-            and expected_us < driver.inline_limit_us
+            and subject.expected_us < driver.inline_limit_us
             and (driver.may_inline() or await driver.yield_once())
         ):
-            driver.add_inline_us(expected_us)
-            return target.run_inline(described or pending)
-        if described is not None:
+            driver.add_inline_us(subject.expected_us)
+            return target.run_inline(subject)
+        if isinstance(subject, Described):
             if must_run_inline() is not None:
-                return target.run_inline(described)
-            pending = target.new_call(described, args, kwargs, backend, batching)
-            if described.device.spans is not None or pending.modes.stream != driver.ambient_stream:
-                return await _submit(target, described, pending, priority, timeout)
-        elif validate is not None:
-            pending.args = validate(pending.args)
+                return target.run_inline(subject)
+            pending = target.new_call(subject, args, kwargs, backend, batching)
+            if subject.device.spans is not None or pending.modes.stream != driver.ambient_stream:
+                return await _submit(target, subject, pending, priority, timeout)
+        else:
+            pending = subject
+            if validate is not None:
+                pending.args = validate(pending.args)
         if priority != 1 or timeout is not None:
             set_priority(pending, driver, priority, timeout)
         if not queue.try_submit(driver, pending):

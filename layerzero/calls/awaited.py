@@ -154,7 +154,7 @@ def _key_of(
         addresses = (modes, snapshot, args[shared[0]].data_ptr())
     else:
         addresses = (modes, snapshot, *[args[position].data_ptr() for position in shared])
-    batch_key = facts.batch_keys.get(addresses, _UNKNOWN)
+    batch_key: Hashable | None = facts.batch_keys.get(addresses, _UNKNOWN)
     if batch_key is _UNKNOWN:
         if len(facts.batch_keys) >= _MAX_REMEMBERED:
             facts.batch_keys.clear()

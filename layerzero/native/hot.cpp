@@ -13,6 +13,10 @@
 #include <Python.h>
 #include <structmember.h>
 
+#ifdef Py_GIL_DISABLED
+#error "this module counts on the lock of the interpreter"
+#endif
+
 #include <ATen/Context.h>
 #include <ATen/EmptyTensor.h>
 #include <ATen/PythonTorchFunctionTLS.h>
@@ -93,11 +97,15 @@ void put_new(PyObject*& field, PyObject* borrowed) {
   put(field, borrowed);
 }
 
+// A Python error is set, and the function that stands in Python's place returns null.
+struct PythonError {};
+
 // C++ errors become Python's.
 template <typename F>
 PyObject* guarded(F&& body) {
   try {
     return body();
+  } catch (const PythonError&) {
   } catch (const c10::Error& error) {
     PyErr_SetString(PyExc_RuntimeError, error.what_without_backtrace());
   } catch (const std::exception& error) {
@@ -1149,7 +1157,7 @@ PyMethodDef functions[] = {
     {"split", reinterpret_cast<PyCFunction>(reinterpret_cast<void*>(split)), METH_FASTCALL, "Views of rows."},
     {"own", own, METH_O, "A copy by itself of a piece of a larger allocation."},
     {"columns", columns, METH_O, "Rows of each call, and the calls' arguments as columns."},
-    {"layout", layout, METH_VARARGS, "Where `queue` finds the slots of a lane."},
+    {"attributes", attributes, METH_VARARGS, "The classes of a lane, whose attributes `queue` reads and writes."},
     {"queue", reinterpret_cast<PyCFunction>(reinterpret_cast<void*>(queue)), METH_FASTCALL,
      "Whether the ticket was queued."},
     {"paired", reinterpret_cast<PyCFunction>(reinterpret_cast<void*>(paired)), METH_FASTCALL, "Each value with a plan."},

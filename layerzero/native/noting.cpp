@@ -7,6 +7,10 @@
 #include <Python.h>
 #include <structmember.h>
 
+#ifdef Py_GIL_DISABLED
+#error "this module counts on the lock of the interpreter"
+#endif
+
 #include <atomic>
 #include <cstdint>
 #include <ctime>

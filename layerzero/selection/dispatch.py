@@ -428,8 +428,8 @@ class PlanTable:
 
         Without `ahead` no table of decisions made ahead has a say.
 
-        Where no kernel has what a mode of `SelectionContext.yields` asks for, the choice is made without it, with a
-        warning.
+        Where no kernel has what a mode of `SelectionContext.yields` asks for, the choice is made without it,
+        with a warning.
         """
         dropped_modes = request.modes & self._context.droppable_modes
         try:

@@ -116,7 +116,7 @@ class PendingCall:
         bytes: int = 0,
         priority: int = 1,
         deadline: float | None = None,
-        modes: Modes | None = None,
+        modes: Any = None,
         snapshot: DispatchState | None = None,
         caller: Caller | None = None,
     ) -> None:
@@ -146,6 +146,8 @@ class PendingCall:
     driver: Any
     _loop: Any
     context: Any
+    # torch's modes of its caller; a read-back, which no batch has, has none.
+    modes: Modes
     # What an inline run needs: the plan of an op's call, None for a batched function, and the device.
     plan: Plan | None
     device: LocalDevice
@@ -249,7 +251,7 @@ class Batch:
     def __init__(self, calls: list[PendingCall], started: float, expected_us: float | None = None) -> None:
         first = calls[0]
         self.op = first.op
-        self.modes: Modes | CrossStreamModes | None = first.modes
+        self.modes: Modes | CrossStreamModes = first.modes
         self.snapshot = first.snapshot
         self.launch: Any = None  # on a device that answers before it has run
         self.calls = calls

@@ -53,7 +53,8 @@ class Later(Device):
 
     Its time is the loop's: a batch takes `pass_s`, whatever its size, as one that reads a model's weights
     does. It is also what copies its results (`launch`), the thread that waits for them (`submit`), and the
-    streams of a driver (`default_stream`, `modes_of`, `notify_when_done`), which say when it has run what was launched.
+    streams of a driver (`default_stream`, `modes_of`, `notify_when_done`), which say when it has run what was
+    launched.
     """
 
     completion = "stream"

@@ -35,9 +35,10 @@ KILLED = """
 import os, signal, sys
 from pathlib import Path
 from layerzero.actors.device.running_kernels import RunningKernelLog
-from layerzero.native import KERNEL_NOTES
+from layerzero.native import NOTING
 
-journal = RunningKernelLog(Path(sys.argv[1]), "gpu-0", "ab12", KERNEL_NOTES.load() if sys.argv[2] == "compiled" else None)
+module = KERNEL_NOTES.load() if sys.argv[2] == "compiled" else None
+journal = RunningKernelLog(Path(sys.argv[1]), "gpu-0", "ab12", module)
 journal.wrap("quick.op", lambda: None)()
 journal.wrap("slow.op", lambda: os.kill(os.getpid(), signal.SIGKILL))()
 """
