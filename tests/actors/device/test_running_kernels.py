@@ -35,7 +35,7 @@ KILLED = """
 import os, signal, sys
 from pathlib import Path
 from layerzero.actors.device.running_kernels import RunningKernelLog
-from layerzero.native import NOTING
+from layerzero.native import KERNEL_NOTES
 
 module = KERNEL_NOTES.load() if sys.argv[2] == "compiled" else None
 journal = RunningKernelLog(Path(sys.argv[1]), "gpu-0", "ab12", module)
