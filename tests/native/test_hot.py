@@ -320,7 +320,7 @@ def test_a_renamed_slot_is_refused_and_nothing_queues_by_it(position: int) -> No
     try:
         with pytest.raises(AttributeError, match="Renamed"):
             FAST_PATH.module.attributes(*classes)
-        assert FAST_PATH.module.queue(front, FAST_PATH.module.Ticket("op", (), "group")) is False
+        assert FAST_PATH.module.queue(front, FAST_PATH.module.PendingCall("op", (), "group")) is False
     finally:
         FAST_QUEUE.install(FAST_PATH.module)
 
@@ -344,6 +344,6 @@ def test_an_object_of_another_class_is_named_not_followed() -> None:
         front.batcher.round_robin.add_point(group, None, 0)
         front.batcher.stats = Renamed()  # type: ignore[assignment]
         with pytest.raises(TypeError, match=r"submitted needs an object of .*BatcherStats.*, got .*Renamed"):
-            FAST_PATH.module.queue(front, FAST_PATH.module.Ticket("op", (), "group"))
+            FAST_PATH.module.queue(front, FAST_PATH.module.PendingCall("op", (), "group"))
     finally:
         loop.close()
