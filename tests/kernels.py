@@ -11,7 +11,8 @@ from layerzero.actors.device.local_device import LocalDevice
 from layerzero.actors.device.registry import Registry
 from layerzero.ops import table as ops_table
 from layerzero.scheduler.batch_executor import attach
-from layerzero.spec.kernel import Capability, Efficiency, Kernel
+from layerzero.spec.capability import Capability
+from layerzero.spec.kernel import Efficiency, Kernel
 from layerzero.spec.settings import Settings
 
 EVERYTHING = frozenset(

@@ -38,11 +38,12 @@ from layerzero.ops.op import Op
 from layerzero.perfdb.record import Environment, Launch, Measurement, implausible_reason
 from layerzero.perfdb.shipped import Provenance, ShippedTable, condense, write_table
 from layerzero.perfdb.store import PerfDB, read_rows
+from layerzero.perfdb.table_file import content_hash
 from layerzero.runtime import Runtime
 from layerzero.scheduler.single_flight import SingleFlight
 from layerzero.selection.cost.cost_model import load_costs, perfdb_path
 from layerzero.selection.cost.measured import MeasuredCosts
-from layerzero.selection.dispatch_table import Bucket, DispatchTable, capabilities_hash, content_hash
+from layerzero.selection.dispatch_table import Bucket, DispatchTable, capabilities_hash
 from layerzero.selection.record import Selection
 from layerzero.spec.call_spec import CallSpec
 from layerzero.spec.errors import ConfigurationError, NoKernelFoundError

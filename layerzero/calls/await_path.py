@@ -20,7 +20,8 @@ from layerzero.scheduler.loop_driver import FAST_QUEUE, LoopDriver
 from layerzero.scheduler.streams import resume_modes, suspend_modes
 from layerzero.scheduler.task_modes import TASK_MODES
 from layerzero.scheduler.torch_modes import Modes, must_run_inline, restore
-from layerzero.selection.dispatch import DispatchState, Plan
+from layerzero.selection.dispatch import DispatchState
+from layerzero.selection.plan import Plan
 
 
 class Described(NamedTuple):

@@ -20,7 +20,9 @@ from layerzero.ops.op import Args, Op
 from layerzero.runtime import ACTIVE
 from layerzero.scheduler.core.pending_call import PENDING_CALL, PendingCall
 from layerzero.scheduler.torch_modes import Modes
-from layerzero.selection.dispatch import CAPTURE, BatchFacts, DispatchState, Plan
+from layerzero.selection.dispatch import DispatchState
+from layerzero.selection.modes import CAPTURE
+from layerzero.selection.plan import BatchFacts, Plan
 from layerzero.spec.settings import BATCHING
 
 

@@ -18,7 +18,8 @@ if TYPE_CHECKING:  # this folder runs without torch
     from layerzero.actors.device.local_device import LocalDevice
     from layerzero.scheduler.streams import CrossStreamModes
     from layerzero.scheduler.torch_modes import Modes
-    from layerzero.selection.dispatch import DispatchState, Plan
+    from layerzero.selection.dispatch import DispatchState
+    from layerzero.selection.plan import Plan
 
 # States of a ticket. NEW -> WAITING (no room yet) -> QUEUED -> RUNNING -> DONE | FAILED, with the side exits
 # CANCELLED, EXPIRED, REJECTED; DETACHED is a running pending call whose caller has gone. To its caller a call

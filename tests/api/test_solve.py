@@ -17,8 +17,9 @@ import torch
 import layerzero as lz
 from layerzero.api.tune import publish, solve, tune_blocking
 from layerzero.measure.shapes import norm
+from layerzero.perfdb.table_file import content_hash
 from layerzero.runtime import Runtime, install, uninstall
-from layerzero.selection.dispatch_table import DispatchTable, content_hash
+from layerzero.selection.dispatch_table import DispatchTable
 from layerzero.spec.errors import CacheCorruptionError, ConfigurationError
 from layerzero.spec.reasons import Reason
 from tests.api.test_tune import clock, kernels, taking

@@ -15,7 +15,7 @@ from torch import Tensor
 
 import layerzero as lz
 from layerzero.ops import table
-from layerzero.ops.norm.norm import rms_norm_reference
+from layerzero.ops.norm.rms_norm import rms_norm_reference
 from layerzero.ops.op import Args
 from layerzero.spec.kernel import Kernel, rejections
 from tests import kernels

@@ -14,8 +14,9 @@ import torch
 from layerzero.backends.triton_kernels import KERNELS
 from layerzero.backends.triton_kernels.user_kernel import TritonLaunch, check_launch, triton_kernel
 from layerzero.spec.call_spec import CallSpec
+from layerzero.spec.capability import Capability
 from layerzero.spec.hardware import hypothetical_gpu, probe
-from layerzero.spec.kernel import Capability, rejections
+from layerzero.spec.kernel import rejections
 from tests import children, interpreter
 
 # Triton's compiler and its interpreter take a core for as long as they need one.
@@ -144,7 +145,8 @@ import json, torch, triton
 import triton.language as tl
 import layerzero as lz
 from layerzero.backends.triton_kernels.user_kernel import TritonLaunch, triton_kernel
-from layerzero.spec.kernel import Capability, Efficiency
+from layerzero.spec.capability import (Capability)
+from layerzero.spec.kernel import (Efficiency)
 
 @triton.jit
 def norm(x_ptr, out_ptr, width, eps, BLOCK: tl.constexpr):

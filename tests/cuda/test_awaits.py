@@ -12,7 +12,7 @@ from torch import Tensor
 
 import layerzero as lz
 from layerzero.native import FAST_PATH
-from layerzero.selection.dispatch import REHEARSAL
+from layerzero.selection.modes import REHEARSAL
 from layerzero.spec.errors import BackendNotAvailableError
 
 pytestmark = [

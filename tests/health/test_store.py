@@ -81,13 +81,13 @@ def test_a_newer_format_is_left_alone_and_obeyed(tmp_path: Path, caplog: pytest.
     store = JsonQuarantineStore(tmp_path)
     store.save(RECORD)
     path = only_file(tmp_path)
-    path.write_bytes(b'{"schema": 2, "something": "else"}')
+    path.write_bytes(b'{"schema": 3, "something": "else"}')
     with caplog.at_level(logging.WARNING, "layerzero"):
         (record,) = store.load()
     assert (
-        record.kernel == "a.b" and "newer format 2" in record.why and "quarantine.newer_found" in caplog.text
+        record.kernel == "a.b" and "newer format 3" in record.why and "quarantine.newer_found" in caplog.text
     )
-    assert path.read_bytes() == b'{"schema": 2, "something": "else"}'
+    assert path.read_bytes() == b'{"schema": 3, "something": "else"}'
 
 
 @pytest.mark.skipif(not hasattr(os, "O_NOFOLLOW"), reason="this platform cannot refuse links")

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from layerzero.backends.descriptors.template import HALF, described, device
-from layerzero.spec.kernel import AtMost, Capability, Kernel, MultipleOf, OneOf, SameAs
+from layerzero.spec.capability import AtMost, Capability, MultipleOf, OneOf, SameAs
+from layerzero.spec.kernel import Kernel
 from layerzero.spec.reasons import Reason
 
 _ROCM = frozenset({"rocm"})

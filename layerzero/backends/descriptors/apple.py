@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from layerzero.backends.descriptors.template import HALF, described, device
-from layerzero.spec.kernel import Capability, Kernel
+from layerzero.spec.capability import Capability
+from layerzero.spec.kernel import Kernel
 
 _MPS = frozenset({"mps"})
 _FLOATS = HALF | {"float32"}

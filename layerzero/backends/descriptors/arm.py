@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from layerzero.backends.descriptors.template import described, device
-from layerzero.spec.kernel import Capability, Kernel, MultipleOf
+from layerzero.spec.capability import Capability, MultipleOf
+from layerzero.spec.kernel import Kernel
 
 _CPU = frozenset({"cpu"})
 _ARM = frozenset({"arm"})

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from layerzero.backends.descriptors.template import described, device
-from layerzero.spec.kernel import Capability, Kernel, SameAs
+from layerzero.spec.capability import Capability, SameAs
+from layerzero.spec.kernel import Kernel
 from layerzero.spec.reasons import Reason
 
 _HPU = frozenset({"hpu"})

@@ -8,8 +8,9 @@ from __future__ import annotations
 from typing import Any
 
 from layerzero.backends.descriptors.template import HALF, described, device
+from layerzero.spec.capability import AtMost, Capability, MultipleOf, OneOf, SameAs
 from layerzero.spec.hardware import MMAFamily
-from layerzero.spec.kernel import AtMost, Capability, Kernel, MultipleOf, OneOf, SameAs
+from layerzero.spec.kernel import Kernel
 from layerzero.spec.reasons import Reason
 
 _FA4 = "flash-attn-4 4.0.0b36, flash_attn/cute/interface.py; compiled for 10.0 without a GPU, never run there"

@@ -7,9 +7,10 @@ from typing import Any
 
 import torch
 
+from layerzero.spec.capability import Capability
 from layerzero.spec.errors import BackendNotAvailableError
 from layerzero.spec.hardware import Hardware
-from layerzero.spec.kernel import Capability, Efficiency, Kernel
+from layerzero.spec.kernel import Efficiency, Kernel
 from layerzero.spec.reasons import Reason
 
 HALF = frozenset({"float16", "bfloat16"})

@@ -11,7 +11,8 @@ import importlib
 from collections.abc import Callable
 from typing import Any
 
-from layerzero.spec.kernel import AtMost, Capability, Efficiency, Kernel, Limit, OneOf
+from layerzero.spec.capability import AtMost, Capability, Limit, OneOf
+from layerzero.spec.kernel import Efficiency, Kernel
 from layerzero.spec.reasons import Reason
 
 _DISTRIBUTIONS = ("triton>=3.6",)
