@@ -13,6 +13,7 @@ from layerzero.native import FAST_PATH
 from layerzero.ops.op import Args, Batching, Op, RejectedCall
 from layerzero.scheduler.core.pending_call import Failed
 from layerzero.scheduler.loop_drivers import LoopDrivers
+from layerzero.scheduler.readback import Readback
 from layerzero.scheduler.streams import CrossStreamModes, DeviceStreams
 from layerzero.scheduler.torch_modes import Modes, apply_modes, capture, without_gradient
 from layerzero.selection.dispatch import DispatchState
@@ -26,7 +27,12 @@ def attach(device: LocalDevice) -> None:
     streams = None if cuda is None else DeviceStreams(cuda, device.event_thread, device.settings.completion)
     executor = BatchExecutor(device) if streams is None else StreamExecutor(device, streams)
     device.loop_drivers = LoopDrivers(
-        executor, device.worker, device.settings, always_inline=cuda is not None, streams=streams
+        executor,
+        device.worker,
+        device.settings,
+        always_inline=cuda is not None,
+        streams=streams,
+        make_reader=None if cuda is None else lambda driver: Readback(driver, device.event_thread),
     )
 
     device.capture_modes = capture if cuda is None else partial(capture, cuda)

@@ -16,7 +16,8 @@ from layerzero.calls.blocking import LAST
 from layerzero.ops.checks import need_number
 from layerzero.ops.op import Args
 from layerzero.scheduler.core.pending_call import PendingCall
-from layerzero.scheduler.loop_driver import FAST_QUEUE, LoopDriver
+from layerzero.scheduler.fast_queue import FAST_QUEUE
+from layerzero.scheduler.loop_driver import LoopDriver
 from layerzero.scheduler.streams import resume_modes, suspend_modes
 from layerzero.scheduler.task_modes import TASK_MODES
 from layerzero.scheduler.torch_modes import Modes, must_run_inline, restore

@@ -25,7 +25,8 @@ from layerzero.scheduler.core.batcher import Batcher
 from layerzero.scheduler.core.limits import BatcherStats, BatchLimits
 from layerzero.scheduler.core.pending_call import PENDING_CALL, Caller, PendingCall
 from layerzero.scheduler.core.round_robin import BatchQueue, ProgramPoint, RoundRobin
-from layerzero.scheduler.loop_driver import FAST_QUEUE, LoopDriver
+from layerzero.scheduler.fast_queue import FAST_QUEUE
+from layerzero.scheduler.loop_driver import LoopDriver
 from layerzero.selection.record import Selection
 from tests.native.twins import compiled as compiled
 
