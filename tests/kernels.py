@@ -57,9 +57,13 @@ def kernel(
     )
 
 
-def device(kernels: Iterable[Kernel], settings: Settings | None = None, **more: Any) -> LocalDevice:
-    """A CPU device that knows only `kernels`, with its batchers attached."""
+def device(
+    kernels: Iterable[Kernel], settings: Settings | None = None, on: str = "cpu", **more: Any
+) -> LocalDevice:
+    """A device, of the CPU unless told, that knows only `kernels`, with its batchers attached."""
     registry = Registry(kernels, lambda _: [])
-    made = LocalDevice(torch.device("cpu"), settings or Settings(), registry, **more)
+    made = LocalDevice(
+        torch.device("cuda:0" if on == "cuda" else on), settings or Settings(), registry, **more
+    )
     attach(made)
     return made

@@ -104,7 +104,7 @@ def planted() -> dict[str, Callable[[], bool]]:
     from tests.cuda import test_streams as bugs
 
     def under(what: Callable[[], bool], name: str | None = None) -> bool:
-        kept = {known: getattr(streams, known) for known in ("wait", "record_stream")}
+        kept = {known: getattr(streams, known) for known in ("wait_for_stream", "record_stream")}
         if name is not None:
             setattr(streams, name, lambda *_: None)
         try:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ast
 import importlib.util
+import inspect
 import json
 import os
 from pathlib import Path
@@ -16,7 +18,7 @@ from layerzero.backends.triton_kernels.user_kernel import TritonLaunch, check_la
 from layerzero.spec.call_spec import CallSpec
 from layerzero.spec.capability import Capability
 from layerzero.spec.hardware import hypothetical_gpu, probe
-from layerzero.spec.kernel import rejections
+from layerzero.spec.kernel import Kernel, rejections
 from tests import children, interpreter
 
 # Triton's compiler and its interpreter take a core for as long as they need one.
@@ -24,6 +26,16 @@ pytestmark = pytest.mark.timeout(900)
 needs_triton = pytest.mark.skipif(
     importlib.util.find_spec("triton") is None, reason="triton is not installed"
 )
+
+
+@pytest.mark.parametrize("kernel", KERNELS, ids=[kernel.id for kernel in KERNELS])
+def test_what_a_kernel_loads_is_there(kernel: Kernel) -> None:
+    """Its module is found and defines its function, also where Triton is not."""
+    named = inspect.getclosurevars(kernel.load).nonlocals
+    spec = importlib.util.find_spec(f"layerzero.backends.triton_kernels.{named['module']}")
+    assert spec is not None and spec.origin is not None, named
+    body = ast.parse(Path(spec.origin).read_text()).body
+    assert named["name"] in {node.name for node in body if isinstance(node, ast.FunctionDef)}
 
 
 def printed(code: str, folder: Path, **variables: str) -> Any:
@@ -76,7 +88,7 @@ def test_rows_are_drawn_as_the_reference_draws_them(tmp_path: Path) -> None:
 
 PROPOSED = """
 import json, torch
-from layerzero.backends.triton_kernels.sampling import sample_proposed
+from layerzero.backends.triton_kernels.sampling import sample_with_proposals
 from layerzero.ops.sampling.sampling import sample_reference
 logits = torch.randn(4, 11, generator=torch.Generator().manual_seed(0)) * 2
 logits[1, 3:7] = 1.5
@@ -92,7 +104,7 @@ for count, share in ((4, 1.0), (0, 0.6), (5, 0.7)):
         mask = None if count == 0 else keeping(told)
         kept = None if share == 1.0 else keeping(told).softmax(-1)
         call = (logits, 0.8, count, share, torch.arange(4), 3)
-        found.append([sample_proposed(*call, mask, kept).tolist(), sample_reference(*call).tolist()])
+        found.append([sample_with_proposals(*call, mask, kept).tolist(), sample_reference(*call).tolist()])
 print(json.dumps(found))
 """
 
