@@ -1,5 +1,4 @@
-"""A rank group on the devices of a device pool: `async with rt.rank_group(2, build=load) as group`, from the
-driver.
+"""A rank group on the devices of a pool: `async with lz.rank_group(rt, 2, build=load)`, from the driver.
 
 Each rank lives in its device's process. When one fails or dies, all of them end, begin again as new processes
 and meet under the next epoch; what was running resumes there or is told. Ray carries the code and the store

@@ -1,4 +1,4 @@
-"""`rt.rank_group`: ranks that meet in collectives run the same requests in the same order under the same
+"""`lz.rank_group`: ranks that meet in collectives run the same requests in the same order under the same
 plan.
 
 Rank 0 has the coroutines, the queue and every decision; what it runs for a batch is announced by a step
@@ -36,7 +36,7 @@ Function = Callable[..., Any]
 
 
 class RankHandle:
-    """One rank of a rank group, joined; what `async with rt.rank_group(...)` gives.
+    """One rank of a rank group, joined; what `async with lz.rank_group(rt, ...)` gives.
 
     `rank` and `ranks` say who this is, `agreed` which plan is in force.
     """
@@ -244,7 +244,7 @@ class GroupScope(Scope):
 
 
 class JoinContext:
-    """A rank group to be entered; what `rt.rank_group` returns."""
+    """A rank group to be entered; what `lz.rank_group` returns."""
 
     def __init__(self, group: RankGroup, runtime: Runtime) -> None:
         self._group = group

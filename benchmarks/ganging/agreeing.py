@@ -78,7 +78,7 @@ async def _divergent(me: Rank, order: list[int], other_choice: bool) -> None:
     async with lz.start(me.settings) as runtime:
         lz.sync.linear(torch.ones(2, WIDE, device=me.device, dtype=me.like.dtype), weight)
         try:
-            async with runtime.rank_group(timeout_s=30.0, on_failure=broken) as gang:
+            async with lz.rank_group(runtime, timeout_s=30.0, on_failure=broken) as gang:
                 together = gang.batched(step, send=False)
                 for turn in range(3):
 

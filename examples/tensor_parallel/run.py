@@ -216,7 +216,7 @@ async def serve(options: argparse.Namespace, device: torch.device) -> dict[str, 
     tokenizer = load_tokenizer(options.folder)
     prompts = [tokenizer.encode(PROMPTS[n % len(PROMPTS)]).ids for n in range(options.requests)]
     async with lz.start(lz.Settings(device=str(device), inference=True)) as runtime:
-        async with runtime.rank_group(timeout_s=120.0) as member:
+        async with lz.rank_group(runtime, timeout_s=120.0) as member:
             model: RankLlama = (
                 PipelineLlama(config, get, member, like) if options.stages else _shard(options, member, like)
             )
@@ -316,7 +316,9 @@ async def run_on_cluster(options: argparse.Namespace) -> dict[str, Any]:
     prompts = [tokenizer.encode(PROMPTS[n % len(PROMPTS)]).ids for n in range(options.requests)]
     async with lz.start(settings) as runtime:
         build, over = partial(build_shard, options), options.collectives
-        async with runtime.rank_group(options.ranks, build=build, collectives=over, timeout_s=120.0) as group:
+        async with lz.rank_group(
+            runtime, options.ranks, build=build, collectives=over, timeout_s=120.0
+        ) as group:
 
             async def one(number: int, tokens: int) -> list[int]:
                 text = group.stream(continue_text, prompts[number], tokens, number, resume=True)

@@ -27,7 +27,7 @@ async def model() -> AsyncIterator[Any]:
     get = llama.weights_of(llama.FOLDER, "cpu", torch.float32)
     async with (
         lz.start(lz.Settings(device="cpu", inference=True)) as runtime,
-        runtime.rank_group(1, rank=0, store=LocalStore(), epoch=0) as member,
+        lz.rank_group(runtime, 1, rank=0, store=LocalStore(), epoch=0) as member,
     ):
         made = rank_llama.RankLlama(config, get, llama.kv_pool(config, "cpu", torch.float32, 128, 16))
         made.join(member, "whole")

@@ -89,7 +89,7 @@ def rank_group(ranks: int, lead: Any, follow: Any = None) -> tuple[list[Shared],
         settings = lz.Settings(inference=True, perfdb=None)
         async with (
             lz.start(settings, scoped=True) as runtime,
-            runtime.rank_group(ranks, rank=rank, store=store, epoch=0, timeout_s=90.0) as member,
+            lz.rank_group(runtime, ranks, rank=rank, store=store, epoch=0, timeout_s=90.0) as member,
         ):
             seen[rank] = own = Shared(member, meeting)
             if rank:

@@ -1,4 +1,4 @@
-"""`rt.rank_group` in threads of one process: awaited functions of rank 0 run on every rank, in one order."""
+"""`lz.rank_group` in threads of one process: awaited functions of rank 0 run on every rank, in one order."""
 
 from __future__ import annotations
 
@@ -49,8 +49,8 @@ def rank_group(bodies: list[Body], **options: Any) -> tuple[list[Rank], list[Bas
     async def main(index: int) -> None:
         async with (
             lz.start(scoped=True) as runtime,
-            runtime.rank_group(
-                len(bodies), rank=index, store=store, epoch=0, timeout_s=10.0, **options
+            lz.rank_group(
+                runtime, len(bodies), rank=index, store=store, epoch=0, timeout_s=10.0, **options
             ) as member,
         ):
             await bodies[index](member, seen[index])
@@ -219,12 +219,12 @@ def test_rank_and_store_come_from_torchrun_or_are_asked_for(monkeypatch: pytest.
         monkeypatch.delenv(name, raising=False)
     with lz.start(scoped=True) as runtime:
         with pytest.raises(ConfigurationError, match="rank needs a number, or the variable RANK"):
-            runtime.rank_group(2, store=LocalStore())
+            lz.rank_group(runtime, 2, store=LocalStore())
         with pytest.raises(ConfigurationError, match=r"init_process_group\(\) before, got None"):
-            runtime.rank_group(2, rank=0)
+            lz.rank_group(runtime, 2, rank=0)
         monkeypatch.setenv("RANK", "0")
         with pytest.raises(ConfigurationError, match="ranks needs a number, or the variable WORLD_SIZE"):
-            runtime.rank_group(store=LocalStore())
+            lz.rank_group(runtime, store=LocalStore())
 
 
 def test_a_bad_argument_or_a_request_twice_costs_only_its_caller() -> None:
@@ -302,7 +302,7 @@ def test_a_cancelled_scope_still_leaves_the_gang() -> None:
 
     @asynccontextmanager
     async def held(member: RankHandle) -> AsyncIterator[None]:
-        """The end of `async with rt.rank_group()`, inside a scope of the test."""
+        """The end of `async with lz.rank_group(rt)`, inside a scope of the test."""
         try:
             yield
         finally:
@@ -326,7 +326,7 @@ def test_a_cancelled_joiner_leaves_nothing_behind() -> None:
 
     async def main() -> RankGroup:
         async with lz.start(scoped=True) as runtime:
-            joining = runtime.rank_group(2, rank=0, store=store, epoch=0, timeout_s=5.0)
+            joining = lz.rank_group(runtime, 2, rank=0, store=store, epoch=0, timeout_s=5.0)
             task = asyncio.ensure_future(joining.__aenter__())
             await asyncio.to_thread(store.take, "rank_group/0/profile/0", 20.0)
             task.cancel()
@@ -351,7 +351,7 @@ def test_a_rank_joins_an_epoch_once() -> None:
         async with lz.start(scoped=True) as runtime:
             for _ in range(2):
                 try:
-                    async with runtime.rank_group(1, rank=0, store=store, epoch=3, timeout_s=5.0):
+                    async with lz.rank_group(runtime, 1, rank=0, store=store, epoch=3, timeout_s=5.0):
                         errors.append(None)
                 except ConsistencyError as error:
                     errors.append(error)
