@@ -1,6 +1,6 @@
 """An embedding service in one process: every request is its own coroutine, and requests meet in batches.
 
-    python examples/embed.py [--device cpu|cuda] [--quick] [--json FILE]
+    python benchmarks/embedding_demo.py [--device cpu|cuda] [--quick] [--json FILE]
 
 It embeds a few hundred sentences of old books with all-MiniLM-L6-v2 in five ways, checks every result
 against sentence-transformers, compares throughput, latency and how free the event loop stayed, and says which
@@ -20,8 +20,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from measuring.choices import explanation, kernels, launches
-from measuring.load import (
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "examples"))  # the model is an example
+
+from embedding.choices import explanation, kernels, launches
+from embedding.load import (
     BatchingServer,
     Run,
     all_together,
@@ -30,7 +33,7 @@ from measuring.load import (
     one_after_another,
     poisson_arrivals,
 )
-from measuring.report import (
+from embedding.report import (
     ARRIVALS,
     ARRIVALS_BY_HAND,
     BY_HAND,
@@ -41,7 +44,7 @@ from measuring.report import (
     mean_batch,
     summary,
 )
-from measuring.tables import show
+from embedding.tables import show
 from models.minilm import MiniLM, read_sentences, reference_embeddings
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
