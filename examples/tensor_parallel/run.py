@@ -135,7 +135,7 @@ class TensorParallelLlama(RankLlama):
             layer.all_reduce = self._all_reduce
         self._graph: Any = None
         if captured:
-            self.wide = TABLE_MULTIPLE
+            self.table_multiple = TABLE_MULTIPLE
             spare = self.cache.sequence(1).pages[0]  # where rows of padding stand
             fill = {"slots": spare * self.cache.page_size, "tables": spare, "lengths": 1}
             self._graph = lz.compile(self._decode, buckets=captured, fill=fill)
