@@ -15,7 +15,8 @@ import pytest
 import torch
 
 import layerzero as lz
-from layerzero.api.tune import publish, solve, tune_blocking
+from layerzero.api.solve import solve
+from layerzero.api.tune import publish, tune_blocking
 from layerzero.measure.shapes import norm
 from layerzero.runtime import Runtime, install, uninstall
 from layerzero.selection.dispatch_table import DispatchTable, content_hash
