@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from layerzero.backends.kernels import kernel
 from layerzero.ops.checks import dtype_bytes
 from layerzero.spec.call_spec import CallSpec
 from layerzero.spec.kernel import AtLeast, AtMost, Capability, Efficiency, Kernel, Limit, MultipleOf
@@ -171,11 +172,10 @@ def _kernel(
     workspace_bytes: Callable[[CallSpec], int] | None = None,
     **more: Any,
 ) -> Kernel:
-    return Kernel(
-        id=f"liger.{op}.{name}",
-        op=op,
-        backend="liger",
-        capability=Capability(
+    return kernel(
+        f"liger.{op}.{name}",
+        load,
+        Capability(
             source=_LIMITED,
             platforms=frozenset({"cuda", "rocm"}),
             sm_min=80,
@@ -185,8 +185,7 @@ def _kernel(
             autocast=False,
             **more,
         ),
-        load=load,
-        efficiency=Efficiency(*efficiency, _MEASURED),
+        Efficiency(*efficiency, _MEASURED),
         tie_break_order=45,
         slow_import=True,
         distributions=_DISTRIBUTIONS,

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from layerzero.backends.kernels import kernel
 from layerzero.ops.linear.mlp import activate
 from layerzero.ops.linear.moe import route
 from layerzero.spec.kernel import Capability, Efficiency, Kernel, MultipleOf
@@ -75,17 +76,15 @@ _H200 = "benchmarks/results/rows_h200.json"
 
 
 def _by_expert(name: str, platforms: frozenset[str], efficiency: Efficiency) -> Kernel:
-    return Kernel(
-        id=f"torch.moe.{name}",
-        op="moe",
-        backend="torch",
-        capability=Capability(
+    return kernel(
+        f"torch.moe.{name}",
+        lambda: by_expert,
+        Capability(
             source="torch.nn.functional.linear for each expert; run on torch 2.13 CPU and 2.11 CUDA",
             platforms=platforms,
             features=_FEATURES,
         ),
-        load=lambda: by_expert,
-        efficiency=efficiency,
+        efficiency,
         tie_break_order=45,
         default=True,
     )
@@ -96,11 +95,10 @@ KERNELS: tuple[Kernel, ...] = (
         "by_expert", frozenset({"cpu"}), Efficiency(0.5, 0.4, 25.0, "an estimate: two products an expert")
     ),
     _by_expert("by_expert_cuda", frozenset({"cuda", "rocm"}), Efficiency(0.58, 0.4, 640.0, _H200)),
-    Kernel(
-        id="torch.moe.grouped",
-        op="moe",
-        backend="torch",
-        capability=Capability(
+    kernel(
+        "torch.moe.grouped",
+        lambda: grouped,
+        Capability(
             source="torch.nn.functional.grouped_mm: rows of 16 bytes, bfloat16, compute capability 9.0",
             platforms=frozenset({"cuda"}),
             sm_min=90,
@@ -111,8 +109,7 @@ KERNELS: tuple[Kernel, ...] = (
             limits=(MultipleOf("C", 8), MultipleOf("F", 8)),
             gradient=False,
         ),
-        load=lambda: grouped,
-        efficiency=Efficiency(0.57, 0.6, 395.0, _H200),
+        Efficiency(0.57, 0.6, 395.0, _H200),
         tie_break_order=40,
     ),
 )

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from layerzero.backends.kernels import kernel
 from layerzero.spec.kernel import AtMost, Capability, Efficiency, Kernel
 from layerzero.spec.reasons import Reason
 
@@ -110,11 +111,10 @@ def _load() -> Callable[..., Any]:
 
 
 KERNELS: tuple[Kernel, ...] = (
-    Kernel(
-        id="torch.ragged_attention.padded",
-        op="ragged_attention",
-        backend="torch",
-        capability=Capability(
+    kernel(
+        "torch.ragged_attention.padded",
+        _load,
+        Capability(
             source="torch.nn.functional.scaled_dot_product_attention on the CPU, sequences padded by length",
             platforms=frozenset({"cpu"}),
             dtypes=frozenset({"float32", "bfloat16"}),
@@ -123,8 +123,7 @@ KERNELS: tuple[Kernel, ...] = (
             gradient=False,
             autocast=False,  # the products' dtype would not be the rows'
         ),
-        load=_load,
-        efficiency=Efficiency(
+        Efficiency(
             0.4, 0.3, 150.0, "an estimate, from batches of short sequences on an AMD EPYC with AVX-512"
         ),
         tie_break_order=30,

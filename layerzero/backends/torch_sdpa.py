@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from layerzero.backends.kernels import kernel
 from layerzero.ops.attention import masks
 from layerzero.ops.attention.lse import apply_sinks
 from layerzero.ops.batching import concat_copy
@@ -227,15 +228,13 @@ def _kernel(
     variant: str, run: Callable[..., Any], efficiency: Efficiency, rank: int, default: bool = False,
     workspace_bytes: Callable[[CallSpec], int] | None = None, tiling: Tiling | None = None, **capability: Any,
 ) -> Kernel:  # fmt: skip
-    return Kernel(
-        id=f"torch.attention.{variant}",
-        op="attention",
-        backend="torch",
-        capability=Capability(layouts=frozenset({"BHSD"}), **capability),
-        load=lambda: run,
+    return kernel(
+        f"torch.attention.{variant}",
+        lambda: run,
+        Capability(layouts=frozenset({"BHSD"}), **capability),
+        efficiency,
         workspace_bytes=workspace_bytes,
         tiling=tiling,
-        efficiency=efficiency,
         tie_break_order=rank,
         default=default,
     )

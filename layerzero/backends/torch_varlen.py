@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from layerzero.backends.kernels import kernel
 from layerzero.ops.host_copies import max_seqlen
 from layerzero.spec.kernel import (
     AtMost,
@@ -74,11 +75,10 @@ def _kernel(
     variant: str, run: Callable[..., Any], efficiency: Efficiency, rank: int, default: bool = False,
     limits: tuple[Limit, ...] = (), **capability: Any,
 ) -> Kernel:  # fmt: skip
-    return Kernel(
-        id=f"torch.ragged_attention.{variant}",
-        op="ragged_attention",
-        backend="torch",
-        capability=Capability(
+    return kernel(
+        f"torch.ragged_attention.{variant}",
+        lambda: run,
+        Capability(
             source=f"aten::_{variant}_attention_forward; run against float64 on an H200, torch 2.11",
             platforms=frozenset({"cuda"}),
             sm_min=80,
@@ -89,8 +89,7 @@ def _kernel(
             graph_safe=True,
             **capability,
         ),
-        load=lambda: run,
-        efficiency=efficiency,
+        efficiency,
         tie_break_order=rank,
         default=default,
     )

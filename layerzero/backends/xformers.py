@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from layerzero.backends.kernels import kernel
 from layerzero.ops.attention import masks
 from layerzero.spec.call_spec import CallSpec
 from layerzero.spec.kernel import AtMost, Capability, Efficiency, Kernel, MultipleOf, OneOf, SameAs
@@ -134,11 +135,10 @@ def _kernel(
     limits: tuple[Any, ...] = _LIMITS, bias_of: Callable[..., Any] = _bias,
     workspace_bytes: Callable[[CallSpec], int] = _bias_bytes, **more: Any,
 ) -> Kernel:  # fmt: skip
-    return Kernel(
-        id=f"xformers.attention.{variant}",
-        op="attention",
-        backend="xformers",
-        capability=Capability(
+    return kernel(
+        f"xformers.attention.{variant}",
+        functools.partial(_load, module, bias_of),
+        Capability(
             source=f"xformers 0.0.35, ops/fmha/{module}.py, called without its extension",
             platforms=frozenset({"cuda"}),
             sm_min=80,
@@ -152,8 +152,7 @@ def _kernel(
             gradient=False,
             **more,
         ),
-        load=functools.partial(_load, module, bias_of),
-        efficiency=efficiency,
+        efficiency,
         tie_break_order=70,
         slow_import=True,
         distributions=("xformers>=0.0.35",),

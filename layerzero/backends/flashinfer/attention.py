@@ -24,6 +24,7 @@ from layerzero.backends.flashinfer.common import (
     module,
     planned_bytes,
 )
+from layerzero.backends.kernels import kernel
 from layerzero.ops import host_copies
 from layerzero.ops.rehearsal import dummy_run
 from layerzero.spec.call_spec import CallSpec
@@ -202,13 +203,11 @@ def _kernel(
     efficiency: Efficiency, rank: int,
 ) -> Kernel:  # fmt: skip
     run = functools.cache(functools.partial(load, variant))
-    return Kernel(
-        id=f"flashinfer.{op}.{variant}",
-        op=op,
-        backend="flashinfer",
-        capability=capability,
-        load=run,
-        efficiency=efficiency,
+    return kernel(
+        f"flashinfer.{op}.{variant}",
+        run,
+        capability,
+        efficiency,
         tie_break_order=rank,
         slow_import=True,
         distributions=DISTRIBUTIONS,

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from layerzero.backends.flashinfer.common import DISTRIBUTIONS, HALF, LOAD_BYTES, SOURCE, estimate, module
+from layerzero.backends.kernels import kernel
 from layerzero.ops.paged.append import copy_if_aliased
 from layerzero.ops.quantize.quantize import quantize_reference
 from layerzero.spec.call_spec import CallSpec
@@ -178,11 +179,10 @@ def _kernel(
     workspace_bytes: Callable[[CallSpec], int] | None = None, sm_min: int = 80, source: str = SOURCE,
     contiguous: bool = True, **more: Any,
 ) -> Kernel:  # fmt: skip
-    return Kernel(
-        id=f"flashinfer.{op}.{what}",
-        op=op,
-        backend="flashinfer",
-        capability=Capability(
+    return kernel(
+        f"flashinfer.{op}.{what}",
+        load,
+        Capability(
             source=source.format(what),
             platforms=frozenset({"cuda"}),
             sm_min=sm_min,
@@ -195,8 +195,7 @@ def _kernel(
             graph_safe=True,
             **more,
         ),
-        load=load,
-        efficiency=efficiency,
+        efficiency,
         tie_break_order=36,
         slow_import=True,
         distributions=DISTRIBUTIONS,

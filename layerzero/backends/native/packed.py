@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.nn import functional
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
+from layerzero.backends.kernels import kernel
 from layerzero.backends.native.products import ACTIVATIONS, in_panels, library
 from layerzero.ops.linear.mlp import GATES, PLAIN, activate
 from layerzero.spec.call_spec import CallSpec
@@ -224,24 +225,20 @@ def _capability(features: frozenset[str]) -> Capability:
 _SOURCE = "an estimate: before torch's from two rows on, beside it for one, on an AMD EPYC with AVX2"
 
 KERNELS: tuple[Kernel, ...] = (
-    Kernel(
-        id="native.linear.packed",
-        op="linear",
-        backend="native",
-        capability=_capability(frozenset()),
-        load=_linear,
-        efficiency=Efficiency(0.85, 0.6, 4.0, _SOURCE),
+    kernel(
+        "native.linear.packed",
+        _linear,
+        _capability(frozenset()),
+        Efficiency(0.85, 0.6, 4.0, _SOURCE),
         tie_break_order=20,
         slow_import=True,
         workspace_bytes=_linear_workspace,
     ),
-    Kernel(
-        id="native.mlp.packed",
-        op="mlp",
-        backend="native",
-        capability=_capability(frozenset(f"act_{name}" for name in (*GATES, *PLAIN))),
-        load=_mlp,
-        efficiency=Efficiency(0.85, 0.6, 8.0, _SOURCE),
+    kernel(
+        "native.mlp.packed",
+        _mlp,
+        _capability(frozenset(f"act_{name}" for name in (*GATES, *PLAIN))),
+        Efficiency(0.85, 0.6, 8.0, _SOURCE),
         tie_break_order=20,
         slow_import=True,
         workspace_bytes=_mlp_workspace,

@@ -11,6 +11,7 @@ import importlib
 from collections.abc import Callable
 from typing import Any
 
+from layerzero.backends.kernels import kernel
 from layerzero.spec.kernel import AtMost, Capability, Efficiency, Kernel, Limit, OneOf
 from layerzero.spec.reasons import Reason
 
@@ -48,11 +49,10 @@ def _kernel(
     source: str = "benchmarks/results/rows_h200.json",
     **more: Any,
 ) -> Kernel:
-    return Kernel(
-        id=f"triton.{op}.{variant}",
-        op=op,
-        backend="triton",
-        capability=Capability(
+    return kernel(
+        f"triton.{op}.{variant}",
+        _from(module, op),
+        Capability(
             source=_HERE,
             platforms=frozenset({"cuda"}),
             sm_min=sm_min,
@@ -62,8 +62,7 @@ def _kernel(
             gradient=False,
             **more,
         ),
-        load=_from(module, op),
-        efficiency=Efficiency(*efficiency, source),
+        Efficiency(*efficiency, source),
         tie_break_order=35,
         slow_import=True,
         distributions=_DISTRIBUTIONS,
