@@ -13,7 +13,7 @@ PY := $(VENV)/bin/python
 SPEC := pyproject.toml constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint ruff layers mypy pyright format bench docs ci dev clean
+.PHONY: help demo test lint ruff layers mypy pyright format bench examples docs dist ci dev clean
 
 help:  ## this list
 	@awk -F':.*## ' '/^[a-z]+:.*## / { printf "make %-8s %s\n", $$1, $$2 }' Makefile
@@ -51,9 +51,15 @@ format: $(VENV)/.installed-dev  ## let ruff fix what it can
 bench: $(VENV)/.installed-bench  ## the hot path, ours beside every peer that installs here
 	$(PY) benchmarks/hot_path.py
 
-docs: $(VENV)/.installed-test  ## run the README's examples, check links, ids and generated tables
+examples: $(VENV)/.installed-test  ## run the examples of the README and of docs/
 	$(PY) -m scripts.run_readme
+
+docs: $(VENV)/.installed-docs  ## check the documents, build the site into build/site (warnings are errors)
 	$(PY) -m scripts.check_docs
+	$(PY) -m sphinx --builder html --fail-on-warning --keep-going --quiet docs build/site
+
+dist: $(VENV)/.installed-dev  ## wheel and sdist into dist/, each tried in an empty environment
+	$(PY) -m scripts.check_packaging --out dist
 
 ci:  ## everything that a change must pass
 	.ci/run
@@ -76,7 +82,7 @@ $(PY):
 # the bulk that nothing here imports, and may fail: some packages hold templates and other versions' Python; what is
 # missing is compiled when it is imported.
 HELD_BY_test := demo
-HELD_BY_dev := demo test
+HELD_BY_dev := demo docs test
 BULK := site-packages/(.*/tests/|mypy|nodejs|pip/|pygments/lexers/|ray/(data|llm|rllib|serve|train|tune)/$\
     |sympy/physics/|transformers/models/(?!auto|bert|llama))
 PIP := $(PY) -m pip --disable-pip-version-check

@@ -65,7 +65,7 @@ def open_device(
 
 
 def apply_settings(device: LocalDevice, settings: Settings, solved: ActiveDispatchTable | None) -> None:
-    """Put other settings in force on an open device, and `solved`, what `solved_under` made of them."""
+    """Put other settings in force on an open device, and `solved`, what `dispatch_table_for` made of them."""
     before = device.settings
     device.set_settings(settings, solved)
     device.loop_drivers.set_settings(settings)

@@ -511,7 +511,7 @@ class FastQueue:
     """The shortest way into a lane.
 
     `known(front, pending call)` queues a call without a deadline whose caller, group and place are known, and
-    says whether it did; where it did not, `Front.submit` does the work.
+    says whether it did; where it did not, `LoopDriver.submit` does the work.
     """
 
     __slots__ = ("try_submit",)
@@ -524,7 +524,7 @@ class FastQueue:
         if module is None:
             self.try_submit = _not_queued
             return
-        module.layout(
+        module.attributes(
             LoopDriver, Batcher, BatchQueue, ProgramPoint, Caller, BatchLimits, BatcherStats, RoundRobin
         )
         self.try_submit = module.queue
@@ -539,7 +539,7 @@ FAST_PATH.on_ready(FAST_QUEUE.install)
 
 
 class YieldOnce:
-    """One loop turn, taken only by a task that is alone on its front; see `Front.rested`."""
+    """One loop turn, taken only by a task that is alone on its front; see `LoopDriver.rested`."""
 
     __slots__ = ("_driver",)
 

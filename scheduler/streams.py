@@ -56,7 +56,7 @@ class DeviceStreams:
         return default.stream_id, default.device_index, default.device_type
 
     def modes_of(self, calls: Sequence[PendingCall]) -> Any:
-        """The modes of a batch: the first caller's, or `Across` where their streams differ."""
+        """The modes of a batch: the first caller's, or `CrossStreamModes` where their streams differ."""
         modes, snapshot = calls[0].modes
         if all(call.modes[0] is modes for call in calls):
             return modes, snapshot

@@ -1,17 +1,18 @@
-"""Check what the documents promise: links, commands, ledger rows, generated tables, the version.
+"""Check what the documents promise: links, names, commands, requirements, generated parts, the version.
 
 Run it from the root of the checkout: `python -m scripts.check_docs`.
 """
 
 import ast
+import importlib.util
 import re
 import sys
-import tomllib
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 from scripts import ledger as of_ledger
-from scripts import outputs
+from scripts import outputs, plots, reference
 from scripts.tables import rendered
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -19,6 +20,19 @@ LINK = re.compile(r"(?<!!)\[[^\]]*\]\(([^)\s]+)\)|!\[[^\]]*\]\(([^)\s]+)\)")
 FENCE = re.compile(r"^```[^\n]*\n.*?^```", re.MULTILINE | re.DOTALL)
 SHELL = re.compile(r"^```(?:sh|bash|console)\n(.*?)^```", re.MULTILINE | re.DOTALL)
 HEADING = re.compile(r"^#{1,6} +(.+?) *$", re.MULTILINE)
+GENERATED = re.compile(r"<!-- (table|code|output|value): .*?<!-- /\1 -->", re.DOTALL)
+PUBLIC = re.compile(r"(?<![\w.])lz\.([A-Za-z_]\w*(?:\.[A-Za-z_]\w*)*)")
+SETTINGS = re.compile(r"\bSettings\(([^()]*)\)|\bSettings\.(\w+)")
+FILE = re.compile(r"`((?:layerzero|actors|scheduler|tests|scripts|benchmarks|examples|docs)/[^`\s*<>{}]*)`")
+UNITS = (
+    "us", "µs", "microseconds", "tokens/s", "tokens (?:a|per) second", "[GT]B/s", "times (?:as fast|faster)",
+    "% (?:faster|slower)",
+)  # fmt: skip
+SPEED = re.compile(rf"\d(?:[\d.,]*\d)?\s?(?:{'|'.join(UNITS)})\b")
+SENTENCE = re.compile(r"(?<=[\w`)\]\"%][.!?])\s+(?=[A-Z`\"(\[*])")
+MARKER = re.compile(r"\s*(?:[-*] |\d+\. )?")
+ABBREVIATION = re.compile(r"\b(?:e\.g|i\.e|vs|al|etc)\.$")
+README_WORDS = 800
 IGNORED = {".venv", ".git", "build", "dist", "node_modules"}
 
 
@@ -53,15 +67,15 @@ def links() -> Iterator[str]:
 
 def ledger() -> Iterator[str]:
     """Yield rows that are done without a test that proves it, and evidence that does not exist."""
-    path = ROOT / "docs" / "ledger.md"
+    path = ROOT / "REQUIREMENTS.md"
     if not path.exists():
-        yield "docs/ledger.md is missing"
+        yield "REQUIREMENTS.md is missing"
         return
     for row in of_ledger.rows(path):
         said = list(unproved(row)) if row.done else []
         evidence = [*row.where, *row.paths, *(q for q in of_ledger.QUOTED.findall(row.state) if "/" in q)]
         said += [fault for name in dict.fromkeys(evidence) if "/" in name and (fault := absent(name))]
-        yield from (f"docs/ledger.md:{row.line}: {row.name} {fault}" for fault in said)
+        yield from (f"REQUIREMENTS.md:{row.line}: {row.name} {fault}" for fault in said)
 
 
 def unproved(row: of_ledger.Row) -> Iterator[str]:
@@ -120,6 +134,9 @@ def missing(words: list[str], targets: set[str], tools: set[str]) -> Iterator[st
     elif program.endswith(("python", "python3")) and rest and rest[0].endswith(".py"):
         if not (ROOT / rest[0]).exists():
             yield f"{rest[0]} does not exist"
+    elif program.endswith(("python", "python3")) and rest[:1] == ["-m"] and len(rest) > 1:
+        if not is_module(rest[1]):
+            yield f"python has no module {rest[1]}"
     elif program.startswith(".ci/") and not (ROOT / program).exists():
         yield f"{program} does not exist"
 
@@ -129,6 +146,92 @@ def command_names() -> set[str]:
     from layerzero.cli import COMMANDS  # here, so that the other checks need no torch
 
     return set(COMMANDS)
+
+
+def is_module(name: str) -> bool:
+    """Whether `python -m name` finds one; a library that is missing counts, a part of ours is looked up."""
+    top = name.partition(".")[0]
+    if top not in ("layerzero", "scripts", "benchmarks", "tests"):
+        return True
+    try:
+        return importlib.util.find_spec(name) is not None
+    except ModuleNotFoundError:
+        return False
+
+
+def names() -> Iterator[str]:
+    """Yield public names, settings and files that the documents mention and the project does not have."""
+    import layerzero as lz
+
+    fields = {*lz.Settings.__struct_fields__, *(n for n in vars(lz.Settings) if not n.startswith("_"))}
+    for path in documents():
+        text, place = path.read_text(), path.relative_to(ROOT)
+        for name in dict.fromkeys(PUBLIC.findall(text)):
+            if not has(lz, name):
+                yield f"{place}: layerzero has no {name}"
+        for arguments, attribute in SETTINGS.findall(text):
+            for field in [*re.findall(r"(\w+)=", arguments), *([attribute] if attribute else [])]:
+                if field not in fields:
+                    yield f"{place}: Settings has no {field}"
+        for file in dict.fromkeys(FILE.findall(text)):
+            if not (ROOT / file.partition("::")[0].partition("#")[0]).exists():
+                yield f"{place}: {file} does not exist"
+
+
+def has(owner: Any, name: str) -> bool:
+    """Whether a chain of attributes exists, as far as modules and classes lead."""
+    for word in name.split("."):
+        if not (isinstance(owner, type) or hasattr(owner, "__path__") or hasattr(owner, "__spec__")):
+            return True
+        if not hasattr(owner, word):
+            return False
+        owner = getattr(owner, word)
+    return True
+
+
+def figures() -> Iterator[str]:
+    """Yield speeds in prose that no record fills in, and a README that has grown too long."""
+    for path in documents():
+        if path.name in ("CHANGELOG.md", "REQUIREMENTS.md"):
+            continue
+        prose = FENCE.sub("", GENERATED.sub("", path.read_text()))
+        for speed in SPEED.findall(prose):
+            yield f"{path.relative_to(ROOT)}: {speed!r} needs to come from a record (scripts/tables.py)"
+    words = len((ROOT / "README.md").read_text().split())
+    if words > README_WORDS:
+        yield f"README.md has {words} words, it may have {README_WORDS}"
+
+
+def sentences() -> Iterator[str]:
+    """Yield lines of prose that hold more than one sentence: one a line makes changes easy to read."""
+    for path in documents():
+        if path.name in ("CHANGELOG.md", "REQUIREMENTS.md"):
+            continue
+        for number, line in prose_lines(path.read_text()):
+            if len(list(in_one_line(line))) > 1:
+                yield f"{path.relative_to(ROOT)}:{number}: needs one sentence a line"
+
+
+def prose_lines(text: str) -> Iterator[tuple[int, str]]:
+    """The numbered lines that are neither code, generated, a table, a heading nor markup."""
+    blank = re.compile(r"[^\n]")
+    for block in (GENERATED, FENCE):
+        text = block.sub(lambda match: blank.sub("", match[0]), text)
+    for number, line in enumerate(text.splitlines(), 1):
+        if not line.startswith(("|", "#", "<", ":::")):
+            yield number, line
+
+
+def in_one_line(line: str) -> Iterator[str]:
+    """The sentences of a line; a stop inside code, brackets or an abbreviation ends none."""
+    start = marker.end() if (marker := MARKER.match(line)) else 0
+    for stop in SENTENCE.finditer(line, start):
+        part = line[start : stop.start()]
+        whole = part.count("`") % 2 == 0 and part.count("(") == part.count(")")
+        if whole and part.count("[") == part.count("]") and not ABBREVIATION.search(part):
+            yield part
+            start = stop.end()
+    yield line[start:]
 
 
 def tables() -> Iterator[str]:
@@ -142,6 +245,28 @@ def tables() -> Iterator[str]:
             continue
         if expected != text:
             yield f"{path.relative_to(ROOT)}: a table differs from its JSON; run python -m scripts.tables"
+
+
+def code() -> Iterator[str]:
+    """Yield documents whose settings, codes, commands or packages are not those of the code."""
+    for path in documents():
+        text = path.read_text()
+        try:
+            expected = reference.rendered(text)
+        except ValueError as error:
+            yield f"{path.relative_to(ROOT)}: {error}"
+            continue
+        if expected != text:
+            yield f"{path.relative_to(ROOT)}: differs from the code; run python -m scripts.reference"
+
+
+def pictures() -> Iterator[str]:
+    """Yield pictures that differ from their records, are missing, or that nothing draws."""
+    files = plots.drawn()
+    present = {path.name: path.read_text() for path in plots.IMAGES.glob("*.svg")}
+    for name in sorted({*files, *present}):
+        if files.get(name) != present.get(name):
+            yield f"docs/images/{name}: differs from its record; run python -m scripts.plots"
 
 
 def shown() -> Iterator[str]:
@@ -159,13 +284,16 @@ def shown() -> Iterator[str]:
 
 def changelog() -> Iterator[str]:
     """Yield a complaint if the changelog does not begin with this version or with what is unreleased."""
-    version = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
+    package = (ROOT / "layerzero" / "__init__.py").read_text()
+    version = re.findall(r'^__version__ = "(.+)"$', package, re.MULTILINE)
     newest = re.search(r"^## \[?([^\]\s]+)", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
-    if newest is None or newest[1] not in (version, "Unreleased"):
-        yield f"CHANGELOG.md begins with {newest and newest[1]}, pyproject.toml says {version}"
+    if newest is None or newest[1] not in (*version, "Unreleased"):
+        yield f"CHANGELOG.md begins with {newest and newest[1]}, layerzero/__init__.py says {version}"
 
 
-CHECKS: tuple[Callable[[], Iterator[str]], ...] = (links, ledger, commands, tables, shown, changelog)
+CHECKS: tuple[Callable[[], Iterator[str]], ...] = (
+    links, ledger, commands, names, figures, sentences, tables, code, pictures, shown, changelog,
+)  # fmt: skip
 
 
 def main() -> int:

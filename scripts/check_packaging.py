@@ -1,11 +1,18 @@
 """Build LayerZero and install it in every way a user may: wheel, sdist, editable, straight from the git tree.
 
+    python -m scripts.check_packaging               all four ways
+    python -m scripts.check_packaging --out dist    wheel and sdist, which stay in dist/ once both have passed
+
+The wheel carries the compiled modules, the sdist is installed as Python alone; both answer calls on a machine
+without a compiler, and the wheel by what it carries.
 Each install goes into an environment of its own, so nothing of the checkout is visible by accident. The wheel
 and the git tree find only torch and torch's dependencies there: the other base dependencies come from the
 registry, and so does what builds the git tree. The sdist and the editable install find all base dependencies
 and setuptools there, and pip may ask no registry: what this environment holds has to do.
 """
 
+import argparse
+import os
 import shutil
 import subprocess
 import sys
@@ -19,6 +26,8 @@ from importlib import metadata
 from pathlib import Path
 
 from packaging.requirements import Requirement
+
+from layerzero.native import building
 
 ROOT = Path(__file__).resolve().parents[1]
 SKIPPED = shutil.ignore_patterns(
@@ -43,6 +52,38 @@ runpy.run_path(sys.argv[0], run_name="__main__")
 """
 
 
+SMOKE = """
+import asyncio, pathlib, sys
+import torch
+import layerzero as lz
+from layerzero.backends.native import build
+from layerzero.errors import BackendNotAvailableError
+from layerzero.native import HOT, NOTING, building
+
+carries = sys.argv[1] == "compiled"
+x, weight = torch.randn(2, 8), torch.randn(8, 8)
+wanted = torch.nn.functional.linear(x, weight)
+
+async def callers():
+    return await asyncio.gather(*(lz.linear(row, weight) for row in x.split(1)))
+
+with lz.start():
+    for _ in range(2):
+        torch.testing.assert_close(torch.cat(asyncio.run(callers())), wanted)
+        torch.testing.assert_close(lz.sync.linear(x, weight), wanted)
+modules = [HOT.now(), NOTING.now()]
+for name in ("layerzero_native", "layerzero_products", "layerzero_rows"):
+    try:
+        modules.append(build.library(name))
+    except BackendNotAvailableError as error:
+        assert "no-such-compiler" in str(error), error
+        modules.append(None)
+places = {None if module is None else str(pathlib.Path(module.__file__).parent) for module in modules}
+if places != ({str(building.SHIPPED)} if carries else {None}):
+    sys.exit(f"the compiled modules come from {places}")
+"""
+
+
 MISUSE = """
 from layerzero.actors import __name__ as name
 from layerzero.spec.errors import LayerZeroError
@@ -51,11 +92,12 @@ number: int = LayerZeroError(name)
 """
 
 
-def say(command: list[str], cwd: Path) -> str:
+def say(command: list[str], cwd: Path, **variables: str) -> str:
     """Run a command, return what it printed, and stop the whole check with all of it if it fails."""
     done = subprocess.run(
         command,
         cwd=cwd,
+        env={**{key: value for key, value in os.environ.items() if key != "PYTHONPATH"}, **variables},
         stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,
@@ -125,27 +167,37 @@ def modules(root: Path) -> set[str]:
     return found
 
 
+def compiled() -> set[str]:
+    """Return what a wheel built here has to carry compiled."""
+    names = [name for source in building.SOURCES.values() for name, _ in source.variants()]
+    return {f"layerzero/native/built/{name}" for name in (*names, building.STAMP)}
+
+
 def build(tree: Path, out: Path) -> tuple[Path, Path]:
     """Build the sdist, and the wheel from it; check what both hold; return (wheel, sdist)."""
-    say([sys.executable, "-m", "build", "--no-isolation", "--outdir", str(out), str(tree)], tree)
+    command = [sys.executable, "-m", "build", "--no-isolation", "--outdir", str(out), str(tree)]
+    say(command, tree, LZ_BUILD="native")
     (wheel,), (sdist,) = out.glob("*.whl"), out.glob("*.tar.gz")
     held = {n for n in zipfile.ZipFile(wheel).namelist() if not n.endswith("/")}
     tops = {name.partition("/")[0] for name in held if ".dist-info/" not in name}
     if tops != {"layerzero"}:
         sys.exit(f"the wheel installs {sorted(tops)}, it may install only layerzero")
-    lost = modules(tree) - held
+    lost = (modules(tree) | compiled()) - held
     if lost:
         sys.exit(f"the wheel lacks {sorted(lost)}")
     with tarfile.open(sdist) as archive:
         packed = {name.partition("/")[2] for name in archive.getnames()}
     for needed in (
+        "setup.py",
         "actors/__init__.py",
         "scheduler/__init__.py",
+        "layerzero/native/hot.cpp",
+        "layerzero/native/queue.h",
         "layerzero/py.typed",
         "LICENSE",
         "README.md",
         "CHANGELOG.md",
-        "docs/policy.md",
+        "docs/guide/policy.md",
         "examples/serve.py",
     ):
         if needed not in packed:
@@ -172,21 +224,32 @@ def install(way: Install, work: Path, tree: Path, shared: Path) -> str:
     pip = [sys.executable, "-m", "pip", "--python", str(python), "--disable-pip-version-check"]
     limits = ["--no-index", "--no-build-isolation"] if way.offline else []
     constraints = ["-c", str(ROOT / "constraints.txt")]
-    say([*pip, "install", "--quiet", "--no-compile", *limits, *constraints, *way.arguments], work)
+    say(
+        [*pip, "install", "--quiet", "--no-compile", *limits, *constraints, *way.arguments],
+        work,
+        LZ_BUILD="pure",
+    )
     say([*pip, "check"], work)
     command = python.parent / "lz"
     version, *found = say([str(python), "-c", PROBE, str(command)], work).splitlines()[0].split()
     home = tree if way.kind == "editable" else python.parent.parent
     if not all(Path(f).is_relative_to(home) for f in found):
         sys.exit(f"{way.kind}: imported {found} from outside {home}")
+    if way.kind in ("wheel", "sdist"):
+        expected = "compiled" if way.kind == "wheel" else "python"
+        bare = {"CXX": "no-such-compiler", "XDG_CACHE_HOME": str(python.parents[1] / "cache")}
+        say([str(python), "-c", SMOKE, expected], work, **bare)
     if way.kind == "wheel":
         say([str(command), "--help"], work)
         types_reach_users(python, work)
     return f"{way.kind:<9} layerzero-runtime {version}  {time.perf_counter() - begin:.1f} s"
 
 
-def main() -> int:
+def main(arguments: list[str] | None = None) -> int:
     """Install in every way, two at a time, and print what each install imports."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--out", type=Path, help="where wheel and sdist are put; only these two are checked")
+    out: Path | None = parser.parse_args(arguments).out
     with tempfile.TemporaryDirectory() as name:
         work = Path(name)
         tree = work / "checkout"
@@ -196,15 +259,22 @@ def main() -> int:
         begin = time.perf_counter()
         wheel, sdist = build(tree, work / "dist")
         print(f"built {wheel.name} and {sdist.name} in {time.perf_counter() - begin:.1f} s")
-        ways = (  # the longest first
+        ways: tuple[Install, ...] = (  # the longest first
             Install("git tree", (f"git+file://{ROOT}",), offline=False),
             Install("wheel", (str(wheel),), offline=False),
             Install("sdist", (str(sdist),), offline=True),
             Install("editable", ("--editable", str(tree)), offline=True),
         )
+        if out is not None:
+            ways = tuple(way for way in ways if way.kind in ("wheel", "sdist"))
         with ThreadPoolExecutor(2) as pool:
             for line in pool.map(lambda w: install(w, work, tree, everything if w.offline else torch), ways):
                 print(line)
+        if out is not None:
+            out.mkdir(parents=True, exist_ok=True)
+            for path in (wheel, sdist):
+                shutil.copy2(path, out)
+                print(f"{out / path.name}  {path.stat().st_size / 2**20:.1f} MiB")
     return 0
 
 

@@ -93,9 +93,14 @@ def vague(tree: ast.AST) -> list[tuple[str, int]]:
     return stores + parameters
 
 
+def is_participle(name: str) -> bool:
+    """Whether a name is a bare participle: `joined`, not `join` or `joined_rows`."""
+    return _PARTICIPLE.match(name) is not None and name not in ADJECTIVES
+
+
 def participles(tree: ast.AST) -> list[str]:
     """Functions named by a bare participle."""
-    return [f.name for f in functions(tree) if _PARTICIPLE.match(f.name) and f.name not in ADJECTIVES]
+    return [function.name for function in functions(tree) if is_participle(function.name)]
 
 
 def comments(text: str) -> int:

@@ -1,4 +1,4 @@
-"""Reads docs/ledger.md: every row with its ids, the files it lives in, its proofs and its state."""
+"""Reads REQUIREMENTS.md: every row with its ids, the files it lives in, its proofs and its state."""
 
 from __future__ import annotations
 

@@ -376,7 +376,7 @@ def main(words: Sequence[str] | None = None, source: Path = ROOT) -> int:
 
 def _asked(options: argparse.Namespace, source: Path) -> int:
     try:
-        rows = ledger.rows(source / "docs" / "ledger.md")
+        rows = ledger.rows(source / "REQUIREMENTS.md")
         every = mutations.read(source / "tests" / "mutations", rows)
         chosen = wanted(every, options, {name: row.name for row in rows for name in row.ids})
         if options.jobs < 1 or options.limit <= 0:

@@ -1,7 +1,7 @@
 """Add the tables that the documents show to the JSON files of the benchmarks.
 
     python -m scripts.result_tables                      # both files under benchmarks/results
-    python -m scripts.tables README.md docs/limits.md    # then write them into the documents
+    python -m scripts.tables    # then write them into the documents
 
 A file without the measurements that a table needs is an error: no table is made of nothing.
 """

@@ -1,4 +1,4 @@
-"""Run every block of the README and of docs/ (or of the named files) that opens with ```python run.
+"""Run every block of the documents (or of the named files) that opens with ```python run.
 
 Each block is a program of its own: it starts in a fresh interpreter, in an empty folder, and must exit 0. One
 that opens with ```python run needs=MODULE runs where that is installed, and is said to be skipped elsewhere.
@@ -29,7 +29,7 @@ ROOT = Path(__file__).resolve().parents[1]
 BLOCK = re.compile(r"^```python run(?: needs=(\w+))?( head)?[^\n]*\n(.*?)^```", re.MULTILINE | re.DOTALL)
 TIMEOUT_S = 180
 HEAD_S = 60
-DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,7 +2,7 @@
 
     python -m scripts.support_matrix --run    # run the kernels' tests on this machine and record them
     python -m scripts.support_matrix          # make the table from the registry and all records
-    python -m scripts.tables docs/backends.md # write it into the document
+    python -m scripts.tables                  # write it into the documents
 
 A record is a file in `benchmarks/results` from any machine: `ran_*.json` of this script, with the environment
 and every kernel's outcome against the float64 reference (`left_out` says what is not in it, and why), or

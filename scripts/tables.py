@@ -7,8 +7,9 @@ A document marks the place:
     <!-- /table -->
 
 and the JSON file carries `{"tables": {"calls": {"columns": ["what", ...], "rows": [[...], ...]}}}`.  Text
-cells are taken as they are, numbers are printed with three significant digits.  To write them:
-`python -m scripts.tables README.md`.
+cells are taken as they are, numbers are printed with three significant digits.  One number inside a sentence
+is `<!-- value: FILE#key/key/0 -->(generated)<!-- /value -->`: the keys lead from the top of the JSON to it.
+To write them: `python -m scripts.tables README.md`.
 """
 
 import argparse
@@ -17,10 +18,12 @@ import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
-DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+DOCUMENTS = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md"))]
 PLACE = re.compile(r"(<!-- table: (?P<file>[^#\s]+)#(?P<name>\S+) -->\n).*?(<!-- /table -->)", re.DOTALL)
+VALUE = re.compile(r"(<!-- value: (?P<file>[^#\s]+)#(?P<keys>[^>]+?) -->).*?(<!-- /value -->)", re.DOTALL)
 
 
 def cell(value: object) -> str:
@@ -50,7 +53,13 @@ def rendered(text: str) -> str:
         data = json.loads((ROOT / place["file"]).read_text())["tables"][place["name"]]
         return place.group(1) + table(data["columns"], data["rows"]) + place.group(4)
 
-    return PLACE.sub(fill, text)
+    def number(place: re.Match[str]) -> str:
+        value: Any = json.loads((ROOT / place["file"]).read_text())
+        for key in place["keys"].split("/"):
+            value = value[int(key)] if isinstance(value, list) else value[key]
+        return place.group(1) + cell(value) + place.group(4)
+
+    return VALUE.sub(number, PLACE.sub(fill, text))
 
 
 def rewrite(what: str, rendered: Callable[[str], str]) -> int:

@@ -120,6 +120,12 @@ def test_constraints_keep_zentorch_on_torchs_minor() -> None:
     assert pins["zentorch"].split(".")[:2] == pins["torch"].split(".")[:2]
 
 
+def test_the_version_stands_in_one_place() -> None:
+    """What is built has the version that the package says."""
+    assert "version" not in PROJECT["project"] and "version" in PROJECT["project"]["dynamic"]
+    assert PROJECT["tool"]["setuptools"]["dynamic"]["version"] == {"attr": "layerzero.__version__"}
+
+
 def test_build_needs_no_torch() -> None:
     """An isolated build must not download gigabytes."""
     assert PROJECT["build-system"]["requires"] == ["setuptools>=77"]

@@ -143,7 +143,7 @@ class LocalDevice:
         self.inline_limit_us = float("inf") if cuda else self.settings.inline_limit_us
 
     def set_settings(self, settings: Settings, dispatch_table: ActiveDispatchTable | None = None) -> None:
-        """Put other settings in force, and `solved`, what `solved_under` made of them."""
+        """Put other settings in force, and `solved`, what `dispatch_table_for` made of them."""
         self.settings = settings
         self.health.set_settings(settings)
         self._apply_settings()

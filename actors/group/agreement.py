@@ -9,7 +9,7 @@ Who refuses writes that abort too, before it votes, so that rank 0 waits for vot
 the store and back costs all of them its time.
 
 Each side is a generator: it yields a `Put`, `Take`, `Meet` or `Swap`, is sent the answer, and returns an
-`Outcome`. `carry_out` drives one against a store; the model check in the tests drives all of them through
+`VoteOutcome`. `carry_out` drives one against a store; the model check in the tests drives all of them through
 every order.
 """
 

@@ -45,7 +45,7 @@ class RankGroup:
     """One rank's membership: `join`, agree on plans, `fail` or `close`.
 
     `plan` is the digest of the plan in force, `under` gives what selections of one model are made in; `line`
-    is the way to the other ranks; `leads_group` says whether rank 0 has hardware like this rank's.
+    is the way to the other ranks; `same_hardware_as_rank0` says whether rank 0 has hardware like this rank's.
     Raises: ConfigurationError: the rank or the mode is none.
     """
 

@@ -153,7 +153,7 @@ class DevicePool:
         lost, and so does an `idempotent` one that has; where no device serves it waits
         `Settings.placement_timeout_s`.
 
-        Raises: what `fn` raises. DeviceLostError, DeadlineExceededError, TypeError: see `DevicePort.run`.
+        Raises: what `fn` raises. DeviceLostError, DeadlineExceededError, TypeError: see `DeviceClient.run`.
             TypeError, ValueError: `fn` is no function, `timeout_s` no number of seconds.
         """
         if not callable(fn):
@@ -175,7 +175,7 @@ class DevicePool:
     async def stream(
         self, fn: Callable[..., Any], /, *args: Any, on: On = None, resume: bool = False, **kwargs: Any
     ) -> AsyncIterator[Any]:
-        """The items that the async generator function `fn` yields on a device; see `DevicePort.stream`.
+        """The items that the async generator function `fn` yields on a device; see `DeviceClient.stream`.
 
         With `resume` and without `on`, a stream goes on elsewhere when its device is lost.
         """

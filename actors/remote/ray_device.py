@@ -28,7 +28,7 @@ from layerzero.spec.errors import DeviceLostError
 
 
 class RayDevice(SupervisedDevice):
-    """One device of a cluster; `DevicePort` says what each method promises."""
+    """One device of a cluster; `DeviceClient` says what each method promises."""
 
     async def run(
         self,
@@ -40,7 +40,7 @@ class RayDevice(SupervisedDevice):
         wait_for_restart: bool = True,
         **kwargs: Any,
     ) -> Any:
-        """Run `fn` in the actor; see `DevicePort.run`."""
+        """Run `fn` in the actor; see `DeviceClient.run`."""
         payload = payload_of(fn, args, kwargs)
         return await self._request(
             "call", payload, timeout_s=timeout_s, idempotent=idempotent, wait=wait_for_restart
@@ -102,7 +102,7 @@ class RayDevice(SupervisedDevice):
         wait_for_restart: bool = True,
         **kwargs: Any,
     ) -> AsyncIterator[Any]:
-        """The items of `fn` in the actor; see `DevicePort.stream`."""
+        """The items of `fn` in the actor; see `DeviceClient.stream`."""
         so_far: list[Any] = list(kwargs.pop("so_far", ())) if resume else []
         begun = 0  # in lives that it lost since its last item
         while True:
@@ -142,7 +142,7 @@ class RayDevice(SupervisedDevice):
                 incarnation.drop(number)
 
     async def control(self, kind: str, body: Any = None, *, timeout_s: float = 10.0) -> Any:
-        """Ask a handler of the hosted code through the side channel; see `DevicePort.control`."""
+        """Ask a handler of the hosted code through the side channel; see `DeviceClient.control`."""
         serving = self.state is DeviceState.RUNNING and not self._forked
         incarnation = (self._incarnation if serving else None) or await self._serving_incarnation(None)
         return await incarnation.channel.request(kind, body, timeout_s=timeout_s)

@@ -198,8 +198,8 @@ def with_quarantined(spec: DeviceSpec, started: StartReport) -> DeviceSpec:
         log.warning(
             "device.suspects", device=spec.name, kernels=started.suspects, quarantined=started.quarantined
         )
-    condemned = tuple(dict.fromkeys((*spec.quarantined, *started.quarantined)))
-    return msgspec.structs.replace(spec, condemned=condemned)
+    quarantined = tuple(dict.fromkeys((*spec.quarantined, *started.quarantined)))
+    return msgspec.structs.replace(spec, quarantined=quarantined)
 
 
 def with_decisions(spec: DeviceSpec, heartbeat: Heartbeat) -> DeviceSpec:

@@ -28,8 +28,8 @@ _LOG_EVERY_S = 10.0
 class Listener:
     """The listening end of one device: a unix socket and a TCP port.
 
-    Of those who have not proved themselves the latest `MAX_STRANGERS` are heard; one log line in ten seconds
-    tells how many were refused.
+    Of those who have not proved themselves the latest `MAX_UNAUTHENTICATED` are heard; one log line in ten
+    seconds tells how many were refused.
 
     On Linux the socket has one of the abstract names, which vanish with their owner, however it ends;
     elsewhere it lies in a folder of this user's alone.

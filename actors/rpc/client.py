@@ -1,7 +1,7 @@
 """What a device pool asks of a device, wherever the device lives: in this process or in an actor of a
 cluster.
 
-`DevicePort` has two implementations with the same semantics and the same errors: `LocalPort`
+`DeviceClient` has two implementations with the same semantics and the same errors: `LocalClient`
 (`inprocess.py`), which imports no ray, and `RayDevice` (`ray_device.py`). One suite of tests runs over both.
 """
 

@@ -21,7 +21,7 @@ class Greeting(msgspec.Struct, array_like=True, tag="greeting"):
 
 
 class RpcRequest(msgspec.Struct, array_like=True, tag="request"):
-    """A question that wants an `Answer` of the same number."""
+    """A question that wants an `CallResult` of the same number."""
 
     number: int
     kind: str

@@ -25,7 +25,7 @@ _CLIENT = "here"
 
 
 class LocalClient:
-    """The device of this process; `DevicePort` says what each method promises.
+    """The device of this process; `DeviceClient` says what each method promises.
 
     `restart` begins a new generation of the host: its tensors go, its preparations run again.
     """
@@ -103,7 +103,7 @@ class LocalClient:
         wait_for_restart: bool = True,
         **kwargs: Any,
     ) -> Any:
-        """Run `fn` here; see `DevicePort.run`."""
+        """Run `fn` here; see `DeviceClient.run`."""
         host = await self._serving(timeout_s)
         return await self._run_once(host, lambda: host.invoke(fn, args, kwargs), timeout_s)
 
@@ -141,7 +141,7 @@ class LocalClient:
         wait_for_restart: bool = True,
         **kwargs: Any,
     ) -> AsyncIterator[Any]:
-        """The items of `fn`; see `DevicePort.stream`."""
+        """The items of `fn`; see `DeviceClient.stream`."""
         host = await self._serving()
         if resume:
             kwargs = {"so_far": [], **kwargs}
@@ -171,7 +171,7 @@ class LocalClient:
                     await asyncio.sleep(0)
 
     async def control(self, kind: str, body: Any = None, *, timeout_s: float = 10.0) -> Any:
-        """Ask a handler of the hosted code; see `DevicePort.control`."""
+        """Ask a handler of the hosted code; see `DeviceClient.control`."""
         async with asyncio.timeout(timeout_s):
             return await (await self._serving()).handle(kind, body)
 

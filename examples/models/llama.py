@@ -189,7 +189,7 @@ def _identity(rows: Tensor) -> Tensor:
 class Layer:
     """One decoder layer: its weights, and its pages of keys and values.
 
-    `reduce` makes the sums of a layer whose heads and columns are spread over several ranks.
+    `all_reduce` makes the sums of a layer whose heads and columns are spread over several ranks.
     """
 
     all_reduce: Callable[[Tensor], Tensor] = staticmethod(_identity)
@@ -375,7 +375,7 @@ class Llama:
 
     def forward_all_positions_batch(self, ids: Tensor, spans: list[TokenRange]) -> Tensor:
         """`every` for all callers at once: (T, V)."""
-        metadata = replace(self.cache.attention_metadata(spans), last=slice(None))
+        metadata = replace(self.cache.attention_metadata(spans), logits_indices=slice(None))
         return run_sync(self.forward(BLOCKING, self._blocking, ids, metadata))
 
     def step_batch(self, ids: Tensor, spans: list[TokenRange]) -> Tensor:

@@ -64,7 +64,7 @@ class PipelineLlama(RankLlama):
         Raises: ValueError: there are fewer layers than ranks.
         """
         layer_range = layers_of(config.num_hidden_layers, member.rank, member.ranks)
-        stage_config = replace(config, layers=len(layer_range))
+        stage_config = replace(config, num_hidden_layers=len(layer_range))
         super().__init__(
             stage_config,
             stage_weights(get, layer_range, config, like),

@@ -1,6 +1,6 @@
 """What is known about calls, kept where the compiled twin finds it in one step.
 
-For a blocking op these are the plans of one generation (`KnownPlans`). For an awaited op a memo holds
+For a blocking op these are the plans of one generation (`BlockingCallCache`). For an awaited op a memo holds
 everything between a call's arguments and its pending call: plan, group, size, modes. Both belong to one
 generation of a device of the process's runtime; another runtime, policy or health verdict empties them. Calls
 that more than bits describe (scopes, subclasses, autocast, modes that see every operation, CUDA streams

@@ -32,7 +32,7 @@ class AttentionMetadata:
 
 
 class MetadataBuilder:
-    """Makes `Rows`; what the step before had already is used again.
+    """Makes `AttentionMetadata`; what the step before had already is used again.
 
     The layers of one step ask for the same spans, and a crowd that stays keeps its tables: they are made anew
     where a sequence joins, leaves or gets another page, and where the longest one needs a wider table.

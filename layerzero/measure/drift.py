@@ -2,8 +2,8 @@
 
 A driver, a power limit, a neighbour or a library can make a kernel slower than it was when it was tuned; a
 choice by the old time stays where it is. One call in so many is timed. A kernel whose live median stays above
-`FACTOR` times its measurement for `FOR_S` seconds loses that measurement, with a log event and a count. Where
-most of what runs became slower at once, the machine did, and no kernel loses anything.
+`FACTOR` times its measurement for `MIN_DURATION_S` seconds loses that measurement, with a log event and a
+count. Where most of what runs became slower at once, the machine did, and no kernel loses anything.
 """
 
 from __future__ import annotations

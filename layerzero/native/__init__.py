@@ -11,11 +11,11 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any, Final
 
 from layerzero._util import log
 from layerzero.spec.errors import BackendNotAvailableError
+from layerzero.spec.reasons import Reason
 
 UNUSED: Final = "not asked for yet"
 OFF: Final = "off"
@@ -28,7 +28,7 @@ _DELAY_S = 1.0
 
 
 class NativeModule:
-    """What `name`.cpp compiles to, once it is there: `module`, else None; `state` and `detail` say why."""
+    """The module of `name`.cpp, once it is there: `module`, else None; `state` and `detail` say why."""
 
     __slots__ = ("_error", "_installers", "_lock", "_name", "detail", "module", "requested", "state")
 
@@ -46,14 +46,10 @@ class NativeModule:
         # Imported here: it needs what only Unix has, and nobody else needs it at import.
         from layerzero.native import compiling
 
-        return compiling.CppModule(
-            f"layerzero_{self._name}",
-            Path(__file__).with_name(f"{self._name}.cpp"),
-            ("-O2", "-std=c++20", "-fPIC", "-shared", "-fvisibility=hidden"),
-        )
+        return compiling.library(f"layerzero_{self._name}")
 
     def on_ready(self, install: Callable[[Any], None]) -> None:
-        """Call `adopt(module)` when the module is there, now if it is; with None when it is put aside."""
+        """Call `install(module)` when the module is there, now if it is; with None when it is put aside."""
         self._installers.append(install)
         if self.module is None:
             return
@@ -74,7 +70,7 @@ class NativeModule:
             self.state = COMPILING
         try:
             library = self._library()
-            compiled = library.target().exists()
+            compiled = library.ready
         except Exception as error:
             self._failed(error)
             return
@@ -117,20 +113,20 @@ class NativeModule:
         Raises: what an adopter raises; then Python alone is in use everywhere.
         """
         self.module = module
-        self.state = READY if module is not None else OFF
-        self.detail = ""
         try:
             for install in self._installers:
                 install(module)
         except Exception as error:
             self._failed(error)
             raise
+        self.state = READY if module is not None else OFF
+        self.detail = ""
 
     @property
     def compiled(self) -> bool:
         """Whether the library is there already, loaded or not."""
         try:
-            return self.module is not None or bool(self._library().target().exists())
+            return self.module is not None or bool(self._library().ready)
         except BackendNotAvailableError:
             return False
 
@@ -159,15 +155,23 @@ class NativeModule:
 
     def _failed(self, error: Exception) -> None:
         """Use Python alone, all of it: nobody keeps a part of a module that the others do not have."""
-        if self.module is not None:
-            self.module = None
-            for install in self._installers:
-                install(None)
+        taken_up, self.module = self.module is not None, None
         self.state = UNAVAILABLE
         self.detail = str(error)
-        # Without a compiler nothing is wrong; everything else is worth a look.
-        write = log.info if isinstance(error, BackendNotAvailableError) else log.warning
-        write("native.unavailable", error=self.detail)
+        log.warning("native.unavailable", module=self._name, error=self.detail, reason=reason_of(error))
+        for install in self._installers if taken_up else ():
+            try:
+                install(None)
+            except Exception as stuck:  # the others still have to give it back
+                log.warning(
+                    "native.unavailable", module=self._name, error=str(stuck), reason=reason_of(stuck)
+                )
+
+
+def reason_of(error: Exception) -> str:
+    """The reason code of an error that keeps a compiled module from being used."""
+    reason = error.context.get("reason") if isinstance(error, BackendNotAvailableError) else None
+    return str(reason or Reason.KERNEL_LOAD_FAILED)
 
 
 _ENDING = threading.Event()

@@ -72,6 +72,7 @@ void call_dealloc(Call* self) {
 }
 
 // The queued ticket of this call; empty where Python has to make the call. An error is set or not.
+// Throws: PythonError.
 Ref queued_ticket(Call* self) {
   auto* kinds = reinterpret_cast<Kinds*>(self->kinds);
   int modes = -1;
@@ -79,15 +80,15 @@ Ref queued_ticket(Call* self) {
   if (!has(in_front.lane, front.get())) return Ref();
   // A task that is alone may run it at once; another grad mode than the loop's leaves with its caller, where that
   // has none of its own.
-  if (in_front.alone.of(front.get()) != Py_None) return Ref();
-  if (!carrying && !(modes & INFERENCE) && bool(modes & GRAD) != (in_front.ambient_grad.of(front.get()) == Py_True)) return Ref();
+  if (!in_front.alone.is(front.get(), Py_None)) return Ref();
+  if (!carrying && !(modes & INFERENCE) && bool(modes & GRAD) != in_front.ambient_grad.is(front.get(), Py_True)) return Ref();
   Ref us_per_row(PyObject_GetAttr(kinds->function, known.us_per_row));
   if (!us_per_row) return Ref();
   const double us = PyFloat_AsDouble(us_per_row.get());
   if (PyErr_Occurred()) return Ref();
   PyObject* there = front.get();  // the ticket holds it
   Ref ticket = ticket_of(kinds, self->args, modes, std::move(front), us);
-  if (!ticket || queued(there, reinterpret_cast<Ticket*>(ticket.get())) != 1) return Ref();
+  if (!ticket || !queued(there, reinterpret_cast<Ticket*>(ticket.get()))) return Ref();
   return ticket;
 }
 
@@ -143,6 +144,7 @@ PySendResult call_send(Call* self, PyObject* given, PyObject** out) {
   } else if (!self->begun) {
     try {
       how = call_begin(self, out);
+    } catch (const PythonError&) {
     } catch (const std::exception& error) {
       PyErr_SetString(PyExc_RuntimeError, error.what());
     }

@@ -1,4 +1,4 @@
-// A part of hot.cpp: `Carried`, a coroutine that has torch's modes to itself; layerzero/scheduler/task_modes.py.
+// A part of hot.cpp: `IsolatedCoroutine`, a coroutine that has torch's modes to itself; layerzero/scheduler/task_modes.py.
 
 #pragma once
 

@@ -1,22 +1,21 @@
-"""Compiles and loads C++ modules, once per machine and user.
+"""Loads C++ modules: what the installed wheel carries, else what is compiled once per machine and user.
 
-A library lies in a folder that only its user can write, under a name made of everything it depends on:
-sources, flags, torch, Python and, where its flags say so, the CPU's instructions. A file lock lets one
+A compiled library lies in a folder that only its user can write, under a name made of everything it depends
+on: sources, flags, torch, Python and, where its flags say so, the CPU's instructions. A file lock lets one
 process compile while the others wait for its result.
 """
 
 from __future__ import annotations
 
 import atexit
+import functools
 import hashlib
 import importlib.machinery
 import importlib.util
+import json
 import os
 import platform
-import shutil
 import subprocess
-import sys
-import sysconfig
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -25,27 +24,32 @@ from typing import Any
 
 import torch
 
-from layerzero._util import files
+from layerzero._util import files, log
+from layerzero.native import building
 from layerzero.spec.errors import BackendNotAvailableError
 from layerzero.spec.reasons import Reason
 
 COMPILE_TIMEOUT_S = 600
+WHEEL_UNUSED = "native.wheel_unused"
 
 
 @dataclass(frozen=True, slots=True)
-class CppModule:
-    """A C++ module: its name, its source (headers beside it count), its compiler flags."""
-
-    name: str
-    source: Path
-    flags: tuple[str, ...]
+class CppModule(building.Source):
+    """A C++ module as this process gets it."""
 
     def get(self) -> Any:
-        """The compiled module, compiling it first where this user has not yet; takes up to a minute.
+        """The module: the wheel's, else this user's, compiled first where it is not there; up to a minute.
 
-        Raises: BackendNotAvailableError: no compiler, a compile error, or a cache folder that others can
-            write.
+        Raises: BackendNotAvailableError: a Python without its lock, no compiler, a compile error, or a cache
+            folder that others can write.
         """
+        need_lock()
+        shipped = self.shipped()
+        if shipped is not None:
+            try:
+                return self._load(str(shipped))
+            except BackendNotAvailableError as error:
+                log.warning(WHEEL_UNUSED, module=self.name, reason=Reason.KERNEL_LOAD_FAILED, why=str(error))
         target = self.target()
         if not target.exists():
             with locked(target.with_name("lock")):
@@ -53,45 +57,44 @@ class CppModule:
                     self.compile_to(target)
         return self.load(target)
 
+    @property
+    def ready(self) -> bool:
+        """Whether `get` compiles nothing.
+
+        Raises: BackendNotAvailableError: as `get`, where it would not begin to compile.
+        """
+        need_lock()
+        return self.shipped() is not None or self.target().exists()
+
+    def shipped(self) -> Path | None:
+        """The wheel's module where it fits this process; a wheel's that does not is logged, once."""
+        if _unfit() != "":
+            return None
+        for name, _ in self.variants():
+            path = building.SHIPPED / name
+            if path.exists() and _runs_here(name):
+                return path
+        return None
+
     def target(self) -> Path:
         """Where the compiled library lies, or will."""
         return cache_folder() / f"{self.name}-{self.fingerprint()}.so"
 
     def fingerprint(self) -> str:
         """Everything the compiled library depends on, as 32 hexadecimal digits."""
-        headers = [header.read_bytes() for header in sorted(self.source.parent.glob("*.h"))]
         built_for = cpu_flags() if "-march=native" in self.flags else platform.machine()
-        parts = (
-            self.source.read_bytes(), *headers, *self.flags, torch.__version__,
-            sys.implementation.cache_tag, built_for,
-        )  # fmt: skip
-        digest = hashlib.sha256()
-        for part in parts:
-            digest.update(part if isinstance(part, bytes) else str(part).encode())
-            digest.update(b"\0")
-        return digest.hexdigest()[:32]
+        parts = (self.digest(), *self.flags, str(torch.__version__), building.python_abi(), built_for)
+        return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:32]
 
     def compile_to(self, target: Path) -> None:
         """Compile the source and put the library at `target` in one step.
 
         Raises: BackendNotAvailableError: the compiler says no; its first error is in the message.
         """
-        home = Path(torch.__file__).parent
-        includes = (
-            home / "include",
-            home / "include/torch/csrc/api/include",
-            sysconfig.get_paths()["include"],
-        )
+        need_compiler()
         part = target.with_suffix(f".{os.getpid()}.part")
-        command = [
-            compiler(), *self.flags, *(f"-I{folder}" for folder in includes),
-            f"-DTORCH_EXTENSION_NAME={self.name}",
-            f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}",
-            str(self.source), "-o", str(part),
-            f"-L{home / 'lib'}", "-lc10", "-ltorch_cpu", "-ltorch", "-ltorch_python",
-        ]  # fmt: skip
         try:
-            returned, messages = _run(command)
+            returned, messages = _run(building.command(self, self.flags, part))
             if returned:
                 raise unavailable(Reason.JIT_FAILED, f"did not compile: {first_error(messages)}")
             part.replace(target)
@@ -107,6 +110,12 @@ class CppModule:
         """
         try:
             origin = files.pinned_path(path)
+        except OSError as error:
+            raise unavailable(Reason.KERNEL_LOAD_FAILED, f"does not load: {error}") from error
+        return self._load(origin)
+
+    def _load(self, origin: str) -> Any:
+        try:
             loader = importlib.machinery.ExtensionFileLoader(self.name, origin)
             spec = importlib.util.spec_from_file_location(self.name, origin, loader=loader)
             assert spec is not None
@@ -161,18 +170,61 @@ def locked(path: Path) -> Iterator[None]:
         yield
 
 
-def compiler() -> str:
-    """The C++ compiler: CXX, else g++.
+def library(name: str) -> CppModule:
+    """The package's own module of that name."""
+    own = building.SOURCES[name]
+    return CppModule(own.name, own.source, own.flags)
+
+
+@functools.cache
+def _unfit() -> str | None:
+    """What keeps the wheel's modules from this process: None where it has none, empty where nothing does."""
+    try:
+        stamp = json.loads((building.SHIPPED / building.STAMP).read_text())
+        if not isinstance(stamp, dict):
+            raise ValueError(f"needs an object, got {stamp!r:.40}")
+    except FileNotFoundError:
+        return None  # a checkout, or a wheel without them
+    except (OSError, ValueError) as error:
+        differences = [f"something unknown: {building.STAMP} {error}"]
+    else:
+        here = building.stamp()
+        differences = [
+            f"{key} {stamp.get(key)!r}, got {here[key]!r}" for key in here if stamp.get(key) != here[key]
+        ]
+    if not differences:
+        return ""
+    why = f"the installed wheel's compiled modules are for {'; '.join(differences)}"
+    log.warning(WHEEL_UNUSED, reason=Reason.BACKEND_VERSION_MISMATCH, why=why)
+    return why
+
+
+def _runs_here(name: str) -> bool:
+    """Whether this CPU has the instructions that a wheel's module of that file name takes."""
+    level = name.removesuffix(".so").partition(".")[2]
+    return not level or building.LEVELS[level].issubset(cpu_flags().split())
+
+
+def need_lock() -> None:
+    """Refuse a free-threaded build of Python: nothing here is proved to be right without the lock.
+
+    Raises: BackendNotAvailableError: it is one.
+    """
+    if building.free_threaded():
+        why = "needs a Python with its global lock (GIL), got a free-threaded build"
+        raise unavailable(Reason.PYTHON_FREE_THREADED, why)
+
+
+def need_compiler() -> None:
+    """Refuse to compile without a C++ compiler: CXX, else g++.
 
     Raises: BackendNotAvailableError: there is none.
     """
-    name = os.environ.get("CXX") or "g++"
-    path = shutil.which(name)
-    if path is None:
+    if building.compiler() is None:
+        got = os.environ.get("CXX") or "g++"
         raise unavailable(
-            Reason.BACKEND_MISSING, f"needs a C++ compiler with C++20 and OpenMP, got no {name!r}"
+            Reason.BACKEND_MISSING, f"needs a C++ compiler with C++20 and OpenMP, got no {got!r}"
         )
-    return path
 
 
 def first_error(messages: str) -> str:

@@ -2,16 +2,20 @@
 //
 // Everything in this file has a twin in Python that gives the same results; nothing here decides anything.
 // `Memo` remembers, for one op, what the Python path has found out about a call, under a key made of all that
-// can change the answer. `Ticket` is the future of one queued call. `rejoin`, `gather` and `split` put rows
+// can change the answer. `PendingCall` is the future of one queued call. `rejoin`, `gather` and `split` put rows
 // together and take them apart; `begin`, `land` and `resume` take a whole batch of tickets through its states.
 // `Kinds` (functions.h) is the memo of a batched function, `queue` (queue.h) the way of a known call into its line,
-// `Call` (calls.h) what awaits one, `Carried` (carried.h) a coroutine that has torch's modes to itself. What an op
+// `Call` (calls.h) what awaits one, `IsolatedCoroutine` (carried.h) a coroutine that has torch's modes to itself. What an op
 // reads places from is copied while it is checked (indices.h, numbers.h); `Plans` (plans.h) knows an op's blocking calls.
 // A function that meets what it does not know returns None or NotImplemented, and Python does the work.
 
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
 #include <structmember.h>
+
+#ifdef Py_GIL_DISABLED
+#error "this module counts on the lock of the interpreter"
+#endif
 
 #include <ATen/Context.h>
 #include <ATen/EmptyTensor.h>
@@ -93,11 +97,15 @@ void put_new(PyObject*& field, PyObject* borrowed) {
   put(field, borrowed);
 }
 
+// A Python error is set, and the function that stands in Python's place returns null.
+struct PythonError {};
+
 // C++ errors become Python's.
 template <typename F>
 PyObject* guarded(F&& body) {
   try {
     return body();
+  } catch (const PythonError&) {
   } catch (const c10::Error& error) {
     PyErr_SetString(PyExc_RuntimeError, error.what_without_backtrace());
   } catch (const std::exception& error) {
@@ -1142,7 +1150,7 @@ PyMethodDef functions[] = {
     {"split", reinterpret_cast<PyCFunction>(reinterpret_cast<void*>(split)), METH_FASTCALL, "Views of rows."},
     {"own", own, METH_O, "A copy by itself of a piece of a larger allocation."},
     {"columns", columns, METH_O, "Rows of each call, and the calls' arguments as columns."},
-    {"layout", layout, METH_VARARGS, "Where `queue` finds the slots of a lane."},
+    {"attributes", attributes, METH_VARARGS, "The classes of a lane, whose attributes `queue` reads and writes."},
     {"queue", reinterpret_cast<PyCFunction>(reinterpret_cast<void*>(queue)), METH_FASTCALL,
      "Whether the ticket was queued."},
     {"paired", reinterpret_cast<PyCFunction>(reinterpret_cast<void*>(paired)), METH_FASTCALL, "Each value with a plan."},

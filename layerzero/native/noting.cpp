@@ -1,4 +1,4 @@
-// The journal's twin of `Journal.watched`: a callable that notes its kernel in a slot of the thread while it runs.
+// The journal's twin of `RunningKernelLog.watched`: a callable that notes its kernel in a slot of the thread while it runs.
 //
 // A slot is two words of memory that outlives the process: the number of the kernel, and when it began on the
 // monotonic clock, in nanoseconds; 0 when it has ended.
@@ -6,6 +6,10 @@
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
 #include <structmember.h>
+
+#ifdef Py_GIL_DISABLED
+#error "this module counts on the lock of the interpreter"
+#endif
 
 #include <atomic>
 #include <cstdint>

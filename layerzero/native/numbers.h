@@ -1,6 +1,6 @@
 // A part of hot.cpp: logits, probabilities and the numbers of each row beside them, checked in one pass.
 //
-// The twins of `_guard_rows` in ops/sampling.py and of `_guard` in ops/verify.py. The answers are those of indices.h:
+// The twins of `_validate_rows` in ops/sampling.py and of `_guard` in ops/verify.py. The answers are those of indices.h:
 // the arguments, with copies of what has to stay as it was checked; None where a value does not fit (Python finds out
 // which and says so); NotImplemented for what is no small plain tensor on the CPU.
 

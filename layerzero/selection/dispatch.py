@@ -85,7 +85,7 @@ def capturing_mode_bits() -> int:
 
 
 def capturing_mode_bits_without_grad() -> int:
-    """`capturing_mode()` of a runtime that never differentiates."""
+    """`capturing_mode_bits()` of a runtime that never differentiates."""
     bits = DETERMINISTIC if _is_deterministic() else 0
     if _is_autocast():
         bits |= AUTOCAST
@@ -177,7 +177,7 @@ class _PendingSelection:
 class SelectionContext:
     """Everything that verdicts of one table depend on; equal rules may share a table.
 
-    `yields` are those of `modes` that are given up where no kernel has them.
+    `droppable_modes` are those of `modes` that are given up where no kernel has them.
     """
 
     kernels: tuple[Kernel, ...]
@@ -225,7 +225,7 @@ _EMPTY: Mapping[Any, Any] = MappingProxyType({})
 
 
 class PlanTable:
-    """The plans of one op in one generation: `hot[mode]` by signature, `keyed` by reduced request."""
+    """The plans of one op in one generation: `hot[mode]` by signature, `by_key` by reduced request."""
 
     __slots__ = (
         "_compile",
@@ -428,8 +428,8 @@ class PlanTable:
 
         Without `ahead` no table of decisions made ahead has a say.
 
-        Where no kernel has what a mode of `Rules.yields` asks for, the choice is made without it, with a
-        warning.
+        Where no kernel has what a mode of `SelectionContext.yields` asks for, the choice is made without it,
+        with a warning.
         """
         dropped_modes = request.modes & self._context.droppable_modes
         try:

@@ -52,7 +52,7 @@ class Bucket(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forb
     capture: bool = False
 
     def lookup_key(self) -> Hashable:
-        """What a request in this bucket has as `bucket_key`."""
+        """What a request in this bucket has as `lookup_key_of`."""
         return (
             self.op,
             self.dtype,

@@ -163,6 +163,7 @@ class Reason(StrEnum):
     DESCRIPTOR_ONLY = "DESCRIPTOR_ONLY", Category.BACKEND, "is described, and no code here calls it"
     KERNEL_LOAD_FAILED = "KERNEL_LOAD_FAILED", Category.BACKEND, "could not be loaded"
     JIT_FAILED = "JIT_FAILED", Category.BACKEND, "did not compile"
+    PYTHON_FREE_THREADED = "PYTHON_FREE_THREADED", Category.BACKEND, "needs a Python with its global lock"
     NOT_READY = "NOT_READY", Category.BACKEND, "is still being imported or compiled: chosen when warm"
 
     CIRCUIT_OPEN = "CIRCUIT_OPEN", Category.HEALTH, "failed too often and rests"

@@ -50,7 +50,6 @@ class Batcher:
     __slots__ = (
         "_deadlines",
         "_last_was_urgent",
-        "_seq",
         "_turn_due",
         "_urgent",
         "_waiting_for_room",
@@ -80,7 +79,6 @@ class Batcher:
         self.inflight_batches = self.running_calls = 0  # batches, pending calls
         self.mean_batch_s = 0.0
         self.draining = False
-        self._seq = 0
         self._turn_due = False
         self._last_was_urgent = False
         # A plain dict looks through all that it has lost for its first key.
@@ -118,8 +116,8 @@ class Batcher:
         """Take a new pending call; False where it was rejected (the queue is full, or the batcher drains)."""
         if call.state != NEW:
             raise ValueError("a ticket is submitted once")
-        self.stats.submitted += 1
-        self._seq = call.seq = self._seq + 1
+        stats = self.stats
+        stats.submitted = call.seq = stats.submitted + 1
         call.submitted_at = now_s
         queued = self.queued
         if not queued:
@@ -146,7 +144,7 @@ class Batcher:
 
     def next_batch(self, now_s: float) -> Batch | None:
         """The next batch to run, or None: nothing waits, a turn is owed, enough is in flight, or all that
-        waits is held for callers that are expected, until `held_until` or news of the device."""
+        waits is held for callers that are expected, until `deferred_until` or news of the device."""
         self.deferred_until = math.inf
         if not self.queued or self._turn_due or self.inflight_batches >= self.limits.max_inflight_batches:
             return None
@@ -280,7 +278,7 @@ class Batcher:
         predecessor: BatchQueue | None = caller.last_queue
         point = queue.points.get(predecessor)
         if point is None:
-            point = round_robin.add_point(queue, predecessor, self._seq, caller.point)
+            point = round_robin.add_point(queue, predecessor, self.stats.submitted, caller.point)
         caller.last_queue = queue
         caller.point = point
         if point.count:
@@ -317,7 +315,7 @@ class Batcher:
         self.queued_bytes -= call.bytes
         point.count -= 1
         if not point.count:
-            point.last_used = self._seq
+            point.last_used = self.stats.submitted
             del queue.active_points[point]
             del self.round_robin.active_points[point]
 
@@ -392,7 +390,7 @@ class Batcher:
         self.queued -= queue.count
         self.queued_bytes -= queue.bytes
         queue.count = queue.tokens = queue.bytes = 0
-        pending, seq = self.round_robin.active_points, self._seq
+        pending, seq = self.round_robin.active_points, self.stats.submitted
         for point in queue.active_points:
             point.count = 0
             point.last_used = seq

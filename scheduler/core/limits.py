@@ -8,10 +8,10 @@ from layerzero.spec.settings import Settings
 class BatchLimits:
     """Limits of one batcher: of a batch, of the queue, of what it remembers.
 
-    `ageing_s` lifts a waiting pending call by one priority class; `ahead` is how many batches may be in
-    flight; `slots` how many places of the models' programs are remembered. `reject` refuses pending calls at
-    a full queue, which otherwise wait in order for room. `hold_s` is how long a call waits at most, after the
-    device has run, for callers that are expected to call beside it.
+    `priority_aging_s` lifts a waiting pending call by one priority class; `ahead` is how many batches may be
+    in flight; `slots` how many places of the models' programs are remembered. `reject` refuses pending calls
+    at a full queue, which otherwise wait in order for room. `max_defer_s` is how long a call waits at most,
+    after the device has run, for callers that are expected to call beside it.
     """
 
     __slots__ = (

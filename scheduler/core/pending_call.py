@@ -204,7 +204,7 @@ class PendingCall:
 
 
 class PendingCallClass:
-    """The class to make pending calls of: `Ticket`, or its compiled twin, which has the same methods."""
+    """The class to make pending calls of: `PendingCall`, or its compiled twin, which has the same methods."""
 
     __slots__ = ("cls",)
 

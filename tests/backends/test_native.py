@@ -6,6 +6,7 @@ import os
 import shutil
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from torch import Tensor
 
 from layerzero.actors.device.registry import Registry
 from layerzero.backends import native
+from layerzero.native import building
 from layerzero.ops import table
 from layerzero.ops.op import Args
 from layerzero.spec import tolerances
@@ -215,7 +217,8 @@ def test_a_source_that_does_not_compile_blocks_the_kernel(
     """The compiler's first error is in the reason, and nothing half made stays behind."""
     broken = tmp_path / "broken.cpp"
     broken.write_text("int f( { return 1; }")
-    monkeypatch.setattr(build, "SOURCE", broken)
+    own = building.SOURCES["layerzero_native"]
+    monkeypatch.setitem(building.SOURCES, own.name, replace(own, source=broken))
     reason, got = verdict()
     assert reason is Reason.JIT_FAILED and "error" in got
     assert [p.name for p in (tmp_path / "layerzero" / "native").iterdir()] == ["lock"]

@@ -20,7 +20,8 @@ WORDS = st.text(alphabet="ab\u00e9\u4e2d\U0001f600 .", max_size=40)
 
 
 def pieces(text: str, stop: tuple[str, ...] = ()) -> tuple[list[str], bool]:
-    """What `Words` gives for `text`, one piece a token and one at the end; whether it stopped."""
+    """What `IncrementalDetokenizer` gives for `text`, one piece a token and one at the end; whether it
+    stopped."""
     words = generate.IncrementalDetokenizer(TOKENIZER, stop)
     given_out = []
     for token in TOKENIZER.encode(text, add_special_tokens=False).ids:

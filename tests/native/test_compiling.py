@@ -53,9 +53,9 @@ def test_a_library_for_every_cpu_does_not_depend_on_one(
 
 
 def test_without_a_compiler_everything_stays_in_python(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The state says what is missing, `load` raises it, and nothing was taken up."""
+    """The state and one warning say what is missing, `load` raises it, and nothing was taken up."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setenv("CXX", "no-such-compiler")
     adopted: list[Any] = []
@@ -65,6 +65,8 @@ def test_without_a_compiler_everything_stays_in_python(
     hot._load()
     assert hot.state == UNAVAILABLE and "no-such-compiler" in hot.detail
     assert hot.module is None and adopted == []
+    (record,) = caplog.records
+    assert record.levelname == "WARNING" and "BACKEND_MISSING" in record.getMessage()
     with pytest.raises(BackendNotAvailableError, match="no-such-compiler"):
         hot.load()
 
@@ -134,6 +136,36 @@ def test_a_module_that_one_adopter_refuses_is_used_by_nobody(caplog: pytest.LogC
     assert [(record.levelname, "no such slot" in record.getMessage()) for record in caplog.records] == [
         ("WARNING", True)
     ]
+
+
+def test_nobody_keeps_a_refused_module_where_giving_it_back_fails_for_one(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """The one that cannot give it back is named, and those after it are asked all the same."""
+    seen: list[Any] = []
+
+    def stuck(module: Any) -> None:
+        raise RuntimeError("never") if module is None else AttributeError("no such slot")
+
+    hot = NativeModule()
+    hot.on_ready(stuck)
+    hot.on_ready(seen.append)
+    with pytest.raises(AttributeError, match="no such slot"):
+        hot.use(object())
+    assert (hot.module, hot.state, seen) == (None, UNAVAILABLE, [None])
+    assert [("no such slot" in r.getMessage(), "never" in r.getMessage()) for r in caplog.records] == [
+        (True, False),
+        (False, True),
+    ]
+
+
+def test_a_module_is_ready_when_every_adopter_has_it() -> None:
+    """The state that others read does not run ahead of them."""
+    states: list[str] = []
+    hot = NativeModule()
+    hot.on_ready(lambda module: states.append(hot.state))
+    hot.use(object())
+    assert (states, hot.state) == ([UNUSED], READY)
 
 
 def test_a_late_adopter_that_refuses_puts_the_module_aside() -> None:

@@ -21,7 +21,11 @@ from layerzero.calls.blocking import last_selection
 from layerzero.native import FAST_PATH
 from layerzero.ops import batching
 from layerzero.scheduler import torch_modes as modes
-from layerzero.scheduler.core.pending_call import PENDING_CALL, PendingCall
+from layerzero.scheduler.core.batcher import Batcher
+from layerzero.scheduler.core.limits import BatcherStats, BatchLimits
+from layerzero.scheduler.core.pending_call import PENDING_CALL, Caller, PendingCall
+from layerzero.scheduler.core.round_robin import BatchQueue, ProgramPoint, RoundRobin
+from layerzero.scheduler.loop_driver import FAST_QUEUE, LoopDriver
 from layerzero.selection.record import Selection
 from tests.native.twins import compiled as compiled
 
@@ -172,7 +176,7 @@ def said() -> Selection:
     """The record of the last call but for its generation, which what loads in the background moves."""
     record = last_selection()
     assert record is not None
-    return msgspec.structs.replace(record, generation=0)
+    return msgspec.structs.replace(record, version=0)
 
 
 def known_calls() -> int:
@@ -279,3 +283,67 @@ def test_a_ticket_without_a_context_is_not_entered() -> None:
     ticket.wake, ticket.context = print, 5
     with pytest.raises(TypeError, match="needs a context"):
         FAST_PATH.module.resume(iter([ticket]))
+
+
+class Renamed:
+    """A class that has lost the slots that the module wants."""
+
+    __slots__ = ("other",)
+
+
+class Computed:
+    """A class whose attribute runs Python's code."""
+
+    @property
+    def submitted(self) -> int:
+        """How many."""
+        return 0
+
+
+CLASSES: tuple[type, ...] = (
+    LoopDriver,
+    Batcher,
+    BatchQueue,
+    ProgramPoint,
+    Caller,
+    BatchLimits,
+    BatcherStats,
+    RoundRobin,
+)
+
+
+@pytest.mark.parametrize("position", range(len(CLASSES)))
+def test_a_renamed_slot_is_refused_and_nothing_queues_by_it(position: int) -> None:
+    """Whichever class it is; what was in use before is not in use half."""
+    classes = [*CLASSES[:position], Renamed, *CLASSES[position + 1 :]]
+    front = object.__new__(LoopDriver)  # of which nothing may be read
+    try:
+        with pytest.raises(AttributeError, match="Renamed"):
+            FAST_PATH.module.attributes(*classes)
+        assert FAST_PATH.module.queue(front, FAST_PATH.module.Ticket("op", (), "group")) is False
+    finally:
+        FAST_QUEUE.install(FAST_PATH.module)
+
+
+def test_an_attribute_that_is_no_slot_is_refused() -> None:
+    """A property would run Python's code in the middle of a change."""
+    try:
+        with pytest.raises(TypeError, match="submitted needs to be a slot"):
+            FAST_PATH.module.attributes(*(Computed if kind is BatcherStats else kind for kind in CLASSES))
+    finally:
+        FAST_QUEUE.install(FAST_PATH.module)
+
+
+def test_an_object_of_another_class_is_named_not_followed() -> None:
+    """A lane whose counters are somebody else's: an error, and no memory is read as if they were its own."""
+    loop = asyncio.new_event_loop()
+    try:
+        front = LoopDriver(loop, None, None)  # type: ignore[arg-type]
+        front.stepping = Caller()
+        group = front.batcher.round_robin.queues["group"] = BatchQueue("group", False)
+        front.batcher.round_robin.add_point(group, None, 0)
+        front.batcher.stats = Renamed()  # type: ignore[assignment]
+        with pytest.raises(TypeError, match=r"submitted needs an object of .*BatcherStats.*, got .*Renamed"):
+            FAST_PATH.module.queue(front, FAST_PATH.module.Ticket("op", (), "group"))
+    finally:
+        loop.close()

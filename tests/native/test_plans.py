@@ -31,8 +31,8 @@ def plans_of(op: str) -> Any:
     """The plans that `lz.sync`'s function of `op` asks first."""
     call = getattr(lz.sync, op)
     cells = dict(zip(call.__code__.co_freevars, call.__closure__, strict=True))
-    known: BlockingCallCache = cells["known"].cell_contents
-    return known.entries
+    cache: BlockingCallCache = cells["cache"].cell_contents
+    return cache.entries
 
 
 def answers(x: Tensor, *more: Any, op: str = "rms_norm", **named: Any) -> bool:
@@ -156,17 +156,17 @@ BLOCKING_PROGRAM = """
 import time
 import torch
 import layerzero as lz
-from layerzero.native import COMPILING, HOT, UNUSED
+from layerzero.native import COMPILING, FAST_PATH, UNUSED
 from tests.native.twins import compiled as compiled
 
 x = torch.randn(1, 8)
 for _ in range(3):
     lz.sync.rms_norm(x)
 for _ in range(1200):
-    if HOT.state not in (UNUSED, COMPILING):
+    if FAST_PATH.state not in (UNUSED, COMPILING):
         break
     time.sleep(0.1)
-print(HOT.describe())
+print(FAST_PATH.describe())
 """
 
 

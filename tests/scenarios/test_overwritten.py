@@ -18,11 +18,11 @@ import torch
 import layerzero as lz
 import layerzero.sync
 from layerzero.spec.errors import NoKernelFoundError
-from layerzero.native import HOT
+from layerzero.native import FAST_PATH
 from tests.ops.wild import GOOD, INDICES, answer, fresh, same
 
 op, twin = sys.argv[1:3]
-HOT.use(None) if twin == "python" else HOT.load()
+FAST_PATH.use(None) if twin == "python" else FAST_PATH.load()
 entered, go = threading.Semaphore(0), threading.Semaphore(0)
 real = None
 

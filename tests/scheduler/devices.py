@@ -53,7 +53,8 @@ class Later(Device):
 
     Its time is the loop's: a batch takes `pass_s`, whatever its size, as one that reads a model's weights
     does. It is also what copies its results (`launch`), the thread that waits for them (`submit`), and the
-    streams of a driver (`ambient`, `of`, `reap`), which say when it has run what was launched.
+    streams of a driver (`default_stream`, `modes_of`, `notify_when_done`), which say when it has run what was
+    launched.
     """
 
     completion = "stream"
@@ -75,15 +76,15 @@ class Later(Device):
         """Run `job` when the device has come so far."""
         self.loop.call_at(self.free_at, job)
 
-    def ambient(self) -> tuple[int, int, int]:
+    def default_stream(self) -> tuple[int, int, int]:
         """One stream is all there is."""
         return 0, 0, 0
 
-    def of(self, tickets: Sequence[Any]) -> Any:
+    def modes_of(self, tickets: Sequence[Any]) -> Any:
         """The modes of a batch."""
         return None, None
 
-    def reap(self, modes: Any, told: Callable[[Exception | None], object]) -> None:
+    def notify_when_done(self, modes: Any, told: Callable[[Exception | None], object]) -> None:
         """Call `told` when everything launched so far has run."""
         self.loop.call_at(self.free_at, told, None)
 

@@ -72,7 +72,7 @@ EDIT = {"file": "made/sums.py", "old": "a + b", "new": "a - b", "kills": "It sub
 def tree(tmp_path: Path) -> Path:
     """A checkout of one package, its tests and a ledger of them."""
     files = {
-        "docs/ledger.md": LEDGER,
+        "REQUIREMENTS.md": LEDGER,
         "made/__init__.py": "",
         "made/sums.py": SUMS,
         "tests/test_sums.py": TESTS,
@@ -181,7 +181,7 @@ def test_a_check_runs_nothing_and_names_what_no_longer_applies(tree: Path) -> No
 def test_the_proof_of_a_row_is_the_default(tree: Path) -> None:
     """All of its tests, the short form `::test` written out."""
     entries(tree, {"rows": ["A6"], **EDIT})
-    (mutation,) = mutations.read(tree / "tests" / "mutations", ledger.rows(tree / "docs" / "ledger.md"))
+    (mutation,) = mutations.read(tree / "tests" / "mutations", ledger.rows(tree / "REQUIREMENTS.md"))
     assert mutation.proof == ("tests/test_sums.py::test_adds", "tests/test_sums.py::test_has_a_process")
 
 
@@ -202,7 +202,7 @@ def test_an_entry_that_is_wrong_is_named(tree: Path, entry: dict[str, object], s
     """By its file, its number and what it needs."""
     entries(tree, entry)
     with pytest.raises(MutationError, match=said) as error:
-        mutations.read(tree / "tests" / "mutations", ledger.rows(tree / "docs" / "ledger.md"))
+        mutations.read(tree / "tests" / "mutations", ledger.rows(tree / "REQUIREMENTS.md"))
     assert str(error.value).startswith("tasks.toml, entry 1")
 
 

@@ -10,7 +10,7 @@ from scripts import ledger, mutate, mutations
 from scripts.mutations import MutationError
 
 ROOT = Path(__file__).resolve().parents[2]
-LEDGER = ledger.rows(ROOT / "docs" / "ledger.md")
+LEDGER = ledger.rows(ROOT / "REQUIREMENTS.md")
 MUTATIONS = mutations.read(ROOT / "tests" / "mutations", LEDGER)
 # Cheap ones, of a property, a plain test and a record.
 FEW = ("K31", "PS-027", "EC-032")

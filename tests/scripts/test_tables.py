@@ -45,3 +45,10 @@ def test_a_short_row_is_refused() -> None:
 def test_cells(value: object, text: str) -> None:
     """Every kind of value has one rendering."""
     assert tables.cell(value) == text
+
+
+def test_a_number_in_a_sentence_comes_from_its_record(tmp_path: Path) -> None:
+    """The keys lead through objects and lists; text around the marks stays."""
+    (file := tmp_path / "r.json").write_text('{"a b": [{"c": 1234}]}')
+    text = f"cut <!-- value: {file}#a b/0/c -->{{}}<!-- /value --> times"
+    assert tables.rendered(text.format("stale")) == text.format("1,234")

@@ -25,7 +25,7 @@ def write(path: Path, text: str) -> Path:
 
 def test_order_is_program_environment_file_defaults(tmp_path: Path) -> None:
     """Each source overrides the ones below it, field by field."""
-    file = write(tmp_path / "lz.yaml", "version: 1\nprobes: 2\nmax_items: 2\nqueue_items: 2\n")
+    file = write(tmp_path / "lz.yaml", "version: 1\nprobes: 2\nmax_batch_size: 2\nmax_queue_size: 2\n")
     env = {"LAYERZERO_PROBES": "3", "LAYERZERO_MAX_BATCH_SIZE": "3"}
     settings = Settings.load(file, env, probes=4)
     assert (settings.probes, settings.max_batch_size, settings.max_queue_size) == (4, 3, 2)

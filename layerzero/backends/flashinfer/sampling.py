@@ -63,7 +63,7 @@ def _sample() -> Callable[..., Any]:
     def sample(
         logits: Tensor, temperature: Number, top_k: Count, top_p: Number, seed: Count, offset: Count
     ) -> Tensor:
-        """`top_k_mask_logits` and `top_p_renorm_probs` propose, `sample_proposed` draws."""
+        """`top_k_mask_logits` and `top_p_renorm_probs` propose, `sample_with_proposals` draws."""
         dense = logits.contiguous()
         mask = None if is_constant(top_k, 0) else masked(library, dense, top_k)
         top_p_probs = None

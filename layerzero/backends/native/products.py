@@ -6,9 +6,7 @@ that may change, and a row's bits are its own in every batch.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,24 +16,21 @@ from layerzero.backends.kernels import kernel
 from layerzero.spec.call_spec import CallSpec
 from layerzero.spec.kernel import Capability, Efficiency, Kernel
 
-SOURCE = Path(__file__).with_name("products.cpp")
 # As the order of `Activation` there.
 ACTIVATIONS = ("gelu", "gelu_tanh", "relu", "silu")
 # Rows of a block and the threads' share of them: hidden rows that are in work at one time, at most.
 BLOCK = 48
 
 
-@functools.cache
 def library() -> Any:
     """The compiled module, compiling it first where this user has not yet; takes up to a minute.
 
     Raises: BackendNotAvailableError: no compiler, a compile error, or a cache folder that others can write.
     """
-    # Imported here: the modules need what only Unix has.
-    from layerzero.backends.native.build import FLAGS
-    from layerzero.native.compiling import CppModule
+    # Imported here: the module needs what only Unix has.
+    from layerzero.backends.native import build
 
-    return CppModule("layerzero_products", SOURCE, FLAGS).get()
+    return build.library("layerzero_products")
 
 
 def _linear() -> Callable[..., Any]:

@@ -6,9 +6,7 @@ the time. `rows.cpp` is the code.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,13 +16,11 @@ from layerzero.ops.rope.rope import validate_rope_values
 from layerzero.spec.kernel import Capability, Efficiency, Kernel
 
 
-@functools.cache
 def _library() -> Any:
     # Imported here: the module needs what only Unix has.
-    from layerzero.backends.native.build import FLAGS
-    from layerzero.native.compiling import CppModule
+    from layerzero.backends.native import build
 
-    return CppModule("layerzero_rows", Path(__file__).with_name("rows.cpp"), FLAGS).get()
+    return build.library("layerzero_rows")
 
 
 def _rms_norm() -> Callable[..., Any]:

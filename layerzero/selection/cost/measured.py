@@ -196,7 +196,8 @@ class MeasuredCosts:
         return estimate, ROOFLINE
 
     def key_of(self, kernel: str, request: CallSpec) -> Hashable:
-        """Where a kernel's measurement for a request stands (`spot_of` of its rows); None where none does."""
+        """Where a kernel's measurement for a request stands (`measurement_key` of its rows); None where none
+        does."""
         launch = "graph" if "capture" in request.modes else "eager"
         key = _key(kernel, BenchmarkCase.of_request(request), launch)
         return key if key in self._keys else None
@@ -345,7 +346,8 @@ def _ideal_us(work: WorkEstimate, request: CallSpec, hardware: Hardware) -> floa
 
 
 def _weight(row: Measurement) -> float:
-    """How much a row counts beside others of its spot: half where it spreads by `STEADY`, then ever less."""
+    """How much a row counts beside others of its spot: half where it spreads by `HALF_WEIGHT_SPREAD`, then
+    ever less."""
     spread = math.sqrt(row.variance) / row.median_us
     return 1.0 / (1.0 + (spread / HALF_WEIGHT_SPREAD) ** 2)
 

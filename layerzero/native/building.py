@@ -1,0 +1,157 @@
+"""What C++ modules this package has and how they are compiled, on a user's machine and into a wheel.
+
+Imports nothing of the package: `setup.py` loads this file by its path, before the package can be imported.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import platform
+import shutil
+import subprocess
+import sys
+import sysconfig
+from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+PACKAGE: Final = Path(__file__).resolve().parents[1]
+SHIPPED: Final = PACKAGE / "native" / "built"  # what a wheel carries; a checkout has no such folder
+STAMP: Final = "stamp.json"
+
+# For every CPU of a kind, and what takes a CPU's own vector instructions. No fast-math: it would reorder
+# sums, and bits would depend on the rows beside them.
+PORTABLE: Final = ("-O2", "-std=c++20", "-fPIC", "-shared", "-fvisibility=hidden")
+VECTORS: Final = ("-O3", "-march=native", "-std=c++20", "-fno-math-errno", "-fPIC", "-shared", "-fopenmp")
+
+# What a wheel has of a module of VECTORS, the best first, and by which names Linux lists what each needs.
+LEVELS: Final[Mapping[str, frozenset[str]]] = {
+    "x86-64-v4": frozenset(
+        {"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl", "avx2", "fma", "f16c"}
+    ),
+    "x86-64-v3": frozenset({"avx2", "fma", "f16c", "bmi1", "bmi2", "movbe", "abm"}),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """A C++ module: the name it is imported by, its source (headers beside it count), its compiler flags."""
+
+    name: str
+    source: Path
+    flags: tuple[str, ...]
+
+    def digest(self) -> str:
+        """Of source and headers, as hexadecimal digits."""
+        digest = hashlib.sha256()
+        for path in (self.source, *sorted(self.source.parent.glob("*.h"))):
+            digest.update(path.read_bytes())
+            digest.update(b"\0")
+        return digest.hexdigest()[:32]
+
+    def variants(self) -> Iterator[tuple[str, tuple[str, ...]]]:
+        """File names and flags of what a wheel carries of it."""
+        if "-march=native" not in self.flags:
+            yield f"{self.name}.so", self.flags
+            return
+        for level in LEVELS if platform.machine() == "x86_64" else ():
+            flags = tuple(f"-march={level}" if flag == "-march=native" else flag for flag in self.flags)
+            yield f"{self.name}.{level}.so", flags
+
+
+def _source(name: str, path: str, flags: tuple[str, ...]) -> tuple[str, Source]:
+    return name, Source(name, PACKAGE / path, flags)
+
+
+SOURCES: Final = dict(
+    (
+        _source("layerzero_hot", "native/hot.cpp", PORTABLE),
+        _source("layerzero_noting", "native/noting.cpp", PORTABLE),
+        _source("layerzero_native", "backends/native/attention.cpp", VECTORS),
+        _source("layerzero_products", "backends/native/products.cpp", VECTORS),
+        _source("layerzero_rows", "backends/native/rows.cpp", VECTORS),
+    )
+)
+
+
+def compiler() -> str | None:
+    """The C++ compiler, CXX or else g++; None where there is none."""
+    return shutil.which(os.environ.get("CXX") or "g++")
+
+
+def command(source: Source, flags: tuple[str, ...], target: Path) -> list[str]:
+    """What compiles a module to `target`, for the torch and the Python that run here."""
+    import torch
+
+    home = Path(torch.__file__).parent
+    includes = (home / "include", home / "include/torch/csrc/api/include", sysconfig.get_paths()["include"])
+    return [
+        compiler() or "g++", *flags, *(f"-I{folder}" for folder in includes),
+        f"-DTORCH_EXTENSION_NAME={source.name}",
+        f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}",
+        str(source.source), "-o", str(target),
+        f"-L{home / 'lib'}", "-lc10", "-ltorch_cpu", "-ltorch", "-ltorch_python",
+    ]  # fmt: skip
+
+
+def free_threaded() -> bool:
+    """Whether this Python was built to run without its lock."""
+    return bool(sysconfig.get_config_var("Py_GIL_DISABLED"))
+
+
+def python_abi() -> str:
+    """The Python that a module here is for: implementation, version, build and platform."""
+    return str(sysconfig.get_config_var("SOABI") or f"{sys.implementation.cache_tag}-{sys.platform}")
+
+
+def stamp() -> dict[str, Any]:
+    """What a module compiled here runs with: torch's C++ is the same in all builds of one release."""
+    import torch
+
+    return {
+        "torch": str(torch.__version__).partition("+")[0],
+        "cxx11_abi": bool(torch.compiled_with_cxx11_abi()),
+        "python": python_abi(),
+        "machine": platform.machine(),
+        **{f"source of {name}": source.digest() for name, source in SOURCES.items()},
+    }
+
+
+def unbuildable() -> str:
+    """Why a wheel made here cannot carry the modules; empty where it can."""
+    if sys.platform != "linux":
+        return f"needs Linux, got {sys.platform}"
+    if free_threaded():
+        return "needs a Python with its lock, got a free-threaded build"
+    if compiler() is None:
+        return f"needs a C++ compiler with C++20 and OpenMP, got no {os.environ.get('CXX') or 'g++'!r}"
+    try:
+        import torch  # noqa: F401
+    except ImportError as error:
+        return f"needs torch where the wheel is built (pip's --no-build-isolation), got {error}"
+    return ""
+
+
+def build(folder: Path) -> None:
+    """Compile all that a wheel carries into `folder`, with its stamp.
+
+    Raises: RuntimeError: the compiler says no; with what it said.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+
+    def made(job: tuple[Source, str, tuple[str, ...]]) -> None:
+        source, name, flags = job
+        done = subprocess.run(
+            command(source, flags, folder / name), capture_output=True, text=True, check=False
+        )
+        if done.returncode:
+            raise RuntimeError(f"{source.source.name} did not compile:\n{done.stderr[-4000:]}")
+
+    jobs = [(source, *variant) for source in SOURCES.values() for variant in source.variants()]
+    with ThreadPoolExecutor(min(len(os.sched_getaffinity(0)), len(jobs))) as pool:
+        list(pool.map(made, jobs))
+    (folder / STAMP).write_text(json.dumps(stamp(), indent=1, sort_keys=True) + "\n")
