@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from layerzero.backends.kernels import kernel
 from layerzero.ops.checks import dtype_bytes
 from layerzero.spec.call_spec import CallSpec
 from layerzero.spec.kernel import AtLeast, AtMost, Capability, Efficiency, Kernel, Limit, MultipleOf
@@ -172,7 +171,7 @@ def _kernel(
     workspace_bytes: Callable[[CallSpec], int] | None = None,
     **more: Any,
 ) -> Kernel:
-    return kernel(
+    return Kernel.of(
         f"liger.{op}.{name}",
         load,
         Capability(

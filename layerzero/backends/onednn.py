@@ -12,7 +12,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from layerzero.backends.kernels import kernel
 from layerzero.spec.kernel import Capability, Efficiency, Kernel
 
 # How the operator names what follows the product: (attribute, algorithm). Its relu makes 0 of NaN.
@@ -80,14 +79,14 @@ def _capability(features: frozenset[str]) -> Capability:
 _SOURCE = "an estimate for where no table says more: behind torch's linear on an AMD EPYC with AVX2 alone"
 
 KERNELS: tuple[Kernel, ...] = (
-    kernel(
+    Kernel.of(
         "onednn.linear.fused",
         _linear,
         _capability(frozenset({"bias"})),
         Efficiency(0.72, 0.7, 2.5, _SOURCE),
         tie_break_order=30,
     ),
-    kernel(
+    Kernel.of(
         "onednn.mlp.fused",
         _mlp,
         _capability(frozenset({"bias", *(f"act_{name}" for name in _FUSED)})),

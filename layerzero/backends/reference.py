@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 
-from layerzero.backends.kernels import kernel
 from layerzero.ops.op import Op
 from layerzero.spec.kernel import ACTIVATIONS, FEATURE_REASONS, Capability, Efficiency, Kernel
 
@@ -52,7 +51,7 @@ def without_autocast(run: Callable[..., Any]) -> Callable[..., Any]:
 @functools.cache
 def reference_kernel(op: Op) -> Kernel:
     """`op.reference` as the kernel `reference.<op>`."""
-    return kernel(
+    return Kernel.of(
         f"reference.{op.name}",
         lambda: without_autocast(op.reference),
         Capability(

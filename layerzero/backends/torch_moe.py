@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from layerzero.backends.kernels import kernel
 from layerzero.ops.linear.mlp import activate
 from layerzero.ops.linear.moe import route
 from layerzero.spec.kernel import Capability, Efficiency, Kernel, MultipleOf
@@ -76,7 +75,7 @@ _H200 = "benchmarks/results/rows_h200.json"
 
 
 def _by_expert(name: str, platforms: frozenset[str], efficiency: Efficiency) -> Kernel:
-    return kernel(
+    return Kernel.of(
         f"torch.moe.{name}",
         lambda: by_expert,
         Capability(
@@ -95,7 +94,7 @@ KERNELS: tuple[Kernel, ...] = (
         "by_expert", frozenset({"cpu"}), Efficiency(0.5, 0.4, 25.0, "an estimate: two products an expert")
     ),
     _by_expert("by_expert_cuda", frozenset({"cuda", "rocm"}), Efficiency(0.58, 0.4, 640.0, _H200)),
-    kernel(
+    Kernel.of(
         "torch.moe.grouped",
         lambda: grouped,
         Capability(

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from layerzero.backends.kernels import kernel
 from layerzero.ops.linear.linear import contiguous_if_odd
 from layerzero.ops.linear.mlp import activate
 from layerzero.ops.norm.norm import layer_norm_reference, rms_norm_reference
@@ -204,7 +203,7 @@ def _native(
     op: str, function: Callable[..., Any], features: frozenset[str], efficiency: Efficiency, **more: Any
 ) -> Kernel:
     on_cpu = "cpu" in more["platforms"]
-    return kernel(
+    return Kernel.of(
         f"torch.{op}.{'native' if on_cpu else 'cuda'}",
         lambda: function,
         Capability(source="torch.nn.functional; run on torch 2.13 CPU", features=features, **more),
@@ -215,7 +214,7 @@ def _native(
 
 
 def _by_row(op: str, function: Callable[..., Any], features: frozenset[str], launch_us: float) -> Kernel:
-    return kernel(
+    return Kernel.of(
         f"torch.{op}.by_row",
         lambda: function,
         Capability(
@@ -239,7 +238,7 @@ _CAPTURED = frozenset(
 
 
 def _append(variant: str, platforms: frozenset[str], efficiency: Efficiency) -> Kernel:
-    return kernel(
+    return Kernel.of(
         f"torch.append_kv.{variant}",
         lambda: append_kv,
         Capability(

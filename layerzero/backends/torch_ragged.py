@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from layerzero.backends.kernels import kernel
 from layerzero.spec.kernel import AtMost, Capability, Efficiency, Kernel
 from layerzero.spec.reasons import Reason
 
@@ -111,7 +110,7 @@ def _load() -> Callable[..., Any]:
 
 
 KERNELS: tuple[Kernel, ...] = (
-    kernel(
+    Kernel.of(
         "torch.ragged_attention.padded",
         _load,
         Capability(

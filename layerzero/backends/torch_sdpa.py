@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from layerzero.backends.kernels import kernel
 from layerzero.ops.attention import masks
 from layerzero.ops.attention.lse import apply_sinks
 from layerzero.ops.batching import concat_copy
@@ -228,7 +227,7 @@ def _kernel(
     variant: str, run: Callable[..., Any], efficiency: Efficiency, rank: int, default: bool = False,
     workspace_bytes: Callable[[CallSpec], int] | None = None, tiling: Tiling | None = None, **capability: Any,
 ) -> Kernel:  # fmt: skip
-    return kernel(
+    return Kernel.of(
         f"torch.attention.{variant}",
         lambda: run,
         Capability(layouts=frozenset({"BHSD"}), **capability),

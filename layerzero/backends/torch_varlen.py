@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from layerzero.backends.kernels import kernel
 from layerzero.ops.host_copies import max_seqlen
 from layerzero.spec.kernel import (
     AtMost,
@@ -75,7 +74,7 @@ def _kernel(
     variant: str, run: Callable[..., Any], efficiency: Efficiency, rank: int, default: bool = False,
     limits: tuple[Limit, ...] = (), **capability: Any,
 ) -> Kernel:  # fmt: skip
-    return kernel(
+    return Kernel.of(
         f"torch.ragged_attention.{variant}",
         lambda: run,
         Capability(

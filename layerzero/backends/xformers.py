@@ -19,7 +19,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from layerzero.backends.kernels import kernel
 from layerzero.ops.attention import masks
 from layerzero.spec.call_spec import CallSpec
 from layerzero.spec.kernel import AtMost, Capability, Efficiency, Kernel, MultipleOf, OneOf, SameAs
@@ -135,7 +134,7 @@ def _kernel(
     limits: tuple[Any, ...] = _LIMITS, bias_of: Callable[..., Any] = _bias,
     workspace_bytes: Callable[[CallSpec], int] = _bias_bytes, **more: Any,
 ) -> Kernel:  # fmt: skip
-    return kernel(
+    return Kernel.of(
         f"xformers.attention.{variant}",
         functools.partial(_load, module, bias_of),
         Capability(

@@ -20,7 +20,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from layerzero.backends.kernels import kernel
 from layerzero.ops.attention import masks
 from layerzero.spec.kernel import AtLeast, Capability, Efficiency, Kernel, SameAs
 from layerzero.spec.reasons import Reason
@@ -188,7 +187,7 @@ _ATTENTION_FEATURES = frozenset(
 )  # fmt: skip
 
 KERNELS: tuple[Kernel, ...] = (
-    kernel(
+    Kernel.of(
         "zentorch.attention.sdpa",
         _attention,
         _capability(
@@ -202,7 +201,7 @@ KERNELS: tuple[Kernel, ...] = (
         slow_import=True,
         distributions=_DISTRIBUTIONS,
     ),
-    kernel(
+    Kernel.of(
         "zentorch.rms_norm.native",
         _rms_norm,
         _capability(frozenset(), limits=(AtLeast("C", 2),), batch_invariant=True),
@@ -210,7 +209,7 @@ KERNELS: tuple[Kernel, ...] = (
         slow_import=True,
         distributions=_DISTRIBUTIONS,
     ),
-    kernel(
+    Kernel.of(
         "zentorch.add_rms_norm.native",
         _add_rms_norm,
         _capability(frozenset(), limits=(AtLeast("C", 2),), batch_invariant=True),
@@ -218,7 +217,7 @@ KERNELS: tuple[Kernel, ...] = (
         slow_import=True,
         distributions=_DISTRIBUTIONS,
     ),
-    kernel(
+    Kernel.of(
         "zentorch.linear.native",
         _linear,
         _capability(frozenset({"bias"})),
@@ -226,7 +225,7 @@ KERNELS: tuple[Kernel, ...] = (
         slow_import=True,
         distributions=_DISTRIBUTIONS,
     ),
-    kernel(
+    Kernel.of(
         "zentorch.quantized_linear.dynamic",
         _quantized_linear,
         _capability(
@@ -237,7 +236,7 @@ KERNELS: tuple[Kernel, ...] = (
         slow_import=True,
         distributions=_DISTRIBUTIONS,
     ),
-    kernel(
+    Kernel.of(
         "zentorch.moe.fused",
         _moe,
         _capability(

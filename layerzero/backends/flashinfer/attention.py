@@ -24,7 +24,6 @@ from layerzero.backends.flashinfer.common import (
     module,
     planned_bytes,
 )
-from layerzero.backends.kernels import kernel
 from layerzero.ops import host_copies
 from layerzero.ops.rehearsal import dummy_run
 from layerzero.spec.call_spec import CallSpec
@@ -203,7 +202,7 @@ def _kernel(
     efficiency: Efficiency, rank: int,
 ) -> Kernel:  # fmt: skip
     run = functools.cache(functools.partial(load, variant))
-    return kernel(
+    return Kernel.of(
         f"flashinfer.{op}.{variant}",
         run,
         capability,

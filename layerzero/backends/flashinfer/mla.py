@@ -17,7 +17,6 @@ from layerzero.backends.flashinfer.common import (
     module,
     planned_bytes,
 )
-from layerzero.backends.kernels import kernel
 from layerzero.ops.rehearsal import dummy_run
 from layerzero.spec.kernel import Capability, Kernel, OneOf
 
@@ -71,7 +70,7 @@ _SM = {"fa2": (80, 121), "fa3": (90, 90)}
 
 def _kernel(variant: str, low: int, high: int) -> Kernel:
     run = functools.cache(functools.partial(_latent, variant))
-    return kernel(
+    return Kernel.of(
         f"flashinfer.mla_attention.{variant}",
         run,
         Capability(

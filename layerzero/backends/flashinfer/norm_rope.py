@@ -12,7 +12,6 @@ from torch import Tensor
 from torch.nn import functional
 
 from layerzero.backends.flashinfer.common import DISTRIBUTIONS, HALF, LOAD_BYTES, SOURCE, estimate, module
-from layerzero.backends.kernels import kernel
 from layerzero.ops.paged.append import copy_if_aliased
 from layerzero.ops.quantize.quantize import quantize_reference
 from layerzero.spec.call_spec import CallSpec
@@ -179,7 +178,7 @@ def _kernel(
     workspace_bytes: Callable[[CallSpec], int] | None = None, sm_min: int = 80, source: str = SOURCE,
     contiguous: bool = True, **more: Any,
 ) -> Kernel:  # fmt: skip
-    return kernel(
+    return Kernel.of(
         f"flashinfer.{op}.{what}",
         load,
         Capability(

@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from layerzero.backends.kernels import kernel
 from layerzero.ops import table
 from layerzero.ops.attention.checks import window_bounds
 from layerzero.ops.op import Args
@@ -125,7 +124,7 @@ def _capability(features: frozenset[str], **more: Any) -> Capability:
 _WIDTHS = (AtMost("D", 1024, Reason.HEAD_DIM_TOO_LARGE), AtMost("Dv", 1024, Reason.HEAD_DIM_TOO_LARGE))
 
 KERNELS: tuple[Kernel, ...] = (
-    kernel(
+    Kernel.of(
         "native.append_kv.cpu",
         _append,
         Capability(
@@ -141,7 +140,7 @@ KERNELS: tuple[Kernel, ...] = (
         tie_break_order=20,
         slow_import=True,
     ),
-    kernel(
+    Kernel.of(
         "native.paged_attention.cpu",
         _paged,
         _capability(
@@ -153,7 +152,7 @@ KERNELS: tuple[Kernel, ...] = (
         tie_break_order=20,
         slow_import=True,
     ),
-    kernel(
+    Kernel.of(
         "native.ragged_attention.cpu",
         _ragged,
         _capability(frozenset({"gqa", "scale", "scale_not_positive", "window", "softcap"}), limits=_WIDTHS),
@@ -161,7 +160,7 @@ KERNELS: tuple[Kernel, ...] = (
         tie_break_order=20,
         slow_import=True,
     ),
-    kernel(
+    Kernel.of(
         "native.mla_attention.cpu",
         _latent,
         _capability(

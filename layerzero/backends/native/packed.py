@@ -18,7 +18,6 @@ from torch import Tensor
 from torch.nn import functional
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from layerzero.backends.kernels import kernel
 from layerzero.backends.native.products import ACTIVATIONS, in_panels, library
 from layerzero.ops.linear.mlp import GATES, PLAIN, activate
 from layerzero.spec.call_spec import CallSpec
@@ -225,7 +224,7 @@ def _capability(features: frozenset[str]) -> Capability:
 _SOURCE = "an estimate: before torch's from two rows on, beside it for one, on an AMD EPYC with AVX2"
 
 KERNELS: tuple[Kernel, ...] = (
-    kernel(
+    Kernel.of(
         "native.linear.packed",
         _linear,
         _capability(frozenset()),
@@ -234,7 +233,7 @@ KERNELS: tuple[Kernel, ...] = (
         slow_import=True,
         workspace_bytes=_linear_workspace,
     ),
-    kernel(
+    Kernel.of(
         "native.mlp.packed",
         _mlp,
         _capability(frozenset(f"act_{name}" for name in (*GATES, *PLAIN))),

@@ -12,7 +12,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from layerzero.backends.kernels import kernel
 from layerzero.spec.call_spec import CallSpec
 from layerzero.spec.kernel import Capability, Efficiency, Kernel
 
@@ -95,7 +94,7 @@ def _capability(features: frozenset[str]) -> Capability:
 _SOURCE = "an estimate: {} torch's from a few hundred rows on, behind it below, on an AMD EPYC with AVX2"
 
 KERNELS: tuple[Kernel, ...] = (
-    kernel(
+    Kernel.of(
         "native.linear.panels",
         _linear,
         _capability(frozenset({"bias"})),
@@ -104,7 +103,7 @@ KERNELS: tuple[Kernel, ...] = (
         slow_import=True,
         workspace_bytes=_linear_room,
     ),
-    kernel(
+    Kernel.of(
         "native.mlp.panels",
         _mlp,
         _capability(frozenset({"bias", *(f"act_{name}" for name in ACTIVATIONS)})),

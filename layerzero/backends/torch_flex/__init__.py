@@ -12,7 +12,6 @@ import importlib
 from collections.abc import Callable
 from typing import Any
 
-from layerzero.backends.kernels import kernel
 from layerzero.spec.call_spec import CallSpec
 from layerzero.spec.kernel import Capability, Efficiency, Kernel, OneOf, SameAs
 from layerzero.spec.reasons import Reason
@@ -56,7 +55,7 @@ _FEATURES = frozenset(
 _MEASURED = "benchmarks/results/flex_cpu.json: causal 1024 beside sdpa_flash_cpu; the launch is an estimate"
 
 KERNELS: tuple[Kernel, ...] = (
-    kernel(
+    Kernel.of(
         "torch.attention.flex",
         _attention,
         Capability(

@@ -11,7 +11,6 @@ import importlib
 from collections.abc import Callable
 from typing import Any
 
-from layerzero.backends.kernels import kernel
 from layerzero.spec.kernel import AtMost, Capability, Efficiency, Kernel, Limit, OneOf
 from layerzero.spec.reasons import Reason
 
@@ -49,7 +48,7 @@ def _kernel(
     source: str = "benchmarks/results/rows_h200.json",
     **more: Any,
 ) -> Kernel:
-    return kernel(
+    return Kernel.of(
         f"triton.{op}.{variant}",
         _from(module, op),
         Capability(
