@@ -57,8 +57,8 @@ import asyncio, pathlib, sys
 import torch
 import layerzero as lz
 from layerzero.backends.native import build
-from layerzero.errors import BackendNotAvailableError
-from layerzero.native import HOT, NOTING, building
+from layerzero.spec.errors import BackendNotAvailableError
+from layerzero.native import FAST_PATH, KERNEL_NOTES, building
 
 carries = sys.argv[1] == "compiled"
 x, weight = torch.randn(2, 8), torch.randn(8, 8)
@@ -71,7 +71,7 @@ with lz.start():
     for _ in range(2):
         torch.testing.assert_close(torch.cat(asyncio.run(callers())), wanted)
         torch.testing.assert_close(lz.sync.linear(x, weight), wanted)
-modules = [HOT.now(), NOTING.now()]
+modules = [FAST_PATH.try_load(), KERNEL_NOTES.try_load()]
 for name in ("layerzero_native", "layerzero_products", "layerzero_rows"):
     try:
         modules.append(build.library(name))

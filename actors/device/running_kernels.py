@@ -58,7 +58,7 @@ class _Local(threading.local):
 class RunningKernelLog:
     """The journal of one life of a device; `watched` wraps a callable, `close` says that all is well.
 
-    `twin` is the compiled module that notes a call in less time, `layerzero.native.NOTING`'s.
+    `twin` is the compiled module that notes a call in less time, `layerzero.native.KERNEL_NOTES`'s.
     """
 
     def __init__(self, folder: Path, name: str, incarnation: str, twin: Any = None) -> None:

@@ -120,8 +120,10 @@ with lz.start(lz.Settings(batching="all", inline_limit_us=0.0, warm="off")) as r
         real = device.registry.callable_of(known.id)
         lz.unlock(op)
         mine = f"held.{op}.{len(ran)}"
-        runtime.add_kernel(dataclasses.replace(known, id=mine, backend="held", load=lambda: held,
-        slow_import=False)) lz.lock(op, mine)
+        runtime.add_kernel(
+            dataclasses.replace(known, id=mine, backend="held", load=lambda: held, slow_import=False)
+        )
+        lz.lock(op, mine)
         for value in (2_000_000_000, -2_000_000_000, 17):
             asyncio.run(overtaken(value, wanted))
         ran.append(known.id)

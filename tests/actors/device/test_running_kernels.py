@@ -35,10 +35,11 @@ KILLED = """
 import os, signal, sys
 from pathlib import Path
 from layerzero.actors.device.running_kernels import RunningKernelLog
-from layerzero.native import NOTING
+from layerzero.native import KERNEL_NOTES
 
-journal = RunningKernelLog(Path(sys.argv[1]), "gpu-0", "ab12", NOTING.load() if sys.argv[2] == "compiled" else
-None) journal.wrap("quick.op", lambda: None)()
+module = KERNEL_NOTES.load() if sys.argv[2] == "compiled" else None
+journal = RunningKernelLog(Path(sys.argv[1]), "gpu-0", "ab12", module)
+journal.wrap("quick.op", lambda: None)()
 journal.wrap("slow.op", lambda: os.kill(os.getpid(), signal.SIGKILL))()
 """
 

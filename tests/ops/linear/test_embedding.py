@@ -23,8 +23,7 @@ def test_rows_are_the_tables(index: torch.dtype, dtype: torch.dtype, lead: tuple
 
 @pytest.mark.parametrize("padding_idx", [2, -5])
 def test_the_padding_row_gets_no_gradient(padding_idx: int) -> None:
-    """Its row of the gradient is zero, from the loop driver or from the end; every other row counts its
-    ids."""
+    """Its row of the gradient is zero, from the front or from the end; every other row counts its ids."""
     table = TABLE.clone().requires_grad_()
     call(EMBEDDING, torch.tensor([2, 1, 1, 2]), table, padding_idx=padding_idx).sum().backward()
     assert table.grad is not None
