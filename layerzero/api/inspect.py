@@ -152,13 +152,14 @@ def dry_run(
             knobs,
             cost=device.costs,
         )
-    from layerzero.backends.descriptors import described, imagined  # who asks about here never needs them
+    # A caller that asks about this machine never needs them.
+    from layerzero.backends.descriptors import descriptors_of, imagine_hardware
 
     if not isinstance(hardware, str | Hardware):
         raise TypeError(f"hardware needs a Hardware or the name of one, got {type(hardware).__name__}")
-    target = imagined(hardware) if isinstance(hardware, str) else hardware
+    target = imagine_hardware(hardware) if isinstance(hardware, str) else hardware
     elsewhere = request.replace(platform=target.platform, device=target.device)
-    kernels = (*device.registry.for_op(op), *described(op))
+    kernels = (*device.registry.for_op(op), *descriptors_of(op))
     return decide(definition, elsewhere, kernels, target, policy, KernelStatus(), knobs)
 
 

@@ -31,7 +31,7 @@ def by_expert(
     return sent.weighed(parts, x)
 
 
-def grouped(
+def grouped_experts(
     x: Tensor, router_logits: Tensor, w_up: Tensor, w_down: Tensor, top_k: int, scoring: str,
     renormalize: bool, activation: str,
 ) -> Tensor:  # fmt: skip
@@ -96,7 +96,7 @@ KERNELS: tuple[Kernel, ...] = (
     _by_expert("by_expert_cuda", frozenset({"cuda", "rocm"}), Efficiency(0.58, 0.4, 640.0, _H200)),
     Kernel.of(
         "torch.moe.grouped",
-        lambda: grouped,
+        lambda: grouped_experts,
         Capability(
             source="torch.nn.functional.grouped_mm: rows of 16 bytes, bfloat16, compute capability 9.0",
             platforms=frozenset({"cuda"}),

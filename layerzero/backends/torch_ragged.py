@@ -20,7 +20,7 @@ from layerzero.spec.reasons import Reason
 STEP = 8
 
 
-def padded(
+def padded_attention(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -106,7 +106,7 @@ def _mask(
 
 
 def _load() -> Callable[..., Any]:
-    return padded
+    return padded_attention
 
 
 KERNELS: tuple[Kernel, ...] = (

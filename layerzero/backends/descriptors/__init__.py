@@ -110,12 +110,12 @@ DEVICES: Mapping[str, Hardware] = {
 
 
 @functools.cache
-def described(op: str | None = None) -> tuple[Kernel, ...]:
+def descriptors_of(op: str | None = None) -> tuple[Kernel, ...]:
     """The kernels that are only described, or those of one op."""
     return tuple(k for kernels in FAMILIES.values() for k in kernels if op in (None, k.op))
 
 
-def imagined(name: str) -> Hardware:
+def imagine_hardware(name: str) -> Hardware:
     """A device by the name people use for it, with the roofs of its vendor's data sheet.
 
     Raises: ConfigurationError: nothing is known under that name; near ones are listed.

@@ -21,7 +21,7 @@ from layerzero.spec.call_spec import CallSpec
 from layerzero.spec.kernel import Capability, Efficiency, Kernel
 
 
-def masked(library: Any, logits: Tensor, top_k: Count) -> Tensor | None:
+def mask_logits(library: Any, logits: Tensor, top_k: Count) -> Tensor | None:
     """Logits with -inf for what lies below each row's `top_k`-th; None where nothing is to be cut."""
     vocab = logits.shape[1]
     if isinstance(top_k, Tensor):
@@ -64,7 +64,7 @@ def _sample() -> Callable[..., Any]:
     ) -> Tensor:
         """`top_k_mask_logits` and `top_p_renorm_probs` propose, `sample_with_proposals` draws."""
         dense = logits.contiguous()
-        mask = None if is_constant(top_k, 0) else masked(library, dense, top_k)
+        mask = None if is_constant(top_k, 0) else mask_logits(library, dense, top_k)
         top_p_probs = None
         if not is_constant(top_p, 1):
             weights = shares(dense if mask is None else mask, temperature)
