@@ -187,9 +187,9 @@ def generate_by_hand(
             seeds = torch.arange(len(prompts), device=device)
             ids = lz.sync.sample(logits, seed=seeds, offset=torch.full_like(seeds, drawn))
             dist.broadcast(ids, 0)
-            for own, token in zip(token_lists, ids.tolist(), strict=True):
-                own.append(token)
-            spans = [own.extend() for own in opened] if drawn < tokens - 1 else []
+            for text, token in zip(token_lists, ids.tolist(), strict=True):
+                text.append(token)
+            spans = [sequence.extend() for sequence in opened] if drawn < tokens - 1 else []
     return token_lists
 
 
