@@ -34,7 +34,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run as a file, it finds its neighbours
+sys.path.insert(0, str(Path(__file__).resolve().parent))  # under the name that travels to a device
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # its neighbours
 
 import torch
 import torch.distributed as dist
