@@ -285,7 +285,7 @@ def at_depth(options: argparse.Namespace, record: Record, runtime: lz.Runtime) -
 def built(options: argparse.Namespace) -> Any:
     """The model, outside of inference mode: kernels keep what they make of its tables."""
     name = "tiny" if options.rehearse else "8b-8"
-    models.SHAPES[name] = replace(models.SHAPES[name], layers=options.depth)
+    models.SHAPES[name] = replace(models.SHAPES[name], num_hidden_layers=options.depth)
     largest = crowd.Crowd(options.requests + 1, max(options.contexts), options.seconds)
     pages = largest.pages(PAGE_SIZE) + options.requests * len(options.contexts)
     dtype = torch.bfloat16 if options.device == "cuda" else torch.float32

@@ -27,6 +27,7 @@ from layerzero.measure.calls import Call
 from layerzero.ops import table as ops_table
 from layerzero.perfdb.record import BenchmarkCase, Launch, Measurement, implausible_reason
 from layerzero.perfdb.shipped import ShippedTable, read_table
+from layerzero.selection.context import CostModel, SelectionContext
 from layerzero.selection.cost.measured import (
     SHIPPED,
     MeasuredCosts,
@@ -34,9 +35,8 @@ from layerzero.selection.cost.measured import (
     bucket_of,
     request_of,
 )
-from layerzero.selection.decide import CostModel, KernelStatus, SelectionOptions, decide
+from layerzero.selection.decide import decide
 from layerzero.selection.key import KeyMaker
-from layerzero.selection.policy import Policy
 from layerzero.selection.record import Selection
 from layerzero.spec.call_spec import CallSpec, WorkEstimate
 from layerzero.spec.errors import NoKernelFoundError
@@ -111,7 +111,7 @@ def choose(case: Case, kernels: Mapping[str, Kernel], hardware: Hardware, cost: 
         return cost(kernel, work, asked.replace(modes=case.request.modes), there)
 
     return decide(
-        op, eager, own, hardware, Policy(), KernelStatus(), SelectionOptions(),
+        op, eager, SelectionContext(tuple(own), hardware),
         bucketed=priced.replace(modes=eager.modes), cost=price,
     )  # fmt: skip
 

@@ -31,7 +31,7 @@ from harness import environment, show, write  # noqa: E402
 from models.llama import Llama, Per  # noqa: E402
 
 import layerzero as lz  # noqa: E402
-from layerzero.selection.dispatch import CheckedOnce  # noqa: E402
+from layerzero.selection.plan import CheckedOnce  # noqa: E402
 
 PROMPT, TOKENS, PAGE = 32, 96, 16
 EVERY_S = 0.001

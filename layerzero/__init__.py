@@ -92,7 +92,8 @@ _HOMES = {
     ),
     "layerzero.spec.hardware": ("Hardware",),
     "layerzero.integrations": ("patch", "unpatch"),
-    "layerzero.spec.kernel": ("Capability", "Efficiency", "Kernel"),
+    "layerzero.spec.capability": ("Capability",),
+    "layerzero.spec.kernel": ("Efficiency", "Kernel"),
     "layerzero.ops.attention.alibi": ("alibi_slopes",),
     "layerzero.ops.rope.scaling": (
         "DynamicNTKScaling",

@@ -324,7 +324,7 @@ def mla_attention(
 
     s = q_nope . ckv + q_pe . kpe; the caller has multiplied q_nope by the keys' up-projection and multiplies
     the result by the values'.
-    Args: q_nope (T, H, C) and q_pe (T, H, R), sequences behind each other along cu_seqlens_q (B + 1,), or one
+    Args: q_nope (T, H, C) and q_pe (T, H, R), sequences concatenated along cu_seqlens_q (B + 1,), or one
         query a sequence without it; ckv_cache (N, P, C) and kpe_cache (N, P, R); block_tables (B, M) and
         seq_lens (B,) as in `paged_attention`. scale has no default: it follows from the head size before
         absorption, (128 + 64)**-0.5 for DeepSeek-V3. is_causal is aligned at the last query and the last key.
@@ -430,7 +430,7 @@ def paged_attention(
 ) -> Tensor:
     """Attend the queries of several sequences to their keys and values in a shared pool of pages.
 
-    Args: q (T, Hq, D), all sequences' queries behind each other, sequence b's from cu_seqlens_q[b] to
+    Args: q (T, Hq, D), all sequences' queries concatenated, sequence b's from cu_seqlens_q[b] to
         cu_seqlens_q[b + 1]; without cu_seqlens_q q is (B, Hq, D), one query a sequence. k_cache (N, P, Hk, D)
         and v_cache (N, P, Hk, Dv), or heads before tokens with `layout="HND"`; Hq % Hk == 0. block_tables (B,
         M) names sequence b's pages in order; seq_lens (B,) counts its keys, those of these queries included,
@@ -537,7 +537,7 @@ def ragged_attention(
 ) -> Tensor:
     """Attend each sequence's queries to its own keys and values, without padding.
 
-    Args: q (T, Hq, D), k (S, Hk, D) and v (S, Hk, Dv) with Hq % Hk == 0, sequences behind each other:
+    Args: q (T, Hq, D), k (S, Hk, D) and v (S, Hk, Dv) with Hq % Hk == 0, sequences concatenated:
         b has q's rows cu_seqlens_q[b] to cu_seqlens_q[b + 1], and k's and v's along cu_seqlens_k, which
         defaults to cu_seqlens_q. Offsets are (B + 1,), int32 or int64. is_causal is aligned at a sequence's
         last query and last key; scale defaults to D**-0.5; window and softcap as in `attention`.

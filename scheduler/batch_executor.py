@@ -15,7 +15,8 @@ from layerzero.scheduler.core.pending_call import Failed
 from layerzero.scheduler.loop_drivers import LoopDrivers
 from layerzero.scheduler.streams import CrossStreamModes, DeviceStreams
 from layerzero.scheduler.torch_modes import Modes, apply_modes, capture, without_gradient
-from layerzero.selection.dispatch import DispatchState, Plan, signature_of
+from layerzero.selection.dispatch import DispatchState
+from layerzero.selection.plan import Plan, signature_of
 from layerzero.spec.errors import NoKernelFoundError
 
 

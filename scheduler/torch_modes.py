@@ -13,7 +13,7 @@ from typing import Any, Final
 
 import torch
 
-from layerzero.selection.dispatch import AUTOCAST, DETERMINISTIC, GRAD
+from layerzero.selection.modes import AUTOCAST, DETERMINISTIC, GRAD
 from layerzero.spec.errors import ModeChangedError
 
 _GRAD: Final = 1

@@ -11,7 +11,8 @@ from layerzero.actors.device.local_device import LocalDevice
 from layerzero.actors.device.registry import Registry
 from layerzero.ops import table as ops_table
 from layerzero.scheduler.batch_executor import attach
-from layerzero.spec.kernel import Capability, Efficiency, Kernel
+from layerzero.spec.capability import Capability
+from layerzero.spec.kernel import Efficiency, Kernel
 from layerzero.spec.settings import Settings
 
 EVERYTHING = frozenset(
@@ -56,9 +57,13 @@ def kernel(
     )
 
 
-def device(kernels: Iterable[Kernel], settings: Settings | None = None, **more: Any) -> LocalDevice:
-    """A CPU device that knows only `kernels`, with its batchers attached."""
+def device(
+    kernels: Iterable[Kernel], settings: Settings | None = None, on: str = "cpu", **more: Any
+) -> LocalDevice:
+    """A device, of the CPU unless told, that knows only `kernels`, with its batchers attached."""
     registry = Registry(kernels, lambda _: [])
-    made = LocalDevice(torch.device("cpu"), settings or Settings(), registry, **more)
+    made = LocalDevice(
+        torch.device("cuda:0" if on == "cuda" else on), settings or Settings(), registry, **more
+    )
     attach(made)
     return made

@@ -20,20 +20,23 @@ from layerzero.actors.device.worker import Worker
 from layerzero.health import Health, QuarantineStore, Transition
 from layerzero.observe.counters import Counters
 from layerzero.ops.op import Args, Op, Signature
-from layerzero.selection.agreed_terms import AgreedTerms
-from layerzero.selection.decide import CostModel, KernelStatus, SelectionOptions, roofline_cost
-from layerzero.selection.dispatch import (
-    GRAD,
-    DispatchState,
-    Plan,
-    PlanTable,
+from layerzero.selection.context import (
+    AgreedTerms,
+    CostModel,
+    KernelStatus,
     SelectionContext,
+    SelectionOptions,
+)
+from layerzero.selection.decide import roofline_cost
+from layerzero.selection.dispatch import DispatchState, PlanTable
+from layerzero.selection.modes import (
+    GRAD,
     capturing_mode_bits,
     capturing_mode_bits_without_grad,
     mode_bits,
     mode_bits_without_grad,
-    signature_of,
 )
+from layerzero.selection.plan import Plan, signature_of
 from layerzero.selection.policy.policy import EMPTY, Policy
 from layerzero.selection.record import Selection
 from layerzero.selection.transform import compile_transforms, keep_aligned, with_memory, without_graph

@@ -14,10 +14,10 @@ import torch
 
 from layerzero._util import foreign, log
 from layerzero.ops.op import Args, Op
-from layerzero.selection.dispatch import DispatchState, Plan, reference_plan
-from layerzero.selection.outputs import check_outputs
-from layerzero.selection.record import Selection
-from layerzero.selection.workspace import format_bytes, workspace_bytes
+from layerzero.selection.dispatch import DispatchState
+from layerzero.selection.plan import Plan, check_outputs, reference_plan
+from layerzero.selection.record import Selection, format_bytes
+from layerzero.selection.workspace import workspace_bytes
 from layerzero.spec.errors import CudaGraphUnsafeError, KernelExecutionError, LayerZeroError
 from layerzero.spec.hardware import free_memory
 

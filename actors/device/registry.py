@@ -13,7 +13,7 @@ from typing import Any
 
 from layerzero._util import foreign
 from layerzero.ops import table
-from layerzero.selection.decide import SelectionOptions
+from layerzero.selection.context import SelectionOptions
 from layerzero.spec.call_spec import CallSpec
 from layerzero.spec.errors import BackendNotAvailableError
 from layerzero.spec.kernel import Kernel

@@ -20,8 +20,7 @@ from layerzero._util.libraries import DISTRIBUTION
 from layerzero.actors.device.local_device import LocalDevice
 from layerzero.actors.group.agreement import digest_of
 from layerzero.perfdb import versions_of
-from layerzero.selection.agreed_terms import AgreedTerms
-from layerzero.selection.decide import CostModel, SelectionOptions
+from layerzero.selection.context import AgreedTerms, CostModel, SelectionOptions
 from layerzero.selection.policy.policy import Policy
 from layerzero.selection.policy.rules import Action, Layer, Rule, make_rule
 from layerzero.spec.errors import ConsistencyError
@@ -126,7 +125,7 @@ class AgreedPlan(msgspec.Struct, frozen=True):
             frozenset(self.kernels[hardware_class]),
             frozenset({"tp_invariant"}) if self.tp_invariant else frozenset(),
             cost=cost if self.measured else None,
-            knobs=dataclasses.replace(self.knobs, workspace_budget=self.memory, budget_is_agreed=True),
+            options=dataclasses.replace(self.knobs, workspace_budget=self.memory, budget_is_agreed=True),
         )
 
     def policy(self) -> Policy:

@@ -100,7 +100,7 @@ def loop(me: Rank, cache: Any, n: int, context: int, tokens: int) -> float:
     with ExitStack() as stack, torch.inference_mode():
         sequences = [stack.enter_context(model.sequence(context + tokens)) for _ in range(n)]
         cache.join(sequences, [context] * n)
-        ids = torch.arange(n, device=me.device) % model.config.vocab
+        ids = torch.arange(n, device=me.device) % model.config.vocab_size
         me.done()
         begin = time.perf_counter()
         for _ in range(tokens):

@@ -25,7 +25,7 @@ FEWEST = 0.5  # of the rows have the very token
 class Graph(Protocol):
     """A model that answers for all callers at once."""
 
-    def nexts(self, ids: Tensor, spans: list[TokenRange], draws: list[SampleArgs]) -> Tensor: ...
+    def sample_next_batch(self, ids: Tensor, spans: list[TokenRange], draws: list[SampleArgs]) -> Tensor: ...
 
 
 def agreement(cache: by_hand.Paged, graph: Graph, context: int, requests: int) -> dict[str, Any]:
@@ -40,7 +40,9 @@ def agreement(cache: by_hand.Paged, graph: Graph, context: int, requests: int) -
         sequences = [stack.enter_context(model.sequence(context + 1)) for _ in range(requests)]
         cache.join(sequences, [context] * requests)
         logits = by_hand.step(cache, ids).float()
-        tokens = graph.nexts(ids, [TokenRange(sequence, context, 1) for sequence in sequences], draws)
+        tokens = graph.sample_next_batch(
+            ids, [TokenRange(sequence, context, 1) for sequence in sequences], draws
+        )
     best = logits.max(-1)
     short = best.values - logits.gather(1, tokens.long()[:, None])[:, 0]
     distance = float((short / logits.std(-1)).max())

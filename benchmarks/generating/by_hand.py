@@ -41,7 +41,7 @@ class Paged:
         """Make `sequences`, each with so many tokens, the batch that steps from now on."""
         device = self.cache.device
         widest = max(len(sequence.pages) for sequence in sequences)
-        self.tables = sequences[0].tables.pick([sequence.row for sequence in sequences], widest)
+        self.block_tables = sequences[0].block_tables.gather([sequence.row for sequence in sequences], widest)
         self.counts = torch.tensor(lengths, dtype=torch.int32)
         self.positions = to_device_with_host_copy(self.counts.long(), device) - 1
         self.rows = torch.arange(len(sequences), device=device)
@@ -54,7 +54,7 @@ class Paged:
         width = -(-int(self.counts.max()) // size)
         if width != self.width:
             self.width = width
-            self.near = to_device_with_host_copy(self.tables[:, :width].contiguous(), device)
+            self.near = to_device_with_host_copy(self.block_tables[:, :width].contiguous(), device)
         self.lengths = to_device_with_host_copy(self.counts, device)
         self.positions = self.positions + 1
         page = self.near[self.rows, self.positions // size].long()

@@ -77,7 +77,7 @@ class Frame:
 
 
 class Whole:
-    """A model that answers `next` by one graph a step, for sequences of at most `limit` tokens."""
+    """A model that answers `sample_next` by one graph a step, for sequences of at most `limit` tokens."""
 
     def __init__(self, model: Llama, limit: int, rows: int) -> None:
         self.model, self.config, self.cache = model, model.config, model.cache
@@ -85,15 +85,15 @@ class Whole:
         self.frame = Frame(model.cache, limit, rows)
         # One bucket for the crowd, one for who is alone: each capture costs seconds.
         self._graph = lz.compile(self._step, buckets=sorted({1, rows}))
-        self._joined = lz.batched(self.nexts)
+        self._joined = lz.batched(self.sample_next_batch)
 
-    async def next(self, ids: Tensor, span: TokenRange, draw: SampleArgs) -> Tensor:
+    async def sample_next(self, ids: Tensor, span: TokenRange, draw: SampleArgs) -> Tensor:
         """The token (1,) that follows `ids` (1,) of one sequence."""
         token: Tensor = await self._joined(ids, span, draw)
         return token
 
-    def nexts(self, ids: Tensor, spans: list[TokenRange], draws: list[SampleArgs]) -> Tensor:
-        """`next` for all callers at once."""
+    def sample_next_batch(self, ids: Tensor, spans: list[TokenRange], draws: list[SampleArgs]) -> Tensor:
+        """`sample_next` for all callers at once."""
         self.frame.load(spans)
         return sample_tokens(self._graph(ids), draws)
 
@@ -140,7 +140,7 @@ class Part:
 
 
 class Layered:
-    """A model that answers `next` by a graph a layer, each one await."""
+    """A model that answers `sample_next` by a graph a layer, each one await."""
 
     def __init__(self, model: Llama, limit: int, rows: int) -> None:
         self.model, self.config, self.cache = model, model.config, model.cache
@@ -150,7 +150,7 @@ class Layered:
         self._joined = [lz.batched(part.run) for part in self.parts[:-1]]
         self._last = lz.batched(self.parts[-1].draw)
 
-    async def next(self, ids: Tensor, span: TokenRange, draw: SampleArgs) -> Tensor:
+    async def sample_next(self, ids: Tensor, span: TokenRange, draw: SampleArgs) -> Tensor:
         """The token (1,) that follows `ids` (1,) of one sequence."""
         x = ids
         for layer in self._joined:
@@ -158,8 +158,8 @@ class Layered:
         token: Tensor = await self._last(x, span, draw)
         return token
 
-    def nexts(self, ids: Tensor, spans: list[TokenRange], draws: list[SampleArgs]) -> Tensor:
-        """`next` for all callers at once, without an await."""
+    def sample_next_batch(self, ids: Tensor, spans: list[TokenRange], draws: list[SampleArgs]) -> Tensor:
+        """`sample_next` for all callers at once, without an await."""
         x = ids
         for part in self.parts[:-1]:
             x = part.run(x, spans)

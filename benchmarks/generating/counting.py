@@ -56,12 +56,12 @@ def counted(
 
 def linear(model: Any, callers: int, steps: int = 200) -> dict[str, Any]:
     """Microseconds of one of `callers` awaits of one linear layer, and what the same costs without them."""
-    layer, width = model.layers[0], model.config.channels
-    rows = torch.zeros(callers, width, dtype=layer.w_out.dtype, device=layer.w_out.device)
+    layer, width = model.layers[0], model.config.hidden_size
+    rows = torch.zeros(callers, width, dtype=layer.w_o.dtype, device=layer.w_o.device)
 
     async def caller(row: Tensor) -> None:
         for _ in range(steps):
-            row = await lz.linear(row, layer.w_out)
+            row = await lz.linear(row, layer.w_o)
 
     async def crowded() -> float:
         begin = time.perf_counter()
@@ -79,7 +79,7 @@ def linear(model: Any, callers: int, steps: int = 200) -> dict[str, Any]:
         done()
         begin = time.perf_counter()
         for _ in range(steps):
-            lz.sync.linear(rows, layer.w_out)
+            lz.sync.linear(rows, layer.w_o)
         done()
         blocking = time.perf_counter() - begin
         found = {

@@ -10,7 +10,8 @@ from __future__ import annotations
 import asyncio
 import random
 import time
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -23,6 +24,8 @@ from layerzero.ops.host_copies import to_device_with_host_copy
 
 FEWEST, MOST = 16, 48  # tokens of a request, uniformly drawn
 Lengths = Callable[[], int]
+Request = Callable[[Llama, int, int, int, "Meter"], Awaitable[None]]
+Look = Callable[[], dict[str, Any]]
 
 
 @dataclass(slots=True)
@@ -120,40 +123,47 @@ async def request(model: Llama, context: int, tokens: int, seed: int, meter: Met
                 return
 
 
-async def awaited(runtime: lz.Runtime, model: Llama, crowd: Crowd, per: Per, *, spawn: bool = False) -> Span:
-    """The crowd through LayerZero, one await an op, a layer or a step."""
+async def awaited(
+    runtime: lz.Runtime, model: Llama, crowd: Crowd, per: Per, *, spawn: bool = False,
+    written: Request = request, look: Look | None = None,
+) -> Span:  # fmt: skip
+    """The crowd through LayerZero, one await an op, a layer or a step.
+
+    `written` is how one request is written; what `look` tells at the end of the span goes into its `extra`.
+    """
     model.per = per
     meter, lengths = Meter(), crowd.lengths()
 
     async def client(index: int, start: float) -> None:
         await asyncio.sleep(start)
         for turn in range(1 << 30):
-            one = request(model, crowd.context, lengths(), index + 997 * turn, meter)
+            one: Any = written(model, crowd.context, lengths(), index + 997 * turn, meter)
             await (runtime.spawn(one) if spawn else one)
             if meter.over:
                 return
 
     clients = [asyncio.ensure_future(client(i, at)) for i, at in enumerate(crowd.starts())]
     await asyncio.sleep(2 * crowd.ramp_s)
-    before, begin = _batches(runtime), time.perf_counter()
+    before, begin = sizes(runtime), time.perf_counter()
     meter.times.clear()
     await asyncio.sleep(crowd.seconds)
     counted = time.perf_counter() - begin, len(meter.times)
     seconds, tokens = whole_steps(meter.times, crowd.requests) or counted
-    after = _batches(runtime)
+    ran = sizes(runtime)
+    ran.subtract(before)
+    extra = {"sizes": {size: count for size, count in sorted(ran.items()) if count}}
+    extra |= look() if look is not None else {}
     meter.over = True
     await asyncio.gather(*clients)
-    return Span(seconds, tokens, after[0] - before[0], after[1] - before[1])
+    return Span(seconds, tokens, ran.total(), sum(size * count for size, count in ran.items()), extra)
 
 
-def _batches(runtime: lz.Runtime) -> tuple[int, int]:
-    """Batches that the batchers have run, and the calls in them; a lone inline call is in neither."""
-    batches = calls = 0
+def sizes(runtime: lz.Runtime) -> Counter[int]:
+    """How many batches of which size the batchers have run; a lone inline call is in none."""
+    ran: Counter[int] = Counter()
     for device in runtime.devices.values():
-        for size, count in device.loop_drivers.stats().sizes.items():
-            batches += count
-            calls += size * count
-    return batches, calls
+        ran.update(device.loop_drivers.stats().sizes)
+    return ran
 
 
 # -- by hand --------------------------------------------------------------------------------------------

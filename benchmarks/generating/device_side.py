@@ -104,7 +104,7 @@ def planted() -> dict[str, Callable[[], bool]]:
     from tests.cuda import test_streams as bugs
 
     def under(what: Callable[[], bool], name: str | None = None) -> bool:
-        kept = {known: getattr(streams, known) for known in ("wait", "keep_for")}
+        kept = {known: getattr(streams, known) for known in ("wait_for_stream", "record_stream")}
         if name is not None:
             setattr(streams, name, lambda *_: None)
         try:
@@ -122,7 +122,7 @@ def planted() -> dict[str, Callable[[], bool]]:
 
     return {
         "slow producers are waited for": lambda: under(produced),
-        "a missing wait is caught": lambda: not under(produced, "wait"),
+        "a missing wait is caught": lambda: not under(produced, "wait_for_stream"),
         "a slow consumer's memory is kept": lambda: under(consumed),
-        "an early drop is caught": lambda: not under(consumed, "keep_for"),
+        "an early drop is caught": lambda: not under(consumed, "record_stream"),
     }

@@ -21,7 +21,7 @@ from layerzero.graphs.step import BUCKETS, GraphedFunction
 from layerzero.graphs.verdict import CaptureFinding, find_problems
 from layerzero.ops import table as ops_table
 from layerzero.ops.op import Args, Op
-from layerzero.selection.dispatch import CAPTURE
+from layerzero.selection.modes import CAPTURE
 from layerzero.selection.record import Selection
 from layerzero.spec.errors import CudaGraphUnsafeError, NoKernelFoundError
 

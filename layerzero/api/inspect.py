@@ -11,12 +11,14 @@ from layerzero.actors.device.local_device import LocalDevice
 from layerzero.calls.blocking import checked_build, context_device, context_runtime, context_snapshot
 from layerzero.ops import table as ops_table
 from layerzero.ops.op import Args, Op, Signature
-from layerzero.selection.decide import KernelStatus, SelectionOptions, decide
-from layerzero.selection.dispatch import Plan, signature_of
+from layerzero.selection.context import KernelStatus, SelectionContext, SelectionOptions
+from layerzero.selection.decide import decide
+from layerzero.selection.plan import Plan, signature_of
 from layerzero.selection.record import Selection
 from layerzero.spec.call_spec import CallSpec
+from layerzero.spec.capability import Capability
 from layerzero.spec.hardware import Hardware
-from layerzero.spec.kernel import Capability, Kernel
+from layerzero.spec.kernel import Kernel
 from layerzero.spec.reasons import Rejected
 
 
@@ -142,16 +144,8 @@ def dry_run(
         standing = KernelStatus(
             {**device.registry.blocked(), **device.health.blocked_kernels()}, device.registry.unready()
         )
-        return decide(
-            definition,
-            request,
-            device.registry.for_op(op),
-            device.hardware,
-            policy,
-            standing,
-            knobs,
-            cost=device.costs,
-        )
+        context = SelectionContext(device.registry.for_op(op), device.hardware, policy, standing, knobs)
+        return decide(definition, request, context, cost=device.costs)
     # A caller that asks about this machine never needs them.
     from layerzero.backends.descriptors import descriptors_of, imagine_hardware
 
@@ -160,7 +154,8 @@ def dry_run(
     target = imagine_hardware(hardware) if isinstance(hardware, str) else hardware
     elsewhere = request.replace(platform=target.platform, device=target.device)
     kernels = (*device.registry.for_op(op), *descriptors_of(op))
-    return decide(definition, elsewhere, kernels, target, policy, KernelStatus(), knobs)
+    context = SelectionContext(kernels, target, policy, options=knobs)
+    return decide(definition, elsewhere, context)
 
 
 def validate(op: str, /, *args: Any, **kwargs: Any) -> CallSpec:

@@ -14,8 +14,9 @@ from layerzero.calls.blocking import context_runtime
 from layerzero.ops import table as ops_table
 from layerzero.ops.op import Op
 from layerzero.perfdb.record import Environment
+from layerzero.perfdb.table_file import content_hash
 from layerzero.selection.cost.measured import MeasuredCosts
-from layerzero.selection.dispatch_table import Bucket, DispatchTable, capabilities_hash, content_hash
+from layerzero.selection.dispatch_table import Bucket, DispatchTable, capabilities_hash
 from layerzero.selection.record import Selection
 from layerzero.spec.call_spec import CallSpec
 from layerzero.spec.errors import ConfigurationError, NoKernelFoundError

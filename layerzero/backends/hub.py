@@ -24,8 +24,9 @@ from typing import Any
 import msgspec
 
 from layerzero._util.files import decode_json, own_user_folder, read_bounded, read_given
+from layerzero.spec.capability import Capability
 from layerzero.spec.errors import BackendNotAvailableError, ConfigurationError
-from layerzero.spec.kernel import Capability, Efficiency, Kernel
+from layerzero.spec.kernel import Efficiency, Kernel
 from layerzero.spec.reasons import Reason
 
 # Owner and name as the hub spells them; no dot in front, so that no part can be `..`.

@@ -17,7 +17,8 @@ from torch.nn import functional
 
 from layerzero.ops.checks import dtype_bytes
 from layerzero.spec.call_spec import CallSpec
-from layerzero.spec.kernel import AtLeast, AtMost, Capability, Efficiency, Kernel, Limit, MultipleOf
+from layerzero.spec.capability import AtLeast, AtMost, Capability, Limit, MultipleOf
+from layerzero.spec.kernel import Efficiency, Kernel
 from layerzero.spec.reasons import Reason
 
 _DISTRIBUTIONS = ("liger-kernel>=0.8,<0.9",)

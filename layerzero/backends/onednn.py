@@ -12,7 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from layerzero.spec.kernel import Capability, Efficiency, Kernel
+from layerzero.spec.capability import Capability
+from layerzero.spec.kernel import Efficiency, Kernel
 
 # How the operator names what follows the product: (attribute, algorithm). Its relu makes 0 of NaN.
 _FUSED = {

@@ -9,7 +9,8 @@ from typing import Any
 import torch
 
 from layerzero.ops.op import Op
-from layerzero.spec.kernel import ACTIVATIONS, FEATURE_REASONS, Capability, Efficiency, Kernel
+from layerzero.spec.capability import ACTIVATIONS, FEATURE_REASONS, Capability
+from layerzero.spec.kernel import Efficiency, Kernel
 
 EVERY_FEATURE = frozenset(FEATURE_REASONS) | {f"act_{name}" for name in ACTIVATIONS}
 EVERY_FEATURE |= {"lse_grad", "mask_grad", "mask_wide", "xpos"}

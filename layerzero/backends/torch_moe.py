@@ -10,7 +10,8 @@ from torch.nn import functional
 
 from layerzero.ops.linear.mlp import activate
 from layerzero.ops.linear.moe import route
-from layerzero.spec.kernel import Capability, Efficiency, Kernel, MultipleOf
+from layerzero.spec.capability import Capability, MultipleOf
+from layerzero.spec.kernel import Efficiency, Kernel
 
 _GATES = frozenset({"act_swiglu", "act_geglu", "act_geglu_tanh", "act_reglu"})
 _FEATURES = _GATES | {"scores_sigmoid", "scores_raw"}

@@ -14,9 +14,11 @@ from torch.nn import functional
 
 from layerzero.ops.linear.linear import contiguous_if_odd
 from layerzero.ops.linear.mlp import activate
-from layerzero.ops.norm.norm import layer_norm_reference, rms_norm_reference
+from layerzero.ops.norm.layer_norm import layer_norm_reference
+from layerzero.ops.norm.rms_norm import rms_norm_reference
 from layerzero.ops.paged import append
-from layerzero.spec.kernel import ACTIVATIONS, AtLeast, Capability, Efficiency, Kernel, Limit
+from layerzero.spec.capability import ACTIVATIONS, AtLeast, Capability, Limit
+from layerzero.spec.kernel import Efficiency, Kernel
 
 
 def rms_norm(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:

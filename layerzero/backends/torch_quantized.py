@@ -11,7 +11,8 @@ from torch.nn import functional
 
 from layerzero.ops.linear.linear import contiguous_if_odd
 from layerzero.ops.quantize.quantize import FORMAT_OF, decode, dequantize_reference, quantize_reference
-from layerzero.spec.kernel import AtLeast, Capability, Efficiency, Kernel, MultipleOf
+from layerzero.spec.capability import AtLeast, Capability, MultipleOf
+from layerzero.spec.kernel import Efficiency, Kernel
 
 _FORMATS = frozenset({"quant_int8", "quant_fp8_e4m3", "quant_fp8_e5m2"})
 _SCALES = frozenset({"scale_per_tensor", "scale_per_row", "scale_per_group"})

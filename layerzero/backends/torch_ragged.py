@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from layerzero.spec.kernel import AtMost, Capability, Efficiency, Kernel
+from layerzero.spec.capability import AtMost, Capability
+from layerzero.spec.kernel import Efficiency, Kernel
 from layerzero.spec.reasons import Reason
 
 # Lengths are rounded up to a multiple of this; a larger step means fewer launches and more padding.

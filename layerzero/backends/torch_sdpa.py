@@ -19,16 +19,8 @@ from layerzero.ops.attention import masks
 from layerzero.ops.attention.lse import apply_sinks
 from layerzero.ops.batching import concat_copy
 from layerzero.spec.call_spec import CallSpec
-from layerzero.spec.kernel import (
-    AtMost,
-    Capability,
-    Efficiency,
-    Kernel,
-    MultipleOf,
-    ProductAtMost,
-    SameAs,
-    Tiling,
-)
+from layerzero.spec.capability import AtMost, Capability, MultipleOf, ProductAtMost, SameAs
+from layerzero.spec.kernel import Efficiency, Kernel, Tiling
 from layerzero.spec.reasons import Reason
 
 

@@ -14,16 +14,8 @@ import torch
 from torch import Tensor
 
 from layerzero.ops.host_copies import max_seqlen
-from layerzero.spec.kernel import (
-    AtMost,
-    Capability,
-    Efficiency,
-    Kernel,
-    Limit,
-    MultipleOf,
-    ProductAtMost,
-    SameAs,
-)
+from layerzero.spec.capability import AtMost, Capability, Limit, MultipleOf, ProductAtMost, SameAs
+from layerzero.spec.kernel import Efficiency, Kernel
 from layerzero.spec.reasons import Reason
 
 aten = torch.ops.aten

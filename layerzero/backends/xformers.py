@@ -21,7 +21,8 @@ from torch import Tensor
 
 from layerzero.ops.attention import masks
 from layerzero.spec.call_spec import CallSpec
-from layerzero.spec.kernel import AtMost, Capability, Efficiency, Kernel, MultipleOf, OneOf, SameAs
+from layerzero.spec.capability import AtMost, Capability, MultipleOf, OneOf, SameAs
+from layerzero.spec.kernel import Efficiency, Kernel
 from layerzero.spec.reasons import Reason
 
 

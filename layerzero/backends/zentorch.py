@@ -21,7 +21,8 @@ import torch
 from torch import Tensor
 
 from layerzero.ops.attention import masks
-from layerzero.spec.kernel import AtLeast, Capability, Efficiency, Kernel, SameAs
+from layerzero.spec.capability import AtLeast, Capability, SameAs
+from layerzero.spec.kernel import Efficiency, Kernel
 from layerzero.spec.reasons import Reason
 
 WEIGHT_CACHE = "ZENDNNL_MATMUL_WEIGHT_CACHE"

@@ -22,7 +22,9 @@ from layerzero.scheduler.loop_driver import FAST_QUEUE, LoopDriver
 from layerzero.scheduler.streams import resume_modes, suspend_modes
 from layerzero.scheduler.task_modes import TASK_MODES
 from layerzero.scheduler.torch_modes import Modes, must_run_inline, restore
-from layerzero.selection.dispatch import CAPTURE, BatchFacts, DispatchState, Plan
+from layerzero.selection.dispatch import DispatchState
+from layerzero.selection.modes import CAPTURE
+from layerzero.selection.plan import BatchFacts, Plan
 from layerzero.spec.settings import BATCHING
 
 

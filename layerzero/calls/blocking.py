@@ -20,7 +20,8 @@ from layerzero.calls.call_cache import BlockingCallCache
 from layerzero.calls.scope import ROOT, SCOPE, Scope
 from layerzero.ops.op import Args, Op, Signature
 from layerzero.runtime import ACTIVE, Runtime, current
-from layerzero.selection.dispatch import DispatchState, Plan
+from layerzero.selection.dispatch import DispatchState
+from layerzero.selection.plan import Plan
 from layerzero.selection.record import Selection
 
 

@@ -12,7 +12,9 @@ from layerzero.actors.device.local_device import LocalDevice
 from layerzero.calls.blocking import checked_build, context_device, context_snapshot, device_of
 from layerzero.ops import table as ops_table
 from layerzero.ops.op import Args, Op
-from layerzero.selection.dispatch import GRAD, DispatchState, Plan, signature_of
+from layerzero.selection.dispatch import DispatchState
+from layerzero.selection.modes import GRAD
+from layerzero.selection.plan import Plan, signature_of
 from layerzero.spec.kernel import Kernel
 
 Check = Callable[..., bool]

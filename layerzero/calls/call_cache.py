@@ -19,7 +19,9 @@ from layerzero.native import FAST_PATH, UNUSED
 from layerzero.ops.op import Args, Op
 from layerzero.runtime import ACTIVE
 from layerzero.scheduler.core.pending_call import PendingCall
-from layerzero.selection.dispatch import REHEARSAL, BatchFacts, DispatchState, Plan
+from layerzero.selection.dispatch import DispatchState
+from layerzero.selection.modes import REHEARSAL
+from layerzero.selection.plan import BatchFacts, Plan
 
 
 def _parameters(op: Op) -> tuple[tuple[str, ...], tuple[Any, ...], int] | None:

@@ -32,7 +32,7 @@ from layerzero.calls.blocking import context_runtime, last_selection
 from layerzero.cli import call_arguments
 from layerzero.ops import table as ops_table
 from layerzero.ops.op import Args, Op
-from layerzero.selection.dispatch import signature_of
+from layerzero.selection.plan import signature_of
 from layerzero.spec.errors import ConfigurationError, LayerZeroError
 from layerzero.spec.settings import Settings
 from layerzero.spec.tolerances import mismatches

@@ -12,7 +12,7 @@ from layerzero.backends import installed_plugins
 from layerzero.cli import output
 from layerzero.cli.options import json_option, op_named, runtime_of, target_options
 from layerzero.runtime import Runtime
-from layerzero.spec.kernel import Capability
+from layerzero.spec.capability import Capability
 
 
 @click.command()

@@ -14,8 +14,14 @@ from layerzero.cli import call_arguments, output
 from layerzero.cli.options import json_option, op_named, runtime_of, target_options
 from layerzero.ops.op import Args, Op
 from layerzero.runtime import Runtime
-from layerzero.selection.record import Candidate, Selection, empty_selection
-from layerzero.selection.render import fold_other_platforms, headline, rank_candidates
+from layerzero.selection.record import (
+    Candidate,
+    Selection,
+    empty_selection,
+    fold_other_platforms,
+    headline,
+    rank_candidates,
+)
 from layerzero.spec.errors import NoKernelFoundError, PolicyValidationError
 from layerzero.spec.hardware import Hardware, hypothetical_gpu
 from layerzero.spec.reasons import Category, Rejected

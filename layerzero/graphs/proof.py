@@ -7,9 +7,7 @@ for the kernel, the device's model and the software under it; any change of thos
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 import importlib.metadata
-import os
 import re
 import threading
 import time
@@ -18,18 +16,13 @@ from pathlib import Path
 
 import msgspec
 
-from layerzero._util import files, log
+from layerzero._util.record_store import RecordStore
 from layerzero.graphs.verdict import CaptureFinding, CaptureProblem
 from layerzero.spec.hardware import Hardware
 from layerzero.spec.kernel import Kernel
 
-SCHEMA = 1
-MAX_BYTES = 4 << 20
 ANY = "*"
-PROOF_SET_ASIDE = "graph_proof.set_aside"
-PROOF_NEWER = "graph_proof.newer_found"
 
-_FILE = re.compile(r"[a-z0-9_.]{1,192}@[0-9a-f]{16}\.json")
 _NAME = re.compile(r"^[A-Za-z0-9][A-Za-z0-9._-]*")
 
 
@@ -75,77 +68,29 @@ def _version(distribution: str) -> str:
         return "missing"
 
 
-class _Stored(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    schema: int
-    proof: CaptureProof
-    checksum: str
+class ProofStore(RecordStore[CaptureProof]):
+    """Proofs as files, one for each kernel and environment.
 
+    A kernel whose file is damaged counts as unsafe until it is proved again.
+    """
 
-class _Header(msgspec.Struct, frozen=True):
-    schema: int
-
-
-class ProofStore:
-    """Proofs as files of `directory`, one for each kernel and environment, written whole or not at all."""
-
-    def __init__(self, directory: str | os.PathLike[str]) -> None:
-        self.directory = Path(directory)
+    kind = CaptureProof
+    name = "graph_proof"
+    max_bytes = 4 << 20
 
     @classmethod
     def within(cls, state_dir: str | None) -> ProofStore | None:
         """The store of a folder of state; None without one."""
         return cls(Path(state_dir) / "graphs") if state_dir is not None else None
 
-    def load(self) -> tuple[CaptureProof, ...]:
-        """Every proof; a damaged file is set aside and its kernel counts as unsafe until it is proved again.
+    def key(self, record: CaptureProof) -> tuple[str, str]:
+        """One record for each kernel and environment."""
+        return record.kernel, record.environment
 
-        Raises: OSError: the directory exists and cannot be read. PermissionError: others can write it.
-        """
-        if not self.directory.is_dir():
-            return ()
-        files.own_folder(self.directory)
-        proofs = (self._read(path) for path in sorted(self.directory.iterdir()) if _FILE.fullmatch(path.name))
-        return tuple(proof for proof in proofs if proof is not None)
-
-    def save(self, proof: CaptureProof) -> None:
-        """Write `proof` in place of an earlier one of its kernel and environment.
-
-        Raises: OSError: the file cannot be written.
-        """
-        files.write_whole(self._path(proof), msgspec.json.encode(_Stored(SCHEMA, proof, _checksum(proof))))
-
-    def _path(self, proof: CaptureProof) -> Path:
-        digest = hashlib.sha256(proof.environment.encode()).hexdigest()[:16]
-        return self.directory / f"{proof.kernel}@{digest}.json"
-
-    def _read(self, path: Path) -> CaptureProof | None:
-        try:
-            data = files.read_bounded(path, MAX_BYTES)
-            schema = files.decode_json(data, _Header).schema
-            if schema > SCHEMA:
-                log.warning(PROOF_NEWER, path=str(path), schema=schema, needs=SCHEMA)
-                return None
-            stored = files.decode_json(data, _Stored)
-            if stored.checksum != _checksum(stored.proof) or self._path(stored.proof) != path:
-                raise ValueError("checksum or name does not fit the proof")
-        except FileNotFoundError:
-            return None  # another process has just set it aside
-        except (OSError, msgspec.MsgspecError, ValueError) as error:
-            aside = files.set_aside(path)
-            log.error(PROOF_SET_ASIDE, path=str(path), moved_to=str(aside), why=str(error))
-            findings = (
-                CaptureFinding(
-                    CaptureProblem.NOT_SHOWN, f"its record was unreadable and is now {aside.name}"
-                ),
-            )
-            lost = CaptureProof(kernel=path.name.partition("@")[0], environment=ANY, cases={"any": findings})
-            self.save(lost)
-            return lost
-        return stored.proof
-
-
-def _checksum(proof: CaptureProof) -> str:
-    return hashlib.sha256(msgspec.json.encode(proof)).hexdigest()[:32]
+    def lost(self, kernel: str, why: str) -> CaptureProof:
+        """The kernel is unsafe in every environment."""
+        findings = (CaptureFinding(CaptureProblem.NOT_SHOWN, why),)
+        return CaptureProof(kernel=kernel, environment=ANY, cases={"any": findings})
 
 
 class Proofs:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from layerzero.selection.dispatch import REHEARSAL
+from layerzero.selection.modes import REHEARSAL
 
 
 @contextmanager

@@ -26,7 +26,7 @@ WARMUPS = 3
 class Replayable(Protocol):
     """A step ready to run again on its static inputs; `outputs` are its static results.
 
-    `generation` is that of the plans it holds, as it was asked for before they were recorded.
+    `version` is that of the plans it holds, read before they were recorded.
     """
 
     outputs: tuple[Tensor, ...]
@@ -78,7 +78,7 @@ class GraphedFunction:
     Its arguments are tensors with rows along their first axis, the same number in each; so are its results.
     Padding rows hold `fill[name]` of their argument, 0 by default: give the ids of a scratch page or slot
     where the step writes. Everything else it reads (weights, pages) must stay where it is. Plans that
-    changed (a quarantine, a policy) are captured anew: `generation()` says so.
+    changed (a quarantine, a policy) are captured anew: `version()` says so.
     """
 
     def __init__(

@@ -4,9 +4,9 @@
     HALF_OPEN --a probe succeeds--> CLOSED        HALF_OPEN --a probe fails or hangs--> OPEN, cooldown doubled
     any state --quarantine--> QUARANTINED --lift--> CLOSED
 
-Nothing here runs on the hot path. A closed breaker is the absence of an entry in `Health.blocked()`, which is
-read when a snapshot is built; a half-open kernel is served by a plan that takes a `Probe` for each call.
-All times are seconds of one monotonic clock, passed in.
+Nothing here runs on the hot path. A closed breaker is the absence of an entry in `Health.blocked_kernels()`,
+which is read when a dispatch state is made; a half-open kernel is served by a plan that takes a `Probe` for
+each call. All times are seconds of one monotonic clock, passed in.
 """
 
 from layerzero.health.board import Health as Health

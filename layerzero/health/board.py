@@ -30,8 +30,8 @@ class HealthLevel(StrEnum):
 class Health:
     """The board over all kernels of one device: who is out, who is on probation, what persists.
 
-    `changed` is called after each transition, outside every lock, from the thread that caused it: build a
-    new snapshot there. `device` and `environment` select the quarantine records of `store` that apply.
+    `changed` is called after each transition, outside every lock, from the thread that caused it: make the
+    next dispatch state there. `device` and `environment` select the quarantine records of `store` that apply.
     """
 
     def __init__(

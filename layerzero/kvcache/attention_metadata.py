@@ -1,4 +1,4 @@
-"""Where the rows of a forward over pages stand, made for a crowd of sequences at once."""
+"""Attention metadata of a forward pass over pages: slots, block tables and lengths of many sequences."""
 
 from __future__ import annotations
 
@@ -18,9 +18,10 @@ from layerzero.ops.host_copies import attach_host_copy, to_device_with_host_copy
 class AttentionMetadata:
     """Where the rows (T,) of B sequences stand: what a forward needs beside the rows themselves.
 
-    positions (T,) int64 in their sequences and slots (T,) int64 in the pool, as `append_kv` takes them.
-    tables (B, M) and lengths (B,) with these rows counted, int32, as `paged_attention` takes them. offsets
-    (B + 1,) int32 of each sequence's rows, or None where each has one. last picks each sequence's last row.
+    positions (T,) int64 in their sequences and slot_mapping (T,) int64 in the pool, as `append_kv` takes
+    them. block_tables (B, M) and seq_lens (B,) with these rows counted, int32, as `paged_attention` takes
+    them. cu_seqlens_q (B + 1,) int32 of each sequence's rows, or None where each has one. logits_indices
+    picks each sequence's last row.
     """
 
     positions: Tensor
@@ -32,10 +33,11 @@ class AttentionMetadata:
 
 
 class MetadataBuilder:
-    """Makes `AttentionMetadata`; what the step before had already is used again.
+    """Makes `AttentionMetadata`; what the last step had already is used again.
 
-    The layers of one step ask for the same spans, and a crowd that stays keeps its tables: they are made anew
-    where a sequence joins, leaves or gets another page, and where the longest one needs a wider table.
+    The layers of one step ask for the same token ranges, and a batch that stays keeps its block tables: they
+    are made anew where a sequence joins, leaves or gets another page, and where the longest one needs a wider
+    table.
     """
 
     __slots__ = ("_block_tables", "_cached_metadata", "_cached_tables", "_device", "_size")
@@ -46,7 +48,7 @@ class MetadataBuilder:
         self._cached_tables: tuple[list[PagedSequence], Hashable, Tensor] | None = None
 
     def build(self, ranges: Sequence[TokenRange]) -> AttentionMetadata:
-        """Where the tokens of `spans` stand, one span behind the other."""
+        """The metadata of the tokens of `ranges`, one range after the other."""
         ranges, stream = list(ranges), self._stream()
         last = self._cached_metadata
         if last is not None and last[0] == ranges and last[1] == stream:
@@ -84,7 +86,7 @@ class MetadataBuilder:
         )
 
     def slot_mapping(self, ranges: Sequence[TokenRange]) -> list[int]:
-        """The places in the pool of all tokens, page by page."""
+        """The slots in the pool of all tokens, page by page."""
         size = self._size
         slot_mapping: list[int] = []
         for span in ranges:
@@ -122,7 +124,7 @@ class MetadataBuilder:
         if cached is not None and cached[0] == sequences and cached[1] == cache_key:
             return cached[2]
         if any(sequence.block_tables is not self._block_tables for sequence in sequences):
-            raise ValueError("spans needs those of this cache's sequences, got another cache's")
+            raise ValueError("ranges needs those of this cache's sequences, got another cache's")
         picked = self._block_tables.gather([sequence.row for sequence in sequences], width)
         block_tables = (
             picked if self._device.type == "cpu" else to_device_with_host_copy(picked, self._device)

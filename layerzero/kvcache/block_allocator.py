@@ -1,4 +1,4 @@
-"""Which pages of a pool are whose: reference counts, sharing, and what is done when none is left."""
+"""The allocator of a pool's pages: reference counts, sharing, and eviction when none is free."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ class PagesExhaustedError(LayerZeroError):
 
 
 class FreedPageError(LayerZeroError, ValueError):
-    """A page that nobody holds was freed again or used."""
+    """A page without an owner was freed again or used."""
 
 
 class ForeignPageError(LayerZeroError, ValueError):
@@ -27,7 +27,15 @@ class PageAllocator:
     """`count` pages by number, each held by so many owners.
 
     `evict(missing)` is asked to free at least `missing` pages before an allocation fails; what it frees is up
-    to it. `epoch` rises with every change.
+    to it. `version` rises with every change.
+
+    Example:
+        >>> allocator = PageAllocator(4)
+        >>> pages = allocator.allocate(2)
+        >>> allocator.incref(pages[:1])
+        >>> allocator.free(pages)
+        >>> allocator.free_pages, allocator.refcount(pages[0])
+        (3, 1)
     """
 
     __slots__ = ("_free", "_refcounts", "evict", "version")
@@ -46,7 +54,7 @@ class PageAllocator:
 
     @property
     def free_pages(self) -> int:
-        """Pages that nobody holds."""
+        """Pages without an owner."""
         return len(self._free)
 
     def refcount(self, page: int) -> int:

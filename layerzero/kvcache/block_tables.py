@@ -1,4 +1,4 @@
-"""A sequence of a `PagedCache` as an object, the spans that it grows by, and the table of its pages."""
+"""A sequence of a `PagedCache` as an object, the token ranges that it grows by, and its block table."""
 
 from __future__ import annotations
 
@@ -43,8 +43,8 @@ class PagedSequence:
     """One sequence of a `PagedCache`, which gave it; a context manager that frees it.
 
     `number` is what the cache's own methods know it by, `pages` are its pages in order, `length` its tokens,
-    of which `room` can have a place before the cache is asked. Spans of a freed sequence still name the
-    places that it had: a batch that has begun goes on with the rows of a caller that has gone, and whoever
+    of which `capacity` have a slot before the cache is asked. Ranges of a freed sequence still name the
+    slots that it had: a batch that has begun continues with the rows of a caller that has gone, and whoever
     has those pages next writes them in a later batch.
     """
 
@@ -96,7 +96,7 @@ class PagedSequence:
         return TokenRange(self, start, count)
 
     def set_state(self, length: int, pages: list[int], capacity: int) -> None:
-        """Have so many tokens, `pages`, and a place for each token up to `room`; for the cache to call."""
+        """Have so many tokens, `pages`, and slots for tokens up to `capacity`; for the cache to call."""
         if pages != self.pages:
             self.block_tables.write(self.row, pages, self.pages)
             self.pages = pages

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from layerzero.kvcache.protocol import KVCacheSpec, Sequences
+from layerzero.kvcache.protocol import DenseCache, KVCacheSpec
 from layerzero.ops import checks
 
 Chunk = tuple[Tensor, Tensor]
@@ -19,21 +19,18 @@ class _ChunkedSequence:
     chunks: list[Chunk] = field(default_factory=list)
 
 
-class ChunkedCache:
+class ChunkedCache(DenseCache[_ChunkedSequence]):
     """Chunks of `chunk` tokens, allocated as they are needed; reading joins them."""
 
-    __slots__ = ("_chunk", "_sequences", "spec", "version")
+    __slots__ = ("_chunk",)
 
     def __init__(self, spec: KVCacheSpec, *, chunk: int = 64) -> None:
-        self.spec = spec
-        self.version = 0
+        super().__init__(spec)
         self._chunk = checks.need_int("chunk", chunk, low=1)
-        self._sequences: Sequences[_ChunkedSequence] = Sequences()
 
     def new(self) -> int:
         """A sequence without tokens."""
-        self.version += 1
-        return self._sequences.add(_ChunkedSequence())
+        return self._add(_ChunkedSequence())
 
     def fork(self, sequence: int) -> int:
         """A sequence over the same full chunks and a copy of the last one."""
@@ -43,8 +40,7 @@ class ChunkedCache:
             last, chunks[-1] = chunks[-1], self._empty()
             for copy, source_chunk in zip(chunks[-1], last, strict=True):
                 copy.copy_(source_chunk)
-        self.version += 1
-        return self._sequences.add(_ChunkedSequence(source.length, chunks))
+        return self._add(_ChunkedSequence(source.length, chunks))
 
     def append(self, sequence: int, keys: Tensor, values: Tensor) -> None:
         """Write tokens behind the sequence's, into new chunks where the last is full."""
@@ -67,11 +63,6 @@ class ChunkedCache:
         spec = self.spec
         keys = spec.zeros(self._chunk, spec.num_kv_heads, spec.head_dim)
         return keys, spec.zeros(self._chunk, spec.num_kv_heads, spec.head_dim_v)
-
-    def free(self, sequence: int) -> None:
-        """Forget the sequence; chunks that forks share stay."""
-        self._sequences.pop(sequence)
-        self.version += 1
 
     def length(self, sequence: int) -> int:
         """The sequence's tokens."""

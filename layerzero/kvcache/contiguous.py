@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from layerzero.kvcache.protocol import KVCacheSpec, Sequences
+from layerzero.kvcache.protocol import DenseCache, KVCacheSpec
 from layerzero.ops import checks
 
 
@@ -17,16 +17,14 @@ class _ContiguousSequence:
     length: int = 0
 
 
-class ContiguousCache:
+class ContiguousCache(DenseCache[_ContiguousSequence]):
     """Blocks that start with room for `capacity` tokens; growing and forking copy."""
 
-    __slots__ = ("_capacity", "_sequences", "spec", "version")
+    __slots__ = ("_capacity",)
 
     def __init__(self, spec: KVCacheSpec, *, capacity: int = 64) -> None:
-        self.spec = spec
-        self.version = 0
+        super().__init__(spec)
         self._capacity = checks.need_int("capacity", capacity, low=1)
-        self._sequences: Sequences[_ContiguousSequence] = Sequences()
 
     def _block(self, capacity: int, like: _ContiguousSequence | None = None) -> _ContiguousSequence:
         """An empty block, or one that holds what `like` holds."""
@@ -41,14 +39,12 @@ class ContiguousCache:
 
     def new(self) -> int:
         """A sequence without tokens."""
-        self.version += 1
-        return self._sequences.add(self._block(self._capacity))
+        return self._add(self._block(self._capacity))
 
     def fork(self, sequence: int) -> int:
         """A copy of the sequence."""
         source = self._sequences.get(sequence)
-        self.version += 1
-        return self._sequences.add(self._block(source.keys.shape[0], source))
+        return self._add(self._block(source.keys.shape[0], source))
 
     def append(self, sequence: int, keys: Tensor, values: Tensor) -> None:
         """Write tokens behind the sequence's; a full block moves to one twice its size."""
@@ -63,11 +59,6 @@ class ContiguousCache:
         block.keys[block.length : end].copy_(keys)
         block.values[block.length : end].copy_(values)
         block.length = end
-        self.version += 1
-
-    def free(self, sequence: int) -> None:
-        """Forget the sequence; views that callers hold keep its memory alive."""
-        self._sequences.pop(sequence)
         self.version += 1
 
     def length(self, sequence: int) -> int:

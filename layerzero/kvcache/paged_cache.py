@@ -22,13 +22,20 @@ class PagedCache:
 
     All layers keep a token in the same slot, so that one table and one list of slots serve them all. `append`
     writes one sequence's tokens at once. For a model, sequences grow first and `append_kv` writes layer by
-    layer: `step` grows many of them and says where a forward's rows stand; `extend` gives their slots alone.
-    Where each sequence has a coroutine of its own, `sequence` opens it as an object whose `extend` gives a
-    span, and `rows` says where the spans of a whole crowd stand.
+    layer: `prepare_batch` grows many of them and returns the metadata of a forward pass; `extend` gives their
+    slots alone. Where each sequence has a coroutine of its own, `sequence` opens it as an object whose
+    `extend` gives a token range, and `attention_metadata` serves the ranges of a whole batch.
 
     A fork shares all pages; the first of its sharers to grow copies the last one (copy on write), so that the
     page a sequence writes is always its own. `evict(missing)` is called before the pool runs out; it may free
     sequences of this cache.
+
+    Example:
+        >>> cache = PagedCache(KVCacheSpec(num_kv_heads=2, head_dim=8), pages=8, page_size=4)
+        >>> sequences = [cache.new(), cache.new()]
+        >>> metadata = cache.prepare_batch(sequences, [3, 5])
+        >>> metadata.seq_lens.tolist(), metadata.cu_seqlens_q.tolist()
+        ([3, 5], [0, 3, 8])
     """
 
     __slots__ = (
@@ -172,13 +179,14 @@ class PagedCache:
         return self._metadata_builder.build(self._extend(sequences, counts, 1))
 
     def attention_metadata(self, ranges: Sequence[TokenRange]) -> AttentionMetadata:
-        """Where the tokens of `spans` stand, one span behind the other.
+        """The metadata of the tokens of `ranges`, one range after the other.
 
-        It reads what the spans name and no sequence: any thread may ask, also while others grow or are freed.
+        It reads what the ranges name and no sequence: any thread may ask, also while others grow or are
+        freed.
         Raises: ValueError: there is none, or one is of another cache.
         """
         if not ranges:
-            raise ValueError("spans needs at least one, got none")
+            raise ValueError("ranges needs at least one, got none")
         return self._metadata_builder.build(ranges)
 
     def _extend(self, sequences: Sequence[int], counts: Sequence[int], low: int) -> list[TokenRange]:
@@ -312,7 +320,7 @@ class PagedCache:
         return self._sequences.numbers()
 
     def allocated_bytes(self) -> int:
-        """Bytes of the pages that somebody holds."""
+        """Bytes of the pages that have an owner."""
         allocator = self.allocator
         tokens = (allocator.total - allocator.free_pages) * self.page_size
         return tokens * self.spec.token_bytes * len(self.pools)

@@ -23,7 +23,7 @@ class UnknownSequenceError(LayerZeroError, KeyError):
 
 
 class FreedSequenceError(LayerZeroError, ValueError):
-    """The sequence was freed before: its keys and values may be somebody else's by now."""
+    """The sequence was freed before: its keys and values may be another sequence's by now."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +86,8 @@ class KVCacheSpec:
 class KVCache(Protocol):
     """Keys and values of many growing sequences; a sequence is an int that `new` or `fork` gave.
 
-    `epoch` rises with every change, so that whoever remembers something of a cache can tell that it is old.
+    `version` rises with every change, so that a caller that remembers something of a cache can tell that it
+    is old.
     """
 
     spec: KVCacheSpec
@@ -186,3 +187,23 @@ class Sequences(Generic[T]):
         raise UnknownSequenceError(
             f"sequence needs one that this cache gave, got {sequence!r}", sequence=sequence
         )
+
+
+class DenseCache(Generic[T]):
+    """What caches have in common that keep each sequence's tokens in memory of its own."""
+
+    __slots__ = ("_sequences", "spec", "version")
+
+    def __init__(self, spec: KVCacheSpec) -> None:
+        self.spec = spec
+        self.version = 0
+        self._sequences: Sequences[T] = Sequences()
+
+    def _add(self, state: T) -> int:
+        self.version += 1
+        return self._sequences.add(state)
+
+    def free(self, sequence: int) -> None:
+        """Forget the sequence; memory that forks share or views use stays alive."""
+        self._sequences.pop(sequence)
+        self.version += 1

@@ -1,4 +1,4 @@
-"""Drift: sampled live calls held against the measurement they were chosen by, which goes where it is wrong.
+"""Drift: sampled live calls are compared with the measurement that they were chosen by.
 
 A driver, a power limit, a neighbour or a library can make a kernel slower than it was when it was tuned; a
 choice by the old time stays where it is. One call in so many is timed. A kernel whose live median stays above
@@ -66,7 +66,7 @@ class _LiveTimes:
 
 
 class DriftDetector:
-    """Live times by spot, and which of them have been too slow for too long; no thread, no file."""
+    """Live times by measurement key, and which have been too slow for too long; no thread, no file."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
@@ -74,7 +74,7 @@ class DriftDetector:
         self._times_by_key: dict[Hashable, _LiveTimes] = {}
 
     def observe(self, key: Hashable, us: float, expected_us: float) -> Slowdown | None:
-        """Take one live time in; the finding, once, where this spot has drifted."""
+        """Add one live time; returns the slowdown, once, where this measurement has drifted."""
         with self._lock:
             times = self._times_by_key.get(key)
             if times is None:
@@ -96,7 +96,7 @@ class DriftDetector:
             return Slowdown(key, slowdown, now_s - times.since, self._machine_slowed(key))
 
     def forget(self, key: Hashable) -> None:
-        """Begin anew with a spot."""
+        """Forget the live times of a measurement."""
         with self._lock:
             self._times_by_key.pop(key, None)
 
@@ -182,7 +182,7 @@ class DriftWatch:
     def _between_events(
         self, selection: Selection, key: Hashable, call: Callable[..., Any], args: tuple[Any, ...]
     ) -> Any:
-        """Time on the device; read at a later sample, so that nobody waits for it."""
+        """Time on the device; read at a later sample, so that no caller waits for it."""
         while self._pending and self._pending[0][1].query():
             begin, end, earlier, earlier_key = self._pending.popleft()
             self._record(earlier, earlier_key, begin.elapsed_time(end) * 1e3)
@@ -216,7 +216,7 @@ class DriftWatch:
         threading.Thread(target=self.forget, args=(kernel, key), name="layerzero-drift", daemon=True).start()
 
     def forget(self, kernel: str, key: Hashable) -> None:
-        """Let a kernel's measurements of a spot count no longer, here and in the file; then choose anew."""
+        """Let a kernel's measurements under `key` count no longer, here and in the file; then choose anew."""
         device = self._device
         costs = device.costs
         if not isinstance(costs, MeasuredCosts):

@@ -17,9 +17,9 @@ CallToCover = tuple[
 def find_uncovered(calls: Sequence[CallToCover], rows: Iterable[Measurement]) -> list[bool]:
     """For each call whether it is to be measured: no row counts, or a kernel that takes it came later.
 
-    A kernel without a time at a site came later where its first time of the op is newer than all the site's:
-    one that was there already was refused, and would be again. A kernel that has no time of the op at all
-    makes one call miss, so that one that fails everywhere does not have everything measured again.
+    A kernel without a time of a case came later where its first time of the op is newer than all of the
+    case's: one that was there already was refused, and would be again. A kernel that has no time of the op at
+    all makes one call miss, so that one that fails everywhere does not have everything measured again.
     """
     kernels_by_case: dict[BenchmarkCase, set[str]] = {}
     latest: dict[BenchmarkCase, int] = {}

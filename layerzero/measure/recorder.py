@@ -10,7 +10,7 @@ from typing import Any
 from layerzero._util import log
 from layerzero.measure.calls import Call, Workload
 from layerzero.ops.op import Args, Op
-from layerzero.selection.dispatch import signature_of
+from layerzero.selection.plan import signature_of
 from layerzero.selection.record import Selection
 from layerzero.spec.errors import ConfigurationError
 

@@ -22,9 +22,10 @@ from layerzero.measure.timing import Effort, Timing, copies_for, time_kernels
 from layerzero.ops import table as ops_table
 from layerzero.ops.op import Args, Op
 from layerzero.perfdb.record import BenchmarkCase, Launch, Measurement, versions_of
-from layerzero.selection.decide import SelectionOptions, pick
-from layerzero.selection.record import Accepted, Candidate, Selection
-from layerzero.selection.workspace import format_bytes, workspace_bytes
+from layerzero.selection.context import SelectionOptions
+from layerzero.selection.decide import pick
+from layerzero.selection.record import Accepted, Candidate, Selection, format_bytes
+from layerzero.selection.workspace import workspace_bytes
 from layerzero.spec.call_spec import CallSpec
 from layerzero.spec.errors import LayerZeroError
 from layerzero.spec.hardware import Hardware

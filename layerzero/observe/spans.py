@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from layerzero.ops.op import Args, Op
-from layerzero.selection.dispatch import Plan
+from layerzero.selection.plan import Plan
 from layerzero.selection.record import Selection
 from layerzero.spec.errors import ConfigurationError
 

@@ -1,7 +1,7 @@
 """Batching rules: how calls of several callers become one launch and come apart again.
 
 `RowBatching` serves every op that treats the rows of its first operand independently: norms, linear, MLP,
-embedding, sampling. Rows of several callers stand behind each other in one tensor; when they already do,
+embedding, sampling. Rows of several callers are concatenated in one tensor; where they already are,
 because they are the pieces of one earlier batch, the base is used as it is and nothing is copied.
 """
 
@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Container, Hashable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -83,6 +83,8 @@ class BatchingRule:
 
     __slots__ = ()
 
+    rowwise: ClassVar[bool] = False  # a kernel may look at several rows of a caller together
+
     @property
     def concat_positions(self) -> Container[int]:
         """The positions of the operands that `run` puts together."""
@@ -109,6 +111,13 @@ class BatchingRule:
         )
 
 
+def split_outputs(out: Any, counts: Sequence[int]) -> list[Any]:
+    """Each caller's rows of every output."""
+    if isinstance(out, tuple):
+        return list(zip(*(part.split_with_sizes(list(counts)) for part in out), strict=True))
+    return list(out.split_with_sizes(list(counts)))
+
+
 @dataclass(frozen=True, slots=True)
 class RowBatching(BatchingRule):
     """Calls over rows: `row_operands` are the operands whose leading axes are rows, the rest must be the
@@ -133,10 +142,7 @@ class RowBatching(BatchingRule):
         )
         object.__setattr__(self, "trailing_axes_of", dict(zip(self.row_operands, tail, strict=True)))
 
-    @property
-    def rowwise(self) -> bool:
-        """Rows do not touch each other."""
-        return True
+    rowwise: ClassVar[bool] = True  # rows do not touch each other
 
     @property
     def concat_positions(self) -> Container[int]:

@@ -84,9 +84,9 @@ _PLAIN: Any = Tensor.__torch_dispatch__  # pyright: ignore[reportAttributeAccess
 
 
 def can_read_values(tensor: Tensor) -> bool:
-    """Whether a guard may look at a tensor's data here: it is on the CPU, where that waits for nothing.
+    """Whether a tensor's values may be read here: it is on the CPU, where that waits for nothing.
 
-    Not where somebody follows what is done with it (a dispatch mode, a functorch transform), and not where a
+    Not where a mode follows what is done with it (a dispatch mode, a functorch transform), and not where a
     subclass (a fake tensor, a distributed one) answers for itself.
     """
     return (

@@ -5,8 +5,8 @@ from types import MappingProxyType
 # A call imports its own op's file and no other, since the first call waits for it.
 FILES = MappingProxyType(
     {
-        "add_layer_norm": "norm.norm",
-        "add_rms_norm": "norm.norm",
+        "add_layer_norm": "norm.layer_norm",
+        "add_rms_norm": "norm.rms_norm",
         "add_rms_norm_quantize": "quantize.norm_quantize",
         "alibi": "attention.alibi",
         "append_kv": "paged.append",
@@ -14,7 +14,7 @@ FILES = MappingProxyType(
         "cross_entropy": "linear.cross_entropy",
         "dequantize": "quantize.quantize",
         "embedding": "linear.embedding",
-        "layer_norm": "norm.norm",
+        "layer_norm": "norm.layer_norm",
         "linear": "linear.linear",
         "linear_cross_entropy": "linear.linear_cross_entropy",
         "mla_attention": "paged.mla",
@@ -24,7 +24,7 @@ FILES = MappingProxyType(
         "quantize": "quantize.quantize",
         "quantized_linear": "quantize.quantized_linear",
         "ragged_attention": "paged.ragged",
-        "rms_norm": "norm.norm",
+        "rms_norm": "norm.rms_norm",
         "rope": "rope.rope",
         "sample": "sampling.sampling",
         "sample_topk": "sampling.sampling",

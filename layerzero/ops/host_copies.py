@@ -1,9 +1,9 @@
 """Host copies of small index tensors: lengths, offsets and page ids known without asking the device.
 
-Whoever makes such a tensor out of host values says so with `attach_host_copy`; a kernel that has to know the
-values asks `to_host_values`, which waits for the device only where nobody said. A copy counts while the
-tensor's version counter stands: an edit in place by torch moves it on, and the values are read from the
-device again. A kernel of one's own that writes the tensor's memory must call `drop_host_copy`.
+Code that makes such a tensor out of host values attaches them with `attach_host_copy`; a kernel that
+needs the values calls `to_host_values`, which waits for the device only where no copy is attached. A copy is
+valid while the tensor's version counter is unchanged: after an edit in place by torch the values are read
+from the device again. A kernel that writes the tensor's memory without torch must call `drop_host_copy`.
 """
 
 from __future__ import annotations

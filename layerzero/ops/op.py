@@ -10,6 +10,7 @@ from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
 
+import torch
 from torch import Tensor
 
 from layerzero.spec.call_spec import CallSpec, OutputSpec, WorkEstimate
@@ -105,13 +106,13 @@ class Split:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Op:
-    """One operation.
+    """One operation, by default with the name of its `build`.
 
     `build(*args, **kwargs)` is the public signature: plain, typed, cheap; it returns `(signature, args)`
     without validating: `signature` is a flat tuple of C-hashed values that holds everything about the call
     that can change the answer (op name first, then of every tensor shape, strides, dtype, device,
-    requires_grad; every flag and scalar by value), `args` the full positional argument tuple that kernels
-    take; `args[0]` is a tensor on the op's device.
+    requires_grad; every flag and scalar by value; see `ops/signature.py`), `args` the full tuple of
+    arguments that kernels take; `args[0]` is a tensor on the op's device.
 
     `check(args)` validates (ValueError/TypeError naming the argument, what it needs, what it got) and
     describes the call as a CallSpec; it runs once per new signature, so it may take its time, but it must
@@ -124,7 +125,8 @@ class Op:
 
     `reference(*args)` is plain torch, accumulates in float32 (float64 inputs stay float64), and is right for
     everything `check` lets through. `outputs(args)` gives shapes and dtypes; `empty(args)` the result of a
-    call that has nothing to compute, else None; `work(request)` the least work. `operands` are the positions
+    call that has nothing to compute, else None (outputs without elements, where an op does not say);
+    `work(spec)` the least work. `operands` are the positions
     of the tensors that layout, contiguity and alignment speak of; `uncopied_operands` those of more tensors
     that alignment speaks of and that no transform copies (pools, codes); `exact_dims` the sizes that keys
     never round; `split` says how a call above a kernel's bound is cut; `wide_outputs` the outputs whose dtype
@@ -134,13 +136,13 @@ class Op:
     rounding.
     """
 
-    name: str
     build: Callable[..., SignedCall]
     check: Callable[[Args], CallSpec]
     reference: Callable[..., Any]
     outputs: Callable[[Args], tuple[OutputSpec, ...]]
     work: Callable[[CallSpec], WorkEstimate]
     operands: tuple[int, ...]
+    name: str = ""
     uncopied_operands: tuple[int, ...] = ()
     exact_dims: frozenset[str] = field(default_factory=frozenset)
     empty: Callable[[Args], Any] | None = None
@@ -161,6 +163,20 @@ class Op:
         """Whether its batching rule joins rows that do not touch each other."""
         return self.batching is not None and self.batching.rowwise
 
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "name", self.name or self.build.__name__)
+        if self.empty is None:
+            object.__setattr__(self, "empty", self._empty_outputs)
+
+    def _empty_outputs(self, args: Args) -> Any:
+        """The outputs of a call whose first one has no element; None for every other call."""
+        specs = self.outputs(args)
+        if 0 not in specs[0].shape:
+            return None
+        device = self.tensors(args)[0].device
+        outputs = tuple(torch.empty(s.shape, dtype=getattr(torch, s.dtype), device=device) for s in specs)
+        return outputs if len(outputs) > 1 else outputs[0]
+
     def casts_back(self, output: int) -> bool:
         """Whether an output follows the operands' dtype (a log-sum-exp, say, does not)."""
         return output not in self.wide_outputs
@@ -170,15 +186,11 @@ class Op:
         return [a for a in args if isinstance(a, Tensor)]
 
 
-# What asking an operand for its shape raises where it is no tensor, or a nested one without a jagged layout.
-NO_SHAPE = (AttributeError, RuntimeError)
-
-
-def signature_of(tensor: Tensor | None) -> tuple[Any, ...] | None:
-    """What a signature holds of an operand that may be absent."""
-    if tensor is None:
-        return None
-    return (tensor.shape, tensor.stride(), tensor.dtype, tensor.device, tensor.requires_grad)
+def output_like(*positions: int) -> Callable[[Args], tuple[OutputSpec, ...]]:
+    """Outputs that have shape and dtype of the operands at these positions."""
+    return lambda args: tuple(
+        OutputSpec(tuple(args[p].shape), str(args[p].dtype).removeprefix("torch.")) for p in positions
+    )
 
 
 OPS: dict[str, Op] = {}

@@ -38,7 +38,7 @@ class BenchmarkCase(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
 
     @classmethod
     def of_request(cls, request: CallSpec, dtype: str | None = None) -> BenchmarkCase:
-        """The site of a request; `dtype` is the one the kernel computes in, where that differs."""
+        """The benchmark case of a request; `dtype` is the one the kernel computes in, where that differs."""
         return cls(
             op=request.op,
             dtype=dtype or request.dtype,
@@ -50,17 +50,17 @@ class BenchmarkCase(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
         )
 
     def digest(self) -> bytes:
-        """Sixteen bytes that are equal for equal sites in every process."""
+        """Sixteen bytes that are equal for equal cases in every process."""
         return hashlib.blake2b(msgspec.json.encode(self), digest_size=16).digest()
 
 
 class Measurement(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, gc=False):
-    """One kernel's time on one site, in microseconds a call.
+    """One kernel's time on one benchmark case, in microseconds a call.
 
     `version` names the kernel's libraries; `launch` says whether the host is in the number ("eager") or a
     graph was replayed; `cache` whether operands were cold in the last-level cache. `variance` is that of the
-    middle half of the samples. `at` is seconds since 1970; `temperature_c`, `power_w` and `free_bytes`
-    are rounded to buckets, None where nobody can tell.
+    middle half of the samples. `timestamp` is seconds since 1970; `temperature_c`, `power_w` and `free_bytes`
+    are rounded to buckets, None where they are unknown.
     """
 
     case: BenchmarkCase

@@ -7,7 +7,6 @@ same class; software versions may differ, which the table's provenance says.
 from __future__ import annotations
 
 import functools
-import hashlib
 import math
 import os
 import statistics
@@ -17,8 +16,8 @@ from pathlib import Path
 import msgspec
 
 from layerzero._util import log
-from layerzero._util.files import decode_json, read_given, replace_own
 from layerzero.perfdb.record import BenchmarkCase, Environment, Measurement
+from layerzero.perfdb.table_file import content_hash, read_table_file, write_table_file
 from layerzero.spec.errors import CacheCorruptionError
 from layerzero.spec.hardware import Hardware
 
@@ -60,11 +59,6 @@ class ShippedTable(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         return measured_on.device == this_machine.device and measured_on.sm == this_machine.sm
 
 
-def content_hash(rows: tuple[Measurement, ...]) -> str:
-    """The hash that a table states of its rows."""
-    return hashlib.sha256(msgspec.json.encode(rows)).hexdigest()
-
-
 def condense(rows: Iterable[Measurement]) -> list[Measurement]:
     """One row for each kernel on each call: of several tunes the median, of two their geometric mean.
 
@@ -96,10 +90,7 @@ def write_table(
     """
     ordered = tuple(sorted(rows, key=lambda r: (r.case.op, r.case.dims, r.case.features, r.kernel, r.launch)))
     table = ShippedTable(provenance=provenance, content=content_hash(ordered), rows=ordered)
-    head = msgspec.json.format(msgspec.json.encode(msgspec.structs.replace(table, rows=())), indent=1)
-    lines = b",\n".join(b"  " + msgspec.json.encode(row) for row in ordered)
-    data = head.replace(b'"rows": []', b'"rows": [\n' + lines + b"\n ]") + b"\n"
-    replace_own(Path(path), data, "rows")
+    write_table_file(path, table, "rows")
     return table
 
 
@@ -108,15 +99,7 @@ def read_table(path: str | os.PathLike[str]) -> ShippedTable:
 
     Raises: CacheCorruptionError: it does not decode, is of another format, or its rows do not match its hash.
     """
-    try:
-        table = decode_json(read_given(path), ShippedTable)
-    except (OSError, ValueError, msgspec.MsgspecError) as error:
-        raise CacheCorruptionError(f"{path}: {error}", path=str(path)) from error
-    if table.format != FORMAT:
-        raise CacheCorruptionError(f"{path}: format needs {FORMAT}, got {table.format}", path=str(path))
-    if content_hash(table.rows) != table.content:
-        raise CacheCorruptionError(f"{path}: its rows do not match its content hash", path=str(path))
-    return table
+    return read_table_file(path, ShippedTable, "rows", format=FORMAT)
 
 
 def fitting_tables(hardware: Hardware, folder: Path) -> list[ShippedTable]:

@@ -117,7 +117,7 @@ class PerfDB:
             return int(cursor.rowcount)
 
     async def discard(self, environment: Environment, rows: Sequence[Measurement]) -> int:
-        """Remove an environment's rows of the kernels and sites of `rows`; returns how many there were."""
+        """Remove an environment's rows of the kernels and cases of `rows`; returns how many there were."""
         assert self._connection is not None and self._lock is not None
         environment_id, removed = id_of(environment.digest().encode()), 0
         async with self._lock:

@@ -3,17 +3,17 @@
 Order of authority: a lock, then denials and allow lists, then capability, then health and readiness, then
 expected microseconds after boosts. Among costs, the library default keeps its place unless beaten by a
 minimum gain (the tie band, where both were timed at the very size), and differences inside the tie band are
-settled by rank and name, so that noise decides nothing.
+settled by tie-break order and name, so that noise decides nothing.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
 
 from layerzero.ops.op import Op
+from layerzero.selection.context import CostModel, SelectionContext, SelectionOptions
 from layerzero.selection.cost.roofline import ROOFLINE, TIMED, roofline_us
-from layerzero.selection.policy.policy import Policy, RequestPolicy
+from layerzero.selection.policy.policy import RequestPolicy
 from layerzero.selection.policy.rules import Rule
 from layerzero.selection.record import Accepted, Candidate, Selection
 from layerzero.selection.transform import adapt
@@ -27,8 +27,6 @@ from layerzero.spec.reasons import Reason, Rejected
 # Said of a kernel that is data alone, wherever it is accepted or chosen.
 DESCRIPTOR_ONLY = "descriptor only"
 
-CostModel = Callable[[Kernel, WorkEstimate, CallSpec, Hardware], tuple[float, str]]
-
 
 def roofline_cost(
     kernel: Kernel, work: WorkEstimate, request: CallSpec, hardware: Hardware
@@ -37,55 +35,10 @@ def roofline_cost(
     return roofline_us(kernel, work, request, hardware), ROOFLINE
 
 
-@dataclass(frozen=True, slots=True)
-class KernelStatus:
-    """What holds for kernels beyond their capability, at one moment.
-
-    `blocked` maps a kernel to why it may not run (missing backend, failed load, open circuit, quarantine);
-    `unready` are those that would have to be loaded first, `probing` those on probation. `built` holds
-    (kernel, unit) of what has been compiled; None counts everything as compiled.
-    """
-
-    blocked: Mapping[str, Rejected] = field(default_factory=dict)
-    unready: frozenset[str] = frozenset()
-    probing: frozenset[str] = frozenset()
-    compiled: frozenset[tuple[str, str]] | None = None
-
-    def is_ready(self, kernel: Kernel, request: CallSpec) -> bool:
-        """Whether `kernel` could run `request` without loading or compiling anything."""
-        if kernel.id in self.unready:
-            return False
-        return (
-            self.compiled is None
-            or kernel.compile_key is None
-            or (kernel.id, kernel.compile_key(request)) in self.compiled
-        )
-
-
-@dataclass(frozen=True, slots=True)
-class SelectionOptions:
-    """The settings that bear on a decision; `room` is what a workspace may take, in bytes.
-
-    `agreed` says that the room is what the poorest rank of a rank group has. `overlay` is the digest of what
-    the deployment took from the kernels' capabilities.
-    """
-
-    strict: bool = False
-    tie_band: float = 0.03
-    default_gain: float = 0.05
-    workspace_budget: int | None = None
-    budget_is_agreed: bool = False
-    overlay: str = ""
-
-
 def decide(
     op: Op,
     request: CallSpec,
-    kernels: Sequence[Kernel],
-    hardware: Hardware,
-    policy: Policy,
-    status: KernelStatus,
-    options: SelectionOptions,
+    context: SelectionContext,
     *,
     bucketed: CallSpec | None = None,
     cost: CostModel = roofline_cost,
@@ -93,20 +46,17 @@ def decide(
 ) -> Selection:
     """Choose a kernel for `request` and keep every verdict.
 
-    `priced_as` is the request whose sizes costs are estimated for (the key's grid point). `solved` is the
+    `bucketed` is the request whose sizes costs are estimated for (the key's grid point). `table_entry` is the
     kernel that a dispatch table names, or why it leaves the choice to run time; None where there is no table.
     Raises: NoKernelFoundError: no kernel may and can serve it, or the governing lock cannot hold; the
     message lists every kernel with its reasons, `.trace` carries them.
     """
+    policy, options = context.policy, context.options
     rules = policy.for_request(request)
     lock = rules.lock
-    bucketed_request = bucketed or request
-    work = op.work(bucketed_request)
-    trace = tuple(
-        _verdict(op, kernel, request, bucketed_request, work, hardware, rules, status, options, cost)
-        for kernel in kernels
-    )
-    by_id = {kernel.id: kernel for kernel in kernels}
+    judge = _Judge(op, request, bucketed or request, context, rules, cost)
+    trace = tuple(judge.candidate(kernel) for kernel in context.kernels)
+    by_id = {kernel.id: kernel for kernel in context.kernels}
     eligible = [c for c in trace if c.accepted is not None and not c.rejected]
     if not eligible:
         raise NoKernelFoundError(
@@ -162,50 +112,67 @@ def _by_dispatch_table(
     return chosen, named if named is not None and named.eligible else best_warm, why
 
 
-def _verdict(
-    op: Op,
-    kernel: Kernel,
-    request: CallSpec,
-    bucketed: CallSpec,
-    work: WorkEstimate,
-    hardware: Hardware,
-    rules: RequestPolicy,
-    status: KernelStatus,
-    options: SelectionOptions,
-    cost: CostModel,
-) -> Candidate:
-    verdict = rules.verdict(kernel.id, kernel.backend)
-    reasons: list[Rejected] = list(verdict.reasons)
-    blocked = status.blocked.get(kernel.id)
-    if blocked is not None:
-        reasons.append(blocked)
-    refusals = rejections(kernel, request, hardware)
-    adapted = adapt(op, kernel, request, refusals, hardware, bucketed) if refusals else (request, ())
-    temporary = transform_bytes(adapted[1], request, work.bytes) if adapted is not None and adapted[1] else 0
-    oversize = exceeds_budget(
-        kernel, bucketed, options.workspace_budget, temporary, budget_is_agreed=options.budget_is_agreed
-    )
-    if oversize is not None:
-        reasons.append(oversize)
-    if adapted is None:
-        reasons.extend(refusals)
-    elif adapted[1] and options.strict:
-        transform_list = ", ".join(str(t) for t in adapted[1])
-        reasons.extend(refusals)
-        reasons.append(
-            Rejected(Reason.STRICT_NEEDS_TRANSFORM, "strict", "no transforms", transform_list, "strict=False")
+class _Judge:
+    """One request before every kernel: what is the same for all of them is computed once."""
+
+    def __init__(
+        self,
+        op: Op,
+        request: CallSpec,
+        bucketed: CallSpec,
+        context: SelectionContext,
+        rules: RequestPolicy,
+        cost: CostModel,
+    ) -> None:
+        self._op, self._request, self._bucketed = op, request, bucketed
+        self._context, self._rules, self._cost = context, rules, cost
+        self._work = op.work(bucketed)
+
+    def candidate(self, kernel: Kernel) -> Candidate:
+        """The verdict on one kernel: its price where it can be adapted, and every reason against it."""
+        request, context = self._request, self._context
+        options, hardware = context.options, context.hardware
+        verdict = self._rules.verdict(kernel.id, kernel.backend)
+        reasons: list[Rejected] = list(verdict.reasons)
+        blocked = context.status.blocked.get(kernel.id)
+        if blocked is not None:
+            reasons.append(blocked)
+        refusals = rejections(kernel, request, hardware)
+        adapted = (
+            adapt(self._op, kernel, request, refusals, hardware, self._bucketed)
+            if refusals
+            else (request, ())
         )
-    if adapted is None or (adapted[1] and options.strict):
-        return Candidate(kernel.id, kernel.backend, None, tuple(reasons))
-    transforms = adapted[1]
-    kernel_us, source = cost(kernel, work, bucketed.replace(dtype=adapted[0].dtype), hardware)
-    transform_us = sum(t.cost_us for t in transforms)
-    total = verdict.boost.apply(kernel_us + transform_us)
-    ready = status.is_ready(kernel, request)
-    note = DESCRIPTOR_ONLY if kernel.descriptor else "" if ready else "chosen when warm"
-    workspace = workspace_bytes(kernel, bucketed)
-    accepted = Accepted(kernel_us, transform_us, total, source, transforms, ready, note, workspace, temporary)
-    return Candidate(kernel.id, kernel.backend, accepted, tuple(reasons))
+        transforms = adapted[1] if adapted is not None else ()
+        temporary = transform_bytes(transforms, request, self._work.bytes) if transforms else 0
+        oversize = exceeds_budget(
+            kernel,
+            self._bucketed,
+            options.workspace_budget,
+            temporary,
+            budget_is_agreed=options.budget_is_agreed,
+        )
+        if oversize is not None:
+            reasons.append(oversize)
+        if adapted is None or (transforms and options.strict):
+            reasons.extend(refusals)
+            if transforms:
+                needs = ", ".join(map(str, transforms))
+                reasons.append(
+                    Rejected(Reason.STRICT_NEEDS_TRANSFORM, "strict", "no transforms", needs, "strict=False")
+                )
+            return Candidate(kernel.id, kernel.backend, None, tuple(reasons))
+        priced = self._bucketed.replace(dtype=adapted[0].dtype)
+        kernel_us, source = self._cost(kernel, self._work, priced, hardware)
+        transform_us = sum(t.cost_us for t in transforms)
+        total = verdict.boost.apply(kernel_us + transform_us)
+        ready = context.status.is_ready(kernel, request)
+        note = DESCRIPTOR_ONLY if kernel.descriptor else "" if ready else "chosen when warm"
+        workspace = workspace_bytes(kernel, self._bucketed)
+        accepted = Accepted(
+            kernel_us, transform_us, total, source, transforms, ready, note, workspace, temporary
+        )
+        return Candidate(kernel.id, kernel.backend, accepted, tuple(reasons))
 
 
 def pick(

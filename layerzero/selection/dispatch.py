@@ -1,164 +1,36 @@
 """The hot path. Read this first.
 
-One call: `op.build` makes a signature; the device's snapshot holds one table an op; the table maps the
-signature to a plan; the plan is called. A hit is two attribute loads and two dict lookups: no lock, no
-counter, no clock, no log. Everything below `Table.miss` is the cold path.
+One call: `op.build` makes a signature; the device's `DispatchState` holds one `PlanTable` per op; the table
+maps the signature to a plan; the plan is called. A hit is two attribute loads and two dict lookups: no lock,
+no counter, no clock, no log. Everything below `PlanTable.resolve` is the cold path.
 
-A snapshot is never changed, only inserted into and dropped whole: a policy change, a breaker or a newly
-loaded kernel makes the next generation, which shares the tables whose verdicts cannot have changed. A miss
-publishes into the table it started from, so that a slow computation never reaches a newer generation.
+A state is never changed, only inserted into and dropped whole: a policy change, a breaker or a newly
+loaded kernel makes the next version, which shares the tables whose verdicts cannot have changed. A miss
+publishes into the table it started from, so that a slow computation never reaches a newer version.
 """
 
 from __future__ import annotations
 
-import inspect
 import threading
-from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Hashable, Mapping
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import msgspec
-import torch
 from torch import Tensor
 
 from layerzero._util import foreign, log
 from layerzero.ops.op import Args, Op, Signature
-from layerzero.selection.decide import CostModel, KernelStatus, SelectionOptions, decide
+from layerzero.selection.context import AgreedTerms, CostModel, SelectionContext
+from layerzero.selection.decide import decide
 from layerzero.selection.key import KeyMaker
-from layerzero.selection.outputs import check_outputs
+from layerzero.selection.modes import AUTOCAST, CAPTURE, DETERMINISTIC, FORWARD, GRAD, MODE_COUNT, REHEARSAL
+from layerzero.selection.plan import Plan, reference_plan
 from layerzero.selection.policy.policy import Policy
 from layerzero.selection.record import Selection, empty_selection
 from layerzero.spec.call_spec import CallSpec
 from layerzero.spec.errors import CudaGraphUnsafeError, NoKernelFoundError, SelectionTimeoutError
-from layerzero.spec.hardware import Hardware
 from layerzero.spec.kernel import Kernel
-
-if TYPE_CHECKING:
-    from layerzero.selection.agreed_terms import AgreedTerms
-    from layerzero.selection.dispatch_table import ActiveDispatchTable
-
-GRAD, DETERMINISTIC, AUTOCAST, CAPTURE, FORWARD = 1, 2, 4, 8, 16
-_MODE_COUNT = 16  # what a plan is remembered under; FORWARD never is
-_is_grad_enabled = torch.is_grad_enabled
-_is_deterministic = torch.are_deterministic_algorithms_enabled
-_is_autocast = torch._C._is_any_autocast_enabled
-_forward_ad: Any = torch.autograd.forward_ad
-# What `torch.cuda.is_current_stream_capturing` calls; a torch without CUDA has only that.
-_is_capturing = getattr(torch._C, "_cuda_isCurrentStreamCapturing", torch.cuda.is_current_stream_capturing)
-
-
-# Each device reads one of these four at every call, in one frame.
-
-
-def mode_bits() -> int:
-    """The bits of torch's modes that can change a choice, on a device that captures no graph."""
-    bits = 1 if _is_grad_enabled() else 0
-    if _is_deterministic():
-        bits |= DETERMINISTIC
-    if _is_autocast():
-        bits |= AUTOCAST
-    if _forward_ad._current_level >= 0:
-        bits |= FORWARD
-    return bits
-
-
-def mode_bits_without_grad() -> int:
-    """`mode()` of a runtime that never differentiates."""
-    bits = DETERMINISTIC if _is_deterministic() else 0
-    return bits | AUTOCAST if _is_autocast() else bits
-
-
-class _Rehearsal(threading.local):
-    """Whether this thread plans for a capture that has not begun; `graphs.rehearsal` sets it."""
-
-    on = False
-
-
-REHEARSAL = _Rehearsal()
-
-
-def capturing_mode_bits() -> int:
-    """`mode()` on CUDA, where the current stream may be capturing."""
-    bits = mode_bits()
-    return bits | CAPTURE if REHEARSAL.on or _is_capturing() else bits
-
-
-def capturing_mode_bits_without_grad() -> int:
-    """`capturing_mode_bits()` of a runtime that never differentiates."""
-    bits = DETERMINISTIC if _is_deterministic() else 0
-    if _is_autocast():
-        bits |= AUTOCAST
-    return bits | CAPTURE if REHEARSAL.on or _is_capturing() else bits
-
-
-class BatchFacts:
-    """What a call of one signature means to a batcher: its size, and its groups by the addresses that
-    decide."""
-
-    __slots__ = ("batch_keys", "shared_positions", "size_bytes", "tokens")
-
-    def __init__(self, tokens: int, size_bytes: int, shared_positions: tuple[int, ...] | None) -> None:
-        self.tokens = tokens
-        self.size_bytes = size_bytes
-        self.shared_positions = shared_positions
-        self.batch_keys: dict[Hashable, Hashable] = {}
-
-
-class Plan:
-    """A selection ready to run: `call(*args)` takes the op's full argument tuple.
-
-    `request` is the call this plan was made for; `selection` may be shared by all requests of one key.
-    `joins` says whether such a call may share a batch; `lane` is what a batcher remembers of its signature.
-    """
-
-    __slots__ = ("batch_facts", "call", "can_batch", "expected_us", "kernel", "op", "request", "selection")
-
-    def __init__(self, op: Op, call: Callable[..., Any], selection: Selection, request: CallSpec) -> None:
-        self.op = op
-        self.call = call
-        self.selection = selection
-        self.request = request
-        self.kernel = selection.kernel
-        self.expected_us = selection.expected_us
-        self.can_batch = selection.kernel != "" and "grad" not in request.modes
-        self.batch_facts: BatchFacts | None = None
-
-    def for_request(self, request: CallSpec) -> Plan:
-        """This plan for another request of the same key."""
-        return self if request is self.request else Plan(self.op, self.call, self.selection, request)
-
-    def with_output_check(self, request: CallSpec) -> Plan:
-        """This plan for a new signature: until a run's outputs were right, each run's are compared.
-
-        The comparison takes itself out of the plan, so that a hit after it pays nothing.
-        """
-        plan = Plan(self.op, self.call, self.selection, request)
-        plan.call = CheckedOnce(plan)
-        return plan
-
-    def selection_for_request(self) -> Selection:
-        """The selection as made for this very request."""
-        if self.selection.request is self.request:
-            return self.selection
-        return msgspec.structs.replace(self.selection, request=self.request)
-
-
-class CheckedOnce:
-    """The call of a plan that has not run: each run's outputs are compared until a run's were right."""
-
-    __slots__ = ("_call", "_plan")
-
-    def __init__(self, plan: Plan) -> None:
-        self._plan = plan
-        self._call = plan.call
-
-    def __call__(self, *args: Any) -> Any:
-        plan = self._plan
-        result = self._call(*args)
-        check_outputs(plan.op, args, result, dtypes="autocast" not in plan.request.modes)
-        plan.call = self._call
-        return result
 
 
 class _PendingSelection:
@@ -173,59 +45,13 @@ class _PendingSelection:
         self.error: BaseException | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class SelectionContext:
-    """Everything that verdicts of one table depend on; equal rules may share a table.
-
-    `droppable_modes` are those of `modes` that are given up where no kernel has them.
-    """
-
-    kernels: tuple[Kernel, ...]
-    hardware: Hardware
-    policy: Policy
-    status: KernelStatus
-    options: SelectionOptions
-    modes: frozenset[str] = frozenset()
-    droppable_modes: frozenset[str] = frozenset()
-    cost_fingerprint: Hashable = None
-    compile_fingerprint: Hashable = None
-    dispatch_table: ActiveDispatchTable | None = None
-
-    def fingerprint(self, op: str) -> Hashable:
-        """Equal for two rule sets that decide every request of `op` alike."""
-        kernel_ids = tuple(k.id for k in self.kernels)
-        policy_rules = tuple(r for r in self.policy.rules if r.op in ("*", op))
-        status = self.status
-        blocked = tuple((k, status.blocked[k].reason) for k in kernel_ids if k in status.blocked)
-        unready = tuple(k for k in kernel_ids if k in status.unready)
-        probing = tuple(k for k in kernel_ids if k in status.probing)
-        compiled = (
-            None if status.compiled is None else frozenset(b for b in status.compiled if b[0] in kernel_ids)
-        )
-        # The kernels themselves, not their ids: a replaced implementation keeps its id.
-        return (
-            self.kernels,
-            policy_rules,
-            blocked,
-            unready,
-            probing,
-            compiled,
-            self.options,
-            self.modes,
-            self.cost_fingerprint,
-            self.compile_fingerprint,
-            # A table ahead is compared with the whole policy: it was solved under all of it.
-            (id(self.dispatch_table), self.policy.digest) if self.dispatch_table is not None else None,
-        )
-
-
-# Plans for captures by mode and signature, with their kernels: what a new generation is handed.
+# Plans for captures by mode and signature, with their kernels: what a new version is handed.
 RehearsedPlans = Mapping[tuple[int, Signature], tuple[Plan, Kernel]]
 _EMPTY: Mapping[Any, Any] = MappingProxyType({})
 
 
 class PlanTable:
-    """The plans of one op in one generation: `hot[mode]` by signature, `by_key` by reduced request."""
+    """The plans of one op in one version: `by_signature[mode bits]`, and `by_key` for reduced requests."""
 
     __slots__ = (
         "_compile",
@@ -259,7 +85,7 @@ class PlanTable:
     ) -> None:
         self.op = op
         self._rehearsed_before = rehearsed
-        self.by_signature: list[dict[Signature, Plan]] = [{} for _ in range(2 * _MODE_COUNT)]
+        self.by_signature: list[dict[Signature, Plan]] = [{} for _ in range(2 * MODE_COUNT)]
         self.by_key: dict[Hashable, Plan] = {}
         self.version = version
         self.fingerprint = context.fingerprint(op.name)
@@ -276,7 +102,7 @@ class PlanTable:
     def resolve(self, signature: Signature, args: Args, bits: int) -> Plan:
         """The plan for a call whose signature is new: checked, described, decided once per key, remembered.
 
-        Raises: ValueError, TypeError: an argument is wrong. NoKernelFoundError: nobody may and can.
+        Raises: ValueError, TypeError: an argument is wrong. NoKernelFoundError: no kernel may and can.
         """
         if foreign.has_transformed(args):
             return reference_plan(self.op, self.describe(args, bits))  # not kept: it is no choice
@@ -325,7 +151,7 @@ class PlanTable:
             ) from error
 
     def _rehearsed_plan(self, request: CallSpec, bits: int, signature: Signature) -> Plan | None:
-        """The plan that an earlier generation rehearsed for this very call, where its kernel may still run.
+        """The plan that an earlier version rehearsed for this very call, where its kernel may still run.
 
         A kernel that is loaded between rehearsal and capture must not leave the capture without a plan.
         """
@@ -347,10 +173,10 @@ class PlanTable:
         )
 
     def rehearsed_plans(self) -> RehearsedPlans:
-        """The plans for captures of this generation and of those before."""
+        """The plans for captures of this version and of those before."""
         plans = dict(self._rehearsed_before) if len(self._rehearsed_before) < self._max_keys else {}
         kernels_by_id = {kernel.id: kernel for kernel in self._context.kernels}
-        for bits in range(CAPTURE, _MODE_COUNT):
+        for bits in range(CAPTURE, MODE_COUNT):
             for signature, plan in list(self.by_signature[bits].items()):
                 if plan.kernel:
                     plans[bits, signature] = plan, kernels_by_id[plan.kernel]
@@ -426,10 +252,10 @@ class PlanTable:
     def recompute(self, request: CallSpec, *, use_dispatch_table: bool = True) -> Selection:
         """The decision for a request, computed anew whatever the table remembers.
 
-        Without `ahead` no table of decisions made ahead has a say.
+        Without `use_dispatch_table` no decision made ahead counts.
 
-        Where no kernel has what a mode of `SelectionContext.yields` asks for, the choice is made without it,
-        with a warning.
+        Where no kernel has what a mode of `droppable_modes` asks for, the choice is made without it, with a
+        warning.
         """
         dropped_modes = request.modes & self._context.droppable_modes
         try:
@@ -449,11 +275,7 @@ class PlanTable:
         selection = decide(
             self.op,
             request,
-            context.kernels,
-            context.hardware,
-            context.policy,
-            context.status,
-            context.options,
+            context,
             bucketed=bucketed,
             cost=self._cost,
             table_entry=dispatch_table.lookup(request, bucketed, context.policy)
@@ -463,29 +285,11 @@ class PlanTable:
         return msgspec.structs.replace(selection, version=self.version)
 
 
-def reference_plan(op: Op, request: CallSpec) -> Plan:
-    """The plan of a transformed or traced call: the op's definition in plain torch; no kernel is asked."""
-    selection = Selection(
-        op=op.name,
-        kernel=f"reference.{op.name}",
-        request=request,
-        transforms=(),
-        expected_us=0.0,
-        why="plain torch: the call is transformed or traced, or an operand has no memory to read",
-        trace=(),
-        order=(),
-    )
-    plan = Plan(op, op.reference, selection, request)
-    plan.can_batch = False
-    plan.batch_facts = BatchFacts(1, 0, None)
-    return plan
-
-
 class DispatchState:
-    """One generation of a device's tables, filled op by op as they are first used.
+    """One version of a device's tables, filled op by op as they are first used.
 
-    `terms` are those of a rank group whose snapshot this is; `rehearsed` are the plans for captures of ops
-    whose table an earlier generation had.
+    `agreed_terms` are those of a rank group whose state this is; `rehearsed_plans` are for captures of ops
+    whose table an earlier version had.
     """
 
     __slots__ = ("agreed_terms", "policy", "rehearsed_plans", "tables", "version")
@@ -504,19 +308,3 @@ class DispatchState:
         self.version = version
         self.policy = policy
         self.tables: dict[str, PlanTable] = tables if tables is not None else {}
-
-
-def signature_of(op: Op, args: Sequence[Any]) -> Signature:
-    """The signature of a call given as the op's full argument tuple."""
-    names = _parameter_names(op)
-    return op.build(**dict(zip(names, args, strict=True)))[0]
-
-
-_PARAMETER_NAMES: dict[str, tuple[str, ...]] = {}
-
-
-def _parameter_names(op: Op) -> tuple[str, ...]:
-    names = _PARAMETER_NAMES.get(op.name)
-    if names is None:
-        names = _PARAMETER_NAMES[op.name] = tuple(inspect.signature(op.build).parameters)
-    return names

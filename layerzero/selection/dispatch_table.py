@@ -11,14 +11,13 @@ from __future__ import annotations
 import hashlib
 import os
 from collections.abc import Hashable, Iterable, Iterator
-from pathlib import Path
 from typing import Any
 
 import msgspec
 
 from layerzero._util import log
-from layerzero._util.files import decode_json, read_given, replace_own
 from layerzero.perfdb import Environment
+from layerzero.perfdb.table_file import read_table_file, write_table_file
 from layerzero.selection.key import GRID_VERSION
 from layerzero.selection.policy.policy import Policy
 from layerzero.selection.policy.rules import Rule
@@ -99,10 +98,7 @@ class DispatchTable(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
 
         Raises: FileExistsError: `path` is another kind of file.
         """
-        head = msgspec.json.format(msgspec.json.encode(msgspec.structs.replace(self, buckets=())), indent=1)
-        lines = b",\n".join(b"  " + msgspec.json.encode(bucket) for bucket in self.buckets)
-        data = head.replace(b'"buckets": []', b'"buckets": [\n' + lines + b"\n ]") + b"\n"
-        replace_own(Path(path), data, "buckets")
+        write_table_file(path, self, "buckets")
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> DispatchTable:
@@ -110,18 +106,7 @@ class DispatchTable(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
 
         Raises: CacheCorruptionError: it does not decode, is of another format, or does not match its hash.
         """
-        try:
-            table = decode_json(read_given(path), cls)
-        except (OSError, ValueError, msgspec.MsgspecError) as error:
-            raise CacheCorruptionError(f"{path}: {error}", path=str(path)) from error
-        if (table.format, table.grid) != (FORMAT, GRID_VERSION):
-            raise CacheCorruptionError(
-                f"{path}: format, grid need {FORMAT}, {GRID_VERSION}, got {table.format}, {table.grid}",
-                path=str(path),
-            )
-        if content_hash(table.buckets) != table.content:
-            raise CacheCorruptionError(f"{path}: its buckets do not match its content hash", path=str(path))
-        return table
+        return read_table_file(path, cls, "buckets", format=FORMAT, grid=GRID_VERSION)
 
 
 class ActiveDispatchTable:
@@ -164,11 +149,6 @@ def _without_upper_layers(policy: Policy) -> Iterator[tuple[Policy, tuple[Rule, 
     for layer in sorted({rule.layer for rule in policy.rules}, reverse=True):
         below = tuple(rule for rule in policy.rules if rule.layer < layer)
         yield Policy(below), tuple(rule for rule in policy.rules if rule.layer >= layer)
-
-
-def content_hash(buckets: tuple[Bucket, ...]) -> str:
-    """The hash that a table states of its buckets."""
-    return hashlib.sha256(msgspec.json.encode(buckets)).hexdigest()
 
 
 def capabilities_hash(kernels: Iterable[Kernel]) -> str:

@@ -12,13 +12,19 @@ from collections.abc import Hashable, Iterable, Mapping
 from layerzero.ops.op import Op
 from layerzero.selection.policy.condition import Condition
 from layerzero.spec.call_spec import CallSpec
-from layerzero.spec.kernel import Kernel, Limit
+from layerzero.spec.capability import Limit
+from layerzero.spec.kernel import Kernel
 
 GRID_VERSION = 1
 
 
 def grid(size: int) -> int:
-    """The nearest point at or above `size` on the fixed grid 0, 1, 2, 3, 4, 6, 8, 12, 16, 24, ..."""
+    """The nearest point at or above `size` on the fixed grid 0, 1, 2, 3, 4, 6, 8, 12, 16, 24, ...
+
+    Example:
+        >>> [grid(size) for size in (5, 65, 100)]
+        [6, 96, 128]
+    """
     if size <= 4:
         return size
     top = 1 << (size - 1).bit_length()

@@ -20,8 +20,9 @@ from layerzero.ops.checks import address_of
 from layerzero.ops.op import Op, Split
 from layerzero.selection.record import Transform
 from layerzero.spec.call_spec import CallSpec
+from layerzero.spec.capability import AtMost, Capability, ProductAtMost
 from layerzero.spec.hardware import Hardware
-from layerzero.spec.kernel import AtMost, Capability, Kernel, ProductAtMost, rejections
+from layerzero.spec.kernel import Kernel, rejections
 from layerzero.spec.reasons import Reason, Rejected
 
 COPY_LAUNCH_US = 2.0
@@ -48,7 +49,7 @@ def adapt(
 ) -> tuple[CallSpec, tuple[Transform, ...]] | None:
     """The request after the fewest transforms with which `kernel` accepts it; None if none would do.
 
-    Copies are priced for the sizes of `priced_as`.
+    Copies are priced for the sizes of `bucketed`.
     """
     reasons = {r.reason for r in rejected}
     if not reasons <= TRANSFORMABLE:

@@ -1,7 +1,7 @@
 """Room for workspaces: what a call allocates beyond its outputs, held against what may be taken.
 
-A kernel states its workspace; the transforms before it make temporaries, a dense copy or a wider one.
-Free memory changes all the time, choices must not: room is known in powers of two, and moves only when free
+A kernel states its workspace; the transforms before it make temporaries, a dense copy or a wider one. Free
+memory changes all the time, choices must not: the budget is known in powers of two, and moves only when free
 memory has clearly left its step. A choice made with one room is made anew with another.
 """
 
@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from layerzero.selection.record import Transform
+from layerzero.selection.record import Transform, format_bytes
 from layerzero.spec.call_spec import CallSpec
 from layerzero.spec.kernel import Kernel
 from layerzero.spec.reasons import Reason, Rejected
@@ -48,7 +48,7 @@ def exceeds_budget(
 ) -> Rejected | None:
     """The reason against a kernel whose workspace, with the temporaries before it, does not fit, or None.
 
-    `agreed` room is a rank group's least.
+    An agreed budget is a rank group's least.
     """
     if budget is None or (kernel.workspace_bytes is None and not temporary):
         return None
@@ -75,13 +75,3 @@ def workspace_budget(free: int, total: int, headroom: float, limit: int | None, 
     if before and before / _SLACK <= usable < before * 2 * _SLACK:
         step = before
     return step if limit is None else min(step, limit)
-
-
-def format_bytes(count: int) -> str:
-    """A number of bytes for people."""
-    value, unit = float(count), "B"
-    for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
-        if value < 1024 or unit == "TiB":
-            break
-        value /= 1024
-    return f"{value:.0f} {unit}" if value >= 10 or unit == "B" else f"{value:.1f} {unit}"

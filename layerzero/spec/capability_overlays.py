@@ -20,22 +20,21 @@ import torch
 
 from layerzero._util.files import replace_own
 from layerzero._util.strict_yaml import Document, YamlError, parse_file, quote, suggestion
-from layerzero.spec.errors import CacheCorruptionError, ConfigurationError
-from layerzero.spec.kernel import (
+from layerzero.spec.capability import (
     ACTIVATIONS,
     ALL_PLATFORMS,
     FEATURE_REASONS,
     AtLeast,
     AtMost,
     Capability,
-    Kernel,
     Limit,
     MultipleOf,
     OneOf,
     ProductAtMost,
     SameAs,
-    version,
 )
+from layerzero.spec.errors import CacheCorruptionError, ConfigurationError
+from layerzero.spec.kernel import Kernel, version
 from layerzero.spec.tolerances import FACTOR
 
 FORMAT = 1

@@ -92,12 +92,9 @@ class Reason(StrEnum):
     SIZE_UNSUPPORTED = "SIZE_UNSUPPORTED", Category.SHAPE, "a size is not one it takes"
 
     LAYOUT_UNSUPPORTED = "LAYOUT_UNSUPPORTED", Category.MEMORY_LAYOUT, "needs another layout"
-    LAYOUT_AMBIGUOUS = "LAYOUT_AMBIGUOUS", Category.MEMORY_LAYOUT, "layout cannot be told from the strides"
     NOT_CONTIGUOUS = "NOT_CONTIGUOUS", Category.MEMORY_LAYOUT, "needs contiguous tensors"
     STRIDE_LAST_DIM = "STRIDE_LAST_DIM", Category.MEMORY_LAYOUT, "needs a last stride of 1"
     MISALIGNED = "MISALIGNED", Category.MEMORY_LAYOUT, "needs aligned data pointers"
-    KV_LAYOUT_MISMATCH = "KV_LAYOUT_MISMATCH", Category.MEMORY_LAYOUT, "needs another KV cache layout"
-    PACKED_WEIGHTS_REQUIRED = "PACKED_WEIGHTS_REQUIRED", Category.MEMORY_LAYOUT, "needs packed weights"
 
     CAUSAL_UNSUPPORTED = "CAUSAL_UNSUPPORTED", Category.FEATURE, "has no causal masking"
     MASK_BOOL_UNSUPPORTED = "MASK_BOOL_UNSUPPORTED", Category.FEATURE, "takes no boolean mask"
@@ -164,7 +161,6 @@ class Reason(StrEnum):
     KERNEL_LOAD_FAILED = "KERNEL_LOAD_FAILED", Category.BACKEND, "could not be loaded"
     JIT_FAILED = "JIT_FAILED", Category.BACKEND, "did not compile"
     PYTHON_FREE_THREADED = "PYTHON_FREE_THREADED", Category.BACKEND, "needs a Python with its global lock"
-    NOT_READY = "NOT_READY", Category.BACKEND, "is still being imported or compiled: chosen when warm"
 
     CIRCUIT_OPEN = "CIRCUIT_OPEN", Category.HEALTH, "failed too often and rests"
     QUARANTINED = "QUARANTINED", Category.HEALTH, "is quarantined"
@@ -178,7 +174,6 @@ class Reason(StrEnum):
         Category.POLICY,
         "strict mode refuses the transforms it needs",
     )
-    RANKS_DISAGREE = "RANKS_DISAGREE", Category.POLICY, "the group's ranks do not agree on it"
 
     MEMORY_HEADROOM_EXCEEDED = "MEMORY_HEADROOM_EXCEEDED", Category.RESOURCE, "needs more memory than is free"
     DISPATCH_TABLE_MISS = (

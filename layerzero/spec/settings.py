@@ -6,15 +6,15 @@ and the file as well; so do `lz.start()` without settings and the `lz` command, 
 
 from __future__ import annotations
 
-import math
 import os
-import re
-from collections.abc import Callable, Mapping
+import sys
+from collections.abc import Mapping
 from pathlib import Path
 from types import UnionType
-from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
 import msgspec
+from msgspec import Meta
 
 from layerzero._util import log
 from layerzero._util.strict_yaml import Document, YamlError, parse_file, path_in, quote, suggestion
@@ -37,8 +37,20 @@ READ_AT_START = (
     "capabilities", "cluster", "cluster_devices", "freeze_gc", "hang_s", "max_restarts",
     "placement_timeout_s", "plugins",
 )  # fmt: skip
-_NAMES = "a list of names of installed entry points"
-_DEVICE = re.compile(r"auto|cpu|cuda(:\d{1,2})?")
+# The types of fields, each with what it needs in the words of an error. Infinity is above the largest float.
+_LARGEST = sys.float_info.max
+Count = Annotated[int, Meta(ge=1, description="a whole number of at least 1")]
+Whole = Annotated[int, Meta(ge=0, description="a whole number of at least 0")]
+NotNegative = Annotated[float, Meta(ge=0, le=_LARGEST, description="a finite number of at least 0")]
+AboveZero = Annotated[float, Meta(gt=0, le=_LARGEST, description="a finite number above 0")]
+Days = Annotated[float, Meta(gt=0, lt=1e5, description="a number of days above 0")]
+Share = Annotated[float, Meta(ge=0, le=1, description="a number from 0 to 1")]
+Text = Annotated[str, Meta(min_length=1, description="a non-empty string")]
+PluginName = Annotated[str, Meta(pattern=r"\A\S(.*\S)?\Z")]
+DeviceName = Annotated[
+    str,
+    Meta(pattern=r"\A(auto|cpu|cuda(:\d{1,2})?)\Z", description='"auto", "cpu", "cuda" or "cuda:<index>"'),
+]
 
 
 class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -104,53 +116,58 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     version: format of the file these settings came from.
 
     Raises: ConfigurationError: a value is outside its range; the message names the field.
+
+    Example:
+        >>> import layerzero as lz
+        >>> lz.Settings(device="cpu", max_batch_size=64).replace(probes=2).probes
+        2
     """
 
     version: int = FORMAT_VERSION
-    device: str = "auto"
-    cluster: str | None = None
+    device: DeviceName = "auto"
+    cluster: Text | None = None
     cluster_devices: int | None = None
-    policy: str | None = None
-    state_dir: str | None = None
-    perfdb: str | None = "auto"
+    policy: Text | None = None
+    state_dir: Text | None = None
+    perfdb: Text | None = "auto"
     freeze_gc: bool = False
     strict: bool = False
-    capabilities: str | None = None
-    plugins: tuple[str, ...] = ()
+    capabilities: Text | None = None
+    plugins: tuple[PluginName, ...] = ()
     inference: bool | None = None
     determinism: Literal["default", "strict"] = "default"
     graph_strict: bool = False
-    tie_band: float = 0.03
-    default_gain: float = 0.05
+    tie_band: NotNegative = 0.03
+    default_gain: NotNegative = 0.05
     warm: Literal["background", "eager", "off"] = "background"
-    max_keys: int = 4096
-    dispatch_table: str | None = None
+    max_keys: Count = 4096
+    dispatch_table: Text | None = None
     shipped_tables: bool = True
-    perfdb_days: float | None = None
+    perfdb_days: Days | None = None
     batching: Literal["all", "rows", "off"] = "all"
-    inline_limit_us: float = 200.0
-    max_inline_us: float = 500.0
-    max_batch_size: int = 256
-    max_num_batched_tokens: int = 65_536
-    max_batch_bytes: int = 1 << 30
-    max_queue_size: int = 16_384
-    max_queue_bytes: int = 4 << 30
+    inline_limit_us: NotNegative = 200.0
+    max_inline_us: NotNegative = 500.0
+    max_batch_size: Count = 256
+    max_num_batched_tokens: Count = 65_536
+    max_batch_bytes: Count = 1 << 30
+    max_queue_size: Count = 16_384
+    max_queue_bytes: Count = 4 << 30
     queue_full_policy: Literal["wait", "reject"] = "wait"
     completion: Literal["stream", "host"] = "stream"
-    priority_aging_ms: float = 50.0
-    check_rate: float = 0.0
-    drift_rate: float = 0.0
-    memory_headroom: float = 0.05
-    workspace_limit_bytes: int | None = None
-    failures_to_open: int = 3
-    window_s: float = 60.0
-    cooldown_s: float = 30.0
-    cooldown_max_s: float = 960.0
-    probes: int = 1
-    probe_timeout_s: float = 60.0
-    hang_s: float = 30.0
-    max_restarts: int = 5
-    placement_timeout_s: float = 60.0
+    priority_aging_ms: NotNegative = 50.0
+    check_rate: Share = 0.0
+    drift_rate: Share = 0.0
+    memory_headroom: Share = 0.05
+    workspace_limit_bytes: Count | None = None
+    failures_to_open: Count = 3
+    window_s: AboveZero = 60.0
+    cooldown_s: AboveZero = 30.0
+    cooldown_max_s: AboveZero = 960.0
+    probes: Count = 1
+    probe_timeout_s: AboveZero = 60.0
+    hang_s: AboveZero = 30.0
+    max_restarts: Whole = 5
+    placement_timeout_s: AboveZero = 60.0
     spans: bool = False
 
     def __post_init__(self) -> None:
@@ -213,79 +230,23 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
 
 FIELDS: tuple[str, ...] = Settings.__struct_fields__
-_HINTS: Mapping[str, Any] = get_type_hints(Settings)
-
-_AT_LEAST_ONE = (
-    "max_keys",
-    "max_batch_size",
-    "max_num_batched_tokens",
-    "max_batch_bytes",
-    "max_queue_size",
-    "max_queue_bytes",
-    "failures_to_open",
-    "probes",
-)
-_NOT_NEGATIVE = (
-    "max_restarts",
-    "inline_limit_us",
-    "max_inline_us",
-    "priority_aging_ms",
-    "tie_band",
-    "default_gain",
-)
-_SHARES = ("check_rate", "drift_rate", "memory_headroom")
-_ABOVE_ZERO = ("window_s", "cooldown_s", "cooldown_max_s", "probe_timeout_s", "hang_s", "placement_timeout_s")
+_HINTS: Mapping[str, Any] = get_type_hints(Settings, include_extras=True)
 
 
 def _check(settings: Settings) -> None:
+    """Raise for the first field whose value its type does not hold: msgspec checks what it converts alone."""
     if settings.version != FORMAT_VERSION:
         raise ConfigurationError(f"version needs {FORMAT_VERSION}, got {settings.version!r}")
-    rules: tuple[tuple[tuple[str, ...], str, Callable[[float], bool]], ...] = (
-        (_AT_LEAST_ONE, "a whole number of at least 1", lambda n: n >= 1),
-        (_NOT_NEGATIVE, "a finite number of at least 0", lambda n: 0 <= n < math.inf),
-        (_ABOVE_ZERO, "a finite number above 0", lambda n: 0 < n < math.inf),
-        (_SHARES, "a number from 0 to 1", lambda n: 0 <= n <= 1),
-    )
-    for names, needs, holds in rules:
-        for name in names:
-            value = getattr(settings, name)
-            whole = names is not _AT_LEAST_ONE or isinstance(value, int)
-            if isinstance(value, bool) or not isinstance(value, int | float) or not whole or not holds(value):
-                raise ConfigurationError(f"{name} needs {needs}, got {quote(value)}", field=name)
-    limit = settings.workspace_limit_bytes
-    if limit is not None and (isinstance(limit, bool) or not isinstance(limit, int) or limit < 1):
-        message = f"workspace_limit_bytes needs a whole number of at least 1, or none, got {quote(limit)}"
-        raise ConfigurationError(message, field="workspace_limit_bytes")
-    days = settings.perfdb_days
-    if days is not None and (
-        isinstance(days, bool) or not isinstance(days, int | float) or not 0 < days < 1e5
-    ):
-        message = f"perfdb_days needs a number above 0, or none, got {quote(days)}"
-        raise ConfigurationError(message, field="perfdb_days")
-    _check_words(settings)
-
-
-def _check_words(settings: Settings) -> None:
-    for name, hint in _HINTS.items():
+    for (name, hint), default in zip(_HINTS.items(), Settings.__struct_defaults__, strict=True):
         value = getattr(settings, name)
-        if get_origin(hint) is Literal and value not in get_args(hint):
-            raise ConfigurationError(f"{name} needs {_words(hint)}, got {quote(value)}", field=name)
-        if hint is bool and not isinstance(value, bool):
-            raise ConfigurationError(f"{name} needs true or false, got {quote(value)}", field=name)
-    if settings.inference not in (True, False, None):
-        raise ConfigurationError(
-            f"inference needs True, False or None, got {quote(settings.inference)}", field="inference"
-        )
-    for name in ("device", "cluster", "policy", "state_dir", "perfdb", "dispatch_table", "capabilities"):
-        value = getattr(settings, name)
-        if (value is None and name == "device") or value == "" or not isinstance(value, str | None):
-            raise ConfigurationError(f"{name} needs a non-empty string, got {quote(value)}", field=name)
-    names = settings.plugins
-    if not isinstance(names, tuple) or not all(isinstance(n, str) and n.strip() == n != "" for n in names):
-        raise ConfigurationError(f"plugins needs {_NAMES}, got {quote(names)}", field="plugins")
-    if not _DEVICE.fullmatch(settings.device):
-        needs = '"auto", "cpu", "cuda" or "cuda:<index>"'
-        raise ConfigurationError(f"device needs {needs}, got {quote(settings.device)}", field="device")
+        if value is default:
+            continue
+        try:
+            msgspec.convert(value, hint)
+        except msgspec.ValidationError as error:
+            raise ConfigurationError(
+                f"{name} needs {_needs(name)}, got {quote(value)}", field=name
+            ) from error
 
 
 def _build(values: Mapping[str, Any]) -> Settings:
@@ -349,62 +310,49 @@ def _check_alone(field: str, value: Any, where: str, **context: Any) -> None:
 
 
 def _parsed(field: str, text: str, variable: str) -> Any:
-    hint = _HINTS[field]
-    options = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
-    word = text.strip()
+    """The value that a variable's text stands for.
+
+    Raises: ConfigurationError: it is none that the field's type has.
+    """
+    hint, word = _HINTS[field], text.strip()
+    optional = type(None) in get_args(hint)
+    value: Any = word
     if get_origin(hint) is tuple:
-        return tuple(name.strip() for name in word.split(",") if name.strip())
-    if type(None) in options and word.lower() in ("", "none"):
-        return None
-    for option in options:
-        try:
-            if option is bool:
-                return _boolean(word)
-            if option in (int, float):
-                return option(word)
-        except ValueError as error:
-            raise ConfigurationError(
-                f"{variable} needs {_needs(field)}, got {quote(text)}", variable=variable, field=field
-            ) from error
-        if get_origin(option) is Literal and word not in get_args(option):
-            raise ConfigurationError(
-                f"{variable} needs {_needs(field)}, got {quote(text)}", variable=variable, field=field
-            )
-    if not word:
-        raise ConfigurationError(f"{variable} needs {_needs(field)}, got ''", variable=variable, field=field)
-    return word
+        value = [name.strip() for name in word.split(",") if name.strip()]
+    elif optional and word.lower() in ("", "none"):
+        value = None
+    elif bool in (hint, *get_args(hint)):
+        value = _BOOLEANS.get(word.lower(), word)
+    try:
+        return msgspec.convert(value, hint, strict=False)
+    except msgspec.ValidationError as error:
+        message = f"{variable} needs {_needs(field)}, got {quote(text)}"
+        raise ConfigurationError(message, variable=variable, field=field) from error
 
 
-def _boolean(word: str) -> bool:
-    lowered = word.lower()
-    if lowered in ("1", "true", "yes", "on"):
-        return True
-    if lowered in ("0", "false", "no", "off"):
-        return False
-    raise ValueError(word)
+_BOOLEANS = {
+    **dict.fromkeys(("1", "true", "yes", "on"), True),
+    **dict.fromkeys(("0", "false", "no", "off"), False),
+}
 
 
 def _needs(field: str) -> str:
+    """What a field's type holds, in words."""
     hint = _HINTS.get(field)
     if hint is None:
         return "a known name"
-    if get_origin(hint) is Literal:
-        return _words(hint)
-    if get_origin(hint) is tuple:
-        return _NAMES
-    names = {
-        bool: "true or false",
-        int: "a whole number",
-        float: "a number",
-        str: "a string",
-        type(None): "none",
-    }
     options = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
-    return " or ".join(names[option] for option in options)
+    return " or ".join(_words(option) for option in options)
 
 
-def _words(hint: Any) -> str:
-    return " or ".join(repr(word) for word in get_args(hint))
+def _words(option: Any) -> str:
+    if get_origin(option) is Literal:
+        return " or ".join(repr(word) for word in get_args(option))
+    if get_origin(option) is tuple:
+        return "a list of names of installed entry points"
+    if get_origin(option) is Annotated:
+        return str(get_args(option)[1].description)
+    return {bool: "true or false", int: "a whole number", type(None): "none"}[option]
 
 
 def _from_file(path: Path, strict: bool) -> dict[str, Any]:

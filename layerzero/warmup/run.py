@@ -17,7 +17,9 @@ from layerzero.graphs.rehearsal import rehearsal
 from layerzero.measure.calls import Call
 from layerzero.ops import table as ops_table
 from layerzero.ops.op import Args, Op, Signature
-from layerzero.selection.dispatch import GRAD, DispatchState, Plan, signature_of
+from layerzero.selection.dispatch import DispatchState
+from layerzero.selection.modes import GRAD
+from layerzero.selection.plan import Plan, signature_of
 from layerzero.spec.call_spec import CallSpec
 from layerzero.spec.hardware import Hardware
 from layerzero.warmup.monitor import CompileEvent, watching

@@ -13,7 +13,8 @@ import torch
 from layerzero.actors.device.local_device import LocalDevice
 from layerzero.ops import table as ops_table
 from layerzero.ops.rehearsal import dummy_args
-from layerzero.selection.dispatch import mode_bits, signature_of
+from layerzero.selection.modes import mode_bits
+from layerzero.selection.plan import signature_of
 from layerzero.selection.record import Selection
 from layerzero.spec.call_spec import CallSpec
 from layerzero.spec.kernel import Kernel

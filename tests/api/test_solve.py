@@ -18,8 +18,9 @@ import layerzero as lz
 from layerzero.api.solve import solve
 from layerzero.api.tune import publish, tune_blocking
 from layerzero.measure.shapes import norm
+from layerzero.perfdb.table_file import content_hash
 from layerzero.runtime import Runtime, install, uninstall
-from layerzero.selection.dispatch_table import DispatchTable, content_hash
+from layerzero.selection.dispatch_table import DispatchTable
 from layerzero.spec.errors import CacheCorruptionError, ConfigurationError
 from layerzero.spec.reasons import Reason
 from tests.api.test_tune import clock, kernels, taking

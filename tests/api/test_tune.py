@@ -22,8 +22,9 @@ from layerzero.measure.tuner import TuningResult, pick_winner
 from layerzero.ops import table as ops_table
 from layerzero.perfdb.store import read_rows
 from layerzero.runtime import Runtime, install, uninstall
+from layerzero.selection.context import SelectionOptions
 from layerzero.selection.cost.measured import MeasuredCosts
-from layerzero.selection.decide import SelectionOptions, roofline_cost
+from layerzero.selection.decide import roofline_cost
 from layerzero.spec.errors import ConfigurationError
 from layerzero.spec.kernel import Kernel
 from tests.kernels import kernel

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from layerzero.ops import table
-from layerzero.ops.linear.mlp import is_gated
+from layerzero.ops.linear.mlp import GATES
 from layerzero.ops.op import Args
 from layerzero.ops.quantize.quantize import quantize_reference, scale_shape
 
@@ -212,7 +212,7 @@ OVER_SEQUENCES = {"paged_attention": _paged, "ragged_attention": _ragged, "mla_a
 def _mlp(case: Case, rand: Any, generator: torch.Generator) -> tuple[list[Any], dict[str, Any]]:
     n, c, f = case.dims.get("N", 9), case.dims.get("C", 24), case.dims.get("F", 40)
     activation = next((a.removeprefix("act_") for a in case.asks if a.startswith("act_")), "gelu")
-    rows = 2 * f if is_gated(activation) else f
+    rows = 2 * f if activation in GATES else f
     biases = [rand(rows), rand(c)] if "bias" in case.asks else [None, None]
     return [rand(n, c), rand(rows, c) * c**-0.5, rand(c, f) * f**-0.5, *biases], {"activation": activation}
 

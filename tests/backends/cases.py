@@ -19,8 +19,9 @@ import torch
 
 from layerzero.backends import availability, load_builtin
 from layerzero.spec.call_spec import CallSpec
+from layerzero.spec.capability import ACTIVATIONS, FLOATS, AtLeast, MultipleOf, OneOf
 from layerzero.spec.hardware import Hardware, hypothetical_gpu, probe
-from layerzero.spec.kernel import ACTIVATIONS, FLOATS, AtLeast, Kernel, MultipleOf, OneOf, rejections
+from layerzero.spec.kernel import Kernel, rejections
 from tests.backends.calls import DEVICE as DEVICE
 from tests.backends.calls import Case as Case
 from tests.backends.calls import call as call

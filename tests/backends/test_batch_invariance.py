@@ -15,7 +15,7 @@ from torch import Tensor
 
 import layerzero as lz
 from layerzero.ops import table
-from layerzero.ops.norm.norm import rms_norm_reference
+from layerzero.ops.norm.rms_norm import rms_norm_reference
 from layerzero.ops.op import Args
 from layerzero.spec.kernel import Kernel, rejections
 from tests import kernels
@@ -182,7 +182,7 @@ def test_a_row_has_its_own_bits_alone_and_in_any_batch_at_any_place(kernel: Kern
 def test_a_row_has_its_own_bits_however_the_batch_lies_in_memory(kernel: Kernel) -> None:
     """Rows of a larger matrix, rows whose columns are dense: a row alone is always dense."""
     op, batch = table.get(kernel.op), {"attention": "B", "alibi": "Hq"}.get(kernel.op, "N")
-    device = kernels.device([kernel], lz.Settings(determinism="strict", warm="off"))
+    device = kernels.device([kernel], lz.Settings(determinism="strict", warm="off"), cases.DEVICE)
     asked = [("inputs_quantized",)] if kernel.op == "quantized_linear" else asks(kernel.op)[:3]
     compared = 0
     for dtype in cases.dtypes(kernel):

@@ -12,8 +12,8 @@ from layerzero.actors.device.registry import Registry
 from layerzero.backends import availability, load_builtin
 from layerzero.backends.descriptors import DEVICES, FAMILIES, descriptors_of, imagine_hardware
 from layerzero.ops import table as ops_table
-from layerzero.selection.decide import DESCRIPTOR_ONLY, KernelStatus, SelectionOptions, decide
-from layerzero.selection.policy.policy import EMPTY
+from layerzero.selection.context import SelectionContext
+from layerzero.selection.decide import DESCRIPTOR_ONLY, decide
 from layerzero.selection.record import Selection
 from layerzero.spec.call_spec import CallSpec
 from layerzero.spec.capability_overlays import problems
@@ -47,7 +47,7 @@ def call(dtype: str = "bfloat16", size: int = 128, length: int = 8192, *features
 def chosen(sm: int, *without: str, request: CallSpec | None = None) -> Selection:
     """The choice among all kernels but those whose id begins with one of `without`."""
     left = [k for k in EVERY if not k.id.startswith(without)] if without else list(EVERY)
-    return decide(ATTENTION, request or call(), left, gpu(sm), EMPTY, KernelStatus(), SelectionOptions())
+    return decide(ATTENTION, request or call(), SelectionContext(tuple(left), gpu(sm)))
 
 
 def generations(sm: int, request: CallSpec | None = None) -> set[str]:

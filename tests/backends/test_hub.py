@@ -16,8 +16,9 @@ import torch
 
 import layerzero as lz
 from layerzero.backends.hub import Hub, hub_kernel, lock_folder
+from layerzero.spec.capability import Capability
 from layerzero.spec.errors import BackendNotAvailableError, ConfigurationError
-from layerzero.spec.kernel import Capability, Efficiency
+from layerzero.spec.kernel import Efficiency
 
 REPOSITORY = "acme/norms"
 CODE = """

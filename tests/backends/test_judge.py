@@ -14,23 +14,21 @@ import pytest
 import layerzero
 from layerzero.backends import load_builtin
 from layerzero.spec.call_spec import CallSpec
-from layerzero.spec.hardware import Hardware, MMAFamily
-from layerzero.spec.kernel import (
+from layerzero.spec.capability import (
     ACTIVATIONS,
     FEATURE_REASONS,
     INDEX_DTYPES,
     AtLeast,
     AtMost,
     Capability,
-    Efficiency,
-    Kernel,
     Limit,
     MultipleOf,
     OneOf,
     ProductAtMost,
     SameAs,
-    rejections,
 )
+from layerzero.spec.hardware import Hardware, MMAFamily
+from layerzero.spec.kernel import Efficiency, Kernel, rejections
 from layerzero.spec.reasons import Reason
 
 # A kernel that has every limit there is: what no real kernel claims yet is judged here all the same.

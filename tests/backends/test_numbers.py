@@ -14,8 +14,9 @@ from torch import Tensor
 import layerzero as lz
 from layerzero.ops import table
 from layerzero.ops.op import Args
+from layerzero.spec.capability import ACTIVATIONS
 from layerzero.spec.errors import NoKernelFoundError
-from layerzero.spec.kernel import ACTIVATIONS, Kernel
+from layerzero.spec.kernel import Kernel
 from layerzero.spec.settings import Settings
 from tests import kernels
 from tests.backends import cases

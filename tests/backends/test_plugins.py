@@ -40,7 +40,7 @@ packages = ["acme_kernels"]
 MODULE = """
 import dataclasses
 from layerzero.backends.reference import reference_kernel
-from layerzero.spec.kernel import Kernel
+from layerzero.spec.kernel import (Kernel)
 from layerzero.ops import table
 
 OWN = dataclasses.replace(reference_kernel(table.get("rms_norm")), id="acme.rms_norm", backend="acme")

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ast
 import importlib.util
+import inspect
 import json
 import os
 from pathlib import Path
@@ -14,8 +16,9 @@ import torch
 from layerzero.backends.triton_kernels import KERNELS
 from layerzero.backends.triton_kernels.user_kernel import TritonLaunch, check_launch, triton_kernel
 from layerzero.spec.call_spec import CallSpec
+from layerzero.spec.capability import Capability
 from layerzero.spec.hardware import hypothetical_gpu, probe
-from layerzero.spec.kernel import Capability, rejections
+from layerzero.spec.kernel import Kernel, rejections
 from tests import children, interpreter
 
 # Triton's compiler and its interpreter take a core for as long as they need one.
@@ -23,6 +26,16 @@ pytestmark = pytest.mark.timeout(900)
 needs_triton = pytest.mark.skipif(
     importlib.util.find_spec("triton") is None, reason="triton is not installed"
 )
+
+
+@pytest.mark.parametrize("kernel", KERNELS, ids=[kernel.id for kernel in KERNELS])
+def test_what_a_kernel_loads_is_there(kernel: Kernel) -> None:
+    """Its module is found and defines its function, also where Triton is not."""
+    named = inspect.getclosurevars(kernel.load).nonlocals
+    spec = importlib.util.find_spec(f"layerzero.backends.triton_kernels.{named['module']}")
+    assert spec is not None and spec.origin is not None, named
+    body = ast.parse(Path(spec.origin).read_text()).body
+    assert named["name"] in {node.name for node in body if isinstance(node, ast.FunctionDef)}
 
 
 def printed(code: str, folder: Path, **variables: str) -> Any:
@@ -75,7 +88,7 @@ def test_rows_are_drawn_as_the_reference_draws_them(tmp_path: Path) -> None:
 
 PROPOSED = """
 import json, torch
-from layerzero.backends.triton_kernels.sampling import sample_proposed
+from layerzero.backends.triton_kernels.sampling import sample_with_proposals
 from layerzero.ops.sampling.sampling import sample_reference
 logits = torch.randn(4, 11, generator=torch.Generator().manual_seed(0)) * 2
 logits[1, 3:7] = 1.5
@@ -91,7 +104,7 @@ for count, share in ((4, 1.0), (0, 0.6), (5, 0.7)):
         mask = None if count == 0 else keeping(told)
         kept = None if share == 1.0 else keeping(told).softmax(-1)
         call = (logits, 0.8, count, share, torch.arange(4), 3)
-        found.append([sample_proposed(*call, mask, kept).tolist(), sample_reference(*call).tolist()])
+        found.append([sample_with_proposals(*call, mask, kept).tolist(), sample_reference(*call).tolist()])
 print(json.dumps(found))
 """
 
@@ -144,7 +157,8 @@ import json, torch, triton
 import triton.language as tl
 import layerzero as lz
 from layerzero.backends.triton_kernels.user_kernel import TritonLaunch, triton_kernel
-from layerzero.spec.kernel import Capability, Efficiency
+from layerzero.spec.capability import (Capability)
+from layerzero.spec.kernel import (Efficiency)
 
 @triton.jit
 def norm(x_ptr, out_ptr, width, eps, BLOCK: tl.constexpr):

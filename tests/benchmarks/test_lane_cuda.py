@@ -75,13 +75,13 @@ def test_padding_keeps_places_of_its_own() -> None:
     captured = importlib.import_module("generating.captured")
     cache = PagedCache(KVCacheSpec(num_kv_heads=1, head_dim=8), pages=12, page_size=4)
     frame = captured.Frame(cache, 8, 4)
-    spare = frame.places(4).slots.tolist()
+    spare = frame.places(4).slot_mapping.tolist()
     sequences = [cache.sequence(8) for _ in range(4)]
     for count in (4, 1, 3):
         frame.load([sequence.extend(1) for sequence in sequences[:count]])
         at = frame.places(4)
-        slots = at.slots.tolist()
+        slots = at.slot_mapping.tolist()
         own = [s.pages[(s.length - 1) // 4] * 4 + (s.length - 1) % 4 for s in sequences[:count]]
         assert slots == [*own, *spare[count:]]
-        assert at.lengths.tolist() == [*(s.length for s in sequences[:count]), *[1] * (4 - count)]
-        assert at.tables[:count].tolist() == [s.pages[:2] for s in sequences[:count]]
+        assert at.seq_lens.tolist() == [*(s.length for s in sequences[:count]), *[1] * (4 - count)]
+        assert at.block_tables[:count].tolist() == [s.pages[:2] for s in sequences[:count]]

@@ -189,12 +189,12 @@ REAPED = [0]
 class NoStreams(DeviceStreams):
     """What a CUDA device has for streams, on a device that has none."""
 
-    def ambient(self) -> Any:
+    def default_stream(self) -> Any:
         return None
 
-    def reap(self, modes: Any, told: Callable[[Exception | None], object]) -> None:
+    def notify_when_done(self, modes: Any, on_done: Callable[[Exception | None], object]) -> None:
         REAPED[0] += 1
-        told(None)
+        on_done(None)
 
 
 def attach_streams(device: LocalDevice) -> None:

@@ -14,7 +14,7 @@ from torch.nn import functional
 
 import layerzero as lz
 from layerzero.graphs.verdict import CaptureProblem
-from layerzero.selection.dispatch import REHEARSAL
+from layerzero.selection.modes import REHEARSAL
 from tests.kernels import kernel
 
 pytestmark = [

@@ -74,7 +74,7 @@ def test_callers_of_several_streams_share_a_batch(runtime: lz.Runtime) -> None:
 
 def test_a_missing_wait_is_caught(runtime: lz.Runtime, monkeypatch: pytest.MonkeyPatch) -> None:
     """The control: a batcher that waits for nobody reads what is not there yet."""
-    monkeypatch.setattr(streams, "wait", lambda later, earlier: None)
+    monkeypatch.setattr(streams, "wait_for_stream", lambda later, earlier: None)
     assert asyncio.run(slow_producers(4)) != [True] * 4
 
 
@@ -112,7 +112,7 @@ def test_memory_that_a_slow_caller_reads_is_not_given_away(runtime: lz.Runtime) 
 
 def test_an_early_drop_is_caught(runtime: lz.Runtime, monkeypatch: pytest.MonkeyPatch) -> None:
     """The control: an allocator that is not told hands the memory to the next batch."""
-    monkeypatch.setattr(streams, "keep_for", lambda tensor, stream: None)
+    monkeypatch.setattr(streams, "record_stream", lambda tensor, stream: None)
     assert not asyncio.run(slow_consumers())
 
 
@@ -140,8 +140,8 @@ def test_each_caller_has_its_own_stream_behind_the_await(runtime: lz.Runtime) ->
 def test_one_stream_needs_no_other(runtime: lz.Runtime, monkeypatch: pytest.MonkeyPatch) -> None:
     """Callers of one stream run on it: nothing waits, nothing is recorded."""
     crossings: list[object] = []
-    monkeypatch.setattr(streams, "wait", lambda *of: crossings.append(of))
-    monkeypatch.setattr(streams, "keep_for", lambda *of: crossings.append(of))
+    monkeypatch.setattr(streams, "wait_for_stream", lambda *of: crossings.append(of))
+    monkeypatch.setattr(streams, "record_stream", lambda *of: crossings.append(of))
     weight, side = torch.eye(WIDTH, device="cuda"), torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
 
@@ -204,7 +204,7 @@ def test_host_completion_wakes_the_loop_once_a_batch() -> None:
         )
 
     with pytest.MonkeyPatch.context() as patch, lz.start(settings(completion="host"), scoped=True):
-        patch.setattr(streams.DeviceStreams, "reap", counted)
+        patch.setattr(streams.DeviceStreams, "notify_when_done", counted)
         outs = asyncio.run(every())
     assert len(events) == 1
     assert all(bool((out == 1).all()) for out in outs)

@@ -19,7 +19,8 @@ from layerzero.actors.rpc.server import current_server
 from layerzero.actors.rpc.tensors import RemoteTensor
 from layerzero.ops import table as ops_table
 from layerzero.runtime import current
-from layerzero.spec.kernel import Capability, Efficiency, Kernel
+from layerzero.spec.capability import Capability
+from layerzero.spec.kernel import Efficiency, Kernel
 from tests.kernels import EVERYTHING
 
 COUNTS: Counter[Any] = Counter()

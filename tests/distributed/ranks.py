@@ -27,7 +27,8 @@ import layerzero as lz
 from layerzero._util.libraries import DISTRIBUTION
 from layerzero.actors.device.memory import WorkspaceBudget
 from layerzero.ops import table as ops_table
-from layerzero.spec.kernel import Capability, Efficiency, Kernel
+from layerzero.spec.capability import Capability
+from layerzero.spec.kernel import Efficiency, Kernel
 from tests.distributed import trees
 
 RANK, RANKS = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])

@@ -11,7 +11,8 @@ from layerzero.graphs.proof import Proofs, ProofStore
 from layerzero.graphs.rehearsal import rehearsal
 from layerzero.graphs.verdict import CaptureFinding, CaptureProblem
 from layerzero.ops import table as ops_table
-from layerzero.selection.dispatch import CAPTURE, REHEARSAL, mode_bits, signature_of
+from layerzero.selection.modes import CAPTURE, REHEARSAL, mode_bits
+from layerzero.selection.plan import signature_of
 from layerzero.spec.errors import CudaGraphUnsafeError
 from layerzero.spec.hardware import probe
 from layerzero.spec.reasons import Reason

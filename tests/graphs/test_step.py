@@ -18,7 +18,7 @@ from layerzero.actors.device.local_device import LocalDevice
 from layerzero.graphs.step import CudaGraph, GraphedFunction
 from layerzero.ops import table as ops_table
 from layerzero.runtime import Runtime, current, install, uninstall
-from layerzero.selection.dispatch import capturing_mode_bits
+from layerzero.selection.modes import capturing_mode_bits
 from layerzero.spec.kernel import Kernel
 from tests.kernels import kernel
 
@@ -165,7 +165,7 @@ def captured(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., lz.Runti
         device = runtime.device("cpu")
         device.mode = capturing_mode_bits
         capture, stream = Capture(lambda: between(device)), SimpleNamespace(wait_stream=lambda _: None)
-        monkeypatch.setattr("layerzero.selection.dispatch._is_capturing", lambda: Capture.on)
+        monkeypatch.setattr("layerzero.selection.modes._is_capturing", lambda: Capture.on)
         monkeypatch.setattr("layerzero.graphs.step.EagerRerun", CudaGraph)
         for name in ("Stream", "current_stream"):
             monkeypatch.setattr(f"torch.cuda.{name}", lambda *_: stream)

@@ -113,7 +113,7 @@ def test_growing_many_names_what_is_wrong(method: str) -> None:
 def test_rows_of_nobody_or_of_another_cache_are_refused() -> None:
     """Slots of another pool would name somebody else's pages."""
     pool = cache()
-    with pytest.raises(ValueError, match="spans needs at least one"):
+    with pytest.raises(ValueError, match="ranges needs at least one"):
         pool.attention_metadata([])
     with pytest.raises(ValueError, match="sequences needs at least one"):
         pool.prepare_batch([], [])

@@ -22,7 +22,8 @@ from layerzero.kvcache import (
     TokenRange,
 )
 from layerzero.ops.paged.append import APPEND_KV
-from layerzero.ops.paged.attention import PAGED_ATTENTION, attend_sequence
+from layerzero.ops.paged.attention import PAGED_ATTENTION
+from layerzero.ops.paged.reference import attend_sequence
 
 SPEC = KVCacheSpec(num_kv_heads=2, head_dim=4, head_dim_v=6)
 

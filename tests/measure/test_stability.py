@@ -12,7 +12,7 @@ from layerzero.measure.stability import host_ratio, winner_changes
 from layerzero.measure.timing import Timing
 from layerzero.measure.tuner import TuningResult, pick_winner, tied_with
 from layerzero.perfdb.record import Launch
-from layerzero.selection.decide import SelectionOptions
+from layerzero.selection.context import SelectionOptions
 from tests.kernels import kernel
 from tests.profiles import many_examples
 

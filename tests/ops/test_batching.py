@@ -12,7 +12,8 @@ from layerzero.ops.batching import RowBatching, as_view_of_base, concat_rows, op
 from layerzero.ops.linear.embedding import EMBEDDING
 from layerzero.ops.linear.linear import LINEAR
 from layerzero.ops.linear.mlp import MLP
-from layerzero.ops.norm.norm import ADD_RMS_NORM, LAYER_NORM, RMS_NORM
+from layerzero.ops.norm.layer_norm import LAYER_NORM
+from layerzero.ops.norm.rms_norm import ADD_RMS_NORM, RMS_NORM
 from layerzero.ops.op import Args, Op
 from tests.native.twins import both_paths as both_paths
 from tests.ops.calls import assert_same, together

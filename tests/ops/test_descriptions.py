@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from layerzero.ops.attention.attention import ATTENTION, attention
 from layerzero.ops.attention.checks import infer_layout
 from layerzero.selection.key import KeyMaker, grid
-from layerzero.spec.kernel import AtMost, MultipleOf, SameAs
+from layerzero.spec.capability import AtMost, MultipleOf, SameAs
 from tests.kernels import kernel
 from tests.profiles import many_examples
 

@@ -9,7 +9,8 @@ import torch
 
 from layerzero.ops.linear.embedding import EMBEDDING
 from layerzero.ops.linear.linear import LINEAR
-from layerzero.ops.norm.norm import LAYER_NORM, RMS_NORM
+from layerzero.ops.norm.layer_norm import LAYER_NORM
+from layerzero.ops.norm.rms_norm import RMS_NORM
 from layerzero.ops.op import Op
 from tests.ops.calls import call
 

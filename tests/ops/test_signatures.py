@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from layerzero.ops import table
-from layerzero.selection.dispatch import signature_of
+from layerzero.selection.plan import signature_of
 from tests.backends import cases
 
 

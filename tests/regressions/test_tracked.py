@@ -10,7 +10,7 @@ from layerzero.actors.device.local_device import LocalDevice
 from layerzero.actors.device.registry import Registry
 from layerzero.backends import load_builtin
 from layerzero.ops import table as ops_table
-from layerzero.selection.dispatch import mode_bits
+from layerzero.selection.modes import mode_bits
 from layerzero.spec.settings import Settings
 
 ATTENTION = ops_table.get("attention")

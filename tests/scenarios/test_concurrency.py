@@ -17,8 +17,10 @@ from layerzero.actors.device.local_device import LocalDevice
 from layerzero.actors.device.registry import Registry
 from layerzero.ops import table as ops_table
 from layerzero.selection.decide import roofline_cost
-from layerzero.selection.dispatch import DispatchState, Plan, mode_bits, signature_of
+from layerzero.selection.dispatch import DispatchState
 from layerzero.selection.key import KeyMaker
+from layerzero.selection.modes import mode_bits
+from layerzero.selection.plan import Plan, signature_of
 from layerzero.selection.policy import Policy, make_rule
 from layerzero.spec.call_spec import CallSpec, WorkEstimate
 from layerzero.spec.errors import SelectionTimeoutError

@@ -15,12 +15,13 @@ import layerzero.sync
 from layerzero.actors.device.local_device import LocalDevice
 from layerzero.graphs.rehearsal import rehearsal
 from layerzero.ops import table as ops_table
-from layerzero.selection.dispatch import CAPTURE, mode_bits, signature_of
 from layerzero.selection.key import KeyMaker, grid
+from layerzero.selection.modes import CAPTURE, mode_bits
+from layerzero.selection.plan import signature_of
 from layerzero.selection.policy import Policy, make_rule
 from layerzero.spec.call_spec import CallSpec
+from layerzero.spec.capability import AtMost
 from layerzero.spec.hardware import Hardware, probe
-from layerzero.spec.kernel import AtMost
 from layerzero.spec.reasons import Reason
 from tests.kernels import device, kernel
 

@@ -13,8 +13,10 @@ import torch
 import layerzero as lz
 import layerzero.sync
 from layerzero.ops import table as ops_table
-from layerzero.selection.dispatch import mode_bits, signature_of
-from layerzero.spec.kernel import Capability, Efficiency, Kernel
+from layerzero.selection.modes import mode_bits
+from layerzero.selection.plan import signature_of
+from layerzero.spec.capability import Capability
+from layerzero.spec.kernel import Efficiency, Kernel
 from layerzero.spec.reasons import Reason
 from tests.kernels import device, kernel
 

@@ -14,7 +14,8 @@ from layerzero.actors.device.local_device import LocalDevice
 from layerzero.ops import table as ops_table
 from layerzero.ops.op import Op
 from layerzero.runtime import current
-from layerzero.selection.dispatch import Plan, mode_bits, signature_of
+from layerzero.selection.modes import mode_bits
+from layerzero.selection.plan import Plan, signature_of
 from layerzero.spec.reasons import Reason
 from tests.kernels import device, kernel
 

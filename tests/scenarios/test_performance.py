@@ -17,7 +17,8 @@ import layerzero.sync
 from layerzero.backends import load_builtin
 from layerzero.native import FAST_PATH
 from layerzero.ops import table as ops_table
-from layerzero.selection.dispatch import mode_bits, signature_of
+from layerzero.selection.modes import mode_bits
+from layerzero.selection.plan import signature_of
 from layerzero.selection.policy import Policy, make_rule
 from layerzero.spec.errors import BackendNotAvailableError
 from layerzero.spec.settings import Settings

@@ -9,9 +9,11 @@ import torch
 
 from layerzero.actors.device.local_device import LocalDevice
 from layerzero.ops import table as ops_table
-from layerzero.selection.decide import KernelStatus, SelectionOptions, decide
-from layerzero.selection.dispatch import mode_bits, signature_of
+from layerzero.selection.context import KernelStatus, SelectionContext, SelectionOptions
+from layerzero.selection.decide import decide
 from layerzero.selection.key import grid
+from layerzero.selection.modes import mode_bits
+from layerzero.selection.plan import signature_of
 from layerzero.selection.policy import Policy, make_rule
 from layerzero.selection.record import Selection
 from layerzero.spec.call_spec import CallSpec
@@ -27,9 +29,10 @@ REQUEST = CallSpec(op="rms_norm", dims={"N": 4, "C": 8}, dtypes=("float32",))
 def choose(kernels: list[Kernel], policy: Policy | None = None, **knobs: Any) -> Selection:
     own = device(kernels)
     standing = KernelStatus(unready=frozenset(k.id for k in kernels if k.slow_import))
-    return decide(
-        RMS, REQUEST, kernels, own.hardware, policy or Policy(), standing, SelectionOptions(**knobs)
+    context = SelectionContext(
+        tuple(kernels), own.hardware, policy or Policy(), standing, SelectionOptions(**knobs)
     )
+    return decide(RMS, REQUEST, context)
 
 
 def test_the_cheapest_wins_outside_of_the_band() -> None:
@@ -101,9 +104,8 @@ def test_a_blocked_kernel_says_why_in_the_trace() -> None:
     kernels = [kernel("a.rms_norm", launch_us=1.0), kernel("b.rms_norm", launch_us=9.0)]
     blocked = {"a.rms_norm": Rejected(Reason.QUARANTINED, "health", "no quarantine", "wrong by 1 %")}
     own = device(kernels)
-    selection = decide(
-        RMS, REQUEST, kernels, own.hardware, Policy(), KernelStatus(blocked), SelectionOptions()
-    )
+    context = SelectionContext(tuple(kernels), own.hardware, status=KernelStatus(blocked))
+    selection = decide(RMS, REQUEST, context)
     assert selection.kernel == "b.rms_norm"
     assert [r.reason for r in selection.candidate("a.rms_norm").rejected] == [Reason.QUARANTINED]
 

@@ -10,11 +10,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from layerzero.ops import table as ops_table
-from layerzero.selection.dispatch import AUTOCAST, DETERMINISTIC, GRAD, mode_bits, signature_of
+from layerzero.selection.modes import AUTOCAST, DETERMINISTIC, GRAD, mode_bits
+from layerzero.selection.plan import signature_of
 from layerzero.selection.policy import Policy, make_rule
 from layerzero.selection.record import Selection
+from layerzero.spec.capability import AtLeast, AtMost, MultipleOf, OneOf, ProductAtMost, SameAs
 from layerzero.spec.errors import NoKernelFoundError
-from layerzero.spec.kernel import AtLeast, AtMost, Kernel, MultipleOf, OneOf, ProductAtMost, SameAs
+from layerzero.spec.kernel import Kernel
 from layerzero.spec.settings import Settings
 from tests.kernels import device, kernel
 

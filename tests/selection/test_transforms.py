@@ -10,12 +10,14 @@ import torch
 
 from layerzero.backends import load_builtin
 from layerzero.ops import table as ops_table
-from layerzero.selection.dispatch import mode_bits, signature_of
-from layerzero.selection.render import render
+from layerzero.selection.modes import mode_bits
+from layerzero.selection.plan import signature_of
+from layerzero.selection.record import render
 from layerzero.selection.transform import _copy_us, adapt, keep_aligned
+from layerzero.spec.capability import AtMost, Limit, ProductAtMost
 from layerzero.spec.errors import NoKernelFoundError
 from layerzero.spec.hardware import hypothetical_gpu
-from layerzero.spec.kernel import AtMost, Kernel, Limit, ProductAtMost, rejections
+from layerzero.spec.kernel import Kernel, rejections
 from layerzero.spec.reasons import Reason
 from layerzero.spec.settings import Settings
 from tests.kernels import device, kernel

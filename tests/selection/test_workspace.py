@@ -11,8 +11,7 @@ import torch
 from layerzero.actors.device.local_device import LocalDevice
 from layerzero.actors.device.memory import WorkspaceBudget
 from layerzero.ops import table as ops_table
-from layerzero.selection.record import Transform
-from layerzero.selection.render import render
+from layerzero.selection.record import Transform, render
 from layerzero.selection.workspace import transform_bytes
 from layerzero.spec.call_spec import CallSpec
 from layerzero.spec.errors import KernelExecutionError, NoKernelFoundError

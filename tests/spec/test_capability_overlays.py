@@ -22,6 +22,7 @@ from layerzero.runtime import Runtime
 from layerzero.selection.dispatch_table import capabilities_hash
 from layerzero.spec import capability_overlays as capabilities
 from layerzero.spec.call_spec import CallSpec
+from layerzero.spec.capability import AtMost, Capability, MultipleOf, OneOf
 from layerzero.spec.capability_overlays import (
     AXES,
     FIELDS,
@@ -34,7 +35,7 @@ from layerzero.spec.capability_overlays import (
 )
 from layerzero.spec.errors import CacheCorruptionError, ConfigurationError
 from layerzero.spec.hardware import hypothetical_gpu, probe
-from layerzero.spec.kernel import AtMost, Capability, MultipleOf, OneOf, rejections
+from layerzero.spec.kernel import rejections
 from tests.kernels import kernel
 from tests.profiles import CI
 

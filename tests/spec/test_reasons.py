@@ -5,8 +5,8 @@ from __future__ import annotations
 import msgspec
 import pytest
 
+from layerzero.spec.capability import FEATURE_REASONS
 from layerzero.spec.hardware import GPUGeneration
-from layerzero.spec.kernel import FEATURE_REASONS
 from layerzero.spec.reasons import Category, Reason, Rejected, as_plain
 
 # One of each category: what a rule or a dashboard of another release may have written down.

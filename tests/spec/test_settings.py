@@ -117,7 +117,7 @@ def test_variables_are_parsed_by_type(variable: str, text: str, field: str, valu
         ("LAYERZERO_TIE_BAND", "nan", "at least 0"),
         ("LAYERZERO_COOLDOWN_S", "0", "above 0"),
         ("LAYERZERO_WARM", "never", "'background' or 'eager' or 'off'"),
-        ("LAYERZERO_DEVICE", "", "string"),
+        ("LAYERZERO_DEVICE", "", '"auto", "cpu"'),
     ],
 )
 def test_a_variable_that_does_not_parse_is_named(variable: str, text: str, needs: str) -> None:
@@ -156,7 +156,7 @@ def test_an_unknown_setting_lists_near_ones(name: str) -> None:
         ("version: 1\n\nprobes: two\n", 3, "whole number"),
         ("probes: -1\n", 1, "at least 1"),
         ("warm: sometimes\n", 1, "'eager'"),
-        ("device: 3\n", 1, "string"),
+        ("device: 3\n", 1, '"auto", "cpu"'),
         ("strict: 1\n", 1, "true or false"),
         ("probes: 1\nprobes: 2\n", 2, "duplicate"),
         ("a: *b\n", 1, "alias"),

@@ -20,9 +20,10 @@ import msgspec
 import torch
 
 from layerzero._util.strict_yaml import suggestion
+from layerzero.spec.capability import Capability
 from layerzero.spec.errors import BackendNotAvailableError, ConfigurationError
 from layerzero.spec.hardware import Hardware
-from layerzero.spec.kernel import Capability, Efficiency, Kernel
+from layerzero.spec.kernel import Efficiency, Kernel
 from layerzero.spec.reasons import Reason
 
 # Between those of the kernels that ran; they order candidates and promise nothing.

@@ -23,7 +23,8 @@ from layerzero.backends.flash_attn.shared import (
     kernel,
     takes,
 )
-from layerzero.spec.kernel import Capability, Efficiency, Kernel, MultipleOf, OneOf
+from layerzero.spec.capability import Capability, MultipleOf, OneOf
+from layerzero.spec.kernel import Efficiency, Kernel
 
 
 @functools.cache

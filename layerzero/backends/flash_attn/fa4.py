@@ -30,7 +30,8 @@ from layerzero.backends.flash_attn.shared import (
 from layerzero.ops.host_copies import max_seqlen
 from layerzero.ops.rehearsal import dummy_run
 from layerzero.spec.call_spec import CallSpec
-from layerzero.spec.kernel import AtLeast, AtMost, Capability, Efficiency, Kernel, MultipleOf, Tiling
+from layerzero.spec.capability import AtLeast, AtMost, Capability, MultipleOf
+from layerzero.spec.kernel import Efficiency, Kernel, Tiling
 from layerzero.spec.reasons import Reason
 
 

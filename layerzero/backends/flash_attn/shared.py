@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
+from layerzero.ops.attention.arguments import AttentionArgs, PagedArgs, RaggedArgs
 from layerzero.ops.host_copies import max_seqlen
 from layerzero.spec.call_spec import CallSpec
-from layerzero.spec.kernel import AtMost, Capability, Efficiency, Kernel, Limit, MultipleOf, SameAs
+from layerzero.spec.capability import AtMost, Capability, Limit, MultipleOf, SameAs
+from layerzero.spec.kernel import Efficiency, Kernel
 from layerzero.spec.reasons import Reason
 
 HALF = frozenset({"float16", "bfloat16"})
@@ -28,36 +30,12 @@ Result = Tensor | tuple[Tensor, Tensor]
 THIRD = Efficiency(0.6, 0.8, 20.0, "an estimate, from FlashInfer's FA3 template")
 
 
-class DenseCall(NamedTuple):
-    """What `attention` hands a kernel, as far as these libraries go."""
-
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    attn_mask: Tensor | None
-    is_causal: bool
-    scale: float | None
-    dropout_p: float
-    window: Window
-    softcap: float | None
-    alibi_slopes: Tensor | None
-    layout: str
-    return_lse: bool
+DenseCall = AttentionArgs
+PagedCall = PagedArgs
 
 
-class RaggedCall(NamedTuple):
-    """What `ragged_attention` hands a kernel."""
-
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    cu_seqlens_q: Tensor
-    cu_seqlens_k: Tensor
-    is_causal: bool
-    scale: float | None
-    window: Window
-    softcap: float | None
-    return_lse: bool
+class RaggedCall(RaggedArgs):
+    """A call of `ragged_attention` with what these libraries ask about its offsets."""
 
     @property
     def bounds(self) -> tuple[Tensor, Tensor, int, int]:
@@ -67,35 +45,17 @@ class RaggedCall(NamedTuple):
         return int32(self.cu_seqlens_q), int32(self.cu_seqlens_k), longest_q, longest_k
 
 
-class PagedCall(NamedTuple):
-    """What `paged_attention` hands a kernel."""
-
-    q: Tensor
-    k_cache: Tensor
-    v_cache: Tensor
-    block_tables: Tensor
-    seq_lens: Tensor
-    cu_seqlens_q: Tensor | None
-    is_causal: bool
-    scale: float | None
-    window: Window
-    softcap: float | None
-    layout: str
-    return_lse: bool
-
-
 AttentionCall = DenseCall | RaggedCall | PagedCall
 A = TypeVar("A", DenseCall, RaggedCall, PagedCall)
 
 
 def takes(kind: type[A]) -> Callable[[Callable[[A], Result]], Callable[..., Result]]:
     """Make a function of one call into one of the op's positional arguments."""
-    count = len(kind._fields)
 
     def of(run: Callable[[A], Result]) -> Callable[..., Result]:
         @functools.wraps(run)
         def call(*args: Any) -> Result:
-            return run(kind._make(args[:count]))
+            return run(kind._make(args))
 
         return call
 

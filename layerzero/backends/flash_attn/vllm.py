@@ -34,7 +34,8 @@ from layerzero.backends.flash_attn.shared import (
 )
 from layerzero.ops.host_copies import max_seqlen
 from layerzero.spec.call_spec import CallSpec
-from layerzero.spec.kernel import AtMost, Kernel, Tiling
+from layerzero.spec.capability import AtMost
+from layerzero.spec.kernel import Kernel, Tiling
 
 _EXTENSION = "_vllm_fa3_C"
 # What none of our calls sets; other arguments that a call leaves out are optional.

@@ -27,7 +27,8 @@ from layerzero.backends.flashinfer.common import (
 from layerzero.ops import host_copies
 from layerzero.ops.rehearsal import dummy_run
 from layerzero.spec.call_spec import CallSpec
-from layerzero.spec.kernel import Capability, Efficiency, Kernel, OneOf, SameAs, Tiling
+from layerzero.spec.capability import Capability, OneOf, SameAs
+from layerzero.spec.kernel import Efficiency, Kernel, Tiling
 from layerzero.spec.reasons import Reason
 
 if TYPE_CHECKING:

@@ -17,16 +17,16 @@ from torch import Tensor
 from layerzero.backends.flashinfer.common import module
 from layerzero.backends.flashinfer.planning import CompressedBlockTables, int32
 from layerzero.ops import host_copies
+from layerzero.ops.attention.lse import from_base_2
 
 # Reading this much less pays for a second launch and a merge, some 60 us of the host's: at 124 MiB it took
 # twice the time, at 1 GB it was ahead by a sixth (`benchmarks/results/prefix_h200.json`).
 WORTH_BYTES = 512 << 20
 Result = Tensor | tuple[Tensor, Tensor]
-_LN2 = 0.6931471805599453
 
 
 def shared_pages(tables: Tensor, lengths: Tensor, starts: Tensor, size: int) -> int:
-    """How many pages from the loop driver all sequences of a batch have in common, on the CPU.
+    """How many first pages all sequences of a batch have in common, on the CPU.
 
     Each sequence keeps at least as many keys of its own as it has queries, so that causality never reaches
     into what is shared. tables (B, M), lengths (B,), starts (B + 1,) of queries.
@@ -105,4 +105,4 @@ class CascadeWrapper:
         out, lse = self.suffix.run(q, pools, return_lse=True)
         shared, weight = self.prefix.run(q, pools, return_lse=True)
         module("flashinfer.cascade").merge_state_in_place(out, lse, shared, weight)
-        return (out, lse * _LN2) if return_lse else out
+        return (out, from_base_2(lse)) if return_lse else out

@@ -18,7 +18,8 @@ from layerzero.backends.flashinfer.common import (
     planned_bytes,
 )
 from layerzero.ops.rehearsal import dummy_run
-from layerzero.spec.kernel import Capability, Kernel, OneOf
+from layerzero.spec.capability import Capability, OneOf
+from layerzero.spec.kernel import Kernel
 
 
 def _wrapper(backend: str, floats: Tensor) -> Any:

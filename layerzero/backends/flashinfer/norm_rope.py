@@ -15,7 +15,8 @@ from layerzero.backends.flashinfer.common import DISTRIBUTIONS, HALF, LOAD_BYTES
 from layerzero.ops.paged.append import copy_if_aliased
 from layerzero.ops.quantize.quantize import quantize_reference
 from layerzero.spec.call_spec import CallSpec
-from layerzero.spec.kernel import AtLeast, Capability, Efficiency, Kernel, Limit, MultipleOf, OneOf, SameAs
+from layerzero.spec.capability import AtLeast, Capability, Limit, MultipleOf, OneOf, SameAs
+from layerzero.spec.kernel import Efficiency, Kernel
 from layerzero.spec.reasons import Reason
 
 # A module is compiled as its first kernel loads, in the background, not by the first call.

@@ -18,7 +18,8 @@ from layerzero.backends.flashinfer.common import DISTRIBUTIONS, module
 from layerzero.backends.flashinfer.planning import ROW_STATES_BYTES, row_states_buffer
 from layerzero.ops.sampling.draw import Count, Number, is_constant
 from layerzero.spec.call_spec import CallSpec
-from layerzero.spec.kernel import Capability, Efficiency, Kernel
+from layerzero.spec.capability import Capability
+from layerzero.spec.kernel import Efficiency, Kernel
 
 
 def mask_logits(library: Any, logits: Tensor, top_k: Count) -> Tensor | None:

@@ -16,7 +16,8 @@ from torch import Tensor
 from layerzero.ops import table
 from layerzero.ops.attention.checks import window_bounds
 from layerzero.ops.op import Args
-from layerzero.spec.kernel import AtMost, Capability, Efficiency, Kernel
+from layerzero.spec.capability import AtMost, Capability
+from layerzero.spec.kernel import Efficiency, Kernel
 from layerzero.spec.reasons import Reason
 
 

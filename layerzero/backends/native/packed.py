@@ -21,8 +21,9 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from layerzero.backends.native.products import ACTIVATIONS, in_panels, library
 from layerzero.ops.linear.mlp import GATES, PLAIN, activate
 from layerzero.spec.call_spec import CallSpec
+from layerzero.spec.capability import Capability
 from layerzero.spec.hardware import free_memory
-from layerzero.spec.kernel import Capability, Efficiency, Kernel
+from layerzero.spec.kernel import Efficiency, Kernel
 
 # Of the memory that is free when the first weight comes.
 MEMORY_SHARE = 0.25

@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from layerzero.spec.call_spec import CallSpec
-from layerzero.spec.kernel import Capability, Efficiency, Kernel
+from layerzero.spec.capability import Capability
+from layerzero.spec.kernel import Efficiency, Kernel
 
 # As the order of `Activation` there.
 ACTIVATIONS = ("gelu", "gelu_tanh", "relu", "silu")

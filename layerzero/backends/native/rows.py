@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from layerzero.ops.rope.rope import validate_rope_values
-from layerzero.spec.kernel import Capability, Efficiency, Kernel
+from layerzero.spec.capability import Capability
+from layerzero.spec.kernel import Efficiency, Kernel
 
 
 def _library() -> Any:

@@ -13,7 +13,8 @@ from collections.abc import Callable
 from typing import Any
 
 from layerzero.spec.call_spec import CallSpec
-from layerzero.spec.kernel import Capability, Efficiency, Kernel, OneOf, SameAs
+from layerzero.spec.capability import Capability, OneOf, SameAs
+from layerzero.spec.kernel import Efficiency, Kernel
 from layerzero.spec.reasons import Reason
 
 # Points of the grid that keys keep sizes on: there one key is one shape, and a plan whose program is compiled

@@ -1,8 +1,8 @@
 """Triton kernels of this project, where no library has a good one, and the way for users to bring theirs.
 
-`rows` has the residual sum with its norm and rounding to eight bits, `drawing` sampling with a seed for each
-row, which libraries draw in other ways, `verifying` chains of drafted tokens; `own` makes a kernel out of a
-user's Triton function.
+`rows` has the residual sum with its norm and rounding to eight bits, `sampling` draws with a seed for each
+row, which libraries draw in other ways, `verify` has chains of drafted tokens; `user_kernel` makes a kernel
+out of a user's Triton function.
 """
 
 from __future__ import annotations
@@ -11,7 +11,8 @@ import importlib
 from collections.abc import Callable
 from typing import Any
 
-from layerzero.spec.kernel import AtMost, Capability, Efficiency, Kernel, Limit, OneOf
+from layerzero.spec.capability import AtMost, Capability, Limit, OneOf
+from layerzero.spec.kernel import Efficiency, Kernel
 from layerzero.spec.reasons import Reason
 
 _DISTRIBUTIONS = ("triton>=3.6",)
@@ -90,20 +91,20 @@ KERNELS: tuple[Kernel, ...] = (
         (_MAX_WIDTH,), sm_min=89, contiguous=True, batch_invariant=True,
     ),
     _kernel(
-        "sample", "rows", "drawing",
+        "sample", "rows", "sampling",
         frozenset({"seed_per_row", "top_k", "top_p", "top_k_and_top_p"}), _DRAWS, source=_DRAWN,
         last_stride1=True, batch_invariant=True,
     ),
     _kernel(
-        "sample_topk", "rows", "drawing", frozenset({"seed_per_row"}), _DRAWS, source=_DRAWN,
+        "sample_topk", "rows", "sampling", frozenset({"seed_per_row"}), _DRAWS, source=_DRAWN,
         last_stride1=True, batch_invariant=True,
     ),
     _kernel(
-        "sample_topp", "rows", "drawing", frozenset({"seed_per_row"}), _DRAWS, source=_DRAWN,
+        "sample_topp", "rows", "sampling", frozenset({"seed_per_row"}), _DRAWS, source=_DRAWN,
         last_stride1=True, batch_invariant=True,
     ),
     _kernel(
-        "verify_chain", "rows", "verifying", frozenset({"seed_per_row"}), (0.5, 0.8, 40.0),
+        "verify_chain", "rows", "verify", frozenset({"seed_per_row"}), (0.5, 0.8, 40.0),
         source="an estimate: three passes over two rows", contiguous=True, batch_invariant=True,
     ),
 )  # fmt: skip

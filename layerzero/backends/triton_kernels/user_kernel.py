@@ -21,8 +21,9 @@ from typing import Any
 
 from torch import Tensor
 
+from layerzero.spec.capability import Capability
 from layerzero.spec.errors import BackendNotAvailableError
-from layerzero.spec.kernel import Capability, Efficiency, Kernel
+from layerzero.spec.kernel import Efficiency, Kernel
 from layerzero.spec.reasons import Reason
 
 # CUDA C programming guide, table of technical specifications; the same on all compute capabilities.

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from functools import lru_cache
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from layerzero.ops import checks
-from layerzero.ops.op import NO_SHAPE, Args, Op, SignedCall, register
+from layerzero.ops.describe import describe
+from layerzero.ops.op import Args, Op, register
+from layerzero.ops.signature import SignedCall, op_signature
 from layerzero.spec.call_spec import CallSpec, OutputSpec, WorkEstimate
 
 
+@op_signature()
 def alibi(slopes: Tensor, q_len: int, k_len: int) -> SignedCall:
     """The bias that `slopes` put on the scores of `q_len` queries and `k_len` keys.
 
@@ -20,15 +22,7 @@ def alibi(slopes: Tensor, q_len: int, k_len: int) -> SignedCall:
     Returns: (H, q_len, k_len) in slopes' dtype: -slope * |distance to the diagonal|.
     Raises: ValueError, TypeError: an argument does not fit, by name.
     """
-    args = (slopes, q_len, k_len)
-    try:
-        return (
-            "alibi", slopes.shape, slopes.stride(), slopes.dtype, slopes.device, slopes.requires_grad,
-            q_len, k_len,
-        ), args  # fmt: skip
-    except NO_SHAPE:
-        check_alibi(args)  # names the operand that is no tensor
-        raise
+    raise NotImplementedError
 
 
 def check_alibi(args: Args) -> CallSpec:
@@ -39,18 +33,7 @@ def check_alibi(args: Args) -> CallSpec:
         raise ValueError("slopes needs at least 1 head, got shape (0,)")
     checks.need_int("q_len", q_len, low=0)
     checks.need_int("k_len", k_len, low=0)
-    dtype = checks.dtype_name(slopes.dtype)
-    return CallSpec(
-        op="alibi",
-        platform=slopes.device.type,
-        device=str(slopes.device),
-        dtype=dtype,
-        dtypes=(dtype,),
-        dims={"Hq": slopes.shape[0], "Sq": q_len, "Sk": k_len},
-        contiguous=slopes.is_contiguous(),
-        last_stride1=checks.last_stride_is_one([slopes]),
-        alignment=checks.alignment_of([slopes]),
-    )
+    return describe("alibi", [slopes], {"Hq": slopes.shape[0], "Sq": q_len, "Sk": k_len})
 
 
 def alibi_reference(slopes: Tensor, q_len: int, k_len: int) -> Tensor:
@@ -69,6 +52,11 @@ def alibi_slopes(
     Where n is no power of two, the power below it gives the first slopes and every second one of the power
     above it the rest, as the paper's authors do.
     Raises: ValueError, TypeError: heads is no int of at least 1.
+
+    Example:
+        >>> import layerzero as lz
+        >>> lz.alibi_slopes(4).tolist()
+        [0.25, 0.0625, 0.015625, 0.00390625]
     """
     checks.need_int("heads", heads, low=1)
     return torch.tensor(_slopes(heads), dtype=dtype, device=device)
@@ -90,11 +78,6 @@ def _outputs(args: Args) -> tuple[OutputSpec, ...]:
     return (OutputSpec((slopes.shape[0], q_len, k_len), checks.dtype_name(slopes.dtype)),)
 
 
-def _empty(args: Args) -> Any:
-    slopes, q_len, k_len = args
-    return None if q_len and k_len else slopes.new_empty((slopes.shape[0], q_len, k_len))
-
-
 def _work(spec: CallSpec) -> WorkEstimate:
     size = spec.dim("Hq") * spec.dim("Sq") * spec.dim("Sk")
     element = 8 if spec.dtype == "float64" else 4 if spec.dtype == "float32" else 2
@@ -103,7 +86,6 @@ def _work(spec: CallSpec) -> WorkEstimate:
 
 ALIBI = register(
     Op(
-        name="alibi",
         build=alibi,
         check=check_alibi,
         reference=alibi_reference,
@@ -111,6 +93,5 @@ ALIBI = register(
         work=_work,
         operands=(0,),
         exact_dims=frozenset({"Hq"}),
-        empty=_empty,
     )
 )

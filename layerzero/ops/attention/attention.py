@@ -13,9 +13,9 @@ from torch.nn import functional
 
 from layerzero.ops import checks
 from layerzero.ops.attention import masks
+from layerzero.ops.attention.arguments import AttentionArgs, ScoreMod
 from layerzero.ops.attention.batching import StackedBatching
 from layerzero.ops.attention.checks import (
-    ScoreMod,
     check,
     head_axes,
     infer_layout,
@@ -23,7 +23,8 @@ from layerzero.ops.attention.checks import (
     normalized_window,
     window_bounds,
 )
-from layerzero.ops.op import NO_SHAPE, Args, Layouts, Op, SignedCall, Split, register, signature_of
+from layerzero.ops.op import Args, Layouts, Op, Split, register
+from layerzero.ops.signature import SignedCall, op_signature
 from layerzero.spec.call_spec import CallSpec, OutputSpec, WorkEstimate
 
 # What torch.vmap maps of a score and its place, innermost first: keys, queries, heads, sequences.
@@ -32,6 +33,11 @@ _AXES = tuple((0, *(0 if axis == mapped_axis else None for axis in range(4))) fo
 MAX_SCORES = 1 << 24
 
 
+@op_signature(
+    default={"layout": infer_layout},
+    convert={"window": normalized_window},
+    key={("sinks", "score_mod", "block_mask"): modifier_signature},
+)
 def attention(
     q: Tensor,
     k: Tensor,
@@ -70,30 +76,7 @@ def attention(
     Raises: ValueError, TypeError: an argument does not fit, by name.
     Source: arXiv 1706.03762; GQA 2305.13245; ALiBi 2108.12409; sinks 2309.17453, arXiv 2508.10925.
     """
-    if layout is None:
-        layout = infer_layout(q, k, v)
-    if window is not None:
-        window = normalized_window(window)
-    args = (
-        q, k, v, attn_mask, is_causal, scale, dropout_p, window, softcap, alibi_slopes,
-        layout, return_lse, combine_mask, rows_nonempty, sinks, score_mod, block_mask,
-    )  # fmt: skip
-    modifier_key: Any = None
-    try:
-        if sinks is not None or score_mod is not None or block_mask is not None:
-            modifier_key = modifier_signature(sinks, score_mod, block_mask)
-        return (
-            "attention", q.shape, q.stride(), q.dtype, q.device, q.requires_grad,
-            k.shape, k.stride(), k.dtype, k.device, k.requires_grad,
-            v.shape, v.stride(), v.dtype, v.device, v.requires_grad,
-            attn_mask if attn_mask is None else signature_of(attn_mask),
-            alibi_slopes if alibi_slopes is None else signature_of(alibi_slopes),
-            is_causal, scale, dropout_p, window, softcap, layout, return_lse, combine_mask, rows_nonempty,
-            modifier_key,
-        ), args  # fmt: skip
-    except NO_SHAPE:
-        check(args)  # names the operand that is no tensor
-        raise
+    raise NotImplementedError
 
 
 def attention_reference(
@@ -244,51 +227,49 @@ def _softmax_values(
 
 
 def outputs(args: Args) -> tuple[OutputSpec, ...]:
-    """The output like q with v's head size, and float32 (B, Hq, Sq) where the LSE is asked for."""
-    q, v, layout, return_lse = args[0], args[2], args[10], args[11]
-    out = OutputSpec((*q.shape[:3], v.shape[3]), checks.dtype_name(q.dtype))
-    if not return_lse:
+    """The output like q with v's head size, and float32 (B, Hq, Sq) with return_lse."""
+    call = AttentionArgs._make(args)
+    q = call.q
+    out = OutputSpec((*q.shape[:3], call.v.shape[3]), checks.dtype_name(q.dtype))
+    if not call.return_lse:
         return (out,)
-    heads, tokens = head_axes(layout)
+    heads, tokens = head_axes(call.layout)
     return out, OutputSpec((q.shape[0], q.shape[heads], q.shape[tokens]), "float32")
 
 
 def empty(args: Args) -> Tensor | tuple[Tensor, Tensor] | None:
     """The result of a call without queries or without keys: zeros, and -inf for the LSE."""
-    q: Tensor = args[0]
-    k: Tensor = args[1]
-    if q.numel() and k.numel():
+    call = AttentionArgs._make(args)
+    if call.q.numel() and call.k.numel():
         return None
     specs = outputs(args)
-    out = q.new_zeros(specs[0].shape)
+    out = call.q.new_zeros(specs[0].shape)
     if len(specs) == 1:
         return out
-    lse = q.new_full(specs[1].shape, -torch.inf, dtype=torch.float32)
-    sinks = args[14]
-    return out, lse if sinks is None else sinks[None, :, None].expand_as(lse).float().clone()
+    lse = call.q.new_full(specs[1].shape, -torch.inf, dtype=torch.float32)
+    return out, lse if call.sinks is None else call.sinks[None, :, None].expand_as(lse).float().clone()
 
 
 def cut(args: Args, start: int, stop: int) -> Args:
     """The call of sequences [start, stop): masks and slopes are cut where they differ between sequences."""
-    cut_args = list(args)
-    score_mod, block_mask = args[15], args[16]
+    call = AttentionArgs._make(args)
+    score_mod, mask, slopes = call.score_mod, call.attn_mask, call.alibi_slopes
+    if call.block_mask is not None:
+        heads = call.q.shape[head_axes(call.layout)[0]]
+        mask = masks.merge_block_mask(mask, call.block_mask, call.q.shape[0], heads)
     if score_mod is not None:
-        cut_args[15] = lambda score, b, *place: score_mod(score, b + start, *place)
-    if block_mask is not None:
-        q, heads = args[0], head_axes(args[10])[0]
-        cut_args[3], cut_args[16] = (
-            masks.merge_block_mask(args[3], block_mask, q.shape[0], q.shape[heads]),
-            None,
-        )
-        args = tuple(cut_args)
-    for position in (0, 1, 2):
-        cut_args[position] = args[position][start:stop]
-    mask, slopes = args[3], args[9]
+        whole = score_mod
+        score_mod = lambda score, b, *place: whole(score, b + start, *place)  # noqa: E731
     if mask is not None and mask.dim() == 4 and mask.shape[0] > 1:
-        cut_args[3] = mask[start:stop]
+        mask = mask[start:stop]
     if slopes is not None and slopes.dim() == 2:
-        cut_args[9] = slopes[start:stop]
-    return tuple(cut_args)
+        slopes = slopes[start:stop]
+    q, k, v = (operand[start:stop] for operand in call[:3])
+    return tuple(
+        call._replace(
+            q=q, k=k, v=v, attn_mask=mask, alibi_slopes=slopes, score_mod=score_mod, block_mask=None
+        )
+    )
 
 
 def visible_pairs(spec: CallSpec) -> float:
@@ -316,7 +297,6 @@ def work(spec: CallSpec) -> WorkEstimate:
 
 ATTENTION = register(
     Op(
-        name="attention",
         build=attention,
         check=check,
         reference=attention_reference,

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from layerzero.ops import table
-from layerzero.ops.batching import BatchingRule
+from layerzero.ops.batching import BatchingRule, split_outputs
 from layerzero.ops.op import Args, Launcher, LaunchFunction
 
 
@@ -61,11 +61,6 @@ class StackedBatching(BatchingRule):
     Calls with a mask, a score modifier, dropout or slopes per sequence run alone, and so do large ones
     that would have to be copied.
     """
-
-    @property
-    def rowwise(self) -> bool:
-        """Calls stand along the batch axis, each with keys of its own."""
-        return False
 
     @property
     def concat_positions(self) -> Container[int]:
@@ -123,16 +118,14 @@ class StackedBatching(BatchingRule):
             merged.append(combined)
         out = launch((*merged, *calls[0][3:]))
         counts = [args[0].shape[0] for args in calls]
-        if isinstance(out, tuple):
-            return list(zip(*(part.split_with_sizes(counts) for part in out), strict=True))
-        return list(out.split_with_sizes(counts))
+        return split_outputs(out, counts)
 
 
 def _run_ragged(calls: Sequence[Args], shapes: int, launch: LaunchFunction) -> list[Any] | None:
-    """All calls as one ragged launch, sequences behind each other; None where that is dearer or not the same.
+    """All calls as one ragged launch, sequences concatenated; None where that costs more or differs.
 
     Only for one sequence a call in token-major layout: there the callers' rows, views of one projection, are
-    already behind each other, and so are the rows that go back to them.
+    already contiguous, and so are the rows that go back to them.
     """
     first = calls[0]
     q, k, causal, scale, window, softcap, slopes, layout, lse = (
@@ -167,7 +160,7 @@ def _cu_seqlens(lengths: Sequence[int], device: torch.device) -> Tensor:
 
 
 def _concat_tokens(pieces: Sequence[Tensor]) -> Tensor:
-    """(1, S_i, H, D) pieces as (T, H, D): a view where they stand behind each other, else one gather."""
+    """(1, S_i, H, D) pieces as (T, H, D): a view where they are contiguous, else a copy."""
     first = pieces[0]
     inner, stride = first.shape[2:], first.stride()[1:]
     step = stride[0] * first.element_size()

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from layerzero.ops import checks
-from layerzero.ops.op import Args, signature_of
+from layerzero.ops.attention.arguments import AttentionArgs, PagedArgs, RaggedArgs, Window
+from layerzero.ops.describe import describe
+from layerzero.ops.op import Args
+from layerzero.ops.signature import signature_of
 from layerzero.spec.call_spec import CallSpec
 
 LAYOUTS = ("BHSD", "BSHD")
-ScoreMod = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
 # No sequence is as long; a position and this many keys fit in the 32 bits that kernels count with.
 MAX_WINDOW = 1 << 30
 
@@ -88,46 +90,29 @@ def _fits(q: Tensor, k: Tensor, v: Tensor, axes: tuple[int, int]) -> bool:
 
 def check(args: Args) -> CallSpec:
     """Validate a call and describe it; see `attention` for the arguments."""
-    (q, k, v, attn_mask, is_causal, scale, dropout_p, window, softcap, alibi_slopes,
-     layout, return_lse, combine_mask, rows_nonempty, sinks, score_mod, block_mask) = args  # fmt: skip
-    checks.need_choice("layout", layout, LAYOUTS)
-    for name, value in (
-        ("is_causal", is_causal),
-        ("return_lse", return_lse),
-        ("combine_mask", combine_mask),
-        ("rows_nonempty", rows_nonempty),
-    ):
-        checks.need_bool(name, value)
-    dims = _check_operands(q, k, v, layout)
-    if attn_mask is not None:
-        _check_mask(attn_mask, q, dims, is_causal and not combine_mask)
-    if alibi_slopes is not None:
-        _check_slopes(alibi_slopes, q, dims)
-    _check_numbers(scale, dropout_p, softcap)
-    if sinks is not None:
-        _check_sinks(sinks, q, dims)
-    if score_mod is not None and not callable(score_mod):
-        raise TypeError(f"score_mod needs a callable of (score, b, h, q_idx, kv_idx), got {score_mod!r}")
-    if block_mask is not None:
-        _check_blocks(block_mask, q, dims, is_causal and not combine_mask)
-    if window is not None:
-        check_window(window)
-        if min(window) >= 0:
-            dims["W"] = min(sum(window) + 1, dims["Sk"])
-    tensors = [q, k, v]
-    return CallSpec(
-        op="attention",
-        platform=q.device.type,
-        device=str(q.device),
-        dtype=checks.dtype_name(q.dtype),
-        dtypes=tuple(checks.dtype_name(t.dtype) for t in tensors),
-        dims=dims,
-        features=_features(args, dims),
-        layout=layout,
-        contiguous=checks.is_plain_contiguous(tensors),
-        last_stride1=checks.last_stride_is_one(tensors),
-        alignment=checks.alignment_of(tensors),
-    )
+    call = AttentionArgs._make(args)
+    checks.need_choice("layout", call.layout, LAYOUTS)
+    for name in ("is_causal", "return_lse", "combine_mask", "rows_nonempty"):
+        checks.need_bool(name, getattr(call, name))
+    q, dims = call.q, _check_operands(call.q, call.k, call.v, call.layout)
+    causal_alone = call.is_causal and not call.combine_mask
+    if call.attn_mask is not None:
+        _check_mask(call.attn_mask, q, dims, causal_alone)
+    if call.alibi_slopes is not None:
+        _check_slopes(call.alibi_slopes, q, dims)
+    checks.need_number("dropout_p", call.dropout_p, low=0.0, high=1.0, needs="a number in [0, 1)")
+    if call.dropout_p == 1.0:
+        raise ValueError("dropout_p needs a number in [0, 1), got 1.0")
+    check_score_options(call.scale, call.softcap, call.window)
+    if call.sinks is not None:
+        _check_sinks(call.sinks, q, dims)
+    if call.score_mod is not None and not callable(call.score_mod):
+        raise TypeError(f"score_mod needs a callable of (score, b, h, q_idx, kv_idx), got {call.score_mod!r}")
+    if call.block_mask is not None:
+        _check_blocks(call.block_mask, q, dims, causal_alone)
+    if call.window is not None and min(call.window) >= 0:
+        dims["W"] = min(sum(call.window) + 1, dims["Sk"])
+    return describe("attention", args[:3], dims, _features(call, dims), layout=call.layout)
 
 
 def _check_operands(q: Any, k: Any, v: Any, layout: str) -> dict[str, int]:
@@ -218,57 +203,59 @@ def _check_blocks(block_mask: Any, q: Tensor, dims: dict[str, int], with_causal:
         raise ValueError(f"block_mask needs to be on {q.device} like q, got {mask_key[3]}")
 
 
-def _check_numbers(scale: Any, dropout_p: Any, softcap: Any) -> None:
+def check_score_options(scale: Any, softcap: Any, window: Any) -> None:
+    """A scale is a number, a softcap one above 0, a window a pair of ints from -1; each may be None."""
     if scale is not None:
         checks.need_number("scale", scale)
-    if checks.need_number("dropout_p", dropout_p, low=0.0, high=1.0, needs="a number in [0, 1)") == 1.0:
-        raise ValueError("dropout_p needs a number in [0, 1), got 1.0")
     if softcap is not None and checks.need_number("softcap", softcap, low=0.0, needs="a number > 0") == 0.0:
         raise ValueError(f"softcap needs a number > 0, got {softcap}")
-
-
-def check_window(window: Any) -> None:
-    """`window` is a pair of ints, each at least -1."""
+    if window is None:
+        return
     if not isinstance(window, tuple) or len(window) != 2:
         raise TypeError(f"window needs a pair (left, right) of ints >= -1, got {window!r}")
     for side in window:
         checks.need_int("window", side, low=-1)
 
 
-def _features(args: Args, dims: dict[str, int]) -> frozenset[str]:
-    mask, causal, scale, dropout_p, window, softcap, slopes = args[3:10]
-    sinks, score_mod, block_mask = args[14:17]
-    has_mask = mask is not None or block_mask is not None
-    requested = {
-        "causal": causal,
+def score_features(call: AttentionArgs | RaggedArgs | PagedArgs, dims: Mapping[str, int]) -> dict[str, bool]:
+    """What all attention over separate heads may ask of a kernel."""
+    return {
+        "causal": call.is_causal,
+        "gqa": dims["G"] > 1,
+        "scale": call.scale is not None and call.scale != dims["D"] ** -0.5,
+        "scale_not_positive": call.scale is not None and call.scale <= 0,
+        "window": call.window is not None and max(call.window) >= 0,
+        "softcap": call.softcap is not None,
+        "lse": call.return_lse,
+    }
+
+
+def _features(call: AttentionArgs, dims: Mapping[str, int]) -> dict[str, bool]:
+    mask, operands = call.attn_mask, call[:3]
+    needs_gradient = any(t.requires_grad for t in operands)
+    has_mask = mask is not None or call.block_mask is not None
+    return score_features(call, dims) | {
         "mask_bool": mask is not None and mask.dtype is torch.bool,
         "mask_float": mask is not None and mask.dtype is not torch.bool,
-        "mask_and_causal": mask is not None and causal,
-        "empty_rows": (has_mask and not args[13]) or _hides_rows(causal, window, dims),
-        "gqa": dims["G"] > 1,
-        "scale": scale is not None and scale != dims["D"] ** -0.5,
-        "scale_not_positive": scale is not None and scale <= 0,
-        "dropout": dropout_p > 0,
-        "window": window is not None and max(window) >= 0,
-        "softcap": softcap is not None,
-        "alibi": slopes is not None,
-        "lse": args[11],
-        "sinks": sinks is not None,
+        "mask_and_causal": mask is not None and call.is_causal,
+        "empty_rows": (has_mask and not call.rows_nonempty) or _hides_rows(call.is_causal, call.window, dims),
+        "dropout": call.dropout_p > 0,
+        "alibi": call.alibi_slopes is not None,
+        "sinks": call.sinks is not None,
         # The mode is part of every table: parameters that want no gradient now cost nothing.
-        "sinks_grad": sinks is not None
+        "sinks_grad": call.sinks is not None
         and torch.is_grad_enabled()
-        and any(t.requires_grad for t in (*args[:3], sinks)),
-        "score_mod": score_mod is not None,
-        "block_mask": block_mask is not None,
+        and (needs_gradient or call.sinks.requires_grad),
+        "score_mod": call.score_mod is not None,
+        "block_mask": call.block_mask is not None,
         # Gradients that fused kernels leave out, and a mask that q's dtype cannot hold.
-        "lse_grad": args[11] and any(t.requires_grad for t in args[:3]),
-        "mask_grad": any(t is not None and t.requires_grad for t in (mask, slopes)),
-        "mask_wide": mask is not None and mask.dtype not in (torch.bool, args[0].dtype),
+        "lse_grad": call.return_lse and needs_gradient,
+        "mask_grad": any(t is not None and t.requires_grad for t in (mask, call.alibi_slopes)),
+        "mask_wide": mask is not None and mask.dtype not in (torch.bool, call.q.dtype),
     }
-    return frozenset(name for name, is_set in requested.items() if is_set)
 
 
-def _hides_rows(causal: bool, window: tuple[int, int] | None, dims: dict[str, int]) -> bool:
+def _hides_rows(is_causal: bool, window: Window, dims: Mapping[str, int]) -> bool:
     """Whether the first query's last visible key lies before the first key."""
-    right = window_bounds(causal, window)[1]
+    right = window_bounds(is_causal, window)[1]
     return right >= 0 and dims["Sk"] - dims["Sq"] + right < 0

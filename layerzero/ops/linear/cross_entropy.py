@@ -10,15 +10,18 @@ from torch.nn import functional as F
 
 from layerzero.ops import checks
 from layerzero.ops.batching import RowBatching
-from layerzero.ops.op import NO_SHAPE, Args, Op, SignedCall, register, signature_of
+from layerzero.ops.describe import describe
+from layerzero.ops.op import Args, Op, register
+from layerzero.ops.signature import IndexTensor, SignedCall, op_signature
 from layerzero.spec.call_spec import CallSpec, OutputSpec, WorkEstimate
 
 REDUCTIONS = ("mean", "sum", "none")
 
 
+@op_signature()
 def cross_entropy(
     logits: Tensor,
-    target: Tensor,
+    target: IndexTensor,
     *,
     weight: Tensor | None = None,
     ignore_index: int = -100,
@@ -35,16 +38,7 @@ def cross_entropy(
     Raises: ValueError, TypeError: an argument does not fit, by name; class probabilities as target are not
         taken; on the CPU also a target out of range, with its position.
     """
-    args = (logits, target, weight, ignore_index, label_smoothing, reduction)
-    try:
-        return (
-            "cross_entropy", logits.shape, logits.stride(), logits.dtype, logits.device, logits.requires_grad,
-            target.shape, target.stride(), target.dtype, target.device,
-            signature_of(weight), ignore_index, label_smoothing, reduction,
-        ), args  # fmt: skip
-    except NO_SHAPE:
-        _check(args)  # names the operand that is no tensor
-        raise
+    raise NotImplementedError
 
 
 def _check(args: Args) -> CallSpec:
@@ -66,20 +60,8 @@ def _check(args: Args) -> CallSpec:
     checks.need_int("ignore_index", ignore_index)
     checks.need_number("label_smoothing", label_smoothing, low=0.0, high=1.0)
     checks.need_choice("reduction", reduction, REDUCTIONS)
-    tensors = [t for t in (logits, target, weight) if t is not None]
     features = {"label_smoothing": label_smoothing > 0, "class_weights": weight is not None}
-    return CallSpec(
-        op="cross_entropy",
-        platform=logits.device.type,
-        device=str(logits.device),
-        dtype=checks.dtype_name(logits.dtype),
-        dtypes=tuple(checks.dtype_name(t.dtype) for t in tensors),
-        dims={"N": target.numel(), "V": classes},
-        features=frozenset(name for name, holds in features.items() if holds),
-        contiguous=checks.is_plain_contiguous(tensors),
-        last_stride1=checks.last_stride_is_one(tensors),
-        alignment=checks.alignment_of(tensors),
-    )
+    return describe("cross_entropy", (logits, target, weight), {"N": target.numel(), "V": classes}, features)
 
 
 def cross_entropy_reference(
@@ -105,28 +87,22 @@ def cross_entropy_reference(
     return loss.reshape(target.shape) if reduction == "none" else loss
 
 
-def _outputs(args: Args) -> tuple[OutputSpec, ...]:
-    shape = tuple(args[1].shape) if args[5] == "none" else ()
-    return (OutputSpec(shape, checks.dtype_name(args[0].dtype)),)
-
-
 def _validate_values(args: Args) -> Args:
     logits, target, weight, ignored, *rest = args
     target = checks.ids_in_range("target", target, logits.shape[-1], "logits' classes", ignore=ignored)
     return logits, target, weight, ignored, *rest
 
 
-def _empty(args: Args) -> Tensor | None:
-    """No row: nothing, a sum of zero, or the mean of nothing, which is NaN."""
-    logits, target, reduction = args[0], args[1], args[5]
+def loss_without_rows(rows: Tensor, target: Tensor, reduction: str) -> Tensor | None:
+    """No row: nothing, a sum of zero, or the mean of nothing, which is NaN; None where there are rows."""
     if target.numel():
         return None
-    out: Tensor
-    if reduction == "none":
-        out = logits.new_empty(target.shape)
-    else:
-        out = logits.new_full((), 0.0 if reduction == "sum" else math.nan)
-    return out
+    return rows.new_full(target.shape if reduction == "none" else (), 0.0 if reduction == "sum" else math.nan)
+
+
+def loss_outputs(rows: Tensor, target: Tensor, reduction: str) -> tuple[OutputSpec, ...]:
+    """A scalar, or one number a row, in the rows' dtype."""
+    return (OutputSpec(tuple(target.shape) if reduction == "none" else (), checks.dtype_name(rows.dtype)),)
 
 
 def _work(spec: CallSpec) -> WorkEstimate:
@@ -137,15 +113,14 @@ def _work(spec: CallSpec) -> WorkEstimate:
 
 CROSS_ENTROPY = register(
     Op(
-        name="cross_entropy",
         build=cross_entropy,
         check=_check,
         reference=cross_entropy_reference,
-        outputs=_outputs,
+        outputs=lambda args: loss_outputs(args[0], args[1], args[5]),
         work=_work,
         operands=(0, 1, 2),
         exact_dims=frozenset({"V"}),
-        empty=_empty,
+        empty=lambda args: loss_without_rows(args[0], args[1], args[5]),
         validate_values=_validate_values,
         # A mean or a sum over everybody's rows is nobody's loss.
         batching=RowBatching(

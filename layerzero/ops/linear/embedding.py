@@ -7,11 +7,14 @@ from torch.nn import functional as F
 
 from layerzero.ops import checks
 from layerzero.ops.batching import RowBatching
-from layerzero.ops.op import NO_SHAPE, Args, Op, SignedCall, register
+from layerzero.ops.describe import describe
+from layerzero.ops.op import Args, Op, register
+from layerzero.ops.signature import IndexTensor, SignedCall, op_signature
 from layerzero.spec.call_spec import CallSpec, OutputSpec, WorkEstimate
 
 
-def embedding(ids: Tensor, weight: Tensor, *, padding_idx: int | None = None) -> SignedCall:
+@op_signature()
+def embedding(ids: IndexTensor, weight: Tensor, *, padding_idx: int | None = None) -> SignedCall:
     """The row of `weight` for each id.
 
     Args: ids (...), int32 or int64, each in [0, V); weight (V, C), any float dtype; padding_idx: the row that
@@ -20,15 +23,7 @@ def embedding(ids: Tensor, weight: Tensor, *, padding_idx: int | None = None) ->
     Raises: ValueError, TypeError: an argument does not fit, by name; on the CPU also an id out of range, with
         its position. On other devices the range is the kernel's to check, since reading ids would wait.
     """
-    args = (ids, weight, padding_idx)
-    try:
-        return (
-            "embedding", ids.shape, ids.stride(), ids.dtype, ids.device,
-            weight.shape, weight.stride(), weight.dtype, weight.device, weight.requires_grad, padding_idx,
-        ), args  # fmt: skip
-    except NO_SHAPE:
-        _check(args)  # names the operand that is no tensor
-        raise
+    raise NotImplementedError
 
 
 def _check(args: Args) -> CallSpec:
@@ -39,18 +34,12 @@ def _check(args: Args) -> CallSpec:
     entries, width = weight.shape
     if padding_idx is not None:
         checks.need_int("padding_idx", padding_idx, low=-entries, high=entries - 1)
-    tensors = [ids, weight]
-    return CallSpec(
-        op="embedding",
-        platform=ids.device.type,
-        device=str(ids.device),
+    return describe(
+        "embedding",
+        (ids, weight),
+        {"N": ids.numel(), "V": entries, "C": width},
+        {"padding_idx": padding_idx is not None},
         dtype=checks.dtype_name(weight.dtype),
-        dtypes=(checks.dtype_name(ids.dtype), checks.dtype_name(weight.dtype)),
-        dims={"N": ids.numel(), "V": entries, "C": width},
-        features=frozenset() if padding_idx is None else frozenset({"padding_idx"}),
-        contiguous=checks.is_plain_contiguous(tensors),
-        last_stride1=checks.last_stride_is_one(tensors),
-        alignment=checks.alignment_of(tensors),
     )
 
 
@@ -70,17 +59,8 @@ def _work(spec: CallSpec) -> WorkEstimate:
     return WorkEstimate(flops=0.0, bytes=float(2 * n * c * checks.dtype_bytes(spec.dtype) + 8 * n))
 
 
-def _empty(args: Args) -> Tensor | None:
-    ids, weight, _ = args
-    if ids.numel() and weight.shape[1]:
-        return None
-    out: Tensor = weight.new_empty((*ids.shape, weight.shape[1]))
-    return out
-
-
 EMBEDDING = register(
     Op(
-        name="embedding",
         build=embedding,
         check=_check,
         reference=embedding_reference,
@@ -90,7 +70,6 @@ EMBEDDING = register(
         work=_work,
         operands=(0, 1),
         exact_dims=frozenset({"V", "C"}),
-        empty=_empty,
         validate_values=_validate_values,
         batching=RowBatching(trailing_axes=0),
     )

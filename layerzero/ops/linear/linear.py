@@ -8,10 +8,13 @@ from torch.nn import functional as F
 
 from layerzero.ops import checks
 from layerzero.ops.batching import RowBatching
-from layerzero.ops.op import NO_SHAPE, Args, Op, SignedCall, register, signature_of
+from layerzero.ops.describe import describe
+from layerzero.ops.op import Args, Op, register
+from layerzero.ops.signature import SignedCall, op_signature
 from layerzero.spec.call_spec import CallSpec, OutputSpec, WorkEstimate
 
 
+@op_signature()
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> SignedCall:
     """Multiply each row of `x` by `weight` transposed and add `bias`.
 
@@ -19,16 +22,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> SignedCall:
     Returns: (..., C) in x's dtype; products are summed in float32.
     Raises: ValueError, TypeError: an argument does not fit, by name.
     """
-    args = (x, weight, bias)
-    try:
-        return (
-            "linear", x.shape, x.stride(), x.dtype, x.device, x.requires_grad,
-            weight.shape, weight.stride(), weight.dtype, weight.device, weight.requires_grad,
-            bias if bias is None else signature_of(bias),
-        ), args  # fmt: skip
-    except NO_SHAPE:
-        _check(args)  # names the operand that is no tensor
-        raise
+    raise NotImplementedError
 
 
 def _check(args: Args) -> CallSpec:
@@ -43,19 +37,7 @@ def _check(args: Args) -> CallSpec:
     if bias is not None:
         checks.need_vector("bias", bias, width, "weight's rows")
     checks.need_same_device("x", x, weight=weight, bias=bias)
-    tensors = [t for t in args if t is not None]
-    return CallSpec(
-        op="linear",
-        platform=x.device.type,
-        device=str(x.device),
-        dtype=checks.dtype_name(x.dtype),
-        dtypes=tuple(checks.dtype_name(t.dtype) for t in tensors),
-        dims={"N": _rows(x), "C": width, "K": inner},
-        features=frozenset() if bias is None else frozenset({"bias"}),
-        contiguous=checks.is_plain_contiguous(tensors),
-        last_stride1=checks.last_stride_is_one(tensors),
-        alignment=checks.alignment_of(tensors),
-    )
+    return describe("linear", args, {"N": _rows(x), "C": width, "K": inner}, {"bias": bias is not None})
 
 
 def _rows(x: Tensor) -> int:
@@ -99,7 +81,6 @@ def _empty(args: Args) -> Tensor | None:
 
 LINEAR = register(
     Op(
-        name="linear",
         build=linear,
         check=_check,
         reference=linear_reference,

@@ -2,22 +2,28 @@
 
 from __future__ import annotations
 
-import math
-
 from torch import Tensor
 from torch.nn import functional as F
 
 from layerzero.ops import checks
 from layerzero.ops.batching import RowBatching
-from layerzero.ops.linear.cross_entropy import REDUCTIONS, cross_entropy_reference
-from layerzero.ops.op import NO_SHAPE, Args, Op, SignedCall, register, signature_of
-from layerzero.spec.call_spec import CallSpec, OutputSpec, WorkEstimate
+from layerzero.ops.describe import describe
+from layerzero.ops.linear.cross_entropy import (
+    REDUCTIONS,
+    cross_entropy_reference,
+    loss_outputs,
+    loss_without_rows,
+)
+from layerzero.ops.op import Args, Op, register
+from layerzero.ops.signature import IndexTensor, SignedCall, op_signature
+from layerzero.spec.call_spec import CallSpec, WorkEstimate
 
 
+@op_signature()
 def linear_cross_entropy(
     x: Tensor,
     weight: Tensor,
-    target: Tensor,
+    target: IndexTensor,
     bias: Tensor | None = None,
     *,
     ignore_index: int = -100,
@@ -32,17 +38,7 @@ def linear_cross_entropy(
     Raises: ValueError, TypeError: an argument does not fit, by name; on the CPU also a target out of range.
     Source: arXiv 2410.10989, section 3.2.
     """
-    args = (x, weight, target, bias, ignore_index, label_smoothing, reduction)
-    try:
-        return (
-            "linear_cross_entropy", x.shape, x.stride(), x.dtype, x.device, x.requires_grad,
-            weight.shape, weight.stride(), weight.dtype, weight.device, weight.requires_grad,
-            target.shape, target.stride(), target.dtype, target.device,
-            signature_of(bias), ignore_index, label_smoothing, reduction,
-        ), args  # fmt: skip
-    except NO_SHAPE:
-        _check(args)  # names the operand that is no tensor
-        raise
+    raise NotImplementedError
 
 
 def _check(args: Args) -> CallSpec:
@@ -64,19 +60,12 @@ def _check(args: Args) -> CallSpec:
     checks.need_int("ignore_index", ignore_index)
     checks.need_number("label_smoothing", label_smoothing, low=0.0, high=1.0)
     checks.need_choice("reduction", reduction, REDUCTIONS)
-    tensors = [t for t in (x, weight, target, bias) if t is not None]
     requested = {"bias": bias is not None, "label_smoothing": label_smoothing > 0}
-    return CallSpec(
-        op="linear_cross_entropy",
-        platform=x.device.type,
-        device=str(x.device),
-        dtype=checks.dtype_name(x.dtype),
-        dtypes=tuple(checks.dtype_name(t.dtype) for t in tensors),
-        dims={"N": target.numel(), "K": inner, "V": classes},
-        features=frozenset(name for name, holds in requested.items() if holds),
-        contiguous=checks.is_plain_contiguous(tensors),
-        last_stride1=checks.last_stride_is_one(tensors),
-        alignment=checks.alignment_of(tensors),
+    return describe(
+        "linear_cross_entropy",
+        (x, weight, target, bias),
+        {"N": target.numel(), "K": inner, "V": classes},
+        requested,
     )
 
 
@@ -102,19 +91,6 @@ def _validate_values(args: Args) -> Args:
     return x, weight, target, bias, ignored, *rest
 
 
-def _empty(args: Args) -> Tensor | None:
-    """No row: nothing, a sum of zero, or the mean of nothing, which is NaN."""
-    x, target, reduction = args[0], args[2], args[6]
-    if target.numel():
-        return None
-    out: Tensor
-    if reduction == "none":
-        out = x.new_empty(target.shape)
-    else:
-        out = x.new_full((), 0.0 if reduction == "sum" else math.nan)
-    return out
-
-
 def _work(spec: CallSpec) -> WorkEstimate:
     """The product, then four operations a logit; logits move not at all."""
     n, k, v = spec.dim("N"), spec.dim("K"), spec.dim("V")
@@ -124,17 +100,14 @@ def _work(spec: CallSpec) -> WorkEstimate:
 
 LINEAR_CROSS_ENTROPY = register(
     Op(
-        name="linear_cross_entropy",
         build=linear_cross_entropy,
         check=_check,
         reference=linear_cross_entropy_reference,
-        outputs=lambda args: (
-            OutputSpec(tuple(args[2].shape) if args[6] == "none" else (), checks.dtype_name(args[0].dtype)),
-        ),
+        outputs=lambda args: loss_outputs(args[0], args[2], args[6]),
         work=_work,
         operands=(0, 1, 3),
         exact_dims=frozenset({"K", "V"}),
-        empty=_empty,
+        empty=lambda args: loss_without_rows(args[0], args[2], args[6]),
         validate_values=_validate_values,
         # A mean or a sum over everybody's rows is nobody's loss.
         batching=RowBatching(

@@ -10,8 +10,10 @@ from torch.nn import functional as F
 
 from layerzero.ops import checks
 from layerzero.ops.batching import RowBatching
-from layerzero.ops.op import NO_SHAPE, Args, Op, SignedCall, register, signature_of
-from layerzero.spec.call_spec import CallSpec, OutputSpec, WorkEstimate
+from layerzero.ops.describe import describe
+from layerzero.ops.op import Args, Op, output_like, register
+from layerzero.ops.signature import SignedCall, op_signature
+from layerzero.spec.call_spec import CallSpec, WorkEstimate
 
 GATES: dict[str, Callable[[Tensor], Tensor]] = {
     "swiglu": F.silu,
@@ -27,6 +29,7 @@ PLAIN: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
+@op_signature()
 def mlp(
     x: Tensor,
     w_up: Tensor,
@@ -46,17 +49,7 @@ def mlp(
     Raises: ValueError, TypeError: an argument does not fit, by name.
     Source: arXiv 2002.05202 for the gated kinds.
     """
-    args = (x, w_up, w_down, b_up, b_down, activation)
-    try:
-        return (
-            "mlp", x.shape, x.stride(), x.dtype, x.device, x.requires_grad,
-            w_up.shape, w_up.stride(), w_up.dtype, w_up.device, w_up.requires_grad,
-            w_down.shape, w_down.stride(), w_down.dtype, w_down.device, w_down.requires_grad,
-            signature_of(b_up), signature_of(b_down), activation,
-        ), args  # fmt: skip
-    except NO_SHAPE:
-        _check(args)  # names the operand that is no tensor
-        raise
+    raise NotImplementedError
 
 
 def _check(args: Args) -> CallSpec:
@@ -79,20 +72,8 @@ def _check(args: Args) -> CallSpec:
     if b_down is not None:
         checks.need_vector("b_down", b_down, width, "w_down's rows")
     checks.need_same_device("x", x, w_up=w_up, w_down=w_down, b_up=b_up, b_down=b_down)
-    tensors = [t for t in args[:5] if t is not None]
-    bias = {"bias"} if b_up is not None or b_down is not None else set()
-    return CallSpec(
-        op="mlp",
-        platform=x.device.type,
-        device=str(x.device),
-        dtype=checks.dtype_name(x.dtype),
-        dtypes=tuple(checks.dtype_name(t.dtype) for t in tensors),
-        dims={"N": x.numel() // width, "C": width, "F": hidden},
-        features=frozenset({f"act_{activation}", *bias}),
-        contiguous=checks.is_plain_contiguous(tensors),
-        last_stride1=checks.last_stride_is_one(tensors),
-        alignment=checks.alignment_of(tensors),
-    )
+    features = {f"act_{activation}": True, "bias": b_up is not None or b_down is not None}
+    return describe("mlp", args[:5], {"N": x.numel() // width, "C": width, "F": hidden}, features)
 
 
 def mlp_reference(
@@ -114,11 +95,6 @@ def activate(up: Tensor, activation: str) -> Tensor:
     return PLAIN[activation](up)
 
 
-def is_gated(activation: str) -> bool:
-    """Whether `activation` multiplies two halves of the projection."""
-    return activation in GATES
-
-
 def _work(spec: CallSpec) -> WorkEstimate:
     """Both projections; rows and weights move once, hidden rows not at all."""
     n, c, f = spec.dim("N"), spec.dim("C"), spec.dim("F")
@@ -131,15 +107,13 @@ def _work(spec: CallSpec) -> WorkEstimate:
 
 MLP = register(
     Op(
-        name="mlp",
         build=mlp,
         check=_check,
         reference=mlp_reference,
-        outputs=lambda args: (OutputSpec(tuple(args[0].shape), checks.dtype_name(args[0].dtype)),),
+        outputs=output_like(0),
         work=_work,
         operands=(0, 1, 2, 3, 4),
         exact_dims=frozenset({"C", "F"}),
-        empty=lambda args: torch.empty_like(args[0]) if args[0].numel() == 0 else None,
         batching=RowBatching(),
     )
 )

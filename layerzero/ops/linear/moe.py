@@ -8,13 +8,16 @@ from torch.nn import functional as F
 
 from layerzero.ops import checks
 from layerzero.ops.batching import RowBatching
+from layerzero.ops.describe import describe
 from layerzero.ops.linear.mlp import GATES, activate
-from layerzero.ops.op import NO_SHAPE, Args, Op, SignedCall, register
-from layerzero.spec.call_spec import CallSpec, OutputSpec, WorkEstimate
+from layerzero.ops.op import Args, Op, output_like, register
+from layerzero.ops.signature import SignedCall, op_signature
+from layerzero.spec.call_spec import CallSpec, WorkEstimate
 
 SCORINGS = ("softmax", "sigmoid")
 
 
+@op_signature()
 def moe(
     x: Tensor,
     router_logits: Tensor,
@@ -36,19 +39,7 @@ def moe(
     Raises: ValueError, TypeError: an argument does not fit, by name.
     Source: arXiv 2401.04088, section 2.1; sigmoid scores: arXiv 2412.19437, section 2.1.2.
     """
-    args = (x, router_logits, w_up, w_down, top_k, scoring, renormalize, activation)
-    try:
-        return (
-            "moe", x.shape, x.stride(), x.dtype, x.device, x.requires_grad,
-            router_logits.shape, router_logits.stride(), router_logits.dtype, router_logits.device,
-            router_logits.requires_grad,
-            w_up.shape, w_up.stride(), w_up.dtype, w_up.device, w_up.requires_grad,
-            w_down.shape, w_down.stride(), w_down.dtype, w_down.device, w_down.requires_grad,
-            top_k, scoring, renormalize, activation,
-        ), args  # fmt: skip
-    except NO_SHAPE:
-        _check(args)  # names the operand that is no tensor
-        raise
+    raise NotImplementedError
 
 
 def _check(args: Args) -> CallSpec:
@@ -73,19 +64,16 @@ def _check(args: Args) -> CallSpec:
         raise ValueError(f"w_up needs shape {expected_shape}, got {tuple(w_up.shape)}")
     checks.need_int("top_k", top_k, low=1, high=experts)
     checks.need_same_device("x", x, router_logits=router_logits, w_up=w_up, w_down=w_down)
-    weights = (x, w_up, w_down)
-    requested = {"scores_sigmoid": scoring == "sigmoid", "scores_raw": not renormalize}
-    return CallSpec(
-        op="moe",
-        platform=x.device.type,
-        device=str(x.device),
-        dtype=checks.dtype_name(x.dtype),
-        dtypes=tuple(checks.dtype_name(t.dtype) for t in weights),
-        dims={"N": x.numel() // width, "C": width, "F": hidden, "E": experts, "T": top_k},
-        features=frozenset({f"act_{activation}", *(name for name, holds in requested.items() if holds)}),
-        contiguous=checks.is_plain_contiguous(weights),
-        last_stride1=checks.last_stride_is_one(weights),
-        alignment=checks.alignment_of(weights),
+    features = {
+        f"act_{activation}": True,
+        "scores_sigmoid": scoring == "sigmoid",
+        "scores_raw": not renormalize,
+    }
+    return describe(
+        "moe",
+        (x, w_up, w_down),
+        {"N": x.numel() // width, "C": width, "F": hidden, "E": experts, "T": top_k},
+        features,
     )
 
 
@@ -138,15 +126,13 @@ def _work(spec: CallSpec) -> WorkEstimate:
 
 MOE = register(
     Op(
-        name="moe",
         build=moe,
         check=_check,
         reference=moe_reference,
-        outputs=lambda args: (OutputSpec(tuple(args[0].shape), checks.dtype_name(args[0].dtype)),),
+        outputs=output_like(0),
         work=_work,
         operands=(0, 2, 3),
         exact_dims=frozenset({"C", "F", "E", "T"}),
-        empty=lambda args: torch.empty_like(args[0]) if args[0].numel() == 0 else None,
         batching=RowBatching(row_operands=(0, 1)),
     )
 )

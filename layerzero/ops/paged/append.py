@@ -4,21 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Container, Hashable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from layerzero.ops import checks
 from layerzero.ops.batching import BatchingRule, concat_rows
-from layerzero.ops.op import NO_SHAPE, Args, LaunchFunction, Op, RejectedCall, SignedCall, register
+from layerzero.ops.describe import describe
+from layerzero.ops.op import Args, LaunchFunction, Op, RejectedCall, output_like, register
 from layerzero.ops.paged.batching import concat_index_rows
-from layerzero.ops.paged.checks import LAYOUTS, cache_features, check_cache, dtype_names_at, page_axes
-from layerzero.spec.call_spec import CallSpec, OutputSpec, WorkEstimate
+from layerzero.ops.paged.checks import LAYOUTS, cache_features, check_cache, page_axes
+from layerzero.ops.signature import IndexTensor, SignedCall, op_signature
+from layerzero.spec.call_spec import CallSpec, WorkEstimate
 
 
+@op_signature()
 def append_kv(
-    k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor, *, layout: str = "NHD"
+    k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: IndexTensor, *, layout: str = "NHD"
 ) -> SignedCall:
     """Write new tokens' keys and values, of any number of sequences, into their places in a pool of pages.
 
@@ -33,18 +36,7 @@ def append_kv(
         theirs is written. KernelExecutionError: a kernel raised; what it wrote is unknown.
     Source: arXiv 2309.06180, section 4.3; the places are what vLLM and SGLang call slot mapping.
     """
-    args = (k, v, k_cache, v_cache, slot_mapping, layout)
-    try:
-        return (
-            "append_kv", k.shape, k.stride(), k.dtype, k.device, k.requires_grad,
-            v.shape, v.stride(), v.dtype, v.device, v.requires_grad,
-            k_cache.shape, k_cache.stride(), k_cache.dtype, k_cache.device, k_cache.requires_grad,
-            v_cache.shape, v_cache.stride(), v_cache.dtype, v_cache.device, v_cache.requires_grad,
-            slot_mapping.shape, slot_mapping.stride(), slot_mapping.dtype, slot_mapping.device, layout,
-        ), args  # fmt: skip
-    except NO_SHAPE:
-        check(args)  # names the operand that is no tensor
-        raise
+    raise NotImplementedError
 
 
 def check(args: Args) -> CallSpec:
@@ -82,23 +74,21 @@ def check(args: Args) -> CallSpec:
     if v_cache.dtype != k_cache.dtype:
         expected_dtype, got = checks.dtype_name(k_cache.dtype), checks.dtype_name(v_cache.dtype)
         raise TypeError(f"v_cache needs dtype {expected_dtype} like k_cache, got {got}")
-    requested = cache_features(k, k_cache, v_cache)
-    return CallSpec(
-        op="append_kv",
-        platform=k.device.type,
-        device=str(k.device),
-        dtype=checks.dtype_name(k.dtype),
-        dtypes=dtype_names_at(args, (0, 4)),
-        dims={
-            "T": k.shape[0], "Hk": k.shape[1], "D": k.shape[2], "Dv": v.shape[2], "N": k_cache.shape[0],
+    return describe(
+        "append_kv",
+        [k, v],
+        {
+            "T": k.shape[0],
+            "Hk": k.shape[1],
+            "D": k.shape[2],
+            "Dv": v.shape[2],
+            "N": k_cache.shape[0],
             "P": k_cache.shape[tokens],
         },
-        features=frozenset(name for name, wanted in requested.items() if wanted),
+        cache_features(k, k_cache, v_cache),
         layout=layout,
-        contiguous=checks.is_plain_contiguous([k, v]),
-        last_stride1=checks.last_stride_is_one([k, v]),
-        alignment=checks.alignment_of([k, v]),
-    )  # fmt: skip
+        typed=(k, slot_mapping),
+    )
 
 
 def validate_values(args: Args) -> Args:
@@ -154,12 +144,6 @@ def append_kv_reference(
     return slot_mapping
 
 
-def outputs(args: Args) -> tuple[OutputSpec, ...]:
-    """The slot_mapping (T,) in their own dtype."""
-    slot_mapping: Tensor = args[4]
-    return (OutputSpec(tuple(slot_mapping.shape), checks.dtype_name(slot_mapping.dtype)),)
-
-
 def empty(args: Args) -> Tensor | None:
     """The result of a call without tokens."""
     return args[4] if args[4].shape[0] == 0 else None
@@ -173,13 +157,10 @@ def work(spec: CallSpec) -> WorkEstimate:
 
 @dataclass(frozen=True, slots=True)
 class AppendBatching(BatchingRule):
-    """Appends to one pool: rows and slot_mapping stand behind each other; each caller gets its own
+    """Appends to one pool: rows and slot_mapping are concatenated; each caller gets its own
     slot_mapping back."""
 
-    @property
-    def rowwise(self) -> bool:
-        """Every token goes to a place of its own."""
-        return True
+    rowwise: ClassVar[bool] = True  # rows do not touch each other
 
     @property
     def concat_positions(self) -> Container[int]:
@@ -206,7 +187,7 @@ class AppendBatching(BatchingRule):
             k, v = (concat_rows([args[i] for args in accepted]) for i in (0, 1))
             slot_mapping = concat_index_rows([args[4] for args in accepted])
             launch((k, v, *accepted[0][2:4], slot_mapping, accepted[0][5]))
-        return [rejected.get(at, args[4]) for at, args in enumerate(calls)]
+        return [rejected.get(caller, args[4]) for caller, args in enumerate(calls)]
 
 
 def slot_conflicts(calls: Sequence[Args]) -> dict[int, RejectedCall]:
@@ -232,11 +213,10 @@ def slot_conflicts(calls: Sequence[Args]) -> dict[int, RejectedCall]:
 
 APPEND_KV = register(
     Op(
-        name="append_kv",
         build=append_kv,
         check=check,
         reference=append_kv_reference,
-        outputs=outputs,
+        outputs=output_like(4),
         work=work,
         operands=(0, 1),
         exact_dims=frozenset({"Hk", "D", "Dv", "P"}),

@@ -2,37 +2,40 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from layerzero.ops import checks
-from layerzero.ops.attention.attention import attention_reference
-from layerzero.ops.attention.checks import check_window, normalized_window
-from layerzero.ops.op import NO_SHAPE, Args, Op, SignedCall, register, signature_of
+from layerzero.ops.attention.arguments import PagedArgs
+from layerzero.ops.attention.checks import check_score_options, normalized_window, score_features
+from layerzero.ops.describe import describe
+from layerzero.ops.op import Args, Op, register
 from layerzero.ops.paged.batching import PagedBatching
 from layerzero.ops.paged.checks import (
     LAYOUTS,
     cache_features,
     check_cache,
     check_tables,
-    dtype_names_at,
-    empty_result,
     gather_pages,
     page_axes,
     query_offsets,
+    query_outputs,
     validate_paged_metadata,
+    without_queries,
 )
+from layerzero.ops.paged.reference import attend_sequences
+from layerzero.ops.signature import IndexTensor, SignedCall, op_signature
 from layerzero.spec.call_spec import CallSpec, OutputSpec, WorkEstimate
 
 
+@op_signature(convert={"window": normalized_window})
 def paged_attention(
     q: Tensor,
     k_cache: Tensor,
     v_cache: Tensor,
-    block_tables: Tensor,
-    seq_lens: Tensor,
+    block_tables: IndexTensor,
+    seq_lens: IndexTensor,
     *,
-    cu_seqlens_q: Tensor | None = None,
+    cu_seqlens_q: IndexTensor | None = None,
     is_causal: bool = True,
     scale: float | None = None,
     window: tuple[int, ...] | list[int] | None = None,
@@ -42,7 +45,7 @@ def paged_attention(
 ) -> SignedCall:
     """Attend the queries of several sequences to their keys and values in a shared pool of pages.
 
-    Args: q (T, Hq, D), all sequences' queries behind each other, sequence b's from cu_seqlens_q[b] to
+    Args: q (T, Hq, D), all sequences' queries concatenated, sequence b's from cu_seqlens_q[b] to
         cu_seqlens_q[b + 1]; without cu_seqlens_q q is (B, Hq, D), one query a sequence. k_cache (N, P, Hk, D)
         and v_cache (N, P, Hk, Dv), or heads before tokens with `layout="HND"`; Hq % Hk == 0. block_tables (B,
         M) names sequence b's pages in order; seq_lens (B,) counts its keys, those of these queries included,
@@ -55,66 +58,26 @@ def paged_attention(
         range or twice in one sequence, and a length that the tables cannot hold.
     Source: arXiv 2309.06180.
     """
-    if window is not None:
-        window = normalized_window(window)
-    args = (
-        q, k_cache, v_cache, block_tables, seq_lens, cu_seqlens_q, is_causal, scale, window, softcap,
-        layout, return_lse,
-    )  # fmt: skip
-    try:
-        return (
-            "paged_attention", q.shape, q.stride(), q.dtype, q.device, q.requires_grad,
-            k_cache.shape, k_cache.stride(), k_cache.dtype, k_cache.device, k_cache.requires_grad,
-            v_cache.shape, v_cache.stride(), v_cache.dtype, v_cache.device, v_cache.requires_grad,
-            block_tables.shape, block_tables.stride(), block_tables.dtype, block_tables.device,
-            seq_lens.shape, seq_lens.stride(), seq_lens.dtype, seq_lens.device,
-            cu_seqlens_q if cu_seqlens_q is None else signature_of(cu_seqlens_q),
-            is_causal, scale, window, softcap, layout, return_lse,
-        ), args  # fmt: skip
-    except NO_SHAPE:
-        check(args)  # names the operand that is no tensor
-        raise
+    raise NotImplementedError
 
 
 def check(args: Args) -> CallSpec:
     """Validate a call, without reading data, and describe it; see `paged_attention` for the arguments."""
-    q, k_cache, v_cache, tables, lens, cu, is_causal, scale, window, softcap, layout, return_lse = args
-    checks.need_choice("layout", layout, LAYOUTS)
-    checks.need_bool("is_causal", is_causal)
-    checks.need_bool("return_lse", return_lse)
+    call = PagedArgs._make(args)
+    q, k_cache, v_cache = call[:3]
+    checks.need_choice("layout", call.layout, LAYOUTS)
+    checks.need_bool("is_causal", call.is_causal)
+    checks.need_bool("return_lse", call.return_lse)
     checks.need_tensor("q", q, rank=3)
-    dims = check_tables(q, tables, lens, cu)
-    dims |= _check_pools(q, k_cache, v_cache, layout)
-    if scale is not None:
-        checks.need_number("scale", scale)
-    if softcap is not None and checks.need_number("softcap", softcap, low=0.0, needs="a number > 0") == 0.0:
-        raise ValueError(f"softcap needs a number > 0, got {softcap}")
-    if window is not None:
-        check_window(window)
-    requested = {
-        "causal": is_causal,
-        "prefill": cu is not None,
-        "gqa": dims["G"] > 1,
-        "scale": scale is not None and scale != dims["D"] ** -0.5,
-        "scale_not_positive": scale is not None and scale <= 0,
-        "window": window is not None and max(window) >= 0,
-        "softcap": softcap is not None,
-        "lse": return_lse,
-        **cache_features(q, k_cache, v_cache),
-    }
-    return CallSpec(
-        op="paged_attention",
-        platform=q.device.type,
-        device=str(q.device),
-        dtype=checks.dtype_name(q.dtype),
-        dtypes=dtype_names_at(args, (0, 3, 4)),
-        dims=dims,
-        features=frozenset(name for name, is_set in requested.items() if is_set),
-        layout=layout,
-        contiguous=checks.is_plain_contiguous([q]),
-        last_stride1=checks.last_stride_is_one([q]),
-        alignment=checks.alignment_of([q, k_cache, v_cache]),
-    )
+    dims = check_tables(q, call.block_tables, call.seq_lens, call.cu_seqlens_q)
+    dims |= _check_pools(q, k_cache, v_cache, call.layout)
+    check_score_options(call.scale, call.softcap, call.window)
+    features = score_features(call, dims) | cache_features(q, k_cache, v_cache)
+    features["prefill"] = call.cu_seqlens_q is not None
+    return describe(
+        "paged_attention", [q], dims, features,
+        layout=call.layout, typed=(q, call.block_tables, call.seq_lens), aligned=(k_cache, v_cache),
+    )  # fmt: skip
 
 
 def _check_pools(q: Tensor, k_cache: Tensor, v_cache: Tensor, layout: str) -> dict[str, int]:
@@ -165,71 +128,27 @@ def paged_attention_reference(
     return_lse: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """The op in plain torch: each sequence's keys and values gathered, then `attention`'s reference."""
-    validate_values(
-        (
-            q,
-            k_cache,
-            v_cache,
-            block_tables,
-            seq_lens,
-            cu_seqlens_q,
-            is_causal,
-            scale,
-            window,
-            softcap,
-            layout,
-        )
-    )
+    validate_values((q, k_cache, v_cache, block_tables, seq_lens, cu_seqlens_q, *[None] * 4, layout))
     size = k_cache.shape[page_axes(layout)[0]]
     starts = query_offsets(q.shape[0], cu_seqlens_q)
-    outs: list[Tensor] = []
-    lses: list[Tensor] = []
+    sequences = []
     for row, length in enumerate(seq_lens.tolist()):
-        seq_queries = q[starts[row] : starts[row + 1]]
         pages = block_tables[row, : -(-length // size)]
-        k, v = (gather_pages(pool, pages, length, layout) for pool in (k_cache, v_cache))
-        out, lse = attend_sequence(seq_queries, k, v, is_causal, scale, window, softcap)
-        outs.append(out)
-        lses.append(lse)
-    result = torch.cat(outs)
-    return (result, torch.cat(lses)) if return_lse else result
-
-
-def attend_sequence(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    is_causal: bool,
-    scale: float | None,
-    window: tuple[int, int] | None,
-    softcap: float | None,
-) -> tuple[Tensor, Tensor]:
-    """One sequence, tokens before heads: (Sq, Hq, Dv) in q's dtype and float32 (Sq, Hq)."""
-    if not q.shape[0] or not k.shape[0]:
-        hidden = q.new_full(q.shape[:2], -torch.inf, dtype=torch.float32)
-        return q.new_zeros((*q.shape[:2], v.shape[2])), hidden
-    query, key, value = (t.transpose(0, 1).unsqueeze(0) for t in (q, k, v))
-    result = attention_reference(
-        query, key, value, is_causal=is_causal, scale=scale, window=window, softcap=softcap, return_lse=True
-    )
-    assert isinstance(result, tuple)
-    return result[0][0].transpose(0, 1), result[1][0].transpose(0, 1)
+        k, v = (gather_pages(cache, pages, length, layout) for cache in (k_cache, v_cache))
+        sequences.append((q[starts[row] : starts[row + 1]], k, v))
+    return attend_sequences(sequences, is_causal, scale, window, softcap, return_lse)
 
 
 def outputs(args: Args) -> tuple[OutputSpec, ...]:
-    """(T, Hq, Dv) in q's dtype, and float32 (T, Hq) where the LSE is asked for."""
-    q, v_cache = args[0], args[2]
-    out = OutputSpec((q.shape[0], q.shape[1], v_cache.shape[3]), checks.dtype_name(q.dtype))
-    return (out, OutputSpec((q.shape[0], q.shape[1]), "float32")) if args[11] else (out,)
+    """See `query_outputs`; v's head size."""
+    call = PagedArgs._make(args)
+    return query_outputs(call.q, call.v_cache.shape[3], call.return_lse)
 
 
 def empty(args: Args) -> Tensor | tuple[Tensor, Tensor] | None:
-    """The result of a call without queries; the guard still sees its tables."""
-    q: Tensor = args[0]
-    if q.shape[0]:
-        return None
-    validate_values(args)
-    return empty_result(q.new_zeros((0, q.shape[1], args[2].shape[3])), (0, q.shape[1]), args[11])
+    """See `without_queries`."""
+    call = PagedArgs._make(args)
+    return without_queries(call.q, call.v_cache.shape[3], call.return_lse, validate_values, args)
 
 
 def work(spec: CallSpec) -> WorkEstimate:
@@ -250,7 +169,6 @@ def work(spec: CallSpec) -> WorkEstimate:
 
 PAGED_ATTENTION = register(
     Op(
-        name="paged_attention",
         build=paged_attention,
         check=check,
         reference=paged_attention_reference,

@@ -1,4 +1,4 @@
-"""How paged calls of several callers become one launch: queries and block tables stand behind each other.
+"""How paged calls of several callers become one launch: queries and block tables are concatenated.
 
 Keys and values stay where they are: callers join only over one and the same pool.
 """
@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from layerzero.ops.batching import BatchingRule, concat_rows
+from layerzero.ops.batching import BatchingRule, concat_rows, split_outputs
 from layerzero.ops.host_copies import concat_with_host_copies, host_copy_of
 from layerzero.ops.op import Args, LaunchFunction
 
@@ -32,11 +32,6 @@ class PagedBatching(BatchingRule):
     def table(self) -> int:
         """The position of block_tables; seq_lens and cu_seqlens_q follow it."""
         return self.queries + self.pools
-
-    @property
-    def rowwise(self) -> bool:
-        """Sequences stand behind each other, each with keys of its own."""
-        return False
 
     @property
     def concat_positions(self) -> Container[int]:
@@ -70,13 +65,6 @@ class PagedBatching(BatchingRule):
         return split_outputs(launch(merged), counts)
 
 
-def split_outputs(out: Any, counts: Sequence[int]) -> list[Any]:
-    """Each caller's rows of every output."""
-    if isinstance(out, tuple):
-        return list(zip(*(part.split_with_sizes(list(counts)) for part in out), strict=True))
-    return list(out.split_with_sizes(list(counts)))
-
-
 def concat_index_rows(pieces: Sequence[Tensor]) -> Tensor:
     """`concat_rows` for index tensors of which some may be int32 and some int64."""
     if all(piece.dtype == pieces[0].dtype for piece in pieces):
@@ -102,33 +90,33 @@ def concat_block_tables(tables: Sequence[Tensor]) -> Tensor:
 def concat_cu_seqlens(
     offsets: Sequence[Tensor | None], counts: Sequence[int], device: torch.device
 ) -> Tensor | None:
-    """The offsets of all callers' sequences behind each other; None where each has one query a sequence.
+    """The cu_seqlens of all callers' sequences concatenated; None where each has one query a sequence.
 
     A caller without offsets has one query a sequence; `counts` are the callers' tokens. Int32.
     """
     if all(caller_offsets is None for caller_offsets in offsets):
         return None
-    present = [own for own in offsets if own is not None]
-    if device.type != "cpu" and all(host_copy_of(own) is not None for own in present):
+    present = [each for each in offsets if each is not None]
+    if device.type != "cpu" and all(host_copy_of(each) is not None for each in present):
 
         def on_host(host_copies: Sequence[Tensor]) -> Tensor:
             copies = iter(host_copies)
-            host_offsets = [None if own is None else next(copies) for own in offsets]
+            host_offsets = [None if each is None else next(copies) for each in offsets]
             return concat_cu_seqlens(host_offsets, counts, torch.device("cpu"))  # type: ignore[return-value]
 
         return concat_with_host_copies(
-            present, on_host, "offsets", tuple(counts), tuple(own is None for own in offsets)
+            present, on_host, "offsets", tuple(counts), tuple(each is None for each in offsets)
         )
     if device.type == "cpu":
         values, start = [0], 0
-        for own, count in zip(offsets, counts, strict=True):
-            ends = range(1, count + 1) if own is None else own.tolist()[1:]
+        for each, count in zip(offsets, counts, strict=True):
+            ends = range(1, count + 1) if each is None else each.tolist()[1:]
             values.extend([start + end for end in ends])
             start += count
         return torch.tensor(values, dtype=torch.int32, device=device)
     pieces, start = [torch.zeros(1, dtype=torch.int32, device=device)], 0
-    for own, count in zip(offsets, counts, strict=True):
-        later = torch.arange(1, count + 1, device=device) if own is None else own[1:]
+    for each, count in zip(offsets, counts, strict=True):
+        later = torch.arange(1, count + 1, device=device) if each is None else each[1:]
         pieces.append((later + start).to(torch.int32))
         start += count
     return torch.cat(pieces)

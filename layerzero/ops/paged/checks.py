@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -10,6 +11,7 @@ from torch import Tensor
 
 from layerzero.ops import checks
 from layerzero.ops.op import Args
+from layerzero.spec.call_spec import OutputSpec
 
 LAYOUTS = ("NHD", "HND")
 POOL_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
@@ -143,7 +145,7 @@ def _name_wrong_page(row: int, used: list[int], pages: int) -> None:
 
 
 def cache_features(q: Tensor, *pools: Tensor) -> dict[str, bool]:
-    """What a pool asks of a kernel: another dtype than q's, elements that do not lie behind each other.
+    """What a pool asks of a kernel: another dtype than q's, elements that are not contiguous in a row.
 
     Both are features and no dtypes or strides of the request, for no cast of q may reach a pool.
     """
@@ -164,13 +166,18 @@ def gather_pages(pool: Tensor, pages: Tensor, length: int, layout: str) -> Tenso
     return pages_of_sequence.reshape(-1, *pages_of_sequence.shape[2:])[:length]
 
 
-def dtype_names_at(args: Args, positions: tuple[int, ...]) -> tuple[str, ...]:
-    """The dtype names of the tensors at `positions`."""
-    return tuple(checks.dtype_name(args[p].dtype) for p in positions)
+def query_outputs(q: Tensor, width: int, return_lse: bool) -> tuple[OutputSpec, ...]:
+    """(T, Hq, width) in q's dtype, and float32 (T, Hq) with return_lse."""
+    out = OutputSpec((*q.shape[:2], width), checks.dtype_name(q.dtype))
+    return (out, OutputSpec(tuple(q.shape[:2]), "float32")) if return_lse else (out,)
 
 
-def empty_result(out: Tensor, lse_shape: tuple[int, ...], return_lse: bool) -> Tensor | tuple[Tensor, Tensor]:
-    """The result for no query at all."""
-    if not return_lse:
-        return out
-    return out, out.new_full(lse_shape, -torch.inf, dtype=torch.float32)
+def without_queries(
+    q: Tensor, width: int, return_lse: bool, validate: Callable[[Args], Args], args: Args
+) -> Tensor | tuple[Tensor, Tensor] | None:
+    """The result of a call without queries, whose metadata is still validated; None for every other call."""
+    if q.shape[0]:
+        return None
+    validate(args)
+    out = q.new_zeros((*q.shape[:2], width))
+    return (out, q.new_full(q.shape[:2], -torch.inf, dtype=torch.float32)) if return_lse else out

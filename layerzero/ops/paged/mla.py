@@ -6,30 +6,34 @@ import torch
 from torch import Tensor
 
 from layerzero.ops import checks
-from layerzero.ops.op import NO_SHAPE, Args, Op, SignedCall, register, signature_of
-from layerzero.ops.paged.attention import attend_sequence
+from layerzero.ops.attention.arguments import MlaArgs
+from layerzero.ops.describe import describe
+from layerzero.ops.op import Args, Op, register
 from layerzero.ops.paged.batching import PagedBatching
 from layerzero.ops.paged.checks import (
     cache_features,
     check_cache,
     check_tables,
-    dtype_names_at,
-    empty_result,
     query_offsets,
+    query_outputs,
     validate_paged_metadata,
+    without_queries,
 )
+from layerzero.ops.paged.reference import attend_sequences
+from layerzero.ops.signature import IndexTensor, SignedCall, op_signature
 from layerzero.spec.call_spec import CallSpec, OutputSpec, WorkEstimate
 
 
+@op_signature()
 def mla_attention(
     q_nope: Tensor,
     q_pe: Tensor,
     ckv_cache: Tensor,
     kpe_cache: Tensor,
-    block_tables: Tensor,
-    seq_lens: Tensor,
+    block_tables: IndexTensor,
+    seq_lens: IndexTensor,
     *,
-    cu_seqlens_q: Tensor | None = None,
+    cu_seqlens_q: IndexTensor | None = None,
     scale: float,
     is_causal: bool = True,
     return_lse: bool = False,
@@ -38,7 +42,7 @@ def mla_attention(
 
     s = q_nope . ckv + q_pe . kpe; the caller has multiplied q_nope by the keys' up-projection and multiplies
     the result by the values'.
-    Args: q_nope (T, H, C) and q_pe (T, H, R), sequences behind each other along cu_seqlens_q (B + 1,), or one
+    Args: q_nope (T, H, C) and q_pe (T, H, R), sequences concatenated along cu_seqlens_q (B + 1,), or one
         query a sequence without it; ckv_cache (N, P, C) and kpe_cache (N, P, R); block_tables (B, M) and
         seq_lens (B,) as in `paged_attention`. scale has no default: it follows from the head size before
         absorption, (128 + 64)**-0.5 for DeepSeek-V3. is_causal is aligned at the last query and the last key.
@@ -47,20 +51,7 @@ def mla_attention(
     Raises: ValueError, TypeError: an argument does not fit, by name; page ids and lengths on the CPU.
     Source: arXiv 2405.04434.
     """
-    args = (
-        q_nope, q_pe, ckv_cache, kpe_cache, block_tables, seq_lens, cu_seqlens_q, scale, is_causal,
-        return_lse,
-    )  # fmt: skip
-    try:
-        return (
-            "mla_attention", *[signature_of(t) for t in args[:4]],
-            block_tables.shape, block_tables.stride(), block_tables.dtype, block_tables.device,
-            seq_lens.shape, seq_lens.stride(), seq_lens.dtype, seq_lens.device,
-            signature_of(cu_seqlens_q), scale, is_causal, return_lse,
-        ), args  # fmt: skip
-    except NO_SHAPE:
-        check(args)  # names the operand that is no tensor
-        raise
+    raise NotImplementedError
 
 
 def check(args: Args) -> CallSpec:
@@ -97,25 +88,19 @@ def check(args: Args) -> CallSpec:
         "Hq": q_nope.shape[1], "Hk": 1, "G": q_nope.shape[1], "C": ckv.shape[2], "R": kpe.shape[2],
         "N": ckv.shape[0], "P": ckv.shape[1],
     }  # fmt: skip
-    requested = {
+    features = cache_features(q_nope, ckv, kpe) | {
         "causal": is_causal,
         "prefill": cu is not None,
         "lse": return_lse,
         "scale_not_positive": scale <= 0,
-        **cache_features(q_nope, ckv, kpe),
     }
-    queries = [q_nope, q_pe]
-    return CallSpec(
-        op="mla_attention",
-        platform=q_nope.device.type,
-        device=str(q_nope.device),
-        dtype=checks.dtype_name(q_nope.dtype),
-        dtypes=dtype_names_at(args, (0, 1, 4, 5)),
-        dims=dims,
-        features=frozenset(name for name, wanted in requested.items() if wanted),
-        contiguous=checks.is_plain_contiguous(queries),
-        last_stride1=checks.last_stride_is_one(queries),
-        alignment=checks.alignment_of([*queries, ckv, kpe]),
+    return describe(
+        "mla_attention",
+        (q_nope, q_pe),
+        dims,
+        features,
+        typed=(q_nope, q_pe, tables, lens),
+        aligned=(ckv, kpe),
     )
 
 
@@ -142,34 +127,25 @@ def mla_attention_reference(
     size = ckv_cache.shape[1]
     queries = torch.cat([q_nope, q_pe.to(q_nope.dtype)], -1)
     starts = query_offsets(q_nope.shape[0], cu_seqlens_q)
-    outs: list[Tensor] = []
-    lses: list[Tensor] = []
+    sequences = []
     for row, length in enumerate(seq_lens.tolist()):
         pages = block_tables[row, : -(-length // size)].long()
         ckv, kpe = (pool.index_select(0, pages).flatten(0, 1)[:length] for pool in (ckv_cache, kpe_cache))
         key = torch.cat([ckv, kpe], -1).unsqueeze(1)
-        seq_queries = queries[starts[row] : starts[row + 1]]
-        out, lse = attend_sequence(seq_queries, key, ckv.unsqueeze(1), is_causal, scale, None, None)
-        outs.append(out)
-        lses.append(lse)
-    result = torch.cat(outs)
-    return (result, torch.cat(lses)) if return_lse else result
+        sequences.append((queries[starts[row] : starts[row + 1]], key, ckv.unsqueeze(1)))
+    return attend_sequences(sequences, is_causal, scale, None, None, return_lse)
 
 
 def outputs(args: Args) -> tuple[OutputSpec, ...]:
-    """(T, H, C) in q_nope's dtype, and float32 (T, H) where the LSE is asked for."""
-    q = args[0]
-    out = OutputSpec(tuple(q.shape), checks.dtype_name(q.dtype))
-    return (out, OutputSpec(tuple(q.shape[:2]), "float32")) if args[9] else (out,)
+    """See `query_outputs`; the latent width."""
+    call = MlaArgs._make(args)
+    return query_outputs(call.q_nope, call.q_nope.shape[2], call.return_lse)
 
 
 def empty(args: Args) -> Tensor | tuple[Tensor, Tensor] | None:
-    """The result of a call without queries; the guard still sees its tables."""
-    q: Tensor = args[0]
-    if q.shape[0]:
-        return None
-    validate_values(args)
-    return empty_result(q.new_zeros(q.shape), tuple(q.shape[:2]), args[9])
+    """See `without_queries`."""
+    call = MlaArgs._make(args)
+    return without_queries(call.q_nope, call.q_nope.shape[2], call.return_lse, validate_values, args)
 
 
 def work(spec: CallSpec) -> WorkEstimate:
@@ -184,7 +160,6 @@ def work(spec: CallSpec) -> WorkEstimate:
 
 MLA_ATTENTION = register(
     Op(
-        name="mla_attention",
         build=mla_attention,
         check=check,
         reference=mla_attention_reference,

@@ -1,31 +1,35 @@
-"""Attention over sequences of any lengths that stand behind each other in one tensor."""
+"""Attention over sequences of any lengths that are concatenated in one tensor."""
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Container, Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from layerzero.ops import checks
+from layerzero.ops.attention.arguments import RaggedArgs
 from layerzero.ops.attention.batching import GATHER_BYTES, GATHER_BYTES_OTHER_DEVICES
-from layerzero.ops.attention.checks import check_window, normalized_window
-from layerzero.ops.batching import BatchingRule, as_view_of_base, concat_rows
-from layerzero.ops.op import NO_SHAPE, Args, LaunchFunction, Op, SignedCall, register, signature_of
-from layerzero.ops.paged.attention import attend_sequence
-from layerzero.ops.paged.batching import concat_cu_seqlens, split_outputs
-from layerzero.ops.paged.checks import check_cu_seqlens, dtype_names_at, empty_result, validate_cu_seqlens
+from layerzero.ops.attention.checks import check_score_options, normalized_window, score_features
+from layerzero.ops.batching import BatchingRule, as_view_of_base, concat_rows, split_outputs
+from layerzero.ops.describe import describe
+from layerzero.ops.op import Args, LaunchFunction, Op, register
+from layerzero.ops.paged.batching import concat_cu_seqlens
+from layerzero.ops.paged.checks import check_cu_seqlens, query_outputs, validate_cu_seqlens, without_queries
+from layerzero.ops.paged.reference import attend_sequences
+from layerzero.ops.signature import IndexTensor, SignedCall, op_signature
 from layerzero.spec.call_spec import CallSpec, OutputSpec, WorkEstimate
 
 
+@op_signature(default={"cu_seqlens_k": "cu_seqlens_q"}, convert={"window": normalized_window})
 def ragged_attention(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    cu_seqlens_q: Tensor,
-    cu_seqlens_k: Tensor | None = None,
+    cu_seqlens_q: IndexTensor,
+    cu_seqlens_k: IndexTensor | None = None,
     *,
     is_causal: bool = False,
     scale: float | None = None,
@@ -35,7 +39,7 @@ def ragged_attention(
 ) -> SignedCall:
     """Attend each sequence's queries to its own keys and values, without padding.
 
-    Args: q (T, Hq, D), k (S, Hk, D) and v (S, Hk, Dv) with Hq % Hk == 0, sequences behind each other:
+    Args: q (T, Hq, D), k (S, Hk, D) and v (S, Hk, Dv) with Hq % Hk == 0, sequences concatenated:
         b has q's rows cu_seqlens_q[b] to cu_seqlens_q[b + 1], and k's and v's along cu_seqlens_k, which
         defaults to cu_seqlens_q. Offsets are (B + 1,), int32 or int64. is_causal is aligned at a sequence's
         last query and last key; scale defaults to D**-0.5; window and softcap as in `attention`.
@@ -44,66 +48,28 @@ def ragged_attention(
     Raises: ValueError, TypeError: an argument does not fit, by name; on the CPU also offsets that do not
         start at 0, fall, or do not end at the number of rows.
     """
-    if window is not None:
-        window = normalized_window(window)
-    if cu_seqlens_k is None:
-        cu_seqlens_k = cu_seqlens_q
-    args = (q, k, v, cu_seqlens_q, cu_seqlens_k, is_causal, scale, window, softcap, return_lse)
-    try:
-        return (
-            "ragged_attention", *[signature_of(t) for t in args[:3]],
-            cu_seqlens_q.shape, cu_seqlens_q.stride(), cu_seqlens_q.dtype, cu_seqlens_q.device,
-            cu_seqlens_k.shape, cu_seqlens_k.stride(), cu_seqlens_k.dtype, cu_seqlens_k.device,
-            is_causal, scale, window, softcap, return_lse,
-        ), args  # fmt: skip
-    except NO_SHAPE:
-        check(args)  # names the operand that is no tensor
-        raise
+    raise NotImplementedError
 
 
 def check(args: Args) -> CallSpec:
     """Validate a call, without reading data, and describe it; see `ragged_attention` for the arguments."""
-    q, k, v, cu, cu_k, is_causal, scale, window, softcap, return_lse = args
-    checks.need_bool("is_causal", is_causal)
-    checks.need_bool("return_lse", return_lse)
+    call = RaggedArgs._make(args)
+    q, k, v, cu, cu_k = call[:5]
+    checks.need_bool("is_causal", call.is_causal)
+    checks.need_bool("return_lse", call.return_lse)
     for name, tensor in (("q", q), ("k", k), ("v", v)):
         checks.need_tensor(name, tensor, rank=3)
     checks.need_index("cu_seqlens_q", cu, rank=1)
     if cu.shape[0] == 0:
         raise ValueError("cu_seqlens_q needs at least one offset, got none")
     batch = cu.shape[0] - 1
-    check_cu_seqlens("cu_seqlens_k", cu_k, batch, "cu_seqlens_q' sequences")
+    check_cu_seqlens("cu_seqlens_k", cu_k, batch, "cu_seqlens_q's sequences")
     checks.need_same_device("q", q, k=k, v=v, cu_seqlens_q=cu, cu_seqlens_k=cu_k)
     dims = {"B": batch} | _check_operands(q, k, v)
-    if scale is not None:
-        checks.need_number("scale", scale)
-    if softcap is not None and checks.need_number("softcap", softcap, low=0.0, needs="a number > 0") == 0.0:
-        raise ValueError(f"softcap needs a number > 0, got {softcap}")
-    if window is not None:
-        check_window(window)
-    requested = {
-        "causal": is_causal,
-        "gqa": dims["G"] > 1,
-        "scale": scale is not None and scale != dims["D"] ** -0.5,
-        "scale_not_positive": scale is not None and scale <= 0,
-        "window": window is not None and max(window) >= 0,
-        "softcap": softcap is not None,
-        "lse": return_lse,
-        "lse_grad": return_lse and any(t.requires_grad for t in (q, k, v)),
-    }
-    tensors = [q, k, v]
-    return CallSpec(
-        op="ragged_attention",
-        platform=q.device.type,
-        device=str(q.device),
-        dtype=checks.dtype_name(q.dtype),
-        dtypes=dtype_names_at(args, (0, 1, 2, 3, 4)),
-        dims=dims,
-        features=frozenset(name for name, is_set in requested.items() if is_set),
-        contiguous=checks.is_plain_contiguous(tensors),
-        last_stride1=checks.last_stride_is_one(tensors),
-        alignment=checks.alignment_of(tensors),
-    )
+    check_score_options(call.scale, call.softcap, call.window)
+    features = score_features(call, dims)
+    features["lse_grad"] = call.return_lse and any(t.requires_grad for t in (q, k, v))
+    return describe("ragged_attention", (q, k, v), dims, features, typed=args[:5])
 
 
 def _check_operands(q: Tensor, k: Tensor, v: Tensor) -> dict[str, int]:
@@ -145,34 +111,24 @@ def ragged_attention_reference(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """The op in plain torch: `attention`'s reference, sequence by sequence."""
     validate_values((q, k, v, cu_seqlens_q, cu_seqlens_k))
-    starts, keys = cu_seqlens_q.tolist(), cu_seqlens_k.tolist()
-    outs: list[Tensor] = []
-    lses: list[Tensor] = []
-    for b in range(len(starts) - 1):
-        key_rows = slice(keys[b], keys[b + 1])
-        out, lse = attend_sequence(
-            q[starts[b] : starts[b + 1]], k[key_rows], v[key_rows], is_causal, scale, window, softcap
-        )
-        outs.append(out)
-        lses.append(lse)
-    result = torch.cat(outs)
-    return (result, torch.cat(lses)) if return_lse else result
+    rows, key_rows = (list(itertools.pairwise(offsets.tolist())) for offsets in (cu_seqlens_q, cu_seqlens_k))
+    sequences = [
+        (q[start:stop], k[first:last], v[first:last])
+        for (start, stop), (first, last) in zip(rows, key_rows, strict=True)
+    ]
+    return attend_sequences(sequences, is_causal, scale, window, softcap, return_lse)
 
 
 def outputs(args: Args) -> tuple[OutputSpec, ...]:
-    """(T, Hq, Dv) in q's dtype, and float32 (T, Hq) where the LSE is asked for."""
-    q, v = args[0], args[2]
-    out = OutputSpec((q.shape[0], q.shape[1], v.shape[2]), checks.dtype_name(q.dtype))
-    return (out, OutputSpec((q.shape[0], q.shape[1]), "float32")) if args[9] else (out,)
+    """See `query_outputs`; v's head size."""
+    call = RaggedArgs._make(args)
+    return query_outputs(call.q, call.v.shape[2], call.return_lse)
 
 
 def empty(args: Args) -> Tensor | tuple[Tensor, Tensor] | None:
-    """The result of a call without queries; the guard still sees its offsets."""
-    q: Tensor = args[0]
-    if q.shape[0]:
-        return None
-    validate_values(args)
-    return empty_result(q.new_zeros((0, q.shape[1], args[2].shape[2])), (0, q.shape[1]), args[9])
+    """See `without_queries`."""
+    call = RaggedArgs._make(args)
+    return without_queries(call.q, call.v.shape[2], call.return_lse, validate_values, args)
 
 
 def work(spec: CallSpec) -> WorkEstimate:
@@ -188,12 +144,7 @@ def work(spec: CallSpec) -> WorkEstimate:
 
 @dataclass(frozen=True, slots=True)
 class RaggedBatching(BatchingRule):
-    """Sequences of all callers behind each other; callers that would have to be copied only while small."""
-
-    @property
-    def rowwise(self) -> bool:
-        """Sequences stand behind each other, each with keys of its own."""
-        return False
+    """Sequences of all callers concatenated; those that have to be copied only while they are small."""
 
     @property
     def concat_positions(self) -> Container[int]:
@@ -233,7 +184,6 @@ class RaggedBatching(BatchingRule):
 
 RAGGED_ATTENTION = register(
     Op(
-        name="ragged_attention",
         build=ragged_attention,
         check=check,
         reference=ragged_attention_reference,

@@ -7,14 +7,16 @@ from torch import Tensor
 
 from layerzero.ops import checks
 from layerzero.ops.batching import RowBatching
-from layerzero.ops.norm.norm import check_add_rms_norm, rms_norm_reference
-from layerzero.ops.op import NO_SHAPE, Args, Op, SignedCall, register, signature_of
+from layerzero.ops.norm.rms_norm import check_add_rms_norm, rms_norm_reference
+from layerzero.ops.op import Args, Op, register
 from layerzero.ops.quantize.quantize import FORMATS, quantize_reference, scale_shape
+from layerzero.ops.signature import SignedCall, op_signature
 from layerzero.spec.call_spec import CallSpec, OutputSpec, WorkEstimate
 
 GRANULARITIES = ("row", "group")
 
 
+@op_signature()
 def add_rms_norm_quantize(
     x: Tensor,
     residual: Tensor,
@@ -36,16 +38,7 @@ def add_rms_norm_quantize(
     Raises: ValueError, TypeError: an argument does not fit, by name.
     Source: arXiv 1910.07467 and 2208.07339.
     """
-    args = (x, residual, weight, eps, format, granularity, group_size)
-    try:
-        return (
-            "add_rms_norm_quantize", x.shape, x.stride(), x.dtype, x.device, x.requires_grad,
-            residual.shape, residual.stride(), residual.dtype, residual.device, residual.requires_grad,
-            signature_of(weight), eps, format, granularity, group_size,
-        ), args  # fmt: skip
-    except NO_SHAPE:
-        _check(args)  # names the operand that is no tensor
-        raise
+    raise NotImplementedError
 
 
 def _check(args: Args) -> CallSpec:
@@ -110,7 +103,6 @@ def _work(spec: CallSpec) -> WorkEstimate:
 
 ADD_RMS_NORM_QUANTIZE = register(
     Op(
-        name="add_rms_norm_quantize",
         build=add_rms_norm_quantize,
         check=_check,
         reference=add_rms_norm_quantize_reference,

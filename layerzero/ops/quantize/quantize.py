@@ -15,7 +15,9 @@ from torch import Tensor
 
 from layerzero.ops import checks
 from layerzero.ops.batching import RowBatching
-from layerzero.ops.op import NO_SHAPE, Args, Op, SignedCall, register, signature_of
+from layerzero.ops.describe import describe
+from layerzero.ops.op import Args, Op, register
+from layerzero.ops.signature import SignedCall, op_signature
 from layerzero.spec.call_spec import CallSpec, OutputSpec, WorkEstimate
 
 
@@ -40,6 +42,7 @@ FLOAT_NAMES = ("float32", "float16", "bfloat16", "float64")
 SMALLEST_SCALE = torch.finfo(torch.float32).tiny
 
 
+@op_signature()
 def quantize(
     x: Tensor,
     *,
@@ -58,15 +61,7 @@ def quantize(
         the scale that it shares NaN or infinite, so that what comes back is NaN.
     Raises: ValueError, TypeError: an argument does not fit, by name.
     """
-    args = (x, format, granularity, group_size, scale)
-    try:
-        return (
-            "quantize", x.shape, x.stride(), x.dtype, x.device, x.requires_grad,
-            format, granularity, group_size, signature_of(scale),
-        ), args  # fmt: skip
-    except NO_SHAPE:
-        _check_quantize(args)  # names the operand that is no tensor
-        raise
+    raise NotImplementedError
 
 
 def scale_shape(shape: tuple[int, ...], granularity: str, group_size: int) -> tuple[int, ...]:
@@ -92,19 +87,8 @@ def _check_quantize(args: Args) -> CallSpec:
     if scale is not None:
         need_scale("scale", scale, scale_shape(tuple(x.shape), granularity, group_size))
         checks.need_same_device("x", x, scale=scale)
-    features = {f"quant_{form}", f"scale_per_{granularity}", *(() if scale is None else ("scale_given",))}
-    return CallSpec(
-        op="quantize",
-        platform=x.device.type,
-        device=str(x.device),
-        dtype=checks.dtype_name(x.dtype),
-        dtypes=(checks.dtype_name(x.dtype),),
-        dims={"N": x.numel() // width, "C": width, "S": group_size},
-        features=frozenset(features),
-        contiguous=x.is_contiguous(),
-        last_stride1=checks.last_stride_is_one([x]),
-        alignment=checks.alignment_of([x]),
-    )
+    features = {f"quant_{form}": True, f"scale_per_{granularity}": True, "scale_given": scale is not None}
+    return describe("quantize", [x], {"N": x.numel() // width, "C": width, "S": group_size}, features)
 
 
 def _need_wide(name: str, x: Tensor) -> None:
@@ -179,7 +163,6 @@ def _quantize_work(spec: CallSpec) -> WorkEstimate:
 
 QUANTIZE = register(
     Op(
-        name="quantize",
         build=quantize,
         check=_check_quantize,
         reference=quantize_reference,
@@ -196,6 +179,7 @@ QUANTIZE = register(
 )
 
 
+@op_signature()
 def dequantize(codes: Tensor, scale: Tensor, *, dtype: str = "float32") -> SignedCall:
     """Give back the numbers that `codes` and `scale` stand for.
 
@@ -204,15 +188,7 @@ def dequantize(codes: Tensor, scale: Tensor, *, dtype: str = "float32") -> Signe
     Returns: codes times scale, multiplied in float32, in codes' shape.
     Raises: ValueError, TypeError: an argument does not fit, by name.
     """
-    args = (codes, scale, dtype)
-    try:
-        return (
-            "dequantize", codes.shape, codes.stride(), codes.dtype, codes.device,
-            scale.shape, scale.stride(), scale.dtype, scale.device, scale.requires_grad, dtype,
-        ), args  # fmt: skip
-    except NO_SHAPE:
-        _check_dequantize(args)
-        raise
+    raise NotImplementedError
 
 
 def _check_dequantize(args: Args) -> CallSpec:
@@ -228,18 +204,13 @@ def _check_dequantize(args: Args) -> CallSpec:
     width = shape[-1]
     size = 0 if scale.dim() == 0 or groups == 1 else width // groups
     granularity = "tensor" if scale.dim() == 0 else "group" if size else "row"
-    return CallSpec(
-        op="dequantize",
-        platform=codes.device.type,
-        device=str(codes.device),
+    return describe(
+        "dequantize",
+        [codes],
+        {"N": codes.numel() // width, "C": width, "S": size},
+        {f"quant_{FORMAT_OF[codes.dtype]}", f"scale_per_{granularity}"},
         dtype=dtype,
-        dtypes=(dtype,),
-        dims={"N": codes.numel() // width, "C": width, "S": size},
-        features=frozenset({f"quant_{FORMAT_OF[codes.dtype]}", f"scale_per_{granularity}"}),
-        contiguous=codes.is_contiguous(),
-        last_stride1=checks.last_stride_is_one([codes]),
-        alignment=checks.alignment_of([codes]),
-    )
+    ).replace(dtypes=(dtype,))
 
 
 def need_codes(name: str, value: Any, *, rank: int | None = None) -> Tensor:
@@ -275,7 +246,6 @@ def _dequantize_work(spec: CallSpec) -> WorkEstimate:
 
 DEQUANTIZE = register(
     Op(
-        name="dequantize",
         build=dequantize,
         check=_check_dequantize,
         reference=dequantize_reference,
@@ -283,9 +253,6 @@ DEQUANTIZE = register(
         work=_dequantize_work,
         operands=(0,),
         exact_dims=frozenset({"C", "S"}),
-        empty=lambda args: (
-            args[0].new_empty(args[0].shape, dtype=getattr(torch, args[2])) if args[0].numel() == 0 else None
-        ),
         batching=RowBatching(row_operands=(0, 1), accepts=lambda args: bool(args[1].dim() > 0)),
         differentiable=False,
         wide_outputs=frozenset({0}),

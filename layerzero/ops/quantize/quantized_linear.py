@@ -8,13 +8,16 @@ from torch.nn import functional as F
 
 from layerzero.ops import checks
 from layerzero.ops.batching import RowBatching
-from layerzero.ops.op import NO_SHAPE, Args, Op, SignedCall, register, signature_of
+from layerzero.ops.describe import describe
+from layerzero.ops.op import Args, Op, register
 from layerzero.ops.quantize.quantize import FORMAT_OF, decode, need_codes, need_scale, quantize_reference
+from layerzero.ops.signature import SignedCall, op_signature
 from layerzero.spec.call_spec import CallSpec, OutputSpec, WorkEstimate
 
 INPUTS = ("float", "dynamic")
 
 
+@op_signature()
 def quantized_linear(
     x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None = None, *, inputs: str = "float"
 ) -> SignedCall:
@@ -27,17 +30,7 @@ def quantized_linear(
     Raises: ValueError, TypeError: an argument does not fit, by name.
     Source: arXiv 2208.07339 for rows that are quantized as they come.
     """
-    args = (x, weight, scale, bias, inputs)
-    try:
-        return (
-            "quantized_linear", x.shape, x.stride(), x.dtype, x.device, x.requires_grad,
-            weight.shape, weight.stride(), weight.dtype, weight.device,
-            scale.shape, scale.stride(), scale.dtype, scale.device, scale.requires_grad,
-            signature_of(bias), inputs,
-        ), args  # fmt: skip
-    except NO_SHAPE:
-        _check(args)  # names the operand that is no tensor
-        raise
+    raise NotImplementedError
 
 
 def _check(args: Args) -> CallSpec:
@@ -60,18 +53,14 @@ def _check(args: Args) -> CallSpec:
     granularity = "tensor" if scale.dim() == 0 else "row" if groups == 1 else "group"
     kind = "inputs_quantized" if inputs == "dynamic" else "inputs_float"
     features = {f"quant_{FORMAT_OF[weight.dtype]}", f"scale_per_{granularity}", kind}
-    floats = [t for t in (x, bias) if t is not None]
-    return CallSpec(
-        op="quantized_linear",
-        platform=x.device.type,
-        device=str(x.device),
-        dtype=checks.dtype_name(x.dtype),
-        dtypes=tuple(checks.dtype_name(t.dtype) for t in floats),
-        dims={"N": x.numel() // inner, "C": width, "K": inner, "S": inner // groups},
-        features=frozenset(features if bias is None else features | {"bias"}),
-        contiguous=x.is_contiguous(),
-        last_stride1=checks.last_stride_is_one([x]),
-        alignment=checks.alignment_of([x, weight]),
+    features |= set() if bias is None else {"bias"}
+    return describe(
+        "quantized_linear",
+        [x],
+        {"N": x.numel() // inner, "C": width, "K": inner, "S": inner // groups},
+        features,
+        typed=[x] if bias is None else [x, bias],
+        aligned=[weight],
     )
 
 
@@ -97,7 +86,6 @@ def _work(spec: CallSpec) -> WorkEstimate:
 
 QUANTIZED_LINEAR = register(
     Op(
-        name="quantized_linear",
         build=quantized_linear,
         check=_check,
         reference=quantized_linear_reference,
@@ -108,9 +96,6 @@ QUANTIZED_LINEAR = register(
         operands=(0, 3),  # a cast must not touch the weight's codes
         uncopied_operands=(1,),
         exact_dims=frozenset({"C", "K", "S"}),
-        empty=lambda args: (
-            args[0].new_empty((*args[0].shape[:-1], args[1].shape[0])) if args[0].numel() == 0 else None
-        ),
         batching=RowBatching(),
         differentiable=False,
     )

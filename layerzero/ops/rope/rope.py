@@ -12,14 +12,17 @@ from torch import Tensor
 
 from layerzero.ops import checks
 from layerzero.ops.batching import RowBatching
-from layerzero.ops.op import NO_SHAPE, Args, Op, SignedCall, register, signature_of
-from layerzero.spec.call_spec import CallSpec, OutputSpec, WorkEstimate
+from layerzero.ops.describe import describe
+from layerzero.ops.op import Args, Op, output_like, register
+from layerzero.ops.signature import IndexTensor, SignedCall, op_signature
+from layerzero.spec.call_spec import CallSpec, WorkEstimate
 
 
+@op_signature()
 def rope(
     q: Tensor,
     k: Tensor,
-    positions: Tensor,
+    positions: IndexTensor,
     cos: Tensor,
     sin: Tensor,
     *,
@@ -36,17 +39,7 @@ def rope(
     Raises: ValueError, TypeError: an argument does not fit, by name.
     Source: arXiv 2104.09864; XPos 2212.10554.
     """
-    args = (q, k, positions, cos, sin, interleaved, xpos_scale)
-    try:
-        return (
-            "rope", q.shape, q.stride(), q.dtype, q.device, q.requires_grad,
-            k.shape, k.stride(), k.dtype, k.device, k.requires_grad,
-            positions.shape, positions.stride(), positions.dtype, positions.device,
-            signature_of(cos), signature_of(sin), interleaved, signature_of(xpos_scale),
-        ), args  # fmt: skip
-    except NO_SHAPE:
-        check_rope(args)  # names the operand that is no tensor
-        raise
+    raise NotImplementedError
 
 
 def check_rope(args: Args) -> CallSpec:
@@ -68,18 +61,12 @@ def check_rope(args: Args) -> CallSpec:
         "partial_rotary": rotated < width,
         "xpos": xpos_scale is not None,
     }
-    operands = [q, k]
-    return CallSpec(
-        op="rope",
-        platform=q.device.type,
-        device=str(q.device),
-        dtype=checks.dtype_name(q.dtype),
-        dtypes=tuple(checks.dtype_name(t.dtype) for t in (q, k, positions)),
-        dims={"N": positions.numel(), "Hq": q.shape[-2], "Hk": k.shape[-2], "D": width, "R": rotated},
-        features=frozenset(name for name, is_set in requested.items() if is_set),
-        contiguous=checks.is_plain_contiguous(operands),
-        last_stride1=checks.last_stride_is_one(operands),
-        alignment=checks.alignment_of(operands),
+    return describe(
+        "rope",
+        (q, k),
+        {"N": positions.numel(), "Hq": q.shape[-2], "Hk": k.shape[-2], "D": width, "R": rotated},
+        requested,
+        typed=(q, k, positions),
     )
 
 
@@ -155,15 +142,6 @@ def _rotate(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, scale: Tenso
     return torch.cat((out, rest), -1) if rest.shape[-1] else out
 
 
-def _outputs(args: Args) -> tuple[OutputSpec, ...]:
-    return tuple(OutputSpec(tuple(t.shape), checks.dtype_name(t.dtype)) for t in args[:2])
-
-
-def _empty(args: Args) -> tuple[Tensor, Tensor] | None:
-    q, k = args[0], args[1]
-    return (torch.empty_like(q), torch.empty_like(k)) if q.numel() == 0 else None
-
-
 def _work(spec: CallSpec) -> WorkEstimate:
     heads = spec.dim("N") * (spec.dim("Hq") + spec.dim("Hk"))
     element = checks.dtype_bytes(spec.dtype)
@@ -172,15 +150,13 @@ def _work(spec: CallSpec) -> WorkEstimate:
 
 ROPE = register(
     Op(
-        name="rope",
         build=rope,
         check=check_rope,
         reference=rope_reference,
-        outputs=_outputs,
+        outputs=output_like(0, 1),
         work=_work,
         operands=(0, 1),
         exact_dims=frozenset({"Hq", "Hk", "D", "R"}),
-        empty=_empty,
         validate_values=validate_rope_values,
         batching=RowBatching(row_operands=(0, 1, 2), trailing_axes=(2, 2, 0), output_trailing_axes=2),
     )

@@ -186,6 +186,12 @@ def rope_tables(
     Args: R is `rotary_dim`, or the whole head; `scaling` is None or a `LinearScaling`, `NTKScaling`,
         `DynamicNTKScaling`, `YarnScaling` or `Llama3Scaling`.
     Raises: ValueError, TypeError: an argument does not fit, by name.
+
+    Example:
+        >>> import layerzero as lz
+        >>> cos, sin = lz.rope_tables(64, 128, scaling=lz.LinearScaling(2.0))
+        >>> cos.shape
+        torch.Size([128, 32])
     """
     width = _rotated(head_dim, rotary_dim)
     checks.need_int("positions", positions, low=1)

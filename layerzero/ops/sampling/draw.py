@@ -111,3 +111,8 @@ def column(value: Any, dtype: torch.dtype, device: torch.device) -> Tensor:
 def is_constant(value: Any, number: int) -> bool:
     """Whether a number or a tensor is `number` for every row; a tensor is not looked into."""
     return not isinstance(value, Tensor) and bool(value == number)
+
+
+def new_seed() -> int:
+    """Drawn in the caller's thread and order, so that `torch.manual_seed` repeats a program's tokens."""
+    return int(torch.randint(1 << 62, (), device="cpu"))

@@ -6,8 +6,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Container, Hashable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -16,25 +15,35 @@ from torch import Tensor
 
 from layerzero.native import FAST_PATH
 from layerzero.ops import checks
-from layerzero.ops.batching import BatchingRule, concat_rows
-from layerzero.ops.op import NO_SHAPE, Args, LaunchFunction, Op, SignedCall, register, signature_of
+from layerzero.ops.describe import describe
+from layerzero.ops.op import Args, Op, register
+from layerzero.ops.sampling.batching import SamplingBatching
 from layerzero.ops.sampling.draw import (
     Count,
     Number,
-    as_signed_int64,
-    column,
     greedy_tokens,
     is_constant,
-    row_seeds,
+    new_seed,
     sample_from_weights,
     token_weights,
 )
+from layerzero.ops.signature import SignedCall, op_signature, type_key, value_key
 from layerzero.spec.call_spec import CallSpec, OutputSpec, WorkEstimate
 
 MAX_TEMPERATURE = torch.finfo(torch.float64).max
 MAX_TOP_K = (1 << 63) - 1
 
 
+@op_signature(
+    default={"seed": new_seed},
+    key={
+        "temperature": value_key,
+        "top_k": value_key,
+        "top_p": value_key,
+        "seed": type_key,
+        "offset": type_key,
+    },
+)
 def sample(
     logits: Tensor,
     *,
@@ -56,62 +65,29 @@ def sample(
     Raises: ValueError, TypeError: an argument does not fit, by name; on the CPU also such a row, by index.
     Source: splitmix64: Steele, Lea and Flood, OOPSLA 2014.
     """
-    seed = new_seed() if seed is None else seed
-    args = (logits, temperature, top_k, top_p, seed, offset)
-    try:
-        return (
-            "sample", logits.shape, logits.stride(), logits.dtype, logits.device,
-            _value_key(temperature), _value_key(top_k), _value_key(top_p), type_key(seed), type_key(offset),
-        ), args  # fmt: skip
-    except NO_SHAPE:
-        _check_sample(args)  # names the operand that is no tensor
-        raise
+    raise NotImplementedError
 
 
+@op_signature(
+    default={"seed": new_seed},
+    key={"k": value_key, "temperature": value_key, "seed": type_key, "offset": type_key},
+)
 def sample_topk(
     logits: Tensor, k: Count, *, temperature: Number = 1.0, seed: Count | None = None, offset: Count = 0
 ) -> SignedCall:
     """Draw one token a row among its `k` largest logits: `sample` with top_k=k of at least 1."""
-    seed = new_seed() if seed is None else seed
-    args = (logits, k, temperature, seed, offset)
-    try:
-        return (
-            "sample_topk", logits.shape, logits.stride(), logits.dtype, logits.device,
-            _value_key(k), _value_key(temperature), type_key(seed), type_key(offset),
-        ), args  # fmt: skip
-    except NO_SHAPE:
-        _check_topk(args)
-        raise
+    raise NotImplementedError
 
 
+@op_signature(
+    default={"seed": new_seed},
+    key={"p": value_key, "temperature": value_key, "seed": type_key, "offset": type_key},
+)
 def sample_topp(
     logits: Tensor, p: Number, *, temperature: Number = 1.0, seed: Count | None = None, offset: Count = 0
 ) -> SignedCall:
     """Draw one token a row among the fewest whose probability reaches `p`: `sample` with top_p=p."""
-    seed = new_seed() if seed is None else seed
-    args = (logits, p, temperature, seed, offset)
-    try:
-        return (
-            "sample_topp", logits.shape, logits.stride(), logits.dtype, logits.device,
-            _value_key(p), _value_key(temperature), type_key(seed), type_key(offset),
-        ), args  # fmt: skip
-    except NO_SHAPE:
-        _check_topp(args)
-        raise
-
-
-def new_seed() -> int:
-    """Drawn in the caller's thread and order, so that `torch.manual_seed` repeats a program's tokens."""
-    return int(torch.randint(1 << 62, (), device="cpu"))
-
-
-def _value_key(value: Any) -> Hashable:
-    return signature_of(value) if isinstance(value, Tensor) else (value.__class__, value)
-
-
-def type_key(value: Any) -> Hashable:
-    # Seeds and offsets change with every step and any integer is one: their values decide nothing.
-    return signature_of(value) if isinstance(value, Tensor) else value.__class__
+    raise NotImplementedError
 
 
 # -- checks ---------------------------------------------------------------------------------------------
@@ -148,21 +124,15 @@ def _describe(
     temperature: Any,
     extra_features: frozenset[str] = frozenset(),
 ) -> CallSpec:
-    """The request of all three; the caller has checked what is its own, and names what is `asked` beyond."""
+    """The spec of all three ops, after each has checked its own arguments."""
     _need_fraction("temperature", temperature, MAX_TEMPERATURE, logits)
     need_count("seed", seed, None, logits)
     need_count("offset", offset, None, logits)
-    return CallSpec(
-        op=op,
-        platform=logits.device.type,
-        device=str(logits.device),
-        dtype=checks.dtype_name(logits.dtype),
-        dtypes=(checks.dtype_name(logits.dtype),),
-        dims={"N": logits.shape[0], "V": logits.shape[1]},
-        features=extra_features | {"seed_per_row"} if isinstance(seed, Tensor) else extra_features,
-        contiguous=logits.is_contiguous(),
-        last_stride1=checks.last_stride_is_one([logits]),
-        alignment=checks.alignment_of([logits]),
+    return describe(
+        op,
+        [logits],
+        {"N": logits.shape[0], "V": logits.shape[1]},
+        extra_features | {"seed_per_row"} if isinstance(seed, Tensor) else extra_features,
     )
 
 
@@ -226,16 +196,16 @@ def _looked_through(args: Args, bounds: Bounds) -> Args:
     for row, worst in enumerate(largest):
         if not math.isfinite(worst):
             raise ValueError(f"logits needs a finite largest value in each row, got {worst} in row {row}")
-    own = list(args)
+    checked_args = list(args)
     for position, (name, (low, high)) in enumerate(bounds.items(), 1):
         value = args[position]
         if not isinstance(value, Tensor):
             continue
-        own[position] = checks.private_copy(value)
-        for row, got in enumerate(own[position].tolist()):
+        checked_args[position] = checks.private_copy(value)
+        for row, got in enumerate(checked_args[position].tolist()):
             if not low <= got <= high:
                 raise ValueError(f"{name} needs values in [{low}, {high}], got {got} in row {row}")
-    return tuple(own)
+    return tuple(checked_args)
 
 
 # -- references -----------------------------------------------------------------------------------------
@@ -244,7 +214,7 @@ def _looked_through(args: Args, bounds: Bounds) -> Args:
 def sample_reference(
     logits: Tensor, temperature: Number, top_k: Count, top_p: Number, seed: Count, offset: Count
 ) -> Tensor:
-    """Filter, then draw; where every row is to be the likeliest there is nothing to weigh."""
+    """Filter, then draw; where every row takes its largest logit there is nothing to weigh."""
     if is_constant(temperature, 0):
         return _require_tokens(greedy_tokens(logits))
     return _require_tokens(
@@ -253,7 +223,7 @@ def sample_reference(
 
 
 def _require_tokens(tokens: Tensor) -> Tensor:
-    """The tokens, where each row has one or the device's data is not read; the guard names the row."""
+    """The tokens, where each row has one or the device's data is not read; validation names the row."""
     if tokens.device.type == "cpu" and tokens.numel() and int(tokens.amin()) < 0:
         raise ValueError("logits needs a finite largest value in each row")
     return tokens
@@ -273,87 +243,8 @@ def sample_topp_reference(
     return sample_reference(logits, temperature, 0, p, seed, offset)
 
 
-# -- batching -------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class SamplingBatching(BatchingRule):
-    """Rows of any callers over one vocabulary: where callers differ, their numbers become (B,) tensors.
-
-    `seed` is the position of the seeds, which always become tensors: a row keeps the stream it has alone.
-    `whole` are the positions that hold integers.
-    """
-
-    seed: int
-    whole: frozenset[int]
-
-    @property
-    def rowwise(self) -> bool:
-        """Rows do not touch each other."""
-        return True
-
-    @property
-    def concat_positions(self) -> Container[int]:
-        """The logits and every number of the three ops."""
-        return range(6)
-
-    def compatibility(self, args: Args) -> Hashable | None:
-        """Dtype, device and vocabulary."""
-        logits: Tensor = args[0]
-        return (logits.dtype, logits.device, logits.shape[1])
-
-    def batch_cost(self, args: Args) -> tuple[int, int]:
-        """Rows and bytes of the logits."""
-        logits: Tensor = args[0]
-        return logits.shape[0], logits.numel() * logits.element_size()
-
-    def run(self, calls: Sequence[Args], launch: LaunchFunction) -> list[Any]:
-        """One launch over everybody's rows."""
-        if len(calls) == 1:
-            return [launch(calls[0])]
-        merged = list(calls[0])
-        merged[0] = concat_rows([args[0] for args in calls])
-        for position in range(1, len(merged)):
-            merged[position] = concat_numbers(
-                [args[position] for args in calls],
-                [args[0] for args in calls],
-                seeds=position == self.seed,
-                whole=position in self.whole,
-            )
-        counts = [args[0].shape[0] for args in calls]
-        return list(launch(tuple(merged)).split_with_sizes(counts))
-
-
-def concat_numbers(values: Sequence[Any], rows: Sequence[Tensor], *, seeds: bool, whole: bool) -> Any:
-    """One argument of several callers for all their `rows`: a number that all share, else a (B,) tensor.
-
-    `seeds` always become a tensor, so that a row keeps the stream it has alone; `whole` numbers are integers.
-    """
-    counts = [caller_rows.shape[0] for caller_rows in rows]
-    numbers = not any(isinstance(value, Tensor) for value in values)
-    device = rows[0].device
-    if seeds:
-        if not numbers or max(counts) > 1:
-            return torch.cat([row_seeds(seed, own) for seed, own in zip(values, rows, strict=True)])
-        # A row by itself has the stream of its seed.
-        return torch.tensor([as_signed_int64(seed) for seed in values], device=device)
-    if numbers and all(value == values[0] for value in values):
-        return values[0]
-    dtype = torch.int64 if whole else torch.float64
-    if not numbers:
-        columns = [column(v, dtype, device).expand(n, 1) for v, n in zip(values, counts, strict=True)]
-        return torch.cat(columns).squeeze(-1)
-    spread = [as_signed_int64(v) for v, n in zip(values, counts, strict=True) for _ in range(n)]
-    return torch.tensor(spread, dtype=dtype, device=device)
-
-
 def _outputs(args: Args) -> tuple[OutputSpec, ...]:
     return (OutputSpec((args[0].shape[0],), "int64"),)
-
-
-def _empty(args: Args) -> Tensor | None:
-    logits = args[0]
-    return torch.empty(0, dtype=torch.int64, device=logits.device) if logits.shape[0] == 0 else None
 
 
 def _work(spec: CallSpec) -> WorkEstimate:
@@ -371,7 +262,6 @@ def _register(
 ) -> Op:
     return register(
         Op(
-            name=build.__name__,
             build=build,
             check=check,
             reference=reference,
@@ -379,7 +269,6 @@ def _register(
             work=_work,
             operands=(0,),
             exact_dims=frozenset({"V"}),
-            empty=_empty,
             validate_values=partial(_validate_rows, bounds),
             validate_values_per_batch=True,
             batching=batching,
@@ -391,11 +280,23 @@ def _register(
 
 
 SAMPLE = _register(
-    sample, _check_sample, sample_reference, _SAMPLE, SamplingBatching(seed=4, whole=frozenset({2, 5}))
+    sample,
+    _check_sample,
+    sample_reference,
+    _SAMPLE,
+    SamplingBatching(numbers=(1, 2, 3, 4, 5), seed=4, fractions=frozenset({1, 3})),
 )
 SAMPLE_TOPK = _register(
-    sample_topk, _check_topk, sample_topk_reference, _TOPK, SamplingBatching(seed=3, whole=frozenset({1, 4}))
+    sample_topk,
+    _check_topk,
+    sample_topk_reference,
+    _TOPK,
+    SamplingBatching(numbers=(1, 2, 3, 4), seed=3, fractions=frozenset({2})),
 )
 SAMPLE_TOPP = _register(
-    sample_topp, _check_topp, sample_topp_reference, _TOPP, SamplingBatching(seed=3, whole=frozenset({4}))
+    sample_topp,
+    _check_topp,
+    sample_topp_reference,
+    _TOPP,
+    SamplingBatching(numbers=(1, 2, 3, 4), seed=3, fractions=frozenset({1, 2})),
 )

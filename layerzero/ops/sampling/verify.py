@@ -8,8 +8,7 @@ Every row has its own seed, and its draws do not depend on which rows stand besi
 
 from __future__ import annotations
 
-from collections.abc import Container, Hashable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -17,15 +16,23 @@ from torch import Tensor
 
 from layerzero.native import FAST_PATH
 from layerzero.ops import checks
-from layerzero.ops.batching import BatchingRule, concat_rows
-from layerzero.ops.op import NO_SHAPE, Args, LaunchFunction, Op, SignedCall, register, signature_of
-from layerzero.ops.sampling.draw import GOLDEN, Count, row_seeds, sample_from_weights, uniform
-from layerzero.ops.sampling.sampling import concat_numbers, need_count, new_seed, type_key
+from layerzero.ops.describe import describe
+from layerzero.ops.op import Args, Op, register
+from layerzero.ops.sampling.batching import SamplingBatching
+from layerzero.ops.sampling.draw import GOLDEN, Count, new_seed, row_seeds, sample_from_weights, uniform
+from layerzero.ops.sampling.sampling import need_count
+from layerzero.ops.signature import SignedCall, op_signature, type_key
 from layerzero.spec.call_spec import CallSpec, OutputSpec, WorkEstimate
 
 MAX_DEPTH = 1 << 12
 
 
+def _as_tuple(parents: Any) -> Any:
+    """A list as a tuple, which a signature can hold."""
+    return tuple(parents) if isinstance(parents, list) else parents
+
+
+@op_signature(default={"seed": new_seed}, key={"seed": type_key, "offset": type_key})
 def verify_chain(
     draft_probs: Tensor,
     draft_tokens: Tensor,
@@ -45,17 +52,12 @@ def verify_chain(
         probabilities below 0.
     Source: Leviathan, Kalman and Matias, ICML 2023; Chen et al., arXiv 2302.01318.
     """
-    seed = new_seed() if seed is None else seed
-    args = (draft_probs, draft_tokens, target_probs, seed, offset)
-    try:
-        return (
-            "verify_chain", *(signature_of(tensor) for tensor in args[:3]), type_key(seed), type_key(offset),
-        ), args  # fmt: skip
-    except NO_SHAPE:
-        _check_chain(args)  # names the operand that is no tensor
-        raise
+    raise NotImplementedError
 
 
+@op_signature(
+    default={"seed": new_seed}, convert={"parents": _as_tuple}, key={"seed": type_key, "offset": type_key}
+)
 def verify_tree(
     draft_probs: Tensor,
     draft_tokens: Tensor,
@@ -77,24 +79,18 @@ def verify_tree(
     Raises: ValueError, TypeError: an argument does not fit, by name.
     Source: Miao et al., ASPLOS 2024 (SpecInfer), multi-step speculative sampling.
     """
-    seed = new_seed() if seed is None else seed
-    if isinstance(parents, list):
-        parents = tuple(parents)
-    args = (draft_probs, draft_tokens, target_probs, parents, seed, offset)
-    try:
-        return (
-            "verify_tree", *(signature_of(tensor) for tensor in args[:3]), parents, type_key(seed),
-            type_key(offset),
-        ), args  # fmt: skip
-    except NO_SHAPE:
-        _check_tree(args)
-        raise
+    raise NotImplementedError
 
 
 def tree_mask(parents: Sequence[int], device: torch.device | str = "cpu") -> Tensor:
     """Which nodes of a draft tree a node attends to: (N, N) bool, its ancestors and itself.
 
     Raises: ValueError: `parents` is no tree.
+
+    Example:
+        >>> import layerzero as lz
+        >>> lz.tree_mask([-1, 0, 0]).int().tolist()
+        [[1, 0, 0], [1, 1, 0], [1, 0, 1]]
     """
     if not isinstance(parents, Iterable):
         raise TypeError(f"parents needs a sequence of ints, got {type(parents).__name__}")
@@ -144,17 +140,8 @@ def _describe(op: str, args: Args, seed: Any, offset: Any) -> CallSpec:
     checks.need_same_device("draft_probs", draft, draft_tokens=tokens, target_probs=target)
     need_count("seed", seed, None, draft)
     need_count("offset", offset, None, draft)
-    return CallSpec(
-        op=op,
-        platform=draft.device.type,
-        device=str(draft.device),
-        dtype=checks.dtype_name(draft.dtype),
-        dtypes=(checks.dtype_name(draft.dtype),) * 2,
-        dims={"N": rows, "S": places, "V": vocab},
-        features=frozenset({"seed_per_row"}) if isinstance(seed, Tensor) else frozenset(),
-        contiguous=checks.is_plain_contiguous([draft, target]),
-        last_stride1=checks.last_stride_is_one([draft, target]),
-        alignment=checks.alignment_of([draft, target]),
+    return describe(
+        op, [draft, target], {"N": rows, "S": places, "V": vocab}, {"seed_per_row": isinstance(seed, Tensor)}
     )
 
 
@@ -187,14 +174,14 @@ def _looked_through(args: Args) -> Args:
         return args
     if not draft.shape[0]:
         return args
-    own = checks.private_copy(tokens)
+    private_tokens = checks.private_copy(tokens)
     start = 0 if not isinstance(args[3], tuple) else 1  # a tree's root was not drafted
-    checks.ids_in_range("draft_tokens", own[:, start:], draft.shape[2], "the vocabulary")
+    checks.ids_in_range("draft_tokens", private_tokens[:, start:], draft.shape[2], "the vocabulary")
     for name, probs in (("draft_probs", draft), ("target_probs", target)):
         # The least of some numbers is NaN where any of them is.
         if probs.numel() and not float(probs.detach().amin()) >= 0:
             raise ValueError(f"{name} needs probabilities of at least 0, got a negative one or NaN")
-    return draft, own, target, *args[3:]
+    return draft, private_tokens, target, *args[3:]
 
 
 # -- references -----------------------------------------------------------------------------------------
@@ -302,53 +289,6 @@ def _sample_residual(residual: Tensor, probs: Tensor, seeds: Tensor, offset: Cou
     return sample_from_weights(weights, _stream(seeds, place), offset)
 
 
-# -- batching -------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class VerifyBatching(BatchingRule):
-    """Rows of any callers with one number of places and one vocabulary (and one tree)."""
-
-    seed: int
-
-    @property
-    def rowwise(self) -> bool:
-        """Rows do not touch each other."""
-        return True
-
-    @property
-    def concat_positions(self) -> Container[int]:
-        """Probabilities, tokens, seeds and offsets; never the tree."""
-        return {0, 1, 2, self.seed, self.seed + 1}
-
-    def compatibility(self, args: Args) -> Hashable | None:
-        """Dtypes, device, places, vocabulary."""
-        draft, tokens = args[:2]
-        return draft.dtype, draft.device, draft.shape[1:], tokens.dtype
-
-    def batch_cost(self, args: Args) -> tuple[int, int]:
-        """Rows, and the bytes of both models' probabilities."""
-        return args[0].shape[0], sum(t.numel() * t.element_size() for t in (args[0], args[2]))
-
-    def run(self, calls: Sequence[Args], launch: LaunchFunction) -> list[Any]:
-        """One launch over everybody's rows."""
-        if len(calls) == 1:
-            return [launch(calls[0])]
-        merged = list(calls[0])
-        for position in range(3):
-            merged[position] = concat_rows([args[position] for args in calls])
-        for position in (self.seed, self.seed + 1):
-            merged[position] = concat_numbers(
-                [args[position] for args in calls],
-                [args[0] for args in calls],
-                seeds=position == self.seed,
-                whole=True,
-            )
-        counts = [args[0].shape[0] for args in calls]
-        parts = [part.split_with_sizes(counts) for part in launch(tuple(merged))]
-        return list(zip(*parts, strict=True))
-
-
 def _chain_outputs(args: Args) -> tuple[OutputSpec, ...]:
     rows, places, _ = args[0].shape
     return (OutputSpec((rows, places + 1), "int64"), OutputSpec((rows,), "int64"))
@@ -363,13 +303,6 @@ def _tree_outputs(args: Args) -> tuple[OutputSpec, ...]:
     )
 
 
-def _empty(args: Args) -> Any:
-    if args[0].shape[0]:
-        return None
-    specs = _chain_outputs(args) if not isinstance(args[3], tuple) else _tree_outputs(args)
-    return tuple(torch.empty(spec.shape, dtype=torch.int64, device=args[0].device) for spec in specs)
-
-
 def _work(spec: CallSpec) -> WorkEstimate:
     """Two distributions a place are read where a token is compared, one pair of them whole for the draw."""
     n, s, v = spec.dim("N"), spec.dim("S"), spec.dim("V")
@@ -380,7 +313,6 @@ def _work(spec: CallSpec) -> WorkEstimate:
 
 VERIFY_CHAIN = register(
     Op(
-        name="verify_chain",
         build=verify_chain,
         check=_check_chain,
         reference=verify_chain_reference,
@@ -388,9 +320,8 @@ VERIFY_CHAIN = register(
         work=_work,
         operands=(0, 2),
         exact_dims=frozenset({"V", "S"}),
-        empty=_empty,
         validate_values=_validate_values,
-        batching=VerifyBatching(seed=3),
+        batching=SamplingBatching(numbers=(3, 4), seed=3, tensors=3),
         differentiable=False,
         stochastic=True,
         wide_outputs=frozenset({0, 1}),
@@ -398,7 +329,6 @@ VERIFY_CHAIN = register(
 )
 VERIFY_TREE = register(
     Op(
-        name="verify_tree",
         build=verify_tree,
         check=_check_tree,
         reference=verify_tree_reference,
@@ -406,9 +336,8 @@ VERIFY_TREE = register(
         work=_work,
         operands=(0, 2),
         exact_dims=frozenset({"V", "S"}),
-        empty=_empty,
         validate_values=_validate_values,
-        batching=VerifyBatching(seed=4),
+        batching=SamplingBatching(numbers=(4, 5), seed=4, tensors=3),
         differentiable=False,
         stochastic=True,
         wide_outputs=frozenset({0, 1, 2}),

@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from layerzero._util import files, log
-from layerzero.selection.decide import CostModel, roofline_cost
+from layerzero.selection.context import CostModel
+from layerzero.selection.decide import roofline_cost
 from layerzero.spec.hardware import Hardware
 from layerzero.spec.kernel import Kernel
 from layerzero.spec.settings import Settings
@@ -21,12 +22,12 @@ if TYPE_CHECKING:
 FILE = "perfdb.sqlite"
 TABLES = Path(__file__).resolve().parents[2] / "tables"
 ROWS_STALE = "perfdb.rows_stale"
-# What a shipped table alone gives, by kind of device: whoever opens a runtime again finds it made.
+# The model of a shipped table alone, by kind of device: a runtime that is opened again reuses it.
 _SHIPPED_ONLY: dict[str, tuple[ShippedTable, Mapping[str, Kernel], Hardware, CostModel]] = {}
 
 
 def perfdb_path(settings: Settings) -> Path | None:
-    """Where this machine's measurements stand; None where none are kept."""
+    """The file of this machine's measurements; None where none are kept."""
     if settings.perfdb is None:
         return None
     if settings.perfdb != "auto":
@@ -52,10 +53,11 @@ def load_costs(
     excluded: Collection[Hashable] = (),
     wall: Callable[[], float] = time.time,
 ) -> CostModel:
-    """The cost model that the settings give a device; `fresh` are measurements that no file holds (yet).
+    """The cost model that the settings give a device; `unsaved` are measurements that no file holds (yet).
 
     Rows of other versions of a kernel's libraries, and rows older than `Settings.perfdb_days` by the clock
-    `wall` (seconds since 1970), are left out, and said so. `without` names spots that no longer count.
+    `wall` (seconds since 1970), are left out, and said so. `excluded` holds measurement keys that no longer
+    count.
     """
     # Imported where it is used: a process's first call does not wait for measurements.
     from layerzero.perfdb import Environment, versions_of

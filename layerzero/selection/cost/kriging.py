@@ -1,60 +1,33 @@
-"""A value between places where it was measured: near places count most, and places that stand together share.
+"""A value between points where it was measured: near points count most, and points close together share.
 
-Kriging with an unknown level: values are alike by `alike(distance)`, and a little of each is noise. What a
-crowd of places says counts about as one place would, so a dense corner of a grid does not outvote the rest.
-Plain arithmetic, so that nothing depends on the caller's torch modes.
+Kriging with an unknown level: two values share `covariance(distance)`, and a little of each is noise.
+A cluster of points counts about as one point would, so a dense corner of a grid does not outvote the rest.
+On numpy, so that nothing depends on the caller's torch modes.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
-from operator import mul
 
-# The octaves over which likeness falls to a third, the share of noise, and how freely the level may lie.
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+Floats = NDArray[np.float64]
+
+# The octaves over which the covariance falls to a third, the share of noise, how freely the level may lie.
 # Set by leaving out one measured bucket in turn; half or twice of each changes little.
 LENGTH = 6.0
 NOISE = 0.05
 LEVEL = 1.0
 
-LowerTriangle = list[list[float]]
+
+def covariance(distances: ArrayLike) -> Floats:
+    """How much two values have in common at so many octaves between them."""
+    return np.asarray(LEVEL + np.exp(np.asarray(distances, np.float64) / -LENGTH))
 
 
-def covariance(distance: float) -> float:
-    """How much two values have in common that stand so far apart, in octaves."""
-    return LEVEL + math.exp(-distance / LENGTH)
-
-
-def cholesky(positions: Sequence[Sequence[float]], shared_rows: Sequence[list[float]] = ()) -> LowerTriangle:
-    """The places' likeness as a lower triangle whose product with its transpose it is (Cholesky).
-
-    A row depends on the places before it alone: `begun` are the rows of the first positions, where known.
-    """
-    rows: LowerTriangle = list(shared_rows)
-    for position in positions[len(rows) :]:
-        row: list[float] = []
-        for other, other_position in zip(rows, positions, strict=False):
-            row.append(
-                (covariance(math.dist(position, other_position)) - sum(map(mul, row, other)))
-                / other[len(row)]
-            )
-        variance = covariance(0.0) + NOISE - sum(map(mul, row, row))
-        row.append(math.sqrt(variance))
-        rows.append(row)
-    return rows
-
-
-def cholesky_solve(factor: LowerTriangle, values: Sequence[float]) -> list[float]:
-    """What each place adds: the value anywhere is the sum of these times `alike` of the distances to it."""
-    forward: list[float] = []
-    for row, value in zip(factor, values, strict=True):
-        forward.append((value - sum(map(mul, row, forward))) / row[-1])
-    weights = [0.0] * len(forward)
-    residual = forward
-    for number in range(len(forward) - 1, -1, -1):
-        row = factor[number]
-        weights[number] = residual[number] / row[number]
-        residual = [
-            value - weights[number] * share for value, share in zip(residual, row[:number], strict=False)
-        ]
-    return weights
+def covariance_matrix(positions: Sequence[Sequence[float]]) -> Floats:
+    """The covariances (n, n) of points at `positions` (n, axes), with the noise of each on the diagonal."""
+    points = np.asarray(positions, np.float64).reshape(len(positions), -1)
+    distances = np.linalg.norm(points[:, None] - points[None], axis=-1)
+    return covariance(distances) + NOISE * np.eye(len(points))

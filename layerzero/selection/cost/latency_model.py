@@ -1,8 +1,8 @@
-"""A kernel's time as a curve over ideal time: a floor that a call never beats, and a multiple of the roofs.
+"""A kernel's latency over ideal time: a floor that a call never beats, and a multiple of the roofline.
 
 The floor is what launching costs (the host's share where calls are launched eagerly), the multiple what the
 kernel makes of the machine once sizes are large. Both come from that kernel's own measurements, so a size
-that nobody measured is priced in the regime it belongs to.
+that was not measured is priced in the regime it belongs to.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ MIN_POINTS = 4
 
 
 class LatencyModel(msgspec.Struct, frozen=True):
-    """`us(ideal)` = sqrt(floor^2 + (multiple * ideal)^2), microseconds; fitted to so many `places`."""
+    """`us(ideal)` = sqrt(floor^2 + (multiple * ideal)^2), microseconds; fitted to `point_count` points."""
 
     floor_us: float
     multiple: float
@@ -32,7 +32,7 @@ class LatencyModel(msgspec.Struct, frozen=True):
     source: str = ""
 
     def us(self, ideal_us: float) -> float:
-        """The expected time where the roofs alone would need `ideal_us`."""
+        """The expected time where the roofline alone would need `ideal_us`."""
         return math.hypot(self.floor_us, self.multiple * ideal_us)
 
 

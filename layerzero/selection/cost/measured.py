@@ -1,11 +1,11 @@
 """Expected microseconds out of measurements: exact where the bucket was measured, interpolated near it.
 
-Measurements keep exact sizes; a choice is priced for the key's grid point. A *place* is what was measured
-in one bucket, for every kernel alike. Within a bucket a time is moved by what does not depend on the kernel
-(the roofs at full speed), which keeps the order of the kernels as it was measured. Between places a kernel
-follows its own curve (`selection.curve`: the floor of a launch, a multiple of the roofs), shifted by how far
-the places around lie off it (`selection.field`); far from all of them the curve alone speaks.
-Everything here is a pure function of the grid point, so a remembered choice equals a fresh one.
+Measurements keep exact sizes; a choice is priced for the key's grid point. A *point* is what was measured in
+one bucket, for every kernel alike. Within a bucket a time is moved by what does not depend on the kernel (the
+roofs at full speed), which keeps the order of the kernels as it was measured. Between points a kernel follows
+its own `LatencyModel` (the floor of a launch, a multiple of the roofline), shifted by how far the points
+around it are off that model (kriging); far from all of them the model alone counts. Everything here is a pure
+function of the grid point, so a remembered choice equals a fresh one.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ import math
 import statistics
 from collections import Counter
 from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
-from operator import mul
 from typing import Any
 
 import msgspec
@@ -24,7 +23,7 @@ from layerzero._util import log
 from layerzero.ops import table as ops_table
 from layerzero.perfdb import BenchmarkCase, Measurement, implausible_reason
 from layerzero.perfdb.record import Launch
-from layerzero.selection.cost.kriging import covariance
+from layerzero.selection.cost.kriging import Floats, covariance
 from layerzero.selection.cost.latency_model import MIN_POINTS, LatencyModel, fit
 from layerzero.selection.cost.measured_points import (
     FEATURES,
@@ -61,7 +60,7 @@ EXTRAPOLATED = ", extrapolated"
 ROWS_DISTRUSTED = "perfdb.rows_distrusted"
 
 
-# Places further than this (in octaves of size) say nothing about a call.
+# Points further than this (in octaves of size) say nothing about a call.
 RADIUS = 4.0
 # At most so many say by how much estimates miss.
 NEAREST = 10
@@ -85,7 +84,7 @@ class SourcedMeasurement(msgspec.Struct, frozen=True):
 
 
 class _Neighbourhood:
-    """The places around one call: `near` those within the radius, nearest first."""
+    """The points around one call: `near` those within the radius, nearest first."""
 
     __slots__ = ("_covariances", "_distances", "family", "near", "request")
 
@@ -95,18 +94,16 @@ class _Neighbourhood:
         self.request = request
         self.family = family
         self._distances = {crowd: crowd.distances(position) for crowd in clusters}
-        self._covariances: dict[PointCluster, list[float]] = {}
+        self._covariances: dict[PointCluster, Floats] = {}
         pairs = [pair for c, far in self._distances.items() for pair in zip(far, c.points, strict=True)]
         self.near = sorted((pair for pair in pairs if pair[0] <= RADIUS), key=lambda pair: pair[0])
 
     def log_offset(self, cluster: PointCluster, kernel: str) -> float:
-        """How far the kernel lies off its curve here."""
+        """How far the kernel lies off its latency model here, as a log."""
         covariances = self._covariances.get(cluster)
         if covariances is None:
-            covariances = self._covariances[cluster] = [
-                covariance(distance) for distance in self._distances[cluster]
-            ]
-        return math.fsum(map(mul, covariances, cluster.weights(kernel)))
+            covariances = self._covariances[cluster] = covariance(self._distances[cluster])
+        return float(covariances @ cluster.weights(kernel))
 
 
 class MeasuredCosts:
@@ -147,8 +144,8 @@ class MeasuredCosts:
     def fingerprint(self, op: str) -> Hashable:
         """Equal for two models that price every call of `op` alike; None where nothing of it was measured.
 
-        A digest of all that prices follow from, so that models of two processes can be compared. Places stay
-        in the order they were met: of two that are equally near, the first one speaks.
+        A digest of all that prices follow from, so that models of two processes can be compared. Points stay
+        in the order they were met: of two that are equally near, the first one counts.
         """
         if not self._op_counts[op]:
             return None
@@ -191,7 +188,7 @@ class MeasuredCosts:
             errors = [statistics.median(p.estimates) for _, p in neighbourhood.near[:NEAREST]]
             if errors:
                 estimate *= ESTIMATE_MARGIN * math.exp(statistics.median(errors))
-                # Nobody was seen below the least floor: estimates leave the host's share out.
+                # No kernel was seen below the least floor: estimates leave the host's share out.
                 return max(estimate, self._floors[neighbourhood.family]), ROOFLINE
         return estimate, ROOFLINE
 
@@ -279,13 +276,13 @@ class MeasuredCosts:
         return work, _ideal_us(work, request, self._hardware)
 
     def _fit(self) -> None:
-        """Give every kernel its curve in every family, and every place its distance from it."""
+        """Fit every kernel's latency model in every family, and note each point's offset from it."""
         for family, points in self._families.items():
             by_kernel: dict[str, list[tuple[float, float]]] = {}
             for point in points:
                 for kernel_id, us in point.times.items():
                     by_kernel.setdefault(kernel_id, []).append((point.work_us[kernel_id], math.exp(us)))
-            # Kernels that were measured in few places have a floor no higher than those of the others.
+            # Kernels that were measured at few points have a floor no higher than those of the others.
             highest_us = math.inf
             for kernel_id, times in sorted(by_kernel.items(), key=lambda known: -len(known[1])):
                 sources = {p.sources[kernel_id] for p in points if kernel_id in p.sources}
@@ -318,7 +315,7 @@ def _family(case: BenchmarkCase, launch: Launch) -> Family:
 
 
 def bucket_of(case: BenchmarkCase) -> BenchmarkCase:
-    """The site on the key's grid, without what does not change how long a kernel takes."""
+    """The case on the key's grid, without what does not change how long a kernel takes."""
     dims = tuple((name, grid(size)) for name, size in sorted(case.dims))
     shown = tuple(f for f in case.features if f not in INVISIBLE)
     return msgspec.structs.replace(case, dims=dims, features=shown)
@@ -340,14 +337,13 @@ def request_of(case: BenchmarkCase, hardware: Hardware) -> CallSpec:
 
 
 def _ideal_us(work: WorkEstimate, request: CallSpec, hardware: Hardware) -> float:
-    """What the roofs alone would need."""
+    """What the roofline alone would need, in microseconds."""
     peak = hardware.peak_flops.get(request.dtype) or min(hardware.peak_flops.values(), default=1e9)
     return max(work.flops / peak, work.bytes / hardware.bandwidth, 1e-9) * 1e6
 
 
 def _weight(row: Measurement) -> float:
-    """How much a row counts beside others of its spot: half where it spreads by `HALF_WEIGHT_SPREAD`, then
-    ever less."""
+    """How much a row counts beside others of its key: half at `HALF_WEIGHT_SPREAD`, then ever less."""
     spread = math.sqrt(row.variance) / row.median_us
     return 1.0 / (1.0 + (spread / HALF_WEIGHT_SPREAD) ** 2)
 

@@ -1,22 +1,24 @@
-"""Where measured calls stand to each other: octaves along the axes of their sizes and features.
+"""Distances between measured calls: octaves along the axes of their sizes and features.
 
-Places that are compared make a crowd; what one of them says about a call is weighed by `selection.field`.
+Points that are compared make a cluster; `kriging` weighs what each of them says about a call.
 """
 
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Mapping
+from functools import cached_property
+
+import numpy as np
 
 from layerzero.perfdb import BenchmarkCase
 from layerzero.perfdb.record import Launch
-from layerzero.selection.cost.kriging import LowerTriangle, cholesky, cholesky_solve
+from layerzero.selection.cost.kriging import Floats, covariance_matrix
 from layerzero.selection.key import grid
 
 SQUARE = "square"
 
-# So many places are weighed against each other; more are cut in two where they reach furthest.
+# So many points are weighed against each other; more are cut in two along their longest axis.
 MAX_CLUSTER = 192
 # How much an octave along an axis tells kernels apart. The value head size nearly always repeats the head
 # size, a pool's pages its sequences. All were set by leaving out one bucket in turn.
@@ -45,10 +47,10 @@ Position = Mapping[str, float]
 
 
 class MeasuredPoint:
-    """One measured bucket: its call, its position in octaves, the roofs' time, and each kernel's time there.
+    """One measured bucket: its call, its position in octaves, the roofline's time, each kernel's time.
 
-    `times` are logs of microseconds at the grid point, `loads` each kernel's microseconds at full speed
-    (`selection.load`), `offsets` how far its times lie off its curve over loads.
+    `times` are logs of microseconds at the grid point, `work_us` each kernel's microseconds at full speed
+    (`wave_quantization`), `offsets` how far its times are off its latency model.
     """
 
     __slots__ = (
@@ -78,51 +80,36 @@ class MeasuredPoint:
 
 
 class PointCluster:
-    """Places of one family that are weighed against each other."""
+    """Points of one family that are weighed against each other."""
 
     def __init__(self, points: list[MeasuredPoint]) -> None:
         self.points = points
-        self._axes = sorted({name for place in points for name in place.position})
-        self._coordinates = [[place.position.get(axis, 0.0) for axis in self._axes] for place in points]
-        # Places of the kernels that are measured most first: the triangles of two kernels then begin alike.
-        spread = [name for name, _ in Counter(k for p in points for k in p.offsets).most_common()]
-        self._order = sorted(range(len(points)), key=lambda n: [k not in points[n].offsets for k in spread])
-        self._factors: dict[tuple[int, ...], LowerTriangle] = {}
-        self._weights: dict[str, list[float]] = {}
+        self._axes = sorted({name for point in points for name in point.position})
+        self._coordinates = [[point.position.get(axis, 0.0) for axis in self._axes] for point in points]
+        self._weights: dict[str, Floats] = {}
 
     def distances(self, position: Position) -> list[float]:
-        """Octaves from a call to each place, as the crow flies."""
+        """Octaves from a call to each point, in a straight line."""
         coordinates = [position.get(axis, 0.0) for axis in self._axes]
         beyond = math.hypot(*(size for axis, size in position.items() if axis not in self._axes))
         if beyond:
             return [math.hypot(beyond, math.dist(coordinates, other)) for other in self._coordinates]
-        return [math.dist(coordinates, there) for there in self._coordinates]
+        return [math.dist(coordinates, other) for other in self._coordinates]
 
-    def weights(self, kernel: str) -> list[float]:
-        """What each place adds to a kernel's offset; nothing where it was not measured. Computed once."""
-        by_point = self._weights.get(kernel)
-        if by_point is None:
-            indices = tuple(n for n in self._order if kernel in self.points[n].offsets)
-            triangle = self._factors.get(indices)
-            if triangle is None:
-                triangle = self._factors[indices] = cholesky(
-                    [self._coordinates[n] for n in indices], self._shared_rows(indices)
-                )
-            by_point = [0.0] * len(self.points)
-            weights = cholesky_solve(triangle, [self.points[n].offsets[kernel] for n in indices])
-            for n, weight in zip(indices, weights, strict=True):
-                by_point[n] = weight
-            self._weights[kernel] = by_point
-        return by_point
+    @cached_property
+    def _covariances(self) -> Floats:
+        return covariance_matrix(self._coordinates)
 
-    def _shared_rows(self, indices: tuple[int, ...]) -> LowerTriangle:
-        """The rows that another kernel's triangle has in common with that of the places `own`."""
-        longest: LowerTriangle = []
-        for places, triangle in list(self._factors.items()):
-            same = next((n for n, (a, b) in enumerate(zip(places, indices, strict=False)) if a != b), None)
-            shared = triangle[: min(len(places), len(indices)) if same is None else same]
-            longest = max(longest, shared, key=len)
-        return longest
+    def weights(self, kernel: str) -> Floats:
+        """What each point adds to a kernel's offset: nothing where it was not measured. Computed once."""
+        weights = self._weights.get(kernel)
+        if weights is None:
+            indices = [n for n, point in enumerate(self.points) if kernel in point.offsets]
+            offsets = [self.points[n].offsets[kernel] for n in indices]
+            weights = np.zeros(len(self.points))
+            weights[indices] = np.linalg.solve(self._covariances[np.ix_(indices, indices)], offsets)
+            self._weights[kernel] = weights
+        return weights
 
 
 def features_of(case: BenchmarkCase) -> tuple[str, ...]:
@@ -135,7 +122,7 @@ def features_of(case: BenchmarkCase) -> tuple[str, ...]:
 
 
 def position_of(case: BenchmarkCase) -> dict[str, float]:
-    """Where a call stands: octaves along the axes of its sizes, and what else tells it from its family."""
+    """The position of a call: octaves along the axes of its sizes, and what else tells it from its family."""
     octaves = {name: math.log2(max(grid(size), 1)) for name, size in case.dims}
     replaced, axes = AXES.get(case.op, _PLAIN)
     position = {name: WEIGHTS.get(name, 1.0) * far for name, far in octaves.items() if name not in replaced}
@@ -153,7 +140,7 @@ def position_of(case: BenchmarkCase) -> dict[str, float]:
 
 
 def split_clusters(points: list[MeasuredPoint]) -> list[PointCluster]:
-    """A family's crowds, noted in its places: one, or those of both halves of its longest axis."""
+    """A family's clusters, noted in its points: one, or those of both halves of its longest axis."""
     if len(points) <= MAX_CLUSTER:
         cluster = PointCluster(points)
         for point in points:

@@ -1,8 +1,8 @@
-"""What a call loads a machine with under one kernel: the roofs' time, blocks of rows, copies of its own.
+"""A kernel's work for a call at full speed: the roofline's time, tiles in waves, copies of its own.
 
-A kernel's curve is fitted over this time instead of the roofs' alone, so that what its source says is not
-left to interpolation: how rows are cut into blocks, that the last wave of blocks takes as long as a full
-one, that operands are copied where a batch is joined.
+A kernel's latency model is fitted over this time instead of the roofline's alone, so that what its source
+says is not left to interpolation: how rows are cut into blocks, that the last wave of blocks takes as long as
+a full one, that operands are copied where a batch is joined.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _COPYING = 0.4
 
 
 def kernel_work_us(kernel: Kernel, request: CallSpec, hardware: Hardware, ideal_us: float) -> float:
-    """Microseconds at full speed of what `kernel` makes of a call for which the roofs need `roofs_us`."""
+    """Microseconds at full speed of what `kernel` makes of a call for which the roofline needs `ideal_us`."""
     us = ideal_us
     if kernel.tiling is not None:
         us = tile_waves_us(kernel.tiling, request, hardware, ideal_us)
@@ -33,9 +33,9 @@ def tile_waves_us(tiling: Tiling, request: CallSpec, hardware: Hardware, ideal_u
     """Microseconds until the last block of attention is done, each at one multiprocessor's share of the peak.
 
     A block takes its time whole, however few of its rows are asked for, and blocks of equal length run in
-    waves: a full one needs its share of `roofs_us`, the last one no less than a block alone. Under a causal
-    mask blocks differ and the longest start first, so that many of them end together. Only `roofs_us` where
-    waves are not known: a window, a head size beyond the tiling, multiprocessors that nobody counted.
+    waves: a full one needs its share of `ideal_us`, the last one no less than a block alone. Under a causal
+    mask blocks differ and the longest start first, so that many of them end together. Only `ideal_us` where
+    waves are not known: a window, a head size beyond the tiling, an unknown number of multiprocessors.
     """
     dims, tile = request.dims, next((r for size, r in tiling.rows if request.dims["D"] <= size), 0)
     if not tile or hardware.threads <= 1 or "window" in request.features:

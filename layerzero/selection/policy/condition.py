@@ -10,8 +10,8 @@ import msgspec
 
 from layerzero._util.strict_yaml import quote, suggestion
 from layerzero.spec.call_spec import CallSpec
+from layerzero.spec.capability import ACTIVATIONS, FEATURE_REASONS
 from layerzero.spec.errors import PolicyValidationError
-from layerzero.spec.kernel import ACTIVATIONS, FEATURE_REASONS
 
 Operator = Literal["==", "!=", ">", ">=", "<", "<=", "in", "not in", "like", "is", "is not"]
 
@@ -77,6 +77,10 @@ def parse_conditions(texts: str | list[str] | tuple[str, ...]) -> tuple[Conditio
     """Conditions that must all hold, from one text or several; `and` joins within a text.
 
     Raises: PolicyValidationError: the text does not parse, or names a field that no request has.
+
+    Example:
+        >>> [str(condition) for condition in parse_conditions("seq_q > 1024 and not causal")]
+        ['Sq > 1024', 'not causal']
     """
     parts = [texts] if isinstance(texts, str) else texts
     return tuple(_parse_one(clause.strip()) for part in parts for clause in re.split(r"\s+and\s+", part))

@@ -62,7 +62,7 @@ class Policy:
         object.__setattr__(self, "rules", ordered)
 
     def verdict(self, kernel_id: str, backend: str, request: CallSpec) -> PolicyVerdict:
-        """What this policy says about one kernel; for many kernels of one request use `facing`."""
+        """What this policy says about one kernel; for many kernels of one request use `for_request`."""
         return self.for_request(request).verdict(kernel_id, backend)
 
     def for_request(self, request: CallSpec) -> RequestPolicy:

@@ -10,7 +10,9 @@ import torch
 
 from layerzero.actors.device.local_device import LocalDevice
 from layerzero.ops import table as ops_table
-from layerzero.selection.dispatch import DispatchState, mode_bits, signature_of
+from layerzero.selection.dispatch import DispatchState
+from layerzero.selection.modes import mode_bits
+from layerzero.selection.plan import signature_of
 from layerzero.selection.policy import Policy, make_rule
 from layerzero.selection.record import Selection
 from layerzero.spec.errors import KernelExecutionError, NoKernelFoundError, RuntimeClosedError

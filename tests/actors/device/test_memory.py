@@ -13,8 +13,10 @@ from hypothesis import strategies as st
 from layerzero.actors.device.local_device import LocalDevice
 from layerzero.actors.device.memory import WorkspaceBudget
 from layerzero.ops import table as ops_table
-from layerzero.selection.dispatch import mode_bits, signature_of
-from layerzero.selection.workspace import format_bytes, workspace_budget
+from layerzero.selection.modes import mode_bits
+from layerzero.selection.plan import signature_of
+from layerzero.selection.record import format_bytes
+from layerzero.selection.workspace import workspace_budget
 from layerzero.spec.errors import ConfigurationError, KernelExecutionError, NoKernelFoundError
 from layerzero.spec.hardware import free_memory, probe
 from layerzero.spec.kernel import Kernel

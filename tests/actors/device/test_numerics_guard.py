@@ -13,7 +13,8 @@ import torch
 from layerzero.actors.device.local_device import LocalDevice
 from layerzero.health import JsonQuarantineStore
 from layerzero.ops import table as ops_table
-from layerzero.selection.dispatch import mode_bits, signature_of
+from layerzero.selection.modes import mode_bits
+from layerzero.selection.plan import signature_of
 from layerzero.spec.kernel import Kernel
 from layerzero.spec.settings import Settings
 from tests.kernels import device, kernel

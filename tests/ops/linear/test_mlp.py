@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from layerzero.ops.linear.mlp import MLP, is_gated
-from layerzero.spec.kernel import ACTIVATIONS
+from layerzero.ops.linear.mlp import GATES, MLP
+from layerzero.spec.capability import ACTIVATIONS
 from tests.ops.calls import call
 
 SHAPES: dict[str, Callable[[Tensor], Tensor]] = {
@@ -23,7 +23,7 @@ GATE = {"swiglu": "silu", "geglu": "gelu", "geglu_tanh": "gelu_tanh", "reglu": "
 
 def operands(activation: str, dtype: torch.dtype, lead: tuple[int, ...] = (3,)) -> list[Tensor]:
     """x, w_up, w_down, b_up, b_down with C=12 and F=20."""
-    wide = 40 if is_gated(activation) else 20
+    wide = 40 if activation in GATES else 20
     shapes = ((*lead, 12), (wide, 12), (12, 20), (wide,), (12,))
     source = torch.Generator().manual_seed(1)
     return [torch.randn(s, generator=source).to(dtype) for s in shapes]

@@ -7,7 +7,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from layerzero.ops.norm.norm import ADD_LAYER_NORM, ADD_RMS_NORM, LAYER_NORM, RMS_NORM
+from layerzero.ops.norm.layer_norm import ADD_LAYER_NORM, LAYER_NORM
+from layerzero.ops.norm.rms_norm import ADD_RMS_NORM, RMS_NORM
 from layerzero.ops.op import Op
 from tests.ops.calls import call
 

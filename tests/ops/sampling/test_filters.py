@@ -9,7 +9,8 @@ import torch
 
 from layerzero.backends import load_builtin
 from layerzero.ops.sampling.sampling import SAMPLE
-from layerzero.selection.dispatch import mode_bits, signature_of
+from layerzero.selection.modes import mode_bits
+from layerzero.selection.plan import signature_of
 from layerzero.spec.kernel import Kernel, rejections
 from layerzero.spec.reasons import Reason
 from tests.backends.cases import HERE, why_not_here

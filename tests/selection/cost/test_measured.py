@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from layerzero.backends import load_builtin
 from layerzero.ops import table as ops_table
 from layerzero.perfdb import BenchmarkCase, Measurement, implausible_reason
+from layerzero.selection.context import SelectionContext
 from layerzero.selection.cost.cost_model import load_costs
 from layerzero.selection.cost.measured import (
     MEASURED,
@@ -23,9 +24,9 @@ from layerzero.selection.cost.measured import (
     measurement_key,
 )
 from layerzero.selection.cost.roofline import ROOFLINE
-from layerzero.selection.decide import KernelStatus, SelectionOptions, decide
-from layerzero.selection.dispatch import mode_bits, signature_of
-from layerzero.selection.policy import Policy
+from layerzero.selection.decide import decide
+from layerzero.selection.modes import mode_bits
+from layerzero.selection.plan import signature_of
 from layerzero.spec.call_spec import CallSpec
 from layerzero.spec.errors import NoKernelFoundError
 from layerzero.spec.hardware import probe
@@ -239,9 +240,7 @@ def test_the_default_is_guarded_less_where_both_were_timed(us: float, timed: str
 
     def chosen(n: int) -> str:
         asked = request(N=n, C=512)
-        return decide(
-            NORM, asked, kernels, CPU, Policy(), KernelStatus(), SelectionOptions(), cost=model
-        ).kernel
+        return decide(NORM, asked, SelectionContext(tuple(kernels), CPU), cost=model).kernel
 
     assert (chosen(64), chosen(32)) == (timed, inferred)
 

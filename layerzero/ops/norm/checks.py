@@ -1,0 +1,80 @@
+"""What the norms share: their checks, the work they do, and their entries in the table of ops."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from layerzero.ops import checks
+from layerzero.ops.batching import RowBatching
+from layerzero.ops.describe import describe
+from layerzero.ops.op import Args, Op, output_like, register
+from layerzero.ops.signature import SignedCall
+from layerzero.spec.call_spec import CallSpec, WorkEstimate
+
+
+def check_norm(op: str, x: Tensor, *others: Tensor, eps: float, **vectors: Tensor | None) -> CallSpec:
+    """Validate and describe a norm: `others` is the residual, if there is one, `vectors` weight and bias."""
+    checks.need_rows("x", x)
+    for residual in others:
+        _check_residual(x, residual)
+    for name, vector in vectors.items():
+        if vector is not None:
+            checks.need_vector(name, vector, x.shape[-1], "x's last axis")
+            checks.need_same_device("x", x, **{name: vector})
+    checks.need_number("eps", eps, low=0.0)
+    width = x.shape[-1]
+    features = {"no_weight": vectors["weight"] is None, "bias": vectors.get("bias") is not None}
+    return describe(op, (x, *others, *vectors.values()), {"N": x.numel() // width, "C": width}, features)
+
+
+def _check_residual(x: Tensor, residual: Tensor) -> None:
+    checks.need_tensor("residual", residual)
+    if residual.shape != x.shape:
+        raise ValueError(f"residual needs x's shape {tuple(x.shape)}, got {tuple(residual.shape)}")
+    if residual.dtype != x.dtype:
+        needs, got = checks.dtype_name(x.dtype), checks.dtype_name(residual.dtype)
+        raise TypeError(f"residual needs x's dtype {needs}, got {got}")
+    checks.need_same_device("x", x, residual=residual)
+
+
+def widen(x: Tensor) -> Tensor:
+    """Dense rows in float32 at least: torch sums rows in another order where a column is dense instead."""
+    return (x if x.dtype == torch.float64 else x.float()).contiguous()
+
+
+def _work(spec: CallSpec) -> WorkEstimate:
+    """Five operations an element, six with a residual; rows are read and written once, the weight is read."""
+    n, c = spec.dim("N"), spec.dim("C")
+    added = spec.op.startswith("add_")
+    moved = (4 if added else 2) * n * c + c
+    flops = (6.0 if added else 5.0) * n * c
+    return WorkEstimate(flops=flops, bytes=float(moved * checks.dtype_bytes(spec.dtype)))
+
+
+def register_norm(
+    build: Callable[..., SignedCall],
+    check: Callable[[Args], CallSpec],
+    reference: Callable[..., Any],
+    *,
+    vectors: int,
+    residual: bool = False,
+) -> Op:
+    """Add a norm to the table of ops; with a residual it has two row operands and two outputs."""
+    rows = (0, 1) if residual else (0,)
+    return register(
+        Op(
+            build=build,
+            check=check,
+            reference=reference,
+            outputs=output_like(*[0] * len(rows)),
+            work=_work,
+            operands=tuple(range(len(rows) + vectors)),
+            exact_dims=frozenset({"C"}),
+            castable=not residual,  # the sum that is normed is the one returned
+            batching=RowBatching(row_operands=rows),
+        )
+    )

@@ -1,0 +1,74 @@
+"""Root mean square normalisation over the last axis, also with the residual sum before it."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from layerzero.ops.norm.checks import check_norm, register_norm, widen
+from layerzero.ops.op import Args
+from layerzero.ops.signature import SignedCall, op_signature
+from layerzero.spec.call_spec import CallSpec
+
+
+@op_signature()
+def rms_norm(x: Tensor, weight: Tensor | None = None, *, eps: float = 1e-6) -> SignedCall:
+    """Scale each row of `x` to unit root mean square, times `weight`.
+
+    Args: x (..., C), any float dtype; weight (C,) or None; eps is added to the mean square.
+    Returns: x's shape and dtype; the mean is taken in float32.
+    Raises: ValueError, TypeError: an argument does not fit, by name.
+    Source: arXiv 1910.07467.
+    """
+    raise NotImplementedError
+
+
+def _check_rms_norm(args: Args) -> CallSpec:
+    x, weight, eps = args
+    return check_norm("rms_norm", x, weight=weight, eps=eps)
+
+
+def rms_norm_reference(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
+    """x * rsqrt(mean(x^2) + eps) * weight, in float32 at least."""
+    wide = widen(x)
+    out = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
+    if weight is not None:
+        out = out * weight.to(out.dtype)
+    return out.to(x.dtype)
+
+
+RMS_NORM = register_norm(rms_norm, _check_rms_norm, rms_norm_reference, vectors=1)
+
+
+@op_signature()
+def add_rms_norm(
+    x: Tensor, residual: Tensor, weight: Tensor | None = None, *, eps: float = 1e-6
+) -> SignedCall:
+    """Add `residual` to `x` and normalise the sum; both are returned.
+
+    Args: x and residual (..., C) of one shape and dtype; weight (C,) or None.
+    Returns: (normed, x + residual), each of x's shape and dtype; the sum that is normalised is the one
+        returned, rounded to x's dtype, so that fused and separate kernels agree.
+    Raises: ValueError, TypeError: an argument does not fit, by name.
+    Source: arXiv 1910.07467, with the residual stream of pre-norm transformers.
+    """
+    raise NotImplementedError
+
+
+def check_add_rms_norm(args: Args) -> CallSpec:
+    """Validate and describe a residual sum with its norm."""
+    x, residual, weight, eps = args
+    return check_norm("add_rms_norm", x, residual, weight=weight, eps=eps)
+
+
+def add_rms_norm_reference(
+    x: Tensor, residual: Tensor, weight: Tensor | None, eps: float
+) -> tuple[Tensor, Tensor]:
+    """The sum in x's dtype, then `rms_norm_reference` of it."""
+    total = x + residual
+    return rms_norm_reference(total, weight, eps), total
+
+
+ADD_RMS_NORM = register_norm(
+    add_rms_norm, check_add_rms_norm, add_rms_norm_reference, vectors=1, residual=True
+)

@@ -1,0 +1,145 @@
+"""What a decision depends on beside the request: kernels, policy, status, options, agreed terms."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Hashable, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from layerzero.selection.policy.policy import EMPTY, Policy
+from layerzero.spec.call_spec import CallSpec, WorkEstimate
+from layerzero.spec.hardware import Hardware
+from layerzero.spec.kernel import Kernel
+from layerzero.spec.reasons import Rejected
+
+if TYPE_CHECKING:
+    from layerzero.selection.dispatch_table import ActiveDispatchTable
+
+CostModel = Callable[[Kernel, WorkEstimate, CallSpec, Hardware], tuple[float, str]]
+
+
+@dataclass(frozen=True, slots=True)
+class KernelStatus:
+    """What holds for kernels beyond their capability, at one moment.
+
+    `blocked` maps a kernel to why it may not run (missing backend, failed load, open circuit, quarantine);
+    `unready` are those that would have to be loaded first, `probing` those on probation. `compiled` holds
+    (kernel, compile key) of what has been compiled; None counts everything as compiled.
+    """
+
+    blocked: Mapping[str, Rejected] = field(default_factory=dict)
+    unready: frozenset[str] = frozenset()
+    probing: frozenset[str] = frozenset()
+    compiled: frozenset[tuple[str, str]] | None = None
+
+    def is_ready(self, kernel: Kernel, request: CallSpec) -> bool:
+        """Whether `kernel` could run `request` without loading or compiling anything."""
+        if kernel.id in self.unready:
+            return False
+        return (
+            self.compiled is None
+            or kernel.compile_key is None
+            or (kernel.id, kernel.compile_key(request)) in self.compiled
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class SelectionOptions:
+    """The settings that bear on a decision; `workspace_budget` is in bytes.
+
+    `budget_is_agreed` says that it is what the poorest rank of a rank group has. `overlay` is the digest of
+    what the deployment took from the kernels' capabilities.
+    """
+
+    strict: bool = False
+    tie_band: float = 0.03
+    default_gain: float = 0.05
+    workspace_budget: int | None = None
+    budget_is_agreed: bool = False
+    overlay: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class SelectionContext:
+    """Everything that verdicts of one table depend on; equal contexts may share a table.
+
+    `droppable_modes` are those of `modes` that are given up where no kernel has them.
+    """
+
+    kernels: tuple[Kernel, ...]
+    hardware: Hardware
+    policy: Policy = EMPTY
+    status: KernelStatus = field(default_factory=KernelStatus)
+    options: SelectionOptions = field(default_factory=SelectionOptions)
+    modes: frozenset[str] = frozenset()
+    droppable_modes: frozenset[str] = frozenset()
+    cost_fingerprint: Hashable = None
+    compile_fingerprint: Hashable = None
+    dispatch_table: ActiveDispatchTable | None = None
+
+    def fingerprint(self, op: str) -> Hashable:
+        """Equal for two contexts that decide every request of `op` alike."""
+        kernel_ids = tuple(k.id for k in self.kernels)
+        policy_rules = tuple(r for r in self.policy.rules if r.op in ("*", op))
+        status = self.status
+        blocked = tuple((k, status.blocked[k].reason) for k in kernel_ids if k in status.blocked)
+        unready = tuple(k for k in kernel_ids if k in status.unready)
+        probing = tuple(k for k in kernel_ids if k in status.probing)
+        compiled = (
+            None if status.compiled is None else frozenset(b for b in status.compiled if b[0] in kernel_ids)
+        )
+        # The kernels themselves, not their ids: a replaced implementation keeps its id.
+        return (
+            self.kernels,
+            policy_rules,
+            blocked,
+            unready,
+            probing,
+            compiled,
+            self.options,
+            self.modes,
+            self.cost_fingerprint,
+            self.compile_fingerprint,
+            # A table ahead is compared with the whole policy: it was solved under all of it.
+            (id(self.dispatch_table), self.policy.digest) if self.dispatch_table is not None else None,
+        )
+
+
+class AgreedTerms:
+    """What the ranks of a rank group agreed on, in place of one device's own health, readiness and
+    measurements.
+
+    `kernels` are the ids that may be chosen, `options` hold in place of this rank's settings, `modes` for
+    every request; `cost` is what the ranks compared when they agreed, None where they price by estimates
+    alone. `digest` is that of all ops so far with their kernels: equal on ranks that ran the same steps.
+    """
+
+    __slots__ = ("_hash", "_kernels_run", "cost", "kernels", "modes", "options")
+
+    def __init__(
+        self,
+        kernels: frozenset[str],
+        modes: frozenset[str] = frozenset(),
+        *,
+        cost: CostModel | None = None,
+        options: SelectionOptions = SelectionOptions(),
+    ) -> None:
+        self.kernels = kernels
+        self.options = options
+        self.modes = modes
+        self.cost = cost
+        self._kernels_run: list[str] = []
+        self._hash = hashlib.sha256()
+
+    def record_call(self, kernel: str) -> None:
+        """Count one call of an op, by the kernel that it takes."""
+        self._kernels_run.append(kernel)
+
+    @property
+    def digest(self) -> str:
+        """The digest of every call so far, in their order."""
+        ran, self._kernels_run = self._kernels_run, []
+        if ran:
+            self._hash.update(";".join([*ran, ""]).encode())
+        return self._hash.hexdigest()[:16]

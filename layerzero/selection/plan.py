@@ -1,0 +1,146 @@
+"""A plan: a selection ready to run, and the check of what its first run returns."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any
+
+import msgspec
+from torch import Tensor
+
+from layerzero.ops.op import Args, Op, Signature
+from layerzero.selection.record import Selection
+from layerzero.spec.call_spec import CallSpec
+
+
+class BatchFacts:
+    """What a call of one signature means to a batcher: its size, and its groups by the addresses that
+    decide."""
+
+    __slots__ = ("batch_keys", "shared_positions", "size_bytes", "tokens")
+
+    def __init__(self, tokens: int, size_bytes: int, shared_positions: tuple[int, ...] | None) -> None:
+        self.tokens = tokens
+        self.size_bytes = size_bytes
+        self.shared_positions = shared_positions
+        self.batch_keys: dict[Hashable, Hashable] = {}
+
+
+class Plan:
+    """A selection ready to run: `call(*args)` takes the op's full argument tuple.
+
+    `request` is the call this plan was made for; `selection` may be shared by all requests of one key.
+    `can_batch` says whether such a call may share a batch; `batch_facts` is what a batcher keeps of its
+    signature.
+    """
+
+    __slots__ = ("batch_facts", "call", "can_batch", "expected_us", "kernel", "op", "request", "selection")
+
+    def __init__(self, op: Op, call: Callable[..., Any], selection: Selection, request: CallSpec) -> None:
+        self.op = op
+        self.call = call
+        self.selection = selection
+        self.request = request
+        self.kernel = selection.kernel
+        self.expected_us = selection.expected_us
+        self.can_batch = selection.kernel != "" and "grad" not in request.modes
+        self.batch_facts: BatchFacts | None = None
+
+    def for_request(self, request: CallSpec) -> Plan:
+        """This plan for another request of the same key."""
+        return self if request is self.request else Plan(self.op, self.call, self.selection, request)
+
+    def with_output_check(self, request: CallSpec) -> Plan:
+        """This plan for a new signature: until a run's outputs were right, each run's are compared.
+
+        The comparison takes itself out of the plan, so that a hit after it pays nothing.
+        """
+        plan = Plan(self.op, self.call, self.selection, request)
+        plan.call = CheckedOnce(plan)
+        return plan
+
+    def selection_for_request(self) -> Selection:
+        """The selection as made for this very request."""
+        if self.selection.request is self.request:
+            return self.selection
+        return msgspec.structs.replace(self.selection, request=self.request)
+
+
+class CheckedOnce:
+    """The call of a plan that has not run: each run's outputs are compared until a run's were right."""
+
+    __slots__ = ("_call", "_plan")
+
+    def __init__(self, plan: Plan) -> None:
+        self._plan = plan
+        self._call = plan.call
+
+    def __call__(self, *args: Any) -> Any:
+        plan = self._plan
+        result = self._call(*args)
+        check_outputs(plan.op, args, result, dtypes="autocast" not in plan.request.modes)
+        plan.call = self._call
+        return result
+
+
+def check_outputs(op: Op, args: Args, result: Any, *, dtypes: bool) -> None:
+    """Compare a kernel's result with `op.outputs(args)`, without reading data; `dtypes` are optional because
+    autocast chooses its own.
+
+    Raises: RuntimeError: they differ; a kernel that does this has failed, like one that raises.
+    """
+    specs = op.outputs(args)
+    parts = result if isinstance(result, tuple) else (result,)
+    if len(parts) != len(specs):
+        raise RuntimeError(f"{op.name} needs {len(specs)} outputs, the kernel returned {len(parts)}")
+    if isinstance(result, tuple) and len(specs) == 1:
+        raise RuntimeError(f"{op.name} needs a tensor, the kernel returned a tuple of one")
+    device = args[0].device
+    for position, (part, spec) in enumerate(zip(parts, specs, strict=True)):
+        name = f"output {position} of {op.name}"
+        if not isinstance(part, Tensor):
+            raise RuntimeError(f"{name} needs to be a tensor, the kernel returned {type(part).__name__}")
+        if tuple(part.shape) != tuple(spec.shape):
+            raise RuntimeError(
+                f"{name} needs shape {tuple(spec.shape)}, the kernel returned {tuple(part.shape)}"
+            )
+        dtype = str(part.dtype).removeprefix("torch.")
+        if dtypes and dtype != spec.dtype:
+            raise RuntimeError(f"{name} needs dtype {spec.dtype}, the kernel returned {dtype}")
+        if part.device != device:
+            raise RuntimeError(f"{name} needs device {device}, the kernel returned {part.device}")
+
+
+def reference_plan(op: Op, request: CallSpec) -> Plan:
+    """The plan of a transformed or traced call: the op's definition in plain torch; no kernel is asked."""
+    selection = Selection(
+        op=op.name,
+        kernel=f"reference.{op.name}",
+        request=request,
+        transforms=(),
+        expected_us=0.0,
+        why="plain torch: the call is transformed or traced, or an operand has no memory to read",
+        trace=(),
+        order=(),
+    )
+    plan = Plan(op, op.reference, selection, request)
+    plan.can_batch = False
+    plan.batch_facts = BatchFacts(1, 0, None)
+    return plan
+
+
+def signature_of(op: Op, args: Sequence[Any]) -> Signature:
+    """The signature of a call given as the op's full argument tuple."""
+    names = _parameter_names(op)
+    return op.build(**dict(zip(names, args, strict=True)))[0]
+
+
+_PARAMETER_NAMES: dict[str, tuple[str, ...]] = {}
+
+
+def _parameter_names(op: Op) -> tuple[str, ...]:
+    names = _PARAMETER_NAMES.get(op.name)
+    if names is None:
+        names = _PARAMETER_NAMES[op.name] = tuple(inspect.signature(op.build).parameters)
+    return names

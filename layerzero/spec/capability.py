@@ -1,0 +1,218 @@
+"""What a kernel can take, as data: platforms, versions, dtypes, features, and limits on sizes."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+import msgspec
+
+from layerzero.spec.hardware import MMAFamily
+from layerzero.spec.reasons import Reason
+
+
+class _OnOneAxis(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A limit on one axis; a call without that axis holds it."""
+
+    dim: str
+
+    def got(self, dims: Mapping[str, int]) -> str:
+        return str(dims.get(self.dim))
+
+
+class AtLeast(_OnOneAxis, frozen=True, tag=True, forbid_unknown_fields=True):
+    """`dim >= value`; with `when`, only for calls that have that feature or mode."""
+
+    value: int
+    reason: Reason = Reason.SIZE_UNSUPPORTED
+    when: str = ""
+
+    def holds(self, dims: Mapping[str, int]) -> bool:
+        return dims.get(self.dim, self.value) >= self.value
+
+    def needs(self) -> str:
+        return f">= {self.value}"
+
+
+class AtMost(_OnOneAxis, frozen=True, tag=True, forbid_unknown_fields=True):
+    """`dim <= value`."""
+
+    value: int
+    reason: Reason = Reason.SIZE_UNSUPPORTED
+    when: str = ""
+
+    def holds(self, dims: Mapping[str, int]) -> bool:
+        return dims.get(self.dim, self.value) <= self.value
+
+    def needs(self) -> str:
+        return f"<= {self.value}"
+
+
+class MultipleOf(_OnOneAxis, frozen=True, tag=True, forbid_unknown_fields=True):
+    """`dim % value == 0`."""
+
+    value: int
+    reason: Reason = Reason.SIZE_UNSUPPORTED
+    when: str = ""
+
+    def holds(self, dims: Mapping[str, int]) -> bool:
+        return dims.get(self.dim, 0) % self.value == 0
+
+    def needs(self) -> str:
+        return f"a multiple of {self.value}"
+
+
+class OneOf(_OnOneAxis, frozen=True, tag=True, forbid_unknown_fields=True):
+    """`dim` is one of `values`."""
+
+    values: tuple[int, ...]
+    reason: Reason = Reason.SIZE_UNSUPPORTED
+    when: str = ""
+
+    def holds(self, dims: Mapping[str, int]) -> bool:
+        return self.dim not in dims or dims[self.dim] in self.values
+
+    def needs(self) -> str:
+        return f"one of {', '.join(map(str, self.values))}"
+
+
+class SameAs(_OnOneAxis, frozen=True, tag=True, forbid_unknown_fields=True):
+    """`dim == other`."""
+
+    other: str
+    reason: Reason = Reason.SIZE_UNSUPPORTED
+    when: str = ""
+
+    def holds(self, dims: Mapping[str, int]) -> bool:
+        return self.dim not in dims or self.other not in dims or dims[self.dim] == dims[self.other]
+
+    def needs(self) -> str:
+        return f"equal to {self.other}"
+
+    def got(self, dims: Mapping[str, int]) -> str:
+        return f"{dims.get(self.dim)} and {dims.get(self.other)}"
+
+
+class ProductAtMost(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
+    """The product of `dims` is at most `value`, as grids are bounded."""
+
+    dims: tuple[str, ...]
+    value: int
+    reason: Reason = Reason.CUDA_BLOCK_LIMIT_EXCEEDED
+    when: str = ""
+
+    @property
+    def dim(self) -> str:
+        return " x ".join(self.dims)
+
+    def holds(self, dims: Mapping[str, int]) -> bool:
+        return self._product(dims) <= self.value
+
+    def needs(self) -> str:
+        return f"<= {self.value}"
+
+    def got(self, dims: Mapping[str, int]) -> str:
+        return str(self._product(dims))
+
+    def _product(self, dims: Mapping[str, int]) -> int:
+        return math.prod(dims.get(name, 1) for name in self.dims)
+
+
+Limit = AtLeast | AtMost | MultipleOf | OneOf | SameAs | ProductAtMost
+
+ALL_PLATFORMS = frozenset({"cpu", "cuda", "rocm"})
+FLOATS = frozenset({"float32", "float16", "bfloat16", "float64"})
+HALF = frozenset({"float16", "bfloat16"})
+
+# What a call may ask for, and the reason a kernel without it gives.
+FEATURE_REASONS: Mapping[str, Reason] = {
+    "causal": Reason.CAUSAL_UNSUPPORTED,
+    "mask_bool": Reason.MASK_BOOL_UNSUPPORTED,
+    "mask_float": Reason.MASK_FLOAT_UNSUPPORTED,
+    "mask_and_causal": Reason.MASK_WITH_CAUSAL,
+    "empty_rows": Reason.EMPTY_ROWS_UNSAFE,
+    "gqa": Reason.GQA_UNSUPPORTED,
+    "dropout": Reason.DROPOUT_UNSUPPORTED,
+    "scale": Reason.SCALE_UNSUPPORTED,
+    "scale_not_positive": Reason.SCALE_UNSUPPORTED,
+    "window": Reason.WINDOW_UNSUPPORTED,
+    "softcap": Reason.SOFTCAP_UNSUPPORTED,
+    "alibi": Reason.ALIBI_UNSUPPORTED,
+    "lse": Reason.LSE_UNSUPPORTED,
+    "lse_grad": Reason.LSE_GRADIENT_UNSUPPORTED,
+    "mask_grad": Reason.MASK_GRADIENT_UNSUPPORTED,
+    "mask_wide": Reason.MASK_DTYPE_UNSUPPORTED,
+    "sinks": Reason.SINKS_UNSUPPORTED,
+    "sinks_grad": Reason.SINKS_GRADIENT_UNSUPPORTED,
+    "score_mod": Reason.SCORE_MOD_UNSUPPORTED,
+    "block_mask": Reason.BLOCK_MASK_UNSUPPORTED,
+    "xpos": Reason.XPOS_UNSUPPORTED,
+    "bias": Reason.BIAS_UNSUPPORTED,
+    "no_weight": Reason.WEIGHT_REQUIRED,
+    "interleaved": Reason.INTERLEAVED_UNSUPPORTED,
+    "partial_rotary": Reason.PARTIAL_ROTARY_UNSUPPORTED,
+    "padding_idx": Reason.PADDING_IDX_UNSUPPORTED,
+    "label_smoothing": Reason.LABEL_SMOOTHING_UNSUPPORTED,
+    "class_weights": Reason.CLASS_WEIGHTS_UNSUPPORTED,
+    "seed_per_row": Reason.SEED_PER_ROW_UNSUPPORTED,
+    "top_k": Reason.TOP_K_UNSUPPORTED,
+    "top_p": Reason.TOP_P_UNSUPPORTED,
+    "top_k_and_top_p": Reason.TOP_K_WITH_TOP_P,
+    **dict.fromkeys(
+        ("prefill", "kv_strided", "scale_given", "inputs_float", "inputs_quantized", "scores_sigmoid",
+         "scores_raw"),
+        Reason.FEATURE_UNSUPPORTED,
+    ),
+    **dict.fromkeys(
+        ("kv_float64", "kv_float32", "kv_float16", "kv_bfloat16"), Reason.KV_DTYPE_MISMATCH
+    ),
+    **dict.fromkeys(
+        ("quant_int4", "quant_mxfp4", "quant_nvfp4", "quant_int8", "quant_fp8_e4m3", "quant_fp8_e5m2"),
+        Reason.QUANT_FORMAT_UNSUPPORTED,
+    ),
+    **dict.fromkeys(
+        ("scale_per_tensor", "scale_per_row", "scale_per_group"), Reason.SCALE_LAYOUT_MISMATCH
+    ),
+}  # fmt: skip
+ACTIVATIONS = ("swiglu", "geglu", "geglu_tanh", "reglu", "gelu", "gelu_tanh", "silu", "relu")
+INDEX_DTYPES = frozenset({"int32", "int64"})
+
+
+class Capability(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A kernel's limits, each field one fact; `source` says where they come from.
+
+    `features` lists what the kernel can do of `FEATURE_REASONS` (and `act_<name>` for activations);
+    `half_isa` is what bfloat16 and float16 need on a CPU beyond `isa`.
+    `limits` bound sizes; booleans are promises that tests prove. `narrowed` names the fields that a
+    deployment's overlay took something from.
+    """
+
+    source: str
+    platforms: frozenset[str] = ALL_PLATFORMS
+    sm_min: int | None = None
+    sm_max: int | None = None
+    mma_families: frozenset[MMAFamily] | None = None
+    cpu_vendors: frozenset[str] | None = None
+    archs: frozenset[str] | None = None
+    isa: frozenset[str] = frozenset()
+    half_isa: frozenset[str] = frozenset()
+    torch_min: str | None = None
+    torch_below: str | None = None
+    cuda_min: str | None = None
+    driver_min: str | None = None
+    dtypes: frozenset[str] = FLOATS
+    mixed_dtypes: bool = False
+    index_dtypes: frozenset[str] = INDEX_DTYPES
+    features: frozenset[str] = frozenset()
+    layouts: frozenset[str] = frozenset()
+    contiguous: bool = False
+    last_stride1: bool = False
+    alignment: int = 1
+    limits: tuple[Limit, ...] = ()
+    gradient: bool = True
+    deterministic: bool = True
+    batch_invariant: bool = False
+    graph_safe: bool = False
+    autocast: bool = True
+    tp_invariant: bool = False
+    narrowed: frozenset[str] = frozenset()
