@@ -39,6 +39,7 @@ from layerzero.api.inspect import validate as validate
 from layerzero.api.inspect import which as which
 from layerzero.api.rank_group import rank_group as rank_group
 from layerzero.api.readback import to_host as to_host
+from layerzero.api.solve import solve as solve
 from layerzero.api.start import start as start
 from layerzero.api.tokenize import detokenize as detokenize
 from layerzero.api.tokenize import tokenize as tokenize
@@ -46,7 +47,6 @@ from layerzero.api.tokenizer import Tokenizer as Tokenizer
 from layerzero.api.tokenizer import Tokens as Tokens
 from layerzero.api.tune import TuneReport as TuneReport
 from layerzero.api.tune import record as record
-from layerzero.api.tune import solve as solve
 from layerzero.api.tune import tune as tune
 from layerzero.api.tune import tune_blocking as tune_blocking
 from layerzero.api.warmup import readiness_check as readiness_check
