@@ -63,6 +63,8 @@ _HOMES = {
         "validate",
         "which",
     ),
+    "layerzero.actors.group.cluster": ("remote_rank_group",),
+    "layerzero.actors.group.join": ("rank_group",),
     "layerzero.api.start": ("start",),
     "layerzero.api.tokenize": ("detokenize", "tokenize"),
     "layerzero.api.solve": ("solve",),

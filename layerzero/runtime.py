@@ -291,7 +291,10 @@ class Runtime:
                 if getattr(settings, name) != getattr(self.settings, name):
                     raise ConfigurationError(f"{name} is read when a runtime opens: open another", field=name)
             # Before anything changes: a strict runtime refuses a table that does not hold.
-            solved = [dispatch_table_for(device, settings) for device in self.devices.values()]
+            solved = [
+                dispatch_table_for(settings, device.registry, device.hardware)
+                for device in self.devices.values()
+            ]
             before, outside = self.settings, self._external_policy
             try:
                 self.settings = settings

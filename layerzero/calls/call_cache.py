@@ -76,7 +76,7 @@ class BlockingCallCache:
         elif not FAST_PATH.requested:
             FAST_PATH.requested = True
             if FAST_PATH.state == UNUSED:
-                device.load_later(FAST_PATH.start)
+                device.loader.run_later(FAST_PATH.start)
 
 
 def find_nothing(args: Args, kwargs: dict[str, Any]) -> PendingCall | None:
