@@ -52,7 +52,6 @@ _HOMES = {
         "rehearse_capture",
         "validate_graph_capture",
     ),
-    "layerzero.api.rank_group": ("rank_group",),
     "layerzero.api.readback": ("to_host",),
     "layerzero.api.inspect": (
         "dry_run",

@@ -13,6 +13,8 @@ from torch import Tensor
 from layerzero import kvcache as kvcache
 from layerzero import speculative as speculative
 from layerzero import sync as sync
+from layerzero.actors.group.cluster import remote_rank_group as remote_rank_group
+from layerzero.actors.group.join import rank_group as rank_group
 from layerzero.api import metrics as metrics
 from layerzero.api.config import add_policy as add_policy
 from layerzero.api.config import configure as configure
@@ -37,7 +39,6 @@ from layerzero.api.inspect import select as select
 from layerzero.api.inspect import select_batch as select_batch
 from layerzero.api.inspect import validate as validate
 from layerzero.api.inspect import which as which
-from layerzero.api.rank_group import rank_group as rank_group
 from layerzero.api.readback import to_host as to_host
 from layerzero.api.solve import solve as solve
 from layerzero.api.start import start as start

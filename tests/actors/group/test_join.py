@@ -301,7 +301,7 @@ def test_a_cancelled_scope_still_leaves_the_gang() -> None:
 
     @asynccontextmanager
     async def held(member: RankHandle) -> AsyncIterator[None]:
-        """The end of `async with lz.rank_group(rt)`, inside a scope of the test."""
+        """The end of `async with lz.rank_group()`, inside a scope of the test."""
         try:
             yield
         finally:
