@@ -201,8 +201,8 @@ async def over_ranks(options: argparse.Namespace) -> dict[str, Any]:
     def sampling(number: int) -> SamplingParams:
         return SamplingParams(max_tokens=options.tokens, temperature=options.temperature, seed=number)
 
-    async with lz.start(lz.Settings(device=options.device, inference=True)) as runtime:
-        async with runtime.rank_group(timeout_s=120.0) as member:
+    async with lz.start(lz.Settings(device=options.device, inference=True)):
+        async with lz.rank_group(timeout_s=120.0) as member:
             share = TargetShard(member, config, get, like)
 
             async def one(number: int) -> list[int]:

@@ -52,6 +52,7 @@ _HOMES = {
         "rehearse_capture",
         "validate_graph_capture",
     ),
+    "layerzero.api.rank_group": ("rank_group",),
     "layerzero.api.readback": ("to_host",),
     "layerzero.api.inspect": (
         "dry_run",
@@ -62,6 +63,8 @@ _HOMES = {
         "validate",
         "which",
     ),
+    "layerzero.actors.group.cluster": ("remote_rank_group",),
+    "layerzero.actors.group.join": ("rank_group",),
     "layerzero.api.start": ("start",),
     "layerzero.api.tokenize": ("detokenize", "tokenize"),
     "layerzero.api.solve": ("solve",),

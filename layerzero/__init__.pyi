@@ -37,6 +37,7 @@ from layerzero.api.inspect import select as select
 from layerzero.api.inspect import select_batch as select_batch
 from layerzero.api.inspect import validate as validate
 from layerzero.api.inspect import which as which
+from layerzero.api.rank_group import rank_group as rank_group
 from layerzero.api.readback import to_host as to_host
 from layerzero.api.solve import solve as solve
 from layerzero.api.start import start as start

@@ -216,8 +216,8 @@ async def serve(options: argparse.Namespace, device: torch.device) -> dict[str, 
     config, get = config_and_weights(options, like)
     tokenizer = load_tokenizer(options.folder)
     prompts = [tokenizer.encode(PROMPTS[n % len(PROMPTS)]).ids for n in range(options.requests)]
-    async with lz.start(lz.Settings(device=str(device), inference=True)) as runtime:
-        async with runtime.rank_group(timeout_s=120.0) as member:
+    async with lz.start(lz.Settings(device=str(device), inference=True)):
+        async with lz.rank_group(timeout_s=120.0) as member:
             model: RankLlama = (
                 PipelineLlama(config, get, member, like) if options.stages else _shard(options, member, like)
             )
@@ -315,9 +315,9 @@ async def run_on_cluster(options: argparse.Namespace) -> dict[str, Any]:
     )
     tokenizer = load_tokenizer(options.folder)
     prompts = [tokenizer.encode(PROMPTS[n % len(PROMPTS)]).ids for n in range(options.requests)]
-    async with lz.start(settings) as runtime:
+    async with lz.start(settings):
         build, over = partial(build_shard, options), options.collectives
-        async with runtime.rank_group(options.ranks, build=build, collectives=over, timeout_s=120.0) as group:
+        async with lz.remote_rank_group(build, options.ranks, collectives=over, timeout_s=120.0) as group:
 
             async def one(number: int, tokens: int) -> list[int]:
                 text = group.stream(continue_text, prompts[number], tokens, number, resume=True)

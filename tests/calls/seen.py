@@ -71,7 +71,7 @@ class Site:
         """Until the background thread has done what it was given, and what came of that."""
         for _ in range(2):
             done = threading.Event()
-            if self.cpu._loader.submit(done.set):
+            if self.cpu.loader.submit(done.set):
                 assert done.wait(60)
 
 
@@ -192,9 +192,9 @@ class NoStreams(DeviceStreams):
     def default_stream(self) -> Any:
         return None
 
-    def notify_when_done(self, modes: Any, on_done: Callable[[Exception | None], object]) -> None:
+    def notify_when_done(self, modes: Any, told: Callable[[Exception | None], object]) -> None:
         REAPED[0] += 1
-        on_done(None)
+        told(None)
 
 
 def attach_streams(device: LocalDevice) -> None:
@@ -255,7 +255,7 @@ def safe(at: Site) -> Any:
 
 def sampled(at: Site) -> Any:
     """What stands around the plans that are made."""
-    return [type(watcher).__name__ for watcher in at.cpu._middlewares]
+    return [type(watcher).__name__ for watcher in at.cpu.compiler.middlewares]
 
 
 def default_device(at: Site) -> Any:
