@@ -303,7 +303,8 @@ async def continue_text(
     with model.sequence(len(prompt) + tokens) as sequence:
         ids = torch.tensor([*prompt, *token_ids], device=model.cache.device)
         while len(token_ids) < tokens and not (token_ids and token_ids[-1] in model.config.eos_token_ids):
-            ids = await model.sample_next(ids, sequence.extend(len(ids)), SampleArgs(1.0, 1.0, seed, len(token_ids)))
+            sample = SampleArgs(1.0, 1.0, seed, len(token_ids))
+            ids = await model.sample_next(ids, sequence.extend(len(ids)), sample)
             token_ids.append(int(await lz.to_host(ids)))
             yield token_ids[-1]
 
