@@ -22,7 +22,7 @@ from layerzero.actors.rpc.sockets import (
     LENGTH,
     abstract_name,
     connect_unix,
-    framed,
+    frame_bytes,
     limit_waits,
     listen_unix,
     receive_exactly,
@@ -145,7 +145,7 @@ class LeaderChannel:
         Raises: DeviceLostError: one has failed or gone, or has not read for so long that its line is full;
             nothing may be run that needs it.
         """
-        data = framed(frame)
+        data = frame_bytes(frame)
         self._leaving = last
         with self._sending:
             for rank, peer in self._sockets.items():
@@ -380,7 +380,7 @@ class FollowerChannel:
 
     def _send(self, data: bytes) -> None:
         with suppress(OSError):  # rank 0 is gone, or learns it from the closed line
-            self._socket.sendall(framed(data))
+            self._socket.sendall(frame_bytes(data))
 
     def close(self) -> None:
         """Hang up; a thread that waits in `receive` raises."""

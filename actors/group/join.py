@@ -39,7 +39,7 @@ Function = Callable[..., Any]
 
 
 class RankHandle:
-    """One rank of a rank group, joined; what `async with rt.rank_group(...)` gives.
+    """One rank of a rank group, joined; what `async with lz.rank_group(...)` gives.
 
     `rank` and `ranks` say who this is, `agreed` which plan is in force.
     """

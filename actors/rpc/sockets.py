@@ -17,7 +17,7 @@ LENGTH = struct.Struct("!I")
 _ABSTRACT = sys.platform == "linux"
 
 
-def framed(data: bytes) -> bytes:
+def frame_bytes(data: bytes) -> bytes:
     """`data` with its length in front."""
     return LENGTH.pack(len(data)) + data
 

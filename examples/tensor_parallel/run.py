@@ -34,7 +34,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run as a file, it finds its neighbours
+sys.path.insert(0, str(Path(__file__).resolve().parent))  # under the name that travels to a device
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # its neighbours
 
 import torch
 import torch.distributed as dist
@@ -135,7 +136,7 @@ class TensorParallelLlama(RankLlama):
             layer.all_reduce = self._all_reduce
         self._graph: Any = None
         if captured:
-            self.wide = TABLE_MULTIPLE
+            self.table_multiple = TABLE_MULTIPLE
             spare = self.cache.sequence(1).pages[0]  # where rows of padding stand
             fill = {"slots": spare * self.cache.page_size, "tables": spare, "lengths": 1}
             self._graph = lz.compile(self._decode, buckets=captured, fill=fill)
@@ -187,9 +188,9 @@ def generate_by_hand(
             seeds = torch.arange(len(prompts), device=device)
             ids = lz.sync.sample(logits, seed=seeds, offset=torch.full_like(seeds, drawn))
             dist.broadcast(ids, 0)
-            for own, token in zip(token_lists, ids.tolist(), strict=True):
-                own.append(token)
-            spans = [own.extend() for own in opened] if drawn < tokens - 1 else []
+            for text, token in zip(token_lists, ids.tolist(), strict=True):
+                text.append(token)
+            spans = [sequence.extend() for sequence in opened] if drawn < tokens - 1 else []
     return token_lists
 
 
@@ -302,7 +303,9 @@ async def continue_text(
     with model.sequence(len(prompt) + tokens) as sequence:
         ids = torch.tensor([*prompt, *token_ids], device=model.cache.device)
         while len(token_ids) < tokens and not (token_ids and token_ids[-1] in model.config.eos_token_ids):
-            ids = await model.next(ids, sequence.extend(len(ids)), SampleArgs(1.0, 1.0, seed, len(token_ids)))
+            ids = await model.sample_next(
+                ids, sequence.extend(len(ids)), SampleArgs(1.0, 1.0, seed, len(token_ids))
+            )
             token_ids.append(int(await lz.to_host(ids)))
             yield token_ids[-1]
 

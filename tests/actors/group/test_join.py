@@ -1,4 +1,4 @@
-"""`rt.rank_group` in threads of one process: awaited functions of rank 0 run on every rank, in one order."""
+"""`lz.rank_group` in threads of one process: awaited functions of rank 0 run on every rank, in one order."""
 
 from __future__ import annotations
 
@@ -301,7 +301,7 @@ def test_a_cancelled_scope_still_leaves_the_gang() -> None:
 
     @asynccontextmanager
     async def held(member: RankHandle) -> AsyncIterator[None]:
-        """The end of `async with rt.rank_group()`, inside a scope of the test."""
+        """The end of `async with lz.rank_group()`, inside a scope of the test."""
         try:
             yield
         finally:
