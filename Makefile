@@ -20,7 +20,7 @@ help:  ## this list
 
 demo: $(VENV)/.installed-demo  ## set up and run the embedding service on real text
 	$(PY) -m layerzero.native
-	$(PY) examples/embed.py $(DEMO_FLAGS)
+	$(PY) benchmarks/embedding_demo.py $(DEMO_FLAGS)
 
 # Clusters and gangs come last and one by one: each of their tests is several processes already.
 test: $(VENV)/.installed-test  ## set up and run the test suite

@@ -29,7 +29,8 @@ from harness import environment, summary, write
 import layerzero as lz
 from layerzero.actors.device.local_device import LocalDevice
 from layerzero.actors.device.registry import Registry
-from layerzero.api.tune import solve, tune_blocking
+from layerzero.api.solve import solve
+from layerzero.api.tune import tune_blocking
 from layerzero.backends import availability, load_builtin
 from layerzero.measure.shapes import standard_calls
 from layerzero.ops import table as ops_table

@@ -31,6 +31,7 @@ import torch.distributed as dist
 import layerzero as lz
 from benchmarks.harness import distribution, environment, show, write
 from layerzero.actors.group.channel import FollowerChannel, LeaderChannel
+from layerzero.actors.group.config import GroupConfig
 from layerzero.actors.group.plan import AgreedPlan
 from layerzero.actors.group.rank_group import RankGroup
 from layerzero.actors.group.step_message import pack
@@ -182,7 +183,7 @@ def rank_main(rank: int, ranks: int, port: int, plans: int, steps: int, out: Any
     dist.init_process_group("gloo", store=TORCH.PrefixStore("pg", store.clone()), rank=rank, world_size=ranks)
     with lz.start(lz.Settings(inference=True, perfdb=None)) as runtime:
         agreeing = TorchStore(store.clone(), "gang")
-        gang = RankGroup(runtime.device("cpu"), agreeing, rank=rank, ranks=ranks, timeout_s=60.0)
+        gang = RankGroup(runtime.device("cpu"), agreeing, GroupConfig(rank=rank, ranks=ranks, timeout_s=60.0))
         agreed, walk, counted = gang.join(), Steps(gang), store.clone()
         gate = Gate(TORCH.PrefixStore("gates", store.clone()), rank, ranks)
         plan_ns = agreements(gang, agreed, plans, gate)

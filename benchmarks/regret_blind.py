@@ -15,7 +15,7 @@ from collections.abc import Callable
 import msgspec
 
 from layerzero.measure.calls import Call
-from layerzero.measure.shapes import attention, norm, paged, ragged, sample
+from layerzero.measure.shapes import attention, norm, paged_call, ragged_call, sample
 
 # The seeds of sets whose results were read, and of the one that nobody has looked at.
 SEEN = (20_261_122,)
@@ -147,8 +147,8 @@ def _drawn(draw: random.Random, kind: str, d: int, ranges: Ranges) -> Call | Non
     if too_large or 2 * b * (hq * sq + 2 * hk * sk) * d * (2 if dtype == "float32" else 1) > ranges.max_bytes:
         return None
     made: dict[str, Callable[[], Call]] = {
-        "paged decode": lambda: paged(b, hq, hk, sk, d, page, dtype),
-        "ragged": lambda: ragged(b, hq, hk, sq, d, dtype),
+        "paged decode": lambda: paged_call(b, hq, hk, sk, d, page, dtype),
+        "ragged": lambda: ragged_call(b, hq, hk, sq, d, dtype),
         "window": lambda: attention(b, hq, hk, sq, sq, d, dtype, window=(left, 0)),
     }
     return made.get(kind, lambda: attention(b, hq, hk, sq, sk, d, dtype, causal=causal))()

@@ -8,7 +8,17 @@ from typing import Literal, NamedTuple, get_args
 
 from benchmarks.regret_blind import blind, seen
 from layerzero.measure.calls import Call
-from layerzero.measure.shapes import attention, linear, mlp, norm, paged, ragged, rope, sample, standard_calls
+from layerzero.measure.shapes import (
+    attention,
+    linear,
+    mlp,
+    norm,
+    paged_call,
+    ragged_call,
+    rope,
+    sample,
+    standard_calls,
+)
 
 Named = tuple[str, Call]  # the group a shape is reported under, and the call
 Part = Literal["held out", "blind", "tuned"]
@@ -78,13 +88,13 @@ def _gpu() -> Iterator[Named]:
         yield "attention fp16", attention(b, hq, hk, 1, 4 * sq, d, "float16", causal=False)
     for b, length, hq, hk, d in ((3, 800, 32, 8, 128), (16, 256, 32, 8, 128), (40, 90, 32, 32, 64),
                                  (1, 5000, 32, 8, 128)):  # fmt: skip
-        yield "ragged", ragged(b, hq, hk, length, d)
+        yield "ragged", ragged_call(b, hq, hk, length, d)
     for page in (1, 16, 64):
         for b, context, hq, hk in ((1, 2600, 32, 8), (16, 1024, 32, 8), (64, 4096, 32, 8), (20, 800, 64, 8),
                                    (100, 600, 32, 8), (8, 18000, 32, 8)):  # fmt: skip
-            yield "paged decode", paged(b, hq, hk, context, 128, page)
-    yield "paged prefill", paged(4, 32, 8, 2048, 128, 16, queries=512)
-    yield "paged prefill", paged(3, 32, 8, 2600, 128, 16, queries=150)
+            yield "paged decode", paged_call(b, hq, hk, context, 128, page)
+    yield "paged prefill", paged_call(4, 32, 8, 2048, 128, 16, queries=512)
+    yield "paged prefill", paged_call(3, 32, 8, 2600, 128, 16, queries=150)
     for rows, width in ((1, 4096), (20, 4096), (256, 8192), (2500, 5120), (16384, 2048), (120, 1536)):
         for op in ("rms_norm", "add_rms_norm", "layer_norm"):
             yield "norms", norm(op, rows, width)
@@ -138,10 +148,10 @@ def _cpu_attention(dtype: str) -> Iterator[Named]:
         yield f"attention cross {dtype}", attention(b, hq, hq, sq, sk, 64, dtype, causal=False)
     yield f"attention window {dtype}", attention(1, 8, 2, 512, 512, 64, dtype, window=(63, 0))
     for b, length in ((3, 40), (6, 100)):
-        yield f"ragged {dtype}", ragged(b, 8, 2, length, 64, dtype)
+        yield f"ragged {dtype}", ragged_call(b, 8, 2, length, 64, dtype)
     for page in (1, 16, 64):
         for b, context in ((1, 700), (8, 300), (16, 1024)):
-            yield f"paged decode {dtype}", paged(b, 8, 2, context, 64, page, dtype)
+            yield f"paged decode {dtype}", paged_call(b, 8, 2, context, 64, page, dtype)
 
 
 def _cpu_rows(dtype: str) -> Iterator[Named]:

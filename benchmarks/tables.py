@@ -35,7 +35,7 @@ def _settled(device: LocalDevice, plan: Callable[[], Any]) -> None:
     """Look at memory and load what the first choice found cold now: later either would change the tables."""
     plan()
     device.wait_for_costs()
-    device.stop_loading(60.0)  # what loads in the background would make a generation in the midst of a row
+    device.loader.close(60.0)  # what loads in the background would make a generation in the midst of a row
     if device.workspace_budget.refresh(device.settings):
         device.refresh()
     better = plan().selection.when_warm

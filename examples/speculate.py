@@ -18,6 +18,7 @@ import argparse
 import asyncio
 import json
 import os
+import runpy
 import statistics
 import sys
 import time
@@ -31,7 +32,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from generate import SamplingParams, generate, load_tokenizer
-from measuring.report import environment
 from models.llama import FOLDER, GetWeight, Llama, LlamaConfig, kv_pool, weights_of
 from rich.console import Console
 from rich.table import Table
@@ -201,8 +201,8 @@ async def over_ranks(options: argparse.Namespace) -> dict[str, Any]:
     def sampling(number: int) -> SamplingParams:
         return SamplingParams(max_tokens=options.tokens, temperature=options.temperature, seed=number)
 
-    async with lz.start(lz.Settings(device=options.device, inference=True)) as runtime:
-        async with runtime.rank_group(timeout_s=120.0) as member:
+    async with lz.start(lz.Settings(device=options.device, inference=True)):
+        async with lz.rank_group(timeout_s=120.0) as member:
             share = TargetShard(member, config, get, like)
 
             async def one(number: int) -> list[int]:
@@ -349,6 +349,13 @@ def _record(
     }
 
 
+def provenance() -> dict[str, Any]:
+    """Script, commit and machine, as the benchmarks' records have them."""
+    path = Path(__file__).resolve().parents[1] / "benchmarks" / "provenance.py"
+    record: dict[str, Any] = runpy.run_path(str(path))["provenance"]()
+    return record
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measure, print, write."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
@@ -368,7 +375,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     def keep(results: dict[str, Any]) -> None:
         if options.json:
-            record = {"environment": environment(options.device), **results}
+            record = {"environment": provenance(), **results}
             options.json.write_text(json.dumps(record, indent=1) + "\n")
 
     async def run() -> dict[str, Any]:

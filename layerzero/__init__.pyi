@@ -13,6 +13,8 @@ from torch import Tensor
 from layerzero import kvcache as kvcache
 from layerzero import speculative as speculative
 from layerzero import sync as sync
+from layerzero.actors.group.cluster import remote_rank_group as remote_rank_group
+from layerzero.actors.group.join import rank_group as rank_group
 from layerzero.api import metrics as metrics
 from layerzero.api.config import add_policy as add_policy
 from layerzero.api.config import configure as configure
@@ -38,6 +40,7 @@ from layerzero.api.inspect import select_batch as select_batch
 from layerzero.api.inspect import validate as validate
 from layerzero.api.inspect import which as which
 from layerzero.api.readback import to_host as to_host
+from layerzero.api.solve import solve as solve
 from layerzero.api.start import start as start
 from layerzero.api.tokenize import detokenize as detokenize
 from layerzero.api.tokenize import tokenize as tokenize
@@ -45,7 +48,6 @@ from layerzero.api.tokenizer import Tokenizer as Tokenizer
 from layerzero.api.tokenizer import Tokens as Tokens
 from layerzero.api.tune import TuneReport as TuneReport
 from layerzero.api.tune import record as record
-from layerzero.api.tune import solve as solve
 from layerzero.api.tune import tune as tune
 from layerzero.api.tune import tune_blocking as tune_blocking
 from layerzero.api.warmup import readiness_check as readiness_check

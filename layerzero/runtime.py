@@ -7,12 +7,11 @@ made on first use, or opened by `start`. Device state belongs to no event loop.
 from __future__ import annotations
 
 import gc
-import importlib
 import os
 import threading
 import warnings
 import weakref
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
@@ -292,7 +291,10 @@ class Runtime:
                 if getattr(settings, name) != getattr(self.settings, name):
                     raise ConfigurationError(f"{name} is read when a runtime opens: open another", field=name)
             # Before anything changes: a strict runtime refuses a table that does not hold.
-            solved = [dispatch_table_for(device, settings) for device in self.devices.values()]
+            solved = [
+                dispatch_table_for(settings, device.registry, device.hardware)
+                for device in self.devices.values()
+            ]
             before, outside = self.settings, self._external_policy
             try:
                 self.settings = settings
@@ -318,20 +320,6 @@ class Runtime:
     def on_close(self, closer: Callable[[], None]) -> None:
         """Call `closer` when this runtime closes, last added first."""
         self._closers.append(closer)
-
-    def rank_group(self, ranks: int | Sequence[str] | None = None, **options: Any) -> Any:
-        """The rank group that this process is a rank of: `async with rt.rank_group(ranks, rank=...) as
-        group`.
-
-        With `build=`, one on the devices of this runtime's pool, led from here. Options and errors as in
-        `layerzero.actors.group.join.join_rank_group` and `layerzero.actors.group.cluster.remote_rank_group`;
-        those stand above, and so come by name.
-        """
-        if "build" in options:
-            return importlib.import_module("layerzero.actors.group.cluster").remote_rank_group(
-                self, ranks, **options
-            )
-        return importlib.import_module("layerzero.actors.group.join").join_rank_group(self, ranks, **options)
 
     def spawn(self, coro: Coroutine[Any, Any, T], *, device: torch.device | str | None = None) -> Spawned[T]:
         """Step a request's coroutine from the batcher of `device`, cheaper than a task; await it for its

@@ -13,6 +13,7 @@ from layerzero.native import FAST_PATH
 from layerzero.ops.op import Args, Batching, Op, RejectedCall
 from layerzero.scheduler.core.pending_call import Failed
 from layerzero.scheduler.loop_drivers import LoopDrivers
+from layerzero.scheduler.readback import Readback
 from layerzero.scheduler.streams import CrossStreamModes, DeviceStreams
 from layerzero.scheduler.torch_modes import Modes, apply_modes, capture, without_gradient
 from layerzero.selection.dispatch import DispatchState
@@ -26,7 +27,12 @@ def attach(device: LocalDevice) -> None:
     streams = None if cuda is None else DeviceStreams(cuda, device.event_thread, device.settings.completion)
     executor = BatchExecutor(device) if streams is None else StreamExecutor(device, streams)
     device.loop_drivers = LoopDrivers(
-        executor, device.worker, device.settings, always_inline=cuda is not None, streams=streams
+        executor,
+        device.worker,
+        device.settings,
+        always_inline=cuda is not None,
+        streams=streams,
+        make_reader=None if cuda is None else lambda driver: Readback(driver, device.event_thread),
     )
 
     device.capture_modes = capture if cuda is None else partial(capture, cuda)
@@ -50,27 +56,26 @@ class BatchExecutor:
         self._device = device
 
     def execute(
-        self, op: Op | BatchedFunction, calls: Sequence[Args], modes: tuple[Modes, DispatchState | None]
+        self, op: Op | BatchedFunction, calls: Sequence[Args], modes: Modes, snapshot: DispatchState | None
     ) -> list[Any]:
         """One outcome a call: (value, its plan), or Failed; a failed batch fails every call alike."""
         spans = self._device.spans
         if spans is not None:
             with spans.batch(op.name, calls) as failed:
-                outcomes = self._outcomes(op, calls, modes)
+                outcomes = self._outcomes(op, calls, modes, snapshot)
                 if outcomes and isinstance(outcomes[0], Failed):
                     failed(outcomes[0].error)
                 return outcomes
-        return self._outcomes(op, calls, modes)
+        return self._outcomes(op, calls, modes, snapshot)
 
     def _outcomes(
-        self, op: Op | BatchedFunction, calls: Sequence[Args], modes: tuple[Modes, DispatchState | None]
+        self, op: Op | BatchedFunction, calls: Sequence[Args], modes: Modes, snapshot: DispatchState | None
     ) -> list[Any]:
-        surrounding, snapshot = modes
         if self._device.settings.inference:
             # The caller's own modes stay on its pending call: they are what is compared when it resumes.
-            surrounding = without_gradient(surrounding)
+            modes = without_gradient(modes)
         try:
-            with apply_modes(surrounding):
+            with apply_modes(modes):
                 if not isinstance(op, Op):
                     return _pair_with_plan(op.run(calls), None)
                 launch = _BatchLauncher(self._device, op, snapshot)
@@ -102,15 +107,15 @@ class StreamExecutor(BatchExecutor):
         self,
         op: Op | BatchedFunction,
         calls: Sequence[Args],
-        modes: tuple[Modes | CrossStreamModes, DispatchState | None],
+        modes: Modes | CrossStreamModes,
+        snapshot: DispatchState | None,
     ) -> list[Any]:
         """As on one stream; between the callers' streams and back where there are several."""
-        surrounding, snapshot = modes
-        if not isinstance(surrounding, CrossStreamModes):
-            return super().execute(op, calls, (surrounding, snapshot))
-        with self._streams.across_streams(surrounding) as modes_on_stream:
-            outcomes = super().execute(op, calls, (modes_on_stream, snapshot))
-            self._streams.record_streams(outcomes, surrounding)
+        if not isinstance(modes, CrossStreamModes):
+            return super().execute(op, calls, modes, snapshot)
+        with self._streams.across_streams(modes) as modes_on_stream:
+            outcomes = super().execute(op, calls, modes_on_stream, snapshot)
+            self._streams.record_streams(outcomes, modes)
         return outcomes
 
 

@@ -24,9 +24,9 @@ from layerzero.native import FAST_PATH
 from layerzero.scheduler.core.batcher import Batcher
 from layerzero.scheduler.core.bisect import Executor, bisect_failed_batch
 from layerzero.scheduler.core.expected_callers import ExpectedCallers
-from layerzero.scheduler.core.limits import BatcherStats, BatchLimits
+from layerzero.scheduler.core.limits import BatchLimits
 from layerzero.scheduler.core.pending_call import RUNNING, Batch, Caller, Failed, PendingCall
-from layerzero.scheduler.core.round_robin import BatchQueue, ProgramPoint, RoundRobin
+from layerzero.scheduler.protocols import HostReader
 from layerzero.scheduler.streams import HOST, CrossStreamModes, DeviceStreams
 from layerzero.scheduler.torch_modes import Modes
 from layerzero.spec.errors import DeadlineExceededError, OverloadedError, RuntimeClosedError
@@ -51,35 +51,11 @@ class LoopDriver:
     """
 
     __slots__ = (
-        "__weakref__",
-        "_asked",
-        "_callers",
-        "_callers_changed",
-        "_context",
-        "_deadline_s",
-        "_deadline_timer",
-        "_drained",
-        "_executor",
-        "_hold_timer",
-        "_inflight",
-        "_inline_us",
-        "_last_modes",
-        "_lock",
-        "_max_inflight",
-        "_max_inline_us",
-        "_now_s",
-        "_streams",
-        "_tick_scheduled",
-        "_worker",
-        "ambient_grad",
-        "ambient_stream",
-        "batcher",
-        "inline_limit_us",
-        "loop",
-        "readback",
-        "sole_caller",
-        "state",
-        "stepping",
+        "__weakref__", "_asked", "_callers", "_callers_changed", "_context", "_deadline_s",
+        "_deadline_timer", "_drained", "_executor", "_hold_timer", "_inflight", "_inline_us", "_last_modes",
+        "_lock", "_max_inflight", "_max_inline_us", "_now_s", "_streams", "_tick_scheduled", "_worker",
+        "ambient_grad", "ambient_stream", "batcher", "inline_limit_us", "loop", "readback", "sole_caller",
+        "state", "stepping",
     )  # fmt: skip
 
     def __init__(
@@ -91,6 +67,7 @@ class LoopDriver:
         *,
         always_inline: bool = False,
         streams: DeviceStreams | None = None,
+        make_reader: Callable[[LoopDriver], HostReader] | None = None,
     ) -> None:
         settings = settings or Settings()
         self.loop = loop
@@ -100,7 +77,8 @@ class LoopDriver:
         self._streams = streams
         self.batcher = Batcher(BatchLimits.from_settings(settings))
         self.state = OPEN
-        self.readback: Any = None  # what copies results to the host for this loop, where somebody asked
+        # What copies results to the host for this loop, on a device that has its own memory.
+        self.readback: HostReader | None = None if make_reader is None else make_reader(self)
         self.stepping: Caller | None = None  # the spawned coroutine that runs just now
         self._executor = executor
         self._worker = worker
@@ -108,9 +86,7 @@ class LoopDriver:
             self.batcher.readback_hold = ExpectedCallers(self.batcher.limits)
             if streams.completion == HOST:
                 self.batcher.limits.max_inflight_batches = MAX_INFLIGHT_ON_HOST
-        self._last_modes: tuple[Modes | CrossStreamModes, Any] | None = (
-            None  # of the batch that was launched last
-        )
+        self._last_modes: Modes | CrossStreamModes | None = None  # of the batch that was launched last
         self._asked = False  # whether the device is to say when it has run
         self._max_inflight = self.batcher.limits.max_inflight_batches
         self.inline_limit_us = float("inf") if always_inline else settings.inline_limit_us
@@ -125,22 +101,19 @@ class LoopDriver:
         # Batches run in a context of their own: they belong to no caller more than to the others.
         self._context = Context()
         self._inflight: list[Batch] = []
-        self._lock = threading.Lock()  # for the end of a loop driver whose loop is closed: see _lost
+        self._lock = threading.Lock()  # for the end of a loop driver whose loop is closed: see _drop_batch
         self._deadline_timer: asyncio.TimerHandle | None = None
         self._deadline_s = float("inf")
         self._hold_timer: asyncio.TimerHandle | None = None  # when what is held back goes at the latest
-        self._drained: asyncio.Future[None] | None = (
-            None  # set when a draining front has lost its last caller
-        )
+        self._drained: asyncio.Future[None] | None = None  # set when a draining driver's last caller has gone
 
     # -- callers -----------------------------------------------------------------------------------
 
     def submit(self, call: PendingCall) -> PendingCall:
         """Queue a call of the current task; await what comes back.
 
-        Raises: OverloadedError: the queue is full and the settings reject; RuntimeClosedError: the loop
-        driver is
-            stopped, or drains and this task is new to it.
+        Raises: OverloadedError: the queue is full and the settings reject; RuntimeClosedError: the driver
+            is stopped, or drains and this task is new to it.
         """
         loop = self.loop
         caller = self.stepping
@@ -163,8 +136,7 @@ class LoopDriver:
         return call
 
     def may_inline(self) -> bool:
-        """Whether the current task may run a call at once without suspending: it is alone, and the loop has
-        had a turn recently."""
+        """Whether the current task may run a call without suspending: it is alone, the loop had a turn."""
         return (
             self.sole_caller is not None
             and self._inline_us < self._max_inline_us
@@ -172,12 +144,14 @@ class LoopDriver:
         )
 
     def yield_once(self) -> YieldOnce:
-        """Await it where `may_inline` is false: one loop turn for a task that is alone but has had its share,
-        nothing for any other; the result says whether it may run inline now."""
+        """Await it where `may_inline` is false: a loop turn for a task that is alone, nothing for others.
+
+        The result says whether it may run inline now.
+        """
         return YieldOnce(self)
 
     def add_inline_us(self, inline_us: float) -> None:
-        """Count `us` microseconds of work done inline since the loop's last turn here."""
+        """Count `inline_us` microseconds of work done inline since the loop's last turn here."""
         self._inline_us += inline_us
 
     def cancel(self, call: PendingCall, message: object = None) -> bool:
@@ -226,11 +200,9 @@ class LoopDriver:
     def _raise_rejected(self) -> None:
         if self.state != OPEN:
             raise RuntimeClosedError(f"this event loop's driver is {self.state}")
-        batcher = self.batcher
-        raise OverloadedError(
-            f"the queue is full: {batcher.queued} calls, {batcher.queued_bytes} bytes are queued",
-            retry_after=batcher.retry_after_s,
-        )
+        queued, size = self.batcher.queued, self.batcher.queued_bytes
+        message = f"the queue is full: {queued} calls, {size} bytes are queued"
+        raise OverloadedError(message, retry_after=self.batcher.retry_after_s)
 
     # -- turns -------------------------------------------------------------------------------------
 
@@ -271,7 +243,7 @@ class LoopDriver:
             expected.completed(expected.launches, self.loop.time())
 
     def _device_ran(self, launches: int, error: Exception | None) -> None:
-        """On the reaper's thread; an error of the device is for those that read its results."""
+        """On the event thread; an error of the device is for those that read its results."""
         with suppress(RuntimeError):  # the loop is closed: nobody waits
             self.loop.call_soon_threadsafe(self._completed, launches)
 
@@ -285,7 +257,7 @@ class LoopDriver:
         return 0 if self.batcher.readback_hold is None else self.batcher.readback_hold.launches
 
     def completed(self, launches: int) -> None:
-        """The device has run the first `launches` batches: what was held for that goes on."""
+        """The device has run the first `launches` batches: what was held for that continues."""
         if self.batcher.readback_hold is not None:
             self.batcher.readback_hold.completed(launches, self.loop.time())
             if self.batcher.queued:
@@ -310,11 +282,11 @@ class LoopDriver:
             except BaseException as error:  # the interpreter is being stopped: strand nobody on the way out
                 self._complete(batch, batch.interrupted(error))
                 raise
-            if self._streams is not None and self._streams.completion == HOST:
+            if self._streams is None or self._streams.completion != HOST:
+                self._complete(batch, outcomes)
+            else:
                 self._inflight.append(batch)
                 self._notify_when_done(batch, outcomes)
-                return
-            self._complete(batch, outcomes)
             return
         self._inflight.append(batch)
         try:
@@ -324,22 +296,20 @@ class LoopDriver:
             self._complete(batch, [Failed(error)] * len(batch))
 
     def _execute(self, batch: Batch) -> list[Any]:
-        op, modes, execute = batch.op, batch.modes, self._executor.execute
+        op, modes, snapshot, execute = batch.op, batch.modes, batch.snapshot, self._executor.execute
         if self._streams is not None:
             modes = batch.modes = self._last_modes = self._streams.modes_of(batch.calls)
-        return bisect_failed_batch(lambda calls: execute(op, calls, modes), batch.args_list, pure=op.pure)
+        return bisect_failed_batch(
+            lambda calls: execute(op, calls, modes, snapshot), batch.args_list, pure=op.pure
+        )
 
     def _execute_on_worker(self, batch: Batch) -> None:
-        """On the worker's thread: run the batch, wake the loop once."""
+        """On the worker's thread."""
         try:
             outcomes = self._execute(batch)
         except BaseException as error:
             outcomes = batch.interrupted(error)
-        try:
-            self.loop.call_soon_threadsafe(self._on_batch_done, batch, outcomes)
-        except RuntimeError:
-            log.warning(LOOP_LOST, calls=len(batch))
-            self._drop_batch(batch)
+        self._hand_to_loop(batch, outcomes)
 
     def _notify_when_done(self, batch: Batch, outcomes: list[Any]) -> None:
         """Answer a launched batch's callers when it has run."""
@@ -350,9 +320,13 @@ class LoopDriver:
             self._on_batch_done(batch, [Failed(error)] * len(batch))
 
     def _on_event_done(self, batch: Batch, outcomes: list[Any], error: Exception | None) -> None:
-        """On the reaper's thread: a launched batch has run, or its device has failed."""
+        """On the event thread: a launched batch has run, or its device has failed."""
         if error is not None:
             outcomes = [Failed(error)] * len(batch)
+        self._hand_to_loop(batch, outcomes)
+
+    def _hand_to_loop(self, batch: Batch, outcomes: list[Any]) -> None:
+        """From another thread: complete a batch in the loop's next turn, in one wake for all its callers."""
         try:
             self.loop.call_soon_threadsafe(self._on_batch_done, batch, outcomes)
         except RuntimeError:
@@ -360,10 +334,9 @@ class LoopDriver:
             self._drop_batch(batch)
 
     def _drop_batch(self, batch: Batch) -> None:
-        """The loop was closed under a batch: nobody waits any more, only the counts are brought to an end.
+        """The loop was closed under a batch: only the counts are brought to an end.
 
-        Called by the worker that finds the loop closed and by `close`, whichever comes first; nothing else
-        uses the batcher then.
+        The worker that finds the loop closed calls it, or `close`; nothing else uses the batcher then.
         """
         with self._lock:
             if batch not in self._inflight:
@@ -507,39 +480,8 @@ class LoopDriver:
         self.sole_caller = None
 
 
-class FastQueue:
-    """The shortest way into a lane.
-
-    `known(front, pending call)` queues a call without a deadline whose caller, group and place are known, and
-    says whether it did; where it did not, `LoopDriver.submit` does the work.
-    """
-
-    __slots__ = ("try_submit",)
-
-    def __init__(self) -> None:
-        self.try_submit: Callable[[LoopDriver, PendingCall], bool] = _not_queued
-
-    def install(self, module: Any) -> None:
-        """Queue by the compiled twin, or with None not at all."""
-        if module is None:
-            self.try_submit = _not_queued
-            return
-        module.attributes(
-            LoopDriver, Batcher, BatchQueue, ProgramPoint, Caller, BatchLimits, BatcherStats, RoundRobin
-        )
-        self.try_submit = module.queue
-
-
-def _not_queued(driver: LoopDriver, call: PendingCall) -> bool:
-    return False
-
-
-FAST_QUEUE: Final = FastQueue()
-FAST_PATH.on_ready(FAST_QUEUE.install)
-
-
 class YieldOnce:
-    """One loop turn, taken only by a task that is alone on its front; see `LoopDriver.rested`."""
+    """One loop turn, taken only by a task that is alone on its front; see `LoopDriver.yield_once`."""
 
     __slots__ = ("_driver",)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
@@ -13,8 +14,8 @@ from layerzero.actors.device.worker import Worker
 from layerzero.native import FAST_PATH
 from layerzero.scheduler.core.bisect import Executor
 from layerzero.scheduler.core.limits import BatcherStats
-from layerzero.scheduler.loop_driver import LOOP_LOST, MAX_INFLIGHT_ON_HOST, LoopDriver
-from layerzero.scheduler.single_flight import Flight
+from layerzero.scheduler.loop_driver import MAX_INFLIGHT_ON_HOST, LoopDriver
+from layerzero.scheduler.protocols import HostReader
 from layerzero.scheduler.streams import HOST, DeviceStreams
 from layerzero.scheduler.task_modes import TASK_MODES
 from layerzero.scheduler.torch_modes import capture
@@ -95,16 +96,8 @@ class LoopDrivers:
     """
 
     __slots__ = (
-        "__weakref__",
-        "_always_inline",
-        "_closed",
-        "_closed_stats",
-        "_executor",
-        "_lock",
-        "_settings",
-        "_streams",
-        "_worker",
-        "by_loop",
+        "__weakref__", "_always_inline", "_closed", "_closed_stats", "_executor", "_lock", "_make_reader",
+        "_settings", "_streams", "_worker", "by_loop",
     )  # fmt: skip
 
     def __init__(
@@ -115,8 +108,10 @@ class LoopDrivers:
         *,
         always_inline: bool = False,
         streams: DeviceStreams | None = None,
+        make_reader: Callable[[LoopDriver], HostReader] | None = None,
     ) -> None:
         self._streams = streams
+        self._make_reader = make_reader
         self._executor = executor
         self._worker = worker
         self._settings = settings or Settings()
@@ -160,6 +155,7 @@ class LoopDrivers:
                 self._settings,
                 always_inline=self._always_inline,
                 streams=self._streams,
+                make_reader=self._make_reader,
             )
         return driver
 
@@ -220,26 +216,3 @@ class LoopDrivers:
         """In a forked child: forget the parent's loops."""
         self._lock = threading.Lock()
         self.by_loop = {}
-
-
-async def join(flight: Flight[Any]) -> Any:
-    """Wait for a flight from a coroutine; a cancelled waiter leaves it alone, its error is raised here."""
-    loop = asyncio.get_running_loop()
-    landed: asyncio.Future[None] = loop.create_future()
-
-    def land() -> None:
-        if not landed.done():
-            landed.set_result(None)
-
-    def told() -> None:
-        try:
-            loop.call_soon_threadsafe(land)
-        except RuntimeError:
-            log.warning(LOOP_LOST, key=repr(flight.key))
-
-    flight.add(told)
-    try:
-        await landed
-    finally:
-        flight.leave(told)
-    return flight.result()

@@ -55,12 +55,12 @@ class DeviceStreams:
         default = torch.cuda.default_stream(self._index)
         return default.stream_id, default.device_index, default.device_type
 
-    def modes_of(self, calls: Sequence[PendingCall]) -> Any:
+    def modes_of(self, calls: Sequence[PendingCall]) -> Modes | CrossStreamModes:
         """The modes of a batch: the first caller's, or `CrossStreamModes` where their streams differ."""
-        modes, snapshot = calls[0].modes
-        if all(call.modes[0] is modes for call in calls):
-            return modes, snapshot
-        return CrossStreamModes(modes, frozenset(call.modes[0].stream for call in calls)), snapshot
+        modes = calls[0].modes
+        if all(call.modes is modes for call in calls):
+            return modes
+        return CrossStreamModes(modes, frozenset(s for call in calls if (s := call.modes.stream) is not None))
 
     @contextmanager
     def across_streams(self, modes: CrossStreamModes) -> Iterator[Modes]:
@@ -95,14 +95,11 @@ class DeviceStreams:
                     record_stream(tensor, stream)
 
     def notify_when_done(
-        self, modes: tuple[Modes | CrossStreamModes, Any], on_done: Callable[[Exception | None], object]
+        self, modes: Modes | CrossStreamModes, on_done: Callable[[Exception | None], object]
     ) -> None:
         """Call `told` from the reaper's thread once a batch under `modes` has run, with what went wrong."""
-        batch_modes = modes[0]
         event = torch.cuda.Event(blocking=True)
-        event.record(
-            self._batch_stream if isinstance(batch_modes, CrossStreamModes) else stream_of(batch_modes.stream)
-        )
+        event.record(self._batch_stream if isinstance(modes, CrossStreamModes) else stream_of(modes.stream))
 
         def wait_for_it() -> None:
             error: Exception | None = None

@@ -78,7 +78,7 @@ def settings() -> str:
 def settings_groups(docstring: str) -> Iterator[tuple[str, list[tuple[list[str], str]]]]:
     """The groups of the docstring of `Settings`, each with its fields and what they mean."""
     for group in re.finditer(r"^([A-Z][\w ]+):\n((?:    .*\n)+)", docstring + "\n", re.MULTILINE):
-        if group[1] == "Raises":
+        if group[1] in ("Raises", "Example"):
             continue
         entries = re.split(r"^    (?=\w)", group[2], flags=re.MULTILINE)[1:]
         pairs = (entry.partition(": ") for entry in entries)

@@ -1,8 +1,10 @@
-"""The watchers that a device's settings ask for: sampled calls checked or timed, and spans."""
+"""LiveChecks: sampled calls checked or timed, and spans, as a device's settings ask for."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
+
+from layerzero.actors.device.plan_compiler import PlanCompiler
 
 if TYPE_CHECKING:
     from layerzero.actors.device.local_device import LocalDevice
@@ -11,25 +13,42 @@ if TYPE_CHECKING:
     from layerzero.observe.spans import Spans
 
 
-def make_live_checks(device: LocalDevice) -> tuple[NumericsGuard | DriftWatch | Spans, ...]:
-    """One watcher for each kind that is switched on; what is off is not even imported.
+class LiveChecks:
+    """The middlewares of a device's compiler that its settings switch on; what is off is not imported."""
 
-    Raises: ConfigurationError: spans are asked for without opentelemetry.
-    """
-    settings = device.settings
-    live_checks: list[NumericsGuard | DriftWatch | Spans] = []
-    if settings.check_rate > 0:
-        from layerzero.actors.device.numerics_guard import NumericsGuard
+    def __init__(self, compiler: PlanCompiler) -> None:
+        self._compiler = compiler
+        self._checks: tuple[NumericsGuard | DriftWatch | Spans, ...] = ()
 
-        live_checks.append(NumericsGuard(device, settings.check_rate))
-    if settings.drift_rate > 0:
-        from layerzero.measure.drift import DriftWatch
+    def apply_settings(self, device: LocalDevice) -> Spans | None:
+        """Replace the checks by those of the settings of `device`; the spans among them.
 
-        live_checks.append(DriftWatch(device, settings.drift_rate))
-    device.spans = None
-    if settings.spans:
-        from layerzero.observe.spans import Spans
+        Raises: ConfigurationError: spans are requested without opentelemetry.
+        """
+        before, settings = self._checks, device.settings
+        self.close()
+        checks: list[NumericsGuard | DriftWatch | Spans] = []
+        spans = None
+        if settings.check_rate > 0:
+            from layerzero.actors.device.numerics_guard import NumericsGuard
 
-        device.spans = Spans()
-        live_checks.append(device.spans)
-    return tuple(live_checks)
+            checks.append(NumericsGuard(device.device, device.health, device.counters, settings.check_rate))
+        if settings.drift_rate > 0:
+            from layerzero.measure.drift import DriftWatch
+
+            checks.append(DriftWatch(device, settings.drift_rate))
+        if settings.spans:
+            from layerzero.observe.spans import Spans
+
+            spans = Spans()
+            checks.append(spans)
+        self._checks = tuple(checks)
+        others = (each for each in self._compiler.middlewares if each not in before)
+        self._compiler.middlewares = (*others, *checks)
+        return spans
+
+    def close(self) -> None:
+        """End the checks; a second call does nothing."""
+        for check in self._checks:
+            check.close()
+        self._checks = ()

@@ -8,25 +8,39 @@ from typing import TYPE_CHECKING
 
 from layerzero._util import log
 from layerzero.actors.device.ending import ENDING
+from layerzero.actors.device.registry import Registry
 from layerzero.actors.device.worker import Worker
+from layerzero.observe.counters import Counters
 from layerzero.spec.call_spec import CallSpec
 
 if TYPE_CHECKING:
-    from layerzero.actors.device.local_device import LocalDevice
     from layerzero.selection.dispatch_table import ActiveDispatchTable
+    from layerzero.spec.hardware import Hardware
     from layerzero.spec.settings import Settings
 
 _DELAY_S = 0.1
 
 
 class KernelLoader:
-    """The background thread of one device; a kernel is loaded once at a time."""
+    """The background thread of one device; a kernel is loaded once at a time, and `changed()` called after
+    it.
+    """
 
-    __slots__ = ("_closing", "_device", "_lock", "_thread", "_underway")
+    __slots__ = ("_changed", "_clock", "_closing", "_counters", "_lock", "_registry", "_thread", "_underway")
 
-    def __init__(self, device: LocalDevice) -> None:
-        self._device = device
-        self._thread = Worker(f"layerzero-warm-{device.device}")
+    def __init__(
+        self,
+        device: str,
+        registry: Registry,
+        counters: Counters,
+        clock: Callable[[], float],
+        changed: Callable[[], object],
+    ) -> None:
+        self._registry = registry
+        self._counters = counters
+        self._clock = clock
+        self._changed = changed
+        self._thread = Worker(f"layerzero-warm-{device}")
         self.reset_after_fork()
 
     def reset_after_fork(self) -> None:
@@ -78,23 +92,22 @@ class KernelLoader:
 
     def load_now(self, kernel_id: str, request: CallSpec | None = None) -> None:
         """Load a kernel in this thread; a failure blocks it, with its reason."""
-        device = self._device
-        started = device.clock.now()
+        started = self._clock()
         try:
-            device.registry.callable_of(kernel_id)
+            self._registry.callable_of(kernel_id)
             if request is not None:
-                device.registry.compile(kernel_id, request)
+                self._registry.compile(kernel_id, request)
         except Exception as error:
             if not threading.main_thread().is_alive():
                 return  # the process is ending and takes no more threads: that says nothing of the kernel
-            device.counters.add("load_failures", kernel=kernel_id)
+            self._counters.add("load_failures", kernel=kernel_id)
             log.warning("kernel.load_failed", kernel=kernel_id, error=f"{type(error).__name__}: {error}")
         else:
-            log.info("kernel.loaded", kernel=kernel_id, seconds=round(device.clock.now() - started, 3))
+            log.info("kernel.loaded", kernel=kernel_id, seconds=round(self._clock() - started, 3))
         finally:
             with self._lock:
                 self._underway.discard(kernel_id)
-            device.refresh()
+            self._changed()
 
     def stop(self) -> None:
         """Begin nothing more."""
@@ -106,7 +119,9 @@ class KernelLoader:
         self._thread.close(timeout_s)
 
 
-def dispatch_table_for(device: LocalDevice, settings: Settings) -> ActiveDispatchTable | None:
+def dispatch_table_for(
+    settings: Settings, registry: Registry, hardware: Hardware
+) -> ActiveDispatchTable | None:
     """The dispatch table of `settings`, refused where it does not hold for the device.
 
     Raises: ConfigurationError: it does not, and the settings are strict.
@@ -115,5 +130,4 @@ def dispatch_table_for(device: LocalDevice, settings: Settings) -> ActiveDispatc
         return None
     from layerzero.selection.dispatch_table import activate
 
-    kernels = device.registry.all()
-    return activate(settings.dispatch_table, device.hardware, kernels, strict=settings.strict)
+    return activate(settings.dispatch_table, hardware, registry.all(), strict=settings.strict)

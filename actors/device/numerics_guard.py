@@ -11,19 +11,18 @@ from __future__ import annotations
 import itertools
 import threading
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from layerzero._util import log
 from layerzero.actors.device.worker import Worker
+from layerzero.health import Health
 from layerzero.measure.correctness import Mismatch, clone_tensors, find_mismatch
+from layerzero.observe.counters import Counters
 from layerzero.ops.op import Args, Op
 from layerzero.selection.record import Selection
-
-if TYPE_CHECKING:
-    from layerzero.actors.device.local_device import LocalDevice
 
 KERNEL_WRONG = "kernel.found_wrong"
 CHECK_FAILED = "numerics.check_failed"
@@ -36,10 +35,11 @@ _NOT_CHECKED = frozenset({"grad", "autocast", "capture"})
 class NumericsGuard:
     """Checks one call in `round(1 / rate)` of every plan on `device`."""
 
-    def __init__(self, device: LocalDevice, rate: float) -> None:
-        self._device = device
+    def __init__(self, device: torch.device, health: Health, counters: Counters, rate: float) -> None:
+        self._health = health
+        self._counters = counters
         self._period = max(1, round(1 / rate))
-        self._worker = Worker(f"layerzero-numerics-{device.device}")
+        self._worker = Worker(f"layerzero-numerics-{device}")
         self._lock = threading.Lock()
         self._waiting = 0
 
@@ -55,13 +55,13 @@ class NumericsGuard:
                 return call(*args)
             byte_count = _bytes(args)
             if not self._admit(byte_count):
-                self._device.counters.add("numerics_skipped", kernel=kernel)
+                self._counters.add("numerics_skipped", kernel=kernel)
                 return call(*args)
             try:
                 versions, copies = _versions(args), clone_tensors(args)
                 result = call(*args)
                 if not _unchanged(args, copies, versions):
-                    self._device.counters.add("numerics_skipped", kernel=kernel)
+                    self._counters.add("numerics_skipped", kernel=kernel)
                     self._done()
                     return result
                 outputs = _cloned_outputs(result)
@@ -96,7 +96,7 @@ class NumericsGuard:
         except Exception as error:
             log.warning(CHECK_FAILED, kernel=kernel, error=f"{type(error).__name__}: {error}"[:200])
         else:
-            self._device.counters.add("numerics_checked", kernel=kernel)
+            self._counters.add("numerics_checked", kernel=kernel)
             if mismatch is not None:
                 self._quarantine(op, kernel, args, mismatch)
         finally:
@@ -117,9 +117,9 @@ class NumericsGuard:
         # Kept out before anybody is told, so that who reads the counter may rely on it; told even when the
         # quarantine cannot be written.
         try:
-            self._device.health.quarantine(kernel, why)
+            self._health.quarantine(kernel, why)
         finally:
-            self._device.counters.add("numerics_failures", kernel=kernel)
+            self._counters.add("numerics_failures", kernel=kernel)
             log.error(
                 KERNEL_WRONG, kernel=kernel, op=op.name, error=mismatch.error, limit=mismatch.limit, why=why
             )

@@ -7,22 +7,22 @@ is at fault, not the kernel. Nor does it count where the caller's transforms, mo
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import msgspec
 import torch
 
 from layerzero._util import foreign, log
+from layerzero.actors.device.kernel_calls import KernelCalls
+from layerzero.health import Health
+from layerzero.observe.counters import Counters
 from layerzero.ops.op import Args, Op
 from layerzero.selection.dispatch import DispatchState
 from layerzero.selection.plan import Plan, check_outputs, reference_plan
 from layerzero.selection.record import Selection, format_bytes
 from layerzero.selection.workspace import workspace_bytes
 from layerzero.spec.errors import CudaGraphUnsafeError, KernelExecutionError, LayerZeroError
-from layerzero.spec.hardware import free_memory
-
-if TYPE_CHECKING:
-    from layerzero.actors.device.local_device import LocalDevice
+from layerzero.spec.hardware import Hardware, free_memory
 
 _is_traced = torch.compiler.is_dynamo_compiling
 _ARGUMENT_ERRORS = (ValueError, TypeError, IndexError)
@@ -31,8 +31,20 @@ _ARGUMENT_ERRORS = (ValueError, TypeError, IndexError)
 class Recovery:
     """Fallback inside one call, and probes of kernels that rest."""
 
-    def __init__(self, device: LocalDevice) -> None:
-        self._device = device
+    def __init__(
+        self,
+        calls: KernelCalls,
+        health: Health,
+        counters: Counters,
+        hardware: Hardware,
+        refresh_budget: Callable[[], object],
+    ) -> None:
+        """`refresh_budget()` looks at free memory again, before the retry after an allocation failed."""
+        self._calls = calls
+        self._health = health
+        self._counters = counters
+        self._hardware = hardware
+        self._refresh_budget = refresh_budget
 
     def recover(
         self, plan: Plan, args: Args, error: Exception, snapshot: DispatchState | None
@@ -61,13 +73,13 @@ class Recovery:
 
     def _try_next(self, plan: Plan, args: Args, error: Exception, quiet: bool) -> tuple[Any, Plan]:
         """The next kernel's answer, and a count against those that gave none unless `quiet`."""
-        op, device = plan.op, self._device
+        op = plan.op
         failed = [(plan.kernel, error)]
         for kernel_id in plan.selection.order:
-            if kernel_id == plan.kernel or kernel_id in device.health.blocked_kernels():
+            if kernel_id == plan.kernel or kernel_id in self._health.blocked_kernels():
                 continue
             try:
-                result = device.callable_for(op, plan.selection, kernel_id)(*args)
+                result = self._calls.callable_for(op, plan.selection, kernel_id)(*args)
                 check_outputs(op, args, result, dtypes="autocast" not in plan.request.modes)
             except Exception as other:
                 failed.append((kernel_id, other))
@@ -75,12 +87,12 @@ class Recovery:
             if not quiet:
                 for broken, why in failed:
                     self._count_failure(plan, broken, kernel_id, why)
-                device.health.success(kernel_id)
+                self._health.success(kernel_id)
             return result, self._record_fallback(plan, kernel_id, error)
         if quiet or isinstance(error, _ARGUMENT_ERRORS):
             raise error
-        device.counters.add("failures", kernel=plan.kernel)
-        device.health.failure(plan.kernel, _short(error), op=op.name)
+        self._counters.add("failures", kernel=plan.kernel)
+        self._health.failure(plan.kernel, _short(error), op=op.name)
         raise self._error(plan.kernel, error, "no other kernel could answer")
 
     def _run_composed(self, plan: Plan, args: Args, error: Exception) -> tuple[Any, Plan]:
@@ -95,21 +107,20 @@ class Recovery:
 
     def _retry_with_less_memory(self, plan: Plan, args: Args, error: Exception) -> tuple[Any, Plan]:
         """Run the kernel that states the smallest workspace, once; memory is not the first kernel's fault."""
-        device, op, request = self._device, plan.op, plan.request
-        device.counters.add("out_of_memory", kernel=plan.kernel)
-        if device.device.type == "cuda":
+        calls, op, request = self._calls, plan.op, plan.request
+        self._counters.add("out_of_memory", kernel=plan.kernel)
+        if calls.device.type == "cuda":
             torch.cuda.empty_cache()
-        if device.workspace_budget.refresh(device.settings):
-            device.refresh()
-        free, total = free_memory(device.device), device.hardware.memory_bytes
+        self._refresh_budget()
+        free, total = free_memory(calls.device), self._hardware.memory_bytes
         usage = f"{format_bytes(free)} of {format_bytes(total)} are free"
-        failed = device.registry.get(plan.kernel)
+        failed = calls.registry.get(plan.kernel)
         others = [
             kernel
             for kernel_id in plan.selection.order
             if kernel_id != plan.kernel
-            and kernel_id not in device.health.blocked_kernels()
-            and (kernel := device.registry.get(kernel_id)) is not None
+            and kernel_id not in self._health.blocked_kernels()
+            and (kernel := calls.registry.get(kernel_id)) is not None
             and (failed is None or workspace_bytes(kernel, request) <= workspace_bytes(failed, request))
         ]
         if not others:
@@ -117,7 +128,7 @@ class Recovery:
         smallest = min(others, key=lambda kernel: workspace_bytes(kernel, request)).id
         log.warning("kernel.out_of_memory", kernel=plan.kernel, used=smallest, op=op.name, usage=usage)
         try:
-            result = device.callable_for(op, plan.selection, smallest)(*args)
+            result = self._calls.callable_for(op, plan.selection, smallest)(*args)
             check_outputs(op, args, result, dtypes="autocast" not in request.modes)
         except Exception as other:
             message = f"so did {smallest} ({_short(other)}); {usage}: make the call smaller"
@@ -125,15 +136,14 @@ class Recovery:
         return result, self._record_fallback(plan, smallest, error)
 
     def _count_failure(self, plan: Plan, broken: str, used: str, error: Exception) -> None:
-        device = self._device
-        device.counters.add("fallbacks", kernel=broken)
+        self._counters.add("fallbacks", kernel=broken)
         log.warning("kernel.fell_back", kernel=broken, used=used, op=plan.op.name, error=_short(error))
-        device.health.failure(broken, _short(error), op=plan.op.name)
+        self._health.failure(broken, _short(error), op=plan.op.name)
 
     def _record_fallback(self, plan: Plan, used: str, error: Exception) -> Plan:
         """The plan as it really ran, for `last_selection`."""
-        if self._device.spans is not None:
-            self._device.spans.fell_back(plan, used, error)
+        if self._calls.spans is not None:
+            self._calls.spans.fell_back(plan, used, error)
         record = msgspec.structs.replace(
             plan.selection,
             kernel=used,
@@ -152,12 +162,11 @@ class Recovery:
         self, op: Op, kernel_id: str, call: Callable[..., Any], selection: Selection
     ) -> Callable[..., Any]:
         """`call` for callers that get a probe token of a half-open circuit, the next kernel for others."""
-        device = self._device
 
         def probing(*args: Any) -> Any:
             if foreign.in_foreign_mode() or foreign.has_transformed(args):
                 return self._run_fallback(op, kernel_id, selection, args)
-            token = device.health.take_probe(kernel_id)
+            token = self._health.take_probe(kernel_id)
             if token is None:
                 return self._run_fallback(op, kernel_id, selection, args)
             with token:
@@ -170,7 +179,7 @@ class Recovery:
     def _run_fallback(self, op: Op, kernel_id: str, selection: Selection, args: Args) -> Any:
         for other in selection.order:
             if other != kernel_id:
-                return self._device.callable_for(op, selection, other)(*args)
+                return self._calls.callable_for(op, selection, other)(*args)
         raise KernelExecutionError(f"{kernel_id} rests and no other kernel takes the call", kernel=kernel_id)
 
 

@@ -1,75 +1,38 @@
-"""Plan agreement without I/O: what each rank asks of the store, step by step, and what it concludes.
+"""Plan agreement: how the ranks vote on a plan through a store that they share.
 
-Rank 0 puts a plan up, every other rank votes, rank 0 decides by writing the outcome where nothing stands yet.
-Whoever waits too long writes an abort to the same place. The store keeps the first word, so that every rank
-that learns an outcome learns the same one, whoever crashed, lagged or refused in between. No rank decides
-alone, and no collective is used, so that a rank that hangs breaks nothing for the others.
+Rank 0 publishes a plan, every other rank votes, rank 0 decides by writing the outcome where none is stored
+yet. A rank that waits too long writes an abort under the same key. The store keeps the first value, so that
+every rank that learns an outcome learns the same one, whichever rank crashed, lagged or refused. No rank
+decides alone, and no collective is used: a rank that hangs breaks nothing for the others.
 
-Who refuses writes that abort too, before it votes, so that rank 0 waits for votes and reads none. Each way to
-the store and back costs all of them its time.
-
-Each side is a generator: it yields a `Put`, `Take`, `Meet` or `Swap`, is sent the answer, and returns an
-`VoteOutcome`. `carry_out` drives one against a store; the model check in the tests drives all of them through
-every order.
+A rank that refuses writes the abort before it votes, so that rank 0 waits for votes and reads none. Each
+round trip to the store costs every rank its time. The model check in the tests runs `propose` and `answer`
+against a store that returns every possible reply in every possible order.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
 
 class AgreementStore(Protocol):
-    """Keys and values that all ranks share.
+    """Keys and values that all ranks share, by the names of `torch.distributed.Store`.
 
-    `take` waits for a key and gives None where it did not appear in time; `meet` waits for several and says
-    of each whether it is there; `swap` writes where nothing stands and returns what stands there afterwards,
-    as one indivisible step.
+    `get` waits for a key and returns None where it did not appear in time. `wait` waits for several and says
+    for each whether it is stored. `compare_set` writes `desired` where `expected` is stored (b"": nothing is)
+    and returns what is stored afterwards, as one indivisible step.
     """
 
-    def put(self, key: str, value: bytes) -> None: ...
+    def set(self, key: str, value: bytes) -> None: ...
 
-    def take(self, key: str, timeout_s: float) -> bytes | None: ...
+    def get(self, key: str, timeout_s: float) -> bytes | None: ...
 
-    def meet(self, keys: Sequence[str], timeout_s: float) -> tuple[bool, ...]: ...
+    def wait(self, keys: Sequence[str], timeout_s: float) -> tuple[bool, ...]: ...
 
-    def swap(self, key: str, value: bytes) -> bytes: ...
-
-
-@dataclass(frozen=True, slots=True)
-class Put:
-    """Write `value` under `key`."""
-
-    key: str
-    value: bytes
-
-
-@dataclass(frozen=True, slots=True)
-class Take:
-    """Wait for `key`; the answer is None where the time is up."""
-
-    key: str
-
-
-@dataclass(frozen=True, slots=True)
-class Meet:
-    """Wait for all of `keys`; the answer has False for each that is missing when the time is up."""
-
-    keys: tuple[str, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Swap:
-    """Write `value` under `key` unless something stands there; the answer is what stands there."""
-
-    key: str
-    value: bytes
-
-
-Step = Put | Take | Meet | Swap
-Reply = bytes | None | tuple[bool, ...]
+    def compare_set(self, key: str, expected: bytes, desired: bytes) -> bytes: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +43,6 @@ class VoteOutcome:
     reason: str = ""
 
 
-Side = Generator[Step, Any, VoteOutcome]
 _COMMIT, _ABORT = b"commit:", b"abort:"
 
 
@@ -89,32 +51,47 @@ def digest_of(plan: bytes) -> str:
     return hashlib.sha256(plan).hexdigest()[:16]
 
 
-def propose(where: str, plan: bytes, followers: Sequence[int]) -> Side:
-    """Rank 0's side: put `plan` up under `where`, collect the votes of `followers`, decide."""
-    yield Put(f"{where}/plan", plan)
-    votes = yield Meet(tuple(f"{where}/vote/{rank}" for rank in followers))
-    late = [rank for rank, present in zip(followers, votes, strict=True) if not present]
-    absent = [f"rank {rank} did not vote in time" for rank in late]
-    word = _ABORT + "; ".join(absent).encode() if absent else _COMMIT + digest_of(plan).encode()
-    return _outcome((yield Swap(f"{where}/outcome", word)), plan)
+def propose(
+    store: AgreementStore, prefix: str, plan: bytes, followers: Sequence[int], timeout_s: float
+) -> VoteOutcome:
+    """Rank 0's side: publish `plan` under `prefix`, wait for the votes of `followers`, decide."""
+    store.set(f"{prefix}/plan", plan)
+    keys = [f"{prefix}/vote/{rank}" for rank in followers]
+    voted = store.wait(keys, timeout_s) if keys else ()
+    absent = [rank for rank, present in zip(followers, voted, strict=True) if not present]
+    word = _COMMIT + digest_of(plan).encode()
+    if absent:
+        word = _ABORT + "; ".join(f"rank {rank} did not vote in time" for rank in absent).encode()
+    return _outcome(store.compare_set(f"{prefix}/outcome", b"", word), plan)
 
 
-def answer(where: str, rank: int, validate: Callable[[bytes], str | None]) -> Side:
-    """A follower's side: vote on the plan under `where`, as `validate` objects or not; learn the outcome."""
-    plan = yield Take(f"{where}/plan")
+def answer(
+    store: AgreementStore, prefix: str, rank: int, validate: Callable[[bytes], str | None], timeout_s: float
+) -> VoteOutcome:
+    """A follower's side: vote on the plan under `prefix`; `validate` returns its objection, or None."""
+
+    def abort(reason: str) -> bytes:
+        return store.compare_set(f"{prefix}/outcome", b"", _ABORT + f"rank {rank} {reason}".encode())
+
+    plan = store.get(f"{prefix}/plan", timeout_s)
     if plan is None:
-        word = _ABORT + f"rank {rank} saw no plan in time".encode()
-        return _outcome((yield Swap(f"{where}/outcome", word)), None)
-    objection = validate(plan)
-    if objection is None:
-        yield Put(f"{where}/vote/{rank}", b"yes")
-        word = yield Take(f"{where}/outcome")
-        if word is None:
-            word = yield Swap(f"{where}/outcome", _ABORT + f"rank {rank} saw no decision in time".encode())
-    else:
-        word = yield Swap(f"{where}/outcome", _ABORT + f"rank {rank} refuses: {objection}".encode())
-        yield Put(f"{where}/vote/{rank}", b"no")
-    return _outcome(word, plan)
+        return _outcome(abort("saw no plan in time"), None)
+    if (objection := validate(plan)) is not None:
+        word = abort(f"refuses: {objection}")
+        store.set(f"{prefix}/vote/{rank}", b"no")
+        return _outcome(word, plan)
+    store.set(f"{prefix}/vote/{rank}", b"yes")
+    outcome = store.get(f"{prefix}/outcome", timeout_s)
+    return _outcome(abort("saw no decision in time") if outcome is None else outcome, plan)
+
+
+def _outcome(word: bytes, plan: bytes | None) -> VoteOutcome:
+    if word.startswith(_ABORT):
+        return VoteOutcome(None, word[len(_ABORT) :].decode())
+    if plan is None or word != _COMMIT + digest_of(plan).encode():
+        # A commit needs every rank's vote for this very plan: another process wrote into the store.
+        raise ValueError(f"the store's outcome {word!r} fits no plan that this rank voted for")
+    return VoteOutcome(plan)
 
 
 class PlanSchedule:
@@ -162,33 +139,3 @@ class PlanSchedule:
     def _activate(self, plan: str) -> None:
         self.active, self.version = plan, self._pending[plan][0]
         self._pending = {other: entry for other, entry in self._pending.items() if entry[0] > self.version}
-
-
-def _outcome(word: bytes | None, plan: bytes | None) -> VoteOutcome:
-    assert word is not None
-    if word.startswith(_ABORT):
-        return VoteOutcome(None, word[len(_ABORT) :].decode())
-    if plan is None or word != _COMMIT + digest_of(plan).encode():
-        # A commit needs every rank's vote for this very plan: the store was written by somebody else.
-        raise ValueError(f"the store's outcome {word!r} fits no plan that this rank voted for")
-    return VoteOutcome(plan)
-
-
-def carry_out(side: Side, store: AgreementStore, timeout_s: float) -> VoteOutcome:
-    """Drive one side against a store; each wait takes at most `timeout_s` seconds. Blocks the thread."""
-    reply: Reply = None
-    try:
-        while True:
-            step = side.send(reply)
-            reply = None
-            if isinstance(step, Put):
-                store.put(step.key, step.value)
-            elif isinstance(step, Take):
-                reply = store.take(step.key, timeout_s)
-            elif isinstance(step, Meet):
-                reply = store.meet(step.keys, timeout_s) if step.keys else ()
-            else:
-                reply = store.swap(step.key, step.value)
-    except StopIteration as end:
-        outcome: VoteOutcome = end.value
-        return outcome

@@ -1,10 +1,10 @@
-"""One-to-all frames: rank 0's step messages on their way to the followers, and followers' words back.
+"""One-to-all frames: rank 0's step messages to the followers, and their reports back.
 
-Back come the digest of the ops that a follower ran in a step, and failures. Rank 0 gives a sign of life to
-followers that have nothing to read: one that is frozen, or whose host is gone, is noticed.
-Frames have a length of four bytes in front. Who connects says a token first that rank 0 published in the
-agreement store; nobody else is served. Ranks of one host meet on a Unix socket where there are such, which
-costs a third of TCP; the others on TCP.
+A follower reports the digest of the ops that it ran in a step, and failures. Rank 0 sends heartbeats to
+followers that have read everything: they notice a rank 0 that is frozen, or whose host is gone.
+A follower authenticates with a token that rank 0 published in the store, or that both were given; other
+connections are closed. Ranks of one host use a Unix socket where the system has them, at a third of the cost
+of TCP.
 """
 
 from __future__ import annotations
@@ -14,47 +14,61 @@ import secrets
 import selectors
 import socket
 import struct
-import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
 
+from layerzero.actors.rpc.sockets import (
+    LENGTH,
+    abstract_name,
+    connect_unix,
+    frame_bytes,
+    limit_waits,
+    listen_unix,
+    receive_exactly,
+    send_small_frames,
+    shut_down,
+    unread_bytes,
+)
 from layerzero.spec.errors import ConsistencyError, DeviceLostError
 
-_LENGTH = struct.Struct("!I")
-_HELLO = struct.Struct("!32sI")
+_HELLO = struct.Struct("!32sI")  # the token and the rank
 _MAX_FRAME = 1 << 22
 _READ_BYTES = 1 << 16
-_NEVER_S = 1e7
-_UNAUTHENTICATED_BACKLOG = 16  # who may wait to be hung up on, beside the followers
-_HEARTBEAT = b"\xff" * _LENGTH.size  # a length that no frame has
+_UNAUTHENTICATED_BACKLOG = 16  # connections that may wait to be refused, besides the followers'
+_HEARTBEAT = b"\xff" * LENGTH.size  # a length that no frame has
 _HEARTBEAT_S = 1.0
-_MAX_LATE_HEARTBEATS = 3  # that may be late
-_STEP_END = struct.Struct("!cI")  # what a follower says after a step, before the digest
+_MAX_LATE_HEARTBEATS = 3
+_STEP_END = struct.Struct("!cI")  # what a follower reports after a step, before the digest
 _STEP_END_MARK = b"\0"
-_REASON_WAIT_S = 1.0  # until what a follower said before it hung up has been read
+_REASON_WAIT_S = 1.0  # for what a follower sent before it closed the channel
 
 
 class LeaderChannel:
-    """Rank 0's end: `send` gives one frame to every follower; `lost` is told why one has gone.
+    """Rank 0's end: `send` sends one frame to every follower; `address` is what they connect to.
 
-    A follower that takes nothing for `timeout_s` seconds is given up; None waits for ever.
+    A follower that reads nothing for `timeout_s` seconds is given up; None waits forever. `token` is what a
+    follower must send, 32 bytes; without one, the channel makes it and adds it to the address.
     """
 
     def __init__(
-        self, followers: Sequence[int], host: str = "127.0.0.1", timeout_s: float | None = None
+        self,
+        followers: Sequence[int],
+        host: str = "127.0.0.1",
+        timeout_s: float | None = None,
+        token: bytes = b"",
     ) -> None:
         self._followers = frozenset(followers)
         self._timeout_s = timeout_s
-        self._token = secrets.token_bytes(32)
+        self._token = token or secrets.token_bytes(32)
         self._listener = socket.create_server((host, 0), backlog=len(followers) + _UNAUTHENTICATED_BACKLOG)
         port = self._listener.getsockname()[1]
-        self._unix_listener = _unix_listener(len(followers))
-        near = self._unix_listener.getsockname()[1:].decode() if self._unix_listener is not None else "-"
-        self.address = f"{host} {port} {self._token.hex()} {near}".encode()
+        name = abstract_name()
+        self._unix_listener = listen_unix(name, len(followers) + _UNAUTHENTICATED_BACKLOG)
+        published = "-" if token else self._token.hex()
+        self.address = f"{host} {port} {published} {name or '-'}".encode()
         self._sockets: dict[int, socket.socket] = {}
-        self._nonblocking: dict[int, socket.socket] = {}  # the same ones, which never wait
         self._watcher: threading.Thread | None = None
         self._wake, self._woken = socket.socketpair()
         self._closing = threading.Lock()
@@ -84,7 +98,7 @@ class LeaderChannel:
                 )
                 self._watcher.start()
         except BaseException as error:
-            for peer in (*self._sockets.values(), *self._nonblocking.values()):
+            for peer in self._sockets.values():
                 peer.close()
             if self._closed and isinstance(error, OSError | ValueError):  # of a listener that is closed
                 raise DeviceLostError("rank 0 left while the others joined", retryable=True) from error
@@ -115,13 +129,14 @@ class LeaderChannel:
                         self._authenticate(peer, key.data)
 
     def _authenticate(self, peer: socket.socket, hello: bytes) -> None:
-        """Keep who said the token and a rank that is still missing; hang up on anybody else."""
+        """Keep a peer that sent the token and a rank that is still missing; close any other."""
         token, rank = _HELLO.unpack(hello) if len(hello) == _HELLO.size else (b"", -1)
         if hmac.compare_digest(token, self._token) and rank in self._followers - self._sockets.keys():
-            self._nonblocking[rank], blocking = peer.dup(), peer.dup()
-            self._sockets[rank] = blocking
-            self._nonblocking[rank].setblocking(False)  # the other one too, unless it has a limit
-            _set_options(blocking, _NEVER_S if self._timeout_s is None else self._timeout_s)
+            # A copy: the accepting thread closes what it accepted.
+            self._sockets[rank] = follower = peer.dup()
+            send_small_frames(follower)
+            limit_waits(follower, socket.SO_SNDTIMEO, self._timeout_s)
+            limit_waits(follower, socket.SO_RCVTIMEO, self._timeout_s)
         peer.close()
 
     def send(self, frame: bytes, *, last: bool = False) -> None:
@@ -130,15 +145,15 @@ class LeaderChannel:
         Raises: DeviceLostError: one has failed or gone, or has not read for so long that its line is full;
             nothing may be run that needs it.
         """
-        data = _LENGTH.pack(len(frame)) + frame
+        data = frame_bytes(frame)
         self._leaving = last
         with self._sending:
             for rank, peer in self._sockets.items():
                 if self.failure is not None:
                     break
                 try:
-                    _send(self._nonblocking[rank], peer, data)
-                except TimeoutError:
+                    peer.sendall(data)
+                except BlockingIOError:
                     self.failure = self.failure or (
                         f"rank {rank} has taken nothing for {self._timeout_s:g} s and its line is full; "
                         "it hangs"
@@ -194,10 +209,10 @@ class LeaderChannel:
         if not self._sending.acquire(blocking=False):
             return  # a step is being sent
         try:
-            for rank, quick in self._nonblocking.items():
-                with suppress(OSError):  # who is gone, or takes nothing, is noticed elsewhere
-                    if not _unread_bytes(quick):
-                        _send(quick, self._sockets[rank], _HEARTBEAT)
+            for peer in self._sockets.values():
+                with suppress(OSError):  # a follower that is gone, or reads nothing, is noticed elsewhere
+                    if not unread_bytes(peer):
+                        peer.sendall(_HEARTBEAT)
         finally:
             self._sending.release()
 
@@ -208,7 +223,7 @@ class LeaderChannel:
             if frame.startswith(_STEP_END_MARK):
                 self._on_step_end(rank, frame)
                 return None
-        except TimeoutError:
+        except BlockingIOError:
             return f"rank {rank} stopped in the middle of a word"
         except (OSError, EOFError):
             return f"rank {rank} is gone"
@@ -254,13 +269,13 @@ class LeaderChannel:
             self._closed = True
         self._wake.send(b"x")
         for peer in list(self._sockets.values()):
-            _shut_down(peer)  # closing alone would not wake who reads or writes just now
+            shut_down(peer)  # closing alone would not wake who reads or writes just now
         if self._watcher is not None and self._watcher is not threading.current_thread():
             self._watcher.join()
         with self._accepting:
             pass
-        ends = (*self._sockets.values(), *self._nonblocking.values())
-        for each in (*ends, self._listener, self._unix_listener, self._wake, self._woken):
+        listeners = (self._listener, self._unix_listener)
+        for each in (*self._sockets.values(), *listeners, self._wake, self._woken):
             if each is not None:
                 each.close()
 
@@ -268,23 +283,31 @@ class LeaderChannel:
 class FollowerChannel:
     """A follower's end of the line; `silence_s` without a sign of life mean that rank 0 is frozen or gone."""
 
-    def __init__(self, rank: int, address: bytes, timeout_s: float, silence_s: float | None = None) -> None:
-        host, port, token, unix_name = address.decode().split(" ")
-        peer = _unix_connection(unix_name, timeout_s)
+    def __init__(
+        self,
+        rank: int,
+        address: bytes,
+        timeout_s: float,
+        silence_s: float | None = None,
+        token: bytes = b"",
+    ) -> None:
+        host, port, published, name = address.decode().split(" ")
+        peer = connect_unix("" if name == "-" else name, timeout_s)
         try:
             peer = peer or socket.create_connection((host, int(port)), timeout_s)
-            peer.sendall(_HELLO.pack(bytes.fromhex(token), rank))
+            peer.sendall(_HELLO.pack(token or bytes.fromhex(published), rank))
         except OSError as error:
             if peer is not None:
                 peer.close()
             message = f"rank 0 does not answer at {host}:{port}: {error}"
             raise DeviceLostError(message, retryable=True) from error
         self._socket = peer
-        _set_options(self._socket, None)
+        send_small_frames(peer)
+        limit_waits(peer, socket.SO_RCVTIMEO, None)
         self._silence_s = None if silence_s is None else max(silence_s, _MAX_LATE_HEARTBEATS * _HEARTBEAT_S)
         self._limit: float | None = None
         self._buffer = bytearray(_READ_BYTES)
-        self._from = self._upto = 0  # what has been received and not been given
+        self._from = self._upto = 0  # what has been received and not been returned
 
     def receive(self, timeout_s: float | None = None) -> bytes:
         """The next frame, waiting for it.
@@ -297,13 +320,13 @@ class FollowerChannel:
         try:
             while True:
                 if limit != self._limit:  # a call of the system each time
-                    self._socket.settimeout(limit)
+                    limit_waits(self._socket, socket.SO_RCVTIMEO, limit)
                     self._limit = limit
                 if (frame := self._frame()) is not None:
                     return frame
                 if until is not None:  # a sign of life is no step message
                     limit = min(limits[-1], max(1e-3, until - time.monotonic()))
-        except TimeoutError:
+        except BlockingIOError:
             if until is not None and time.monotonic() >= until:
                 raise DeviceLostError(f"rank 0 sent nothing for {timeout_s:g} s", retryable=False) from None
             raise DeviceLostError(
@@ -320,22 +343,22 @@ class FollowerChannel:
 
         Raises: EOFError: the other side hung up. ConsistencyError: the length is absurd.
         """
-        while (buffered := self._upto - self._from) < _LENGTH.size:
+        while (buffered := self._upto - self._from) < LENGTH.size:
             self._fill_buffer(buffered)
         if self._buffer.startswith(_HEARTBEAT, self._from):
-            self._from += _LENGTH.size
+            self._from += LENGTH.size
             return None
-        (size,) = _LENGTH.unpack_from(self._buffer, self._from)
+        (size,) = LENGTH.unpack_from(self._buffer, self._from)
         if size > _MAX_FRAME:
             raise ConsistencyError(f"a frame needs at most {_MAX_FRAME} bytes, got {size}")
-        begin = self._from + _LENGTH.size
+        begin = self._from + LENGTH.size
         end = begin + size
         if end <= self._upto:
             self._from = end
             return bytes(memoryview(self._buffer)[begin:end])
         part = bytes(memoryview(self._buffer)[begin : self._upto])
         self._from = self._upto = 0
-        return part + _receive_exactly(self._socket, size - len(part))
+        return part + receive_exactly(self._socket, size - len(part))
 
     def _fill_buffer(self, buffered: int) -> None:
         """Read on, behind the `here` bytes that are there."""
@@ -357,49 +380,12 @@ class FollowerChannel:
 
     def _send(self, data: bytes) -> None:
         with suppress(OSError):  # rank 0 is gone, or learns it from the closed line
-            self._socket.sendall(_LENGTH.pack(len(data)) + data)
+            self._socket.sendall(frame_bytes(data))
 
     def close(self) -> None:
         """Hang up; a thread that waits in `receive` raises."""
-        _shut_down(self._socket)
+        shut_down(self._socket)
         self._socket.close()
-
-
-def _unix_listener(backlog: int) -> socket.socket | None:
-    """A Unix socket in Linux's abstract names, which vanish with their owner; None elsewhere."""
-    if sys.platform != "linux":
-        return None
-    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    listener.bind(f"\0layerzero-{secrets.token_hex(16)}")
-    listener.listen(backlog + _UNAUTHENTICATED_BACKLOG)
-    return listener
-
-
-def _unix_connection(name: str, timeout_s: float) -> socket.socket | None:
-    """A connection to rank 0 on this host; None where it is on another, or in another network namespace."""
-    if name == "-" or sys.platform != "linux":
-        return None
-    peer = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    peer.settimeout(timeout_s)
-    try:
-        peer.connect(f"\0{name}")
-    except OSError:
-        peer.close()
-        return None
-    return peer
-
-
-def _set_options(peer: socket.socket, timeout_s: float | None) -> None:
-    """Waiting at most `timeout_s` for the other side, and never for more to send."""
-    peer.settimeout(timeout_s)
-    if peer.family != getattr(socket, "AF_UNIX", None):
-        peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-
-
-def _shut_down(peer: socket.socket) -> None:
-    """End both directions, for this process's other threads too; what was sent still arrives."""
-    with suppress(OSError):  # the other side has hung up before
-        peer.shutdown(socket.SHUT_RDWR)
 
 
 def _read_hello(peer: socket.socket, hello: bytearray) -> bool:
@@ -414,42 +400,12 @@ def _read_hello(peer: socket.socket, hello: bytearray) -> bool:
     return not piece or len(hello) == _HELLO.size
 
 
-def _unread_bytes(peer: socket.socket) -> int:
-    """Bytes that the other side has not taken yet, as far as this system says."""
-    if sys.platform != "linux":
-        return 0
-    import fcntl
-    import termios
-
-    return int.from_bytes(fcntl.ioctl(peer, termios.TIOCOUTQ, b"\0" * 4), sys.byteorder)
-
-
-def _send(quick: socket.socket, peer: socket.socket, data: bytes) -> None:
-    """Send at once what fits, without asking first whether it does; wait for the rest on `peer`."""
-    try:
-        sent = quick.send(data)
-    except BlockingIOError:
-        sent = 0
-    if sent < len(data):
-        peer.sendall(memoryview(data)[sent:])
-
-
 def receive_frame(peer: socket.socket) -> bytes:
     """One frame of a socket.
 
     Raises: EOFError: the other side hung up. ConsistencyError: the length is absurd.
     """
-    (size,) = _LENGTH.unpack(_receive_exactly(peer, _LENGTH.size))
+    (size,) = LENGTH.unpack(receive_exactly(peer, LENGTH.size))
     if size > _MAX_FRAME:
         raise ConsistencyError(f"a frame needs at most {_MAX_FRAME} bytes, got {size}")
-    return _receive_exactly(peer, size)
-
-
-def _receive_exactly(peer: socket.socket, size: int) -> bytes:
-    data = bytearray()
-    while len(data) < size:
-        piece = peer.recv(size - len(data))
-        if not piece:
-            raise EOFError("the other side hung up")
-        data += piece
-    return bytes(data)
+    return receive_exactly(peer, size)

@@ -1,32 +1,39 @@
-"""A rank group on the devices of a device pool: `async with rt.rank_group(2, build=load) as group`, from the
-driver.
+"""`lz.remote_rank_group`: a rank group on the devices of a device pool, driven from one process.
 
-Each rank lives in its device's process. When one fails or dies, all of them end, begin again as new processes
-and meet under the next epoch; what was running resumes there or is told. Ray carries the code and the store
-where ranks meet; step messages go over the rank group's own line and tensors over the process group of the
-ranks.
+Each rank runs in its device's process. When one fails or dies, all of them end, start again as new processes
+and meet under the next epoch; what was running resumes there, or its caller is notified. Ray carries the
+code, rank 0's channel the step messages, and the ranks' process group the tensors.
 """
 
 from __future__ import annotations
 
 import asyncio
+import secrets
 import uuid
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from layerzero._util import log
 from layerzero._util.clock import MonotonicClock
-from layerzero.actors.group.plan import Mode
-from layerzero.actors.group.ranks import Build, RankSpec, call_rank0, run_rank, stop_rank0, stream_rank0
-from layerzero.actors.group.ray_store import RayStore
+from layerzero.actors.group.config import GroupConfig, Mode
+from layerzero.actors.group.ranks import (
+    Build,
+    RankSpec,
+    call_rank0,
+    close_store,
+    open_store,
+    run_rank,
+    stop_rank0,
+    stream_rank0,
+)
 from layerzero.actors.remote.restarts import RestartPolicy
 from layerzero.actors.rpc.client import DeviceClient, DeviceState
+from layerzero.calls.blocking import context_runtime
 from layerzero.spec.errors import ConfigurationError, DeviceLostError, RuntimeClosedError
-
-if TYPE_CHECKING:
-    from layerzero.runtime import Runtime
+from layerzero.spec.settings import Settings
 
 _MAX_ATTEMPTS = 4  # lives that one request may see the end of without an item of its own
 _END_S = 10.0
@@ -36,37 +43,28 @@ _POLL_S = 0.05
 class RemoteRankGroup:
     """Ranks on a pool's devices that live and end together; `run` and `stream` send code to rank 0.
 
-    `devices` are the ranks in order, `plan` is the digest that they agreed on, `epoch` counts their lives.
+    `devices` are the ranks in order, `plan_digest` is the plan that they agreed on, `epoch` counts their
+    lives.
     """
 
     def __init__(
         self,
-        runtime: Runtime,
+        settings: Settings,
         devices: Sequence[DeviceClient],
+        config: GroupConfig,
         build: Build,
-        *,
-        mode: Mode,
-        tp_invariant: bool,
         collectives: str | None,
-        timeout_s: float,
     ) -> None:
         self.name = f"layerzero-group-{uuid.uuid4().hex[:8]}"
         self.devices = tuple(devices)
         self.epoch = 0
         self.plan_digest = ""
         self.why = ""
-        self._settings = runtime.settings
-        self._rank_options: dict[str, Any] = {
-            "mode": mode,
-            "tp_invariant": tp_invariant,
-            "collectives": collectives,
-            "timeout_s": timeout_s,
-            "build": build,
-        }
-        self._restart_policy = RestartPolicy(runtime.settings, MonotonicClock())
-        self._store: Any = None
+        self._settings = settings
+        self._config, self._build, self._collectives = config, build, collectives
+        self._restart_policy = RestartPolicy(settings, MonotonicClock())
         self._serving = asyncio.Event()
-        self._over = asyncio.Event()  # this life's end
+        self._over = asyncio.Event()  # the end of this epoch
         self._ready: set[int] = set()
         self._failed: BaseException | None = None
         self._closed = False
@@ -85,7 +83,6 @@ class RemoteRankGroup:
     # -- lives -----------------------------------------------------------------------------------
 
     async def __aenter__(self) -> RemoteRankGroup:
-        self._store = await asyncio.to_thread(RayStore.create, self.name)
         self._supervisor = asyncio.get_running_loop().create_task(self._supervise())
         try:
             await self._serving.wait()
@@ -102,7 +99,7 @@ class RemoteRankGroup:
         await self.close()
 
     async def _supervise(self) -> None:
-        """One life after another, until the rank group is closed or dies too often."""
+        """One epoch after another, until the rank group is closed or crashes too often."""
         while True:
             self.epoch += 1
             self._over = asyncio.Event()
@@ -130,16 +127,24 @@ class RemoteRankGroup:
         lost.__cause__ = error
         self._failed = error if first else lost
         log.error("rank_group.dead", rank_group=self.name, epoch=self.epoch, why=str(error))
-        self._serving.set()  # whoever waits is to see that it will not come
+        self._serving.set()  # waiting callers get the error
 
     async def _serve_epoch(self) -> BaseException:
-        """Seat every rank, serve until one ends; why it did."""
+        """Run every rank until one ends; the reason why it ended."""
         loop = asyncio.get_running_loop()
         self._ready = set()
-        ranks = [loop.create_task(self._run_rank(rank)) for rank in range(self.ranks)]
+        try:
+            store = await self.devices[0].run(open_store, self.name, self._config.timeout_s)
+        except Exception as error:
+            return error
+        # Not published in the store: whatever process reaches it could pass for a follower.
+        config = replace(self._config, epoch=self.epoch, token=secrets.token_bytes(32))
+        ranks = [
+            loop.create_task(self._run_rank(replace(config, rank=rank), store)) for rank in range(self.ranks)
+        ]
         try:
             await asyncio.wait(ranks, return_when=asyncio.FIRST_COMPLETED)
-            # Who ended first may only have noticed what another died of.
+            # The first that ended may only have noticed what another died of.
             await asyncio.wait(ranks, timeout=_END_S if self._closed else 10 * _POLL_S)
         finally:
             for rank in ranks:
@@ -149,11 +154,17 @@ class RemoteRankGroup:
         causes = [e for e in raised if not isinstance(e, DeviceLostError)]
         return (causes or raised or [DeviceLostError("its ranks left", retryable=True)])[0]
 
-    async def _run_rank(self, rank: int) -> None:
-        """Seat one rank until it ends; with the last one that is ready, the rank group serves."""
-        seat = RankSpec(group=self.name, rank=rank, ranks=self.ranks, epoch=self.epoch, **self._rank_options)
-        async for plan in self.devices[rank].stream(run_rank, seat):
-            self._ready.add(rank)
+    async def _run_rank(self, config: GroupConfig, store: tuple[str, int]) -> None:
+        """Run one rank until it ends; when the last one is ready, the rank group serves."""
+        spec = RankSpec(
+            group=self.name,
+            config=config,
+            store=store,
+            collectives=self._collectives,
+            build=self._build,
+        )
+        async for plan in self.devices[config.rank].stream(run_rank, spec):
+            self._ready.add(config.rank)
             if len(self._ready) == self.ranks:
                 self.plan_digest = plan
                 log.info("rank_group.serving", rank_group=self.name, epoch=self.epoch, plan=plan)
@@ -187,12 +198,12 @@ class RemoteRankGroup:
             with suppress(DeviceLostError, RuntimeClosedError, TimeoutError):
                 await self.devices[0].run(stop_rank0, self.name, timeout_s=_END_S)
                 await asyncio.wait_for(self._over.wait(), _END_S)
+                await self.devices[0].run(close_store, self.name, timeout_s=_END_S)
         if self._supervisor is not None:
             self._supervisor.cancel()
             with suppress(asyncio.CancelledError):
                 await self._supervisor
         self._serving.set()
-        self._store = None
 
     # -- code ------------------------------------------------------------------------------------
 
@@ -234,7 +245,7 @@ class RemoteRankGroup:
         A call that had not started when the rank group was lost runs in the next epoch; `idempotent` ones
         that had started, too.
         Raises: what `fn` raises. DeviceLostError: the rank group was lost; `retryable` says whether nothing
-        ran.
+            ran.
         """
         for attempt in range(_MAX_ATTEMPTS):
             epoch = await self._serving_epoch()
@@ -283,40 +294,38 @@ class RemoteRankGroup:
 
 
 def remote_rank_group(
-    runtime: Runtime,
-    ranks: int | Sequence[str] | None,
     build: Build,
+    ranks: int | Sequence[str] | None = None,
     *,
     mode: Mode = "inference",
     tp_invariant: bool = False,
     collectives: str | None = "gloo",
     timeout_s: float = 60.0,
 ) -> RemoteRankGroup:
-    """The rank group of some devices of the runtime's pool: so many, those of these names, or all.
+    """The rank group of some devices of the runtime's pool: `ranks` of them, those of these names, or all.
 
-    `build(member)` makes one rank's model, in its device's process; `collectives` names the backend of
-    torch.distributed's default group there, or is None where the model makes its own.
-    Raises: ConfigurationError: there is no cluster, or it has fewer devices. ValueError: a name is none.
+    `build(handle)` makes one rank's model, in its device's process, and is awaited where it is a coroutine
+    function; `collectives` names the backend of torch.distributed's default group there, or is None where the
+    model makes its own. `timeout_s` bounds every wait of one rank for another, in seconds.
+
+    Raises: ConfigurationError: there is no cluster, or it has fewer devices. ValueError: no device has that
+        name.
     """
+    runtime = context_runtime()
     if runtime.settings.cluster is None:
         raise ConfigurationError(
             "build needs a device pool, Settings(cluster=...), got none; a process that is a rank itself "
-            "gives rank"
+            "calls rank_group"
         )
     pool = runtime.device_pool
     if isinstance(ranks, int) or ranks is None:
         count = len(pool.devices) if ranks is None else ranks
         if not 1 <= count <= len(pool.devices):
             raise ConfigurationError(f"ranks needs 1 to {len(pool.devices)} devices of the pool, got {count}")
-        chosen = list(pool.devices.values())[:count]
+        devices = list(pool.devices.values())[:count]
     else:
-        chosen = [pool.device(name) for name in ranks]
-    return RemoteRankGroup(
-        runtime,
-        chosen,
-        build,
-        mode=mode,
-        tp_invariant=tp_invariant,
-        collectives=collectives,
-        timeout_s=timeout_s,
+        devices = [pool.device(name) for name in ranks]
+    config = GroupConfig(
+        rank=0, ranks=len(devices), mode=mode, tp_invariant=tp_invariant, timeout_s=timeout_s
     )
+    return RemoteRankGroup(runtime.settings, devices, config, build, collectives)

@@ -1,8 +1,8 @@
-"""`rt.rank_group`: ranks that meet in collectives run the same requests in the same order under the same
+"""`lz.rank_group`: ranks that meet in collectives run the same requests in the same order under the same
 plan.
 
-Rank 0 has the coroutines, the queue and every decision; what it runs for a batch is announced by a step
-message that every other rank obeys (`follow`) or compares its own batch with, before the first collective.
+Rank 0 has the coroutines, the queue and every decision. It announces each batch by a step message, which
+every other rank obeys (`follow`), or compares its own batch with, before the first collective.
 """
 
 from __future__ import annotations
@@ -17,14 +17,17 @@ from typing import TYPE_CHECKING, Any
 import anyio
 import anyio.to_thread
 import torch
+from torch.distributed import Store  # type: ignore[attr-defined]  # public, not declared
 
 from layerzero.actors.device.local_device import LocalDevice
-from layerzero.actors.group.agreement import AgreementStore
-from layerzero.actors.group.plan import AgreedPlan, Mode
+from layerzero.actors.group.config import GroupConfig, Mode
+from layerzero.actors.group.plan import AgreedPlan
 from layerzero.actors.group.rank_group import RankGroup
 from layerzero.actors.group.step_message import RequestId, aligned_contiguous, check_sendable
 from layerzero.actors.group.steps import Steps
+from layerzero.actors.group.stores import TorchStore
 from layerzero.calls.batched import Batched
+from layerzero.calls.blocking import context_runtime
 from layerzero.calls.scope import SCOPE, Scope
 from layerzero.spec.errors import ConfigurationError, ConsistencyError, DeviceLostError, LayerZeroError
 
@@ -36,7 +39,7 @@ Function = Callable[..., Any]
 
 
 class RankHandle:
-    """One rank of a rank group, joined; what `async with rt.rank_group(...)` gives.
+    """One rank of a rank group, joined; what `async with lz.rank_group(...)` gives.
 
     `rank` and `ranks` say who this is, `agreed` which plan is in force.
     """
@@ -207,7 +210,7 @@ class RankHandle:
 class CollectiveFunction(Batched[Any]):
     """A function with collectives: however short, it waits for other ranks, never on a loop's thread."""
 
-    def _learn(self, us_per_row: float) -> None:
+    def _update_us_per_row(self, us_per_row: float) -> None:
         """Nothing: a step stays off the loop however short it proves."""
 
 
@@ -244,7 +247,7 @@ class GroupScope(Scope):
 
 
 class JoinContext:
-    """A rank group to be entered; what `rt.rank_group` returns."""
+    """A rank group to be entered; what `lz.rank_group` returns."""
 
     def __init__(self, group: RankGroup, runtime: Runtime) -> None:
         self._group = group
@@ -254,7 +257,7 @@ class JoinContext:
         try:
             await anyio.to_thread.run_sync(self._group.join, abandon_on_cancel=True)
         except BaseException:
-            self._group.close()  # a cancelled joiner is heard no more, but its thread still joins
+            self._group.close()  # the join thread keeps running after cancellation
             raise
         return self._handle
 
@@ -263,16 +266,15 @@ class JoinContext:
     ) -> None:
         if error is not None and not isinstance(error, LayerZeroError):
             self._group.fail(f"rank {self._group.rank} left with {type(error).__name__}: {error}"[:300])
-        with anyio.CancelScope(shield=True):  # the others wait for it, whyever this rank leaves
+        with anyio.CancelScope(shield=True):  # the other ranks block until this one leaves
             await anyio.to_thread.run_sync(self._handle.close)
 
 
-def join_rank_group(
-    runtime: Runtime,
+def rank_group(
     ranks: int | None = None,
     *,
     rank: int | None = None,
-    store: AgreementStore | None = None,
+    store: Store | None = None,
     mode: Mode = "inference",
     tp_invariant: bool = False,
     epoch: int | None = None,
@@ -281,16 +283,27 @@ def join_rank_group(
     timeout_s: float = 30.0,
     on_failure: Callable[[str], None] | None = None,
 ) -> JoinContext:
-    """The rank group that this process is a rank of; `async with` joins it.
+    """The tensor-parallel group that this process is a rank of; `async with` joins it.
 
     `rank`, `ranks` and `epoch` default to torchrun's RANK, WORLD_SIZE and TORCHELASTIC_RESTART_COUNT, `store`
-    to the store of torch.distributed, which has to be initialised then. `host` is where the other ranks reach
-    rank 0. A dead rank group never returns: its ranks restart together, under a new `epoch`.
-    Raises: ConfigurationError: something is not given and cannot be found.
+    to the store of torch.distributed, which has to be initialised then. `GroupConfig` describes the others.
+    A group that has failed never returns: its ranks restart together, under a new `epoch`. For ranks on the
+    devices of a cluster see `lz.remote_rank_group`.
+
+    Raises: ConfigurationError: something is neither given nor in the environment.
+
+    Example:
+        >>> import asyncio, torch, layerzero as lz
+        >>> from torch.distributed import HashStore
+        >>> async def main():
+        ...     async with lz.start(scoped=True), lz.rank_group(1, rank=0, store=HashStore()) as group:
+        ...         step = group.batched(lambda x: x * 2, name="step")
+        ...         return await step("request", torch.ones(1, 2))
+        >>> asyncio.run(main())
+        tensor([[2., 2.]])
     """
-    group = RankGroup(
-        runtime.device(device),
-        store if store is not None else _default_store(),
+    runtime = context_runtime()
+    config = GroupConfig(
         rank=_number("rank", rank, "RANK"),
         ranks=_number("ranks", ranks, "WORLD_SIZE"),
         epoch=epoch if epoch is not None else int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")),
@@ -300,7 +313,14 @@ def join_rank_group(
         timeout_s=timeout_s,
         on_failure=on_failure,
     )
-    return JoinContext(group, runtime)
+    return join_with(runtime, config, _default_store() if store is None else store, device)
+
+
+def join_with(
+    runtime: Runtime, config: GroupConfig, store: Store, device: torch.device | str | None = None
+) -> JoinContext:
+    """The group of a configuration, with a device of `runtime`."""
+    return JoinContext(RankGroup(runtime.device(device), TorchStore(store), config), runtime)
 
 
 def _number(name: str, value: int | None, variable: str) -> int:
@@ -312,14 +332,13 @@ def _number(name: str, value: int | None, variable: str) -> int:
     return int(text)
 
 
-def _default_store() -> AgreementStore:
+def _default_store() -> Store:
     from torch import distributed
     from torch.distributed.distributed_c10d import _get_default_store
 
-    from layerzero.actors.group.stores import TorchStore
-
     if not (distributed.is_available() and distributed.is_initialized()):
         raise ConfigurationError(
-            "store needs an AgreementStore, or torch.distributed.init_process_group() before, got None"
+            "store needs a torch.distributed.Store, or torch.distributed.init_process_group() before, "
+            "got None"
         )
-    return TorchStore(_get_default_store(), "layerzero-group")
+    return _get_default_store()

@@ -11,7 +11,6 @@ import functools
 import hashlib
 import importlib.metadata
 from collections.abc import Iterable, Sequence
-from typing import Literal
 
 import msgspec
 
@@ -19,6 +18,7 @@ from layerzero._util import log
 from layerzero._util.libraries import DISTRIBUTION
 from layerzero.actors.device.local_device import LocalDevice
 from layerzero.actors.group.agreement import digest_of
+from layerzero.actors.group.config import Mode
 from layerzero.perfdb import versions_of
 from layerzero.selection.context import AgreedTerms, CostModel, SelectionOptions
 from layerzero.selection.policy.policy import Policy
@@ -26,8 +26,6 @@ from layerzero.selection.policy.rules import Action, Layer, Rule, make_rule
 from layerzero.spec.errors import ConsistencyError
 from layerzero.spec.hardware import Hardware
 from layerzero.spec.kernel import Kernel
-
-Mode = Literal["inference", "training"]
 
 
 class RankProfile(msgspec.Struct, frozen=True):

@@ -13,25 +13,18 @@ from __future__ import annotations
 
 import secrets
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
 import msgspec
 
 from layerzero._util import log
 from layerzero.actors.device.local_device import LocalDevice
-from layerzero.actors.group.agreement import (
-    AgreementStore,
-    PlanSchedule,
-    answer,
-    carry_out,
-    digest_of,
-    propose,
-)
+from layerzero.actors.group.agreement import AgreementStore, PlanSchedule, answer, digest_of, propose
 from layerzero.actors.group.channel import FollowerChannel, LeaderChannel
+from layerzero.actors.group.config import GroupConfig
 from layerzero.actors.group.plan import (
     AgreedPlan,
-    Mode,
     RankProfile,
     common_plan,
     missing_kernels,
@@ -44,45 +37,27 @@ from layerzero.spec.errors import ConfigurationError, ConsistencyError, DeviceLo
 class RankGroup:
     """One rank's membership: `join`, agree on plans, `fail` or `close`.
 
-    `plan` is the digest of the plan in force, `under` gives what selections of one model are made in; `line`
-    is the way to the other ranks; `same_hardware_as_rank0` says whether rank 0 has hardware like this rank's.
-    Raises: ConfigurationError: the rank or the mode is none.
+    `plan_digest` names the plan in force, `state_for` returns what the selections of one model are made in.
+    `channel` connects this rank with rank 0, or rank 0 with all others; `same_hardware_as_rank0` says whether
+    the ops that both ran can be compared.
     """
 
-    def __init__(
-        self,
-        device: LocalDevice,
-        store: AgreementStore,
-        *,
-        rank: int,
-        ranks: int,
-        epoch: int = 0,
-        mode: Mode = "inference",
-        tp_invariant: bool = False,
-        host: str = "127.0.0.1",
-        timeout_s: float = 30.0,
-        on_failure: Callable[[str], None] | None = None,
-    ) -> None:
-        if ranks < 1 or not 0 <= rank < ranks:
-            raise ConfigurationError(f"rank needs 0 to {ranks - 1}, got {rank}")
-        if mode not in ("inference", "training"):
-            raise ConfigurationError(f"mode needs 'inference' or 'training', got {mode!r}")
-        self.device, self.rank, self.ranks, self.epoch = device, rank, ranks, epoch
-        self.mode: Mode = mode
+    def __init__(self, device: LocalDevice, store: AgreementStore, config: GroupConfig) -> None:
+        self.device, self.config = device, config
+        self.rank, self.ranks, self.epoch = config.rank, config.ranks, config.epoch
+        self.timeout_s = config.timeout_s
         self.failure: str | None = None
         self.agreed_plan: AgreedPlan | None = None
         self.channel: LeaderChannel | FollowerChannel | None = None
-        self._hardware_class = ""
         self.same_hardware_as_rank0 = True
-        self._store, self._host, self.timeout_s = store, host, timeout_s
-        self._tp_invariant = tp_invariant
-        self._on_failure = on_failure
+        self._hardware_class = ""
+        self._store = store
         self._lock = threading.Lock()
         self._changed = threading.Condition(self._lock)
         self._plans: dict[str, AgreedPlan] = {}
         self._schedule = PlanSchedule()
         self._version = 0  # the last that this rank proposed or answered; the store keeps every outcome
-        self._voted_for = ""  # for a plan whose outcome this rank has not learned yet
+        self._voted_for = ""  # the plan whose outcome this rank has not learned yet
         self._states: dict[str, DispatchState] = {}
         self._costs = device.costs
         self._ended = self._closed = False
@@ -93,8 +68,7 @@ class RankGroup:
         """Meet the other ranks, compare what each brings, and agree on the first plan.
 
         Raises: DeviceLostError: a rank did not come in time. ConsistencyError: what the ranks bring differs
-            in
-            training mode, or a rank refuses the plan; every rank raises alike.
+            in training mode, or a rank refuses the plan; every rank raises the same error.
         """
         try:
             agreed = self._exchange_and_agree()
@@ -111,43 +85,53 @@ class RankGroup:
         Raises: DeviceLostError: it was.
         """
         with self._lock:
-            closed, line = self._closed, self.channel
+            closed, channel = self._closed, self.channel
         if closed:
-            if line is not None:
-                line.close()
+            if channel is not None:
+                channel.close()
             raise DeviceLostError(f"rank {self.rank} left while it was joining", retryable=True)
 
     def _exchange_and_agree(self) -> AgreedPlan:
         prefix = f"rank_group/{self.epoch}"
         nonce = secrets.token_hex(8).encode()
-        if self._store.swap(f"{prefix}/seat/{self.rank}", nonce) != nonce:
+        if self._store.compare_set(f"{prefix}/joined/{self.rank}", b"", nonce) != nonce:
             raise ConsistencyError(
-                f"rank {self.rank} needs to join epoch {self.epoch} once, and somebody has; ranks that start "
-                "again need a new epoch"
+                f"rank {self.rank} needs to join epoch {self.epoch} once, and another process has "
+                "joined as it; ranks that start again need a new epoch"
             )
         self.device.wait_for_costs(self.timeout_s)
         self._costs = self.device.costs
         profile = profile_of(self.device, self.rank)
         self._hardware_class = profile.hardware_class
-        self._store.put(f"{prefix}/profile/{self.rank}", msgspec.json.encode(profile))
+        self._store.set(f"{prefix}/profile/{self.rank}", msgspec.json.encode(profile))
         profiles = [self._profile(prefix, rank) for rank in range(self.ranks)]
         self.same_hardware_as_rank0 = profiles[0].hardware_class == profile.hardware_class
         self._raise_if_closed()
-        if self.rank == 0:
-            leader = self.channel = LeaderChannel(range(1, self.ranks), self._host, self.timeout_s)
-            self._store.put(f"{prefix}/address", leader.address)
-            leader.accept(self.timeout_s, self.fail)
-        else:
-            address = self._store.take(f"{prefix}/address", self.timeout_s)
-            if address is None:
-                raise DeviceLostError("rank 0 did not open its line in time", retryable=True)
-            self.channel = FollowerChannel(self.rank, address, self.timeout_s, self.timeout_s)
-        # Every rank computes it: what rank 0 refuses, all refuse, with the same words.
-        plan = common_plan(profiles, self.device.snapshot.policy, self.mode, tp_invariant=self._tp_invariant)
+        self.channel = self._open_channel(f"{prefix}/address")
+        # Computed on every rank: where rank 0 refuses, all refuse, with the same message.
+        config = self.config
+        plan = common_plan(
+            profiles, self.device.snapshot.policy, config.mode, tp_invariant=config.tp_invariant
+        )
         return self._agree(plan if self.rank == 0 else None, 1)
 
+    def _open_channel(self, key: str) -> LeaderChannel | FollowerChannel:
+        config = self.config
+        if self.rank == 0:
+            # An attribute at once: `close` on another thread ends the wait for the followers.
+            self.channel = leader = LeaderChannel(
+                range(1, self.ranks), config.host, self.timeout_s, config.token
+            )
+            self._store.set(key, leader.address)
+            leader.accept(self.timeout_s, self.fail)
+            return leader
+        address = self._store.get(key, self.timeout_s)
+        if address is None:
+            raise DeviceLostError("rank 0 did not open its channel in time", retryable=True)
+        return FollowerChannel(self.rank, address, self.timeout_s, self.timeout_s, config.token)
+
     def _profile(self, prefix: str, rank: int) -> RankProfile:
-        data = self._store.take(f"{prefix}/profile/{rank}", self.timeout_s)
+        data = self._store.get(f"{prefix}/profile/{rank}", self.timeout_s)
         if data is None:
             raise DeviceLostError(
                 f"rank {rank} did not join the rank group of {self.ranks} within {self.timeout_s:g} s",
@@ -178,15 +162,13 @@ class RankGroup:
                 raise ConfigurationError(f"version needs to be above {self._version}, got {version}")
             self._version = version
         prefix = f"rank_group/{self.epoch}/plan/{version}"
-        if plan is not None:
-            side = propose(prefix, plan.encoded(), range(1, self.ranks))
-            objection = self._objection(plan)
-            if objection is not None:
-                raise ConsistencyError(f"rank 0 cannot follow its own plan: {objection}")
-        else:
-            side = answer(prefix, self.rank, self._vote)
+        if plan is not None and (objection := self._objection(plan)) is not None:
+            raise ConsistencyError(f"rank 0 cannot follow its own plan: {objection}")
         try:
-            outcome = carry_out(side, self._store, self.timeout_s)
+            if plan is not None:
+                outcome = propose(self._store, prefix, plan.encoded(), range(1, self.ranks), self.timeout_s)
+            else:
+                outcome = answer(self._store, prefix, self.rank, self._vote, self.timeout_s)
             if outcome.plan is None:
                 raise ConsistencyError(f"the ranks did not agree on plan {version}: {outcome.reason}")
             agreed = msgspec.json.decode(outcome.plan, type=AgreedPlan)
@@ -296,7 +278,8 @@ class RankGroup:
 
     def failure_reason(self) -> str | None:
         """Why the rank group has failed, waiting a moment for what a rank said before it broke a
-        collective."""
+        collective.
+        """
         if self.failure is None and isinstance(self.channel, LeaderChannel):
             self.channel.wait_for_reason()
             return self.failure or self.channel.failure
@@ -306,7 +289,8 @@ class RankGroup:
 
     def fail(self, why: str) -> None:
         """End the rank group for every rank: tell rank 0, let `on_failure` break what this rank is waiting
-        in."""
+        in.
+        """
         with self._lock:
             if self._ended:
                 return
@@ -316,8 +300,8 @@ class RankGroup:
         self.device.counters.add("rank_group_failures", rank=str(self.rank))
         if isinstance(self.channel, FollowerChannel):
             self.channel.fail(f"rank {self.rank} cannot follow: {why}")
-        if self._on_failure is not None:
-            self._on_failure(why)
+        if self.config.on_failure is not None:
+            self.config.on_failure(why)
 
     @contextmanager
     def fail_on_error(self) -> Iterator[None]:

@@ -1,7 +1,8 @@
-"""A rank of a rank group inside a pool's device: what `actors/group/cluster.py` sends there.
+"""One rank of a rank group inside a pool's device: what `actors/group/cluster.py` runs there.
 
-`sit` joins, makes the process group and the model, and stays until the rank group ends; while it does, `ask`
-and `listen` run code with the model of rank 0.
+`run_rank` joins, makes the process group and the model, and stays until the group ends; meanwhile
+`call_rank0` and `stream_rank0` run code with the model of rank 0. Rank 0's process holds the store in which
+the ranks meet.
 """
 
 from __future__ import annotations
@@ -10,18 +11,21 @@ import asyncio
 import inspect
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import aclosing, asynccontextmanager, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from typing import Any
 
 import anyio
 import anyio.to_thread
+from torch.distributed import (  # type: ignore[attr-defined]  # public, not declared
+    DistNetworkError,
+    PrefixStore,
+    TCPStore,
+)
 
 from layerzero._util import log
-from layerzero.actors.group.agreement import AgreementStore
-from layerzero.actors.group.join import RankHandle, join_rank_group
-from layerzero.actors.group.plan import Mode
-from layerzero.actors.group.ray_store import RayStore, address_here
+from layerzero.actors.group.config import GroupConfig
+from layerzero.actors.group.join import RankHandle, join_with
 from layerzero.runtime import current
 from layerzero.spec.errors import ConfigurationError, DeviceLostError
 
@@ -29,18 +33,17 @@ Build = Callable[[RankHandle], Any]
 _DESTROY_S = 5.0
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class RankSpec:
-    """Everything that a rank is told: whose it is, which, under which epoch, and what it builds."""
+    """What a device needs to run one rank: of which group, where its store is, and what to build.
+
+    `collectives` names the backend of torch.distributed's default group, None where the model makes its own.
+    """
 
     group: str
-    rank: int
-    ranks: int
-    epoch: int
-    mode: Mode
-    tp_invariant: bool
+    config: GroupConfig
+    store: tuple[str, int]
     collectives: str | None
-    timeout_s: float
     build: Build
 
 
@@ -64,15 +67,39 @@ class RunningRank:
 _RUNNING: dict[str, RunningRank] = {}
 
 
+_STORES: dict[str, TCPStore] = {}
+
+
+def node_address() -> str:
+    """Where other nodes of the Ray cluster reach this one."""
+    import ray
+
+    return str(ray.util.get_node_ip_address())
+
+
+def open_store(group: str, timeout_s: float) -> tuple[str, int]:
+    """On rank 0's device: the host and port of a new store for the next epoch of `group`; ends the one
+    before.
+    """
+    host = node_address()
+    store = _STORES[group] = TCPStore(
+        host, 0, None, True, timedelta(seconds=timeout_s), wait_for_workers=False
+    )
+    return host, store.port
+
+
+def close_store(group: str) -> None:
+    """On rank 0's device: end the group's store."""
+    _STORES.pop(group, None)
+
+
 async def run_rank(spec: RankSpec) -> AsyncIterator[str]:
     """Be one rank: yield the plan's digest when everything is ready, and end when the rank group does.
 
     Raises: ConsistencyError, DeviceLostError: the ranks do not agree, or the rank group has failed. What
-    `build`
-        raises.
+        `build` raises.
     """
     loop = asyncio.get_running_loop()
-    store = RayStore(spec.group)
     failed: asyncio.Future[str | None] = loop.create_future()
 
     def fail(why: str) -> None:
@@ -82,30 +109,31 @@ async def run_rank(spec: RankSpec) -> AsyncIterator[str]:
     def on_failure(why: str) -> None:  # on the thread that noticed
         loop.call_soon_threadsafe(fail, why)
 
-    joining = join_rank_group(
-        current(),
-        spec.ranks,
-        rank=spec.rank,
-        store=store,
-        epoch=spec.epoch,
-        mode=spec.mode,
-        tp_invariant=spec.tp_invariant,
-        host=await anyio.to_thread.run_sync(address_here),
-        timeout_s=spec.timeout_s,
-        on_failure=on_failure,
-    )
-    async with _process_group(spec, store), joining as member:
-        model = spec.build(member)
+    store = await anyio.to_thread.run_sync(_connect, spec)
+    host = await anyio.to_thread.run_sync(node_address)
+    config = replace(spec.config, host=host, on_failure=on_failure)
+    async with _process_group(spec, store), join_with(current(), config, store) as handle:
+        model = spec.build(handle)
         running = RunningRank(
-            member, spec.epoch, await model if inspect.isawaitable(model) else model, failed
+            handle, config.epoch, await model if inspect.isawaitable(model) else model, failed
         )
         _RUNNING[spec.group] = running
         try:
-            following = loop.create_task(member.follow()) if spec.rank else None
-            yield member.plan_digest
+            following = loop.create_task(handle.follow()) if config.rank else None
+            yield handle.plan_digest
             await _until_over(running, following)
         finally:
             del _RUNNING[spec.group]
+
+
+def _connect(spec: RankSpec) -> TCPStore:
+    host, port = spec.store
+    try:
+        return TCPStore(host, port, None, False, timedelta(seconds=spec.config.timeout_s))
+    except DistNetworkError as error:
+        raise DeviceLostError(
+            f"the store of rank 0 does not answer at {host}:{port}", retryable=True
+        ) from error
 
 
 async def _until_over(running: RunningRank, following: asyncio.Task[None] | None) -> None:
@@ -124,8 +152,8 @@ async def _until_over(running: RunningRank, following: asyncio.Task[None] | None
 
 
 @asynccontextmanager
-async def _process_group(spec: RankSpec, store: AgreementStore) -> AsyncIterator[None]:
-    """torch.distributed's default group of the rank group's ranks, where one is asked for."""
+async def _process_group(spec: RankSpec, store: TCPStore) -> AsyncIterator[None]:
+    """torch.distributed's default group of the ranks, where one is requested."""
     if spec.collectives is None:
         yield
         return
@@ -133,35 +161,28 @@ async def _process_group(spec: RankSpec, store: AgreementStore) -> AsyncIterator
 
     if distributed.is_initialized():
         raise ConfigurationError(
-            f"collectives={spec.collectives!r} needs a process without a default group, and rank {spec.rank} "
-            "has one; pass collectives=None where the engine makes its own"
+            f"collectives={spec.collectives!r} needs a process without a default group, and rank "
+            f"{spec.config.rank} has one; pass collectives=None where the engine makes its own"
         )
     await anyio.to_thread.run_sync(_init_process_group, spec, store)
     try:
         yield
     finally:
-        # Not for ever: a group whose peers are gone may wait for them, and then its process is to end anyway.
+        # Bounded: a group whose peers are gone may wait for them, and then its process is to end anyway.
         with anyio.move_on_after(_DESTROY_S, shield=True):
             await anyio.to_thread.run_sync(distributed.destroy_process_group, abandon_on_cancel=True)
 
 
-def _init_process_group(spec: RankSpec, store: AgreementStore) -> None:
+def _init_process_group(spec: RankSpec, store: TCPStore) -> None:
     from torch import distributed
-    from torch.distributed import TCPStore  # type: ignore[attr-defined]  # public, not declared
 
-    key, wait = f"rank_group/{spec.epoch}/group", timedelta(seconds=spec.timeout_s)
-    if spec.rank == 0:
-        host = address_here()
-        tcp_store = TCPStore(host, 0, None, True, wait, wait_for_workers=False)
-        store.put(key, f"{host} {tcp_store.port}".encode())
-    else:
-        address = store.take(key, spec.timeout_s)
-        if address is None:
-            raise DeviceLostError("rank 0 did not open the process group in time", retryable=True)
-        host, port = address.decode().split(" ")
-        tcp_store = TCPStore(host, int(port), None, False, wait)
+    config = spec.config
     distributed.init_process_group(
-        spec.collectives, store=tcp_store, rank=spec.rank, world_size=spec.ranks, timeout=wait
+        spec.collectives,
+        store=PrefixStore("process-group", store),
+        rank=config.rank,
+        world_size=config.ranks,
+        timeout=timedelta(seconds=config.timeout_s),
     )
 
 
@@ -178,7 +199,8 @@ def _running_rank(group: str, epoch: int) -> RunningRank:
 @contextmanager
 def _as_group_failure(running: RunningRank) -> Iterator[None]:
     """Raise an error of hosted code as the rank group's failure where it has failed, whatever came of
-    that."""
+    that.
+    """
     try:
         yield
     except Exception as error:

@@ -27,8 +27,8 @@ class Steps:
 
     Rank 0 calls `take(name, requests, values)` before a step's first collective, which sends the step
     message. A follower takes `next()` and runs what it says, or, where it forms batches itself, calls `take`
-    too: its batch is compared with the step message. Each gives the Snapshot that the step's selections are
-    made in.
+    too: its batch is compared with the step message. Each gives the DispatchState that the step's selections
+    are made in.
     """
 
     def __init__(self, group: RankGroup) -> None:
@@ -78,7 +78,7 @@ class Steps:
         return encode(self.sequence.next_message(name, requests, selections_digest, packed))
 
     def next_step(self, timeout_s: float | None = None) -> tuple[StepMessage, DispatchState]:
-        """On a follower: the next step message, and the Snapshot that its selections are made in.
+        """On a follower: the next step message, and the DispatchState that its selections are made in.
 
         An empty `name` says that rank 0 has ended the rank group.
         Raises: ConsistencyError: this rank does not stand where rank 0 stands. DeviceLostError: rank 0 is

@@ -126,7 +126,7 @@ class DeviceActor:
         device = self._opened.device()
         host = CallServer(device, spec.name)
         compiled = await asyncio.to_thread(KERNEL_NOTES.try_load)
-        self._running_log = device.running_log = RunningKernelLog(
+        self._running_log = device.kernel_calls.running_log = RunningKernelLog(
             folder, spec.name, host.incarnation, compiled
         )
         inherited = [k for k in spec.quarantined if k not in device.health.blocked_kernels()]
@@ -134,7 +134,7 @@ class DeviceActor:
             [*fatal, *inherited], f"the process of {spec.name} died twice while it ran"
         )
         host.inherited_requests = spec.decided
-        device.on_decided = host.on_decided
+        device.compiler.on_decided = host.on_decided
         rebuilt = await host.rebuild()
         node = ray.get_runtime_context().get_node_id()
         address_of = ray.util.get_node_ip_address()

@@ -17,7 +17,7 @@ from layerzero.actors.remote import sending
 from layerzero.actors.remote.losses import MAX_BEGUN
 from layerzero.actors.remote.ray_actor import Kind
 from layerzero.actors.remote.restarts import IncarnationLost, health_of
-from layerzero.actors.remote.sending import payload_of, unpickled
+from layerzero.actors.remote.sending import payload_of, unpickle
 from layerzero.actors.remote.supervised import PAUSE_S, SupervisedDevice
 from layerzero.actors.rpc.client import DeviceHealth, DeviceState
 from layerzero.actors.rpc.parcels import Payload
@@ -84,7 +84,7 @@ class RayDevice(SupervisedDevice):
             if outcome.status == "lost" and idempotent and begun + 1 < MAX_BEGUN:
                 begun += 1
                 continue
-            return result_of(unpickled(outcome), self.name)
+            return result_of(unpickle(outcome), self.name)
 
     async def _must_resend(self, outcome: CallOutcome) -> bool:
         """Whether a request that did not run is for the next life, having come too late for this one."""
@@ -121,7 +121,7 @@ class RayDevice(SupervisedDevice):
                 async for item in items.until(request):
                     so_far.append(item)
                     yield item
-                outcome = unpickled(await request)
+                outcome = unpickle(await request)
                 if await self._must_resend(outcome):
                     continue
                 count = result_of(outcome, self.name)

@@ -126,7 +126,7 @@ async def _with_fetched_value(outcome: CallOutcome) -> CallOutcome:
     return CallOutcome(outcome.status, await payload_bytes(outcome.value), outcome.detail)
 
 
-def unpickled(outcome: CallOutcome) -> CallOutcome:
+def unpickle(outcome: CallOutcome) -> CallOutcome:
     """The outcome with its value unpacked."""
     if outcome.status in ("done", "failed", "lost"):
         from ray import cloudpickle

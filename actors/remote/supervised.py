@@ -17,7 +17,7 @@ from layerzero._util.clock import Clock, MonotonicClock
 from layerzero._util.fork_safety import renew_after_fork
 from layerzero.actors.remote.ray_actor import DeviceSpec, StartReport
 from layerzero.actors.remote.restarts import ActorIncarnation, RestartPolicy, with_decisions, with_quarantined
-from layerzero.actors.remote.sending import Sender, await_ref, unpickled
+from layerzero.actors.remote.sending import Sender, await_ref, unpickle
 from layerzero.actors.rpc.channel import connect
 from layerzero.actors.rpc.client import DeviceFacts, DeviceState
 from layerzero.actors.rpc.connection import Handler
@@ -214,7 +214,7 @@ class SupervisedDevice:
             number = incarnation.numbers.new_number()
             outcome = await self._sender.send(self._actor, incarnation, number, "call", payload, None, None)
             incarnation.numbers.ack(number)
-            result_of(unpickled(outcome), self.name)
+            result_of(unpickle(outcome), self.name)
         if self._prepared:  # a kernel that a preparation registered makes every verdict new
             await incarnation.channel.request("decide")
         return incarnation

@@ -169,8 +169,8 @@ class CallServer:
             return CallOutcome("failed", error, text)
         log.error("device.faulted", device=self.name, fault=fault)
         self.state = DeviceState.DEAD
-        if self.device.running_log is not None:
-            self.device.running_log.mark_suspects()
+        if self.device.kernel_calls.running_log is not None:
+            self.device.kernel_calls.running_log.mark_suspects()
         lost = DeviceLostError(
             f"device {self.name!r} reported {fault!r}; its process must end", retryable=False
         )
@@ -243,7 +243,7 @@ class CallServer:
 
     def running_kernels(self) -> list[RunningKernel]:
         """The kernels in flight, longest first; none where no journal is kept. From any thread."""
-        journal = self.device.running_log
+        journal = self.device.kernel_calls.running_log
         return [] if journal is None else journal.running_kernels()
 
     # -- decisions -------------------------------------------------------------------------------

@@ -15,6 +15,7 @@ import layerzero as lz
 from benchmarks import gang as measured
 from benchmarks.ganging.rank import Rank
 from benchmarks.harness import distribution
+from layerzero.actors.group.config import GroupConfig
 from layerzero.actors.group.rank_group import RankGroup
 from layerzero.actors.group.steps import Steps
 from layerzero.actors.group.stores import TorchStore
@@ -27,7 +28,9 @@ async def agree(me: Rank) -> None:
     store = _get_default_store()
     with lz.start(me.settings) as runtime:
         gang = RankGroup(
-            runtime.device(), TorchStore(store, "agree"), rank=me.rank, ranks=me.ranks, timeout_s=60.0
+            runtime.device(),
+            TorchStore(store, "agree"),
+            GroupConfig(rank=me.rank, ranks=me.ranks, timeout_s=60.0),
         )
         agreed, walk, gate = gang.join(), Steps(gang), measured.Gate(store, me.rank, me.ranks)
         taken = measured.agreements(gang, agreed, 60 if me.rehearse else 300, gate)
@@ -75,10 +78,10 @@ async def _divergent(me: Rank, order: list[int], other_choice: bool) -> None:
 
     wrong = 0
     error: BaseException | None = None
-    async with lz.start(me.settings) as runtime:
+    async with lz.start(me.settings):
         lz.sync.linear(torch.ones(2, WIDE, device=me.device, dtype=me.like.dtype), weight)
         try:
-            async with runtime.rank_group(timeout_s=30.0, on_failure=broken) as gang:
+            async with lz.rank_group(timeout_s=30.0, on_failure=broken) as gang:
                 together = gang.batched(step, send=False)
                 for turn in range(3):
 

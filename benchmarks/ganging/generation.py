@@ -193,7 +193,7 @@ async def generate(me: Rank) -> None:
     async with lz.start(me.settings) as runtime:
         kernel = warmed(me, runtime, me.ranks)
         whole = warmed(me, runtime, 1) if me.rank == 0 else ""
-        async with runtime.rank_group(timeout_s=60.0) as member:
+        async with lz.rank_group(timeout_s=60.0) as member:
             sides = Sides(me, member)
             if member.rank:
                 await member.follow()
@@ -303,7 +303,7 @@ async def stages(me: Rank) -> None:
     """Tokens a second over a pipeline of as many stages as ranks, beside one device."""
     async with lz.start(me.settings) as runtime:
         kernel = warmed(me, runtime, 1)
-        async with runtime.rank_group(timeout_s=60.0) as member:
+        async with lz.rank_group(timeout_s=60.0) as member:
             stage = PipelineLlama(me.config, me.weights(), member, me.like, pages_of(me))
             if member.rank:
                 await member.follow()

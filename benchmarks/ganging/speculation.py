@@ -112,7 +112,7 @@ async def speculate(me: Rank) -> None:
         warmed(me, runtime, me.ranks, (1, PLACES + 1, 64))
         if me.rank == 0:
             warmed(me, runtime, 1, (1, PLACES + 1, 64))
-        async with runtime.rank_group(timeout_s=60.0) as member:
+        async with lz.rank_group(timeout_s=60.0) as member:
             shard = TensorParallelLlama(me.config, me.weights(), member, me.like, PAGES)
             share = TargetShard(member, me.config, me.weights(), me.like)
             both = [Damped(shard), Damped(share.model)]

@@ -70,7 +70,7 @@ class RankLlama(Llama):
             self._known_pages[first] = new
         return logits
 
-    async def next(self, ids: Tensor, span: TokenRange, draw: SampleArgs) -> Tensor:
+    async def sample_next(self, ids: Tensor, span: TokenRange, draw: SampleArgs) -> Tensor:
         """The token (1,) that follows, on the host; rank 0 alone draws it."""
         first = span.sequence.pages[0]
         self._sample_args[first] = draw

@@ -34,7 +34,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run as a file, it finds its neighbours
+sys.path.insert(0, str(Path(__file__).resolve().parent))  # under the name that travels to a device
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # its neighbours
 
 import torch
 import torch.distributed as dist
@@ -135,7 +136,7 @@ class TensorParallelLlama(RankLlama):
             layer.all_reduce = self._all_reduce
         self._graph: Any = None
         if captured:
-            self.wide = TABLE_MULTIPLE
+            self.table_multiple = TABLE_MULTIPLE
             spare = self.cache.sequence(1).pages[0]  # where rows of padding stand
             fill = {"slots": spare * self.cache.page_size, "tables": spare, "lengths": 1}
             self._graph = lz.compile(self._decode, buckets=captured, fill=fill)
@@ -187,9 +188,9 @@ def generate_by_hand(
             seeds = torch.arange(len(prompts), device=device)
             ids = lz.sync.sample(logits, seed=seeds, offset=torch.full_like(seeds, drawn))
             dist.broadcast(ids, 0)
-            for own, token in zip(token_lists, ids.tolist(), strict=True):
-                own.append(token)
-            spans = [own.extend() for own in opened] if drawn < tokens - 1 else []
+            for text, token in zip(token_lists, ids.tolist(), strict=True):
+                text.append(token)
+            spans = [sequence.extend() for sequence in opened] if drawn < tokens - 1 else []
     return token_lists
 
 
@@ -215,8 +216,8 @@ async def serve(options: argparse.Namespace, device: torch.device) -> dict[str, 
     config, get = config_and_weights(options, like)
     tokenizer = load_tokenizer(options.folder)
     prompts = [tokenizer.encode(PROMPTS[n % len(PROMPTS)]).ids for n in range(options.requests)]
-    async with lz.start(lz.Settings(device=str(device), inference=True)) as runtime:
-        async with runtime.rank_group(timeout_s=120.0) as member:
+    async with lz.start(lz.Settings(device=str(device), inference=True)):
+        async with lz.rank_group(timeout_s=120.0) as member:
             model: RankLlama = (
                 PipelineLlama(config, get, member, like) if options.stages else _shard(options, member, like)
             )
@@ -302,7 +303,9 @@ async def continue_text(
     with model.sequence(len(prompt) + tokens) as sequence:
         ids = torch.tensor([*prompt, *token_ids], device=model.cache.device)
         while len(token_ids) < tokens and not (token_ids and token_ids[-1] in model.config.eos_token_ids):
-            ids = await model.next(ids, sequence.extend(len(ids)), SampleArgs(1.0, 1.0, seed, len(token_ids)))
+            ids = await model.sample_next(
+                ids, sequence.extend(len(ids)), SampleArgs(1.0, 1.0, seed, len(token_ids))
+            )
             token_ids.append(int(await lz.to_host(ids)))
             yield token_ids[-1]
 
@@ -314,9 +317,9 @@ async def run_on_cluster(options: argparse.Namespace) -> dict[str, Any]:
     )
     tokenizer = load_tokenizer(options.folder)
     prompts = [tokenizer.encode(PROMPTS[n % len(PROMPTS)]).ids for n in range(options.requests)]
-    async with lz.start(settings) as runtime:
+    async with lz.start(settings):
         build, over = partial(build_shard, options), options.collectives
-        async with runtime.rank_group(options.ranks, build=build, collectives=over, timeout_s=120.0) as group:
+        async with lz.remote_rank_group(build, options.ranks, collectives=over, timeout_s=120.0) as group:
 
             async def one(number: int, tokens: int) -> list[int]:
                 text = group.stream(continue_text, prompts[number], tokens, number, resume=True)

@@ -38,7 +38,7 @@ class _SchemaOnly(msgspec.Struct, frozen=True):
 class RecordStore(Generic[R]):
     """Records of one `kind` as files in `directory`, which is made for this user alone on the first save.
 
-    `name` begins the log events `<name>.set_aside` and `<name>.newer_found`; `max_bytes` bounds one file.
+    `name` is the `store` of the log events; `max_bytes` bounds one file.
     """
 
     kind: type[R]
@@ -98,7 +98,9 @@ class RecordStore(Generic[R]):
             data = files.read_bounded(path, self.max_bytes)
             schema = files.decode_json(data, _SchemaOnly).schema
             if schema > SCHEMA:
-                log.warning(f"{self.name}.newer_found", path=str(path), schema=schema, needs=SCHEMA)
+                log.warning(
+                    "record.newer_found", store=self.name, path=str(path), schema=schema, needs=SCHEMA
+                )
                 return self.newer(kernel, f"record of a newer format {schema}: {path.name}")
             stored = files.decode_json(data, _StoredRecord)
             record = files.decode_json(bytes(stored.record), self.kind)
@@ -108,7 +110,9 @@ class RecordStore(Generic[R]):
             return None  # another process has just removed it
         except (OSError, msgspec.MsgspecError, ValueError) as error:
             aside = files.set_aside(path)
-            log.error(f"{self.name}.set_aside", path=str(path), moved_to=str(aside), why=str(error))
+            log.error(
+                "record.set_aside", store=self.name, path=str(path), moved_to=str(aside), why=str(error)
+            )
             record = self.lost(kernel, f"its record was unreadable and is now {aside.name}")
             self.save(record)
         return record

@@ -139,7 +139,7 @@ class DoctorReport(msgspec.Struct, frozen=True, kw_only=True):
 
     def __str__(self) -> str:
         parts = [
-            f"{title}\n{aligned([names, *rows] if rows else [])}" for title, names, rows in self.sections()
+            f"{title}\n{align_rows([names, *rows] if rows else [])}" for title, names, rows in self.sections()
         ]
         parts += [f"note: {note}" for note in self.notes]
         parts += [f"problem: {problem}" for problem in self.problems] or ["every required part works"]
@@ -276,7 +276,7 @@ def unfit(kernel: Kernel, hardware: Hardware) -> str:
 # -- as text -------------------------------------------------------------------------------------------
 
 
-def aligned(rows: list[tuple[str, ...]], indent: str = "  ") -> str:
+def align_rows(rows: list[tuple[str, ...]], indent: str = "  ") -> str:
     """Rows with their columns under each other; the same rows give the same text on any terminal."""
     if not rows:
         return f"{indent}none"

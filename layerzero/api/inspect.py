@@ -146,13 +146,14 @@ def dry_run(
         )
         context = SelectionContext(device.registry.for_op(op), device.hardware, policy, standing, knobs)
         return decide(definition, request, context, cost=device.costs)
-    from layerzero.backends.descriptors import described, imagined  # who asks about here never needs them
+    # A caller that asks about this machine never needs them.
+    from layerzero.backends.descriptors import descriptors_of, imagine_hardware
 
     if not isinstance(hardware, str | Hardware):
         raise TypeError(f"hardware needs a Hardware or the name of one, got {type(hardware).__name__}")
-    target = imagined(hardware) if isinstance(hardware, str) else hardware
+    target = imagine_hardware(hardware) if isinstance(hardware, str) else hardware
     elsewhere = request.replace(platform=target.platform, device=target.device)
-    kernels = (*device.registry.for_op(op), *described(op))
+    kernels = (*device.registry.for_op(op), *descriptors_of(op))
     context = SelectionContext(kernels, target, policy, options=knobs)
     return decide(definition, elsewhere, context)
 

@@ -8,7 +8,7 @@ from layerzero.calls.blocking import context_runtime
 from layerzero.calls.scope import SCOPE
 from layerzero.native import FAST_PATH
 from layerzero.runtime import ACTIVE
-from layerzero.scheduler.readback import Readback, compact
+from layerzero.scheduler.readback import compact
 from layerzero.scheduler.streams import resume_modes, suspend_modes
 
 
@@ -32,17 +32,15 @@ async def to_host(tensor: Tensor) -> Tensor:
     device = None if SCOPE.get() is not None else ACTIVE.devices.get(plain.device)
     if device is None:
         device = context_runtime().device(plain.device)
-    front = device.loop_drivers.current()
-    readback: Readback | None = front.readback
-    if readback is None:
-        readback = front.readback = Readback(front, device.event_thread)
+    driver = device.loop_drivers.current()
     modes = device.capture_modes()
-    assert modes.stream is not None
-    suspend_modes(modes, front)
+    assert modes.stream is not None and driver.readback is not None
+    suspend_modes(modes, driver)
     try:
-        return await readback.read(plain, modes.stream)
+        copied: Tensor = await driver.readback.read(plain, modes.stream)
+        return copied
     finally:
-        resume_modes(modes, front)
+        resume_modes(modes, driver)
 
 
 def _no_tensor(value: object) -> TypeError:

@@ -172,11 +172,10 @@ def _kernel(
     workspace_bytes: Callable[[CallSpec], int] | None = None,
     **more: Any,
 ) -> Kernel:
-    return Kernel(
-        id=f"liger.{op}.{name}",
-        op=op,
-        backend="liger",
-        capability=Capability(
+    return Kernel.of(
+        f"liger.{op}.{name}",
+        load,
+        Capability(
             source=_LIMITED,
             platforms=frozenset({"cuda", "rocm"}),
             sm_min=80,
@@ -186,8 +185,7 @@ def _kernel(
             autocast=False,
             **more,
         ),
-        load=load,
-        efficiency=Efficiency(*efficiency, _MEASURED),
+        Efficiency(*efficiency, _MEASURED),
         tie_break_order=45,
         slow_import=True,
         distributions=_DISTRIBUTIONS,

@@ -80,22 +80,18 @@ def _capability(features: frozenset[str]) -> Capability:
 _SOURCE = "an estimate for where no table says more: behind torch's linear on an AMD EPYC with AVX2 alone"
 
 KERNELS: tuple[Kernel, ...] = (
-    Kernel(
-        id="onednn.linear.fused",
-        op="linear",
-        backend="onednn",
-        capability=_capability(frozenset({"bias"})),
-        load=_linear,
-        efficiency=Efficiency(0.72, 0.7, 2.5, _SOURCE),
+    Kernel.of(
+        "onednn.linear.fused",
+        _linear,
+        _capability(frozenset({"bias"})),
+        Efficiency(0.72, 0.7, 2.5, _SOURCE),
         tie_break_order=30,
     ),
-    Kernel(
-        id="onednn.mlp.fused",
-        op="mlp",
-        backend="onednn",
-        capability=_capability(frozenset({"bias", *(f"act_{name}" for name in _FUSED)})),
-        load=_mlp,
-        efficiency=Efficiency(0.65, 0.65, 8.0, _SOURCE),
+    Kernel.of(
+        "onednn.mlp.fused",
+        _mlp,
+        _capability(frozenset({"bias", *(f"act_{name}" for name in _FUSED)})),
+        Efficiency(0.65, 0.65, 8.0, _SOURCE),
         tie_break_order=30,
     ),
 )

@@ -52,11 +52,10 @@ def without_autocast(run: Callable[..., Any]) -> Callable[..., Any]:
 @functools.cache
 def reference_kernel(op: Op) -> Kernel:
     """`op.reference` as the kernel `reference.<op>`."""
-    return Kernel(
-        id=f"reference.{op.name}",
-        op=op.name,
-        backend="reference",
-        capability=Capability(
+    return Kernel.of(
+        f"reference.{op.name}",
+        lambda: without_autocast(op.reference),
+        Capability(
             source="the op's definition: plain torch, float32 in between",
             mixed_dtypes=True,
             features=EVERY_FEATURE,
@@ -64,8 +63,7 @@ def reference_kernel(op: Op) -> Kernel:
             batch_invariant=op.name in BATCH_INVARIANT,
             graph_safe=op.name in CAPTURED,
         ),
-        load=lambda: without_autocast(op.reference),
-        efficiency=Efficiency(
+        Efficiency(
             0.1,
             0.2,
             30.0,

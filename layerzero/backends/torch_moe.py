@@ -32,7 +32,7 @@ def by_expert(
     return sent.weighed(parts, x)
 
 
-def grouped(
+def grouped_experts(
     x: Tensor, router_logits: Tensor, w_up: Tensor, w_down: Tensor, top_k: int, scoring: str,
     renormalize: bool, activation: str,
 ) -> Tensor:  # fmt: skip
@@ -76,17 +76,15 @@ _H200 = "benchmarks/results/rows_h200.json"
 
 
 def _by_expert(name: str, platforms: frozenset[str], efficiency: Efficiency) -> Kernel:
-    return Kernel(
-        id=f"torch.moe.{name}",
-        op="moe",
-        backend="torch",
-        capability=Capability(
+    return Kernel.of(
+        f"torch.moe.{name}",
+        lambda: by_expert,
+        Capability(
             source="torch.nn.functional.linear for each expert; run on torch 2.13 CPU and 2.11 CUDA",
             platforms=platforms,
             features=_FEATURES,
         ),
-        load=lambda: by_expert,
-        efficiency=efficiency,
+        efficiency,
         tie_break_order=45,
         default=True,
     )
@@ -97,11 +95,10 @@ KERNELS: tuple[Kernel, ...] = (
         "by_expert", frozenset({"cpu"}), Efficiency(0.5, 0.4, 25.0, "an estimate: two products an expert")
     ),
     _by_expert("by_expert_cuda", frozenset({"cuda", "rocm"}), Efficiency(0.58, 0.4, 640.0, _H200)),
-    Kernel(
-        id="torch.moe.grouped",
-        op="moe",
-        backend="torch",
-        capability=Capability(
+    Kernel.of(
+        "torch.moe.grouped",
+        lambda: grouped_experts,
+        Capability(
             source="torch.nn.functional.grouped_mm: rows of 16 bytes, bfloat16, compute capability 9.0",
             platforms=frozenset({"cuda"}),
             sm_min=90,
@@ -112,8 +109,7 @@ KERNELS: tuple[Kernel, ...] = (
             limits=(MultipleOf("C", 8), MultipleOf("F", 8)),
             gradient=False,
         ),
-        load=lambda: grouped,
-        efficiency=Efficiency(0.57, 0.6, 395.0, _H200),
+        Efficiency(0.57, 0.6, 395.0, _H200),
         tie_break_order=40,
     ),
 )

@@ -205,31 +205,27 @@ def _native(
     op: str, function: Callable[..., Any], features: frozenset[str], efficiency: Efficiency, **more: Any
 ) -> Kernel:
     on_cpu = "cpu" in more["platforms"]
-    return Kernel(
-        id=f"torch.{op}.{'native' if on_cpu else 'cuda'}",
-        op=op,
-        backend="torch",
-        capability=Capability(source="torch.nn.functional; run on torch 2.13 CPU", features=features, **more),
-        load=lambda: function,
-        efficiency=efficiency,
+    return Kernel.of(
+        f"torch.{op}.{'native' if on_cpu else 'cuda'}",
+        lambda: function,
+        Capability(source="torch.nn.functional; run on torch 2.13 CPU", features=features, **more),
+        efficiency,
         tie_break_order=40,
         default=True,
     )
 
 
 def _by_row(op: str, function: Callable[..., Any], features: frozenset[str], launch_us: float) -> Kernel:
-    return Kernel(
-        id=f"torch.{op}.by_row",
-        op=op,
-        backend="torch",
-        capability=Capability(
+    return Kernel.of(
+        f"torch.{op}.by_row",
+        lambda: function,
+        Capability(
             source="by construction; run bitwise against other batches on torch 2.13 CPU",
             platforms=frozenset({"cpu"}),
             features=features,
             batch_invariant=True,
         ),
-        load=lambda: function,
-        efficiency=Efficiency(0.15, 0.03, launch_us, _CPU),
+        Efficiency(0.15, 0.03, launch_us, _CPU),
         tie_break_order=90,
     )
 
@@ -244,11 +240,10 @@ _CAPTURED = frozenset(
 
 
 def _append(variant: str, platforms: frozenset[str], efficiency: Efficiency) -> Kernel:
-    return Kernel(
-        id=f"torch.append_kv.{variant}",
-        op="append_kv",
-        backend="torch",
-        capability=Capability(
+    return Kernel.of(
+        f"torch.append_kv.{variant}",
+        lambda: append_kv,
+        Capability(
             source="torch.Tensor.index_copy_ and indexed assignment; run on torch 2.13 CPU",
             platforms=platforms,
             features=_POOLS,
@@ -257,8 +252,7 @@ def _append(variant: str, platforms: frozenset[str], efficiency: Efficiency) -> 
             batch_invariant=True,
             graph_safe="cuda" in platforms,
         ),
-        load=lambda: append_kv,
-        efficiency=efficiency,
+        efficiency,
         tie_break_order=40,
         default=True,
     )

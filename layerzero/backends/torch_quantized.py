@@ -18,7 +18,7 @@ _FORMATS = frozenset({"quant_int8", "quant_fp8_e4m3", "quant_fp8_e5m2"})
 _SCALES = frozenset({"scale_per_tensor", "scale_per_row", "scale_per_group"})
 
 
-def widened(x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None, inputs: str) -> Tensor:
+def dequantized_linear(x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None, inputs: str) -> Tensor:
     """The weight back in x's dtype, then `torch.nn.functional.linear`."""
     kind = x.dtype if x.dtype == torch.float64 else torch.float32
     shift = None if bias is None else bias.to(x.dtype)
@@ -37,7 +37,7 @@ def exact_products(x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None
     return _shifted(sums.float() * spread.view(-1, 1) * scale.view(-1), bias, x)
 
 
-def packed(x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None, _: str) -> Tensor:
+def int8_weight_linear(x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None, _: str) -> Tensor:
     """`torch._weight_int8pack_mm`: int8 weights widened in registers."""
     rows = x.reshape(-1, x.shape[-1])
     # The scales stay out of the product, which would round them to x's dtype.
@@ -46,7 +46,7 @@ def packed(x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None, _: str
     return _shifted(product.float() * scale.view(-1), bias, x)
 
 
-def scaled(x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None, _: str) -> Tensor:
+def scaled_mm_linear(x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None, _: str) -> Tensor:
     """`torch._scaled_mm` on the tensor cores: a scale for each row of x and of the weight."""
     codes, spread = quantize_reference(x, FORMAT_OF[weight.dtype], "row", 0, None)
     rows = codes.view(-1, codes.shape[-1])
@@ -110,7 +110,7 @@ KERNELS: tuple[Kernel, ...] = (
     ),
     _kernel(
         "torch.quantized_linear.widened",
-        widened,
+        dequantized_linear,
         Efficiency(0.55, 0.12, 12.0, "an estimate: the weight is written and read again in x's dtype"),
         "by construction; " + _HERE,
         features=_FORMATS | _SCALES | {"bias", "inputs_float", "inputs_quantized"},
@@ -141,7 +141,7 @@ KERNELS: tuple[Kernel, ...] = (
     ),
     _kernel(
         "torch.quantized_linear.scaled_mm",
-        scaled,
+        scaled_mm_linear,
         Efficiency(0.5, 0.6, 90.0, _H200),
         "ATen/native/cuda/Blas.cpp: scales by row on both sides need 9.0; sizes of 16, tried with 32",
         platforms=frozenset({"cuda"}),
@@ -154,7 +154,7 @@ KERNELS: tuple[Kernel, ...] = (
     ),
     _kernel(
         "torch.quantized_linear.int8pack",
-        packed,
+        int8_weight_linear,
         Efficiency(
             0.4, 0.9, 8.0, "an estimate: below bfloat16's time for one row on an AMD EPYC with AVX-512"
         ),

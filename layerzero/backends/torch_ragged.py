@@ -21,7 +21,7 @@ from layerzero.spec.reasons import Reason
 STEP = 8
 
 
-def padded(
+def padded_attention(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -107,15 +107,14 @@ def _mask(
 
 
 def _load() -> Callable[..., Any]:
-    return padded
+    return padded_attention
 
 
 KERNELS: tuple[Kernel, ...] = (
-    Kernel(
-        id="torch.ragged_attention.padded",
-        op="ragged_attention",
-        backend="torch",
-        capability=Capability(
+    Kernel.of(
+        "torch.ragged_attention.padded",
+        _load,
+        Capability(
             source="torch.nn.functional.scaled_dot_product_attention on the CPU, sequences padded by length",
             platforms=frozenset({"cpu"}),
             dtypes=frozenset({"float32", "bfloat16"}),
@@ -124,8 +123,7 @@ KERNELS: tuple[Kernel, ...] = (
             gradient=False,
             autocast=False,  # the products' dtype would not be the rows'
         ),
-        load=_load,
-        efficiency=Efficiency(
+        Efficiency(
             0.4, 0.3, 150.0, "an estimate, from batches of short sequences on an AMD EPYC with AVX-512"
         ),
         tie_break_order=30,

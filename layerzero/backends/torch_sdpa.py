@@ -219,15 +219,13 @@ def _kernel(
     variant: str, run: Callable[..., Any], efficiency: Efficiency, rank: int, default: bool = False,
     workspace_bytes: Callable[[CallSpec], int] | None = None, tiling: Tiling | None = None, **capability: Any,
 ) -> Kernel:  # fmt: skip
-    return Kernel(
-        id=f"torch.attention.{variant}",
-        op="attention",
-        backend="torch",
-        capability=Capability(layouts=frozenset({"BHSD"}), **capability),
-        load=lambda: run,
+    return Kernel.of(
+        f"torch.attention.{variant}",
+        lambda: run,
+        Capability(layouts=frozenset({"BHSD"}), **capability),
+        efficiency,
         workspace_bytes=workspace_bytes,
         tiling=tiling,
-        efficiency=efficiency,
         tie_break_order=rank,
         default=default,
     )

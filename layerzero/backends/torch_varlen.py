@@ -66,11 +66,10 @@ def _kernel(
     variant: str, run: Callable[..., Any], efficiency: Efficiency, rank: int, default: bool = False,
     limits: tuple[Limit, ...] = (), **capability: Any,
 ) -> Kernel:  # fmt: skip
-    return Kernel(
-        id=f"torch.ragged_attention.{variant}",
-        op="ragged_attention",
-        backend="torch",
-        capability=Capability(
+    return Kernel.of(
+        f"torch.ragged_attention.{variant}",
+        lambda: run,
+        Capability(
             source=f"aten::_{variant}_attention_forward; run against float64 on an H200, torch 2.11",
             platforms=frozenset({"cuda"}),
             sm_min=80,
@@ -81,8 +80,7 @@ def _kernel(
             graph_safe=True,
             **capability,
         ),
-        load=lambda: run,
-        efficiency=efficiency,
+        efficiency,
         tie_break_order=rank,
         default=default,
     )

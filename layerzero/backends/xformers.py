@@ -135,11 +135,10 @@ def _kernel(
     limits: tuple[Any, ...] = _LIMITS, bias_of: Callable[..., Any] = _bias,
     workspace_bytes: Callable[[CallSpec], int] = _bias_bytes, **more: Any,
 ) -> Kernel:  # fmt: skip
-    return Kernel(
-        id=f"xformers.attention.{variant}",
-        op="attention",
-        backend="xformers",
-        capability=Capability(
+    return Kernel.of(
+        f"xformers.attention.{variant}",
+        functools.partial(_load, module, bias_of),
+        Capability(
             source=f"xformers 0.0.35, ops/fmha/{module}.py, called without its extension",
             platforms=frozenset({"cuda"}),
             sm_min=80,
@@ -153,8 +152,7 @@ def _kernel(
             gradient=False,
             **more,
         ),
-        load=functools.partial(_load, module, bias_of),
-        efficiency=efficiency,
+        efficiency,
         tie_break_order=70,
         slow_import=True,
         distributions=("xformers>=0.0.35",),

@@ -188,78 +188,64 @@ _ATTENTION_FEATURES = frozenset(
 )  # fmt: skip
 
 KERNELS: tuple[Kernel, ...] = (
-    Kernel(
-        id="zentorch.attention.sdpa",
-        op="attention",
-        backend="zentorch",
-        capability=_capability(
+    Kernel.of(
+        "zentorch.attention.sdpa",
+        _attention,
+        _capability(
             _ATTENTION_FEATURES,
             contiguous=False,
             limits=(SameAs("D", "Dv", Reason.HEAD_DIMS_DIFFER),),
             layouts=frozenset({"BHSD"}),
             last_stride1=True,
         ),
-        load=_attention,
-        efficiency=Efficiency(0.8, 0.8, 12.0, _MEASURED),
+        Efficiency(0.8, 0.8, 12.0, _MEASURED),
         slow_import=True,
         distributions=_DISTRIBUTIONS,
     ),
-    Kernel(
-        id="zentorch.rms_norm.native",
-        op="rms_norm",
-        backend="zentorch",
-        capability=_capability(frozenset(), limits=(AtLeast("C", 2),), batch_invariant=True),
-        load=_rms_norm,
-        efficiency=Efficiency(0.3, 1.0, 8.0, _MEASURED),
+    Kernel.of(
+        "zentorch.rms_norm.native",
+        _rms_norm,
+        _capability(frozenset(), limits=(AtLeast("C", 2),), batch_invariant=True),
+        Efficiency(0.3, 1.0, 8.0, _MEASURED),
         slow_import=True,
         distributions=_DISTRIBUTIONS,
     ),
-    Kernel(
-        id="zentorch.add_rms_norm.native",
-        op="add_rms_norm",
-        backend="zentorch",
-        capability=_capability(frozenset(), limits=(AtLeast("C", 2),), batch_invariant=True),
-        load=_add_rms_norm,
-        efficiency=Efficiency(0.2, 0.9, 8.0, _MEASURED),
+    Kernel.of(
+        "zentorch.add_rms_norm.native",
+        _add_rms_norm,
+        _capability(frozenset(), limits=(AtLeast("C", 2),), batch_invariant=True),
+        Efficiency(0.2, 0.9, 8.0, _MEASURED),
         slow_import=True,
         distributions=_DISTRIBUTIONS,
     ),
-    Kernel(
-        id="zentorch.linear.native",
-        op="linear",
-        backend="zentorch",
-        capability=_capability(frozenset({"bias"})),
-        load=_linear,
-        efficiency=Efficiency(0.8, 0.3, 20.0, _MEASURED),
+    Kernel.of(
+        "zentorch.linear.native",
+        _linear,
+        _capability(frozenset({"bias"})),
+        Efficiency(0.8, 0.3, 20.0, _MEASURED),
         slow_import=True,
         distributions=_DISTRIBUTIONS,
     ),
-    Kernel(
-        id="zentorch.quantized_linear.dynamic",
-        op="quantized_linear",
-        backend="zentorch",
-        capability=_capability(
+    Kernel.of(
+        "zentorch.quantized_linear.dynamic",
+        _quantized_linear,
+        _capability(
             frozenset({"quant_int8", "scale_per_tensor", "scale_per_row", "bias", "inputs_quantized"}),
             isa=frozenset({"avx512f", "avx512bw", "avx512_vnni"}),
         ),
-        load=_quantized_linear,
-        efficiency=Efficiency(
-            1.0, 0.6, 14.0, "an estimate: below torch._int_mm's time on an AMD EPYC with AVX-512"
-        ),
+        Efficiency(1.0, 0.6, 14.0, "an estimate: below torch._int_mm's time on an AMD EPYC with AVX-512"),
         slow_import=True,
         distributions=_DISTRIBUTIONS,
     ),
-    Kernel(
-        id="zentorch.moe.fused",
-        op="moe",
-        backend="zentorch",
-        capability=_capability(
+    Kernel.of(
+        "zentorch.moe.fused",
+        _moe,
+        _capability(
             frozenset({"act_swiglu", "scores_sigmoid", "scores_raw"}),
             limits=(AtLeast("T", 2),),  # it refuses a call in which one expert gets every row
             dtypes=frozenset({"bfloat16"}),  # in float32 its gate errs by 7e-6
         ),
-        load=_moe,
-        efficiency=Efficiency(0.7, 0.5, 60.0, "an estimate, beside torch's expert by expert"),
+        Efficiency(0.7, 0.5, 60.0, "an estimate, beside torch's expert by expert"),
         slow_import=True,
         distributions=_DISTRIBUTIONS,
     ),

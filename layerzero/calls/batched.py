@@ -19,9 +19,10 @@ from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
 from layerzero._util import log
-from layerzero.actors.device.local_device import LocalDevice
-from layerzero.calls.awaited import BatchKey, await_with_modes, modes_differ, set_priority
+from layerzero.calls.await_path import Described, awaitable_call
+from layerzero.calls.awaited import BatchKey
 from layerzero.calls.blocking import LAST, context_runtime
+from layerzero.calls.call_cache import find_nothing
 from layerzero.calls.functions import (
     Args,
     as_columns,
@@ -35,12 +36,10 @@ from layerzero.calls.functions import (
 )
 from layerzero.calls.scope import SCOPE, Scope
 from layerzero.native import FAST_PATH
-from layerzero.ops.checks import need_choice, need_number
+from layerzero.ops.checks import need_choice
 from layerzero.runtime import ACTIVE
 from layerzero.scheduler.core.pending_call import PENDING_CALL, PendingCall
-from layerzero.scheduler.loop_driver import FAST_QUEUE, LoopDriver
-from layerzero.scheduler.streams import resume_modes, suspend_modes
-from layerzero.scheduler.torch_modes import Modes, must_run_inline, restore
+from layerzero.scheduler.torch_modes import restore
 from layerzero.selection.transform import without_graph
 from layerzero.spec.settings import BATCHING
 
@@ -72,17 +71,19 @@ class Batched(Generic[R]):
         self._warned_alone = False
         self._batch_keys: dict[Hashable, BatchKey] = {}
         self._scoped: MutableMapping[Hashable, _Scoped] = weakref.WeakValueDictionary()
-        self._cache: Any = None
+        self.entries: Any = None  # the compiled cache of its calls
+        self._await = awaitable_call(self, self)
         self.install_cache(FAST_PATH.module)
 
     def install_cache(self, module: Any) -> None:
         """Remember kinds of calls in the compiled twin, or with None go without."""
-        self._cache = None if module is None else module.FunctionCache(self, ACTIVE, SCOPE, LAST, restore)
+        self.entries = None if module is None else module.FunctionCache(self, ACTIVE, SCOPE, LAST, restore)
+        self.find = find_nothing if self.entries is None else self.entries.find
 
     def clear_cache(self) -> None:
         """Keep nothing alive that belonged to a runtime which is gone."""
-        if self._cache is not None:
-            self._cache.forget()
+        if self.entries is not None:
+            self.entries.forget()
 
     def __call__(
         self,
@@ -99,66 +100,37 @@ class Batched(Generic[R]):
         Raises, when it is awaited: ValueError: tensors with different numbers of rows. What the function
             raises.
         """
-        if self._cache is None or priority != 1 or timeout is not None or batching is not None:
-            return self._call_async(args, priority, timeout, batching)
-        call: Awaitable[R] = self._cache.call(args)
+        if self.entries is None or priority != 1 or timeout is not None or batching is not None:
+            return self._await(*args, priority=priority, timeout=timeout, batching=batching)
+        call: Awaitable[R] = self.entries.call(args)
         return call
 
-    async def _call_async(
-        self,
-        args: Args,
-        priority: int = 1,
-        timeout: float | None = None,  # noqa: ASYNC109  the batcher cancels queued calls by it
-        batching: str | None = None,
-    ) -> Any:
-        """A call as Python makes it: alone, of a new kind, or with something that concerns its waiting."""
-        kinds = self._cache
-        pending = None if kinds is None or batching is not None else kinds.find(args, self.us_per_row)
-        if pending is None:
-            return await self._call_uncached(args, priority, timeout, batching)
-        driver = pending.driver
-        if (
-            driver.sole_caller is not None
-            and pending.expected_us < driver.inline_limit_us
-            and (driver.may_inline() or await driver.yield_once())
-        ):
-            driver.add_inline_us(pending.expected_us)
-            LAST.plan = None
-            return self._run_inline(pending.plan, args)
-        if priority != 1 or timeout is not None:
-            set_priority(pending, priority, timeout)
-        if not FAST_QUEUE.try_submit(driver, pending):
-            driver.submit(pending)
-        modes = pending.modes[0]
-        if modes_differ(modes, driver):
-            return await await_with_modes(pending, modes, driver)
-        result, LAST.plan = await pending
-        if not pending.unchanged():
-            restore(modes)
-        return result
+    def _call_async(self, args: Args) -> Awaitable[R]:
+        """A call that the compiled `Call` hands back."""
+        return self._await(*args)
 
-    async def _call_uncached(
-        self,
-        args: Args,
-        priority: int,
-        timeout: float | None,  # noqa: ASYNC109
-        batching: str | None,
-    ) -> Any:
-        """A call of a kind that the compiled twin does not know: every step in Python."""
+    # -- on the await path -------------------------------------------------------------------------
+
+    def describe(
+        self, args: Args, kwargs: dict[str, Any], backend: str | None, batching: str | None
+    ) -> Described:
+        """A call with its rows, its bytes, where its tensors are and what tells kinds of calls apart.
+
+        Raises: ValueError: tensors with different numbers of rows, or without rows.
+        """
         if batching is not None:
             need_choice("batching", batching, BATCHING)
-        rows, size, where, kinds = describe_rows(self.name, args)
+        rows, _, where, _ = kind = describe_rows(self.name, args)
         device = None if where is None or SCOPE.get() is not None else ACTIVE.devices.get(where)
         if device is None:
             device = context_runtime().device(where or self._device)
-        driver = device.loop_drivers.current()
-        expected_us = self.us_per_row * rows
-        if expected_us < device.inline_limit_us and (driver.may_inline() or await driver.yield_once()):
-            driver.add_inline_us(expected_us)
-            LAST.plan = None
-            return self._run_inline(device, args)
-        if must_run_inline() is not None:
-            return self._run_inline(device, args)
+        return Described(device, device.loop_drivers.current(), args, self.us_per_row * rows, kind=kind)
+
+    def new_call(
+        self, call: Described, args: Args, kwargs: dict[str, Any], backend: str | None, batching: str | None
+    ) -> PendingCall:
+        """The pending call; its batch key is None where it must run alone."""
+        device, (rows, size, where, kinds) = call.device, call.kind
         modes = device.capture_modes()
         # Of callers that shared a run the first to go backward would free the others' graph.
         differentiates = modes.grad and not device.settings.inference
@@ -166,50 +138,38 @@ class Batched(Generic[R]):
         if for_weights:
             self._warn_runs_alone()
         off = (batching or device.settings.batching) == "off"
-        apart = for_weights or off or (differentiates and needs_grad(args))
+        apart = for_weights or off or (differentiates and needs_grad(call.args))
         # Only a call outside of every scope is the function's own: the others' runs enter theirs.
         scope = SCOPE.get()
         around = None if scope is None else scope.key
         batch_key = None if apart else self._batch_key((modes.without_stream, where, kinds, around))
         op = self if scope is None else self._in_scope(scope, around)
-        pending = PENDING_CALL.cls(
-            op, args, batch_key, expected_us, rows, size, priority, None, (modes, None)
+        pending: PendingCall = PENDING_CALL.cls(
+            op, call.args, batch_key, call.expected_us, rows, size, 1, None, modes
         )
-        if batch_key is not None and batching is None and device.spans is None:
-            self._remember(args, device, batch_key, pending.modes)
-        if timeout is not None:
-            pending.deadline = driver.loop.time() + need_number("timeout", timeout, low=0.0)
-        if device.spans is None:
-            return await self._submit_and_await(pending, modes, driver)
-        with device.spans.waiting(self.name, args):
-            return await self._submit_and_await(pending, modes, driver)
+        pending.device = device
+        if batching is None and device.spans is None:
+            self._remember(pending)
+        return pending
 
-    async def _submit_and_await(self, pending: PendingCall, modes: Modes, driver: LoopDriver) -> Any:
-        driver.submit(pending)
-        leaves = modes.stream != driver.ambient_stream or modes_differ(modes, driver)
-        if leaves:
-            suspend_modes(modes, driver)
-        try:
-            result, LAST.plan = await pending
-        finally:
-            if leaves:
-                resume_modes(modes, driver)
-        restore(modes)
-        return result
+    def _remember(self, pending: PendingCall) -> None:
+        """Let the compiled twin answer for such calls, where only the process's runtime governs them."""
+        device = pending.device
+        if self.entries is None or pending.batch_key is None or SCOPE.get() is not None:
+            return
+        if ACTIVE.devices.get(device.device) is device:
+            home = (ACTIVE.devices, device, device.loop_drivers.by_loop)
+            self.entries.remember(pending.args, home, pending.batch_key, pending.modes)
 
-    def _run_inline(self, device: LocalDevice, args: Args) -> Any:
+    def run_inline(self, call: Described | PendingCall) -> Any:
         """Run one call on this thread."""
+        LAST.plan = None
+        device, args = call.device, call.args
         run = without_graph(self.run) if device.settings.inference else self.run
         if device.spans is not None:
             with device.spans.batch(self.name, [args], inside=True):
                 return run([args])[0]
         return run([args])[0]
-
-    def _remember(self, args: Args, device: LocalDevice, batch_key: BatchKey, modes: Any) -> None:
-        """Let the compiled twin answer for such calls, where only the process's runtime governs them."""
-        if self._cache is None or SCOPE.get() is not None or ACTIVE.devices.get(device.device) is not device:
-            return
-        self._cache.remember(args, (ACTIVE.devices, device, device.loop_drivers.by_loop), batch_key, modes)
 
     def _batch_key(self, key: Hashable) -> BatchKey:
         """The compatibility class of calls of one kind: one object, so that batchers compare a pointer."""

@@ -21,7 +21,7 @@ from layerzero.runtime import ACTIVE
 from layerzero.scheduler.core.pending_call import PendingCall
 from layerzero.selection.dispatch import DispatchState
 from layerzero.selection.modes import REHEARSAL
-from layerzero.selection.plan import BatchFacts, Plan
+from layerzero.selection.plan import Plan
 
 
 def _parameters(op: Op) -> tuple[tuple[str, ...], tuple[Any, ...], int] | None:
@@ -76,17 +76,23 @@ class BlockingCallCache:
         elif not FAST_PATH.requested:
             FAST_PATH.requested = True
             if FAST_PATH.state == UNUSED:
-                device.load_later(FAST_PATH.start)
+                device.loader.run_later(FAST_PATH.start)
+
+
+def find_nothing(args: Args, kwargs: dict[str, Any]) -> PendingCall | None:
+    """A cache's `find` while nothing compiled is there to answer."""
+    return None
 
 
 class AwaitedCallCache:
     """One op's memo while the compiled twin is there, else None."""
 
-    __slots__ = ("_op", "entries")
+    __slots__ = ("_op", "entries", "find")
 
     def __init__(self, op: Op) -> None:
         self._op = op
         self.entries: Any = None
+        self.find: Callable[[Args, dict[str, Any]], PendingCall | None] = find_nothing
         FAST_PATH.on_ready(self.install)
         ACTIVE.on_change(self.clear)
 
@@ -94,9 +100,10 @@ class AwaitedCallCache:
         """Begin a memo of the compiled twin, or go without."""
         parameters = _parameters(self._op)
         if module is None or parameters is None:
-            self.entries = None
+            self.entries, self.find = None, find_nothing
             return
         self.entries = module.CallCache(self._op, *parameters, ACTIVE, SCOPE, REHEARSAL)
+        self.find = self.entries.find
 
     def clear(self) -> None:
         """Keep nothing alive that belonged to a runtime which is gone."""
@@ -104,39 +111,20 @@ class AwaitedCallCache:
             self.entries.forget()
 
     def remember(
-        self,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        full: Args,
-        device: LocalDevice,
-        plan: Plan,
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], full: Args, device: LocalDevice, plan: Plan,
         pending: PendingCall,
-        *,
-        is_plain: bool,
-    ) -> bool:
-        """Keep a call that the current policy governs (`usual`: nothing in it asks for more than that).
-
-        Whether it can be found again.
-        """
-        facts: BatchFacts | None = plan.batch_facts
-        modes, snapshot = pending.modes
-        if self.entries is None or not is_plain or snapshot is not None or SCOPE.get() is not None:
+    ) -> bool:  # fmt: skip
+        """Keep a call that the current policy governs; whether it can be found again."""
+        facts, modes = plan.batch_facts, pending.modes
+        if self.entries is None or pending.snapshot is not None or SCOPE.get() is not None:
             return False
         if facts is None or facts.shared_positions is None:
             return False
         if device.capture_modes() is not modes or ACTIVE.devices.get(device.device) is not device:
             return False
         remembered: bool = self.entries.remember(
-            args,
-            kwargs,
-            full,
-            facts.shared_positions,
+            args, kwargs, full, facts.shared_positions,
             (ACTIVE.devices, device, device.snapshot, device.loop_drivers.by_loop),
-            plan,
-            pending.batch_key,
-            pending.modes,
-            facts.tokens,
-            facts.size_bytes,
-            plan.expected_us,
-        )
+            plan, pending.batch_key, modes, facts.tokens, facts.size_bytes, plan.expected_us,
+        )  # fmt: skip
         return remembered

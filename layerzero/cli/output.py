@@ -10,7 +10,7 @@ from typing import Any, TextIO
 import click
 import msgspec
 
-from layerzero.api.doctor import aligned
+from layerzero.api.doctor import align_rows
 
 
 def on_terminal(stream: TextIO | None) -> bool:
@@ -28,7 +28,7 @@ def table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]], *, 
     """Print one table; the row whose first cell is `mark` stands out on a terminal."""
     if not on_terminal(sys.stdout):
         click.echo(title)
-        click.echo(aligned([tuple(columns), *map(tuple, rows)] if rows else []))
+        click.echo(align_rows([tuple(columns), *map(tuple, rows)] if rows else []))
         return
     from rich.console import Console
 

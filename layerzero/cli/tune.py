@@ -11,8 +11,8 @@ import click
 import msgspec
 
 from layerzero._util.files import need_own
+from layerzero.api.solve import solve as solve_buckets
 from layerzero.api.tune import TuneReport, bench_call, stored_rows, tune_blocking, write_shipped_table
-from layerzero.api.tune import solve as solve_buckets
 from layerzero.cli import call_arguments, output
 from layerzero.cli.options import json_option, op_named, runtime_of
 from layerzero.measure.calls import Call

@@ -46,7 +46,7 @@ def attention(
     return call("attention", q=q, k=kv, v=kv, is_causal=causal, **flags)
 
 
-def paged(
+def paged_call(
     b: int, hq: int, hk: int, context: int, d: int, page: int, dtype: str = "bfloat16", queries: int = 1
 ) -> Call:
     """One paged attention call: pages in random order, every sequence with its full context."""
@@ -64,7 +64,7 @@ def paged(
     )
 
 
-def ragged(
+def ragged_call(
     b: int, hq: int, hk: int, length: int, d: int, dtype: str = "bfloat16", causal: bool = True
 ) -> Call:
     """One call over `b` sequences of equal length that stand behind each other."""
@@ -207,24 +207,24 @@ def _paged(dtype: str, small: bool) -> Iterator[Call]:
     if small:
         for b, context in ((1, 128), (1, 2048), (8, 512), (16, 128), (16, 1024)):
             for page in (1, 16, 64):
-                yield paged(b, 8, 2, context, 64, page, dtype)
+                yield paged_call(b, 8, 2, context, 64, page, dtype)
         return
     for hq, hk, d in ((32, 8, 128), (32, 32, 128), (64, 8, 128), (32, 8, 64)):
         for b, context in ((1, 512), (1, 8192), (1, 65536), (16, 1024), (16, 8192), (64, 512), (64, 4096),
                            (256, 2048)):  # fmt: skip
             for page in (1, 16, 64) if (hq, hk, d) == (32, 8, 128) or context in (1024, 8192) else (16,):
-                yield paged(b, hq, hk, context, d, page, dtype)
+                yield paged_call(b, hq, hk, context, d, page, dtype)
         for b, queries in ((4, 512), (2, 128)):
-            yield paged(b, hq, hk, 2048, d, 16, dtype, queries=queries)
+            yield paged_call(b, hq, hk, 2048, d, 16, dtype, queries=queries)
 
 
 def _ragged(dtype: str, small: bool) -> Iterator[Call]:
     some = ((1, 128), (4, 64), (8, 128))
     for b, length in some if small else ((1, 2048), (1, 8192), (4, 512), (16, 256), (64, 128), (8, 2048)):
         for hq, hk, d in ((8, 8, 64), (8, 2, 64)) if small else ((32, 8, 128), (32, 32, 64)):
-            yield ragged(b, hq, hk, length, d, dtype)
+            yield ragged_call(b, hq, hk, length, d, dtype)
     for b, length in ((4, 16), (16, 24), (24, 32), (72, 28), (8, 128)) if small else ():
-        yield ragged(b, 12, 12, length, 32, dtype, causal=False)
+        yield ragged_call(b, 12, 12, length, 32, dtype, causal=False)
 
 
 def _norms(op: str) -> Callable[[str, bool], Iterator[Call]]:

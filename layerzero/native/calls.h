@@ -82,9 +82,7 @@ Ref queued_ticket(Call* self) {
   // has none of its own.
   if (!in_front.alone.is(front.get(), Py_None)) return Ref();
   if (!carrying && !(modes & INFERENCE) && bool(modes & GRAD) != in_front.ambient_grad.is(front.get(), Py_True)) return Ref();
-  Ref us_per_row(PyObject_GetAttr(kinds->function, known.us_per_row));
-  if (!us_per_row) return Ref();
-  const double us = PyFloat_AsDouble(us_per_row.get());
+  const double us = us_per_row_of(kinds);
   if (PyErr_Occurred()) return Ref();
   PyObject* there = front.get();  // the ticket holds it
   Ref ticket = ticket_of(kinds, self->args, modes, std::move(front), us);
@@ -107,7 +105,7 @@ PyObject* value_of(Call* self, Ticket* ticket) {
   Ref value = Ref::to(PyTuple_GET_ITEM(pair, 0));
   if (PyObject_SetAttr(kinds->last, known.plan, PyTuple_GET_ITEM(pair, 1))) return nullptr;
   if (ticket->surroundings != modes_here() || !on_default_stream(ticket->place)) {
-    Ref restored(PyObject_CallOneArg(kinds->restore, PyTuple_GET_ITEM(ticket->modes, 0)));
+    Ref restored(PyObject_CallOneArg(kinds->restore, ticket->modes));
     if (!restored) return nullptr;
   }
   return value.release();

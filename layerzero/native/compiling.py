@@ -52,7 +52,7 @@ class CppModule(building.Source):
                 log.warning(WHEEL_UNUSED, module=self.name, reason=Reason.KERNEL_LOAD_FAILED, why=str(error))
         target = self.target()
         if not target.exists():
-            with locked(target.with_name("lock")):
+            with file_lock(target.with_name("lock")):
                 if not target.exists():
                     self.compile_to(target)
         return self.load(target)
@@ -162,7 +162,7 @@ def cpu_flags() -> str:
 
 
 @contextmanager
-def locked(path: Path) -> Iterator[None]:
+def file_lock(path: Path) -> Iterator[None]:
     """Hold `path`'s lock; it ends with the process that held it, so none is ever left behind."""
     from filelock import FileLock  # torch brings it
 

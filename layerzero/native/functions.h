@@ -98,7 +98,7 @@ Ref ticket_of(Kinds* self, PyObject* args, int modes, Ref front, double us_per_r
   ticket->args = Ref::to(args).release();
   ticket->group = group.release();
   ticket->modes = around.release();
-  ticket->plan = device.release();
+  ticket->device = device.release();
   ticket->front = front.release();
   ticket->expected_us = us_per_row * double(rows);
   ticket->tokens = rows;
@@ -109,14 +109,20 @@ Ref ticket_of(Kinds* self, PyObject* args, int modes, Ref front, double us_per_r
   return Ref(reinterpret_cast<PyObject*>(ticket));
 }
 
-// find(args, microseconds a row): the ticket of a call whose kind is known, its front in it; None for any other.
+// The mean time of a row, which the function measures at each run; negative with an error set.
+double us_per_row_of(Kinds* self) {
+  Ref us(PyObject_GetAttr(self->function, known.us_per_row));
+  return us ? PyFloat_AsDouble(us.get()) : -1.0;
+}
+
+// find(args, keywords): the ticket of a call whose kind is known, its front in it; None for any other.
 PyObject* kinds_find(Kinds* self, PyObject* const* given, Py_ssize_t count) {
-  if (count != 2 || !PyTuple_CheckExact(given[0])) return none();
+  if (count != 2 || !PyTuple_CheckExact(given[0]) || !PyDict_CheckExact(given[1]) || PyDict_GET_SIZE(given[1])) return none();
   return guarded([&]() -> PyObject* {
     int modes = -1;
     Ref front = front_here(self, modes);
     if (!front) return PyErr_Occurred() ? nullptr : none();
-    const double us_per_row = PyFloat_AsDouble(given[1]);
+    const double us_per_row = us_per_row_of(self);
     if (PyErr_Occurred()) return nullptr;
     Ref ticket = ticket_of(self, given[0], modes, std::move(front), us_per_row);
     if (!ticket) return PyErr_Occurred() ? nullptr : none();

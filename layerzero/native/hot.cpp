@@ -219,7 +219,8 @@ bool on_default_stream(int place) {
 
 struct Ticket {
   PyObject_HEAD
-  PyObject *op, *args, *group, *modes, *caller, *slot, *value, *wake, *context, *front, *loop, *deadline, *plan;
+  PyObject *op, *args, *group, *modes, *snapshot, *caller, *slot, *value, *wake, *context, *front, *loop, *deadline,
+      *plan, *device;
   PyObject* weak;
   double at, expected_us;
   long long seq, tokens, bytes;
@@ -232,7 +233,8 @@ bool is_ticket(PyObject* object) { return Py_TYPE(object) == TicketType; }
 
 #define EVERY_REFERENCE(APPLY)                                                                         \
   APPLY(op) APPLY(args) APPLY(group) APPLY(modes) APPLY(caller) APPLY(slot) APPLY(value) APPLY(wake) \
-  APPLY(context) APPLY(front) APPLY(loop) APPLY(deadline) APPLY(plan)
+  APPLY(context) APPLY(front) APPLY(loop) APPLY(deadline) APPLY(plan) APPLY(snapshot) \
+  APPLY(device)
 
 int ticket_traverse(Ticket* self, visitproc visit, void* arg) {
   Py_VISIT(Py_TYPE(self));
@@ -270,13 +272,14 @@ Ticket* blank_ticket() {
 
 PyObject* ticket_new(PyTypeObject*, PyObject* args, PyObject* kwargs) {
   static const char* names[] = {"op",       "args",     "batch_key", "expected_us", "tokens", "bytes",
-                                "priority", "deadline", "modes", "caller",      nullptr};
+                                "priority", "deadline", "modes", "snapshot",    "caller", nullptr};
   PyObject *op, *full, *group = Py_None, *priority = nullptr, *deadline = Py_None, *modes = Py_None,
-                       *caller = Py_None;
+                       *snapshot = Py_None, *caller = Py_None;
   double expected_us = 0.0;
   long long tokens = 1, bytes = 0;
-  if (!PyArg_ParseTupleAndKeywords(args, kwargs, "OO|OdLLOOOO:PendingCall", const_cast<char**>(names), &op, &full,
-                                   &group, &expected_us, &tokens, &bytes, &priority, &deadline, &modes, &caller))
+  if (!PyArg_ParseTupleAndKeywords(args, kwargs, "OO|OdLLOOOOO:PendingCall", const_cast<char**>(names), &op, &full,
+                                   &group, &expected_us, &tokens, &bytes, &priority, &deadline, &modes, &snapshot,
+                                   &caller))
     return nullptr;
   long wanted = 1;
   if (priority != nullptr) {
@@ -294,6 +297,7 @@ PyObject* ticket_new(PyTypeObject*, PyObject* args, PyObject* kwargs) {
   put_new(self->group, group);
   put_new(self->deadline, deadline);
   put_new(self->modes, modes);
+  put_new(self->snapshot, snapshot);
   put_new(self->caller, caller);
   self->expected_us = expected_us;
   self->tokens = tokens;
@@ -406,6 +410,8 @@ PyMemberDef ticket_members[] = {FIELD("op", T_OBJECT, op),
                                 FIELD("_loop", T_OBJECT, loop),
                                 FIELD("deadline", T_OBJECT, deadline),
                                 FIELD("plan", T_OBJECT, plan),
+                                FIELD("snapshot", T_OBJECT, snapshot),
+                                FIELD("device", T_OBJECT, device),
                                 FIELD("submitted_at", T_DOUBLE, at),
                                 FIELD("expected_us", T_DOUBLE, expected_us),
                                 FIELD("seq", T_LONGLONG, seq),
@@ -952,7 +958,7 @@ PyObject* found_ticket(Memo* self, PyObject* const* given, Py_ssize_t count) {
   // References of our own before anything is made: a collection may run code that forgets the entry.
   const Entry& entry = found->second;
   Ref plan = Ref::to(entry.plan.get()), group = Ref::to(entry.group.get()), around = Ref::to(entry.modes.get());
-  Ref constants = Ref::to(entry.constants.get());
+  Ref constants = Ref::to(entry.constants.get()), device = Ref::to(self->kept->device.get());
   const double expected_us = entry.expected_us;
   const long long tokens = entry.tokens, bytes = entry.bytes;
   const int place = entry.place;
@@ -971,6 +977,7 @@ PyObject* found_ticket(Memo* self, PyObject* const* given, Py_ssize_t count) {
   ticket->group = group.release();
   ticket->modes = around.release();
   ticket->plan = plan.release();
+  ticket->device = device.release();
   ticket->front = front.release();
   ticket->loop = loop.release();
   ticket->expected_us = expected_us;

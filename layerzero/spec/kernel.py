@@ -79,6 +79,19 @@ class Kernel:
     compile: Callable[[CallSpec], None] | None = field(default=None)
     descriptor: bool = False
 
+    @classmethod
+    def of(
+        cls,
+        kernel_id: str,
+        load: Callable[[], Callable[..., Any]],
+        capability: Capability,
+        efficiency: Efficiency,
+        **fields: Any,
+    ) -> Kernel:
+        """The kernel `<backend>.<op>.<variant>`, whose id says its backend and op."""
+        backend, op = kernel_id.split(".")[:2]
+        return cls(kernel_id, op, backend, capability, load, efficiency, **fields)
+
     def __post_init__(self) -> None:
         if not KERNEL_ID.fullmatch(self.id):
             raise ValueError(

@@ -16,7 +16,7 @@ class Executor(Protocol):
     """Who runs a batch: one outcome a call, its value or `Failed`; a batch that fails as a whole gives every
     call `Failed` with the same error. `op.pure` says whether calls may run again to find the culprit."""
 
-    def execute(self, op: Any, calls: Calls, modes: Any) -> list[Any]: ...
+    def execute(self, op: Any, calls: Calls, modes: Any, snapshot: Any) -> list[Any]: ...
 
 
 # Errors of the device, which no caller's arguments cause; running the halves would only repeat them.

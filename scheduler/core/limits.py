@@ -75,13 +75,13 @@ class BatcherStats:
 
     __slots__ = (
         "batches", "cancelled", "detached", "done", "expired", "failed", "rejected", "sizes", "submitted",
-        "sweeps", "tokens", "wait_max_s", "wait_s",
+        "tokens", "wait_max_s", "wait_s",
     )  # fmt: skip
 
     def __init__(self) -> None:
         self.submitted = self.done = self.failed = 0
         self.cancelled = self.expired = self.rejected = 0
-        self.detached = self.batches = self.sweeps = self.tokens = 0
+        self.detached = self.batches = self.tokens = 0
         self.wait_s = self.wait_max_s = 0.0
         self.sizes: dict[int, int] = {}
 

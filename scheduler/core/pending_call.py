@@ -9,10 +9,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Hashable
 from contextvars import copy_context
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from layerzero.native import FAST_PATH
 from layerzero.spec.errors import RuntimeClosedError
+
+if TYPE_CHECKING:  # this folder runs without torch
+    from layerzero.actors.device.local_device import LocalDevice
+    from layerzero.scheduler.streams import CrossStreamModes
+    from layerzero.scheduler.torch_modes import Modes
+    from layerzero.selection.dispatch import DispatchState
+    from layerzero.selection.plan import Plan
 
 # States of a ticket. NEW -> WAITING (no room yet) -> QUEUED -> RUNNING -> DONE | FAILED, with the side exits
 # CANCELLED, EXPIRED, REJECTED; DETACHED is a running pending call whose caller has gone. To its caller a call
@@ -83,6 +90,7 @@ class PendingCall:
         "caller",
         "context",
         "deadline",
+        "device",
         "driver",
         "expected_us",
         "modes",
@@ -91,6 +99,7 @@ class PendingCall:
         "point",
         "priority",
         "seq",
+        "snapshot",
         "state",
         "submitted_at",
         "tokens",
@@ -109,6 +118,7 @@ class PendingCall:
         priority: int = 1,
         deadline: float | None = None,
         modes: Any = None,
+        snapshot: DispatchState | None = None,
         caller: Caller | None = None,
     ) -> None:
         if priority != 1 and priority not in (0, 2):
@@ -122,6 +132,7 @@ class PendingCall:
         self.priority = priority
         self.deadline = deadline
         self.modes = modes
+        self.snapshot = snapshot
         self.caller = caller
         self.state: int = NEW
         self.wake: Callable[[Any], object] | None = None
@@ -136,8 +147,11 @@ class PendingCall:
     driver: Any
     _loop: Any
     context: Any
-    # What the compiled twin knows from the start: the call's own plan.
-    plan: Any
+    # torch's modes of its caller; a read-back, which no batch has, has none.
+    modes: Modes
+    # What an inline run needs: the plan of an op's call, None for a batched function, and the device.
+    plan: Plan | None
+    device: LocalDevice
 
     def __await__(self) -> Generator[PendingCall, None, Any]:
         """Wait for the result; an error or a cancellation is raised here.
@@ -164,6 +178,10 @@ class PendingCall:
         failed: Failed = self.value
         failed.error.__context__ = failed.context  # not what the last caller was handling
         return failed.error.with_traceback(failed.traceback)
+
+    def unchanged(self) -> bool:
+        """Whether torch's modes are known to be its own; this class does not look, its compiled twin does."""
+        return False
 
     def done(self) -> bool:
         """Whether it has ended, in whatever way."""
@@ -229,12 +247,13 @@ FAST_PATH.on_ready(PENDING_CALL.install)
 class Batch:
     """Tickets of one group that run together; `calls` are their arguments, in order."""
 
-    __slots__ = ("calls", "expected_us", "launch", "modes", "op", "started")
+    __slots__ = ("calls", "expected_us", "launch", "modes", "op", "snapshot", "started")
 
     def __init__(self, calls: list[PendingCall], started: float, expected_us: float | None = None) -> None:
         first = calls[0]
         self.op = first.op
-        self.modes = first.modes
+        self.modes: Modes | CrossStreamModes = first.modes
+        self.snapshot = first.snapshot
         self.launch: Any = None  # on a device that answers before it has run
         self.calls = calls
         self.started = started

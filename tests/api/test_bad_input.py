@@ -75,7 +75,7 @@ def own_runtime() -> Iterator[None]:
     with lz.start(lz.Settings(warm="off")):
         device, looked = current().device("cpu"), threading.Event()
         device._refresh_workspace_budget()
-        device._loader.submit(looked.set)
+        device.loader.submit(looked.set)
         assert looked.wait(60)
         yield
 

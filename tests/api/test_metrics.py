@@ -21,7 +21,7 @@ async def test_a_scrape_tells_what_the_lane_did() -> None:
     async with lz.start(lz.Settings(device="cpu", inference=True)) as runtime:
         registry = prometheus_client.CollectorRegistry()
         registry.register(metrics.collector(runtime, prefix="lz_"))
-        assert registry.get_sample_value("lz_lane_items_total", {"device": "cpu"}) is None
+        assert registry.get_sample_value("lz_batcher_items_total", {"device": "cpu"}) is None
         weight = torch.ones(8)
         await asyncio.gather(*(lz.rms_norm(torch.ones(3, 8), weight) for _ in range(5)))
         late = asyncio.ensure_future(lz.rms_norm(torch.ones(3, 8), weight))
@@ -32,7 +32,7 @@ async def test_a_scrape_tells_what_the_lane_did() -> None:
         stats = runtime.device("cpu").loop_drivers.stats()
 
         def value(name: str, **labels: str) -> float | None:
-            found: float | None = registry.get_sample_value(f"lz_lane_{name}", {"device": "cpu", **labels})
+            found: float | None = registry.get_sample_value(f"lz_batcher_{name}", {"device": "cpu", **labels})
             return found
 
         assert value("items_total") == stats.submitted == 6

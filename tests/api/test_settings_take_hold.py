@@ -14,7 +14,7 @@ import pytest
 
 import layerzero as lz
 import layerzero.sync
-from layerzero.api.tune import solve
+from layerzero.api.solve import solve
 from layerzero.health import JsonQuarantineStore
 from layerzero.health.store import QuarantineRecord
 from layerzero.native import FAST_PATH

@@ -15,7 +15,8 @@ import pytest
 import torch
 
 import layerzero as lz
-from layerzero.api.tune import publish, solve, tune_blocking
+from layerzero.api.solve import solve
+from layerzero.api.tune import publish, tune_blocking
 from layerzero.measure.shapes import norm
 from layerzero.perfdb.table_file import content_hash
 from layerzero.runtime import Runtime, install, uninstall

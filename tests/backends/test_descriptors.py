@@ -10,7 +10,7 @@ import torch
 import layerzero as lz
 from layerzero.actors.device.registry import Registry
 from layerzero.backends import availability, load_builtin
-from layerzero.backends.descriptors import DEVICES, FAMILIES, described, imagined
+from layerzero.backends.descriptors import DEVICES, FAMILIES, descriptors_of, imagine_hardware
 from layerzero.ops import table as ops_table
 from layerzero.selection.context import SelectionContext
 from layerzero.selection.decide import DESCRIPTOR_ONLY, decide
@@ -23,8 +23,8 @@ from layerzero.spec.kernel import Kernel, rejections
 from layerzero.spec.reasons import Reason
 
 ATTENTION = ops_table.get("attention")
-EVERY = (*load_builtin(op="attention"), *described("attention"))
-BY_ID = {kernel.id: kernel for kernel in (*load_builtin(), *described())}
+EVERY = (*load_builtin(op="attention"), *descriptors_of("attention"))
+BY_ID = {kernel.id: kernel for kernel in (*load_builtin(), *descriptors_of())}
 
 
 def gpu(sm: int) -> Hardware:
@@ -197,10 +197,10 @@ def test_what_is_missing_has_a_name() -> None:
 
 def test_a_descriptor_is_never_run() -> None:
     """Registered all the same, it is refused by name with its reason, and nothing of it is imported."""
-    for kernel in described():
+    for kernel in descriptors_of():
         with pytest.raises(BackendNotAvailableError, match="descriptor only"):
             kernel.load()
-    registry = Registry(described("attention"), lambda _: [])
+    registry = Registry(descriptors_of("attention"), lambda _: [])
     name = "mps.attention.sdpa"
     with pytest.raises(BackendNotAvailableError):
         registry.callable_of(name)
@@ -209,19 +209,19 @@ def test_a_descriptor_is_never_run() -> None:
 
 def test_descriptors_are_sound_and_apart() -> None:
     """Each has limits that can be judged, a source, an id of its own; none is in a device's registry."""
-    every = described()
+    every = descriptors_of()
     assert {k.id: problems(k.capability) for k in every if problems(k.capability)} == {}
     assert len({k.id for k in every}) == len(every) == sum(map(len, FAMILIES.values()))
     assert all(k.descriptor and k.op in ops_table.FILES for k in every)
     real = load_builtin()
     assert not {k.id for k in every} & {k.id for k in real} and not any(k.descriptor for k in real)
-    assert all(imagined(name) is hardware for name, hardware in DEVICES.items())
+    assert all(imagine_hardware(name) is hardware for name, hardware in DEVICES.items())
 
 
 def test_on_hardware_that_is_here_nothing_is_described() -> None:
     """Choices and explanations on this machine hold no descriptor, and `dry_run` without hardware neither."""
     x: Any = torch.randn(4, 32)
     for selection in (lz.explain("rms_norm", x).selection, lz.dry_run("rms_norm", x, strict=False)):
-        assert not any(c.kernel in {k.id for k in described()} for c in selection.trace)
-    absent: list[Kernel] = [k for k in described("attention") if availability(k)]
+        assert not any(c.kernel in {k.id for k in descriptors_of()} for c in selection.trace)
+    absent: list[Kernel] = [k for k in descriptors_of("attention") if availability(k)]
     assert absent, "their libraries are not installed here"

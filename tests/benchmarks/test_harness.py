@@ -27,7 +27,7 @@ def test_a_measurement_waits_for_what_compiles_behind_the_calls(when_warm: str |
         time.sleep(0.2)
         done.append("compiled")
 
-    own.load_later(compiles)
+    own.loader.run_later(compiles)
     selection = SimpleNamespace(when_warm=when_warm)
     assert harness.settled(harness.Plan(), own, selection) == (when_warm is None)
     assert done == ["compiled"]

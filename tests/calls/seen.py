@@ -71,7 +71,7 @@ class Site:
         """Until the background thread has done what it was given, and what came of that."""
         for _ in range(2):
             done = threading.Event()
-            if self.cpu._loader.submit(done.set):
+            if self.cpu.loader.submit(done.set):
                 assert done.wait(60)
 
 
@@ -189,10 +189,10 @@ REAPED = [0]
 class NoStreams(DeviceStreams):
     """What a CUDA device has for streams, on a device that has none."""
 
-    def ambient(self) -> Any:
+    def default_stream(self) -> Any:
         return None
 
-    def reap(self, modes: Any, told: Callable[[Exception | None], object]) -> None:
+    def notify_when_done(self, modes: Any, told: Callable[[Exception | None], object]) -> None:
         REAPED[0] += 1
         told(None)
 
@@ -255,7 +255,7 @@ def safe(at: Site) -> Any:
 
 def sampled(at: Site) -> Any:
     """What stands around the plans that are made."""
-    return [type(watcher).__name__ for watcher in at.cpu._middlewares]
+    return [type(watcher).__name__ for watcher in at.cpu.compiler.middlewares]
 
 
 def default_device(at: Site) -> Any:

@@ -51,7 +51,7 @@ def test_calls_on_the_default_stream_are_known() -> None:
     async def caller(number: int) -> list[float]:
         x = torch.full((1, 4), float(number), device="cuda")
         first = await entry(x)
-        assert entry._cache.find((first,), 1.0) is not None
+        assert entry.entries.find((first,), {}) is not None
         return [*(await entry(first))[0].tolist()]
 
     async def crowd() -> list[list[float]]:
@@ -67,9 +67,9 @@ def test_a_stream_of_ones_own_is_not_known() -> None:
 
     async def caller() -> bool:
         await entry(x)
-        known = entry._cache.find((x,), 1.0) is not None
+        known = entry.entries.find((x,), {}) is not None
         with torch.cuda.stream(torch.cuda.Stream()):
-            return known and entry._cache.find((x,), 1.0) is None
+            return known and entry.entries.find((x,), {}) is None
 
     async def crowd() -> list[bool]:
         return list(await asyncio.gather(caller(), caller()))
@@ -84,7 +84,7 @@ def test_a_ticket_tells_another_stream_from_its_own() -> None:
 
     async def caller() -> list[bool]:
         await entry(x)
-        ticket = entry._cache.find((x,), 1.0)
+        ticket = entry.entries.find((x,), {})
         with torch.cuda.stream(torch.cuda.Stream()):
             elsewhere = ticket.unchanged()
         return [ticket.unchanged(), elsewhere]

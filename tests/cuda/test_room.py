@@ -72,7 +72,7 @@ def opened() -> Iterator[Callable[[list[Kernel]], LocalDevice]]:
     def device(kernels: list[Kernel]) -> LocalDevice:
         settings = Settings(memory_headroom=0.0, perfdb=None)
         own = LocalDevice(torch.device("cuda:0"), settings, Registry(kernels, lambda _: []))
-        own.workspace_budget = WorkspaceBudget(own.device, own.hardware, lambda: Clock.now)
+        own._inputs.budget = WorkspaceBudget(own.device, own.hardware, lambda: Clock.now)
         attach(own)
         made.append(own)
         return own

@@ -84,7 +84,7 @@ async def all_requests(step: Any, order: list[int], named: bool) -> list[tuple[i
 
 async def together(runtime: lz.Runtime, shard: Shard, **options: Any) -> dict[str, Any]:
     """Rank 0 leads, everybody else follows."""
-    async with runtime.rank_group(epoch=next(EPOCHS), timeout_s=TIMEOUT_S, **options) as group:
+    async with lz.rank_group(epoch=next(EPOCHS), timeout_s=TIMEOUT_S, **options) as group:
         step = group.batched(shard.step)
         if RANK:
             await group.follow()
@@ -98,7 +98,7 @@ async def altered(runtime: lz.Runtime, shard: Shard, op: str) -> dict[str, Any]:
     """Rank 1 runs an op more in its fourth step; what rank 0's callers got of each step."""
     shard.alter, shard.op = 4, op
     got: list[float | str] = []
-    async with runtime.rank_group(epoch=next(EPOCHS), timeout_s=TIMEOUT_S, on_failure=broken) as group:
+    async with lz.rank_group(epoch=next(EPOCHS), timeout_s=TIMEOUT_S, on_failure=broken) as group:
         step = group.batched(shard.step)
         if RANK:
             await group.follow()
@@ -113,7 +113,7 @@ async def altered(runtime: lz.Runtime, shard: Shard, op: str) -> dict[str, Any]:
 
 async def leaves(runtime: lz.Runtime, shard: Shard) -> dict[str, Any]:
     """Rank 1 meets an error of its own before the collective that rank 0 waits in."""
-    async with runtime.rank_group(epoch=next(EPOCHS), timeout_s=TIMEOUT_S, on_failure=broken) as group:
+    async with lz.rank_group(epoch=next(EPOCHS), timeout_s=TIMEOUT_S, on_failure=broken) as group:
 
         def step(x: Tensor) -> Tensor:
             if RANK and len(shard.ran) == 2:
@@ -136,7 +136,7 @@ async def alone(runtime: lz.Runtime, shard: Shard, order: list[int]) -> dict[str
 
 async def compared(runtime: lz.Runtime, shard: Shard, order: list[int], split: bool) -> dict[str, Any]:
     """Every rank batches by itself, and compares with rank 0's step message."""
-    async with runtime.rank_group(epoch=next(EPOCHS), timeout_s=TIMEOUT_S, on_failure=broken) as group:
+    async with lz.rank_group(epoch=next(EPOCHS), timeout_s=TIMEOUT_S, on_failure=broken) as group:
         step = group.batched(shard.step, send=False)
         pieces = [order[:2], order[2:]] if split else [order]
         results = [pair for piece in pieces for pair in await all_requests(step, piece, named=True)]
@@ -151,7 +151,7 @@ def broken(why: str) -> None:
 
 async def killed(runtime: lz.Runtime, shard: Shard) -> dict[str, Any]:
     """Rank 1 dies without a word in the middle of a run."""
-    async with runtime.rank_group(epoch=next(EPOCHS), timeout_s=TIMEOUT_S) as group:
+    async with lz.rank_group(epoch=next(EPOCHS), timeout_s=TIMEOUT_S) as group:
         step = group.batched(shard.step)
         if RANK:
             asyncio.get_running_loop().call_later(0.5, os._exit, 9)
@@ -189,7 +189,7 @@ async def poor(runtime: lz.Runtime, shard: Shard) -> dict[str, Any]:
         )
     own = runtime.device("cpu")
     free = (64, 40, 20, 5)[RANK - RANKS] * GIB
-    own.workspace_budget = WorkspaceBudget(own.device, own.hardware, own.clock.now, lambda _: free)
+    own._inputs.budget = WorkspaceBudget(own.device, own.hardware, own.clock.now, lambda _: free)
     own.workspace_budget.refresh(own.settings)
     own.refresh()
     shard.step(row(0))
@@ -225,7 +225,7 @@ def planted(name: str, launch_us: float) -> Kernel:
 
 async def trees_together(runtime: lz.Runtime) -> dict[str, Any]:
     """Every rank verifies the trees that rank 0 drafted; what each of them found."""
-    async with runtime.rank_group(epoch=next(EPOCHS), timeout_s=TIMEOUT_S) as group:
+    async with lz.rank_group(epoch=next(EPOCHS), timeout_s=TIMEOUT_S) as group:
         target, whole = trees.Target(RANK, RANKS), trees.Target(0, 1)
         walk = group.batched(target.walk, name="walk")
         if RANK:

@@ -65,7 +65,7 @@ async def test_a_gang_lives_on_the_fleets_devices_and_its_killed_ranks_come_back
 
     A stream that may not resume is told, and the rank group serves the next one.
     """
-    async with runtime.rank_group(2, build=shards.shard, timeout_s=30.0) as group:
+    async with lz.remote_rank_group(shards.shard, 2, timeout_s=30.0) as group:
         wanted = [shards.text(seed, 12) for seed in range(6)]
         assert await texts(group, 6, 12, 0.0, asyncio.Event()) == wanted
         facts = await group.run(shards.facts)
@@ -101,14 +101,14 @@ async def test_a_gang_lives_on_the_fleets_devices_and_its_killed_ranks_come_back
 async def test_a_rank_that_cannot_build_ends_the_start_with_its_error(runtime: lz.Runtime) -> None:
     """The builder's own error, not what the other rank saw of it; the pool's devices stay."""
     with pytest.raises(ValueError, match="no weights on this rank"):
-        async with runtime.rank_group(2, build=shards.broken, timeout_s=20.0):
+        async with lz.remote_rank_group(shards.broken, 2, timeout_s=20.0):
             raise AssertionError("it must not begin")
     for wrong in (0, 3):
         with pytest.raises(
             lz.ConfigurationError, match=f"ranks needs 1 to 2 devices of the pool, got {wrong}"
         ):
-            runtime.rank_group(wrong, build=shards.shard)
-    async with runtime.rank_group(["gpu-1"], build=shards.shard) as alone:
+            lz.remote_rank_group(shards.shard, wrong)
+    async with lz.remote_rank_group(shards.shard, ["gpu-1"]) as alone:
         assert [t async for t in alone.stream(shards.tokens, 3, 5)] == shards.text(3, 5)
 
 
@@ -116,7 +116,7 @@ async def test_a_rank_that_hangs_fails_the_gang_whole(runtime: lz.Runtime, tmp_p
     """The watchdog ends the rank, all begin again; every caller is answered, who may resume does."""
     flag = tmp_path / "hang"
     await runtime.device_pool.prepare(shards.plant, str(flag))
-    async with runtime.rank_group(2, build=shards.shard, timeout_s=60.0) as group:
+    async with lz.remote_rank_group(shards.shard, 2, timeout_s=60.0) as group:
         pids = {each.facts.pid for each in group.devices}
         first = asyncio.Event()
         resumed = asyncio.ensure_future(texts(group, 4, 40, 0.02, first))
@@ -136,8 +136,8 @@ async def test_a_rank_that_hangs_fails_the_gang_whole(runtime: lz.Runtime, tmp_p
 
 async def test_without_a_cluster_there_is_no_fleet_for_a_gang() -> None:
     """The message says what to set, and what a rank of its own passes."""
-    async with lz.start(scoped=True) as runtime:
+    async with lz.start(scoped=True):
         with pytest.raises(
             lz.ConfigurationError, match=r"build needs a device pool, Settings\(cluster=\.\.\.\), got none"
         ):
-            runtime.rank_group(2, build=shards.shard)
+            lz.remote_rank_group(shards.shard, 2)

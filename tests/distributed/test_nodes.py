@@ -116,7 +116,7 @@ async def test_a_lost_node_costs_its_device_alone(nodes: Any, runtime: lz.Runtim
 @on_one_loop
 async def test_a_gang_that_loses_a_node_goes_on_under_a_new_epoch(nodes: Any, runtime: lz.Runtime) -> None:
     """A rank on each of two nodes; one node goes, another comes: texts that may resume are whole."""
-    async with runtime.rank_group(2, build=shards.shard, timeout_s=30.0) as group:
+    async with lz.remote_rank_group(shards.shard, 2, timeout_s=30.0) as group:
         assert len({each.facts.node for each in group.devices}) == 2
         pids = {each.facts.pid for each in group.devices}
         begun: set[int] = set()

@@ -73,7 +73,7 @@ def test_ranks_with_a_gpu_each_meet_through_nccl(monkeypatch: pytest.MonkeyPatch
 def test_a_share_that_does_not_divide_is_refused() -> None:
     """Three ranks cannot share eight heads; the message says what would."""
     whole = llama.LlamaConfig.read(llama.FOLDER)
-    with pytest.raises(ValueError, match="ranks needs a divisor of the model's 8 heads, got 3"):
+    with pytest.raises(ValueError, match="ranks needs a divisor of the model's 8 num_attention_heads, got 3"):
         tp_run.shard_of(whole, 3)
 
 

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import pytest_asyncio
 import torch
+from torch.distributed import HashStore  # type: ignore[attr-defined]  # public, not declared
 
 import layerzero as lz
-from layerzero.actors.group.stores import LocalStore
 
 llama = pytest.importorskip("models.llama", reason="the example needs safetensors")
 generate = pytest.importorskip("generate", reason="the example needs tokenizers")
@@ -26,8 +26,8 @@ async def model() -> AsyncIterator[Any]:
     config = llama.LlamaConfig.read(llama.FOLDER)
     get = llama.weights_of(llama.FOLDER, "cpu", torch.float32)
     async with (
-        lz.start(lz.Settings(device="cpu", inference=True)) as runtime,
-        runtime.rank_group(1, rank=0, store=LocalStore(), epoch=0) as member,
+        lz.start(lz.Settings(device="cpu", inference=True)),
+        lz.rank_group(1, rank=0, store=HashStore(), epoch=0) as member,
     ):
         made = rank_llama.RankLlama(config, get, llama.kv_pool(config, "cpu", torch.float32, 128, 16))
         made.join(member, "whole")

@@ -67,7 +67,7 @@ def test_early_shapes_are_of_every_op() -> None:
 
 def test_paged_pages_are_owned_once() -> None:
     """The pages of a made call are all different, so that the op's own guard lets it through."""
-    made = shapes.paged(3, 4, 2, 40, 16, 8, "float32")
+    made = shapes.paged_call(3, 4, 2, 40, 16, 8, "float32")
     op = ops_table.get("paged_attention")
     args = made.make()
     assert op.validate_values is not None

@@ -169,9 +169,12 @@ def test_a_slow_machine_is_told_apart() -> None:
 def test_the_setting_switches_it(tmp_path: Path) -> None:
     """`drift_rate` puts the watch around plans, and takes it away again; by default there is none."""
     made = device([kernel("first.rms_norm")], Settings(perfdb=None))
-    assert not any(isinstance(w, DriftWatch) for w in made._middlewares)
+    assert not any(isinstance(w, DriftWatch) for w in made.compiler.middlewares)
     made.set_settings(Settings(perfdb=None, drift_rate=0.5, check_rate=0.1))
-    assert sum(isinstance(w, DriftWatch) for w in made._middlewares) == 1 and len(made._middlewares) == 2
+    assert (
+        sum(isinstance(w, DriftWatch) for w in made.compiler.middlewares) == 1
+        and len(made.compiler.middlewares) == 2
+    )
     made.set_settings(Settings(perfdb=None))
-    assert made._middlewares == ()
+    assert made.compiler.middlewares == ()
     made.close()

@@ -149,24 +149,25 @@ async def test_a_known_call_is_queued_without_python() -> None:
         async def calls() -> list[bool]:
             found = []
             for _ in range(3):
-                ticket = call._cache.find((x, "a"), 1.0)
+                ticket = call.entries.find((x, "a"), {})
                 found.append(ticket is not None)
                 await call(x, "a")
             return found
 
         each = await asyncio.gather(*(calls() for _ in range(4)))
         assert [found[1:] for found in each] == [[True, True]] * 4
-        ticket = call._cache.find((x, "a"), 2.5)
+        call.us_per_row = 2.5
+        ticket = call.entries.find((x, "a"), {})
         assert (ticket.tokens, ticket.bytes, ticket.expected_us) == (1, x.nbytes, 2.5)
-        assert ticket.driver is front and ticket.plan is runtime.device("cpu")
-        assert call._cache.find((x, 1), 1.0) is None, "another class beside the rows is another kind"
-        assert call._cache.find((x.double(), "a"), 1.0) is None
+        assert ticket.driver is front and ticket.device is runtime.device("cpu")
+        assert call.entries.find((x, 1), {}) is None, "another class beside the rows is another kind"
+        assert call.entries.find((x.double(), "a"), {}) is None
         with torch.no_grad():
-            assert call._cache.find((x, "a"), 1.0) is None, "other modes are another kind"
-        ticket = call._cache.find((x, "a"), 1.0)
+            assert call.entries.find((x, "a"), {}) is None, "other modes are another kind"
+        ticket = call.entries.find((x, "a"), {})
         assert not FAST_PATH.module.queue(front, ticket), "this task has never called: Python makes it known"
         assert front.batcher.queued == 0 and ticket.state == 0
-    assert call._cache.find((x, "a"), 1.0) is None, "the runtime is gone"
+    assert call.entries.find((x, "a"), {}) is None, "the runtime is gone"
 
 
 @pytest.mark.asyncio

@@ -25,7 +25,8 @@ from layerzero.scheduler.core.batcher import Batcher
 from layerzero.scheduler.core.limits import BatcherStats, BatchLimits
 from layerzero.scheduler.core.pending_call import PENDING_CALL, Caller, PendingCall
 from layerzero.scheduler.core.round_robin import BatchQueue, ProgramPoint, RoundRobin
-from layerzero.scheduler.loop_driver import FAST_QUEUE, LoopDriver
+from layerzero.scheduler.fast_queue import FAST_QUEUE
+from layerzero.scheduler.loop_driver import LoopDriver
 from layerzero.selection.record import Selection
 from tests.native.twins import compiled as compiled
 
@@ -320,7 +321,7 @@ def test_a_renamed_slot_is_refused_and_nothing_queues_by_it(position: int) -> No
     try:
         with pytest.raises(AttributeError, match="Renamed"):
             FAST_PATH.module.attributes(*classes)
-        assert FAST_PATH.module.queue(front, FAST_PATH.module.Ticket("op", (), "group")) is False
+        assert FAST_PATH.module.queue(front, FAST_PATH.module.PendingCall("op", (), "group")) is False
     finally:
         FAST_QUEUE.install(FAST_PATH.module)
 
@@ -344,6 +345,6 @@ def test_an_object_of_another_class_is_named_not_followed() -> None:
         front.batcher.round_robin.add_point(group, None, 0)
         front.batcher.stats = Renamed()  # type: ignore[assignment]
         with pytest.raises(TypeError, match=r"submitted needs an object of .*BatcherStats.*, got .*Renamed"):
-            FAST_PATH.module.queue(front, FAST_PATH.module.Ticket("op", (), "group"))
+            FAST_PATH.module.queue(front, FAST_PATH.module.PendingCall("op", (), "group"))
     finally:
         loop.close()

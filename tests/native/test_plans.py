@@ -31,8 +31,8 @@ def plans_of(op: str) -> Any:
     """The plans that `lz.sync`'s function of `op` asks first."""
     call = getattr(lz.sync, op)
     cells = dict(zip(call.__code__.co_freevars, call.__closure__, strict=True))
-    cache: BlockingCallCache = cells["cache"].cell_contents
-    return cache.entries
+    known: BlockingCallCache = cells["cache"].cell_contents
+    return known.entries
 
 
 def answers(x: Tensor, *more: Any, op: str = "rms_norm", **named: Any) -> bool:

@@ -7,7 +7,7 @@ import json
 import sys
 from dataclasses import asdict
 
-from layerzero.api.doctor import aligned
+from layerzero.api.doctor import align_rows
 from layerzero.api.start import start
 from layerzero.spec.settings import Settings
 from layerzero.spec.tolerances import need_full_float32
@@ -40,7 +40,7 @@ def main(argv: list[str] | None = None) -> int:
     else:
         cells = [(r.where, r.what, f"{r.difference:.3g}", f"{r.allowed:g}", "" if r.holds else "differs")
                  for r in rows]  # fmt: skip
-        print(aligned([("model", "what", "largest difference", "allowed", ""), *cells]))
+        print(align_rows([("model", "what", "largest difference", "allowed", ""), *cells]))
         print(verdict)
     return 1 if wrong else 0
 

@@ -43,7 +43,7 @@ def own() -> Iterator[LocalDevice]:
         device.wait_for_costs()
         looked = threading.Event()
         device._refresh_workspace_budget()
-        device._loader.submit(looked.set)
+        device.loader.submit(looked.set)
         assert looked.wait(LIMIT_S)
         lz.sync.rms_norm(X, W)
         yield device

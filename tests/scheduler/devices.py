@@ -35,7 +35,7 @@ class Device:
         self.threads: set[str] = set()
         self.modes: list[Any] = []
 
-    def execute(self, op: Any, calls: Sequence[tuple[Any, ...]], modes: Any) -> list[Any]:
+    def execute(self, op: Any, calls: Sequence[tuple[Any, ...]], modes: Any, snapshot: Any) -> list[Any]:
         self.runs.append(len(calls))
         self.threads.add(threading.current_thread().name)
         self.modes.append(modes)
@@ -64,9 +64,9 @@ class Later(Device):
         self.loop, self.pass_s = loop, pass_s
         self.free_at = loop.time()
 
-    def execute(self, op: Any, calls: Sequence[tuple[Any, ...]], modes: Any) -> list[Any]:
+    def execute(self, op: Any, calls: Sequence[tuple[Any, ...]], modes: Any, snapshot: Any) -> list[Any]:
         self.free_at = max(self.free_at, self.loop.time()) + self.pass_s
-        return super().execute(op, calls, modes)
+        return super().execute(op, calls, modes, snapshot)
 
     def launch(self, tensors: list[Tensor], sources: set[Any]) -> tuple[list[Tensor], Any]:
         """Copies that are there when all that was launched before them has run."""
@@ -82,7 +82,7 @@ class Later(Device):
 
     def modes_of(self, tickets: Sequence[Any]) -> Any:
         """The modes of a batch."""
-        return None, None
+        return None
 
     def notify_when_done(self, modes: Any, told: Callable[[Exception | None], object]) -> None:
         """Call `told` when everything launched so far has run."""

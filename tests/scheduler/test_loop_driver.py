@@ -282,9 +282,9 @@ async def test_a_batch_runs_in_nobodys_context(worker: Worker) -> None:
     class Looks(Device):
         """Notes the context variable of where it runs."""
 
-        def execute(self, op: Any, calls: Sequence[tuple[Any, ...]], modes: Any) -> list[Any]:
+        def execute(self, op: Any, calls: Sequence[tuple[Any, ...]], modes: Any, snapshot: Any) -> list[Any]:
             seen.append(SECRET.get())
-            return super().execute(op, calls, modes)
+            return super().execute(op, calls, modes, snapshot)
 
     SECRET.set("whoever made the front")
     front = LoopDriver(asyncio.get_running_loop(), Looks(), worker)

@@ -11,8 +11,7 @@ from typing import Any
 import pytest
 
 from layerzero.actors.device.worker import Worker
-from layerzero.scheduler.loop_drivers import join
-from layerzero.scheduler.single_flight import SingleFlight
+from layerzero.scheduler.single_flight import Flight, SingleFlight
 from layerzero.spec.errors import SelectionTimeoutError
 
 
@@ -29,6 +28,26 @@ class Slow:
         self.started.set()
         assert self.release.wait(30)
         return 42
+
+
+async def join(flight: Flight[Any]) -> Any:
+    """Wait for a flight from a coroutine; a cancelled waiter leaves it alone, its error is raised here."""
+    loop = asyncio.get_running_loop()
+    landed: asyncio.Future[None] = loop.create_future()
+
+    def land() -> None:
+        if not landed.done():
+            landed.set_result(None)
+
+    def told() -> None:
+        loop.call_soon_threadsafe(land)
+
+    flight.add(told)
+    try:
+        await landed
+    finally:
+        flight.leave(told)
+    return flight.result()
 
 
 def until(true: Callable[[], bool]) -> None:

@@ -102,7 +102,7 @@ class Card:
 def on_card(kernels: list[Kernel], clock: Callable[[], float]) -> LocalDevice:
     """A CPU device that thinks its memory is the card's."""
     own = device(kernels, Settings(memory_headroom=0.0))
-    own.workspace_budget = WorkspaceBudget(GPU, own.hardware, clock)
+    own._inputs.budget = WorkspaceBudget(GPU, own.hardware, clock)
     own.workspace_budget._total = 80 * GIB
     return own
 

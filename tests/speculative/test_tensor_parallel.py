@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.distributed import HashStore  # type: ignore[attr-defined]  # public, not declared
 
 import layerzero as lz
 from layerzero import sync
 from layerzero.actors.group.join import RankHandle
-from layerzero.actors.group.stores import LocalStore
 from layerzero.kvcache import PageAllocator, PagesExhaustedError
 from layerzero.spec.errors import ConsistencyError, DeviceLostError
 from layerzero.speculative import generation as speculative
@@ -81,15 +81,15 @@ class Shared:
 
 def rank_group(ranks: int, lead: Any, follow: Any = None) -> tuple[list[Shared], list[BaseException | None]]:
     """Rank 0 runs `lead`, the others follow; each in a thread with a runtime of its own."""
-    store, meeting = LocalStore(), threading.Barrier(ranks)
+    store, meeting = HashStore(), threading.Barrier(ranks)
     seen: list[Any] = [None] * ranks
     errors: list[BaseException | None] = [None] * ranks
 
     async def main(rank: int) -> None:
         settings = lz.Settings(inference=True, perfdb=None)
         async with (
-            lz.start(settings, scoped=True) as runtime,
-            runtime.rank_group(ranks, rank=rank, store=store, epoch=0, timeout_s=90.0) as member,
+            lz.start(settings, scoped=True),
+            lz.rank_group(ranks, rank=rank, store=store, epoch=0, timeout_s=90.0) as member,
         ):
             seen[rank] = own = Shared(member, meeting)
             if rank:

@@ -203,13 +203,11 @@ def _kernel(
     efficiency: Efficiency, rank: int,
 ) -> Kernel:  # fmt: skip
     run = functools.cache(functools.partial(load, variant))
-    return Kernel(
-        id=f"flashinfer.{op}.{variant}",
-        op=op,
-        backend="flashinfer",
-        capability=capability,
-        load=run,
-        efficiency=efficiency,
+    return Kernel.of(
+        f"flashinfer.{op}.{variant}",
+        run,
+        capability,
+        efficiency,
         tie_break_order=rank,
         slow_import=True,
         distributions=DISTRIBUTIONS,

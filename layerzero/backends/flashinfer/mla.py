@@ -71,11 +71,10 @@ _SM = {"fa2": (80, 121), "fa3": (90, 90)}
 
 def _kernel(variant: str, low: int, high: int) -> Kernel:
     run = functools.cache(functools.partial(_latent, variant))
-    return Kernel(
-        id=f"flashinfer.mla_attention.{variant}",
-        op="mla_attention",
-        backend="flashinfer",
-        capability=Capability(
+    return Kernel.of(
+        f"flashinfer.mla_attention.{variant}",
+        run,
+        Capability(
             source=SOURCE.format(f"BatchMLAPagedAttentionWrapper, backend {variant}"),
             platforms=frozenset({"cuda"}),
             sm_min=low,
@@ -87,8 +86,7 @@ def _kernel(variant: str, low: int, high: int) -> Kernel:
             alignment=LOAD_BYTES,
             gradient=False,
         ),
-        load=run,
-        efficiency=estimate(0.4, 0.6, 150.0, "as paged attention"),
+        estimate(0.4, 0.6, 150.0, "as paged attention"),
         tie_break_order=35 if variant == "fa3" else 38,
         slow_import=True,
         distributions=DISTRIBUTIONS,

@@ -179,11 +179,10 @@ def _kernel(
     workspace_bytes: Callable[[CallSpec], int] | None = None, sm_min: int = 80, source: str = SOURCE,
     contiguous: bool = True, **more: Any,
 ) -> Kernel:  # fmt: skip
-    return Kernel(
-        id=f"flashinfer.{op}.{what}",
-        op=op,
-        backend="flashinfer",
-        capability=Capability(
+    return Kernel.of(
+        f"flashinfer.{op}.{what}",
+        load,
+        Capability(
             source=source.format(what),
             platforms=frozenset({"cuda"}),
             sm_min=sm_min,
@@ -196,8 +195,7 @@ def _kernel(
             graph_safe=True,
             **more,
         ),
-        load=load,
-        efficiency=efficiency,
+        efficiency,
         tie_break_order=36,
         slow_import=True,
         distributions=DISTRIBUTIONS,

@@ -125,11 +125,10 @@ def _capability(features: frozenset[str], **more: Any) -> Capability:
 _WIDTHS = (AtMost("D", 1024, Reason.HEAD_DIM_TOO_LARGE), AtMost("Dv", 1024, Reason.HEAD_DIM_TOO_LARGE))
 
 KERNELS: tuple[Kernel, ...] = (
-    Kernel(
-        id="native.append_kv.cpu",
-        op="append_kv",
-        backend="native",
-        capability=Capability(
+    Kernel.of(
+        "native.append_kv.cpu",
+        _append,
+        Capability(
             source="by construction: whole rows are copied",
             platforms=frozenset({"cpu"}),
             dtypes=_DTYPES,
@@ -138,46 +137,37 @@ KERNELS: tuple[Kernel, ...] = (
             gradient=False,
             batch_invariant=True,
         ),
-        load=_append,
-        efficiency=Efficiency(0.1, 0.5, 1.0, "estimate, ordered by benchmarks/paged.py on an AMD EPYC"),
+        Efficiency(0.1, 0.5, 1.0, "estimate, ordered by benchmarks/paged.py on an AMD EPYC"),
         tie_break_order=20,
         slow_import=True,
     ),
-    Kernel(
-        id="native.paged_attention.cpu",
-        op="paged_attention",
-        backend="native",
-        capability=_capability(
+    Kernel.of(
+        "native.paged_attention.cpu",
+        _paged,
+        _capability(
             _MIXED | {"gqa", "prefill", "scale", "scale_not_positive", "window", "softcap"},
             layouts=frozenset({"NHD", "HND"}),
             limits=_WIDTHS,
         ),
-        load=_paged,
-        efficiency=_EFFICIENCY,
+        _EFFICIENCY,
         tie_break_order=20,
         slow_import=True,
     ),
-    Kernel(
-        id="native.ragged_attention.cpu",
-        op="ragged_attention",
-        backend="native",
-        capability=_capability(
-            frozenset({"gqa", "scale", "scale_not_positive", "window", "softcap"}), limits=_WIDTHS
-        ),
-        load=_ragged,
-        efficiency=_EFFICIENCY,
+    Kernel.of(
+        "native.ragged_attention.cpu",
+        _ragged,
+        _capability(frozenset({"gqa", "scale", "scale_not_positive", "window", "softcap"}), limits=_WIDTHS),
+        _EFFICIENCY,
         tie_break_order=20,
         slow_import=True,
     ),
-    Kernel(
-        id="native.mla_attention.cpu",
-        op="mla_attention",
-        backend="native",
-        capability=_capability(
+    Kernel.of(
+        "native.mla_attention.cpu",
+        _latent,
+        _capability(
             _MIXED | {"prefill", "scale_not_positive"}, limits=(AtMost("C", 1024), AtMost("R", 1024))
         ),
-        load=_latent,
-        efficiency=_EFFICIENCY,
+        _EFFICIENCY,
         tie_break_order=20,
         slow_import=True,
     ),

@@ -225,24 +225,20 @@ def _capability(features: frozenset[str]) -> Capability:
 _SOURCE = "an estimate: before torch's from two rows on, beside it for one, on an AMD EPYC with AVX2"
 
 KERNELS: tuple[Kernel, ...] = (
-    Kernel(
-        id="native.linear.packed",
-        op="linear",
-        backend="native",
-        capability=_capability(frozenset()),
-        load=_linear,
-        efficiency=Efficiency(0.85, 0.6, 4.0, _SOURCE),
+    Kernel.of(
+        "native.linear.packed",
+        _linear,
+        _capability(frozenset()),
+        Efficiency(0.85, 0.6, 4.0, _SOURCE),
         tie_break_order=20,
         slow_import=True,
         workspace_bytes=_linear_workspace,
     ),
-    Kernel(
-        id="native.mlp.packed",
-        op="mlp",
-        backend="native",
-        capability=_capability(frozenset(f"act_{name}" for name in (*GATES, *PLAIN))),
-        load=_mlp,
-        efficiency=Efficiency(0.85, 0.6, 8.0, _SOURCE),
+    Kernel.of(
+        "native.mlp.packed",
+        _mlp,
+        _capability(frozenset(f"act_{name}" for name in (*GATES, *PLAIN))),
+        Efficiency(0.85, 0.6, 8.0, _SOURCE),
         tie_break_order=20,
         slow_import=True,
         workspace_bytes=_mlp_workspace,

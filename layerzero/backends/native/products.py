@@ -95,24 +95,20 @@ def _capability(features: frozenset[str]) -> Capability:
 _SOURCE = "an estimate: {} torch's from a few hundred rows on, behind it below, on an AMD EPYC with AVX2"
 
 KERNELS: tuple[Kernel, ...] = (
-    Kernel(
-        id="native.linear.panels",
-        op="linear",
-        backend="native",
-        capability=_capability(frozenset({"bias"})),
-        load=_linear,
-        efficiency=Efficiency(0.8, 0.03, 20.0, _SOURCE.format("beside")),
+    Kernel.of(
+        "native.linear.panels",
+        _linear,
+        _capability(frozenset({"bias"})),
+        Efficiency(0.8, 0.03, 20.0, _SOURCE.format("beside")),
         tie_break_order=20,
         slow_import=True,
         workspace_bytes=_linear_room,
     ),
-    Kernel(
-        id="native.mlp.panels",
-        op="mlp",
-        backend="native",
-        capability=_capability(frozenset({"bias", *(f"act_{name}" for name in ACTIVATIONS)})),
-        load=_mlp,
-        efficiency=Efficiency(0.82, 0.03, 40.0, _SOURCE.format("faster than")),
+    Kernel.of(
+        "native.mlp.panels",
+        _mlp,
+        _capability(frozenset({"bias", *(f"act_{name}" for name in ACTIVATIONS)})),
+        Efficiency(0.82, 0.03, 40.0, _SOURCE.format("faster than")),
         tie_break_order=20,
         slow_import=True,
         workspace_bytes=_mlp_room,

@@ -56,11 +56,10 @@ _FEATURES = frozenset(
 _MEASURED = "benchmarks/results/flex_cpu.json: causal 1024 beside sdpa_flash_cpu; the launch is an estimate"
 
 KERNELS: tuple[Kernel, ...] = (
-    Kernel(
-        id="torch.attention.flex",
-        op="attention",
-        backend="torch",
-        capability=Capability(
+    Kernel.of(
+        "torch.attention.flex",
+        _attention,
+        Capability(
             source="torch 2.13, _inductor/kernel/flex/flex_cpu.py; run against float64 on torch 2.13 CPU",
             platforms=frozenset({"cpu"}),
             isa=frozenset({"avx2"}),
@@ -78,9 +77,8 @@ KERNELS: tuple[Kernel, ...] = (
             gradient=False,
             autocast=False,
         ),
-        load=_attention,
+        Efficiency(0.22, 0.5, 400.0, _MEASURED),
         workspace_bytes=_mask_bytes,
-        efficiency=Efficiency(0.22, 0.5, 400.0, _MEASURED),
         tie_break_order=48,
         slow_import=True,
         compile_key=_unit,

@@ -49,11 +49,10 @@ def _kernel(
     source: str = "benchmarks/results/rows_h200.json",
     **more: Any,
 ) -> Kernel:
-    return Kernel(
-        id=f"triton.{op}.{variant}",
-        op=op,
-        backend="triton",
-        capability=Capability(
+    return Kernel.of(
+        f"triton.{op}.{variant}",
+        _from(module, op),
+        Capability(
             source=_HERE,
             platforms=frozenset({"cuda"}),
             sm_min=sm_min,
@@ -63,8 +62,7 @@ def _kernel(
             gradient=False,
             **more,
         ),
-        load=_from(module, op),
-        efficiency=Efficiency(*efficiency, source),
+        Efficiency(*efficiency, source),
         tie_break_order=35,
         slow_import=True,
         distributions=_DISTRIBUTIONS,

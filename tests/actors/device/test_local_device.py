@@ -210,7 +210,7 @@ def test_a_cold_kernel_is_loaded_in_the_background_and_then_chosen() -> None:
     assert candidate is not None and not candidate.ready
     release.set()
     assert loaded.wait(10)
-    own._loader._thread.close(10)
+    own.loader._thread.close(10)
     assert selection(own, args()).kernel == "slow.rms_norm"
 
 
@@ -228,7 +228,7 @@ def test_a_kernel_that_does_not_load_is_blocked_with_its_reason() -> None:
     ]
     own = device(kernels)
     own.launch(RMS, args())
-    own._loader._thread.close(10)
+    own.loader._thread.close(10)
     own.launch(RMS, args(5))
     record = selection(own, args())
     assert record.kernel == "steady.rms_norm"

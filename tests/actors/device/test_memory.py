@@ -82,7 +82,7 @@ def test_choices_follow_free_memory() -> None:
     now, free = 0.0, 64 * GIB
     kernels = [sized("big.rms_norm", 8 * GIB, us=0.1), sized("small.rms_norm", 0, us=90.0)]
     own = device(kernels)
-    own.workspace_budget = WorkspaceBudget(own.device, own.hardware, lambda: now, lambda _: free)
+    own._inputs.budget = WorkspaceBudget(own.device, own.hardware, lambda: now, lambda _: free)
     own.workspace_budget._total = 80 * GIB
 
     def chosen(**more: int) -> str:

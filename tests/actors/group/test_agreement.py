@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, ClassVar, TypeVar
 
@@ -12,19 +13,14 @@ from torch.distributed import HashStore, TCPStore  # type: ignore[attr-defined] 
 
 from layerzero.actors.group import agreement
 from layerzero.actors.group.agreement import (
-    Meet,
+    AgreementStore,
     PlanSchedule,
-    Put,
-    Side,
-    Step,
-    Swap,
     VoteOutcome,
     answer,
-    carry_out,
     digest_of,
     propose,
 )
-from layerzero.actors.group.stores import LocalStore, TorchStore
+from layerzero.actors.group.stores import TorchStore
 
 PLAN = b'{"kernels":["a","b"]}'
 RANKS = 3
@@ -33,25 +29,67 @@ RANKS = 3
 # -- the model check ------------------------------------------------------------------------------------
 
 State = TypeVar("State")
+
+
+@dataclass(frozen=True)
+class Call:
+    """A call of the store that a rank waits in."""
+
+    method: str
+    keys: tuple[str, ...]
+    value: bytes = b""
+
+
+class Waiting(Exception):
+    """A rank has come as far as its replies reach, and waits in `args[0]`, a Call."""
+
+
+class Replies:
+    """A store that answers with the replies of a history, one after another."""
+
+    def __init__(self, history: Sequence[Any]) -> None:
+        self._history = list(history)
+
+    def _reply(self, *call: Any) -> Any:
+        if not self._history:
+            raise Waiting(Call(*call))
+        return self._history.pop(0)
+
+    def set(self, key: str, value: bytes) -> None:
+        self._reply("set", (key,), value)
+
+    def get(self, key: str, timeout_s: float) -> Any:
+        return self._reply("get", (key,))
+
+    def wait(self, keys: Sequence[str], timeout_s: float) -> Any:
+        return self._reply("wait", tuple(keys))
+
+    def compare_set(self, key: str, expected: bytes, desired: bytes) -> Any:
+        assert expected == b""
+        return self._reply("compare_set", (key,), desired)
+
+
+Side = Callable[[AgreementStore, float], VoteOutcome]
 Make = Callable[[], list[Side]]
-Replies = list[tuple[Any, dict[str, bytes]]]
-Answers = Callable[[Step, dict[str, bytes]], Replies]
-# A rank's history is what its steps were answered with; "lost" ends it. With the store it is the whole state.
+Answered = list[tuple[Any, dict[str, bytes]]]
+Answers = Callable[[Call, dict[str, bytes]], Answered]
+# A rank's history is what its calls were answered with; "lost" ends it. With the store it is the whole state.
 Histories = tuple[tuple[Any, ...], ...]
-Answered = tuple[Histories, frozenset[tuple[str, bytes]]]
+Reached = tuple[Histories, frozenset[tuple[str, bytes]]]
+
+
+def leads(plan: bytes = PLAN) -> Side:
+    return lambda store, timeout_s: propose(store, "v1", plan, range(1, RANKS), timeout_s)
+
+
+def votes(rank: int, objection: str | None = None) -> Side:
+    return lambda store, timeout_s: answer(store, "v1", rank, lambda _: objection, timeout_s)
 
 
 def sides(refuses: frozenset[int] = frozenset()) -> Make:
     """Rank 0 proposing, the others answering; those in `refuses` vote no."""
-
-    def make() -> list[Side]:
-        def verdict(rank: int) -> Callable[[bytes], str | None]:
-            return lambda _: "no such kernel" if rank in refuses else None
-
-        others = [answer("v1", rank, verdict(rank)) for rank in range(1, RANKS)]
-        return [propose("v1", PLAN, range(1, RANKS)), *others]
-
-    return make
+    ranks = [votes(rank, "no such kernel" if rank in refuses else None) for rank in range(1, RANKS)]
+    return lambda: [leads(), *ranks]
 
 
 def reached(start: State, follows: Callable[[State], Iterable[State]]) -> Iterator[tuple[State, set[State]]]:
@@ -68,58 +106,55 @@ def reached(start: State, follows: Callable[[State], Iterable[State]]) -> Iterat
 def outcomes(
     make: Make, crashes: int, answers: Answers | None = None
 ) -> Iterator[tuple[VoteOutcome | None, ...]]:
-    """What the ranks concluded (None: crashed) in every end state of every order of steps and faults.
+    """What the ranks concluded (None: crashed) in every end state of every order of calls and faults.
 
-    A `Take` whose key is missing may time out at any moment, which covers delays and late ranks; one whose
-    key is there may come back empty too, as if the time had run out before. At most `crashes` ranks stop.
+    A `get` whose key is missing may time out at any moment, which covers delays and late ranks; one whose key
+    is stored may return None too, as if the time had run out before. At most `crashes` ranks stop.
     """
 
     def pending(histories: Histories) -> list[Any]:
         return [replayed(make, rank, history) for rank, history in enumerate(histories)]
 
-    def follows(state: Answered) -> Iterator[Answered]:
+    def follows(state: Reached) -> Iterator[Reached]:
         histories, frozen = state
         waits = pending(histories)
-        for rank, step in enumerate(waits):
-            if not isinstance(step, Step):
+        for rank, call in enumerate(waits):
+            if not isinstance(call, Call):
                 continue
-            for reply, store in (answers or replies)(step, dict(frozen)):
+            for reply, store in (answers or replies)(call, dict(frozen)):
                 yield with_one(histories, rank, reply), frozenset(store.items())
             if waits.count("lost") < crashes:
                 yield with_one(histories, rank, "lost"), frozen
 
-    nothing: Answered = (((),) * RANKS, frozenset())
+    nothing: Reached = (((),) * RANKS, frozenset())
     for (histories, _), after in reached(nothing, follows):
         if not after:
             ends = pending(histories)
-            assert not any(isinstance(step, Step) for step in ends), "a rank waits for ever"
-            yield tuple(step if isinstance(step, VoteOutcome) else None for step in ends)
+            assert not any(isinstance(call, Call) for call in ends), "a rank waits for ever"
+            yield tuple(end if isinstance(end, VoteOutcome) else None for end in ends)
 
 
-def replies(step: Step, store: dict[str, bytes]) -> Replies:
-    """Each answer that a step may get, with the store after it."""
-    if isinstance(step, Put):
-        return [(None, {**store, step.key: step.value})]
-    if isinstance(step, Swap):
-        kept = store.get(step.key, step.value)
-        return [(kept, {**store, step.key: kept})]
-    if isinstance(step, Meet):
-        return [(tuple(key in store for key in step.keys), store)]
-    return [(None, store)] + ([(store[step.key], store)] if step.key in store else [])
+def replies(call: Call, store: dict[str, bytes]) -> Answered:
+    """Each reply that a call may get, with the store after it."""
+    if call.method == "set":
+        return [(None, {**store, call.keys[0]: call.value})]
+    if call.method == "compare_set":
+        stored = store.get(call.keys[0], call.value)
+        return [(stored, {**store, call.keys[0]: stored})]
+    if call.method == "wait":
+        return [(tuple(key in store for key in call.keys), store)]
+    (key,) = call.keys
+    return [(None, store)] + ([(store[key], store)] if key in store else [])
 
 
 def replayed(make: Make, rank: int, history: tuple[Any, ...]) -> Any:
-    """The step that a rank waits with after `history`, its Outcome where it is done, or "lost"."""
+    """The call that a rank waits in after `history`, its VoteOutcome where it is done, or "lost"."""
     if history and history[-1] == "lost":
         return "lost"
-    side = make()[rank]
     try:
-        step = next(side)
-        for reply in history:
-            step = side.send(reply)
-    except StopIteration as end:
-        return end.value
-    return step
+        return make()[rank](Replies(history), 0.0)
+    except Waiting as waiting:
+        return waiting.args[0]
 
 
 @pytest.mark.parametrize("refuses", [(), (1,), (1, 2)], ids=["all agree", "one refuses", "two refuse"])
@@ -139,10 +174,10 @@ def test_no_order_of_steps_and_faults_gives_two_outcomes(refuses: tuple[int, ...
 def test_a_decision_that_is_simply_written_gives_two_outcomes() -> None:
     """The negative control: without compare-and-set the same search finds ranks that disagree."""
 
-    def overwriting(step: Step, store: dict[str, bytes]) -> Replies:
-        if isinstance(step, Swap):
-            return [(step.value, {**store, step.key: step.value})]
-        return replies(step, store)
+    def overwriting(call: Call, store: dict[str, bytes]) -> Answered:
+        if call.method == "compare_set":
+            return [(call.value, {**store, call.keys[0]: call.value})]
+        return replies(call, store)
 
     ends = set(outcomes(sides(), 0, overwriting))
     assert any(len({outcome.plan for outcome in end if outcome is not None}) > 1 for end in ends)
@@ -202,7 +237,7 @@ class Walk:
         for rank, step in enumerate(self.waits):
             if step == "lost":
                 continue
-            if isinstance(step, Step):
+            if isinstance(step, Call):
                 for reply, store in replies(step, dict(self.store)):
                     yield with_one(self.histories, rank, reply), frozenset(store.items()), self.events
                 if self.waits.count("lost") < crashes:
@@ -216,7 +251,7 @@ class Walk:
         first, count, wait = self.plans[0], len(self.plans[rank]), self.waits[rank]
         if rank == 0 or count >= len(first):
             return rank == 0 and count < steps
-        undecided = isinstance(wait, Step) or wait.plan is not None
+        undecided = isinstance(wait, Call) or wait.plan is not None
         return self.alone or first[count] == OLD or "hold" in self.events[rank] or not undecided
 
 
@@ -268,13 +303,12 @@ def tcp_stores(count: int) -> list[Any]:
     return [server, *clients]
 
 
-@pytest.fixture(params=["local", "hash", "tcp"])
+@pytest.fixture(params=["hash", "tcp"])
 def stores(request: pytest.FixtureRequest) -> list[Any]:
     """One store client a rank."""
-    if request.param == "local":
-        return [LocalStore()] * RANKS
     if request.param == "hash":
-        return [TorchStore(HashStore())] * RANKS
+        store = HashStore()
+        return [TorchStore(store) for _ in range(RANKS)]
     server, *clients = tcp_stores(RANKS)
     request.addfinalizer(lambda: server)
     return [TorchStore(client) for client in clients]
@@ -282,63 +316,47 @@ def stores(request: pytest.FixtureRequest) -> list[Any]:
 
 def together(sides: list[tuple[Side, Any, float]]) -> list[VoteOutcome]:
     """The outcome of each side, all run at once in threads."""
-    found: list[Any] = [None] * len(sides)
-
-    def run(index: int) -> None:
-        side, store, timeout_s = sides[index]
-        found[index] = carry_out(side, store, timeout_s)
-
-    threads = [threading.Thread(target=run, args=(index,)) for index in range(len(sides))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    return found
+    with ThreadPoolExecutor(len(sides)) as threads:
+        ends = [threads.submit(side, store, timeout_s) for side, store, timeout_s in sides]
+        return [end.result() for end in ends]
 
 
 def test_ranks_that_accept_commit(stores: list[Any]) -> None:
     """Three ranks, no objection: all have the plan."""
-    made = [propose("v1", PLAN, [1, 2]), *(answer("v1", rank, lambda _: None) for rank in (1, 2))]
-    ends = together([(side, store, 5.0) for side, store in zip(made, stores, strict=True)])
+    ends = together([(side, store, 5.0) for side, store in zip(sides()(), stores, strict=True)])
     assert [end.plan for end in ends] == [PLAN] * 3
 
 
 def test_one_objection_aborts_for_all_with_its_reason(stores: list[Any]) -> None:
     """The reason of the rank that refused reaches every rank."""
-    made = [
-        propose("v1", PLAN, [1, 2]),
-        answer("v1", 1, lambda _: None),
-        answer("v1", 2, lambda plan: f"kernel {agreement.digest_of(plan)[:2]}… is not installed"),
-    ]
-    ends = together([(side, store, 5.0) for side, store in zip(made, stores, strict=True)])
+    reason = f"kernel {agreement.digest_of(PLAN)[:2]}… is not installed"
+    ranks = [leads(), votes(1), votes(2, reason)]
+    ends = together([(side, store, 5.0) for side, store in zip(ranks, stores, strict=True)])
     assert [end.plan for end in ends] == [None] * 3
     assert len({end.reason for end in ends}) == 1
-    assert "rank 2 refuses" in ends[0].reason
+    assert "rank 2 refuses" in ends[0].reason and reason in ends[0].reason
 
 
 def test_a_rank_that_never_votes_aborts_for_all(stores: list[Any]) -> None:
     """Rank 2 is hung: the others abort in their time, and rank 2 learns it when it comes back."""
-    made = [propose("v1", PLAN, [1, 2]), answer("v1", 1, lambda _: None)]
-    ends = together([(made[0], stores[0], 0.2), (made[1], stores[1], 5.0)])
+    ends = together([(leads(), stores[0], 0.2), (votes(1), stores[1], 5.0)])
     assert [end.plan for end in ends] == [None, None]
     assert "rank 2 did not vote in time" in ends[0].reason
-    late = carry_out(answer("v1", 2, lambda _: None), stores[2], 0.2)
-    assert late == ends[0]
+    assert votes(2)(stores[2], 0.2) == ends[0]
 
 
 def test_a_leader_that_dies_after_its_proposal_aborts_for_all(stores: list[Any]) -> None:
-    """Nobody waits for a decision that never comes."""
-    stores[0].put("v1/plan", PLAN)
-    made = [answer("v1", rank, lambda _: None) for rank in (1, 2)]
-    ends = together([(side, store, 0.2) for side, store in zip(made, stores[1:], strict=True)])
+    """No rank waits for a decision that never comes."""
+    stores[0].set("v1/plan", PLAN)
+    ends = together([(votes(rank), store, 0.2) for rank, store in zip((1, 2), stores[1:], strict=True)])
     assert [end.plan for end in ends] == [None, None]
     assert ends[0] == ends[1]
 
 
-def test_an_outcome_that_nobody_voted_for_is_refused() -> None:
-    """A store that somebody else wrote into is an error, never a plan."""
-    store = LocalStore()
-    store.put("v1/plan", PLAN)
-    store.put("v1/outcome", b"commit:0123456789abcdef")
+def test_an_outcome_that_no_rank_voted_for_is_refused() -> None:
+    """A store that another process wrote into is an error, never a plan."""
+    store = TorchStore(HashStore())
+    store.set("v1/plan", PLAN)
+    store.set("v1/outcome", b"commit:0123456789abcdef")
     with pytest.raises(ValueError, match="fits no plan"):
-        carry_out(answer("v1", 1, lambda _: None), store, 1.0)
+        votes(1)(store, 1.0)

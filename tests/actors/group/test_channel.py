@@ -145,26 +145,26 @@ def test_the_last_word_reaches_everybody_though_some_hang_up_at_once() -> None:
     joining.start()
     leader.accept(10.0, lost.append)
     joining.join()
-    second = leader._nonblocking[2]
+    second = leader._sockets[2]
 
     class Late:
         """Rank 2's socket, written to when rank 1 has long gone."""
 
-        def send(self, data: bytes) -> int:
+        def sendall(self, data: bytes) -> None:
             assert made[0].receive(10.0) == b"end"
             made[0].close()
             assert leader._watcher is not None
             leader._watcher.join(0.2)
-            return second.send(data)
+            second.sendall(data)
 
         def __getattr__(self, name: str) -> object:
             return getattr(second, name)
 
-    leader._nonblocking[2] = Late()  # type: ignore[assignment]
+    leader._sockets[2] = Late()  # type: ignore[assignment]
     leader.send(b"end", last=True)
     assert made[1].receive(10.0) == b"end"
     assert lost == [] and leader.failure is None
-    leader._nonblocking[2] = second
+    leader._sockets[2] = second
     made[1].close()
     leader.close()
 

@@ -1,4 +1,4 @@
-"""`rt.rank_group` in threads of one process: awaited functions of rank 0 run on every rank, in one order."""
+"""`lz.rank_group` in threads of one process: awaited functions of rank 0 run on every rank, in one order."""
 
 from __future__ import annotations
 
@@ -14,11 +14,12 @@ import msgspec
 import pytest
 import torch
 from torch import Tensor
+from torch.distributed import HashStore  # type: ignore[attr-defined]  # public, not declared
 
 import layerzero as lz
 from layerzero.actors.group.join import JoinContext, RankHandle
 from layerzero.actors.group.rank_group import RankGroup
-from layerzero.actors.group.stores import LocalStore
+from layerzero.actors.group.stores import TorchStore
 from layerzero.calls.blocking import context_runtime
 from layerzero.spec.errors import ConfigurationError, ConsistencyError, DeviceLostError
 
@@ -43,15 +44,13 @@ Body = Callable[[RankHandle, Rank], Awaitable[Any]]
 
 def rank_group(bodies: list[Body], **options: Any) -> tuple[list[Rank], list[BaseException | None]]:
     """Run each body as one rank, in a thread with a loop and a runtime of its own."""
-    store, seen = LocalStore(), [Rank() for _ in bodies]
+    store, seen = HashStore(), [Rank() for _ in bodies]
     errors: list[BaseException | None] = [None] * len(bodies)
 
     async def main(index: int) -> None:
         async with (
-            lz.start(scoped=True) as runtime,
-            runtime.rank_group(
-                len(bodies), rank=index, store=store, epoch=0, timeout_s=10.0, **options
-            ) as member,
+            lz.start(scoped=True),
+            lz.rank_group(len(bodies), rank=index, store=store, epoch=0, timeout_s=10.0, **options) as member,
         ):
             await bodies[index](member, seen[index])
 
@@ -217,14 +216,14 @@ def test_rank_and_store_come_from_torchrun_or_are_asked_for(monkeypatch: pytest.
     """Outside torchrun the error names argument and variable."""
     for name in ("RANK", "WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)
-    with lz.start(scoped=True) as runtime:
+    with lz.start(scoped=True):
         with pytest.raises(ConfigurationError, match="rank needs a number, or the variable RANK"):
-            runtime.rank_group(2, store=LocalStore())
+            lz.rank_group(2, store=HashStore())
         with pytest.raises(ConfigurationError, match=r"init_process_group\(\) before, got None"):
-            runtime.rank_group(2, rank=0)
+            lz.rank_group(2, rank=0)
         monkeypatch.setenv("RANK", "0")
         with pytest.raises(ConfigurationError, match="ranks needs a number, or the variable WORLD_SIZE"):
-            runtime.rank_group(store=LocalStore())
+            lz.rank_group(store=HashStore())
 
 
 def test_a_bad_argument_or_a_request_twice_costs_only_its_caller() -> None:
@@ -302,7 +301,7 @@ def test_a_cancelled_scope_still_leaves_the_gang() -> None:
 
     @asynccontextmanager
     async def held(member: RankHandle) -> AsyncIterator[None]:
-        """The end of `async with rt.rank_group()`, inside a scope of the test."""
+        """The end of `async with lz.rank_group()`, inside a scope of the test."""
         try:
             yield
         finally:
@@ -322,36 +321,36 @@ def test_a_cancelled_scope_still_leaves_the_gang() -> None:
 
 def test_a_cancelled_joiner_leaves_nothing_behind() -> None:
     """Its thread goes on until the others would have come, and gives up then."""
-    store = LocalStore()
+    store = HashStore()
 
     async def main() -> RankGroup:
-        async with lz.start(scoped=True) as runtime:
-            joining = runtime.rank_group(2, rank=0, store=store, epoch=0, timeout_s=5.0)
+        async with lz.start(scoped=True):
+            joining = lz.rank_group(2, rank=0, store=store, epoch=0, timeout_s=5.0)
             task = asyncio.ensure_future(joining.__aenter__())
-            await asyncio.to_thread(store.take, "rank_group/0/profile/0", 20.0)
+            await asyncio.to_thread(TorchStore(store).get, "rank_group/0/profile/0", 20.0)
             task.cancel()
             with pytest.raises(asyncio.CancelledError):
                 await task
-            store.put(
-                "rank_group/0/profile/1", store.take("rank_group/0/profile/0", 0.0) or b""
+            TorchStore(store).set(
+                "rank_group/0/profile/1", TorchStore(store).get("rank_group/0/profile/0", 0.0) or b""
             )  # the other comes too late
             found: RankGroup = joining._group
             return found
 
     left = asyncio.run(main())
-    assert store.take("rank_group/0/address", 0.5) is None and watchers() == []
+    assert TorchStore(store).get("rank_group/0/address", 0.5) is None and watchers() == []
     assert left.failure == "it was closed"
 
 
 def test_a_rank_joins_an_epoch_once() -> None:
     """A second process that takes itself for the same rank is refused by name; the first goes on."""
-    store = LocalStore()
+    store = HashStore()
 
     async def joins(errors: list[BaseException | None]) -> None:
-        async with lz.start(scoped=True) as runtime:
+        async with lz.start(scoped=True):
             for _ in range(2):
                 try:
-                    async with runtime.rank_group(1, rank=0, store=store, epoch=3, timeout_s=5.0):
+                    async with lz.rank_group(1, rank=0, store=store, epoch=3, timeout_s=5.0):
                         errors.append(None)
                 except ConsistencyError as error:
                     errors.append(error)

@@ -11,14 +11,16 @@ from typing import Any
 import msgspec
 import pytest
 import torch
+from torch.distributed import HashStore  # type: ignore[attr-defined]  # public, not declared
 
 import layerzero as lz
 from layerzero.actors.device.local_device import LocalDevice
 from layerzero.actors.device.memory import WorkspaceBudget
+from layerzero.actors.group.config import GroupConfig
 from layerzero.actors.group.plan import AgreedPlan
 from layerzero.actors.group.rank_group import RankGroup
 from layerzero.actors.group.steps import Steps
-from layerzero.actors.group.stores import LocalStore
+from layerzero.actors.group.stores import TorchStore
 from layerzero.ops import table as ops_table
 from layerzero.spec.errors import ConfigurationError, ConsistencyError, DeviceLostError, NoKernelFoundError
 from layerzero.spec.kernel import Kernel
@@ -31,9 +33,12 @@ GIB = 1 << 30
 
 def joined(own: list[LocalDevice], store: Any = None, **more: Any) -> list[Steps]:
     """One rank a device, all in this process."""
-    store = store or LocalStore()
+    store = store or TorchStore(HashStore())
     options: dict[str, Any] = {"timeout_s": 10.0, **more}
-    groups = [RankGroup(each, store, rank=rank, ranks=len(own), **options) for rank, each in enumerate(own)]
+    groups = [
+        RankGroup(each, store, GroupConfig(rank=rank, ranks=len(own), **options))
+        for rank, each in enumerate(own)
+    ]
     at_once(*(rank_group.join for rank_group in groups))
     return [Steps(rank_group) for rank_group in groups]
 
@@ -86,18 +91,18 @@ def test_a_plan_that_is_agreed_after_its_step_holds_from_the_next() -> None:
     close(first, other)
 
 
-class Slow(LocalStore):
+class Slow(TorchStore):
     """A store whose decision on plan 2 the follower sees only when `told` is set; `asked` says it waits."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__(HashStore())
         self.asked, self.told = threading.Event(), threading.Event()
 
-    def take(self, key: str, timeout_s: float) -> bytes | None:
+    def get(self, key: str, timeout_s: float) -> bytes | None:
         if key.endswith("/2/outcome"):
             self.asked.set()
             self.told.wait(10.0)
-        return super().take(key, timeout_s)
+        return super().get(key, timeout_s)
 
 
 def test_a_follower_waits_for_the_outcome_that_rank_0_acts_on() -> None:
@@ -175,7 +180,7 @@ def sized(kernel_id: str, workspace: int, us: float) -> Kernel:
 def roomy(free: int) -> LocalDevice:
     """A device with so much free memory, whose cheapest kernel wants 8 GiB of it."""
     own = device([sized("big.rms_norm", 8 * GIB, 0.1), sized("small.rms_norm", 0, 90.0)])
-    own.workspace_budget = WorkspaceBudget(own.device, own.hardware, own.clock.now, lambda _: free)
+    own._inputs.budget = WorkspaceBudget(own.device, own.hardware, own.clock.now, lambda _: free)
     own.workspace_budget._total = 80 * GIB
     own.workspace_budget.refresh(own.settings)
     return own

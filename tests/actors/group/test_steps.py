@@ -18,15 +18,17 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.distributed import HashStore  # type: ignore[attr-defined]  # public, not declared
 
 import layerzero as lz
 from layerzero.actors.device.local_device import LocalDevice
 from layerzero.actors.group.channel import FollowerChannel, LeaderChannel
+from layerzero.actors.group.config import GroupConfig
 from layerzero.actors.group.plan import AgreedPlan, RankProfile, common_plan, profile_of
 from layerzero.actors.group.rank_group import RankGroup
 from layerzero.actors.group.step_message import MAX_VALUES, StepSequence, decode, encode, pack, unpack
 from layerzero.actors.group.steps import Steps
-from layerzero.actors.group.stores import LocalStore
+from layerzero.actors.group.stores import TorchStore
 from layerzero.ops import table as ops_table
 from layerzero.selection.cost.measured import MEASURED, MeasuredCosts, SourcedMeasurement
 from layerzero.selection.policy import EMPTY, Policy, make_rule
@@ -40,9 +42,9 @@ RMS = ops_table.get("rms_norm")
 
 def group_of(devices: list[LocalDevice], **more: Any) -> list[RankGroup]:
     """One rank a device, joined, all in this process."""
-    store = LocalStore()
+    store = TorchStore(HashStore())
     groups = [
-        RankGroup(each, store, rank=rank, ranks=len(devices), timeout_s=5.0, **more)
+        RankGroup(each, store, GroupConfig(rank=rank, ranks=len(devices), timeout_s=5.0, **more))
         for rank, each in enumerate(devices)
     ]
     at_once([rank_group.join for rank_group in groups])
@@ -91,8 +93,11 @@ def test_a_kernel_that_one_rank_lacks_is_chosen_by_none() -> None:
 def test_training_mode_refuses_ranks_that_differ_on_every_rank() -> None:
     """A difference that inference would work around ends the start, with the same error everywhere."""
     own = [device([kernel("a.rms_norm"), kernel("b.rms_norm")]), device([kernel("b.rms_norm")])]
-    store = LocalStore()
-    groups = [RankGroup(own[r], store, rank=r, ranks=2, mode="training", timeout_s=5.0) for r in range(2)]
+    store = TorchStore(HashStore())
+    groups = [
+        RankGroup(own[r], store, GroupConfig(rank=r, ranks=2, mode="training", timeout_s=5.0))
+        for r in range(2)
+    ]
     with ThreadPoolExecutor(2) as pool:
         errors = [future.exception() for future in [pool.submit(rank_group.join) for rank_group in groups]]
     assert [type(error) for error in errors] == [ConsistencyError] * 2
@@ -113,7 +118,7 @@ def test_rank_0s_policy_holds_for_all() -> None:
 
 def test_a_rank_that_does_not_come_is_named_in_time() -> None:
     """No silent hang: the missing rank and the time stand in the error."""
-    rank_group = RankGroup(two()[0], LocalStore(), rank=0, ranks=2, timeout_s=0.1)
+    rank_group = RankGroup(two()[0], TorchStore(HashStore()), GroupConfig(rank=0, ranks=2, timeout_s=0.1))
     with pytest.raises(DeviceLostError, match=r"rank 1 did not join the rank group of 2 within 0.1 s"):
         rank_group.join()
 
@@ -122,13 +127,13 @@ def test_a_rank_that_does_not_come_is_named_in_time() -> None:
 def test_a_rank_outside_the_gang_is_refused(rank: int, ranks: int) -> None:
     """The message says which ranks there are."""
     with pytest.raises(ConfigurationError, match="rank needs 0 to"):
-        RankGroup(two()[0], LocalStore(), rank=rank, ranks=ranks)
+        RankGroup(two()[0], TorchStore(HashStore()), GroupConfig(rank=rank, ranks=ranks))
 
 
 def test_a_mode_that_is_none_is_refused() -> None:
     """Only inference and training exist."""
     with pytest.raises(ConfigurationError, match="mode needs 'inference' or 'training', got 'both'"):
-        RankGroup(two()[0], LocalStore(), rank=0, ranks=1, mode="both")  # type: ignore[arg-type]
+        RankGroup(two()[0], TorchStore(HashStore()), GroupConfig(rank=0, ranks=1, mode="both"))  # type: ignore[arg-type]
 
 
 def profile(rank: int, **more: Any) -> RankProfile:
@@ -400,13 +405,12 @@ def test_a_silent_leader_is_noticed_where_a_limit_is_asked_for() -> None:
 def test_nothing_but_manifests_is_sent_in_steady_state() -> None:
     """Followers say nothing, and the store is not asked: its contents stay as they were."""
     first, other = walking()
-    store = first.group._store
-    before = dict(store._values)  # type: ignore[attr-defined]
+    keys = first.group._store._store.num_keys()  # type: ignore[attr-defined]
     for _ in range(20):
         mine, (_, theirs) = first.start_step("step", ["a"]), other.next_step(5.0)
         chosen(first.group.device, mine)
         chosen(other.group.device, theirs)
-    assert store._values == before  # type: ignore[attr-defined]
+    assert first.group._store._store.num_keys() == keys  # type: ignore[attr-defined]
     leader = first.group.channel
     assert isinstance(leader, LeaderChannel)
     peer = leader._sockets[1]

@@ -299,7 +299,7 @@ from layerzero.actors.rpc.channel import Listener
 
 async def burst(body, connection):
     for i in range(100):
-        connection.tell("item", i)
+        connection.notify("item", i)
     os._exit(3)
 
 async def main():

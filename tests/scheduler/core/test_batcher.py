@@ -517,7 +517,7 @@ class LaneMachine(RuleBasedStateMachine):
         # Both kinds may share a batcher and a batch.
         kind = PENDING_CALL.cls if compiled else PendingCall
         ticket = kind(
-            "op", ("x",), group, 1.0, tokens, size, priority, until, None, self.callers[caller]
+            "op", ("x",), group, 1.0, tokens, size, priority, until, caller=self.callers[caller]
         )  # fmt: skip
         accepted = self.lane.submit(ticket, self.now)
         assert accepted is (ticket.state != REJECTED)

@@ -21,7 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from measuring.load import Run, percentile
+from embedding.load import Run, percentile
 
 ONE, TOGETHER, ARRIVALS = "one by one", "together", "arrivals"
 BY_HAND, ARRIVALS_BY_HAND = "hand-batched", "arrivals by hand"

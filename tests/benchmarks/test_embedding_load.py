@@ -1,4 +1,4 @@
-"""The load generator of the examples: arrivals, latencies, loop lag, and the hand-written server."""
+"""The load generator of the embedding demo: arrivals, latencies, loop lag, and the hand-written server."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-load: Any = pytest.importorskip("measuring.load", reason="the examples need safetensors and tokenizers")
+load: Any = pytest.importorskip("benchmarks.embedding.load", reason="needs safetensors and tokenizers")
 
 
 class Doubler:

@@ -1,0 +1,71 @@
+"""PlanCompiler: from a selection to a plan that is ready to run, with what wraps it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from layerzero.actors.device.kernel_calls import KernelCalls
+from layerzero.actors.device.loading import KernelLoader
+from layerzero.actors.device.recovery import Recovery, with_guard
+from layerzero.actors.device.watching import unless_foreign
+from layerzero.health import Health
+from layerzero.observe.counters import Counters
+from layerzero.ops.op import Op
+from layerzero.selection.plan import Plan
+from layerzero.selection.record import Selection
+from layerzero.spec.call_spec import CallSpec
+from layerzero.spec.errors import NoKernelFoundError
+
+if TYPE_CHECKING:
+    from layerzero.actors.device.watching import PlanMiddleware
+
+
+class PlanCompiler:
+    """Compiles the plans of one device; `middlewares` wrap every plan, `on_decided` gets each call's
+    description.
+    """
+
+    def __init__(
+        self,
+        calls: KernelCalls,
+        health: Health,
+        loader: KernelLoader,
+        recovery: Recovery,
+        counters: Counters,
+    ) -> None:
+        self._calls = calls
+        self._health = health
+        self._loader = loader
+        self._recovery = recovery
+        self._counters = counters
+        self.middlewares: tuple[PlanMiddleware, ...] = ()
+        self.on_decided: Callable[[CallSpec], object] | None = None
+
+    def compile(self, op: Op, selection: Selection) -> Plan:
+        """The plan of a selection; loads the kernel if it is not, and starts what is chosen when warm."""
+        calls = self._calls
+        self._counters.add("selections", op=op.name)
+        kernel = calls.registry.get(selection.kernel)
+        if kernel is None:
+            message = f"{selection.kernel} was removed while it was being chosen; call again"
+            raise NoKernelFoundError(message, trace=selection.trace, op=op.name, request=selection.request)
+        if selection.table_miss is not None:
+            self._counters.add("dispatch_table_misses", op=op.name)
+        if self.on_decided is not None:
+            self.on_decided(selection.request)
+        call = calls.callable_for(op, selection, kernel.id)
+        for middleware in self.middlewares:
+            wrapped = middleware.wrap(op, selection, call)
+            call = wrapped if middleware is calls.spans else unless_foreign(wrapped, call)
+        if kernel.id in self._health.probing_kernels():
+            call = self._recovery.probe(op, kernel.id, call, selection)
+        if selection.when_warm is not None and calls.settings.warm != "off":
+            self._loader.load_later(selection.when_warm, selection.request)
+        return Plan(op, with_guard(calls.device, op, call), selection, selection.request)
+
+    def compile_agreed(self, op: Op, selection: Selection) -> Plan:
+        """The plan of a selection that every rank of a group makes: loaded before, without middlewares."""
+        self._counters.add("selections", op=op.name)
+        call = self._calls.callable_for(op, selection, selection.kernel)
+        return Plan(op, with_guard(self._calls.device, op, call), selection, selection.request)

@@ -1,0 +1,117 @@
+"""SelectionInputs: what the selections of one device follow from, beside the policy."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from layerzero.actors.device.memory import WorkspaceBudget
+from layerzero.actors.device.registry import Registry
+from layerzero.health import Health
+from layerzero.selection.context import (
+    AgreedTerms,
+    CostModel,
+    KernelStatus,
+    SelectionContext,
+    SelectionOptions,
+)
+from layerzero.selection.policy.policy import Policy
+from layerzero.spec.hardware import Hardware
+from layerzero.spec.settings import Settings
+
+if TYPE_CHECKING:
+    from layerzero.graphs.proof import Proofs
+    from layerzero.selection.dispatch_table import ActiveDispatchTable
+
+
+class SelectionInputs:
+    """Kernels, health, prices, proofs and memory of one device, as one `SelectionContext` an op.
+
+    `cost` prices kernels, `dispatch_table` decides before run time where there is one.
+    """
+
+    def __init__(
+        self,
+        settings: Settings,
+        hardware: Hardware,
+        registry: Registry,
+        health: Health,
+        budget: WorkspaceBudget,
+        cost: CostModel,
+    ) -> None:
+        self.settings = settings
+        self.cost = cost
+        self.budget = budget
+        self.dispatch_table: ActiveDispatchTable | None = None
+        self._hardware = hardware
+        self._registry = registry
+        self._health = health
+        self._proofs: Proofs | None = None
+        self._ops_with_workspace: dict[str, bool] = {}
+
+    @property
+    def proofs(self) -> Proofs:
+        """What is proved about captures; without any, every kernel has what it declares."""
+        if self._proofs is None:
+            from layerzero.graphs.proof import Proofs, ProofStore
+
+            self._proofs = Proofs(self._hardware, ProofStore.within(self.settings.state_dir))
+        return self._proofs
+
+    def states_workspace(self, op: str) -> bool:
+        """Whether a kernel of the op states a workspace, so that free memory bears on the choice."""
+        sized = self._ops_with_workspace.get(op)
+        if sized is None:
+            stated = (kernel.workspace_bytes is not None for kernel in self._registry.for_op(op))
+            sized = self._ops_with_workspace[op] = any(stated)
+        return sized
+
+    def context(
+        self, op: str, policy: Policy, terms: AgreedTerms | None, middlewares: tuple[object, ...]
+    ) -> SelectionContext:
+        """What one op is selected from; under `terms`, what all ranks of a group agreed on."""
+        settings = self.settings
+        kernels = self._registry.for_op(op)
+        if self._proofs is not None or settings.graph_strict or settings.state_dir is not None:
+            kernels = self.proofs.apply(kernels, strict=settings.graph_strict)
+        if terms is not None:
+            return SelectionContext(
+                kernels=tuple(kernel for kernel in kernels if kernel.id in terms.kernels),
+                hardware=self._hardware,
+                policy=policy,
+                status=KernelStatus(),
+                options=terms.options,
+                modes=terms.modes,
+                droppable_modes=frozenset() if terms.options.strict else terms.modes,
+            )
+        budget_bytes = None
+        if any(kernel.workspace_bytes for kernel in kernels):
+            free_bytes = self.budget.bytes  # None before the first look
+            budget_bytes = settings.workspace_limit_bytes if free_bytes is None else free_bytes
+        fingerprint = getattr(self.cost, "fingerprint", None)
+        return SelectionContext(
+            kernels=kernels,
+            hardware=self._hardware,
+            policy=policy,
+            status=self._status(),
+            options=self._registry.with_overlay(
+                SelectionOptions(settings.strict, settings.tie_band, settings.default_gain, budget_bytes)
+            ),
+            modes=frozenset({"batch_invariant"}) if settings.determinism == "strict" else frozenset(),
+            cost_fingerprint=fingerprint(op) if fingerprint else None,
+            # What a table remembers, and what the compiler makes of a selection, follows from these, too.
+            compile_fingerprint=(
+                settings.max_keys,
+                settings.inference,
+                settings.warm,
+                *map(id, middlewares),
+            ),
+            dispatch_table=self.dispatch_table,
+        )
+
+    def _status(self) -> KernelStatus:
+        """Which kernels are out of service, unloaded, probed and compiled."""
+        registry, health = self._registry, self._health
+        blocked = {**registry.blocked(), **health.blocked_kernels()}
+        # None: a call waits for the compiler rather than take the next best kernel.
+        compiled = None if self.settings.warm == "eager" else registry.compiled_units()
+        return KernelStatus(blocked, registry.unready(), health.probing_kernels(), compiled)

@@ -1,0 +1,114 @@
+"""What the side channel and the rank group's channel share: framing, Unix names, socket options.
+
+frame = 4 bytes, big-endian length of the rest; the rest
+"""
+
+from __future__ import annotations
+
+import secrets
+import socket
+import struct
+import sys
+from contextlib import suppress
+
+LENGTH = struct.Struct("!I")
+_ABSTRACT = sys.platform == "linux"
+
+
+def frame_bytes(data: bytes) -> bytes:
+    """`data` with its length in front."""
+    return LENGTH.pack(len(data)) + data
+
+
+def abstract_name() -> str:
+    """A new name for a Unix socket in Linux's abstract namespace, which vanishes with its owner; ""
+    elsewhere.
+
+    It begins with "@", which `system_name` replaces by the zero byte that the system wants.
+    """
+    return f"@layerzero-{secrets.token_hex(16)}" if _ABSTRACT else ""
+
+
+def system_name(name: str) -> str:
+    """A Unix socket's name as the system takes it."""
+    return name.replace("@", "\0", 1) if name.startswith("@") else name
+
+
+def listen_unix(name: str, backlog: int) -> socket.socket | None:
+    """A listener under an abstract name; None where the system has no such names."""
+    if not name:
+        return None
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    listener.bind(system_name(name))
+    listener.listen(backlog)
+    return listener
+
+
+def connect_unix(name: str, timeout_s: float) -> socket.socket | None:
+    """A connection to a listener of this host; None where it is on another, or in another network
+    namespace.
+    """
+    if not name or not _ABSTRACT:
+        return None
+    peer = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    peer.settimeout(timeout_s)
+    try:
+        peer.connect(system_name(name))
+    except OSError:
+        peer.close()
+        return None
+    return peer
+
+
+def send_small_frames(peer: socket.socket) -> None:
+    """Let TCP send at once, and notice a host that is gone; a Unix socket needs neither."""
+    if peer.family != getattr(socket, "AF_UNIX", None):
+        peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        peer.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+
+
+def limit_waits(peer: socket.socket, option: int, timeout_s: float | None) -> None:
+    """Let a blocking socket wait at most `timeout_s` seconds, None for ever; `option` SO_SNDTIMEO or
+    SO_RCVTIMEO.
+
+    A call that has waited so long raises BlockingIOError. The system keeps the limit: Python's own timeout
+    would ask before each call whether the socket is ready, which costs a second system call.
+    """
+    peer.settimeout(None)
+    us = 0 if timeout_s is None else max(1000, int(timeout_s * 1e6))
+    value = (
+        struct.pack("@I", us // 1000)
+        if sys.platform == "win32"
+        else struct.pack("@ll", *divmod(us, 1_000_000))
+    )
+    peer.setsockopt(socket.SOL_SOCKET, option, value)
+
+
+def shut_down(peer: socket.socket) -> None:
+    """End both directions, for this process's other threads too; what was sent still arrives."""
+    with suppress(OSError):  # the other side has ended it before
+        peer.shutdown(socket.SHUT_RDWR)
+
+
+def unread_bytes(peer: socket.socket) -> int:
+    """Bytes that the other side has not taken yet; 0 where the system does not say."""
+    if not _ABSTRACT:
+        return 0
+    import fcntl
+    import termios
+
+    return int.from_bytes(fcntl.ioctl(peer, termios.TIOCOUTQ, b"\0" * 4), sys.byteorder)
+
+
+def receive_exactly(peer: socket.socket, size: int) -> bytes:
+    """`size` bytes of a blocking socket.
+
+    Raises: EOFError: the other side ended it. BlockingIOError: see `limit_waits`.
+    """
+    data = bytearray()
+    while len(data) < size:
+        piece = peer.recv(size - len(data))
+        if not piece:
+            raise EOFError("the other side hung up")
+        data += piece
+    return bytes(data)

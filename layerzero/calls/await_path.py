@@ -1,0 +1,177 @@
+"""The one path of an awaited call, of an op or of a batched function.
+
+A call is found in its target's cache, or described by the target. A caller that is alone runs it on its own
+thread; every other call becomes a `PendingCall` in the queue of its event loop's driver, and the caller goes
+on under its own modes when the call has ended. The compiled `Call` (native/calls.h) is the same path for a
+call of a batched function that its cache knows; whatever else it meets, it hands to this one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Coroutine
+from typing import Any, NamedTuple, Protocol
+
+from layerzero.actors.device.local_device import LocalDevice
+from layerzero.calls.blocking import LAST
+from layerzero.ops.checks import need_number
+from layerzero.ops.op import Args
+from layerzero.scheduler.core.pending_call import PendingCall
+from layerzero.scheduler.fast_queue import FAST_QUEUE
+from layerzero.scheduler.loop_driver import LoopDriver
+from layerzero.scheduler.streams import resume_modes, suspend_modes
+from layerzero.scheduler.task_modes import TASK_MODES
+from layerzero.scheduler.torch_modes import Modes, must_run_inline, restore
+from layerzero.selection.dispatch import DispatchState
+from layerzero.selection.plan import Plan
+
+
+class Described(NamedTuple):
+    """A call that no cache knows, before it is queued; names as in `PendingCall`.
+
+    `driver` is None where the call may not wait (under graph capture), `plan` None for a batched function,
+    `modes` None where they are read when the call is queued, `kind` what its target needs to queue it.
+    """
+
+    device: LocalDevice
+    driver: LoopDriver | None
+    args: Args
+    expected_us: float
+    plan: Plan | None = None
+    modes: Modes | None = None
+    snapshot: DispatchState | None = None
+    kind: tuple[Any, ...] = ()
+
+
+class Cache(Protocol):
+    """What knows calls: `find(args, kwargs)` returns a pending call with its driver, or None."""
+
+    find: Callable[[Args, dict[str, Any]], PendingCall | None]
+
+
+class Target(Protocol):
+    """What is awaited: an op, or a batched function."""
+
+    name: str
+
+    def describe(
+        self, args: Args, kwargs: dict[str, Any], backend: str | None, batching: str | None
+    ) -> Described:
+        """A call that is not in the cache.
+
+        Raises: ValueError, TypeError: an argument is wrong. NoKernelFoundError: no kernel may and can run it.
+        """
+        ...
+
+    def new_call(
+        self, call: Described, args: Args, kwargs: dict[str, Any], backend: str | None, batching: str | None
+    ) -> PendingCall:
+        """The pending call of a described one; its batch key is None where it must run alone.
+
+        A call that the process's own policy governs is put into the cache.
+        """
+        ...
+
+    def run_inline(self, call: Described | PendingCall) -> Any:
+        """Run a call on this thread; its value."""
+        ...
+
+
+def awaitable_call(
+    target: Target, cache: Cache, validate: Callable[[Args], Args] | None = None
+) -> Callable[..., Coroutine[Any, Any, Any]]:
+    """The coroutine function that awaits `target`; `validate` checks the values of calls from the cache."""
+    last, queue = LAST, FAST_QUEUE
+
+    async def call(
+        *args: Any,
+        backend: str | None = None,
+        priority: int = 1,
+        timeout: float | None = None,  # noqa: ASYNC109  the batcher cancels queued calls by it
+        batching: str | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        cached = cache.find(args, kwargs) if backend is None and batching is None else None
+        subject = target.describe(args, kwargs, backend, batching) if cached is None else cached
+        driver = subject.driver
+        if driver is None:
+            return target.run_inline(subject)
+        if (
+            driver.sole_caller is not None
+            and subject.expected_us < driver.inline_limit_us
+            and (driver.may_inline() or await driver.yield_once())
+        ):
+            driver.add_inline_us(subject.expected_us)
+            return target.run_inline(subject)
+        if isinstance(subject, Described):
+            if must_run_inline() is not None:
+                return target.run_inline(subject)
+            pending = target.new_call(subject, args, kwargs, backend, batching)
+            if subject.device.spans is not None or pending.modes.stream != driver.ambient_stream:
+                return await _submit(target, subject, pending, priority, timeout)
+        else:
+            pending = subject
+            if validate is not None:
+                pending.args = validate(pending.args)
+        if priority != 1 or timeout is not None:
+            set_priority(pending, driver, priority, timeout)
+        if not queue.try_submit(driver, pending):
+            driver.submit(pending)
+        modes = pending.modes
+        if modes.grad is not driver.ambient_grad and not modes.inference and not TASK_MODES.is_isolated():
+            return await _await_with_modes(pending, modes, driver)
+        result, last.plan = await pending
+        if not pending.unchanged():
+            restore(modes)
+        return result
+
+    return call
+
+
+async def _submit(
+    target: Target,
+    call: Described,
+    pending: PendingCall,
+    priority: int,
+    timeout: float | None,  # noqa: ASYNC109
+) -> Any:
+    """Queue a call that is traced, or whose caller is on a stream of its own, and await it."""
+    driver, spans = call.driver, call.device.spans
+    assert driver is not None
+    if priority != 1 or timeout is not None:
+        set_priority(pending, driver, priority, timeout)
+    if spans is None:
+        driver.submit(pending)
+        return await _await_with_modes(pending, pending.modes, driver)
+    with spans.waiting(target.name, pending.args) as answered:
+        driver.submit(pending)
+        result = await _await_with_modes(pending, pending.modes, driver)
+        answered(LAST.plan)
+    return result
+
+
+def set_priority(pending: PendingCall, driver: LoopDriver, priority: int, timeout: float | None) -> None:
+    """Give a pending call another priority than 1, or a deadline `timeout` seconds from this moment.
+
+    Raises: ValueError: a priority outside 0..2, or a negative timeout.
+    """
+    if priority not in (0, 1, 2):
+        raise ValueError(f"priority needs 0, 1 or 2, got {priority!r}")
+    pending.priority = priority
+    if timeout is not None:
+        pending.deadline = driver.loop.time() + need_number("timeout", timeout, low=0.0)
+
+
+async def _await_with_modes(pending: PendingCall, modes: Modes, driver: LoopDriver) -> Any:
+    """Await a call whose caller's grad mode or stream is not the loop's: both are put aside meanwhile."""
+    leaves = modes.stream != driver.ambient_stream or (
+        modes.grad is not driver.ambient_grad and not modes.inference and not TASK_MODES.is_isolated()
+    )
+    if leaves:
+        suspend_modes(modes, driver)
+    try:
+        result, LAST.plan = await pending
+    finally:
+        if leaves:
+            resume_modes(modes, driver)
+    restore(modes)
+    return result
