@@ -19,8 +19,8 @@ import anyio
 import anyio.to_thread
 from torch.distributed import (  # type: ignore[attr-defined]  # public, not declared
     DistNetworkError,
-    PrefixStore,
-    TCPStore,
+    PrefixStore,  # pyright: ignore[reportPrivateImportUsage]
+    TCPStore,  # pyright: ignore[reportPrivateImportUsage]
 )
 
 from layerzero._util import log

@@ -45,7 +45,8 @@ class Described(NamedTuple):
 class Cache(Protocol):
     """What knows calls: `find(args, kwargs)` returns a pending call with its driver, or None."""
 
-    find: Callable[[Args, dict[str, Any]], PendingCall | None]
+    @property
+    def find(self) -> Callable[..., PendingCall | None]: ...
 
 
 class Target(Protocol):

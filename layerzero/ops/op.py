@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, ClassVar, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -54,8 +54,7 @@ class Batching(Protocol):
     `rowwise` says that rows of different callers do not touch each other inside the kernel.
     """
 
-    @property
-    def rowwise(self) -> bool: ...
+    rowwise: ClassVar[bool]
 
     def batch_key(self, args: Args) -> Hashable | None:
         """The compatibility class of a call; None where it must run alone."""
@@ -171,7 +170,7 @@ class Op:
     def _empty_outputs(self, args: Args) -> Any:
         """The outputs of a call whose first one has no element; None for every other call."""
         specs = self.outputs(args)
-        if 0 not in specs[0].shape:
+        if not specs or 0 not in specs[0].shape:
             return None
         device = self.tensors(args)[0].device
         outputs = tuple(torch.empty(s.shape, dtype=getattr(torch, s.dtype), device=device) for s in specs)

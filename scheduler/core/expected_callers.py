@@ -131,7 +131,9 @@ class ExpectedCallers:
         batch_s = max(group.period_s, group.run_s)
         newest, until = 0, -math.inf
         for caller in absent:
-            launch = self._waiting[caller]
+            launch = self._waiting.get(caller)
+            if launch is None:  # it takes part no longer: another group has found that just now
+                continue
             if launch.done_at is None:
                 newest = max(newest, launch.number)
             elif now_s > launch.done_at + GONE * batch_s:

@@ -192,9 +192,9 @@ class NoStreams(DeviceStreams):
     def default_stream(self) -> Any:
         return None
 
-    def notify_when_done(self, modes: Any, told: Callable[[Exception | None], object]) -> None:
+    def notify_when_done(self, modes: Any, on_done: Callable[[Exception | None], object]) -> None:
         REAPED[0] += 1
-        told(None)
+        on_done(None)
 
 
 def attach_streams(device: LocalDevice) -> None:
