@@ -99,7 +99,7 @@ def settled(plan: Plan, device: Any, selection: Any) -> bool:
     Waits for it. A compiler beside a measurement takes a core from it, and its kernel's place after that.
     """
     ended = threading.Event()
-    device.load_behind(ended.set)
+    device.loader.run_later(ended.set)
     return not ended.wait(plan.settle_s) or selection.when_warm is None
 
 

@@ -17,6 +17,7 @@ General layout, from the top down (a module imports only what stands below it):
     spec, _util                       values; small parts
 """
 
+import gc
 import importlib
 import sys
 from types import ModuleType
@@ -140,9 +141,19 @@ def __getattr__(name: str) -> Any:
 
 
 def _load() -> None:
-    """Import what a call runs through, after the torch that it needs has been looked at."""
-    importlib.import_module("layerzero._util.requirements")
-    importlib.import_module("layerzero.calls.awaited")
+    """Import what a call runs through, after the torch that it needs has been looked at.
+
+    The collector rests meanwhile: what an import makes stays alive, and a full collection in between, which
+    goes through all of torch's objects, is time that the first call would wait for.
+    """
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        importlib.import_module("layerzero._util.requirements")
+        importlib.import_module("layerzero.calls.awaited")
+    finally:
+        if collects:
+            gc.enable()
 
 
 def _op(name: str) -> Any:

@@ -237,6 +237,14 @@ def targets_on_gpu(record: dict[str, Any]) -> Table:
     return {"columns": ["tokens/s over by hand", "needs", "measured", "met"], "rows": rows}
 
 
+def styles(record: dict[str, Any]) -> Table:
+    """Return tokens a second and the mean batch for each way of writing a request."""
+    columns = ["between two steps a request", "tokens/s", "of reading at once", "mean batch"]
+    keys = ("tokens_per_s", "of_reading_at_once", "mean_batch")
+    rows = [[style, *(row[key] for key in keys)] for style, row in record["rows"].items()]
+    return {"columns": columns, "rows": rows}
+
+
 def section_place(record: dict[str, Any]) -> Table:
     """Return where the generation section was measured."""
     return place(record["generation"])
@@ -335,6 +343,7 @@ FILES: dict[str, dict[str, Callable[[dict[str, Any]], Table]]] = {
     "regret_h200_second.json": {"regret": regret, "place": place},
     "regret_h200_replayed.json": {"choice": replayed},
     "lane_h200.json": {"sides": on_gpu, "targets": targets_on_gpu, "place": place},
+    "styles_h200.json": {"styles": styles, "place": place},
     "gang_h200.json": GANG,
     "gang_h200_pair.json": GANG,
     "embedding_demo.json": {"service": service, "targets": targets, "kernels": kernels, "place": place},

@@ -97,7 +97,7 @@ AT_FIRST_USE = (
 # does now and then, and a side channel makes and removes its socket's folder once in a device's life.
 BY_HAND = (
     "tests/cuda/", "tests/distributed/", "tests/examples/", "tests/perfdb/", "tests/warmup/",
-    "tests/actors/rpc/test_channel.py",
+    "tests/actors/rpc/test_channel.py", "tests/benchmarks/test_embedding_load.py",
 )  # fmt: skip
 
 

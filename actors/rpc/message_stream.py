@@ -13,7 +13,7 @@ import msgspec
 
 from layerzero._util import log
 from layerzero.actors.rpc.frames import UNREADABLE, RpcResponse, decode, encode
-from layerzero.actors.rpc.sockets import LENGTH, framed
+from layerzero.actors.rpc.sockets import LENGTH, frame_bytes
 
 MAX_FRAME = 16 << 20
 _PREFIX = LENGTH.size
@@ -188,7 +188,7 @@ class MessageStream(asyncio.Protocol):
             raise ValueError(
                 f"a message on the side channel needs at most {MAX_FRAME} bytes, got {len(data)}"
             )
-        frame = framed(data)
+        frame = frame_bytes(data)
         if self._file >= 0 and not self._transport.get_write_buffer_size():
             with suppress(OSError):  # its buffer is full, or its end has come: the transport meets that too
                 frame = frame[os.write(self._file, frame) :]

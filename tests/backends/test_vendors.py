@@ -99,7 +99,7 @@ def test_every_vendor_names_what_to_install() -> None:
             importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
             missing = [r for r in availability(kernel) if r.reason is Reason.BACKEND_MISSING]
-            assert len(missing) == 1 and name in (missing[0].counterfactual or "")
+            assert any(name in (r.counterfactual or "") for r in missing), (kernel.id, missing)
 
 
 @pytest.mark.parametrize("width", [32, 72, 96, 192, 320])

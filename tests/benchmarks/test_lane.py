@@ -124,7 +124,7 @@ def test_the_loop_by_hand_computes_the_same(kind: str) -> None:
         cache.join(other, lengths)
         ids = torch.tensor([3, 1, 2])
         for _ in range(3):
-            wanted = model.steps(ids, [sequence.extend(1) for sequence in mine])
+            wanted = model.step_batch(ids, [sequence.extend(1) for sequence in mine])
             got = by_hand.step(cache, ids)
             torch.testing.assert_close(got, wanted, atol=1e-4, rtol=0)
             ids = wanted.argmax(-1)

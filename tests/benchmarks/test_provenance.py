@@ -21,7 +21,6 @@ OLDER = frozenset(
         "baked_cpu.json",
         "chaos_cpu.json",
         "cluster_cpu.json",
-        "cuda_tests_h200.json",
         "embedding_demo.json",
         "embedding_demo_h200.json",
         "flex_cpu.json",

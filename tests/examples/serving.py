@@ -50,7 +50,7 @@ class Running:
             "pages": pages.total - pages.free_pages,
             "requests": self.service.active,
             "calls": stats.submitted - stats.ended,
-            "callers": self.inside(lambda: self.device().fronts.current().callers),
+            "callers": self.inside(lambda: self.device().loop_drivers.current().callers),
             "tasks": max(0, self.inside(lambda: len(asyncio.all_tasks())) - self.idle_tasks),
         }
 
@@ -63,7 +63,7 @@ class Running:
 
     def lanes(self) -> Any:
         """What the batchers have counted."""
-        return self.inside(lambda: self.device().fronts.stats())
+        return self.inside(lambda: self.device().loop_drivers.stats())
 
     def device(self) -> Any:
         """The device that serves."""

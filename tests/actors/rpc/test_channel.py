@@ -15,8 +15,9 @@ import pytest
 
 from layerzero.actors.remote.restarts import RestartPolicy
 from layerzero.actors.rpc.channel import MAX_UNAUTHENTICATED, Listener, connect
-from layerzero.actors.rpc.connection import MAX_FRAME, MAX_GREETING, Connection
+from layerzero.actors.rpc.connection import MAX_GREETING, Connection
 from layerzero.actors.rpc.frames import Address
+from layerzero.actors.rpc.message_stream import MAX_FRAME
 from layerzero.spec.errors import DeviceLostError
 from layerzero.spec.settings import Settings
 from tests.children import Child
