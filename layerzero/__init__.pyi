@@ -13,9 +13,9 @@ from torch import Tensor
 from layerzero import kvcache as kvcache
 from layerzero import speculative as speculative
 from layerzero import sync as sync
-from layerzero.api import metrics as metrics
 from layerzero.actors.group.cluster import remote_rank_group as remote_rank_group
 from layerzero.actors.group.join import rank_group as rank_group
+from layerzero.api import metrics as metrics
 from layerzero.api.config import add_policy as add_policy
 from layerzero.api.config import configure as configure
 from layerzero.api.config import disable as disable
