@@ -177,9 +177,12 @@ def bind_stub() -> str:
 
 def awaitable_stub() -> str:
     """The text of `layerzero/__init__.pyi`: the public names from where they are defined, then the ops."""
-    modules = sorted(module.rpartition(".") for module in layerzero._MODULES.values())  # type: ignore[attr-defined]
-    imports = "".join(f"from {package} import {name} as {name}\n" for package, _, name in modules)
-    for module, names in sorted(layerzero._HOMES.items()):  # type: ignore[attr-defined]
+    homes = {module: list(names) for module, names in layerzero._HOMES.items()}  # type: ignore[attr-defined]
+    for module in layerzero._MODULES.values():  # type: ignore[attr-defined]
+        package, _, name = module.rpartition(".")
+        homes.setdefault(package, []).append(name)
+    imports = ""
+    for module, names in sorted(homes.items()):
         shown = sorted((name for name in names if name != "bind"), key=_as_ruff)
         imports += "".join(f"from {module} import {name} as {name}\n" for name in shown)
     functions = "".join(
