@@ -169,8 +169,8 @@ class Op:
 
     def _empty_outputs(self, args: Args) -> Any:
         """The outputs of a call whose first one has no element; None for every other call."""
-        specs = self.outputs(args)
-        if not specs or 0 not in specs[0].shape:
+        specs: list[OutputSpec] = list(self.outputs(args))
+        if 0 not in specs[0].shape:
             return None
         device = self.tensors(args)[0].device
         outputs = tuple(torch.empty(s.shape, dtype=getattr(torch, s.dtype), device=device) for s in specs)
