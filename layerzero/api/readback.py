@@ -44,6 +44,6 @@ async def to_host(tensor: Tensor) -> Tensor:
 
 
 def _no_tensor(value: object) -> TypeError:
-    elsewhere = getattr(value, "elsewhere", None)  # a handle of another process's tensor
+    elsewhere = getattr(value, "advice", None)  # a handle of another process's tensor
     advice = f": {elsewhere}" if isinstance(elsewhere, str) else ""
     return TypeError(f"tensor needs a torch.Tensor, got {type(value).__name__}{advice}")

@@ -144,7 +144,7 @@ def _argument_error(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any], wrong
         takes_tensor = "Tensor" in str(parameter.annotation)
         optional = "None" in str(parameter.annotation)
         if takes_tensor and not isinstance(value, Tensor) and not (optional and value is None):
-            elsewhere = getattr(value, "elsewhere", None)  # a handle of another process's tensor
+            elsewhere = getattr(value, "advice", None)  # a handle of another process's tensor
             advice = f": {elsewhere}" if isinstance(elsewhere, str) else ""
             return TypeError(f"{parameter.name} needs a torch.Tensor, got {type(value).__name__}{advice}")
     return wrong

@@ -30,9 +30,7 @@ def need_tensor(
 ) -> Tensor:
     """`value` as a tensor of the given rank(s); floating point unless told otherwise."""
     if not isinstance(value, Tensor):
-        remote_hint = getattr(
-            value, "elsewhere", None
-        )  # a handle of another process's tensor says what to do
+        remote_hint = getattr(value, "advice", None)  # a handle of another process's tensor says what to do
         shown = remote_hint if isinstance(remote_hint, str) else _short(value)
         raise TypeError(f"{name} needs a torch.Tensor, got {type(value).__name__}: {shown}")
     if value.is_nested:
