@@ -174,7 +174,7 @@ class Op:
             return None
         device = self.tensors(args)[0].device
         outputs = tuple(torch.empty(s.shape, dtype=getattr(torch, s.dtype), device=device) for s in specs)
-        return outputs if len(outputs) > 1 else outputs[0]
+        return outputs[0] if len(outputs) == 1 else outputs
 
     def casts_back(self, output: int) -> bool:
         """Whether an output follows the operands' dtype (a log-sum-exp, say, does not)."""
