@@ -235,13 +235,13 @@ class SupervisedDevice:
                 log.debug("device.heartbeat_lost", device=self.name, error=str(error)[:200])
                 await asyncio.sleep(HEARTBEAT_S)
                 continue
-            if heartbeat is not None and heartbeat.generation == incarnation.incarnation:
+            if heartbeat is not None and heartbeat.incarnation == incarnation.incarnation:
                 incarnation.last_heartbeat = heartbeat
                 incarnation.decisions_received += len(heartbeat.decided)
                 if heartbeat.decided:
                     self._spec = with_decisions(self._spec, heartbeat)
-                if heartbeat.flights and heartbeat.flights[0].seconds > limit:
-                    longest = heartbeat.flights[0]
+                if heartbeat.running and heartbeat.running[0].seconds > limit:
+                    longest = heartbeat.running[0]
                     self._hang(
                         incarnation,
                         f"kernel {longest.kernel} has run for {longest.seconds:.1f} s, above {limit} s",
