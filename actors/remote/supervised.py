@@ -15,7 +15,7 @@ from typing import Any
 from layerzero._util import log
 from layerzero._util.clock import Clock, MonotonicClock
 from layerzero._util.fork_safety import renew_after_fork
-from layerzero.actors.remote.ray_actor import DeviceSpec, StartReport
+from layerzero.actors.remote.ray_actor import DeviceSpec, Heartbeat, StartReport
 from layerzero.actors.remote.restarts import ActorIncarnation, RestartPolicy, with_decisions, with_quarantined
 from layerzero.actors.remote.sending import Sender, await_ref, unpickle
 from layerzero.actors.rpc.channel import connect
@@ -224,7 +224,7 @@ class SupervisedDevice:
         limit = self._spec.settings.hang_s
         while not incarnation.over.done():
             try:
-                heartbeat = await asyncio.wait_for(
+                heartbeat: Heartbeat | None = await asyncio.wait_for(
                     await_ref(self._actor.heartbeat.remote(incarnation.decisions_received)), limit
                 )
             except TimeoutError:
