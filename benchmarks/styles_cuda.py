@@ -162,7 +162,7 @@ STYLES: dict[str, crowd.Request] = {
 def known(runtime: lz.Runtime, device: torch.device) -> dict[str, Any]:
     """What this loop's batcher knows of its callers: times of batches, lateness, in ms."""
     batcher = runtime.device(device).loop_drivers.current().batcher
-    expected = batcher.readback_hold
+    expected = batcher.expected_callers
     if expected is None:
         return {}
     callers = list(expected._waiting)

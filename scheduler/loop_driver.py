@@ -83,7 +83,7 @@ class LoopDriver:
         self._executor = executor
         self._worker = worker
         if streams is not None:
-            self.batcher.readback_hold = ExpectedCallers(self.batcher.limits)
+            self.batcher.expected_callers = ExpectedCallers(self.batcher.limits)
             if streams.completion == HOST:
                 self.batcher.limits.max_inflight_batches = MAX_INFLIGHT_ON_HOST
         self._last_modes: Modes | CrossStreamModes | None = None  # of the batch that was launched last
@@ -185,8 +185,8 @@ class LoopDriver:
 
     def _remove_task(self, task: Task) -> None:
         caller = self._callers.pop(task, None)
-        if caller is not None and self.batcher.readback_hold is not None:
-            self.batcher.readback_hold.forget(caller)
+        if caller is not None and self.batcher.expected_callers is not None:
+            self.batcher.expected_callers.forget(caller)
         self._on_callers_changed()
         if not self._callers and self._drained is not None and not self._drained.done():
             self._drained.set_result(None)
@@ -230,8 +230,8 @@ class LoopDriver:
             self._launch(batch)
         if batcher.deferred_until < float("inf"):
             self._tick_at(batcher.deferred_until)
-        if batcher.readback_hold is not None and batcher.readback_hold.needs_device and not self._asked:
-            self._ask_device(batcher.readback_hold)
+        if batcher.expected_callers is not None and batcher.expected_callers.needs_device and not self._asked:
+            self._ask_device(batcher.expected_callers)
 
     def _ask_device(self, expected: ExpectedCallers) -> None:
         """Have the device say when it has run what was launched so far: a hold ends by it."""
@@ -239,27 +239,27 @@ class LoopDriver:
         self._asked = True
         try:
             self._streams.notify_when_done(self._last_modes, partial(self._device_ran, expected.launches))
-        except RuntimeClosedError:
-            expected.completed(expected.launches, self.loop.time())
+        except RuntimeClosedError:  # nobody will say it: no hold waits for it, and the next one asks again
+            self._on_completed(expected.launches)
 
     def _device_ran(self, launches: int, error: Exception | None) -> None:
         """On the event thread; an error of the device is for those that read its results."""
         with suppress(RuntimeError):  # the loop is closed: nobody waits
-            self.loop.call_soon_threadsafe(self._completed, launches)
+            self.loop.call_soon_threadsafe(self._on_completed, launches)
 
-    def _completed(self, launches: int) -> None:
+    def _on_completed(self, launches: int) -> None:
         self._asked = False
         self.completed(launches)
 
     @property
     def launches(self) -> int:
         """Batches that were launched and whose end is told by `completed`; 0 where that is not counted."""
-        return 0 if self.batcher.readback_hold is None else self.batcher.readback_hold.launches
+        return 0 if self.batcher.expected_callers is None else self.batcher.expected_callers.launches
 
     def completed(self, launches: int) -> None:
         """The device has run the first `launches` batches: what was held for that continues."""
-        if self.batcher.readback_hold is not None:
-            self.batcher.readback_hold.completed(launches, self.loop.time())
+        if self.batcher.expected_callers is not None:
+            self.batcher.expected_callers.completed(launches, self.loop.time())
             if self.batcher.queued:
                 self._schedule_tick()
 
@@ -349,8 +349,8 @@ class LoopDriver:
 
     def _on_batch_done(self, batch: Batch, outcomes: list[Any]) -> None:
         self._inflight.remove(batch)
-        if batch.launch is not None and self.batcher.readback_hold is not None:
-            self.batcher.readback_hold.completed(batch.launch.number, self.loop.time())
+        if batch.launch is not None and self.batcher.expected_callers is not None:
+            self.batcher.expected_callers.completed(batch.launch.number, self.loop.time())
         self._complete(batch, outcomes, from_worker=True)
 
     def _complete(self, batch: Batch, outcomes: list[Any], *, from_worker: bool = False) -> None:

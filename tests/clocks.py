@@ -85,6 +85,20 @@ class VirtualLoop(asyncio.SelectorEventLoop):
 
 
 def run_virtually(main: Coroutine[Any, Any, T]) -> T:
-    """Run a coroutine on a loop with a virtual clock."""
+    """Run a coroutine on a loop with a virtual clock.
+
+    Raises: what a callback of the loop raised, which asyncio would only log.
+    """
+    raised: list[BaseException] = []
+
+    def keep(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+        loop.default_exception_handler(context)
+        if "handle" in context and isinstance(context.get("exception"), BaseException):
+            raised.append(context["exception"])
+
     with asyncio.Runner(loop_factory=VirtualLoop) as runner:
-        return runner.run(main)
+        runner.get_loop().set_exception_handler(keep)
+        result = runner.run(main)
+    if raised:
+        raise raised[0]
+    return result

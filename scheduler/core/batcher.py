@@ -56,12 +56,12 @@ class Batcher:
         "_with_deadline",
         "deferred_until",
         "draining",
+        "expected_callers",
         "inflight_batches",
         "limits",
         "mean_batch_s",
         "queued",
         "queued_bytes",
-        "readback_hold",
         "round_robin",
         "running_calls",
         "stats",
@@ -71,7 +71,7 @@ class Batcher:
         self.limits = limits or BatchLimits()
         self.stats = BatcherStats()
         self.round_robin = RoundRobin(self.limits.max_program_points)
-        self.readback_hold: ExpectedCallers | None = None  # of a device that answers before it has run
+        self.expected_callers: ExpectedCallers | None = None  # of a device that answers before it has run
         self.deferred_until = (
             math.inf
         )  # when `next_batch` may find what it held back; infinite where it held nothing
@@ -148,7 +148,7 @@ class Batcher:
         self.deferred_until = math.inf
         if not self.queued or self._turn_due or self.inflight_batches >= self.limits.max_inflight_batches:
             return None
-        expected = self.readback_hold
+        expected = self.expected_callers
         deferred: Set[BatchQueue] = frozenset()
         if expected is not None:
             deferred = expected.held(self.round_robin.active_points, now_s)

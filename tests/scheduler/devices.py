@@ -81,8 +81,8 @@ class Later(Device):
         return 0, 0, 0
 
     def modes_of(self, tickets: Sequence[Any]) -> Any:
-        """The modes of a batch."""
-        return None
+        """The modes of a batch: all callers have the same here."""
+        return "modes"
 
     def notify_when_done(self, modes: Any, told: Callable[[Exception | None], object]) -> None:
         """Call `told` when everything launched so far has run."""

@@ -15,7 +15,7 @@ from layerzero.scheduler.core.pending_call import PENDING_CALL, PendingCall
 from layerzero.scheduler.loop_driver import LoopDriver
 from layerzero.scheduler.readback import Readback
 from layerzero.scheduler.spawn import spawn
-from layerzero.spec.errors import DeadlineExceededError
+from layerzero.spec.errors import DeadlineExceededError, RuntimeClosedError
 from layerzero.spec.settings import Settings
 from tests.clocks import run_virtually
 from tests.scheduler.devices import Double, Later
@@ -50,7 +50,9 @@ class Machine:
     def settled(self) -> bool:
         """Whether nothing is left and every call is accounted for."""
         lane = self.front.batcher
-        return lane.unfinished == lane.queued == lane.inflight_batches == len(lane.readback_hold or ()) == 0
+        return (
+            lane.unfinished == lane.queued == lane.inflight_batches == len(lane.expected_callers or ()) == 0
+        )
 
 
 def crowds(worker: Worker, program: list[str], spawned: bool = False) -> list[int]:
@@ -321,3 +323,32 @@ def test_a_copy_that_fails_is_every_readers_error(worker: Worker) -> None:
 
     found = run_virtually(main())
     assert [type(error) for error in found] == [RuntimeError, asyncio.CancelledError, RuntimeError]
+
+
+def test_a_device_that_cannot_be_asked_holds_nobody(worker: Worker) -> None:
+    """Where its event thread is closed no hold lasts, neither the first nor a later one."""
+
+    async def main() -> int:
+        machine = Machine(worker)
+        asked = 0
+
+        def closed(modes: Any, on_done: Any) -> None:
+            nonlocal asked
+            asked += 1
+            raise RuntimeClosedError("the event thread is closed")
+
+        machine.device.notify_when_done = closed  # type: ignore[method-assign]
+
+        async def steps() -> None:
+            for _ in range(5):
+                await machine.step()
+
+        async def away() -> None:
+            for _ in range(3):
+                await machine.step()
+                await asyncio.sleep(PASS_S / 2)
+
+        await asyncio.wait_for(asyncio.gather(steps(), away()), 10 * PASS_S)
+        return asked
+
+    assert run_virtually(main()) > 1

@@ -492,7 +492,7 @@ class LaneMachine(RuleBasedStateMachine):
         )
         self.lane = Batcher(caps)
         if early:  # the device answers before it has run
-            self.lane.readback_hold = ExpectedCallers(caps)
+            self.lane.expected_callers = ExpectedCallers(caps)
 
     @rule(
         group=st.sampled_from(["a", "b", "c", "d", None]),
@@ -530,13 +530,13 @@ class LaneMachine(RuleBasedStateMachine):
 
     @rule(share=st.floats(0.0, 1.0))
     def ran(self, share: float) -> None:
-        if self.lane.readback_hold is not None:
-            self.lane.readback_hold.completed(round(share * self.lane.readback_hold.launches), self.now)
+        if self.lane.expected_callers is not None:
+            self.lane.expected_callers.completed(round(share * self.lane.expected_callers.launches), self.now)
 
     @rule(caller=st.integers(0, 3))
     def gone(self, caller: int) -> None:
-        if self.lane.readback_hold is not None:
-            self.lane.readback_hold.forget(self.callers[caller])
+        if self.lane.expected_callers is not None:
+            self.lane.expected_callers.forget(self.callers[caller])
 
     @rule()
     def expire(self) -> None:
@@ -555,7 +555,7 @@ class LaneMachine(RuleBasedStateMachine):
         )
         batch = self.lane.next_batch(self.now)
         if batch is None:
-            expected = self.lane.readback_hold
+            expected = self.lane.expected_callers
             held = expected is not None and (
                 expected.needs_device or self.now < self.lane.deferred_until <= self.now + HOLD_S
             )
@@ -602,7 +602,7 @@ class LaneMachine(RuleBasedStateMachine):
             self.lane.on_turn(self.now)
             batch = self.lane.next_batch(self.now)
             if batch is None:
-                expected = self.lane.readback_hold
+                expected = self.lane.expected_callers
                 if expected is not None and expected.needs_device:
                     expected.completed(expected.launches, self.now)
                     continue
