@@ -88,7 +88,7 @@ class ExpectedCallers:
         if number <= self._done:
             return
         self._done = number
-        for launch in set(self._waiting.values()):
+        for launch in dict.fromkeys(self._waiting.values()):
             if launch.number <= number and launch.done_at is None:
                 group, run_s = launch.group, now_s - launch.launched_at
                 # Where nobody asked in time, it has been done for long.
@@ -104,9 +104,10 @@ class ExpectedCallers:
         """The groups among those of `pending` that wait for callers."""
         self.until, self.needs_device = math.inf, False
         held: set[BatchQueue] = set()
-        groups = {slot.queue for slot in pending}
+        groups = dict.fromkeys(slot.queue for slot in pending)  # in order: one history, one outcome
         present = {group: {t.caller for line in group.by_priority for t in line} for group in groups}
-        absent = self._waiting.keys() - set().union(*present.values())
+        everybody = set().union(*present.values())
+        absent = [caller for caller in self._waiting if caller not in everybody]
         if not absent:
             return held
         by_source: dict[BatchQueue, list[Caller]] = {}
