@@ -208,7 +208,7 @@ def nothing_frozen() -> Iterator[None]:
 
 
 def is_collected(sought: object) -> bool:
-    """Whether the collector looks at `sought`; a count of frozen objects falls by itself as some of them die."""
+    """Whether the collector looks at `sought`; a count of the frozen falls by itself as some of them die."""
     return any(present is sought for present in gc.get_objects())
 
 
