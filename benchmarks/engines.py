@@ -5,9 +5,10 @@
 
 Llama 3 8B's shape, bfloat16, random weights, greedy. vLLM runs in a process of its own, with its own
 packages, and generates for a fixed crowd (benchmarks/vllm_offline.py). Ours is a closed crowd of coroutines
-that come and go out of step, each a plain loop over `lz.run_ahead` (benchmarks/styles_cuda.py); beside it the loop by
-hand over the same graph. Rounds take turns; a row is the median of the rounds after the first. Both sides'
-requests stand at about the same context. Weights and keys read once is what the copy bandwidth allows.
+that come and go out of step, each a plain loop over `lz.run_ahead` (benchmarks/styles_cuda.py). Beside it
+stands the loop by hand over the same graph. Rounds take turns; a row is the median of the rounds after the
+first. Both sides' requests stand at about the same context. The roof is weights and keys read once at the
+bandwidth of a large copy.
 """
 
 from __future__ import annotations
@@ -214,6 +215,8 @@ def main() -> int:
             if options.device == "cuda" and not device_side.flashinfer_is_built():
                 record.found["denied"] = "flashinfer.*: its modules are not built ahead, and take minutes"
                 lz.add_policy(deny="flashinfer.*")
+            else:
+                device_side.deny_planned_attention(record.found)
             measure(options, record, runtime, peer)
     finally:
         if peer is not None:

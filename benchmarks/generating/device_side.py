@@ -137,6 +137,12 @@ def flashinfer_is_built() -> bool:
     return any((folder / "rope" / "rope.so").exists() for folder in folders)
 
 
+def deny_planned_attention(found: dict[str, Any]) -> None:
+    """Leave out FlashInfer's attention, which plans on the host: no graph can take it, and it compiles long."""
+    found["denied"] = "flashinfer.*attention.*: planned on the host, so that no graph holds it"
+    lz.add_policy(deny="flashinfer.*attention.*")
+
+
 def planted() -> dict[str, Callable[[], bool]]:
     """Checks that say whether each planted bug of several streams is caught, and that without it none is."""
     from layerzero.scheduler import streams
