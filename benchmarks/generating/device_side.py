@@ -138,7 +138,7 @@ def flashinfer_is_built() -> bool:
 
 
 def deny_planned_attention(found: dict[str, Any]) -> None:
-    """Leave out FlashInfer's attention, which plans on the host: no graph can take it, and it compiles long."""
+    """Leave out FlashInfer's attention, which plans on the host: no graph can take it."""
     found["denied"] = "flashinfer.*attention.*: planned on the host, so that no graph holds it"
     lz.add_policy(deny="flashinfer.*attention.*")
 
