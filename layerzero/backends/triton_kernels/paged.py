@@ -1,4 +1,4 @@
-"""Paged attention for decoding over short contexts: one program a sequence and key head, no split, no plan."""
+"""Paged attention for decoding over short contexts: one program a sequence and key head, no split or plan."""
 
 # Triton's functions are no Python to a type checker: constants and pointers in, nothing declared.
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
