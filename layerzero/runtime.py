@@ -83,6 +83,10 @@ class Runtime:
         self.policy: Policy = self._merged_policy()
         _ALL.add(self)
 
+    def __repr__(self) -> str:
+        opened = ", ".join(map(str, self.devices)) or "no device yet"
+        return f"<Runtime {'closed' if self.closed else 'open'}: {opened}>"
+
     # -- devices ----------------------------------------------------------------------------------
 
     def device(self, device: torch.device | str | None = None) -> LocalDevice:
