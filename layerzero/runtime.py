@@ -20,12 +20,12 @@ import torch
 from layerzero._util import log
 from layerzero._util.clock import Clock, MonotonicClock, Timer
 from layerzero.actors.device.loading import dispatch_table_for
-from layerzero.actors.device.local_device import LocalDevice
 from layerzero.backends import load_builtin, load_plugins
 from layerzero.health import JsonQuarantineStore, QuarantineStore
 from layerzero.observe.counters import Counters
 from layerzero.open_device import apply_settings, move_state, open_device
 from layerzero.ops import table as ops_table
+from layerzero.scheduler.scheduled_device import ScheduledDevice
 from layerzero.scheduler.spawn import Spawned, spawn
 from layerzero.selection.policy import EMPTY, Policy, check_names, environment_policy, load_policy, merge
 from layerzero.spec.errors import ConfigurationError, PolicyValidationError, RuntimeClosedError
@@ -46,8 +46,8 @@ _EXTERNAL = ("device", "policy", "strict")
 class Runtime:
     """Everything that one process (or one scope) runs ops with.
 
-    `devices` maps a torch.device to its LocalDevice, made on first use; `policy` is the process-wide policy
-    in force: file, environment and program merged.
+    `devices` maps a torch.device to its ScheduledDevice, made on first use; `policy` is the process-wide
+    policy in force: file, environment and program merged.
     """
 
     def __init__(
@@ -63,7 +63,7 @@ class Runtime:
             log.info(SETTING_OVERRIDDEN, variable=variable, field=field)
         self.clock: Clock = clock or MonotonicClock()
         self.counters = Counters()
-        self.devices: dict[torch.device, LocalDevice] = {}
+        self.devices: dict[torch.device, ScheduledDevice] = {}
         self.closed = False
         self.started = False
         self.freezes_gc = False  # whether `start` has put what is alive out of the collector's way
@@ -85,8 +85,8 @@ class Runtime:
 
     # -- devices ----------------------------------------------------------------------------------
 
-    def device(self, device: torch.device | str | None = None) -> LocalDevice:
-        """The LocalDevice for a torch device, made on first use; None is the default device.
+    def device(self, device: torch.device | str | None = None) -> ScheduledDevice:
+        """The ScheduledDevice for a torch device, made on first use; None is the default device.
 
         Raises: RuntimeClosedError: after close. ValueError: the device does not exist here.
         """
@@ -121,7 +121,7 @@ class Runtime:
         except (ValueError, RuntimeError) as error:
             raise ConfigurationError(str(error), field="device") from error
 
-    def _open(self, device: torch.device) -> LocalDevice:
+    def _open(self, device: torch.device) -> ScheduledDevice:
         return open_device(
             device,
             self.settings,
@@ -360,7 +360,6 @@ class Runtime:
         for closer in closers:
             closer()
         for device in self.devices.values():
-            device.loop_drivers.close()
             device.close()
         _ALL.discard(self)
 
@@ -382,7 +381,6 @@ class Runtime:
         self._timer = None
         for device in self.devices.values():
             device.reset_after_fork()
-            device.loop_drivers.after_fork()
 
 
 class ActiveRuntime:
@@ -393,7 +391,7 @@ class ActiveRuntime:
     def __init__(self) -> None:
         self._changes: list[Callable[[], object]] = []
         self.runtime: Runtime | None = None
-        self.devices: dict[torch.device, LocalDevice] = {}
+        self.devices: dict[torch.device, ScheduledDevice] = {}
         self.lock = threading.RLock()
 
     def put(self, runtime: Runtime | None) -> None:

@@ -277,3 +277,53 @@ def test_no_module_of_ours_is_imported_by_a_string() -> None:
 def test_modules_do_not_import_each_other_in_a_circle() -> None:
     """Not at the top, and not from inside a function."""
     assert house.cycles(house.modules(), inner=True) == []
+
+
+# The outcome of a call is whatever the called function returns.
+UNTYPED_BY_NATURE = {"value"}
+
+
+def untyped_attributes(tree: ast.AST) -> Iterator[str]:
+    """Attributes that a class declares as `Any`, in its body or on `self`."""
+    for owner in ast.walk(tree):
+        if not isinstance(owner, ast.ClassDef):
+            continue
+        for node in ast.walk(owner):
+            if not isinstance(node, ast.AnnAssign) or "Any" not in ast.unparse(node.annotation).split(" | "):
+                continue
+            if isinstance(node.target, ast.Name) and node in owner.body:
+                yield node.target.id
+            elif isinstance(node.target, ast.Attribute):
+                yield node.target.attr
+
+
+def attributes_set_from_outside(tree: ast.AST) -> Iterator[tuple[str, ast.Attribute]]:
+    """Attributes that are assigned on another object than `self`."""
+    for node in ast.walk(tree):
+        if not isinstance(node, ast.Attribute) or not isinstance(node.ctx, ast.Store):
+            continue
+        if not isinstance(node.value, ast.Name) or node.value.id not in ("self", "cls"):
+            yield node.attr, node
+
+
+def test_no_untyped_attribute_is_set_from_outside() -> None:
+    """What one object gives another has a type: a protocol, a class or a callable, never `Any`."""
+    modules = house.modules()
+    untyped = {name for module in modules for name in untyped_attributes(module.tree)} - UNTYPED_BY_NATURE
+    injected = [
+        f"{where(module.path, node)} .{name}"
+        for module in modules
+        for name, node in attributes_set_from_outside(module.tree)
+        if name in untyped
+    ]
+    assert injected == []
+
+
+def test_the_rule_about_untyped_attributes_sees_what_it_should() -> None:
+    """The check itself finds an attribute that is declared as `Any` and set by somebody else."""
+    tree = ast.parse(
+        "class Device:\n    size: Any\n    def __init__(self):\n        self.drivers: Any = None\n"
+        "def attach(device):\n    device.drivers = 1\n"
+    )
+    assert list(untyped_attributes(tree)) == ["size", "drivers"]
+    assert [name for name, _ in attributes_set_from_outside(tree)] == ["drivers"]

@@ -59,9 +59,8 @@ class LocalDevice:
     """One device: reads of its snapshot need no lock; every change makes the next version.
 
     `snapshot` is for the process-wide policy; `state_for_policy` returns that of a context's own policy.
-    The scheduler sets `loop_drivers` (one batcher for each event loop) and `capture_modes` (torch's modes of
-    a caller). `kernel_calls` and `compiler` make plans ready to run,
-    `loader` works in the background.
+    `kernel_calls` and `compiler` make plans ready to run, `loader` works in the background. A runtime opens
+    it as a `ScheduledDevice`, which adds the batchers.
     """
 
     def __init__(
@@ -87,8 +86,6 @@ class LocalDevice:
             initialize_vector_math()
         self.clock: Clock = clock or MonotonicClock()
         self.counters = counters if counters is not None else Counters()
-        self.loop_drivers: Any = None
-        self.capture_modes: Any = None
         self.measured: tuple[Measurement, ...] = ()  # what was tuned here and no file holds
         self.spans: Spans | None = None
         self.closed = False

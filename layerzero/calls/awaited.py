@@ -19,6 +19,7 @@ from layerzero.ops.checks import need_choice
 from layerzero.ops.op import Args, Op
 from layerzero.runtime import ACTIVE
 from layerzero.scheduler.core.pending_call import PENDING_CALL, PendingCall
+from layerzero.scheduler.scheduled_device import ScheduledDevice
 from layerzero.scheduler.torch_modes import Modes
 from layerzero.selection.dispatch import DispatchState
 from layerzero.selection.modes import CAPTURE
@@ -130,7 +131,7 @@ def _warn_runs_alone(device: LocalDevice, pending: PendingCall, plan: Plan) -> N
 
 def _plan_in_full(
     op: Op, args: tuple[Any, ...], kwargs: dict[str, Any], backend: str | None, batching: str | None
-) -> tuple[LocalDevice, DispatchState | None, Plan, Args]:
+) -> tuple[ScheduledDevice, DispatchState | None, Plan, Args]:
     """Device, governing snapshot (None: the current one), plan and arguments of an unusual call."""
     if batching is not None:
         need_choice("batching", batching, BATCHING)

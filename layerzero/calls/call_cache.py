@@ -19,6 +19,7 @@ from layerzero.native import FAST_PATH, UNUSED
 from layerzero.ops.op import Args, Op
 from layerzero.runtime import ACTIVE
 from layerzero.scheduler.core.pending_call import PendingCall
+from layerzero.scheduler.scheduled_device import ScheduledDevice
 from layerzero.selection.dispatch import DispatchState
 from layerzero.selection.modes import REHEARSAL
 from layerzero.selection.plan import Plan
@@ -111,7 +112,7 @@ class AwaitedCallCache:
             self.entries.forget()
 
     def remember(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any], full: Args, device: LocalDevice, plan: Plan,
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], full: Args, device: ScheduledDevice, plan: Plan,
         pending: PendingCall,
     ) -> bool:  # fmt: skip
         """Keep a call that the current policy governs; whether it can be found again."""

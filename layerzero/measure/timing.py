@@ -85,7 +85,7 @@ class _Contestant:
         self.calls = 1
         self.next = 0
         self.estimate_us = 0.0
-        self.graph: Any = None
+        self.graph: torch.cuda.CUDAGraph | None = None
         self.samples: list[float] = []
 
     def step(self) -> None:
@@ -266,6 +266,7 @@ def _capture(arm: _Contestant) -> None:
 
 
 def _time_replay(arm: _Contestant) -> float:
+    assert arm.graph is not None
     begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
     torch.cuda.synchronize()
     begin.record()

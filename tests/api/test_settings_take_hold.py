@@ -27,8 +27,8 @@ from tests.calls.seen import (
     FAST,
     WEIGHT,
     Site,
+    StreamedDevice,
     X,
-    attach_streams,
     default_device,
     differentiated,
     fitting,
@@ -182,7 +182,7 @@ def test_a_setting_takes_hold_as_if_the_runtime_had_been_opened_with_it(
     except BackendNotAvailableError as error:
         pytest.skip(f"nothing to compile with: {error}")
     if name == "completion":
-        monkeypatch.setattr("layerzero.open_device.attach", attach_streams)
+        monkeypatch.setattr("layerzero.open_device.ScheduledDevice", StreamedDevice)
     if name == "spans":
         pytest.importorskip("opentelemetry.trace", reason="spans need opentelemetry-api")
     settings: dict[str, Any] = {"perfdb": None, "shipped_tables": False, "warm": "off", **case.around}
