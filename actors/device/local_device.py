@@ -14,12 +14,12 @@ from layerzero.actors.device.live_checks import LiveChecks
 from layerzero.actors.device.loading import KernelLoader, dispatch_table_for
 from layerzero.actors.device.memory import WorkspaceBudget
 from layerzero.actors.device.plan_compiler import PlanCompiler
-from layerzero.actors.device.probe_timer import ProbeTimer
 from layerzero.actors.device.recovery import Recovery, validated_args
 from layerzero.actors.device.registry import Registry
 from layerzero.actors.device.selection_inputs import SelectionInputs
 from layerzero.actors.device.worker import Worker
 from layerzero.health import Health, QuarantineStore, Transition
+from layerzero.health.probe_timer import ProbeTimer
 from layerzero.observe.counters import Counters
 from layerzero.ops.op import Args, Op, Signature
 from layerzero.selection.context import (

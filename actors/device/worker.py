@@ -11,8 +11,8 @@ from queue import Empty, SimpleQueue
 import torch
 
 from layerzero._util import log
+from layerzero._util.ending import join_at_exit
 from layerzero._util.fork_safety import renew_after_fork
-from layerzero.actors.device.ending import join_at_exit
 from layerzero.spec.errors import RuntimeClosedError
 
 Job = Callable[[], object]

@@ -26,12 +26,12 @@ from layerzero.actors.device.running_kernels import (
     RunningKernelLog,
     read_crash_log,
 )
+from layerzero.actors.remote.parcels import Payload, payload_bytes, to_payload
 from layerzero.actors.rpc.channel import Listener
 from layerzero.actors.rpc.client import DeviceFacts, DeviceState
 from layerzero.actors.rpc.connection import Connection
 from layerzero.actors.rpc.frames import Address
 from layerzero.actors.rpc.identity import facts_of
-from layerzero.actors.rpc.parcels import Payload, payload_bytes, to_payload
 from layerzero.actors.rpc.server import CallOutcome, CallServer, Envelope, install_server
 from layerzero.actors.rpc.tensors import RemoteTensor, TensorPayload
 from layerzero.native import KERNEL_NOTES

@@ -15,12 +15,12 @@ from torch import Tensor
 
 from layerzero.actors.remote import sending
 from layerzero.actors.remote.losses import MAX_BEGUN
+from layerzero.actors.remote.parcels import Payload
 from layerzero.actors.remote.ray_actor import Kind
 from layerzero.actors.remote.restarts import IncarnationLost, health_of
 from layerzero.actors.remote.sending import payload_of, unpickle
 from layerzero.actors.remote.supervised import PAUSE_S, SupervisedDevice
 from layerzero.actors.rpc.client import DeviceHealth, DeviceState
-from layerzero.actors.rpc.parcels import Payload
 from layerzero.actors.rpc.server import CallOutcome
 from layerzero.actors.rpc.settling import result_of
 from layerzero.actors.rpc.tensors import RemoteTensor, TensorPayload

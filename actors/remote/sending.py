@@ -8,9 +8,9 @@ from typing import Any
 
 from torch import Tensor
 
+from layerzero.actors.remote.parcels import Payload, StoredPayload, payload_bytes, to_payload
 from layerzero.actors.remote.ray_actor import Kind
 from layerzero.actors.remote.restarts import ActorIncarnation, IncarnationLost
-from layerzero.actors.rpc.parcels import Payload, StoredPayload, payload_bytes, to_payload
 from layerzero.actors.rpc.server import CallOutcome, Envelope
 from layerzero.actors.rpc.tensors import TensorPayload
 from layerzero.spec.errors import DeadlineExceededError, DeviceLostError

@@ -15,6 +15,7 @@ from typing import Any
 from layerzero._util import log
 from layerzero._util.clock import Clock, MonotonicClock
 from layerzero._util.fork_safety import renew_after_fork
+from layerzero.actors.remote.parcels import Payload
 from layerzero.actors.remote.ray_actor import DeviceSpec, Heartbeat, StartReport
 from layerzero.actors.remote.restarts import ActorIncarnation, RestartPolicy, with_decisions, with_quarantined
 from layerzero.actors.remote.sending import Sender, await_ref, unpickle
@@ -22,7 +23,6 @@ from layerzero.actors.rpc.channel import connect
 from layerzero.actors.rpc.client import DeviceFacts, DeviceState
 from layerzero.actors.rpc.connection import Handler
 from layerzero.actors.rpc.frames import Address
-from layerzero.actors.rpc.parcels import Payload
 from layerzero.actors.rpc.settling import result_of
 from layerzero.spec.errors import DeadlineExceededError, DeviceLostError, RuntimeClosedError
 

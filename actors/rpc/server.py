@@ -23,9 +23,9 @@ from layerzero.actors.device.local_device import LocalDevice
 from layerzero.actors.device.running_kernels import RunningKernel
 from layerzero.actors.rpc.client import DeviceState
 from layerzero.actors.rpc.connection import Connection, Handler
-from layerzero.actors.rpc.faults import lost_device
 from layerzero.actors.rpc.idempotency_log import AlreadyAcknowledged, IdempotencyLog
 from layerzero.actors.rpc.tensors import RemoteTensor, RemoteTensorStore
+from layerzero.health.device_faults import lost_device
 from layerzero.ops import table as ops_table
 from layerzero.spec.call_spec import CallSpec
 from layerzero.spec.errors import DeadlineExceededError, DeviceLostError, NoKernelFoundError, UnknownOpError

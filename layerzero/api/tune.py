@@ -21,7 +21,7 @@ import msgspec
 
 import layerzero
 from layerzero._util import log
-from layerzero.actors.device.ending import ENDING, join_at_exit
+from layerzero._util.ending import ENDING, join_at_exit
 from layerzero.actors.device.local_device import LocalDevice
 from layerzero.calls.blocking import context_runtime
 from layerzero.measure.calls import Call, Workload, workload_of

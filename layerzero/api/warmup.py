@@ -14,7 +14,7 @@ import msgspec
 import torch
 
 from layerzero._util import log
-from layerzero.actors.device.ending import join_at_exit
+from layerzero._util.ending import join_at_exit
 from layerzero.actors.device.local_device import LocalDevice
 from layerzero.calls.blocking import context_runtime
 from layerzero.measure.calls import Call, Workload

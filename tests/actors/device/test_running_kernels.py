@@ -22,7 +22,7 @@ from layerzero.actors.device.running_kernels import (
     read_crash_log,
 )
 from layerzero.actors.remote.ray_actor import DeviceSpec, _folder
-from layerzero.actors.rpc.faults import lost_device
+from layerzero.health.device_faults import lost_device
 from layerzero.native import KERNEL_NOTES
 from layerzero.spec.errors import BackendNotAvailableError
 from layerzero.spec.settings import Settings

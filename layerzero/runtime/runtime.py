@@ -23,8 +23,8 @@ from layerzero.actors.device.loading import dispatch_table_for
 from layerzero.backends import load_builtin, load_plugins
 from layerzero.health import JsonQuarantineStore, QuarantineStore
 from layerzero.observe.counters import Counters
-from layerzero.open_device import apply_settings, move_state, open_device
 from layerzero.ops import table as ops_table
+from layerzero.runtime.open_device import apply_settings, move_state, open_device
 from layerzero.scheduler.scheduled_device import ScheduledDevice
 from layerzero.scheduler.spawn import Spawned, spawn
 from layerzero.selection.policy import EMPTY, Policy, check_names, environment_policy, load_policy, merge
