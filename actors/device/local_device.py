@@ -46,7 +46,7 @@ from layerzero.spec.kernel import Kernel
 from layerzero.spec.settings import Settings
 
 if TYPE_CHECKING:  # what only some deployments use is imported where they ask for it
-    from layerzero.actors.device.watching import PlanMiddleware
+    from layerzero.actors.device.plan_compiler import PlanMiddleware
     from layerzero.graphs.proof import Proofs
     from layerzero.observe.spans import Spans
     from layerzero.perfdb import Measurement
