@@ -10,7 +10,15 @@ from scripts import house
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ("layerzero", "actors", "scheduler")
-FILE_LIMIT = 500
+FILE_LIMIT = 400
+# Longer ones, each with its bound: it may shrink, and leaves the list when it is short enough.
+LONG_FILES = {
+    "scheduler/core/batcher.py": 490,
+    "scheduler/loop_driver.py": 500,
+    "examples/models/llama.py": 470,
+    "examples/serve.py": 460,
+    "examples/tensor_parallel/run.py": 410,
+}
 FUNCTION_LIMIT = 80
 ASSERTING_CALLS = ("raises", "warns", "deprecated_call", "fail")
 
@@ -94,8 +102,12 @@ def test_every_test_says_what_it_states() -> None:
 
 def test_files_stay_short() -> None:
     """A module longer than the limit is two modules."""
-    lengths = {str(p.relative_to(ROOT)): len(p.read_text().splitlines()) for p in sources(*PACKAGE)}
-    assert {name: n for name, n in lengths.items() if n > FILE_LIMIT} == {}
+    lengths = {
+        str(p.relative_to(ROOT)): len(p.read_text().splitlines()) for p in sources(*PACKAGE, "examples")
+    }
+    long = {name: n for name, n in lengths.items() if n > FILE_LIMIT}
+    assert {name: n for name, n in long.items() if n > LONG_FILES.get(name, 0)} == {}
+    assert LONG_FILES.keys() - long.keys() == set(), "these are short now: strike them off the list"
 
 
 def test_functions_stay_short() -> None:
@@ -251,13 +263,30 @@ def test_few_modules_stand_loose() -> None:
 
 
 def test_a_folder_is_a_room_not_a_hall() -> None:
-    """No package holds more than 16 modules beside its `__init__`."""
+    """A package holds at most 12 modules beside its `__init__`."""
     sizes: dict[Path, int] = {}
     for module in house.modules():
         if module.path.name != "__init__.py":
             sizes[module.path.parent] = sizes.get(module.path.parent, 0) + 1
-    crowded = {str(folder.relative_to(ROOT)): n for folder, n in sizes.items() if n > 16}
+    crowded = {str(folder.relative_to(ROOT)): n for folder, n in sizes.items() if n > 12}
     assert crowded == {}
+
+
+def test_the_figures_of_the_house_hold() -> None:
+    """What `python -m scripts.house` prints stays as good as it is."""
+    figures = house.measure()
+    assert figures.function_lines_median <= 8
+    assert figures.function_lines_p95 <= 30
+    assert figures.longest_function[1] <= FUNCTION_LIMIT
+    assert figures.undocumented_public_names == 0
+    assert figures.duplicate_classes == {}
+    assert figures.cycles == figures.cycles_with_inner_imports == []
+
+
+def test_a_public_name_without_a_docstring_is_counted() -> None:
+    """The count sees a bare function and a bare class, and takes an overload for its implementation's."""
+    tree = ast.parse("@overload\ndef f(): ...\ndef g(): ...\nclass C: ...\ndef _h(): ...\n")
+    assert house.undocumented(tree) == ["g", "C"]
 
 
 def test_no_module_of_ours_is_imported_by_a_string() -> None:

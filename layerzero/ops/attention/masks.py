@@ -104,6 +104,7 @@ def _alibi(slopes: Tensor, sq: int, sk: int, dtype: torch.dtype) -> Tensor:
 
 
 def bool_to_bias(seen: Tensor, dtype: torch.dtype) -> Tensor:
+    """The additive bias of a boolean mask: 0 where `seen` is True, -inf elsewhere; the shape of `seen`."""
     return torch.zeros(seen.shape, dtype=dtype, device=seen.device).masked_fill_(~seen, -torch.inf)
 
 
