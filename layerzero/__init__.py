@@ -1,6 +1,6 @@
 """Choose, explain and run the fastest healthy kernel for an operation, and batch awaited calls.
 
-General layout, from the top down (a module imports only what stands below it):
+General layout, from the top down (a module imports only what is below it):
 
     cli, integrations, speculative    the `lz` command; frameworks; a draft and a target
     api, sync                         the public functions: thin
@@ -28,7 +28,7 @@ from layerzero.ops.files import FILES as _FILES
 __version__ = "0.1.0"
 
 # The public names that are no ops, and where each is defined. Where torch is imported already, what a call
-# runs through is imported with the package; everything else when it is first used: nobody's first call waits
+# runs through is imported with the package; everything else when it is first used: no first call waits
 # for a command's tables, and `lz --help` does not wait for torch.
 _HOMES = {
     "layerzero.calls.batched": ("batched",),

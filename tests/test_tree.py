@@ -1,6 +1,9 @@
 """Rules about the source tree itself, each checked on the syntax trees of the files."""
 
 import ast
+import io
+import re
+import tokenize
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -356,3 +359,75 @@ def test_the_rule_about_untyped_attributes_sees_what_it_should() -> None:
     )
     assert list(untyped_attributes(tree)) == ["size", "drivers"]
     assert [name for name, _ in attributes_set_from_outside(tree)] == ["drivers"]
+
+
+# Words that this project once used in a meaning of its own, or that say less than the field's word.
+PRIVATE_WORDS = {
+    r"lanes?": "batcher, queue",
+    r"tickets?": "pending call",
+    r"crowds?": "callers, batch",
+    r"gangs?": "rank group",
+    r"reaper": "event thread",
+    r"signs? of life": "heartbeat",
+    r"(next|earlier|later|one) li(fe|ves)": "incarnation",
+    r"told": "notified, given, reported",
+    r"(no|some)body": "no caller, another process",
+    r"who(so|y)?ever": "the caller that",
+    r"for ever": "forever",
+    r"go(es)? on": "continue",
+    r"stands?(?! (for|out)\b)": "is, is stored",
+}
+PRIVATE = re.compile(rf"\b({'|'.join(PRIVATE_WORDS)})\b", re.IGNORECASE)
+CODE_SPAN = re.compile(r"`[^`]*`|\]\([^)]*\)|<!--.*?-->")
+
+
+def private_words(text: str) -> list[str]:
+    """The private words of a sentence; names in backticks, links and generated marks are no prose."""
+    return [match[0] for match in PRIVATE.finditer(CODE_SPAN.sub("", text))]
+
+
+def prose_of(path: Path) -> Iterator[tuple[int, str]]:
+    """The prose of a Python file or a document, with line numbers; code in a document is left out."""
+    text = path.read_text()
+    if path.suffix == ".md":
+        fenced = False
+        for number, line in enumerate(text.splitlines(), 1):
+            fenced ^= line.startswith("```")
+            if not fenced:
+                yield number, line
+        return
+    for token in tokenize.generate_tokens(io.StringIO(text).readline):
+        if token.type in (tokenize.COMMENT, tokenize.STRING) or token.type == getattr(
+            tokenize, "FSTRING_MIDDLE", -1
+        ):
+            for offset, line in enumerate(token.string.splitlines()):
+                yield token.start[0] + offset, line
+
+
+def test_prose_has_the_words_of_the_field() -> None:
+    """Docstrings, comments, messages and documents use none of `PRIVATE_WORDS`."""
+    documents = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")]
+    others = {ROOT / "REQUIREMENTS.md", ROOT / "CHANGELOG.md", ROOT / "examples" / "serve.py"}
+    paths = {*sources("layerzero", "actors", "examples"), *documents} - others
+    uses = [
+        f"{path.relative_to(ROOT)}:{number} {words}"
+        for path in sorted(paths)
+        for number, line in prose_of(path)
+        if (words := private_words(line))
+    ]
+    assert uses == []
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ("a call waits in its lane", ["lane"]),
+        ("Whoever comes next is told.", ["Whoever", "told"]),
+        ("a crowd of callers goes on", ["crowd", "goes on"]),
+        ("`gang` in backticks and [a record](gang.json) are names", []),
+        ("-1 stands for no bound", []),
+    ],
+)
+def test_the_rule_about_words_sees_what_it_should(line: str, words: list[str]) -> None:
+    """The check itself finds the words and leaves names alone."""
+    assert private_words(line) == words

@@ -243,7 +243,8 @@ class LocalDevice:
     ) -> Plan:
         """The plan for a call, remembered or made now.
 
-        Raises: ValueError, TypeError: an argument is wrong, by name. NoKernelFoundError: nobody may and can.
+        Raises: ValueError, TypeError: an argument is wrong, by name. NoKernelFoundError: no kernel may and
+            can.
         """
         if self.closed:
             raise RuntimeClosedError(f"device {self.device} is closed")
@@ -347,7 +348,7 @@ class LocalDevice:
     ) -> tuple[Any, Plan]:
         """The result of the next kernel that can answer, after `plan`'s kernel raised; and the plan of that.
 
-        Raises: ValueError: the data was wrong. KernelExecutionError: nobody could answer.
+        Raises: ValueError: the data was wrong. KernelExecutionError: no kernel could answer.
         """
         args = validated_args(plan.op, args, error)
         if snapshot is not None and snapshot.agreed_terms is not None:

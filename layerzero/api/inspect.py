@@ -42,7 +42,7 @@ class Explanation(msgspec.Struct, frozen=True):
 
 
 class KernelInfo(msgspec.Struct, frozen=True, kw_only=True):
-    """One registered kernel as it stands on a device: `state` is ready, cold, or why it is blocked."""
+    """One registered kernel with its state on a device: `state` is ready, cold, or why it is blocked."""
 
     id: str
     op: str
@@ -122,7 +122,7 @@ def dry_run(
     """The choice for these arguments on other hardware, or under another strictness; nothing runs.
 
     On the machine at hand this is `select`. On `hardware`, every registered kernel is judged as if its
-    library were installed there, so that a device pool can be planned from a laptop; beside them stand
+    library were installed there, so that a device pool can be planned from a laptop; beside them are
     kernels that
     are descriptors only, which the record says. A name such as "b200" or "mi300x" is a described device.
 
@@ -172,7 +172,7 @@ def validate(op: str, /, *args: Any, **kwargs: Any) -> CallSpec:
 
 
 def list_kernels(op: str | None = None, *, backend: str | None = None) -> list[KernelInfo]:
-    """The kernels registered on the default device, in registration order, with how each stands.
+    """The kernels registered on the default device, in registration order, with the state of each.
 
     Raises: NoKernelFoundError: `op` does not exist. ValueError: no kernel is of `backend`.
     """

@@ -169,7 +169,7 @@ _PLAIN: Final[frozenset[type]] = frozenset({Tensor, torch.nn.Parameter})
 
 
 def _is_plain_strided(args: Args) -> bool:
-    """Whether address, shape and strides say what each tensor holds, and rows of others may stand beside it.
+    """Whether address, shape and strides say what each tensor holds, so that rows of others may join it.
 
     A subclass may hold its values elsewhere, and would make its neighbours' outputs its own kind; a negative
     view shares its memory with what it negates.

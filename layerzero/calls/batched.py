@@ -53,8 +53,8 @@ RUNS_ALONE = "batched.runs_alone"
 class Batched(Generic[R]):
     """A function over rows, awaited; what `batched` returns.
 
-    It stands in a batcher where an op stands: `name`, `pure`, `run`. `expected_us` is learned from its own
-    batches, microseconds a row.
+    It has the interface that a batcher expects of an op: `name`, `pure`, `run`. `expected_us` is learned from
+    its own batches, microseconds a row.
     """
 
     def __init__(self, fn: Callable[..., Any], *, pure: bool, name: str, device: torch.device | None) -> None:
@@ -92,7 +92,7 @@ class Batched(Generic[R]):
         timeout: float | None = None,
         batching: str | None = None,
     ) -> Awaitable[R]:
-        """Run for this caller's rows, together with whoever calls at the same time; a coroutine.
+        """Run for this caller's rows, together with the rows of calls made at the same time; a coroutine.
 
         Tensors carry rows along their first axis, the same number in each; every other argument reaches
         the function as a list with one entry a caller. `priority`, `timeout` and `batching` as
@@ -271,13 +271,13 @@ class _Scoped:
 
 
 # By identity: equal objects may compute other things. A function made inside another, and an object that is
-# called, live as long as somebody keeps their wrapping; it holds them, so that this table must not hold it.
+# called, live as long as their wrapping is referenced; it holds them, so that this table must not hold it.
 _FUNCTIONS: MutableMapping[Any, dict[Hashable, Batched[Any]]] = WeakIdKeyDictionary()
 _SHORT_LIVED: MutableMapping[Any, weakref.WeakValueDictionary[Hashable, Batched[Any]]] = WeakIdKeyDictionary()
 
 
 def _entries(fn: Any, name: str) -> MutableMapping[Hashable, Batched[Any]]:
-    """Where the wrappings of `fn` stand.
+    """Where the wrappings of `fn` are stored.
 
     Raises: TypeError: nothing can refer to what `fn` belongs to without keeping it alive.
     """
@@ -354,7 +354,7 @@ def batched(
     """An awaitable of `fn` whose concurrent calls, from any number of tasks, run as one.
 
     `fn` gets the tensors of all callers with their rows behind each other (no copy where they already
-    stand so), every other argument as a list with one entry a caller, and, where it takes a keyword
+    adjacent so), every other argument as a list with one entry a caller, and, where it takes a keyword
     `counts`, the rows of each caller. It returns tensors with as many rows, or with one row a caller, or a
     list with one result a caller, or a tuple of those. Where results want a gradient, of an argument or of
     weights that `fn` holds, calls run alone, as those of ops do. The same function, or the same method of
@@ -374,7 +374,7 @@ def batched(
     if inspect.iscoroutinefunction(fn) or inspect.iscoroutinefunction(getattr(fn, "__call__", None)):  # noqa: B004
         called = getattr(fn, "__name__", type(fn).__name__)
         raise TypeError(
-            f"fn needs a plain function, since a lane runs it, got the coroutine function {called}"
+            f"fn needs a plain function, since a batcher runs it, got the coroutine function {called}"
         )
     plain = unbound(fn)
     name = getattr(plain, "__qualname__", type(fn).__name__)

@@ -1,6 +1,6 @@
 """Both surfaces of an op from its one signature: `blocking(op)` and `awaited(op)`.
 
-The fast path stands here in full and calls nothing of ours on a hit: build the signature, find the device,
+The fast path is here in full and calls nothing of ours on a hit: build the signature, find the device,
 the table and the plan, run it. Whatever is unusual (no plan yet, a scope, an error) leaves it at once.
 """
 

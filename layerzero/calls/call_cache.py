@@ -32,7 +32,7 @@ def _parameters(op: Op) -> tuple[tuple[str, ...], tuple[Any, ...], int] | None:
         return None
     return (
         tuple(p.name for p in parameters),
-        # Only whether there is one matters: what it is stands in the full arguments.
+        # Only whether there is one matters: what it is, the full arguments say.
         tuple(... if p.default is p.empty else None for p in parameters),
         sum(p.kind is not p.KEYWORD_ONLY for p in parameters),
     )
@@ -41,7 +41,7 @@ def _parameters(op: Op) -> tuple[tuple[str, ...], tuple[Any, ...], int] | None:
 class BlockingCallCache:
     """One op's plans of blocking calls while the compiled twin is there, else None.
 
-    `last` notes a thread's last plan, `recover` goes on where a kernel raised.
+    `last` notes a thread's last plan, `recover` continues where a kernel raised.
     """
 
     __slots__ = ("_last", "_op", "_recover", "entries")

@@ -1,4 +1,4 @@
-"""How measurements stand in SQLite: the tables, a connection, and rows with a checksum each.
+"""How measurements are stored in SQLite: the tables, a connection, and rows with a checksum each.
 
 SQLite 3.7.0 to 3.51.2 can corrupt a database in WAL mode with several connections (fixed in 3.51.3, and in
 3.50.7 and 3.44.6): with such a version the rollback journal is used. Rows carry their own checksum because

@@ -67,7 +67,7 @@ def apply_settings(device: ScheduledDevice, settings: Settings, solved: ActiveDi
     before = device.settings
     device.set_settings(settings, solved)
     if any(getattr(settings, name) != getattr(before, name) for name in COST_SETTINGS):
-        _load_costs(device, at_once=False)  # who configures may stand in an event loop
+        _load_costs(device, at_once=False)  # the caller may be in an event loop
     if settings.warm == "eager" != before.warm:
         _load_all(device)
 
@@ -75,7 +75,7 @@ def apply_settings(device: ScheduledDevice, settings: Settings, solved: ActiveDi
 def move_state(devices: Iterable[ScheduledDevice], folder: str | None) -> JsonQuarantineStore | None:
     """Have devices remember in another folder, with what they know already; its store of quarantines.
 
-    Raises: ConfigurationError: it cannot be read or written; they go on with the old one.
+    Raises: ConfigurationError: it cannot be read or written; they keep the old one.
     """
     from layerzero.graphs.proof import ProofStore
 

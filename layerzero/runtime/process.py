@@ -25,7 +25,7 @@ def current() -> Runtime:
 def install(runtime: Runtime) -> None:
     """Make `runtime` the process's.
 
-    Raises: ConfigurationError: an open runtime that somebody started is installed already.
+    Raises: ConfigurationError: an open runtime that `start` opened is installed already.
     """
     with ACTIVE.lock:
         present = ACTIVE.runtime

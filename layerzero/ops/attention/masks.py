@@ -15,7 +15,7 @@ Window = tuple[int, int] | None
 def visible_mask(sq: int, sk: int, is_causal: bool, window: Window, device: torch.device) -> Tensor | None:
     """(Sq, Sk) bool, true where the query may see the key; None where every query sees every key.
 
-    The last query stands at the last key (bottom-right); `window` is (left, right), -1 for no bound.
+    The last query is at the last key (bottom-right); `window` is (left, right), -1 for no bound.
     """
     left_window, right_window = window if window is not None else (-1, -1)
     if is_causal:

@@ -226,7 +226,7 @@ def test_a_folder_that_others_can_write_blames_nobody(tmp_path: Path) -> None:
         lambda: read_crash_log(tmp_path, "gpu-0"),
         lambda: RunningKernelLog(tmp_path, "gpu-0", "1"),
     ):
-        with pytest.raises(PermissionError, match="writable by nobody else"):
+        with pytest.raises(PermissionError, match="writable by no other user"):
             attempt()
 
 
