@@ -68,7 +68,7 @@ _HOMES = {
     "layerzero.actors.group.cluster": ("remote_rank_group",),
     "layerzero.actors.group.join": ("rank_group",),
     "layerzero.api.start": ("start",),
-    "layerzero.api.tokenize": ("detokenize", "tokenize"),
+    "layerzero.tokenization.tokenize": ("detokenize", "tokenize"),
     "layerzero.api.solve": ("solve",),
     "layerzero.api.tune": ("TuneReport", "record", "tune", "tune_blocking"),
     "layerzero.api.warmup": ("readiness_check", "warmup", "warmup_blocking"),
@@ -115,7 +115,7 @@ _HOMES = {
     "layerzero.selection.record": ("Accepted", "Selection"),
     "layerzero.spec.settings": ("Settings",),
     "layerzero.warmup.manifest": ("Manifest",),
-    "layerzero.api.tokenizer": ("Tokenizer", "Tokens"),
+    "layerzero.tokenization.tokenizer": ("Tokenizer", "Tokens"),
 }
 _HOME = {name: module for module, names in _HOMES.items() for name in names}
 

@@ -44,10 +44,6 @@ from layerzero.api.run_ahead import run_ahead as run_ahead
 from layerzero.api.solve import solve as solve
 from layerzero.api.start import start as start
 from layerzero.api.step_runner import StepRunner as StepRunner
-from layerzero.api.tokenize import detokenize as detokenize
-from layerzero.api.tokenize import tokenize as tokenize
-from layerzero.api.tokenizer import Tokenizer as Tokenizer
-from layerzero.api.tokenizer import Tokens as Tokens
 from layerzero.api.tune import TuneReport as TuneReport
 from layerzero.api.tune import record as record
 from layerzero.api.tune import tune as tune
@@ -100,6 +96,10 @@ from layerzero.spec.kernel import Kernel as Kernel
 from layerzero.spec.reasons import Reason as Reason
 from layerzero.spec.reasons import Rejected as Rejected
 from layerzero.spec.settings import Settings as Settings
+from layerzero.tokenization.tokenize import detokenize as detokenize
+from layerzero.tokenization.tokenize import tokenize as tokenize
+from layerzero.tokenization.tokenizer import Tokenizer as Tokenizer
+from layerzero.tokenization.tokenizer import Tokens as Tokens
 from layerzero.warmup.manifest import Manifest as Manifest
 
 __version__: str
@@ -115,6 +115,14 @@ def bind(op: Literal["add_layer_norm", "add_rms_norm", "quantize", "rope", "veri
     The callable's `.binding.plan` is what it holds.
 
     Raises: NoKernelFoundError, ValueError, TypeError: as the call itself would.
+
+    Example:
+        >>> import torch, layerzero as lz
+        >>> x, weight = torch.ones(2, 8), torch.ones(8)
+        >>> with lz.start(scoped=True):
+        ...     norm = lz.bind("rms_norm", x, weight)
+        ...     norm(x, weight).shape
+        torch.Size([2, 8])
     """
 
 @overload

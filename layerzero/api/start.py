@@ -101,6 +101,14 @@ def start(settings: Settings | None = None, *, scoped: bool = False) -> Started:
 
     Raises: ConfigurationError: a runtime is open already, a setting does not fit, or the cluster cannot be
         joined. DeviceLostError: a device of the cluster did not start.
+
+    Example:
+        >>> import asyncio, torch, layerzero as lz
+        >>> async def main():
+        ...     async with lz.start(lz.Settings(device="cpu"), scoped=True):
+        ...         return await lz.rms_norm(torch.ones(1, 4))
+        >>> asyncio.run(main()).shape
+        torch.Size([1, 4])
     """
     if settings is not None and not isinstance(settings, Settings):
         raise TypeError(f"settings needs layerzero.Settings, got {type(settings).__name__}")

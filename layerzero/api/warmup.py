@@ -135,6 +135,15 @@ def warmup_blocking(
     """`warmup`, blocking; `whole` waits for the other calls too, once the critical ones were in time.
 
     `forbid` lets nothing be compiled: what would be is in the records.
+
+    Example:
+        >>> import torch, layerzero as lz
+        >>> with lz.start(scoped=True):
+        ...     with lz.record() as recorder:
+        ...         rows = lz.sync.rms_norm(torch.ones(2, 8))
+        ...     report = lz.warmup_blocking(recorder.workload())
+        >>> report.ready, [call.call for call in report.critical]
+        (True, ['rms_norm x=2x8:float32 eps=1e-06'])
     """
     job = _WarmupJob(context_runtime(), manifest_of(manifest), device, progress, forbid=forbid)
     job.start()
