@@ -320,7 +320,8 @@ def join_with(
     runtime: Runtime, config: GroupConfig, store: Store, device: torch.device | str | None = None
 ) -> JoinContext:
     """The group of a configuration, with a device of `runtime`."""
-    return JoinContext(RankGroup(runtime.device(device), TorchStore(store), config), runtime)
+    group_store = TorchStore(store, token=config.token)
+    return JoinContext(RankGroup(runtime.device(device), group_store, config), runtime)
 
 
 def _number(name: str, value: int | None, variable: str) -> int:
