@@ -254,7 +254,7 @@ class LocalDevice:
         if (
             (snapshot is None or snapshot.agreed_terms is None)
             and self._inputs.states_workspace(op.name)
-            and self.workspace_budget.refresh_due()
+            and self._inputs.budget.refresh_due()
         ):
             current = snapshot is self.snapshot
             self._refresh_workspace_budget()

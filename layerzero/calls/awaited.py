@@ -96,7 +96,12 @@ class AwaitedOp:
         )  # fmt: skip
         pending.plan, pending.device = plan, call.device
         _warn_runs_alone(call.device, pending, plan)
-        if backend is None and batching is None and call.device.spans is None:
+        if (
+            self.cache.entries is not None
+            and backend is None
+            and batching is None
+            and call.device.spans is None
+        ):
             self.cache.remember(args, kwargs, call.args, call.device, plan, pending)
         return pending
 
