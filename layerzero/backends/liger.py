@@ -17,9 +17,8 @@ from torch.nn import functional
 
 from layerzero.ops.checks import dtype_bytes
 from layerzero.spec.call_spec import CallSpec
-from layerzero.spec.capability import AtLeast, AtMost, Capability, Limit, MultipleOf
+from layerzero.spec.capability import Capability
 from layerzero.spec.kernel import Efficiency, Kernel
-from layerzero.spec.reasons import Reason
 
 _DISTRIBUTIONS = ("liger-kernel>=0.8,<0.9",)
 # Everything in float32 and one rounding at the end; "llama" rounds before the weight.
@@ -159,7 +158,7 @@ def _as_asked(loss: Tensor, target: Tensor, reduction: str, like: Tensor) -> Ten
 
 _LIMITED = "liger-kernel 0.8.5's sources; run on one H200, torch 2.11"
 _MEASURED = "benchmarks/results/rows_h200.json"
-_MAX_WIDTH = AtMost("C", 65536, Reason.WIDTH_TOO_LARGE)
+_MAX_WIDTH = "C <= 65536 else WIDTH_TOO_LARGE"
 
 
 def _kernel(
@@ -168,7 +167,7 @@ def _kernel(
     load: Callable[[], Callable[..., Any]],
     features: frozenset[str],
     efficiency: tuple[float, float, float],
-    limits: tuple[Limit, ...],
+    limits: tuple[str, ...],
     workspace_bytes: Callable[[CallSpec], int] | None = None,
     **more: Any,
 ) -> Kernel:
@@ -221,14 +220,14 @@ KERNELS: tuple[Kernel, ...] = (
     _kernel("triton", "add_rms_norm", _add_rms_norm, frozenset(), (0.1, 0.86, 45.0), (_MAX_WIDTH,)),
     _kernel(
         "triton", "layer_norm", _layer_norm, frozenset({"bias"}), (0.1, 0.7, 40.0),
-        (_MAX_WIDTH, AtLeast("C", 2)),
+        (_MAX_WIDTH, "C >= 2"),
     ),
     _kernel(
-        "triton", "rope", _rope, frozenset({"partial_rotary"}), (0.1, 0.36, 96.0), (MultipleOf("R", 2),)
+        "triton", "rope", _rope, frozenset({"partial_rotary"}), (0.1, 0.36, 96.0), ("R % 2 == 0",)
     ),
     _kernel(
         "gate", "mlp", _mlp, frozenset({"bias", "act_swiglu", "act_geglu_tanh"}), (0.625, 0.62, 24.0),
-        (AtMost("F", 65536, Reason.WIDTH_TOO_LARGE),), _hidden_bytes,
+        ("F <= 65536 else WIDTH_TOO_LARGE",), _hidden_bytes,
     ),
     _kernel(
         "triton", "cross_entropy", _cross_entropy, frozenset({"label_smoothing", "class_weights"}),

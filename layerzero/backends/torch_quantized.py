@@ -11,7 +11,7 @@ from torch.nn import functional
 
 from layerzero.ops.linear.linear import contiguous_if_odd
 from layerzero.ops.quantize.quantize import FORMAT_OF, decode, dequantize_reference, quantize_reference
-from layerzero.spec.capability import AtLeast, Capability, MultipleOf
+from layerzero.spec.capability import Capability
 from layerzero.spec.kernel import Efficiency, Kernel
 
 _FORMATS = frozenset({"quant_int8", "quant_fp8_e4m3", "quant_fp8_e5m2"})
@@ -123,7 +123,7 @@ KERNELS: tuple[Kernel, ...] = (
         Efficiency(0.95, 0.5, 30.0, "an estimate: below float32's time on an AMD EPYC with AVX-512"),
         "torch._int_mm; " + _HERE + "; with one column of weights it reads the wrong ones",
         platforms=frozenset({"cpu"}),
-        limits=(AtLeast("K", 2),),
+        limits=("K >= 2",),
         batch_invariant=True,
         **_INT8,
     ),
@@ -135,7 +135,7 @@ KERNELS: tuple[Kernel, ...] = (
         platforms=frozenset({"cuda"}),
         sm_min=80,
         alignment=16,
-        limits=(AtLeast("N", 17), MultipleOf("K", 32), MultipleOf("C", 32)),
+        limits=("N >= 17", "K % 32 == 0", "C % 32 == 0"),
         graph_safe=True,
         **_INT8,
     ),
@@ -147,7 +147,7 @@ KERNELS: tuple[Kernel, ...] = (
         platforms=frozenset({"cuda"}),
         sm_min=90,
         features=frozenset({"quant_fp8_e4m3", "scale_per_row", "bias", "inputs_quantized"}),
-        limits=(MultipleOf("K", 32), MultipleOf("C", 32)),
+        limits=("K % 32 == 0", "C % 32 == 0"),
         dtypes=frozenset({"bfloat16"}),
         alignment=16,
         graph_safe=True,
@@ -167,7 +167,7 @@ KERNELS: tuple[Kernel, ...] = (
         features=frozenset({"quant_int8", "scale_per_tensor", "scale_per_row", "bias", "inputs_float"}),
         contiguous=True,
         alignment=32,
-        limits=(MultipleOf("K", 32),),
+        limits=("K % 32 == 0",),
         dtypes=frozenset({"bfloat16", "float16"}),
         mixed_dtypes=True,
     ),

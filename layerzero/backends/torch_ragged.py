@@ -13,9 +13,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from layerzero.spec.capability import AtMost, Capability
+from layerzero.spec.capability import Capability
 from layerzero.spec.kernel import Efficiency, Kernel
-from layerzero.spec.reasons import Reason
 
 # Lengths are rounded up to a multiple of this; a larger step means fewer launches and more padding.
 STEP = 8
@@ -119,7 +118,7 @@ KERNELS: tuple[Kernel, ...] = (
             platforms=frozenset({"cpu"}),
             dtypes=frozenset({"float32", "bfloat16"}),
             features=frozenset({"causal", "gqa", "scale", "scale_not_positive"}),
-            limits=(AtMost("D", 512, Reason.HEAD_DIM_TOO_LARGE),),
+            limits=("D <= 512 else HEAD_DIM_TOO_LARGE",),
             gradient=False,
             autocast=False,  # the products' dtype would not be the rows'
         ),

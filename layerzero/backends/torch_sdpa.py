@@ -19,9 +19,8 @@ from layerzero.ops.attention import masks
 from layerzero.ops.attention.lse import apply_sinks
 from layerzero.ops.batching import concat_copy
 from layerzero.spec.call_spec import CallSpec
-from layerzero.spec.capability import AtMost, Capability, MultipleOf, ProductAtMost, SameAs
+from layerzero.spec.capability import Capability
 from layerzero.spec.kernel import Efficiency, Kernel, Tiling
-from layerzero.spec.reasons import Reason
 
 
 def _operator(name: str) -> Callable[..., Any]:
@@ -40,7 +39,7 @@ _FUSED = frozenset({"scale", "causal"})
 _MASKS = frozenset({"mask_bool", "mask_float", "mask_and_causal", "window"})
 _WIDE_BIAS = frozenset({"alibi", "mask_wide"})  # a float32 bias beside half precision operands
 
-_SAME_HEAD_SIZES = SameAs("D", "Dv", Reason.HEAD_DIMS_DIFFER)
+_SAME_HEAD_SIZES = "D == Dv else HEAD_DIMS_DIFFER"
 
 
 def math(
@@ -254,8 +253,8 @@ _FUSED_CUDA: dict[str, Any] = {
     "graph_safe": True,
 }
 _HEAD_SIZES = (
-    AtMost("D", 256, Reason.HEAD_DIM_TOO_LARGE),
-    MultipleOf("D", 8, Reason.HEAD_DIM_ALIGNMENT),
+    "D <= 256 else HEAD_DIM_TOO_LARGE",
+    "D % 8 == 0 else HEAD_DIM_ALIGNMENT",
     _SAME_HEAD_SIZES,
 )
 
@@ -323,7 +322,7 @@ KERNELS: tuple[Kernel, ...] = (
         # end the process's use of the device (H100, torch 2.11).
         features=_FUSED | {"gqa", "dropout", "lse"},
         alignment=16,
-        limits=(*_HEAD_SIZES, ProductAtMost(("B", "Hq"), 65535)),
+        limits=(*_HEAD_SIZES, "B * Hq <= 65535 else CUDA_BLOCK_LIMIT_EXCEEDED"),
         **_FUSED_CUDA,
     ),
     _kernel(
@@ -337,9 +336,9 @@ KERNELS: tuple[Kernel, ...] = (
         features=_FUSED | _MASKS | {"dropout", "empty_rows", "lse"},
         alignment=16,
         limits=(
-            MultipleOf("D", 8, Reason.HEAD_DIM_ALIGNMENT),
-            MultipleOf("Dv", 8, Reason.HEAD_DIM_ALIGNMENT),
-            ProductAtMost(("B", "Hq"), 65535),
+            "D % 8 == 0 else HEAD_DIM_ALIGNMENT",
+            "Dv % 8 == 0 else HEAD_DIM_ALIGNMENT",
+            "B * Hq <= 65535 else CUDA_BLOCK_LIMIT_EXCEEDED",
         ),
         deterministic=False,  # its backward adds with atomics
         **_FUSED_CUDA,
@@ -355,8 +354,8 @@ KERNELS: tuple[Kernel, ...] = (
         alignment=16,
         limits=(
             *_HEAD_SIZES,
-            AtMost("B", 65535, Reason.CUDA_BLOCK_LIMIT_EXCEEDED),
-            AtMost("Hq", 65535, Reason.CUDA_BLOCK_LIMIT_EXCEEDED),
+            "B <= 65535 else CUDA_BLOCK_LIMIT_EXCEEDED",
+            "Hq <= 65535 else CUDA_BLOCK_LIMIT_EXCEEDED",
         ),
         deterministic=False,  # torch refuses it under use_deterministic_algorithms
         **_FUSED_CUDA,

@@ -14,9 +14,8 @@ import torch
 from torch import Tensor
 
 from layerzero.ops.host_copies import max_seqlen
-from layerzero.spec.capability import AtMost, Capability, Limit, MultipleOf, ProductAtMost, SameAs
+from layerzero.spec.capability import Capability
 from layerzero.spec.kernel import Efficiency, Kernel
-from layerzero.spec.reasons import Reason
 
 aten = torch.ops.aten
 Result = Tensor | tuple[Tensor, Tensor]
@@ -64,7 +63,7 @@ def _int32(offsets: Tensor) -> Tensor:
 
 def _kernel(
     variant: str, run: Callable[..., Any], efficiency: Efficiency, rank: int, default: bool = False,
-    limits: tuple[Limit, ...] = (), **capability: Any,
+    limits: tuple[str, ...] = (), **capability: Any,
 ) -> Kernel:  # fmt: skip
     return Kernel.of(
         f"torch.ragged_attention.{variant}",
@@ -75,7 +74,7 @@ def _kernel(
             sm_min=80,
             sm_max=121,
             last_stride1=True,
-            limits=(*limits, ProductAtMost(("B", "Hq"), 65535)),
+            limits=(*limits, "B * Hq <= 65535 else CUDA_BLOCK_LIMIT_EXCEEDED"),
             gradient=False,  # the operator under the public function records none
             graph_safe=True,
             **capability,
@@ -99,9 +98,9 @@ KERNELS: tuple[Kernel, ...] = (
         features=frozenset({"causal", "scale", "gqa", "window", "lse"}),
         alignment=16,
         limits=(
-            AtMost("D", 256, Reason.HEAD_DIM_TOO_LARGE),
-            MultipleOf("D", 8, Reason.HEAD_DIM_ALIGNMENT),
-            SameAs("D", "Dv", Reason.HEAD_DIMS_DIFFER),
+            "D <= 256 else HEAD_DIM_TOO_LARGE",
+            "D % 8 == 0 else HEAD_DIM_ALIGNMENT",
+            "D == Dv else HEAD_DIMS_DIFFER",
         ),
     ),
     _kernel(
@@ -113,8 +112,8 @@ KERNELS: tuple[Kernel, ...] = (
         features=frozenset({"causal", "scale"}),
         alignment=16,
         limits=(
-            MultipleOf("D", 8, Reason.HEAD_DIM_ALIGNMENT),
-            MultipleOf("Dv", 8, Reason.HEAD_DIM_ALIGNMENT),
+            "D % 8 == 0 else HEAD_DIM_ALIGNMENT",
+            "Dv % 8 == 0 else HEAD_DIM_ALIGNMENT",
         ),
     ),
 )

@@ -21,9 +21,8 @@ from torch import Tensor
 
 from layerzero.ops.attention import masks
 from layerzero.spec.call_spec import CallSpec
-from layerzero.spec.capability import AtMost, Capability, MultipleOf, OneOf, SameAs
+from layerzero.spec.capability import Capability
 from layerzero.spec.kernel import Efficiency, Kernel
-from layerzero.spec.reasons import Reason
 
 
 @functools.cache
@@ -124,9 +123,9 @@ def _split_bytes(request: CallSpec) -> int:
 
 
 _LIMITS = (
-    MultipleOf("D", 8, Reason.HEAD_DIM_ALIGNMENT),
-    AtMost("D", 256, Reason.HEAD_DIM_TOO_LARGE),
-    SameAs("D", "Dv", Reason.HEAD_DIMS_DIFFER),
+    "D % 8 == 0 else HEAD_DIM_ALIGNMENT",
+    "D <= 256 else HEAD_DIM_TOO_LARGE",
+    "D == Dv else HEAD_DIMS_DIFFER",
 )
 
 
@@ -178,7 +177,7 @@ KERNELS: tuple[Kernel, ...] = (
     _kernel(
         "triton_splitk", "triton_splitk", _HALF, frozenset({"scale", "gqa", "mask_bool", "mask_float"}),
         Efficiency(0.1, 0.6, 60.0, "an estimate"),
-        (OneOf("D", (16, 32, 64, 128, 256)), _LIMITS[2]),
+        ("D in [16, 32, 64, 128, 256]", _LIMITS[2]),
         bias_of=_finite_bias, workspace_bytes=_split_bytes,
     ),
 )  # fmt: skip

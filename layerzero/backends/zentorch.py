@@ -21,9 +21,8 @@ import torch
 from torch import Tensor
 
 from layerzero.ops.attention import masks
-from layerzero.spec.capability import AtLeast, Capability, SameAs
+from layerzero.spec.capability import Capability
 from layerzero.spec.kernel import Efficiency, Kernel
-from layerzero.spec.reasons import Reason
 
 WEIGHT_CACHE = "ZENDNNL_MATMUL_WEIGHT_CACHE"
 
@@ -194,7 +193,7 @@ KERNELS: tuple[Kernel, ...] = (
         _capability(
             _ATTENTION_FEATURES,
             contiguous=False,
-            limits=(SameAs("D", "Dv", Reason.HEAD_DIMS_DIFFER),),
+            limits=("D == Dv else HEAD_DIMS_DIFFER",),
             layouts=frozenset({"BHSD"}),
             last_stride1=True,
         ),
@@ -205,7 +204,7 @@ KERNELS: tuple[Kernel, ...] = (
     Kernel.of(
         "zentorch.rms_norm.native",
         _rms_norm,
-        _capability(frozenset(), limits=(AtLeast("C", 2),), batch_invariant=True),
+        _capability(frozenset(), limits=("C >= 2",), batch_invariant=True),
         Efficiency(0.3, 1.0, 8.0, _MEASURED),
         slow_import=True,
         distributions=_DISTRIBUTIONS,
@@ -213,7 +212,7 @@ KERNELS: tuple[Kernel, ...] = (
     Kernel.of(
         "zentorch.add_rms_norm.native",
         _add_rms_norm,
-        _capability(frozenset(), limits=(AtLeast("C", 2),), batch_invariant=True),
+        _capability(frozenset(), limits=("C >= 2",), batch_invariant=True),
         Efficiency(0.2, 0.9, 8.0, _MEASURED),
         slow_import=True,
         distributions=_DISTRIBUTIONS,
@@ -242,7 +241,7 @@ KERNELS: tuple[Kernel, ...] = (
         _moe,
         _capability(
             frozenset({"act_swiglu", "scores_sigmoid", "scores_raw"}),
-            limits=(AtLeast("T", 2),),  # it refuses a call in which one expert gets every row
+            limits=("T >= 2",),  # it refuses a call in which one expert gets every row
             dtypes=frozenset({"bfloat16"}),  # in float32 its gate errs by 7e-6
         ),
         Efficiency(0.7, 0.5, 60.0, "an estimate, beside torch's expert by expert"),

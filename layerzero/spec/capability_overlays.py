@@ -24,20 +24,14 @@ from layerzero.spec.capability import (
     ACTIVATIONS,
     ALL_PLATFORMS,
     FEATURE_REASONS,
-    AtLeast,
-    AtMost,
     Capability,
-    Limit,
-    MultipleOf,
-    OneOf,
-    ProductAtMost,
-    SameAs,
 )
-from layerzero.spec.errors import CacheCorruptionError, ConfigurationError
+from layerzero.spec.condition import parse_limit
+from layerzero.spec.errors import CacheCorruptionError, ConfigurationError, PolicyValidationError
 from layerzero.spec.kernel import Kernel, version
 from layerzero.spec.tolerances import FACTOR
 
-FORMAT = 1
+FORMAT = 2
 PLATFORMS = ALL_PLATFORMS | {"hpu", "mps"}
 FIELDS: tuple[str, ...] = Capability.__struct_fields__
 # What a limit may bound: the axes of `layerzero.spec.call_spec`, and those of single ops beside them.
@@ -144,22 +138,18 @@ def problems(capability: Capability) -> list[str]:
         wrong.append(f"alignment needs a power of two up to 4096, got {capability.alignment}")
     if not capability.source.strip():
         wrong.append("source needs words")
-    return wrong + [why for limit in capability.limits if (why := _meaningless(limit))]
+    return wrong + [why for text in capability.limits if (why := _meaningless(text))]
 
 
-def _meaningless(limit: Limit) -> str:
+def _meaningless(text: str) -> str:
     """Why a limit bounds nothing; an axis that no op has would let every call pass."""
-    axes = {
-        *(limit.dims if isinstance(limit, ProductAtMost) else (limit.dim,)),
-        *((limit.other,) if isinstance(limit, SameAs) else ()),
-    }
-    if not axes or not axes <= AXES:
-        return f"limits need axes out of {', '.join(sorted(AXES))}, got {quote(', '.join(sorted(axes)))}"
-    if isinstance(limit, OneOf):
-        return "" if limit.values else f"limits on {limit.dim} need at least one value"
-    if isinstance(limit, AtLeast | AtMost | MultipleOf | ProductAtMost) and limit.value < 1:
-        return f"limits on {limit.dim} need a value of at least 1, got {limit.value}"
-    return ""
+    try:
+        axes = set(parse_limit(text).condition.axes)
+    except ConfigurationError as error:
+        return str(error)
+    if axes <= AXES:
+        return ""
+    return f"limits need axes out of {', '.join(sorted(AXES))}, got {quote(', '.join(sorted(axes)))}"
 
 
 _KNOWN: Mapping[str, Callable[[str], bool]] = {
@@ -314,19 +304,23 @@ _WORDS: Mapping[str, str] = {
 }
 
 
-def _weaker(new: Limit, old: Limit) -> bool:
+def _weaker(new: str, old: str) -> bool:
     """Whether `new` reads like `old` with a wider bound: it would change nothing, and was meant to."""
-    if type(new) is not type(old) or (new.dim, new.when) != (old.dim, old.when) or new == old:
-        return False
-    if isinstance(new, OneOf) and isinstance(old, OneOf):
-        return not set(new.values) <= set(old.values)
-    if isinstance(new, AtLeast) and isinstance(old, AtLeast):
-        return new.value < old.value
-    if isinstance(new, MultipleOf) and isinstance(old, MultipleOf):
-        return new.value % old.value != 0
-    if isinstance(new, AtMost | ProductAtMost) and isinstance(old, AtMost | ProductAtMost):
-        return new.value > old.value
-    return False
+    new_limit, old_limit = parse_limit(new), parse_limit(old)
+    after, before = new_limit.condition, old_limit.condition
+    is_wider = _WIDER.get(before.operator)
+    alike = (after.field, after.operator, new_limit.when) == (before.field, before.operator, old_limit.when)
+    comparable = type(after.value) is type(before.value) and not isinstance(after.value, str)
+    return bool(alike and comparable and is_wider and is_wider(after.value, before.value))
+
+
+_WIDER: Mapping[str, Callable[[Any, Any], bool]] = {
+    "in": lambda new, old: not set(new) <= set(old),
+    "not in": lambda new, old: not set(new) >= set(old),
+    "%": lambda new, old: new % old != 0,
+    **dict.fromkeys((">", ">="), lambda new, old: new < old),
+    **dict.fromkeys(("<", "<="), lambda new, old: new > old),
+}
 
 
 # -- reading --------------------------------------------------------------------------------------------
@@ -376,7 +370,9 @@ def _fields(
             raise _error(path, document, kernel, f"unknown field {quote(name)}: {suggestion(name, FIELDS)}")
         try:
             fields[name] = msgspec.convert(value, _HINTS[name])
-        except msgspec.ValidationError as error:
+            if name == "limits":  # one spelling, so that equal limits are found equal
+                fields[name] = tuple(str(parse_limit(text)) for text in fields[name])
+        except (msgspec.ValidationError, PolicyValidationError) as error:
             raise _error(path, document, kernel, f"{name}: {error}") from error
     return fields
 

@@ -10,6 +10,7 @@ from typing import Any
 
 from layerzero.spec.call_spec import CallSpec
 from layerzero.spec.capability import FEATURE_REASONS, HALF, INDEX_DTYPES, Capability
+from layerzero.spec.condition import parse_limit
 from layerzero.spec.hardware import Hardware
 from layerzero.spec.reasons import Reason, Rejected
 
@@ -195,7 +196,7 @@ def _feature_rejections(cap: Capability, spec: CallSpec) -> Iterator[Rejected]:
 
 
 def _limit_rejections(cap: Capability, spec: CallSpec) -> Iterator[Rejected]:
-    for limit in cap.limits:
+    for limit in map(parse_limit, cap.limits):
         if limit.when and limit.when not in spec.features and limit.when not in spec.modes:
             continue
         if not limit.holds(spec.dims):

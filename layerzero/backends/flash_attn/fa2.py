@@ -23,7 +23,7 @@ from layerzero.backends.flash_attn.shared import (
     kernel,
     takes,
 )
-from layerzero.spec.capability import Capability, MultipleOf, OneOf
+from layerzero.spec.capability import Capability
 from layerzero.spec.kernel import Efficiency, Kernel
 
 
@@ -84,7 +84,7 @@ def _capability(*, limits: tuple[Any, ...] = (), **more: Any) -> Capability:
         sm_max=121,
         dtypes=frozenset({"bfloat16"}),
         features=FEATURES | {"lse"},
-        limits=(OneOf("D", (64, 128)), SAME_HEAD_SIZES, *limits),
+        limits=("D in [64, 128]", SAME_HEAD_SIZES, *limits),
         last_stride1=True,
         alignment=16,
         gradient=False,
@@ -103,7 +103,7 @@ KERNELS: tuple[Kernel, ...] = (
         "paged_attention",
         "block_table",
         _paged,
-        _capability(layouts=frozenset({"NHD"}), limits=(MultipleOf("P", 256),)),
+        _capability(layouts=frozenset({"NHD"}), limits=("P % 256 == 0",)),
         _SPEED,
     ),
 )

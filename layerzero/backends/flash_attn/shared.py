@@ -12,17 +12,16 @@ from torch import Tensor
 from layerzero.ops.attention.arguments import AttentionArgs, PagedArgs, RaggedArgs
 from layerzero.ops.host_copies import max_seqlen
 from layerzero.spec.call_spec import CallSpec
-from layerzero.spec.capability import AtMost, Capability, Limit, MultipleOf, SameAs
+from layerzero.spec.capability import Capability
 from layerzero.spec.kernel import Efficiency, Kernel
-from layerzero.spec.reasons import Reason
 
 HALF = frozenset({"float16", "bfloat16"})
 FEATURES = frozenset({"causal", "scale", "gqa", "window", "softcap"})
-SAME_HEAD_SIZES = SameAs("D", "Dv", Reason.HEAD_DIMS_DIFFER)
+SAME_HEAD_SIZES = "D == Dv else HEAD_DIMS_DIFFER"
 # What the kernels of the third and the fourth generation exist for.
 HEAD_SIZES = (
-    AtMost("D", 256, Reason.HEAD_DIM_TOO_LARGE),
-    MultipleOf("D", 8, Reason.HEAD_DIM_ALIGNMENT),
+    "D <= 256 else HEAD_DIM_TOO_LARGE",
+    "D % 8 == 0 else HEAD_DIM_ALIGNMENT",
     SAME_HEAD_SIZES,
 )
 Window = tuple[int, int] | None
@@ -91,7 +90,7 @@ def workspace_bytes(request: CallSpec) -> int:
 
 
 def hopper(
-    source: str, *, features: frozenset[str] = FEATURES, limits: tuple[Limit, ...] = (), **more: Any
+    source: str, *, features: frozenset[str] = FEATURES, limits: tuple[str, ...] = (), **more: Any
 ) -> Capability:
     """What the generations for Hopper have in common; other families have kernels with other limits."""
     return Capability(

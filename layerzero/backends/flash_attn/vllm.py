@@ -34,7 +34,6 @@ from layerzero.backends.flash_attn.shared import (
 )
 from layerzero.ops.host_copies import max_seqlen
 from layerzero.spec.call_spec import CallSpec
-from layerzero.spec.capability import AtMost
 from layerzero.spec.kernel import Kernel, Tiling
 
 _EXTENSION = "_vllm_fa3_C"
@@ -214,7 +213,7 @@ KERNELS: tuple[Kernel, ...] = (
         "page_table",
         _paged,
         # Larger pages are loaded in whole tiles, with what stands behind the length.
-        _capability(features=_FEATURES | {"prefill"}, layouts=frozenset({"NHD"}), limits=(AtMost("P", 64),)),
+        _capability(features=_FEATURES | {"prefill"}, layouts=frozenset({"NHD"}), limits=("P <= 64",)),
         THIRD,
     ),
 )

@@ -27,9 +27,8 @@ from layerzero.backends.flashinfer.common import (
 from layerzero.ops import host_copies
 from layerzero.ops.rehearsal import dummy_run
 from layerzero.spec.call_spec import CallSpec
-from layerzero.spec.capability import Capability, OneOf, SameAs
+from layerzero.spec.capability import Capability
 from layerzero.spec.kernel import Efficiency, Kernel, Tiling
-from layerzero.spec.reasons import Reason
 
 if TYPE_CHECKING:
     from layerzero.backends.flashinfer import planning
@@ -180,7 +179,7 @@ def _paged(backend: str) -> Callable[..., Any]:
     return paged_attention
 
 
-_WIDTHS = (OneOf("D", (64, 128, 256)), SameAs("D", "Dv", Reason.HEAD_DIMS_DIFFER))
+_WIDTHS = ("D in [64, 128, 256]", "D == Dv else HEAD_DIMS_DIFFER")
 _FEATURES = frozenset({"causal", "scale", "gqa", "softcap", "lse"})
 
 

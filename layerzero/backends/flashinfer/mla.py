@@ -18,7 +18,7 @@ from layerzero.backends.flashinfer.common import (
     planned_bytes,
 )
 from layerzero.ops.rehearsal import dummy_run
-from layerzero.spec.capability import Capability, OneOf
+from layerzero.spec.capability import Capability
 from layerzero.spec.kernel import Kernel
 
 
@@ -81,7 +81,7 @@ def _kernel(variant: str, low: int, high: int) -> Kernel:
             sm_max=high,
             dtypes=HALF,
             features=frozenset({"causal", "prefill", "lse"}),
-            limits=(OneOf("C", (512,)), OneOf("R", (64,))),
+            limits=("C in [512]", "R in [64]"),
             contiguous=True,
             alignment=LOAD_BYTES,
             gradient=False,

@@ -15,9 +15,8 @@ from layerzero.backends.flashinfer.common import DISTRIBUTIONS, HALF, LOAD_BYTES
 from layerzero.ops.paged.append import copy_if_aliased
 from layerzero.ops.quantize.quantize import quantize_reference
 from layerzero.spec.call_spec import CallSpec
-from layerzero.spec.capability import AtLeast, Capability, Limit, MultipleOf, OneOf, SameAs
+from layerzero.spec.capability import Capability
 from layerzero.spec.kernel import Efficiency, Kernel
-from layerzero.spec.reasons import Reason
 
 # A module is compiled as its first kernel loads, in the background, not by the first call.
 
@@ -175,7 +174,7 @@ def _one(device: torch.device) -> Tensor:
 
 def _kernel(
     op: str, what: str, load: Callable[[], Callable[..., Any]], efficiency: Efficiency,
-    features: frozenset[str] = frozenset(), limits: tuple[Limit, ...] = (), dtypes: frozenset[str] = HALF,
+    features: frozenset[str] = frozenset(), limits: tuple[str, ...] = (), dtypes: frozenset[str] = HALF,
     workspace_bytes: Callable[[CallSpec], int] | None = None, sm_min: int = 80, source: str = SOURCE,
     contiguous: bool = True, **more: Any,
 ) -> Kernel:  # fmt: skip
@@ -214,33 +213,33 @@ def _product_bytes(request: CallSpec) -> int:
     return n * k * (1 + 3 * 4) + n * c * (2 + 2 * 4) + (32 << 20)
 
 
-_HEADS = (OneOf("D", (64, 128, 256)),)  # what its templates exist for
+_HEADS = ("D in [64, 128, 256]",)  # what its templates exist for
 _ROWS = estimate(0.1, 0.7, 8.0, "bound by memory")
 
 KERNELS: tuple[Kernel, ...] = (
-    _kernel("rms_norm", "rmsnorm", _rms_norm, _ROWS, limits=(AtLeast("C", 2),), alignment=LOAD_BYTES),
+    _kernel("rms_norm", "rmsnorm", _rms_norm, _ROWS, limits=("C >= 2",), alignment=LOAD_BYTES),
     _kernel(
-        "add_rms_norm", "fused_add_rmsnorm", _add_rms_norm, _ROWS, limits=(AtLeast("C", 2),),
+        "add_rms_norm", "fused_add_rmsnorm", _add_rms_norm, _ROWS, limits=("C >= 2",),
         alignment=LOAD_BYTES,
     ),
     _kernel(
         "rope", "cos_sin_cache", _rope, _ROWS,
         frozenset({"interleaved", "partial_rotary"}),
-        (*_HEADS, MultipleOf("R", 16)), contiguous=False,
+        (*_HEADS, "R % 16 == 0"), contiguous=False,
     ),
     _kernel(
         "mlp", "act_and_mul", _mlp, estimate(0.8, 0.7, 25.0, "by its two products"),
         frozenset({"bias", "act_swiglu", "act_geglu"}), workspace_bytes=_hidden_bytes,
     ),
     _kernel(
-        "append_kv", "page", _append, _ROWS, limits=(SameAs("D", "Dv", Reason.HEAD_DIMS_DIFFER), *_HEADS),
+        "append_kv", "page", _append, _ROWS, limits=("D == Dv else HEAD_DIMS_DIFFER", *_HEADS),
         layouts=frozenset({"NHD", "HND"}), contiguous=False,
     ),
     # The product over bare codes overflows float16.
     _kernel(
         "quantized_linear", "bmm_fp8", _fp8_product, estimate(0.5, 0.6, 110.0, "as torch._scaled_mm"),
         frozenset({"quant_fp8_e4m3", "scale_per_row", "bias", "inputs_quantized"}),
-        (MultipleOf("K", 32), MultipleOf("C", 32)), frozenset({"bfloat16"}), _product_bytes, sm_min=89,
+        ("K % 32 == 0", "C % 32 == 0"), frozenset({"bfloat16"}), _product_bytes, sm_min=89,
         source="flashinfer-python 0.7.2.post1, {} through cuBLAS",
     ),
 )  # fmt: skip

@@ -16,9 +16,8 @@ from torch import Tensor
 from layerzero.ops import table
 from layerzero.ops.attention.checks import window_bounds
 from layerzero.ops.op import Args
-from layerzero.spec.capability import AtMost, Capability
+from layerzero.spec.capability import Capability
 from layerzero.spec.kernel import Efficiency, Kernel
-from layerzero.spec.reasons import Reason
 
 
 def _compiled() -> Any:
@@ -122,7 +121,7 @@ def _capability(features: frozenset[str], **more: Any) -> Capability:
     )
 
 
-_WIDTHS = (AtMost("D", 1024, Reason.HEAD_DIM_TOO_LARGE), AtMost("Dv", 1024, Reason.HEAD_DIM_TOO_LARGE))
+_WIDTHS = ("D <= 1024 else HEAD_DIM_TOO_LARGE", "Dv <= 1024 else HEAD_DIM_TOO_LARGE")
 
 KERNELS: tuple[Kernel, ...] = (
     Kernel.of(
@@ -164,9 +163,7 @@ KERNELS: tuple[Kernel, ...] = (
     Kernel.of(
         "native.mla_attention.cpu",
         _latent,
-        _capability(
-            _MIXED | {"prefill", "scale_not_positive"}, limits=(AtMost("C", 1024), AtMost("R", 1024))
-        ),
+        _capability(_MIXED | {"prefill", "scale_not_positive"}, limits=("C <= 1024", "R <= 1024")),
         _EFFICIENCY,
         tie_break_order=20,
         slow_import=True,

@@ -13,9 +13,8 @@ from collections.abc import Callable
 from typing import Any
 
 from layerzero.spec.call_spec import CallSpec
-from layerzero.spec.capability import Capability, OneOf, SameAs
+from layerzero.spec.capability import Capability
 from layerzero.spec.kernel import Efficiency, Kernel
-from layerzero.spec.reasons import Reason
 
 # Points of the grid that keys keep sizes on: there one key is one shape, and a plan whose program is compiled
 # is never given a shape whose program is not. They also bound how many programs there can be.
@@ -69,10 +68,10 @@ KERNELS: tuple[Kernel, ...] = (
             layouts=frozenset({"BHSD"}),
             contiguous=True,
             limits=(
-                OneOf("B", BATCHES),
-                OneOf("Sq", LENGTHS),
-                OneOf("Sk", LENGTHS),
-                SameAs("D", "Dv", Reason.HEAD_DIMS_DIFFER),
+                f"B in {list(BATCHES)}",
+                f"Sq in {list(LENGTHS)}",
+                f"Sk in {list(LENGTHS)}",
+                "D == Dv else HEAD_DIMS_DIFFER",
             ),
             gradient=False,
             autocast=False,

@@ -4,8 +4,6 @@ Reading order: `rules` (one line), `policy` (the chain and its verdict), `load` 
 `program` (what calls ask for), `names` (do the names exist).
 """
 
-from layerzero.selection.policy.condition import Condition as Condition
-from layerzero.selection.policy.condition import parse_conditions as parse_conditions
 from layerzero.selection.policy.load import LoadedPolicy as LoadedPolicy
 from layerzero.selection.policy.load import environment_policy as environment_policy
 from layerzero.selection.policy.load import load_policy as load_policy
@@ -32,3 +30,5 @@ from layerzero.selection.policy.rules import Boost as Boost
 from layerzero.selection.policy.rules import Layer as Layer
 from layerzero.selection.policy.rules import Rule as Rule
 from layerzero.selection.policy.rules import make_rule as make_rule
+from layerzero.spec.condition import Condition as Condition
+from layerzero.spec.condition import parse_conditions as parse_conditions
