@@ -6,15 +6,13 @@ launch. Rows are gathered once and put back once; one launch a size replaces one
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-from layerzero.spec.capability import Capability
-from layerzero.spec.kernel import Efficiency, Kernel
+from layerzero.spec.kernel import Kernel
 
 # Lengths are rounded up to a multiple of this; a larger step means fewer launches and more padding.
 STEP = 8
@@ -105,26 +103,19 @@ def _mask(
     return (seen & real_k[:, None, :])[:, None]
 
 
-def _load() -> Callable[..., Any]:
-    return padded_attention
-
-
 KERNELS: tuple[Kernel, ...] = (
     Kernel.of(
         "torch.ragged_attention.padded",
-        _load,
-        Capability(
-            source="torch.nn.functional.scaled_dot_product_attention on the CPU, sequences padded by length",
-            platforms=frozenset({"cpu"}),
-            dtypes=frozenset({"float32", "bfloat16"}),
-            features=frozenset({"causal", "gqa", "scale", "scale_not_positive"}),
-            limits=("D <= 512 else HEAD_DIM_TOO_LARGE",),
-            gradient=False,
-            autocast=False,  # the products' dtype would not be the rows'
-        ),
-        Efficiency(
-            0.4, 0.3, 150.0, "an estimate, from batches of short sequences on an AMD EPYC with AVX-512"
-        ),
+        lambda: padded_attention,
+        (0.4, 0.3, 150.0),
+        "an estimate, from batches of short sequences on an AMD EPYC with AVX-512",
+        source="torch.nn.functional.scaled_dot_product_attention on the CPU, sequences padded by length",
+        platforms="cpu",
+        dtypes="float32 bfloat16",
+        features="causal gqa scale scale_not_positive",
+        limits=("D <= 512 else HEAD_DIM_TOO_LARGE",),
+        gradient=False,
+        autocast=False,  # the products' dtype would not be the rows'
         tie_break_order=30,
         default=True,
     ),

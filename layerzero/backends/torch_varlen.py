@@ -7,15 +7,13 @@ other lengths, all rows bound it, which costs empty blocks and waits for nothing
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+import functools
 
 import torch
 from torch import Tensor
 
 from layerzero.ops.host_copies import max_seqlen
-from layerzero.spec.capability import Capability
-from layerzero.spec.kernel import Efficiency, Kernel
+from layerzero.spec.kernel import Kernel
 
 aten = torch.ops.aten
 Result = Tensor | tuple[Tensor, Tensor]
@@ -61,59 +59,34 @@ def _int32(offsets: Tensor) -> Tensor:
     return offsets.to(torch.int32).contiguous()
 
 
-def _kernel(
-    variant: str, run: Callable[..., Any], efficiency: Efficiency, rank: int, default: bool = False,
-    limits: tuple[str, ...] = (), **capability: Any,
-) -> Kernel:  # fmt: skip
-    return Kernel.of(
-        f"torch.ragged_attention.{variant}",
-        lambda: run,
-        Capability(
-            source=f"aten::_{variant}_attention_forward; run against float64 on an H200, torch 2.11",
-            platforms=frozenset({"cuda"}),
-            sm_min=80,
-            sm_max=121,
-            last_stride1=True,
-            limits=(*limits, "B * Hq <= 65535 else CUDA_BLOCK_LIMIT_EXCEEDED"),
-            gradient=False,  # the operator under the public function records none
-            graph_safe=True,
-            **capability,
-        ),
-        efficiency,
-        tie_break_order=rank,
-        default=default,
-    )
-
-
+_kernel = functools.partial(
+    Kernel.of,
+    platforms="cuda",
+    sm_min=80,
+    sm_max=121,
+    last_stride1=True,
+    alignment=16,
+    gradient=False,  # the operator under the public function records none
+    graph_safe=True,
+)
+_SOURCE = "aten::_{}_attention_forward; run against float64 on an H200, torch 2.11"
 _DENSE = "its dense form on one H200, bf16, causal prefill 2048, 32/8 heads of 128: {} us"
+_GRID = "B * Hq <= 65535 else CUDA_BLOCK_LIMIT_EXCEEDED"
 
 KERNELS: tuple[Kernel, ...] = (
     _kernel(
-        "flash",
-        flash,
-        Efficiency(0.27, 0.6, 12.0, _DENSE.format(164)),
-        40,
-        default=True,
-        dtypes=frozenset({"float16", "bfloat16"}),
-        features=frozenset({"causal", "scale", "gqa", "window", "lse"}),
-        alignment=16,
+        "torch.ragged_attention.flash", lambda: flash, (0.27, 0.6, 12.0), _DENSE.format(164),
+        source=_SOURCE.format("flash"), dtypes="float16 bfloat16", features="causal scale gqa window lse",
         limits=(
-            "D <= 256 else HEAD_DIM_TOO_LARGE",
-            "D % 8 == 0 else HEAD_DIM_ALIGNMENT",
-            "D == Dv else HEAD_DIMS_DIFFER",
+            "D <= 256 else HEAD_DIM_TOO_LARGE", "D % 8 == 0 else HEAD_DIM_ALIGNMENT",
+            "D == Dv else HEAD_DIMS_DIFFER", _GRID,
         ),
+        tie_break_order=40, default=True,
     ),
     _kernel(
-        "efficient",
-        efficient,
-        Efficiency(0.16, 0.3, 12.0, _DENSE.format(269)),
-        60,
-        dtypes=frozenset({"float16", "bfloat16", "float32"}),
-        features=frozenset({"causal", "scale"}),
-        alignment=16,
-        limits=(
-            "D % 8 == 0 else HEAD_DIM_ALIGNMENT",
-            "Dv % 8 == 0 else HEAD_DIM_ALIGNMENT",
-        ),
+        "torch.ragged_attention.efficient", lambda: efficient, (0.16, 0.3, 12.0), _DENSE.format(269),
+        source=_SOURCE.format("efficient"), dtypes="float16 bfloat16 float32", features="causal scale",
+        limits=("D % 8 == 0 else HEAD_DIM_ALIGNMENT", "Dv % 8 == 0 else HEAD_DIM_ALIGNMENT", _GRID),
+        tie_break_order=60,
     ),
-)
+)  # fmt: skip

@@ -21,8 +21,7 @@ from torch import Tensor
 
 from layerzero.ops.attention import masks
 from layerzero.spec.call_spec import CallSpec
-from layerzero.spec.capability import Capability
-from layerzero.spec.kernel import Efficiency, Kernel
+from layerzero.spec.kernel import Kernel
 
 
 @functools.cache
@@ -122,62 +121,40 @@ def _split_bytes(request: CallSpec) -> int:
     return _bias_bytes(request) + 64 * rows * (4 * d + 8)
 
 
-_LIMITS = (
-    "D % 8 == 0 else HEAD_DIM_ALIGNMENT",
-    "D <= 256 else HEAD_DIM_TOO_LARGE",
-    "D == Dv else HEAD_DIMS_DIFFER",
+_kernel = functools.partial(
+    Kernel.of,
+    platforms="cuda",
+    sm_min=80,
+    sm_max=90,
+    layouts="BSHD",
+    last_stride1=True,
+    alignment=16,
+    gradient=False,
+    tie_break_order=70,
+    slow_import=True,
+    distributions=("xformers>=0.0.35",),
+    co_requirements=(("flash-attn-4", "flash-attn"),),
 )
-
-
-def _kernel(
-    variant: str, module: str, dtypes: frozenset[str], features: frozenset[str], efficiency: Efficiency,
-    limits: tuple[Any, ...] = _LIMITS, bias_of: Callable[..., Any] = _bias,
-    workspace_bytes: Callable[[CallSpec], int] = _bias_bytes, **more: Any,
-) -> Kernel:  # fmt: skip
-    return Kernel.of(
-        f"xformers.attention.{variant}",
-        functools.partial(_load, module, bias_of),
-        Capability(
-            source=f"xformers 0.0.35, ops/fmha/{module}.py, called without its extension",
-            platforms=frozenset({"cuda"}),
-            sm_min=80,
-            sm_max=90,
-            dtypes=dtypes,
-            features=features,
-            layouts=frozenset({"BSHD"}),
-            last_stride1=True,
-            alignment=16,
-            limits=limits,
-            gradient=False,
-            **more,
-        ),
-        efficiency,
-        tie_break_order=70,
-        slow_import=True,
-        distributions=("xformers>=0.0.35",),
-        co_requirements=(("flash-attn-4", "flash-attn"),),
-        workspace_bytes=workspace_bytes,
-    )
-
-
-_HALF = frozenset({"float16", "bfloat16"})
+_SOURCE = "xformers 0.0.35, ops/fmha/{}.py, called without its extension"
 _AS_TORCH = "torch's kernel on one H200, bf16, causal prefill 2048, 32/8 heads of 128: {} us; host estimated"
+_SAME_HEAD_SIZES = "D == Dv else HEAD_DIMS_DIFFER"
+_LIMITS = ("D % 8 == 0 else HEAD_DIM_ALIGNMENT", "D <= 256 else HEAD_DIM_TOO_LARGE", _SAME_HEAD_SIZES)
 
 KERNELS: tuple[Kernel, ...] = (
     _kernel(
-        "cutlass", "cutlass", _HALF | {"float32"},
-        frozenset({"causal", "scale", "mask_bool", "mask_float", "mask_and_causal", "window"}),
-        Efficiency(0.16, 0.3, 40.0, _AS_TORCH.format(269)),
+        "xformers.attention.cutlass", lambda: _load("cutlass"), (0.16, 0.3, 40.0), _AS_TORCH.format(269),
+        source=_SOURCE.format("cutlass"), dtypes="float16 bfloat16 float32", limits=_LIMITS,
+        features="causal scale mask_bool mask_float mask_and_causal window", workspace_bytes=_bias_bytes,
     ),
     _kernel(
-        "flash", "flash", _HALF, frozenset({"causal", "scale", "gqa"}),
-        Efficiency(0.27, 0.6, 40.0, _AS_TORCH.format(164)),
-        workspace_bytes=_flash_bytes,
+        "xformers.attention.flash", lambda: _load("flash"), (0.27, 0.6, 40.0), _AS_TORCH.format(164),
+        source=_SOURCE.format("flash"), dtypes="float16 bfloat16", limits=_LIMITS,
+        features="causal scale gqa", workspace_bytes=_flash_bytes,
     ),
     _kernel(
-        "triton_splitk", "triton_splitk", _HALF, frozenset({"scale", "gqa", "mask_bool", "mask_float"}),
-        Efficiency(0.1, 0.6, 60.0, "an estimate"),
-        ("D in [16, 32, 64, 128, 256]", _LIMITS[2]),
-        bias_of=_finite_bias, workspace_bytes=_split_bytes,
+        "xformers.attention.triton_splitk", lambda: _load("triton_splitk", _finite_bias), (0.1, 0.6, 60.0),
+        "an estimate", source=_SOURCE.format("triton_splitk"), dtypes="float16 bfloat16",
+        limits=("D in [16, 32, 64, 128, 256]", _SAME_HEAD_SIZES),
+        features="scale gqa mask_bool mask_float", workspace_bytes=_split_bytes,
     ),
 )  # fmt: skip

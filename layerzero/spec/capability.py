@@ -105,3 +105,9 @@ class Capability(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     autocast: bool = True
     tp_invariant: bool = False
     narrowed: frozenset[str] = frozenset()
+
+
+# The fields that are sets of names.
+NAME_SETS = frozenset({
+    "archs", "cpu_vendors", "dtypes", "features", "half_isa", "index_dtypes", "isa", "layouts", "platforms",
+})  # fmt: skip

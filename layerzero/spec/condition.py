@@ -190,10 +190,10 @@ def parse_limit(text: str) -> Limit:
     _require("limits", bool(condition.axes), "a condition on sizes", text)
     numbers = condition.value if isinstance(condition.value, tuple) else (condition.value,)
     _require("limits", all(type(n) is str or n >= 1 for n in numbers), "a value of at least 1", text)  # type: ignore[operator]
-    when, reason = match["when"] or "", match["reason"] or Reason.SIZE_UNSUPPORTED
+    when, reason = match["when"] or "", match["reason"] or Reason.SIZE_UNSUPPORTED.value
     _require("limits", when in FLAGS | {""}, "a feature or a mode after when", text)
     _require("limits", reason in Reason.__members__, "a reason after else", text)
-    return Limit(condition, when, Reason(reason))
+    return Limit(condition, when, Reason[reason])
 
 
 def _parse_one(what: str, text: str) -> Condition:

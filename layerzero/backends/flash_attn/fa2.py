@@ -17,14 +17,13 @@ from layerzero.backends.flash_attn.shared import (
     PagedCall,
     RaggedCall,
     Result,
+    ampere,
     both,
     flags,
     int32,
-    kernel,
     takes,
 )
-from layerzero.spec.capability import Capability
-from layerzero.spec.kernel import Efficiency, Kernel
+from layerzero.spec.kernel import Kernel
 
 
 @functools.cache
@@ -75,35 +74,26 @@ def _paged() -> Callable[..., Any]:
     return paged_attention
 
 
-def _capability(*, limits: tuple[Any, ...] = (), **more: Any) -> Capability:
-    return Capability(
-        # What was compiled and run: its forward for these head sizes in bfloat16. It has others too.
-        source="flash-attn 2.8.3.post2, csrc/flash_attn/flash_api.cpp; run against float64 on an H200",
-        platforms=frozenset({"cuda"}),
-        sm_min=80,
-        sm_max=121,
-        dtypes=frozenset({"bfloat16"}),
-        features=FEATURES | {"lse"},
-        limits=("D in [64, 128]", SAME_HEAD_SIZES, *limits),
-        last_stride1=True,
-        alignment=16,
-        gradient=False,
-        **more,
-    )
-
-
-_AS_TORCH = "an estimate, taken over from torch's build of the same kernels (torch.attention.sdpa_flash)"
-_SPEED = Efficiency(0.27, 0.6, 12.0, _AS_TORCH)
-_make = functools.partial(kernel, "flash_attn_2", rank=39, distribution="flash-attn>=2.7")
+# What was compiled and run: its forward for these head sizes in bfloat16. It has others too.
+_kernel = functools.partial(
+    ampere,
+    efficiency=(0.27, 0.6, 12.0),
+    measured="an estimate, taken over from torch's build of the same kernels (torch.attention.sdpa_flash)",
+    source="flash-attn 2.8.3.post2, csrc/flash_attn/flash_api.cpp; run against float64 on an H200",
+    dtypes="bfloat16",
+    features=f"{FEATURES} lse",
+    limits=("D in [64, 128]", SAME_HEAD_SIZES),
+    tie_break_order=39,
+    distributions=("flash-attn>=2.7",),
+)
 
 KERNELS: tuple[Kernel, ...] = (
-    _make("attention", "dense", _attention, _capability(layouts=frozenset({"BSHD"})), _SPEED),
-    _make("ragged_attention", "varlen", _ragged, _capability(), _SPEED),
-    _make(
-        "paged_attention",
-        "block_table",
+    _kernel("flash_attn_2.attention.dense", _attention, layouts="BSHD"),
+    _kernel("flash_attn_2.ragged_attention.varlen", _ragged),
+    _kernel(
+        "flash_attn_2.paged_attention.block_table",
         _paged,
-        _capability(layouts=frozenset({"NHD"}), limits=("P % 256 == 0",)),
-        _SPEED,
+        layouts="NHD",
+        limits=("D in [64, 128]", SAME_HEAD_SIZES, "P % 256 == 0"),
     ),
 )

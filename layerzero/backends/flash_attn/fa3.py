@@ -18,7 +18,6 @@ from layerzero.backends.flash_attn.shared import (
     flags,
     hopper,
     int32,
-    kernel,
     takes,
 )
 from layerzero.ops.host_copies import max_seqlen
@@ -76,22 +75,20 @@ def _paged() -> Callable[..., Any]:
     return paged_attention
 
 
-_capability = functools.partial(
+_kernel = functools.partial(
     hopper,
-    "hopper/flash_attn_interface.py as flash-attn 2.8.3.post2 ships it; not executed here",
+    **THIRD,
+    source="hopper/flash_attn_interface.py as flash-attn 2.8.3.post2 ships it; not executed here",
+    features=FEATURES,
     cuda_min="12.3",
-    alignment=16,
+    tie_break_order=37,
+    distributions=("flash-attn-3>=3.0.0b1",),
 )
-_make = functools.partial(kernel, "flash_attn_3", rank=37, distribution="flash-attn-3>=3.0.0b1")
 
 KERNELS: tuple[Kernel, ...] = (
-    _make("attention", "dense", _attention, _capability(layouts=frozenset({"BSHD"})), THIRD),
-    _make("ragged_attention", "varlen", _ragged, _capability(), THIRD),
-    _make(
-        "paged_attention",
-        "page_table",
-        _paged,
-        _capability(features=FEATURES | {"prefill", "lse"}, layouts=frozenset({"NHD"})),
-        THIRD,
+    _kernel("flash_attn_3.attention.dense", _attention, layouts="BSHD"),
+    _kernel("flash_attn_3.ragged_attention.varlen", _ragged),
+    _kernel(
+        "flash_attn_3.paged_attention.page_table", _paged, features=f"{FEATURES} prefill lse", layouts="NHD"
     ),
 )

@@ -11,11 +11,11 @@ import functools
 import importlib
 import warnings
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 from layerzero.backends.flash_attn.shared import (
     FEATURES,
+    HEAD_SIZES,
     AttentionCall,
     DenseCall,
     PagedCall,
@@ -24,14 +24,12 @@ from layerzero.backends.flash_attn.shared import (
     Window,
     hopper,
     int32,
-    kernel,
     takes,
 )
 from layerzero.ops.host_copies import max_seqlen
 from layerzero.ops.rehearsal import dummy_run
 from layerzero.spec.call_spec import CallSpec
-from layerzero.spec.capability import Capability
-from layerzero.spec.kernel import Efficiency, Kernel, Tiling
+from layerzero.spec.kernel import Kernel, Tiling
 
 
 @functools.cache
@@ -107,33 +105,13 @@ def _paged() -> Callable[..., Any]:
     return paged_attention
 
 
-_FEATURES = FEATURES | {"lse"}
-_capability = functools.partial(
-    hopper,
-    "flash-attn-4 4.0.0b36, flash_attn/cute/interface.py; run against float64 on an H200",
-    features=_FEATURES,
-    alignment=16,
-    graph_safe=True,
-)
-_LEAST = "D >= 8"
-_MEASURED = "an estimate beside the eager and replayed prefills in benchmarks/results/regret_h200.json"
-_FAST = Efficiency(0.67, 0.8, 75.6, _MEASURED)
 _TILES = Tiling(
     rows=((96, 192), (256, 128)),
     packed=True,
     splits=False,
     source="flash-attn-4 4.0.0b36, flash_attn/cute/interface.py: _tile_size_fwd_sm90, pack_gqa's default",
 )
-
-
-def _make(
-    op: str, variant: str, load: Callable[[], Callable[..., Any]], capability: Capability, speed: Efficiency
-) -> Kernel:
-    return replace(
-        kernel("flash_attn_4", op, variant, load, capability, speed, 34, "flash-attn-4>=4.0.0b36"),
-        compile_key=_compiled_for,
-        compile=lambda request: dummy_run(load(), request),
-    )
+_LIMITS = (*HEAD_SIZES, "D >= 8")
 
 
 def _compiled_for(request: CallSpec) -> str:
@@ -142,29 +120,28 @@ def _compiled_for(request: CallSpec) -> str:
     return " ".join([request.dtype, *(str(request.dim(name)) for name in ("D", "G")), *flags])
 
 
+def _kernel(name: str, load: Callable[[], Callable[..., Any]], **own: Any) -> Kernel:
+    fields: dict[str, Any] = {
+        "features": f"{FEATURES} lse", "limits": _LIMITS, "graph_safe": True, "tie_break_order": 34,
+        "source": "flash-attn-4 4.0.0b36, flash_attn/cute/interface.py; run against float64 on an H200",
+        "measured": "an estimate beside the eager and replayed prefills in "
+        "benchmarks/results/regret_h200.json",
+        "distributions": ("flash-attn-4>=4.0.0b36",), "compile_key": _compiled_for,
+        "compile": lambda request: dummy_run(load(), request),
+    }  # fmt: skip
+    return hopper(f"flash_attn_4.{name}", load, (0.67, 0.8, 75.6), **fields | own)
+
+
 KERNELS: tuple[Kernel, ...] = (
-    replace(
-        _make(
-            "attention",
-            "dense",
-            _attention,
-            _capability(limits=(_LEAST,), layouts=frozenset({"BSHD"})),
-            _FAST,
-        ),
-        tiling=_TILES,
-    ),
-    _make("ragged_attention", "varlen", _ragged, _capability(limits=(_LEAST,)), _FAST),
-    _make(
-        "paged_attention",
-        "page_table",
+    _kernel("attention.dense", _attention, layouts="BSHD", tiling=_TILES),
+    _kernel("ragged_attention.varlen", _ragged),
+    _kernel(
+        "paged_attention.page_table",
         _paged,
-        _capability(
-            features=_FEATURES | {"prefill"},
-            layouts=frozenset({"NHD"}),
-            # A page that holds whole tiles of keys is loaded with what stands behind the length, and a NaN
-            # there reaches the output.
-            limits=(_LEAST, "P <= 64", "D % 16 == 0 else HEAD_DIM_ALIGNMENT"),
-        ),
-        _FAST,
+        features=f"{FEATURES} lse prefill",
+        layouts="NHD",
+        # A page that holds whole tiles of keys is loaded with what stands behind the length, and a NaN
+        # there reaches the output.
+        limits=(*_LIMITS, "P <= 64", "D % 16 == 0 else HEAD_DIM_ALIGNMENT"),
     ),
 )

@@ -12,13 +12,10 @@ from torch import Tensor
 from layerzero.ops.attention.arguments import AttentionArgs, PagedArgs, RaggedArgs
 from layerzero.ops.host_copies import max_seqlen
 from layerzero.spec.call_spec import CallSpec
-from layerzero.spec.capability import Capability
-from layerzero.spec.kernel import Efficiency, Kernel
+from layerzero.spec.kernel import Kernel
 
-HALF = frozenset({"float16", "bfloat16"})
-FEATURES = frozenset({"causal", "scale", "gqa", "window", "softcap"})
+FEATURES = "causal scale gqa window softcap"
 SAME_HEAD_SIZES = "D == Dv else HEAD_DIMS_DIFFER"
-# What the kernels of the third and the fourth generation exist for.
 HEAD_SIZES = (
     "D <= 256 else HEAD_DIM_TOO_LARGE",
     "D % 8 == 0 else HEAD_DIM_ALIGNMENT",
@@ -26,7 +23,10 @@ HEAD_SIZES = (
 )
 Window = tuple[int, int] | None
 Result = Tensor | tuple[Tensor, Tensor]
-THIRD = Efficiency(0.6, 0.8, 20.0, "an estimate, from FlashInfer's FA3 template")
+THIRD: dict[str, Any] = {
+    "efficiency": (0.6, 0.8, 20.0),
+    "measured": "an estimate, from FlashInfer's FA3 template",
+}
 
 
 DenseCall = AttentionArgs
@@ -89,38 +89,21 @@ def workspace_bytes(request: CallSpec) -> int:
     return 4 * request.dim("Hq") * (rows + 127) + 150 * 2 * 64 * 257 * 4
 
 
-def hopper(
-    source: str, *, features: frozenset[str] = FEATURES, limits: tuple[str, ...] = (), **more: Any
-) -> Capability:
-    """What the generations for Hopper have in common; other families have kernels with other limits."""
-    return Capability(
-        source=source,
-        platforms=frozenset({"cuda"}),
-        sm_min=90,
-        sm_max=90,
-        dtypes=HALF,
-        features=features,
-        limits=(*HEAD_SIZES, *limits),
-        last_stride1=True,
-        gradient=False,
-        **more,
-    )
-
-
-def kernel(
-    generation: str, op: str, variant: str, load: Callable[[], Callable[..., Any]], capability: Capability,
-    efficiency: Efficiency, rank: int, distribution: str,
-) -> Kernel:  # fmt: skip
-    """A cold kernel of one generation: importing loads or compiles machine code."""
-    return Kernel(
-        id=f"{generation}.{op}.{variant}",
-        op=op,
-        backend=generation,
-        capability=capability,
-        load=load,
-        efficiency=efficiency,
-        tie_break_order=rank,
-        slow_import=True,
-        distributions=(distribution,),
-        workspace_bytes=workspace_bytes,
-    )
+_kernel = functools.partial(
+    Kernel.of,
+    platforms="cuda",
+    last_stride1=True,
+    alignment=16,
+    gradient=False,
+    slow_import=True,  # importing loads or compiles machine code
+    workspace_bytes=workspace_bytes,
+)
+ampere = functools.partial(_kernel, sm_min=80, sm_max=121)
+# What the kernels of the third and the fourth generation exist for; other families have other limits.
+hopper = functools.partial(
+    _kernel,
+    sm_min=90,
+    sm_max=90,
+    dtypes="float16 bfloat16",
+    limits=HEAD_SIZES,
+)

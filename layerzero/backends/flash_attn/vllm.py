@@ -10,7 +10,6 @@ from __future__ import annotations
 import functools
 import importlib.util
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +18,7 @@ from torch import Tensor
 
 from layerzero.backends.flash_attn.shared import (
     FEATURES,
+    HEAD_SIZES,
     THIRD,
     AttentionCall,
     DenseCall,
@@ -28,7 +28,6 @@ from layerzero.backends.flash_attn.shared import (
     both,
     hopper,
     int32,
-    kernel,
     takes,
     workspace_bytes,
 )
@@ -170,17 +169,6 @@ def _paged() -> Callable[..., Any]:
     return paged_attention
 
 
-_FEATURES = FEATURES | {"lse"}
-_capability = functools.partial(
-    hopper,
-    "vllm 0.26.0, vllm_flash_attn/flash_attn_interface.py and its extension; run against float64 on an H200",
-    features=_FEATURES,
-    cuda_min="12.3",
-    alignment=16,
-    graph_safe=True,
-)
-_make = functools.partial(kernel, "vllm_flash_attn_3", rank=38, distribution="vllm>=0.20")
-
 _TILES = Tiling(
     rows=((96, 192), (256, 128)),
     packed=True,
@@ -200,20 +188,36 @@ def _joined(request: CallSpec) -> int:
     return 2 * batch * (queries + keys)
 
 
+_kernel = functools.partial(
+    hopper,
+    **THIRD,
+    source="vllm 0.26.0, vllm_flash_attn/flash_attn_interface.py and its extension; run against float64 on "
+    "an H200",
+    features=f"{FEATURES} lse",
+    cuda_min="12.3",
+    graph_safe=True,
+    tie_break_order=38,
+    distributions=("vllm>=0.20",),
+)
+
 KERNELS: tuple[Kernel, ...] = (
-    replace(
-        _make("attention", "varlen", _attention, _capability(layouts=frozenset({"BSHD"})), THIRD),
+    _kernel(
+        "vllm_flash_attn_3.attention.varlen",
+        _attention,
+        layouts="BSHD",
         copied_bytes=_joined,
         tiling=_TILES,
         workspace_bytes=lambda request: workspace_bytes(request) + _joined(request),
     ),
-    _make("ragged_attention", "varlen", _ragged, _capability(), THIRD),
-    _make(
-        "paged_attention",
-        "page_table",
+    _kernel("vllm_flash_attn_3.ragged_attention.varlen", _ragged),
+    _kernel(
+        "vllm_flash_attn_3.paged_attention.page_table",
         _paged,
-        # Larger pages are loaded in whole tiles, with what stands behind the length.
-        _capability(features=_FEATURES | {"prefill"}, layouts=frozenset({"NHD"}), limits=("P <= 64",)),
-        THIRD,
+        features=f"{FEATURES} lse prefill",
+        layouts="NHD",
+        limits=(
+            *HEAD_SIZES,
+            "P <= 64",
+        ),  # larger ones are loaded in whole tiles, with what stands behind them
     ),
 )

@@ -9,26 +9,24 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from layerzero.backends.flashinfer.common import (
-    DISTRIBUTIONS,
-    HALF,
+    ESTIMATE,
     LOAD_BYTES,
     SOURCE,
-    estimate,
+    TEMPLATES,
+    kernel,
     module,
     planned_bytes,
 )
 from layerzero.ops import host_copies
 from layerzero.ops.rehearsal import dummy_run
 from layerzero.spec.call_spec import CallSpec
-from layerzero.spec.capability import Capability
-from layerzero.spec.kernel import Efficiency, Kernel, Tiling
+from layerzero.spec.kernel import Kernel, Tiling
 
 if TYPE_CHECKING:
     from layerzero.backends.flashinfer import planning
@@ -179,43 +177,6 @@ def _paged(backend: str) -> Callable[..., Any]:
     return paged_attention
 
 
-_WIDTHS = ("D in [64, 128, 256]", "D == Dv else HEAD_DIMS_DIFFER")
-_FEATURES = frozenset({"causal", "scale", "gqa", "softcap", "lse"})
-
-
-def _capability(what: str, *, sm_min: int, sm_max: int, **more: Any) -> Capability:
-    return Capability(
-        source=SOURCE.format(what),
-        platforms=frozenset({"cuda"}),
-        sm_min=sm_min,
-        sm_max=sm_max,
-        dtypes=HALF,
-        last_stride1=True,
-        alignment=LOAD_BYTES,
-        gradient=False,
-        **more,
-    )
-
-
-def _kernel(
-    op: str, variant: str, load: Callable[[str], Callable[..., Any]], capability: Capability,
-    efficiency: Efficiency, rank: int,
-) -> Kernel:  # fmt: skip
-    run = functools.cache(functools.partial(load, variant))
-    return Kernel.of(
-        f"flashinfer.{op}.{variant}",
-        run,
-        capability,
-        efficiency,
-        tie_break_order=rank,
-        slow_import=True,
-        distributions=DISTRIBUTIONS,
-        workspace_bytes=planned_bytes,
-        compile_key=_module,
-        compile=lambda request: _build(op, run, request),
-    )
-
-
 def _build(op: str, run: Callable[[], Callable[..., Any]], request: CallSpec) -> None:
     """Compile a request's module, and over pages the merge of partial results that a plan may take."""
     if op == "paged_attention":
@@ -228,8 +189,9 @@ def _module(request: CallSpec) -> str:
     return f"{request.dtype} {request.dim('D')}{' softcap' if 'softcap' in request.features else ''}"
 
 
-_SM = {"fa2": (80, 121), "fa3": (90, 90)}  # the FA3 template is written for wgmma
-_PREFILL = "beside a causal prefill in benchmarks/results/regret_h200.json"
+_WRAPPER = "BatchPrefillWith{}KVCacheWrapper, backend {}"
+_PREFILL = ESTIMATE.format("beside a causal prefill in benchmarks/results/regret_h200.json")
+_DECODES = ESTIMATE.format("beside the decodes in benchmarks/results/regret_h200.json")
 _OF_ROOF = {"fa2": 0.39, "fa3": 0.69}
 _TILES = Tiling(
     rows=((64, 192), (256, 128)),
@@ -237,42 +199,44 @@ _TILES = Tiling(
     splits=False,
     source="FlashInfer 0.7.2, attention/hopper/prefill_sm90.cuh: getCTATileSize",
 )
+_FEATURES = "causal scale gqa softcap lse"
 
 
-def _kernels() -> tuple[Kernel, ...]:
-    table: list[Kernel] = []
-    for variant, (low, high) in _SM.items():
-        rank = 35 if variant == "fa3" else 38
-        prefill = estimate(_OF_ROOF[variant], 0.6, 45.0, _PREFILL)
-        planned = estimate(_OF_ROOF[variant], 0.6, 150.0, _PREFILL)
-        decode = estimate(
-            _OF_ROOF[variant],
-            0.98 if variant == "fa2" else 0.6,
-            150.0,
-            "beside the decodes in benchmarks/results/regret_h200.json",
-        )
-        what = f"BatchPrefillWith{{}}KVCacheWrapper, backend {variant}"
-        dense = _capability(
-            what.format("Ragged"), sm_min=low, sm_max=high, features=_FEATURES, limits=_WIDTHS,
-            layouts=frozenset({"BSHD"}), contiguous=True,
-        )  # fmt: skip
-        ragged = _capability(
-            what.format("Ragged"),
-            sm_min=low,
-            sm_max=high,
+def _kernel(op: str, template: str, load: Callable[[str], Callable[..., Any]], **own: Any) -> Kernel:
+    run = functools.cache(functools.partial(load, template))
+    return kernel(
+        f"flashinfer.{op}.{template}",
+        run,
+        **TEMPLATES[template],
+        source=SOURCE.format(_WRAPPER.format("Paged" if op == "paged_attention" else "Ragged", template)),
+        limits=("D in [64, 128, 256]", "D == Dv else HEAD_DIMS_DIFFER"),
+        contiguous=True,
+        last_stride1=True,
+        alignment=LOAD_BYTES,
+        workspace_bytes=planned_bytes,
+        compile_key=_module,
+        compile=lambda request: _build(op, run, request),
+        **own,
+    )
+
+
+def _kernels(template: str) -> tuple[Kernel, ...]:
+    """The kernels of one template."""
+    of_roof, decode = _OF_ROOF[template], 0.98 if template == "fa2" else 0.6
+    return (
+        _kernel(
+            "attention", template, _dense, efficiency=(of_roof, 0.6, 45.0), measured=_PREFILL,
+            features=_FEATURES, layouts="BSHD", tiling=_TILES if template == "fa3" else None,
+        ),
+        _kernel(
+            "ragged_attention", template, _ragged, efficiency=(of_roof, 0.6, 150.0), measured=_PREFILL,
             features=_FEATURES,
-            limits=_WIDTHS,
-            contiguous=True,
-        )
-        paged = _capability(
-            what.format("Paged"), sm_min=low, sm_max=high, features=_FEATURES | {"prefill"},
-            limits=_WIDTHS, layouts=frozenset({"NHD", "HND"}), contiguous=True,
-        )  # fmt: skip
-        tiling = _TILES if variant == "fa3" else None
-        table.append(replace(_kernel("attention", variant, _dense, dense, prefill, rank), tiling=tiling))
-        table.append(_kernel("ragged_attention", variant, _ragged, ragged, planned, rank))
-        table.append(_kernel("paged_attention", variant, _paged, paged, decode, rank))
-    return tuple(table)
+        ),
+        _kernel(
+            "paged_attention", template, _paged, efficiency=(of_roof, decode, 150.0), measured=_DECODES,
+            features=f"{_FEATURES} prefill", layouts="NHD HND",
+        ),
+    )  # fmt: skip
 
 
-KERNELS = _kernels()
+KERNELS: tuple[Kernel, ...] = tuple(kernel for template in TEMPLATES for kernel in _kernels(template))

@@ -9,16 +9,15 @@ from typing import Any
 from torch import Tensor
 
 from layerzero.backends.flashinfer.common import (
-    DISTRIBUTIONS,
-    HALF,
+    ESTIMATE,
     LOAD_BYTES,
     SOURCE,
-    estimate,
+    TEMPLATES,
+    kernel,
     module,
     planned_bytes,
 )
 from layerzero.ops.rehearsal import dummy_run
-from layerzero.spec.capability import Capability
 from layerzero.spec.kernel import Kernel
 
 
@@ -66,34 +65,23 @@ def _latent(backend: str) -> Callable[..., Any]:
     return mla_attention
 
 
-_SM = {"fa2": (80, 121), "fa3": (90, 90)}
-
-
-def _kernel(variant: str, low: int, high: int) -> Kernel:
-    run = functools.cache(functools.partial(_latent, variant))
-    return Kernel.of(
-        f"flashinfer.mla_attention.{variant}",
+def _kernel(template: str) -> Kernel:
+    run = functools.cache(functools.partial(_latent, template))
+    return kernel(
+        f"flashinfer.mla_attention.{template}",
         run,
-        Capability(
-            source=SOURCE.format(f"BatchMLAPagedAttentionWrapper, backend {variant}"),
-            platforms=frozenset({"cuda"}),
-            sm_min=low,
-            sm_max=high,
-            dtypes=HALF,
-            features=frozenset({"causal", "prefill", "lse"}),
-            limits=("C in [512]", "R in [64]"),
-            contiguous=True,
-            alignment=LOAD_BYTES,
-            gradient=False,
-        ),
-        estimate(0.4, 0.6, 150.0, "as paged attention"),
-        tie_break_order=35 if variant == "fa3" else 38,
-        slow_import=True,
-        distributions=DISTRIBUTIONS,
+        (0.4, 0.6, 150.0),
+        ESTIMATE.format("as paged attention"),
+        source=SOURCE.format(f"BatchMLAPagedAttentionWrapper, backend {template}"),
+        **TEMPLATES[template],
+        features="causal prefill lse",
+        limits=("C in [512]", "R in [64]"),
+        contiguous=True,
+        alignment=LOAD_BYTES,
         workspace_bytes=planned_bytes,
         compile_key=lambda request: request.dtype,
         compile=lambda request: dummy_run(run(), request),
     )
 
 
-KERNELS: tuple[Kernel, ...] = tuple(_kernel(variant, low, high) for variant, (low, high) in _SM.items())
+KERNELS: tuple[Kernel, ...] = tuple(map(_kernel, TEMPLATES))
