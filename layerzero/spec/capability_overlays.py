@@ -19,7 +19,7 @@ import msgspec
 import torch
 
 from layerzero._util.files import replace_own
-from layerzero._util.strict_yaml import Document, YamlError, parse_file, quote, suggestion
+from layerzero._util.strict_yaml import quote, suggestion
 from layerzero.spec.capability import (
     ACTIVATIONS,
     ALL_PLATFORMS,
@@ -30,6 +30,7 @@ from layerzero.spec.condition import parse_limit
 from layerzero.spec.errors import CacheCorruptionError, ConfigurationError, PolicyValidationError
 from layerzero.spec.kernel import Kernel, version
 from layerzero.spec.tolerances import FACTOR
+from layerzero.spec.user_file import UserFile
 
 FORMAT = 2
 PLATFORMS = ALL_PLATFORMS | {"hpu", "mps"}
@@ -92,16 +93,19 @@ def read(path: str | os.PathLike[str]) -> Capabilities:
     Raises: ConfigurationError: unknown version, a missing or unknown field, a constraint that means nothing;
         kernel and field are named. CacheCorruptionError: the content does not match its hash.
     """
-    parsed = _document(path)
+    file = _CapabilityFile(path)
     for name in ("version", "content", "kernels"):
-        if name not in parsed.value:
+        if name not in file.value:
             raise ConfigurationError(f"{path}: needs {name}, got none", path=str(path), field=name)
-    for kernel, entry in _kernels(path, parsed).items():
+    for kernel, entry in file.kernels().items():
         missing = [n for n in CapabilityEntry.__struct_fields__ if n not in entry]
-        missing += [n for n in FIELDS if n not in _mapping(path, parsed, kernel, entry)]
+        missing += [n for n in FIELDS if n not in entry["capability"]]
         if missing:
-            raise _error(path, parsed, kernel, f"needs {', '.join(missing)}, got none of it")
-    document: Capabilities = _converted(path, parsed, parsed.value, Capabilities)
+            raise file.error_of(kernel, f"needs {', '.join(missing)}, got none of it")
+    try:
+        document = msgspec.convert(file.value, Capabilities)
+    except msgspec.ValidationError as error:
+        raise ConfigurationError(f"{path}: {error}", path=str(path)) from error
     for kernel, stored_entry in document.kernels.items():
         wrong = problems(stored_entry.capability)
         if not 0 < stored_entry.error_factor <= FACTOR:
@@ -109,7 +113,7 @@ def read(path: str | os.PathLike[str]) -> Capabilities:
                 f"error_factor needs more than 0 and at most {FACTOR}, got {stored_entry.error_factor}"
             )
         if wrong:
-            raise _error(path, parsed, kernel, wrong[0])
+            raise file.error_of(kernel, wrong[0])
     if content_hash(document.kernels) != document.content:
         raise CacheCorruptionError(f"{path}: its kernels do not match its content hash", path=str(path))
     return document
@@ -187,30 +191,29 @@ def load_overlay(path: str | os.PathLike[str], kernels: Sequence[Kernel]) -> Ove
 
     Raises: ConfigurationError: the file, the kernel and the field are named; nothing of it holds then.
     """
-    document = _document(path)
-    strange = sorted(set(document.value) - set(Capabilities.__struct_fields__))
+    file = _CapabilityFile(path)
+    strange = sorted(set(file.value) - set(Capabilities.__struct_fields__))
     if strange:
         raise ConfigurationError(f"{path}: {strange[0]!r} is no part of an overlay", path=str(path))
     by_id = {kernel.id: kernel for kernel in kernels}
     changes: dict[str, dict[str, Any]] = {}
-    for name, entry in _kernels(path, document).items():
+    for name, entry in file.kernels().items():
         kernel = by_id.get(name)
         if kernel is None:
-            raise _error(path, document, name, f"no kernel has this id: {suggestion(name, by_id)}")
-        narrowed_fields = _mapping(path, document, name, entry)
+            raise file.error_of(name, f"no kernel has this id: {suggestion(name, by_id)}")
         for field, kernel_value in (("op", kernel.op), ("backend", kernel.backend), ("error_factor", FACTOR)):
             if field in entry and entry[field] != kernel_value:
-                raise _error(path, document, name, f"{field} needs {kernel_value}, got {quote(entry[field])}")
+                raise file.error_of(name, f"{field} needs {kernel_value}, got {quote(entry[field])}")
         if unknown := sorted(set(entry) - set(CapabilityEntry.__struct_fields__)):
-            raise _error(path, document, name, f"{unknown[0]!r} is no part of a kernel's entry")
-        changes[name] = _fields(path, document, name, narrowed_fields)
+            raise file.error_of(name, f"{unknown[0]!r} is no part of a kernel's entry")
+        changes[name] = file.fields_of(name, entry["capability"])
     digest = hashlib.sha256(msgspec.json.encode(msgspec.to_builtins(changes, order="sorted"), order="sorted"))
     overlay = Overlay(path=str(path), digest=digest.hexdigest(), changes=changes)
     for name in changes:
         try:
             overlay.apply(by_id[name])
         except ConfigurationError as error:
-            raise _error(path, document, name, str(error)) from None
+            raise file.error_of(name, str(error)) from None
     return overlay
 
 
@@ -326,69 +329,49 @@ _WIDER: Mapping[str, Callable[[Any, Any], bool]] = {
 # -- reading --------------------------------------------------------------------------------------------
 
 
-def _document(path: str | os.PathLike[str]) -> Document:
-    try:
-        document = parse_file(path)
-    except OSError as error:
-        raise ConfigurationError(f"{path}: cannot be read: {error.strerror}", path=str(path)) from error
-    except YamlError as error:
-        where = f"{path}:{error.line}" if error.line else str(path)
-        raise ConfigurationError(f"{where}: {error}", path=str(path), line=error.line) from error
-    format_version = document.value.get("version")
-    if isinstance(format_version, bool) or format_version != FORMAT:
-        raise ConfigurationError(
-            f"{path}: version needs {FORMAT}, got {quote(format_version)}", path=str(path)
-        )
-    return document
+class _CapabilityFile(UserFile):
+    """A document or an overlay, of the version that is read here."""
 
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        super().__init__(path)
+        version = self.value.get("version")
+        if isinstance(version, bool) or version != FORMAT:
+            raise ConfigurationError(
+                f"{self.path}: version needs {FORMAT}, got {quote(version)}", path=self.path
+            )
 
-def _kernels(path: str | os.PathLike[str], document: Document) -> dict[str, dict[str, Any]]:
-    kernels = document.value.get("kernels")
-    if not isinstance(kernels, dict) or not kernels:
-        raise ConfigurationError(f"{path}: kernels needs a mapping by kernel id, got {quote(kernels)}")
-    for name, entry in kernels.items():
-        if not isinstance(entry, dict):
-            raise _error(path, document, name, f"needs a mapping, got {quote(entry)}")
-    return kernels
+    def kernels(self) -> dict[str, dict[str, Any]]:
+        """The entries by kernel id."""
+        kernels = self.value.get("kernels")
+        if not isinstance(kernels, dict) or not kernels:
+            raise ConfigurationError(
+                f"{self.path}: kernels needs a mapping by kernel id, got {quote(kernels)}"
+            )
+        for name, entry in kernels.items():
+            if not isinstance(entry, dict):
+                raise self.error_of(name, f"needs a mapping, got {quote(entry)}")
+            if not isinstance(entry.get("capability"), dict):
+                raise self.error_of(name, f"capability needs a mapping, got {quote(entry.get('capability'))}")
+        return kernels
 
+    def fields_of(self, kernel: str, capability: dict[str, Any]) -> dict[str, Any]:
+        """An overlay's fields of a kernel, as a capability has them."""
+        fields: dict[str, Any] = {}
+        for name, value in capability.items():
+            if name not in FIELDS:
+                raise self.error_of(kernel, f"unknown field {quote(name)}: {suggestion(name, FIELDS)}")
+            try:
+                fields[name] = msgspec.convert(value, _HINTS[name])
+                if name == "limits":  # one spelling, so that equal limits are found equal
+                    fields[name] = tuple(str(parse_limit(text)) for text in fields[name])
+            except (msgspec.ValidationError, PolicyValidationError) as error:
+                raise self.error_of(kernel, f"{name}: {error}") from error
+        return fields
 
-def _mapping(
-    path: str | os.PathLike[str], document: Document, kernel: str, entry: dict[str, Any]
-) -> dict[str, Any]:
-    capability = entry.get("capability")
-    if not isinstance(capability, dict):
-        raise _error(path, document, kernel, f"capability needs a mapping, got {quote(capability)}")
-    return capability
-
-
-def _fields(
-    path: str | os.PathLike[str], document: Document, kernel: str, capability: dict[str, Any]
-) -> dict[str, Any]:
-    fields: dict[str, Any] = {}
-    for name, value in capability.items():
-        if name not in FIELDS:
-            raise _error(path, document, kernel, f"unknown field {quote(name)}: {suggestion(name, FIELDS)}")
-        try:
-            fields[name] = msgspec.convert(value, _HINTS[name])
-            if name == "limits":  # one spelling, so that equal limits are found equal
-                fields[name] = tuple(str(parse_limit(text)) for text in fields[name])
-        except (msgspec.ValidationError, PolicyValidationError) as error:
-            raise _error(path, document, kernel, f"{name}: {error}") from error
-    return fields
+    def error_of(self, kernel: str, why: str) -> ConfigurationError:
+        """The error of a kernel's entry."""
+        why = why if why.startswith(kernel) else f"{kernel}: {why}"
+        return self.error(("kernels", kernel), why, kernel=kernel)
 
 
 _HINTS: dict[str, Any] = get_type_hints(Capability)
-
-
-def _converted(path: str | os.PathLike[str], document: Document, value: object, kind: Any) -> Any:
-    try:
-        return msgspec.convert(value, kind)
-    except msgspec.ValidationError as error:
-        raise ConfigurationError(f"{path}: {error}", path=str(path)) from error
-
-
-def _error(path: str | os.PathLike[str], document: Document, kernel: str, why: str) -> ConfigurationError:
-    line = document.line_of(("kernels", kernel))
-    where = f"{path}:{line}" if line else str(path)
-    why = why if why.startswith(kernel) else f"{kernel}: {why}"
-    return ConfigurationError(f"{where}: {why}", path=str(path), line=line, kernel=kernel)
