@@ -20,7 +20,7 @@ from layerzero.ops import host_copies, table
 )
 def test_calls_are_read_as_the_op_writes_them(kind: Any, op: str) -> None:
     """The fields are the names of the op's own arguments, in its order."""
-    names = list(inspect.signature(table.get(op).reference).parameters)
+    names = list(inspect.signature(table.get(op).build).parameters)
     assert names == list(kind._fields)
 
 
