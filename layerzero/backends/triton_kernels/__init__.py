@@ -35,6 +35,7 @@ _kernel = functools.partial(
     dtypes="float32 float16 bfloat16",
     gradient=False,
     batch_invariant=True,
+    graph_safe=True,
     tie_break_order=35,
     slow_import=True,
     distributions=("triton>=3.6",),
