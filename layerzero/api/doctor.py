@@ -29,6 +29,8 @@ from layerzero.spec.kernel import Kernel, rejections
 from layerzero.spec.reasons import Category
 from layerzero.spec.settings import Settings
 
+Rows = list[tuple[str, ...]]
+
 
 class HostInfo(msgspec.Struct, frozen=True, kw_only=True):
     """The machine and the interpreter; `awaited_path` says whether the awaited ops run compiled."""
@@ -96,7 +98,7 @@ class DoctorReport(msgspec.Struct, frozen=True, kw_only=True):
         """Whether every required part works."""
         return not self.problems
 
-    def sections(self) -> Iterator[tuple[str, tuple[str, ...], list[tuple[str, ...]]]]:
+    def sections(self) -> Iterator[tuple[str, tuple[str, ...], Rows]]:
         """The report as tables: a title, the column names, the rows."""
         yield "system", ("what", "value"), [*_host_rows(self.host), *_torch_rows(self.torch)]
         yield "sqlite", ("version", "note"), [(self.sqlite.version, _sqlite_note(self.sqlite))]
@@ -127,10 +129,10 @@ class DoctorReport(msgspec.Struct, frozen=True, kw_only=True):
                 for k in self.kernels
             ],
         )
-        health = [(s.kernel, s.state.value, s.why or "-") for s in self.health]
+        health: Rows = [(s.kernel, s.state.value, s.why or "-") for s in self.health]
         yield "health", ("kernel", "state", "why"), health
         yield "policy in force", ("rule", "from"), [_policy_row(rule) for rule in self.policy]
-        settings = [(name, repr(value)) for name, value in sorted(self.settings.items())]
+        settings: Rows = [(name, repr(value)) for name, value in sorted(self.settings.items())]
         yield "settings that differ from the defaults", ("setting", "value"), settings
 
     def __str__(self) -> str:

@@ -161,9 +161,10 @@ def record() -> Iterator[Recorder]:
 
 def tune_blocking(workload: Any = None, **options: Any) -> TuneReport:
     """`tune`, blocking."""
-    if unknown := options.keys() - tune.__kwdefaults__.keys():
+    defaults: dict[str, Any] = dict(tune.__kwdefaults__ or {})
+    if unknown := options.keys() - defaults.keys():
         raise TypeError(f"tune() has no argument {min(unknown)!r}")
-    job = _TuneJob(context_runtime(), workload, **tune.__kwdefaults__ | options)
+    job = _TuneJob(context_runtime(), workload, **defaults | options)
     return _FLIGHTS.flight(job.key(), job.run).wait()
 
 

@@ -12,12 +12,11 @@ import functools
 import torch
 from torch import Tensor
 
+from layerzero.ops.attention.adapters import Result, int32
 from layerzero.ops.host_copies import max_seqlen
 from layerzero.spec.kernel import Kernel
 
 aten = torch.ops.aten
-Result = Tensor | tuple[Tensor, Tensor]
-
 # The memory-efficient kernel's names for what a query may see.
 _EVERYTHING, _BOTTOM_RIGHT = 0, 2
 
@@ -32,7 +31,7 @@ def flash(
     if window_left >= 0 or right >= 0:
         windowed = {"window_size_left": window_left, "window_size_right": 0 if is_causal else right}
     out, lse, *_ = aten._flash_attention_forward(
-        q, k, v, _int32(cu_seqlens_q), _int32(cu_seqlens_k), max_seqlen(cu_seqlens_q, q.shape[0]),
+        q, k, v, int32(cu_seqlens_q), int32(cu_seqlens_k), max_seqlen(cu_seqlens_q, q.shape[0]),
         max_seqlen(cu_seqlens_k, k.shape[0]), 0.0, is_causal and not windowed, False, scale=scale,
         **windowed,
     )  # fmt: skip
@@ -48,15 +47,11 @@ def efficient(
 ) -> Tensor:  # fmt: skip
     """The memory-efficient kernel that torch carries from xFormers, the only one of the two with float32."""
     out: Tensor = aten._efficient_attention_forward(
-        q.unsqueeze(0), k.unsqueeze(0), v.unsqueeze(0), None, _int32(cu_seqlens_q), _int32(cu_seqlens_k),
+        q.unsqueeze(0), k.unsqueeze(0), v.unsqueeze(0), None, int32(cu_seqlens_q), int32(cu_seqlens_k),
         max_seqlen(cu_seqlens_q, q.shape[0]), max_seqlen(cu_seqlens_k, k.shape[0]), 0.0,
         _BOTTOM_RIGHT if is_causal else _EVERYTHING, False, scale=scale,
     )[0]  # fmt: skip
     return out.squeeze(0)
-
-
-def _int32(offsets: Tensor) -> Tensor:
-    return offsets.to(torch.int32).contiguous()
 
 
 _kernel = functools.partial(

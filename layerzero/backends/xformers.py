@@ -20,6 +20,8 @@ import torch
 from torch import Tensor
 
 from layerzero.ops.attention import masks
+from layerzero.ops.attention.adapters import takes
+from layerzero.ops.attention.arguments import AttentionArgs
 from layerzero.spec.call_spec import CallSpec
 from layerzero.spec.kernel import Kernel
 
@@ -48,10 +50,11 @@ def _grouped(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return q.unflatten(2, (heads, each)), k, v
 
 
-def _mask(q: Tensor, k: Tensor, attn_mask: Tensor | None, is_causal: bool, window: masks.Window) -> Any:
+def _mask(call: AttentionArgs) -> Any:
     """The mask as a bias (B, H, Sq, Sk) whose rows have addresses of whole vectors; None without any."""
+    q, k = call.q, call.k
     queries, keys = q.transpose(1, 2), k.transpose(1, 2)
-    bias = masks.additive_bias(queries, keys, attn_mask, is_causal, window, None, q.dtype)
+    bias = masks.additive_bias(queries, keys, call.attn_mask, call.is_causal, call.window, None, q.dtype)
     if bias is None:
         return None
     batch, rows, heads, columns = q.shape[0], q.shape[1], q.shape[2], k.shape[1]
@@ -60,10 +63,10 @@ def _mask(q: Tensor, k: Tensor, attn_mask: Tensor | None, is_causal: bool, windo
     return bias[..., :columns].expand(batch, heads, rows, columns)
 
 
-def _bias(q: Tensor, k: Tensor, attn_mask: Tensor | None, is_causal: bool, window: masks.Window) -> Any:
-    if attn_mask is not None or window is not None:
-        return _mask(q, k, attn_mask, is_causal, window)
-    if not is_causal:
+def _bias(call: AttentionArgs) -> Any:
+    if call.attn_mask is not None or call.window is not None:
+        return _mask(call)
+    if not call.is_causal:
         return None
     return importlib.import_module("xformers.ops.fmha.attn_bias").LowerTriangularFromBottomRightMask()
 
@@ -72,32 +75,26 @@ def _bias(q: Tensor, k: Tensor, attn_mask: Tensor | None, is_causal: bool, windo
 _HIDDEN = -3e4
 
 
-def _finite_bias(
-    q: Tensor, k: Tensor, attn_mask: Tensor | None, is_causal: bool, window: masks.Window
-) -> Tensor | None:
+def _finite_bias(call: AttentionArgs) -> Tensor | None:
     """The mask as a bias without infinities, (B, G, H, Sq, Sk) where heads are grouped."""
-    bias = _mask(q, k, attn_mask, is_causal, window)
+    bias, key_heads = _mask(call), call.k.shape[2]
     if bias is None:
         return None
     bounded: Tensor = bias.clamp_min(_HIDDEN)
-    return bounded if q.shape[2] == k.shape[2] else bounded.unflatten(1, (k.shape[2], -1))
+    return bounded if call.q.shape[2] == key_heads else bounded.unflatten(1, (key_heads, -1))
 
 
 def _load(module: str, bias_of: Callable[..., Any] = _bias) -> Callable[..., Any]:
     fmha = _fmha()
     operator, inputs = getattr(fmha, module).FwOp, fmha.Inputs
 
-    def attention(
-        q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None, is_causal: bool, scale: float | None,
-        dropout_p: float, window: masks.Window, softcap: float | None, alibi_slopes: Tensor | None,
-        *_: Any,
-    ) -> Tensor:  # fmt: skip
+    @takes(AttentionArgs)
+    def attention(call: AttentionArgs) -> Tensor:
         """`FwOp.apply` over (B, S, H, D), or five axes where heads are grouped."""
-        bias = bias_of(q, k, attn_mask, is_causal, window)
-        query, key, value = _grouped(q, k, v)
-        call_inputs = inputs(query=query, key=key, value=value, attn_bias=bias, scale=scale)
+        query, key, value = _grouped(call.q, call.k, call.v)
+        call_inputs = inputs(query=query, key=key, value=value, attn_bias=bias_of(call), scale=call.scale)
         out = operator.apply(call_inputs, needs_gradient=False)[0]
-        return out.reshape(*q.shape[:3], v.shape[3])  # type: ignore[no-any-return]
+        return out.reshape(*call.q.shape[:3], call.v.shape[3])  # type: ignore[no-any-return]
 
     return attention
 

@@ -61,7 +61,7 @@ def ready(ctx: click.Context, manifest: str, device: str | None, json_: bool) ->
         readiness = readiness_check(everything, device=device)
     would = [w for w in report.critical if w.compiled]
     problems = [*readiness.problems, *(f"{w.call}: {w.compiled[0].what} would be started" for w in would)]
-    lines = [output.Problem(f"not ready: {problem}") for problem in problems]
+    lines: list[str] = [output.Problem(f"not ready: {problem}") for problem in problems]
     output.show(
         json_,
         {"ready": not problems, "problems": problems, "version": report.version},

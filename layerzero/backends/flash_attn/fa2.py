@@ -10,19 +10,9 @@ import importlib
 from collections.abc import Callable
 from typing import Any
 
-from layerzero.backends.flash_attn.shared import (
-    FEATURES,
-    SAME_HEAD_SIZES,
-    DenseCall,
-    PagedCall,
-    RaggedCall,
-    Result,
-    ampere,
-    both,
-    flags,
-    int32,
-    takes,
-)
+from layerzero.backends.flash_attn.shared import FEATURES, SAME_HEAD_SIZES, ampere, both, flags
+from layerzero.ops.attention.adapters import Result, bounds, int32, takes
+from layerzero.ops.attention.arguments import AttentionArgs, PagedArgs, RaggedArgs
 from layerzero.spec.kernel import Kernel
 
 
@@ -34,8 +24,8 @@ def _interface() -> Any:
 def _attention() -> Callable[..., Any]:
     run = _interface().flash_attn_func
 
-    @takes(DenseCall)
-    def attention(call: DenseCall) -> Result:
+    @takes(AttentionArgs)
+    def attention(call: AttentionArgs) -> Result:
         """Operands (B, S, H, D); causal is bottom-right by itself."""
         lse = call.return_lse
         out = run(call.q, call.k, call.v, call.dropout_p, return_attn_probs=lse, **flags(call))
@@ -47,11 +37,11 @@ def _attention() -> Callable[..., Any]:
 def _ragged() -> Callable[..., Any]:
     run = _interface().flash_attn_varlen_func
 
-    @takes(RaggedCall)
-    def ragged_attention(call: RaggedCall) -> Result:
+    @takes(RaggedArgs)
+    def ragged_attention(call: RaggedArgs) -> Result:
         """Sequences behind each other; the log-sum-exp comes heads first."""
         lse = call.return_lse
-        out = run(call.q, call.k, call.v, *call.bounds, return_attn_probs=lse, **flags(call))
+        out = run(call.q, call.k, call.v, *bounds(call), return_attn_probs=lse, **flags(call))
         return both(out[0], out[1].transpose(0, 1)) if lse else out
 
     return ragged_attention
@@ -60,8 +50,8 @@ def _ragged() -> Callable[..., Any]:
 def _paged() -> Callable[..., Any]:
     run = _interface().flash_attn_with_kvcache
 
-    @takes(PagedCall)
-    def paged_attention(call: PagedCall) -> Result:
+    @takes(PagedArgs)
+    def paged_attention(call: PagedArgs) -> Result:
         """One query a sequence over pages."""
         out = run(
             call.q.unsqueeze(1), call.k_cache, call.v_cache, cache_seqlens=int32(call.seq_lens),

@@ -7,19 +7,9 @@ import importlib
 from collections.abc import Callable
 from typing import Any
 
-from layerzero.backends.flash_attn.shared import (
-    FEATURES,
-    THIRD,
-    DenseCall,
-    PagedCall,
-    RaggedCall,
-    Result,
-    both,
-    flags,
-    hopper,
-    int32,
-    takes,
-)
+from layerzero.backends.flash_attn.shared import FEATURES, THIRD, both, flags, hopper
+from layerzero.ops.attention.adapters import Result, bounds, int32, takes
+from layerzero.ops.attention.arguments import AttentionArgs, PagedArgs, RaggedArgs
 from layerzero.ops.host_copies import max_seqlen
 from layerzero.spec.kernel import Kernel
 
@@ -32,8 +22,8 @@ def _interface() -> Any:
 def _attention() -> Callable[..., Any]:
     run = _interface().flash_attn_func
 
-    @takes(DenseCall)
-    def attention(call: DenseCall) -> Result:
+    @takes(AttentionArgs)
+    def attention(call: AttentionArgs) -> Result:
         """Operands (B, S, H, D); causal is bottom-right by itself."""
         return run(call.q, call.k, call.v, **flags(call))  # type: ignore[no-any-return]
 
@@ -43,10 +33,10 @@ def _attention() -> Callable[..., Any]:
 def _ragged() -> Callable[..., Any]:
     run = _interface().flash_attn_varlen_func
 
-    @takes(RaggedCall)
-    def ragged_attention(call: RaggedCall) -> Result:
+    @takes(RaggedArgs)
+    def ragged_attention(call: RaggedArgs) -> Result:
         """Sequences behind each other."""
-        return run(call.q, call.k, call.v, *call.bounds, **flags(call))  # type: ignore[no-any-return]
+        return run(call.q, call.k, call.v, *bounds(call), **flags(call))  # type: ignore[no-any-return]
 
     return ragged_attention
 
@@ -54,8 +44,8 @@ def _ragged() -> Callable[..., Any]:
 def _paged() -> Callable[..., Any]:
     run = _interface().flash_attn_with_kvcache
 
-    @takes(PagedCall)
-    def paged_attention(call: PagedCall) -> Result:
+    @takes(PagedArgs)
+    def paged_attention(call: PagedArgs) -> Result:
         """Queries of any number a sequence over pages of any size."""
         several, ragged = call.cu_seqlens_q is not None, dict[str, Any]()
         if call.cu_seqlens_q is not None:

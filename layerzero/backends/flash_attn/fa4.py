@@ -13,19 +13,9 @@ import warnings
 from collections.abc import Callable
 from typing import Any
 
-from layerzero.backends.flash_attn.shared import (
-    FEATURES,
-    HEAD_SIZES,
-    AttentionCall,
-    DenseCall,
-    PagedCall,
-    RaggedCall,
-    Result,
-    Window,
-    hopper,
-    int32,
-    takes,
-)
+from layerzero.backends.flash_attn.shared import FEATURES, HEAD_SIZES, hopper
+from layerzero.ops.attention.adapters import Result, bounds, int32, takes
+from layerzero.ops.attention.arguments import AttentionArgs, PagedArgs, RaggedArgs, Window
 from layerzero.ops.host_copies import max_seqlen
 from layerzero.ops.rehearsal import dummy_run
 from layerzero.spec.call_spec import CallSpec
@@ -45,7 +35,7 @@ def _bounds(window: Window) -> tuple[int | None, int | None]:
     return (None if window_left < 0 else window_left, None if right < 0 else right)
 
 
-def _flags(call: AttentionCall) -> dict[str, Any]:
+def _flags(call: AttentionArgs | RaggedArgs | PagedArgs) -> dict[str, Any]:
     """Its keyword arguments; causal and a window together are a window without a future."""
     window_left, right = _bounds(call.window)
     named: dict[str, Any] = {"softmax_scale": call.scale, "softcap": call.softcap or 0.0}
@@ -60,8 +50,8 @@ def _flags(call: AttentionCall) -> dict[str, Any]:
 def _attention() -> Callable[..., Any]:
     run = _interface().flash_attn_func
 
-    @takes(DenseCall)
-    def attention(call: DenseCall) -> Result:
+    @takes(AttentionArgs)
+    def attention(call: AttentionArgs) -> Result:
         """Operands (B, S, H, D); causal is bottom-right by itself."""
         out, lse = run(call.q, call.k, call.v, return_lse=call.return_lse, **_flags(call))[:2]
         return (out, lse) if call.return_lse else out
@@ -72,10 +62,10 @@ def _attention() -> Callable[..., Any]:
 def _ragged() -> Callable[..., Any]:
     run = _interface().flash_attn_varlen_func
 
-    @takes(RaggedCall)
-    def ragged_attention(call: RaggedCall) -> Result:
+    @takes(RaggedArgs)
+    def ragged_attention(call: RaggedArgs) -> Result:
         """Sequences behind each other; the log-sum-exp comes heads first."""
-        starts, starts_k, max_seqlen_q, most_k = call.bounds
+        starts, starts_k, max_seqlen_q, most_k = bounds(call)
         out, lse = run(
             call.q, call.k, call.v, cu_seqlens_q=starts, cu_seqlens_k=starts_k, max_seqlen_q=max_seqlen_q,
             max_seqlen_k=most_k, return_lse=call.return_lse, **_flags(call),
@@ -88,8 +78,8 @@ def _ragged() -> Callable[..., Any]:
 def _paged() -> Callable[..., Any]:
     run = _interface().flash_attn_varlen_func
 
-    @takes(PagedCall)
-    def paged_attention(call: PagedCall) -> Result:
+    @takes(PagedArgs)
+    def paged_attention(call: PagedArgs) -> Result:
         """Block tables and lengths as they are: no plan, nothing read on the host."""
         pages = {"page_table": int32(call.block_tables), "seqused_k": int32(call.seq_lens)}
         named = {**pages, **_flags(call), "return_lse": call.return_lse}

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from layerzero.ops.attention.arguments import AttentionArgs, PagedArgs, RaggedArgs
-from layerzero.ops.host_copies import max_seqlen
 from layerzero.spec.call_spec import CallSpec
 from layerzero.spec.kernel import Kernel
 
@@ -21,52 +19,13 @@ HEAD_SIZES = (
     "D % 8 == 0 else HEAD_DIM_ALIGNMENT",
     SAME_HEAD_SIZES,
 )
-Window = tuple[int, int] | None
-Result = Tensor | tuple[Tensor, Tensor]
 THIRD: dict[str, Any] = {
     "efficiency": (0.6, 0.8, 20.0),
     "measured": "an estimate, from FlashInfer's FA3 template",
 }
 
 
-DenseCall = AttentionArgs
-PagedCall = PagedArgs
-
-
-class RaggedCall(RaggedArgs):
-    """A call of `ragged_attention` with what these libraries ask about its offsets."""
-
-    @property
-    def bounds(self) -> tuple[Tensor, Tensor, int, int]:
-        """Offsets of queries and of keys, and the longest of each."""
-        longest_q = max_seqlen(self.cu_seqlens_q, self.q.shape[0])
-        longest_k = max_seqlen(self.cu_seqlens_k, self.k.shape[0])
-        return int32(self.cu_seqlens_q), int32(self.cu_seqlens_k), longest_q, longest_k
-
-
-AttentionCall = DenseCall | RaggedCall | PagedCall
-A = TypeVar("A", DenseCall, RaggedCall, PagedCall)
-
-
-def takes(kind: type[A]) -> Callable[[Callable[[A], Result]], Callable[..., Result]]:
-    """Make a function of one call into one of the op's positional arguments."""
-
-    def of(run: Callable[[A], Result]) -> Callable[..., Result]:
-        @functools.wraps(run)
-        def call(*args: Any) -> Result:
-            return run(kind._make(args))
-
-        return call
-
-    return of
-
-
-def int32(values: Tensor) -> Tensor:
-    """Index values as int32 one behind the other; a copy only where they are not."""
-    return values.to(torch.int32).contiguous()
-
-
-def flags(call: AttentionCall) -> dict[str, Any]:
+def flags(call: AttentionArgs | RaggedArgs | PagedArgs) -> dict[str, Any]:
     """The keyword arguments of the second and the third generation."""
     return {
         "softmax_scale": call.scale, "causal": call.is_causal, "window_size": call.window or (-1, -1),

@@ -24,14 +24,14 @@ from layerzero.backends.flashinfer.common import (
     planned_bytes,
 )
 from layerzero.ops import host_copies
+from layerzero.ops.attention.adapters import Result, int32, takes
+from layerzero.ops.attention.arguments import AttentionArgs, PagedArgs, RaggedArgs
 from layerzero.ops.rehearsal import dummy_run
 from layerzero.spec.call_spec import CallSpec
 from layerzero.spec.kernel import Kernel, Tiling
 
 if TYPE_CHECKING:
     from layerzero.backends.flashinfer import planning
-
-Result = Tensor | tuple[Tensor, Tensor]
 
 
 def _ragged_wrapper(backend: str, floats: Tensor) -> Any:
@@ -48,11 +48,11 @@ def _paged_wrapper(backend: str, layout: str, floats: Tensor) -> Any:
 
 
 def _run_ragged(
-    backend: str, q: Tensor, k: Tensor, v: Tensor, lengths: planning.PlanKey,
-    starts: Callable[[], tuple[Tensor, Tensor]], is_causal: bool, scale: float | None,
-    softcap: float | None, return_lse: bool,
+    backend: str, call: AttentionArgs | RaggedArgs, rows: tuple[Tensor, Tensor, Tensor],
+    lengths: planning.PlanKey, starts: Callable[[], tuple[Tensor, Tensor]],
 ) -> Result:  # fmt: skip
-    """Run over (T, H, D), planned with `starts` where `lengths` are new."""
+    """Run over `rows` (T, H, D), planned with `starts` where `lengths` are new."""
+    q, k, v = rows
 
     from layerzero.backends.flashinfer import planning
 
@@ -60,12 +60,12 @@ def _run_ragged(
         queries, keys = starts()
         wrapper.plan(
             queries, keys, q.shape[1], k.shape[1], q.shape[2],
-            causal=is_causal, sm_scale=scale, logits_soft_cap=softcap,
+            causal=call.is_causal, sm_scale=call.scale, logits_soft_cap=call.softcap,
             q_data_type=q.dtype, kv_data_type=k.dtype,
         )  # fmt: skip
 
     def launch(wrapper: Any) -> Result:
-        if return_lse:
+        if call.return_lse:
             return wrapper.run(q, k, v, return_lse=True, lse_base="ln")  # type: ignore[no-any-return]
         return wrapper.run(q, k, v)  # type: ignore[no-any-return]
 
@@ -76,9 +76,9 @@ def _run_ragged(
     return result
 
 
-def _flags(q: Tensor, k: Tensor, *rest: Any) -> tuple[Any, ...]:
+def _flags(call: AttentionArgs | RaggedArgs | PagedArgs, q: Tensor, k: Tensor) -> tuple[Any, ...]:
     """What a plan depends on beside the lengths."""
-    return (q.shape[1:], k.shape[1:], q.dtype, k.dtype, *rest)
+    return (q.shape[1:], k.shape[1:], q.dtype, k.dtype, call.is_causal, call.scale, call.softcap)
 
 
 def _dense(backend: str) -> Callable[..., Any]:
@@ -86,25 +86,19 @@ def _dense(backend: str) -> Callable[..., Any]:
 
     module()
 
-    def attention(
-        q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None, is_causal: bool, scale: float | None,
-        dropout_p: float, window: tuple[int, int] | None, softcap: float | None, alibi_slopes: Tensor | None,
-        layout: str, return_lse: bool, *_: Any,
-    ) -> Result:  # fmt: skip
+    @takes(AttentionArgs)
+    def attention(call: AttentionArgs) -> Result:
         """Contiguous (B, S, H, D) operands as one ragged batch; the plan is kept by shape."""
-        batch, q_len, heads, width = q.shape
-        k_len = k.shape[1]
+        batch, q_len, heads, width = call.q.shape
+        k_len = call.k.shape[1]
 
         def starts() -> tuple[Tensor, Tensor]:
             steps = torch.arange(batch + 1, dtype=torch.int32, device="cpu")
             return steps * q_len, steps * k_len
 
-        rows = [t.reshape(-1, *t.shape[2:]) for t in (q, k, v)]
-        flags = _flags(rows[0], rows[1], is_causal, scale, softcap)
-        lengths = planning.PlanKey((flags, batch, q_len, k_len), (True,))
-        result = _run_ragged(
-            backend, rows[0], rows[1], rows[2], lengths, starts, is_causal, scale, softcap, return_lse
-        )
+        q, k, v = (t.reshape(-1, *t.shape[2:]) for t in call[:3])
+        lengths = planning.PlanKey((_flags(call, q, k), batch, q_len, k_len), (True,))
+        result = _run_ragged(backend, call, (q, k, v), lengths, starts)
         if not isinstance(result, tuple):
             return result.view(batch, q_len, heads, width)
         out, lse = result
@@ -118,21 +112,19 @@ def _ragged(backend: str) -> Callable[..., Any]:
 
     module()
 
-    def ragged_attention(
-        q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, is_causal: bool,
-        scale: float | None, window: tuple[int, int] | None, softcap: float | None, return_lse: bool,
-    ) -> Result:  # fmt: skip
+    @takes(RaggedArgs)
+    def ragged_attention(call: RaggedArgs) -> Result:
         """Sequences behind each other, as FlashInfer takes them."""
 
         def starts() -> tuple[Tensor, Tensor]:
-            queries = planning.int32(host_copies.to_host_values(cu_seqlens_q))
-            if cu_seqlens_k is cu_seqlens_q:
+            queries = int32(host_copies.to_host_values(call.cu_seqlens_q))
+            if call.cu_seqlens_k is call.cu_seqlens_q:
                 return queries, queries
-            return queries, planning.int32(host_copies.to_host_values(cu_seqlens_k))
+            return queries, int32(host_copies.to_host_values(call.cu_seqlens_k))
 
-        flags = _flags(q, k, is_causal, scale, softcap)
-        lengths = planning.PlanKey.of(flags, cu_seqlens_q, cu_seqlens_k)
-        return _run_ragged(backend, q, k, v, lengths, starts, is_causal, scale, softcap, return_lse)
+        flags = _flags(call, call.q, call.k)
+        lengths = planning.PlanKey.of(flags, call.cu_seqlens_q, call.cu_seqlens_k)
+        return _run_ragged(backend, call, call[:3], lengths, starts)
 
     return ragged_attention
 
@@ -142,21 +134,19 @@ def _paged(backend: str) -> Callable[..., Any]:
 
     module()
 
-    def paged_attention(
-        q: Tensor, k_cache: Tensor, v_cache: Tensor, block_tables: Tensor, seq_lens: Tensor,
-        cu_seqlens_q: Tensor | None, is_causal: bool, scale: float | None, window: tuple[int, int] | None,
-        softcap: float | None, layout: str, return_lse: bool,
-    ) -> Result:  # fmt: skip
+    @takes(PagedArgs)
+    def paged_attention(call: PagedArgs) -> Result:
         """Prefill, chunked prefill and decode over one pool; a decode step is a prefill of one query.
 
         Pages that all sequences begin with are read once, where the tables have a host copy.
         """
-        size, heads = (k_cache.shape[1], k_cache.shape[2]) if layout == "NHD" else k_cache.shape[2:0:-1]
+        q, k_cache, v_cache, block_tables, seq_lens, cu_seqlens_q = call[:6]
+        size, heads = k_cache.shape[1:3] if call.layout == "NHD" else k_cache.shape[2:0:-1]
 
         def plan(wrapper: Any) -> None:
             page_bytes = (k_cache[0].numel() + v_cache[0].numel()) * k_cache.element_size()
             named = {
-                "causal": is_causal, "sm_scale": scale, "logits_soft_cap": softcap,
+                "causal": call.is_causal, "sm_scale": call.scale, "logits_soft_cap": call.softcap,
                 "q_data_type": q.dtype, "kv_data_type": k_cache.dtype,
             }  # fmt: skip
             starts = planning.query_starts(cu_seqlens_q, block_tables.shape[0])
@@ -164,13 +154,12 @@ def _paged(backend: str) -> Callable[..., Any]:
             wrapper.plan(block_tables, seq_lens, starts, size, page_bytes, named, sizes)
 
         def launch(wrapper: Any) -> Result:
-            return wrapper.run(q, (k_cache, v_cache), return_lse)  # type: ignore[no-any-return]
+            return wrapper.run(q, (k_cache, v_cache), call.return_lse)  # type: ignore[no-any-return]
 
-        flags = _flags(q, k_cache, is_causal, scale, softcap)
-        lengths = planning.PlanKey.of(flags, block_tables, seq_lens, cu_seqlens_q)
-        make = functools.partial(_paged_wrapper, backend, layout)
+        lengths = planning.PlanKey.of(_flags(call, q, k_cache), block_tables, seq_lens, cu_seqlens_q)
+        make = functools.partial(_paged_wrapper, backend, call.layout)
         result: Result = planning.stream_workspaces(q.device).run(
-            ("paged", backend, layout), lengths, make, plan, launch
+            ("paged", backend, call.layout), lengths, make, plan, launch
         )
         return result
 

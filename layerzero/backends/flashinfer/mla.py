@@ -17,6 +17,8 @@ from layerzero.backends.flashinfer.common import (
     module,
     planned_bytes,
 )
+from layerzero.ops.attention.adapters import Result, takes
+from layerzero.ops.attention.arguments import MlaArgs
 from layerzero.ops.rehearsal import dummy_run
 from layerzero.spec.kernel import Kernel
 
@@ -30,11 +32,11 @@ def _latent(backend: str) -> Callable[..., Any]:
 
     metadata = module("flashinfer.mla").MLAPlanMetadata
 
-    def mla_attention(
-        q_nope: Tensor, q_pe: Tensor, ckv_cache: Tensor, kpe_cache: Tensor, block_tables: Tensor,
-        seq_lens: Tensor, cu_seqlens_q: Tensor | None, scale: float, is_causal: bool, return_lse: bool,
-    ) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
+    @takes(MlaArgs)
+    def mla_attention(call: MlaArgs) -> Result:
         """Absorbed queries against latent pages; compressed keys and rotary keys stay two pools."""
+        q_nope, q_pe, ckv_cache, kpe_cache, block_tables, seq_lens, cu_seqlens_q = call[:7]
+        is_causal, scale, return_lse = call.is_causal, call.scale, call.return_lse
         heads, size = q_nope.shape[1], ckv_cache.shape[1]
         widths = (ckv_cache.shape[2], kpe_cache.shape[2])
         flags = (heads, widths, size, q_nope.dtype, ckv_cache.dtype, is_causal, scale, return_lse)

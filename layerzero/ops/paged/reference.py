@@ -18,7 +18,9 @@ def attend_sequences(
     sequences: Iterable[Sequence], call: RaggedArgs | PagedArgs | MlaArgs
 ) -> Tensor | tuple[Tensor, Tensor]:
     """`attention`'s reference for (queries, keys, values) of each sequence; the results are concatenated."""
-    flags = {name: getattr(call, name, None) for name in ("is_causal", "scale", "window", "softcap")}
+    flags: dict[str, Any] = {
+        name: getattr(call, name, None) for name in ("is_causal", "scale", "window", "softcap")
+    }
     results = [attend_sequence(*sequence, **flags) for sequence in sequences]
     out = torch.cat([result[0] for result in results])
     return (out, torch.cat([result[1] for result in results])) if call.return_lse else out
