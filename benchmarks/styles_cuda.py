@@ -412,6 +412,8 @@ def main() -> int:
         if options.device == "cuda" and not device_side.flashinfer_is_built():
             record.found["denied"] = "flashinfer.*: its modules are not built ahead, and take minutes"
             lz.add_policy(deny="flashinfer.*")
+        else:
+            device_side.deny_planned_attention(record.found)
         measure(options, record, runtime)
     found = record.found
     show(

@@ -30,7 +30,7 @@ class Played:
 
     def run(self, *operands: Any, **named: Any) -> Any:
         q = (named.get("query") or operands)[0]
-        self.planned["log-sum-exp"] = named.get("return_lse") or True in operands[2:]
+        self.planned["log-sum-exp"] = any(flag is True for flag in (*operands[-1:], named.get("return_lse")))
         return (q, q[..., 0]) if self.planned["log-sum-exp"] else q
 
 
