@@ -1,7 +1,6 @@
 """Triton kernels of this project, where no library has a good one, and the way for users to bring theirs.
 
-`rows` has the residual sum with its norm and rounding to eight bits, `paged` decodes over short contexts,
-`sampling` draws with a seed for each
+`rows` has the residual sum with its norm and rounding to eight bits, `sampling` draws with a seed for each
 row, which libraries draw in other ways, `verify` has chains of drafted tokens; `user_kernel` makes a kernel
 out of a user's Triton function.
 """
@@ -67,13 +66,6 @@ KERNELS: tuple[Kernel, ...] = (
         "triton.add_rms_norm_quantize.group", _from("rows", "add_rms_norm_quantize"),
         (0.1, 0.8, 20.0), _ESTIMATE, features=f"{_FORMATS} scale_per_group no_weight", sm_min=89,
         limits=(_MAX_WIDTH, "S in [16, 32, 64, 128, 256]"),
-    ),
-    # Programs do not share a sequence: beyond these lengths libraries that split it are faster.
-    _kernel(
-        "triton.paged_attention.decode", _from("paged", "paged_attention"), (0.1, 0.55, 12.0),
-        "an estimate, until it is measured", features="causal gqa scale", dtypes="float16 bfloat16",
-        limits=("D in [64, 128]", "D == Dv else HEAD_DIMS_DIFFER", "M <= 32", "P <= 16"),
-        layouts="NHD HND", last_stride1=True, alignment=16,
     ),
     _rows(
         "triton.quantize.rows", _from("rows", "quantize"), (0.1, 0.43, 22.0), _H200,
