@@ -36,7 +36,7 @@ OPEN: Final = "running"
 DRAINING: Final = "draining"
 STOPPED: Final = "stopped"
 
-LOOP_LOST = "loop_driver.loop_closed"
+LOOP_CLOSED = "loop_driver.loop_closed"
 MAX_INFLIGHT_ON_HOST = 2  # batches that may be launched and not have run, where callers wait until theirs has
 
 Task = asyncio.Future[Any]  # a task, or the result of a spawned coroutine
@@ -53,7 +53,7 @@ class LoopDriver:
     __slots__ = (
         "__weakref__", "_asked", "_callers", "_callers_changed", "_context", "_deadline_s",
         "_deadline_timer", "_drained", "_executor", "_hold_timer", "_inflight", "_inline_us", "_last_modes",
-        "_lock", "_max_inflight", "_max_inline_us", "_now_s", "_streams", "_tick_scheduled", "_worker",
+        "_lock", "_loop_closed_noted", "_max_inflight", "_max_inline_us", "_now_s", "_streams", "_tick_scheduled", "_worker",
         "ambient_grad", "ambient_stream", "batcher", "inline_limit_us", "loop", "readback", "sole_caller",
         "state", "stepping",
     )  # fmt: skip
@@ -102,6 +102,7 @@ class LoopDriver:
         self._context = Context()
         self._inflight: list[Batch] = []
         self._lock = threading.Lock()  # for the end of a loop driver whose loop is closed: see _drop_batch
+        self._loop_closed_noted = False
         self._deadline_timer: asyncio.TimerHandle | None = None
         self._deadline_s = float("inf")
         self._hold_timer: asyncio.TimerHandle | None = None  # when what is held back goes at the latest
@@ -330,8 +331,18 @@ class LoopDriver:
         try:
             self.loop.call_soon_threadsafe(self._on_batch_done, batch, outcomes)
         except RuntimeError:
-            log.warning(LOOP_LOST, calls=len(batch))
+            self.note_loop_closed(len(batch))
             self._drop_batch(batch)
+
+    def note_loop_closed(self, calls: int) -> None:
+        """From another thread: the results of `calls` calls came when their loop was closed.
+
+        That is how `asyncio.run` ends while a device computes: one line, however many batches and copies.
+        """
+        with self._lock:
+            noted, self._loop_closed_noted = self._loop_closed_noted, True
+        if not noted:
+            log.debug(LOOP_CLOSED, calls=calls)
 
     def _drop_batch(self, batch: Batch) -> None:
         """The loop was closed under a batch: only the counts are brought to an end.

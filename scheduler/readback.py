@@ -220,7 +220,10 @@ class Readback:
                 results += split_block(block, host)
         except Exception as raised:
             error = raised
-        self.loop.call_soon_threadsafe(self._complete, pending, results, error, launches)
+        try:
+            self.loop.call_soon_threadsafe(self._complete, pending, results, error, launches)
+        except RuntimeError:
+            self._driver.note_loop_closed(len(pending))
 
     def _complete(
         self,
