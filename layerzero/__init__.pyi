@@ -42,6 +42,7 @@ from layerzero.api.inspect import which as which
 from layerzero.api.readback import to_host as to_host
 from layerzero.api.solve import solve as solve
 from layerzero.api.start import start as start
+from layerzero.api.timeline import timeline as timeline
 from layerzero.api.tokenize import detokenize as detokenize
 from layerzero.api.tokenize import tokenize as tokenize
 from layerzero.api.tokenizer import Tokenizer as Tokenizer

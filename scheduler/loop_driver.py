@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from contextvars import Context
 from functools import partial
@@ -29,6 +29,8 @@ from layerzero.scheduler.core.pending_call import RUNNING, Batch, Caller, Failed
 from layerzero.scheduler.protocols import HostReader
 from layerzero.scheduler.streams import HOST, CrossStreamModes, DeviceStreams
 from layerzero.scheduler.torch_modes import Modes
+from layerzero.scheduler.watching import BatchWatch
+from layerzero.scheduler.yield_once import YieldOnce
 from layerzero.spec.errors import DeadlineExceededError, OverloadedError, RuntimeClosedError
 from layerzero.spec.settings import Settings
 
@@ -53,9 +55,10 @@ class LoopDriver:
     __slots__ = (
         "__weakref__", "_asked", "_callers", "_callers_changed", "_context", "_deadline_s",
         "_deadline_timer", "_drained", "_executor", "_hold_timer", "_inflight", "_inline_us", "_last_modes",
-        "_lock", "_loop_closed_noted", "_max_inflight", "_max_inline_us", "_now_s", "_streams", "_tick_scheduled", "_worker",
+        "_lock", "_loop_closed_noted", "_max_inflight", "_max_inline_us", "_now_s", "_streams",
+        "_tick_scheduled", "_worker",
         "ambient_grad", "ambient_stream", "batcher", "inline_limit_us", "loop", "readback", "sole_caller",
-        "state", "stepping",
+        "state", "stepping", "watch",
     )  # fmt: skip
 
     def __init__(
@@ -80,6 +83,7 @@ class LoopDriver:
         # What copies results to the host for this loop, on a device that has its own memory.
         self.readback: HostReader | None = None if make_reader is None else make_reader(self)
         self.stepping: Caller | None = None  # the spawned coroutine that runs just now
+        self.watch: BatchWatch | None = None  # of a timeline, where one runs
         self._executor = executor
         self._worker = worker
         if streams is not None:
@@ -178,6 +182,8 @@ class LoopDriver:
         if self.state != OPEN:
             raise RuntimeClosedError(f"this event loop's driver is {self.state} and takes no new callers")
         caller = Caller()
+        if self.watch is not None:
+            self.watch.name(caller, task)
         if task is not None:
             self._callers[task] = caller
             task.add_done_callback(self._remove_task)
@@ -277,6 +283,8 @@ class LoopDriver:
         self._schedule_tick()
 
     def _launch(self, batch: Batch) -> None:
+        if self.watch is not None:
+            batch.record = self.watch.launched(batch)
         if batch.expected_us < self.inline_limit_us:
             try:
                 outcomes = self._execute(batch)
@@ -300,6 +308,8 @@ class LoopDriver:
         op, modes, snapshot, execute = batch.op, batch.modes, batch.snapshot, self._executor.execute
         if self._streams is not None:
             modes = batch.modes = self._last_modes = self._streams.modes_of(batch.calls)
+        if batch.record is not None:
+            execute = batch.record.around(execute)
         return bisect_failed_batch(
             lambda calls: execute(op, calls, modes, snapshot), batch.args_list, pure=op.pure
         )
@@ -335,10 +345,7 @@ class LoopDriver:
             self._drop_batch(batch)
 
     def note_loop_closed(self, calls: int) -> None:
-        """From another thread: the results of `calls` calls came when their loop was closed.
-
-        That is how `asyncio.run` ends while a device computes: one line, however many batches and copies.
-        """
+        """From another thread: results came behind the loop's end, as `asyncio.run` may end; logged once."""
         with self._lock:
             noted, self._loop_closed_noted = self._loop_closed_noted, True
         if not noted:
@@ -367,11 +374,11 @@ class LoopDriver:
     def _complete(self, batch: Batch, outcomes: list[Any], *, from_worker: bool = False) -> None:
         now_s = self.loop.time()
         self.batcher.on_batch_done(batch, outcomes, now_s)
+        if batch.record is not None:
+            batch.record.ended(outcomes, now_s)
         all_called = False
-        armed, self._tick_scheduled = (
-            self._tick_scheduled,
-            True,
-        )  # none of the resumed arms the turn: that is done below
+        # None of the resumed arms the turn: that is done below.
+        armed, self._tick_scheduled = self._tick_scheduled, True
         self._now_s = now_s  # what they submit at once comes at one time
         try:
             self._wake(iter(batch.calls))
@@ -412,6 +419,8 @@ class LoopDriver:
     def fail(self, call: PendingCall, error: BaseException) -> None:
         """Give a pending call an error outside of any batch."""
         call.value = Failed(error)
+        if self.watch is not None and call.caller is not None:
+            self.watch.left(call, error)
         wake = call.wake
         if wake is not None:
             call.wake = None
@@ -489,23 +498,3 @@ class LoopDriver:
                 task.remove_done_callback(self._remove_task)
         self._callers.clear()
         self.sole_caller = None
-
-
-class YieldOnce:
-    """One loop turn, taken only by a task that is alone on its front; see `LoopDriver.yield_once`."""
-
-    __slots__ = ("_driver",)
-
-    def __init__(self, driver: LoopDriver) -> None:
-        self._driver = driver
-
-    def __await__(self) -> Generator[None, None, bool]:
-        driver = self._driver
-        task = asyncio.current_task(driver.loop)
-        if driver.sole_caller is None or driver.sole_caller is not task:
-            return False
-        yield
-        if driver.sole_caller is not task:
-            return False
-        driver._inline_us = 0.0
-        return True

@@ -57,7 +57,7 @@ class PlanCompiler:
         call = calls.callable_for(op, selection, kernel.id)
         for middleware in self.middlewares:
             wrapped = middleware.wrap(op, selection, call)
-            call = wrapped if middleware is calls.spans else unless_foreign(wrapped, call)
+            call = unless_foreign(wrapped, call) if middleware.reads_arguments else wrapped
         if kernel.id in self._health.probing_kernels():
             call = self._recovery.probe(op, kernel.id, call, selection)
         if selection.when_warm is not None and calls.settings.warm != "off":

@@ -13,7 +13,12 @@ if TYPE_CHECKING:
 
 
 class PlanMiddleware(Protocol):
-    """What sees the calls of a device: a recorder, a guard of numerics; without one nothing is paid."""
+    """What sees the calls of a device: a recorder, a guard of numerics; without one nothing is paid.
+
+    One that only times calls and `reads_arguments` never watches transformed ones, too.
+    """
+
+    reads_arguments: bool
 
     def wrap(self, op: Op, selection: Selection, call: Callable[..., Any]) -> Callable[..., Any]:
         """`call`, watched; `call` itself where there is nothing to see."""

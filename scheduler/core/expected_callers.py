@@ -18,6 +18,7 @@ import math
 from collections.abc import Iterable, Set
 from typing import Final
 
+from layerzero.scheduler.core.launch_reasons import GRACE_OVER, LIMIT, NOBODY_EXPECTED
 from layerzero.scheduler.core.limits import BatchLimits
 from layerzero.scheduler.core.pending_call import Caller, PendingCall
 from layerzero.scheduler.core.round_robin import BatchQueue, ProgramPoint
@@ -50,7 +51,7 @@ class ExpectedCallers:
     `needs_device` says that a hold ends only when the device is known to have run what was launched.
     """
 
-    __slots__ = ("_done", "_limits", "_waiting", "launches", "needs_device", "until")
+    __slots__ = ("_done", "_limits", "_waiting", "launches", "needs_device", "released", "until")
 
     def __init__(self, limits: BatchLimits) -> None:
         self._limits = limits
@@ -58,6 +59,7 @@ class ExpectedCallers:
         self.launches = self._done = 0
         self.until = math.inf
         self.needs_device = False
+        self.released: dict[BatchQueue, str] = {}  # why `held` did not hold a group; all are here without it
 
     def __len__(self) -> int:
         return len(self._waiting)
@@ -103,6 +105,7 @@ class ExpectedCallers:
     def held(self, pending: Iterable[ProgramPoint], now_s: float) -> set[BatchQueue]:
         """The groups among those of `pending` that wait for callers."""
         self.until, self.needs_device = math.inf, False
+        self.released.clear()
         held: set[BatchQueue] = set()
         groups = dict.fromkeys(slot.queue for slot in pending)  # in order: one history, one outcome
         present = {group: {t.caller for line in group.by_priority for t in line} for group in groups}
@@ -115,6 +118,7 @@ class ExpectedCallers:
             by_source.setdefault(caller.last_queue, []).append(caller)
         for group in groups:
             if group.solo or self._is_full(group):
+                self.released[group] = LIMIT
                 continue
             sources = (source for source in group.points if source is not None and source in by_source)
             expected = [caller for source in sources for caller in by_source[source]]
@@ -123,6 +127,8 @@ class ExpectedCallers:
                 held.add(group)
                 self.until = min(self.until, until)
                 self.needs_device |= until == math.inf
+            else:
+                self.released[group] = GRACE_OVER if expected else NOBODY_EXPECTED
         return held
 
     def _until(
