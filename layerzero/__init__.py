@@ -54,6 +54,8 @@ _HOMES = {
         "validate_graph_capture",
     ),
     "layerzero.api.readback": ("to_host",),
+    "layerzero.api.run_ahead": ("run_ahead",),
+    "layerzero.api.step_runner": ("StepRunner",),
     "layerzero.api.inspect": (
         "dry_run",
         "explain",

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 
 from layerzero.observe.device_times import DeviceSpan
-from layerzero.observe.trace import CALLERS, LOOPS, STREAMS, THREADS, Slice, Trace
+from layerzero.observe.trace import CALLERS, COPIES, LOOPS, STREAMS, THREADS, Slice, Trace
 from layerzero.scheduler.core.pending_call import (
     CANCELLED,
     DETACHED,
@@ -77,6 +77,11 @@ class BatchWatch:
     def left(self, call: PendingCall, error: BaseException) -> None:
         """A call has ended outside of a batch: it was cancelled, its deadline passed, the driver closed."""
         self.timeline.add(LeftCall(self, call, error))
+
+    def copying(self, readers: int) -> Callable[[], None]:
+        """Copies to the host for so many readers begin; call what comes back when they are there."""
+        begin_ns = monotonic_ns()
+        return lambda: self.timeline.add(CopyRecord(self, readers, begin_ns, monotonic_ns()))
 
     def all_done(self, calls: int) -> bool:
         """Whether the batch of so many calls that has just ended gave each its value."""
@@ -196,7 +201,9 @@ class BatchRecord:
         if span is not None and span.begin_ns is not None and span.end_ns is not None:
             row = (STREAMS, (span.device, span.stream))
             trace.name_row(row, f"cuda:{span.device} stream {span.stream}")
-            trace.arrow(run, trace.slice(row, self.op, span.begin_ns, span.end_ns, rows=self.rows))
+            # Two clocks: no stream runs what has not been launched.
+            began_ns = max(span.begin_ns, batch.begin_ns)
+            trace.arrow(batch, trace.slice(row, self.op, began_ns, span.end_ns, rows=self.rows))
 
     def _write_call(
         self, trace: Trace, batch: Slice, end_ns: int, caller: Caller, submitted_s: float, state: int
@@ -208,6 +215,26 @@ class BatchRecord:
         call = trace.slice(row, self.op, begin_ns, end_ns, outcome=STATES[state])
         trace.slice(row, "queued", begin_ns, self.begin_ns)
         trace.arrow(call, batch)
+
+
+class CopyRecord:
+    """Results on their way to the host, those of one turn of the loop together."""
+
+    __slots__ = ("_begin_ns", "_end_ns", "_readers", "_watch")
+
+    weight = 1
+
+    def __init__(self, watch: BatchWatch, readers: int, begin_ns: int, end_ns: int) -> None:
+        self._watch = watch
+        self._readers = readers
+        self._begin_ns = begin_ns
+        self._end_ns = end_ns
+
+    def write(self, trace: Trace) -> None:
+        """A slice on the row of copies."""
+        row = (COPIES, self._watch)
+        trace.name_row(row, "copies to the host")
+        trace.slice(row, "to_host", self._begin_ns, self._end_ns, readers=self._readers)
 
 
 class LeftCall:

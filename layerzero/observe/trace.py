@@ -19,9 +19,9 @@ import msgspec
 import torch
 
 FORMAT: Final = 1
-LOOPS, THREADS, STREAMS, CALLERS = "batches", "thread", "stream", "caller"
+LOOPS, COPIES, THREADS, STREAMS, CALLERS = "batches", "copies", "thread", "stream", "caller"
 # The order of the rows of one process.
-_ORDER: Final = {LOOPS: 0, THREADS: 1, STREAMS: 2, CALLERS: 3}
+_ORDER: Final = {LOOPS: 0, COPIES: 1, THREADS: 2, STREAMS: 3, CALLERS: 4}
 _BOOT_ID: Final = Path("/proc/sys/kernel/random/boot_id")
 
 Row = tuple[str, Hashable]  # its kind and what it is about

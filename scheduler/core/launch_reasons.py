@@ -13,6 +13,7 @@ TURN: Final = "turn"  # the callers that were resumed have had their turn
 ALL_HERE: Final = "all_here"  # every caller that takes part has called
 LIMIT: Final = "limit"  # a batch holds no more
 GRACE_OVER: Final = "grace_over"  # waiting any longer for who is away costs more than a batch of its own
+DEVICE_DRY: Final = "device_dry"  # the device would stand still, and who is away costs less than that
 NOBODY_EXPECTED: Final = "nobody_expected"  # who is away calls elsewhere next
 ALONE: Final = "alone"  # its call shares no batch
 PRIORITY: Final = "priority"  # of a call that overtakes

@@ -76,7 +76,7 @@ def test_a_loop_closed_while_a_device_runs_leaves_one_debug_line(
         readback = Readback(driver, worker, device)
 
         async def read() -> None:
-            await readback.read(torch.ones(2), HERE)
+            await readback.start(torch.ones(2), HERE)
 
         async def step(group: str) -> None:
             await driver.submit(PENDING_CALL.cls(OP, (1,), group, 1.0))
