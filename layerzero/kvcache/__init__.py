@@ -17,7 +17,11 @@ from layerzero.kvcache.convert import Conversion as Conversion
 from layerzero.kvcache.convert import conversion as conversion
 from layerzero.kvcache.convert import convert as convert
 from layerzero.kvcache.paged_cache import PagedCache as PagedCache
+from layerzero.kvcache.prefixes import PageKeys as PageKeys
+from layerzero.kvcache.prefixes import PrefixCache as PrefixCache
 from layerzero.kvcache.protocol import FreedSequenceError as FreedSequenceError
 from layerzero.kvcache.protocol import KVCache as KVCache
 from layerzero.kvcache.protocol import KVCacheSpec as KVCacheSpec
 from layerzero.kvcache.protocol import UnknownSequenceError as UnknownSequenceError
+from layerzero.kvcache.requests import PagedRequest as PagedRequest
+from layerzero.kvcache.requests import PagedRequests as PagedRequests

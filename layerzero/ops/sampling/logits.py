@@ -47,6 +47,7 @@ def adjust_logits(
         min-p: Nguyen et al., arXiv 2407.01082.
 
     Example:
+        >>> import layerzero as lz
         >>> logits, history = torch.tensor([[2.0, 1.0, 0.0]]), torch.tensor([[1, 0, 0]])
         >>> lz.adjust_logits(logits, history=history, prompt_lens=1, frequency_penalty=0.5)
         tensor([[1., 1., 0.]])
@@ -90,6 +91,7 @@ def token_logprobs(logits: Tensor, tokens: Tensor, top: int = 0) -> tuple[Tensor
     Raises: ValueError, TypeError: an argument does not fit, by name; on the CPU also ids out of range.
 
     Example:
+        >>> import layerzero as lz
         >>> lz.token_logprobs(torch.zeros(1, 4), torch.tensor([2]))[0].exp()
         tensor([0.2500])
     """
