@@ -54,6 +54,7 @@ _HOMES = {
         "validate_graph_capture",
     ),
     "layerzero.api.readback": ("to_host",),
+    "layerzero.api.run_ahead": ("run_ahead",),
     "layerzero.api.inspect": (
         "dry_run",
         "explain",

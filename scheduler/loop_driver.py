@@ -37,6 +37,7 @@ DRAINING: Final = "draining"
 STOPPED: Final = "stopped"
 
 LOOP_LOST = "loop_driver.loop_closed"
+TURN_S = 5e-4  # what one turn of a loop that serves many callers may take
 MAX_INFLIGHT_ON_HOST = 2  # batches that may be launched and not have run, where callers wait until theirs has
 
 Task = asyncio.Future[Any]  # a task, or the result of a spawned coroutine
@@ -51,11 +52,36 @@ class LoopDriver:
     """
 
     __slots__ = (
-        "__weakref__", "_asked", "_callers", "_callers_changed", "_context", "_deadline_s",
-        "_deadline_timer", "_drained", "_executor", "_hold_timer", "_inflight", "_inline_us", "_last_modes",
-        "_lock", "_max_inflight", "_max_inline_us", "_now_s", "_streams", "_tick_scheduled", "_worker",
-        "ambient_grad", "ambient_stream", "batcher", "inline_limit_us", "loop", "readback", "sole_caller",
-        "state", "stepping",
+        "__weakref__",
+        "_asked",
+        "_callers",
+        "_callers_changed",
+        "_context",
+        "_deadline_s",
+        "_deadline_timer",
+        "_drained",
+        "_executor",
+        "_hold_timer",
+        "_inflight",
+        "_inline_us",
+        "_last_modes",
+        "_lock",
+        "_max_inflight",
+        "_max_inline_us",
+        "_now_s",
+        "_streams",
+        "_tick_scheduled",
+        "_worker",
+        "_yielded",
+        "ambient_grad",
+        "ambient_stream",
+        "batcher",
+        "inline_limit_us",
+        "loop",
+        "readback",
+        "sole_caller",
+        "state",
+        "stepping",
     )  # fmt: skip
 
     def __init__(
@@ -98,6 +124,7 @@ class LoopDriver:
         self._inline_us = 0.0
         self._now_s = 0.0
         self._tick_scheduled = False
+        self._yielded = False  # whether the last turn launched nothing, for readers
         # Batches run in a context of their own: they belong to no caller more than to the others.
         self._context = Context()
         self._inflight: list[Batch] = []
@@ -223,6 +250,9 @@ class LoopDriver:
         self._callers_changed = False
         batcher = self.batcher
         now_s = self.loop.time()
+        if self._yields_to_readers(now_s):
+            self._schedule_tick()
+            return
         batcher.on_turn(now_s)
         if self._deadline_s <= now_s:
             self._expire_calls(now_s)
@@ -232,6 +262,21 @@ class LoopDriver:
             self._tick_at(batcher.deferred_until)
         if batcher.expected_callers is not None and batcher.expected_callers.needs_device and not self._asked:
             self._ask_device(batcher.expected_callers)
+
+    def _yields_to_readers(self, now_s: float) -> bool:
+        """Whether a turn more costs nothing: what is launched stands behind a batch that still runs.
+
+        Tasks that were started with the calls that wait, to read results of that batch, come first: a copy
+        that is launched after the next batch would be there only after it.
+        """
+        expected = self.batcher.expected_callers
+        self._yielded = (
+            not self._yielded
+            and expected is not None
+            and self.readback is not None
+            and expected.busy_s(now_s) > TURN_S
+        )
+        return self._yielded
 
     def _ask_device(self, expected: ExpectedCallers) -> None:
         """Have the device say when it has run what was launched so far: a hold ends by it."""
@@ -276,6 +321,8 @@ class LoopDriver:
         self._schedule_tick()
 
     def _launch(self, batch: Batch) -> None:
+        if self.readback is not None:
+            self.readback.flush()
         if batch.expected_us < self.inline_limit_us:
             try:
                 outcomes = self._execute(batch)

@@ -108,6 +108,9 @@ class LocalDevice:
         self.event_thread = Worker(f"layerzero-reap-{self.device}")
         self._wire(cost)
         self._inputs.dispatch_table = dispatch_table_for(settings, registry, self.hardware)
+        if self.device.type == "cpu":
+            # A look later, behind the first calls, would drop what they decided.
+            self.workspace_budget.refresh(settings)
         self.spans = self.kernel_calls.spans = self._live_checks.apply_settings(self)
         self._opened = True
 

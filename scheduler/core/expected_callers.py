@@ -15,6 +15,7 @@ Nothing here reads a clock or a device. `launched` and `completed` say what happ
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Iterable, Set
 from typing import Final
 
@@ -24,10 +25,11 @@ from layerzero.scheduler.core.round_robin import BatchQueue, ProgramPoint
 
 # Shares of the time between two batches of a group, which is what a batch of its own would cost a latecomer.
 FIRST_GRACE: Final = 0.25  # for a caller that nothing is known of
-WORTH: Final = 0.5  # beyond it a latecomer runs on its own
+WORTH: Final = 0.6  # beyond it a latecomer runs on its own
 SLACK: Final = 0.1  # on top of what a caller has been seen to need
 GONE: Final = 8.0  # after so many batches without a call a caller takes part no longer
 LONG: Final = 2.0  # times a batch of the group usually runs
+_MAX_RUNNING: Final = 256
 NEWEST: Final = 0.25  # weight of the newest in running means: about the last four count
 
 
@@ -50,12 +52,17 @@ class ExpectedCallers:
     `needs_device` says that a hold ends only when the device is known to have run what was launched.
     """
 
-    __slots__ = ("_done", "_limits", "_waiting", "launches", "needs_device", "until")
+    __slots__ = (
+        "_done", "_last_done_at", "_limits", "_running", "_waiting", "launches", "needs_device", "until",
+    )  # fmt: skip
 
     def __init__(self, limits: BatchLimits) -> None:
         self._limits = limits
         self._waiting: dict[Caller, Launch] = {}
         self.launches = self._done = 0
+        # Not known to be done, the newest of them: where nobody reads back, nobody says what is done.
+        self._running: deque[Launch] = deque(maxlen=_MAX_RUNNING)
+        self._last_done_at = -math.inf
         self.until = math.inf
         self.needs_device = False
 
@@ -66,6 +73,7 @@ class ExpectedCallers:
         """A batch goes to the device; its callers are expected back."""
         self.launches += 1
         launch = Launch(self.launches, group, now_s)
+        self._running.append(launch)
         if group.launched_at is not None:
             period_s = now_s - group.launched_at
             group.period_s = _mean(group.period_s, min(period_s, 4 * group.period_s or period_s))
@@ -88,13 +96,27 @@ class ExpectedCallers:
         if number <= self._done:
             return
         self._done = number
-        for launch in dict.fromkeys(self._waiting.values()):
+        while self._running and self._running[0].number < number:
+            self._running.popleft()
+        # The one that the device has just ended, and those that callers came from and nobody asked for.
+        ended = [self._running.popleft()] if self._running and self._running[0].number == number else []
+        for launch in dict.fromkeys([*ended, *self._waiting.values()]):
             if launch.number <= number and launch.done_at is None:
-                group, run_s = launch.group, now_s - launch.launched_at
+                # A device runs one batch after another: behind the one before, and not before its launch.
+                began_at = max(launch.launched_at, self._last_done_at)
+                group, run_s = launch.group, now_s - began_at
                 # Where nobody asked in time, it has been done for long.
                 usual_s = LONG * group.run_s if group.run_s else run_s
-                launch.done_at = launch.launched_at + min(run_s, usual_s)
+                launch.done_at = began_at + min(run_s, usual_s)
                 group.run_s = _mean(group.run_s or run_s, min(run_s, usual_s))
+        self._last_done_at = now_s
+
+    def busy_s(self, now_s: float) -> float:
+        """For about how many seconds the device still runs its newest batch; 0 where nothing is known."""
+        if not self._running:
+            return 0.0
+        last = self._running[-1]
+        return max(max(last.launched_at, self._last_done_at) + last.group.run_s - now_s, 0.0)
 
     def forget(self, caller: Caller) -> None:
         """A caller has ended."""
