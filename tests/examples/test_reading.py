@@ -52,7 +52,7 @@ def test_no_example_reads_a_tensor_behind_the_loop() -> None:
         for file in sorted(EXAMPLES.rglob("*.py"))
     }
     serving = {name: source for name, source in sources.items() if serves(source)}
-    assert {"embed.py", "models/minilm.py", "serve.py"} <= set(serving)
+    assert {"embed.py", "models/minilm.py", "server/engine.py"} <= set(serving)
     assert {name: found for name, source in serving.items() if (found := reads(source))} == {}
 
 

@@ -24,7 +24,7 @@ for package in ("openai", "starlette", "uvicorn", "prometheus_client", "tokenize
     pytest.importorskip(package, reason=f"the server needs {package}: pip install 'layerzero-runtime[test]'")
 
 import openai  # noqa: E402
-import serve  # noqa: E402  the skips come first
+from server import app as server_app  # noqa: E402  the skips come first
 
 from tests.examples.serving import NOTHING, Running, asked, check_texts_in_company, serving  # noqa: E402
 
@@ -32,7 +32,7 @@ from tests.examples.serving import NOTHING, Running, asked, check_texts_in_compa
 @pytest.fixture(scope="module")
 def server() -> Iterator[Running]:
     """A server whose pool holds 4,096 tokens."""
-    with serving(serve.Options(pages=256)) as running:
+    with serving(server_app.Options(pages=256)) as running:
         yield running
 
 
@@ -105,7 +105,8 @@ def test_stop_strings_end_the_text_before_them(client: openai.OpenAI) -> None:
         ({"max_tokens": 5000}, "max_tokens"),
         ({"temperature": 3}, "temperature"),
         ({"top_p": 0}, "top_p"),
-        ({"n": 2}, "n"),
+        ({"n": 0}, "n"),
+        ({"n": 17}, "n"),
         ({"n": True}, "n"),
         ({"frequency_penalty": False}, "frequency_penalty"),
         ({"stop": ["a", "b", "c", "d", "e"]}, "stop"),
@@ -157,22 +158,38 @@ def test_other_nonsense_is_refused(server: Running, client: openai.OpenAI) -> No
     assert "error" in httpx.get(f"{server.url}/v1/nothing").json()
     with pytest.raises(openai.BadRequestError, match="temperature needs"):
         client.completions.create(**asked(temperature=9))
-    with pytest.raises(openai.NotFoundError):
+    with pytest.raises(openai.BadRequestError, match="messages needs"):
         client.chat.completions.create(model="generate", messages=[])
 
 
-def test_a_full_pool_answers_429(server: Running, client: openai.OpenAI) -> None:
-    """What the pool cannot hold now is refused with Retry-After, and served once the pool is free."""
-    before = server.metrics()
+def test_a_full_pool_lets_the_next_one_wait(server: Running, client: openai.OpenAI) -> None:
+    """A request that the pool cannot hold beside another waits for it and is answered; nothing is refused."""
+    whole = client.completions.create(**asked(max_tokens=900, temperature=0)).choices[0]
     with client.completions.create(**asked(max_tokens=4000, temperature=0), stream=True) as held:
         events = iter(held)
         assert next(events).choices
-        with pytest.raises(openai.RateLimitError) as refused:
-            client.completions.create(**asked(max_tokens=500))
-        assert int(refused.value.response.headers["Retry-After"]) >= 1
-        assert client.completions.create(**asked(max_tokens=2)).choices[0].text
+        beside = client.completions.create(**asked(max_tokens=900, temperature=0)).choices[0]
+        assert (beside.text, beside.finish_reason) == (whole.text, whole.finish_reason)
     assert server.settled() == NOTHING
-    assert client.completions.create(**asked(max_tokens=3)).usage
+
+
+def test_a_full_queue_answers_429(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Prompts that wait are bounded by their tokens; those beyond are refused with Retry-After."""
+    requests = server.service.engine.requests
+    monkeypatch.setattr(requests, "max_waiting_tokens", 3000)
+    url = f"{server.url}/v1/completions"
+    before = server.metrics()
+    with httpx.stream("POST", url, json=asked(prompt=[5] * 2000, max_tokens=1900, stream=True)) as held:
+        lines = held.iter_lines()
+        assert next(lines)
+        with httpx.stream("POST", url, json=asked(prompt=[6] * 1500, max_tokens=1500, stream=True)) as second:
+            others = second.iter_lines()
+            assert next(others)
+            refused = httpx.post(url, json=asked(prompt=[7] * 3500, max_tokens=9))
+            assert refused.status_code == 429
+            assert int(refused.headers["Retry-After"]) >= 1
+            assert refused.json()["error"]["type"] == "rate_limit_error"
+    assert server.settled() == NOTHING
     rejected = ("requests_total", (("outcome", "rejected"),))
     assert server.metrics()[rejected] == before.get(rejected, 0) + 1
 
@@ -324,6 +341,6 @@ def _wait_until_healthy(url: str, process: subprocess.Popen[str]) -> None:
 def test_options_out_of_range_are_refused(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     """The command exits 2 and names the argument."""
     with pytest.raises(SystemExit) as left:
-        serve.parse(arguments)
+        server_app.parse(arguments)
     assert left.value.code == 2
     assert arguments[0] in capsys.readouterr().err
