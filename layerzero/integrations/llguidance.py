@@ -19,6 +19,8 @@ from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 from torch import Tensor
 
 MASK_BITS = 32
+# Between the parts of a JSON text: a model that may write any space can write spaces for ever.
+_SPACES: Any = {"whitespace_pattern": "[ \\n]"}
 
 
 class Grammar:
@@ -74,7 +76,7 @@ class Grammars:
         if not isinstance(schema, dict | bool):
             raise ValueError(f"schema needs an object, got {type(schema).__name__}")
         as_object = schema if isinstance(schema, dict) else ({} if schema else {"not": {}})
-        return self._compiled("schema", LLMatcher.grammar_from_json_schema(as_object))
+        return self._compiled("schema", LLMatcher.grammar_from_json_schema(as_object, defaults=_SPACES))
 
     def regex(self, pattern: str) -> Grammar:
         """Texts that the whole of `pattern` matches, in the syntax of Rust's regex.
