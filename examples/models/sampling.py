@@ -110,7 +110,7 @@ def adjusted_rows(logits: Tensor, sample_args: Sequence[SampleArgs]) -> Tensor:
     asked: dict[str, Any] = {}
     penalties = ("repetition_penalty", "presence_penalty", "frequency_penalty")
     if any(
-        (rule.repetition_penalty, rule.presence_penalty, rule.frequency_penalty) != (1, 0, 0)
+        (rule.repetition_penalty, rule.presence_penalty, rule.frequency_penalty) != (1.0, 0.0, 0.0)
         for rule in rules
     ):
         asked = {name: numbers(name) for name in penalties}

@@ -26,7 +26,8 @@ from layerzero.integrations.starlette import install, lifespan
 from server.answers import ChatFormat, CompletionFormat, Format, Piece, error_body
 from server.fields import BadRequest, UnknownModel
 from server.protocol import Ask, read
-from server.service import Full, Options, Service
+from server.service import Full, Service
+from server.service import Options as Options
 
 # Requests beyond those being answered that may be on their way in or out.
 WAITING = 64

@@ -120,12 +120,14 @@ class Engine:
         *,
         user: str = "",
         grammar: Grammar | None = None,
+        ignore_eos: bool = False,
         patient: bool = False,
     ) -> AsyncGenerator[Drawn, None]:
         """Yield what continues `prompt`, until a token ends the text or `max_tokens` are drawn.
 
-        A full lane or queue is an error before the first token, unless the request is `patient`; later it is
-        waited out. Cancelled or closed, it takes its call back from the batcher and gives its pages back.
+        With `ignore_eos` no token ends it. A full lane or queue is an error before the first token, unless
+        the request is `patient`; later it is waited out. Cancelled or closed, it takes its call back from the
+        batcher and gives its pages back.
         Raises: OverloadedError. ValueError: the prompt is empty, or too long.
         """
         tokens = list(prompt)
@@ -153,7 +155,7 @@ class Engine:
                         raise
                     await anyio.sleep(overloaded.retry_after)
                     continue
-                told = await self._told(newest, draw)
+                told = await self._told(newest, draw, frozenset() if ignore_eos else self.eos_token_ids)
                 tokens.append(told.token)
                 if grammar is not None and told.is_text:
                     grammar.accept(told.token)
@@ -166,14 +168,15 @@ class Engine:
         ids = torch.tensor(tokens[span.start : span.end])
         return to_device_with_host_copy(ids, self.model.cache.device)
 
-    async def _told(self, newest: Tensor, draw: SampleArgs) -> Drawn:
+    async def _told(self, newest: Tensor, draw: SampleArgs, eos_token_ids: frozenset[int]) -> Drawn:
         """The token on the host, and what was asked about it."""
         token = int(await lz.to_host(newest))
-        logprob, likeliest = None, ()
+        logprob: float | None = None
+        likeliest: tuple[tuple[int, float], ...] = ()
         if draw.rules is not None and draw.rules.logprobs is not None:
             host = await lz.to_host(draw.rules.logprobs)
             logprob, *others = [float(number) for number in host]
             count = len(others) // 2  # the likeliest tokens, then their logarithms
             likeliest = tuple(zip(map(int, others[:count]), others[count:], strict=True))
-        ends = token in self.eos_token_ids
+        ends = token in eos_token_ids
         return Drawn(token, logprob, likeliest, ends, is_text=not ends)

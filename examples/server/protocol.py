@@ -44,7 +44,7 @@ class Sampling:
     def has_rules(self) -> bool:
         """Whether a token needs more than a draw from the model's own logits."""
         penalties = (self.repetition_penalty, self.presence_penalty, self.frequency_penalty)
-        asked = penalties != (1, 0, 0) or self.logit_bias or self.min_p
+        asked = penalties != (1.0, 0.0, 0.0) or self.logit_bias or self.min_p
         return bool(asked) or self.top_logprobs is not None
 
 
@@ -72,6 +72,7 @@ class Ask:
     constraint: Constraint | None
     stream: bool
     include_usage: bool
+    ignore_eos: bool
     user: str
 
 
@@ -171,6 +172,7 @@ _COMMON: dict[str, Reader] = {
     "stream_options": _options,
     "response_format": _format,
     "structured_outputs": _structure,
+    "ignore_eos": boolean,
     "user": text,
 }
 _COMPLETION: dict[str, Reader] = {
@@ -227,6 +229,7 @@ def read(body: bytes, served: str, *, chat: bool = False) -> Ask:
         constraint=values.get("response_format") or values.get("structured_outputs"),
         stream=stream,
         include_usage=values.get("stream_options", False),
+        ignore_eos=values.get("ignore_eos", False),
         user=values.get("user", ""),
     )
 

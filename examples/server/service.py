@@ -175,7 +175,13 @@ class Service:
         sampling = replace(ask.sampling, seed=(ask.sampling.seed + _SEEDS + index) % (2 * _SEEDS) - _SEEDS)
         choice = ChoiceText(index, IncrementalDetokenizer(self.tokenizer, ask.stop))
         tokens = self.engine.generate(
-            prompt, sampling, max_tokens, user=ask.user, grammar=grammar, patient=index > 0
+            prompt,
+            sampling,
+            max_tokens,
+            user=ask.user,
+            grammar=grammar,
+            ignore_eos=ask.ignore_eos,
+            patient=index > 0,
         )
         reason = "length"
         async with aclosing(tokens):

@@ -24,7 +24,7 @@ import layerzero as lz  # noqa: E402
 from tests.examples.by_hand import ByHand, penalised  # noqa: E402
 from tests.examples.serving import NOTHING, PROMPT, Running, asked, serving  # noqa: E402
 
-MESSAGES = [
+MESSAGES: Any = [
     {"role": "system", "content": "And it came to pass,"},
     {"role": "user", "content": "in those days"},
 ]
@@ -160,11 +160,13 @@ def test_a_chats_logprobs_have_bytes(by_hand: ByHand, client: openai.OpenAI) -> 
             sorted(row, reverse=True)[:20], abs=1e-4
         )
         assert token.top_logprobs[0].token == token.token
-    streamed = []
+    streamed: list[Any] = []
     for event in client.chat.completions.create(**request, stream=True):
         logprobs = event.choices[0].logprobs
         streamed += (logprobs.content or []) if logprobs is not None else []
-    assert [token.logprob for token in streamed] == pytest.approx([token.logprob for token in content])
+    assert [token.logprob for token in streamed] == pytest.approx(
+        [token.logprob for token in content], abs=1e-4
+    )
 
 
 def test_logprobs_end_before_a_stop_string(server: Running, client: openai.OpenAI) -> None:
@@ -238,13 +240,13 @@ def test_a_chat_continues_its_rendered_prompt(server: Running, client: openai.Op
     text = text_of(server, prompt=RENDERED, temperature=0, max_tokens=16)
     chat: dict[str, Any] = {"model": "generate", "temperature": 0, "max_tokens": 16}
     halves = [{"type": "text", "text": "in those"}, {"type": "text", "text": " days"}]
-    parts = [MESSAGES[0], {"role": "user", "content": halves}]
+    parts: list[Any] = [MESSAGES[0], {"role": "user", "content": halves}]
     prompt_tokens = len(server.service.tokenizer.encode(RENDERED).ids)
     for messages in (MESSAGES, parts):
-        whole = client.chat.completions.create(**chat, messages=messages)  # type: ignore[call-overload]
+        whole: Any = client.chat.completions.create(**chat, messages=messages)
         assert (whole.object, whole.usage.prompt_tokens) == ("chat.completion", prompt_tokens)
         assert (whole.choices[0].message.role, whole.choices[0].message.content) == ("assistant", text)
-    events = list(client.chat.completions.create(**chat, messages=MESSAGES, stream=True))  # type: ignore[call-overload]
+    events: list[Any] = list(client.chat.completions.create(**chat, messages=MESSAGES, stream=True))
     assert {event.object for event in events} == {"chat.completion.chunk"}
     deltas = [event.choices[0].delta for event in events]
     assert [delta.role for delta in deltas] == ["assistant"] + [None] * (len(deltas) - 1)
@@ -283,6 +285,17 @@ def test_a_template_reaches_nothing_outside(server: Running) -> None:
             server_text.ChatTemplate(source, {}).render([{"role": "user", "content": "a"}])
 
 
+def test_an_end_of_the_text_ends_it_unless_it_is_ignored(server: Running) -> None:
+    """A token that ends the text has no text of its own, and is counted; ignored, it is one like others."""
+    url = f"{server.url}/v1/completions"
+    ended = httpx.post(url, json=asked(logit_bias={"1": 100}, max_tokens=9)).json()
+    assert (ended["choices"][0]["text"], ended["choices"][0]["finish_reason"]) == ("", "stop")
+    assert ended["usage"]["completion_tokens"] == 1
+    ignored = httpx.post(url, json=asked(logit_bias={"1": 100}, max_tokens=9, ignore_eos=True)).json()
+    assert ignored["choices"][0]["finish_reason"] == "length"
+    assert ignored["usage"]["completion_tokens"] == 9
+
+
 # -- stop strings ----------------------------------------------------------------------------------------
 
 
@@ -312,7 +325,7 @@ def test_a_stop_string_anywhere_ends_the_text_before_it(
 
 # -- grammars --------------------------------------------------------------------------------------------
 
-SCHEMA = {
+SCHEMA: dict[str, Any] = {
     "type": "object",
     "properties": {"name": {"type": "string", "maxLength": 12}, "age": {"type": "integer", "minimum": 0}},
     "required": ["name", "age"],
@@ -325,12 +338,12 @@ def test_a_schema_shapes_the_answer(client: openai.OpenAI) -> None:
     pytest.importorskip(
         "llguidance", reason="grammars need llguidance: pip install 'layerzero-runtime[grammar]'"
     )
+    form: Any = {"type": "json_schema", "json_schema": {"name": "person", "schema": SCHEMA}}
     ended = 0
     for seed in range(6):
         answer = client.chat.completions.create(
-            model="generate", messages=MESSAGES, max_tokens=60, seed=seed,  # type: ignore[arg-type]
-            response_format={"type": "json_schema", "json_schema": {"name": "person", "schema": SCHEMA}},
-        )  # fmt: skip
+            model="generate", messages=MESSAGES, max_tokens=60, seed=seed, response_format=form
+        )
         choice = answer.choices[0]
         if choice.finish_reason == "stop":
             ended += 1

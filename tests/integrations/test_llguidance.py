@@ -30,7 +30,8 @@ def written(grammar: Grammar, seed: int, longest: int = 60) -> tuple[str, bool]:
     """A text drawn from equal logits under `grammar`, and whether it came to its end."""
     from tokenizers import Tokenizer
 
-    tokenizer, tokens = Tokenizer.from_file(str(FOLDER / "tokenizer.json")), []
+    tokenizer = Tokenizer.from_file(str(FOLDER / "tokenizer.json"))
+    tokens: list[int] = []
     for offset in range(longest):
         if grammar.ended:
             break

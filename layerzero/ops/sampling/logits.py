@@ -6,6 +6,7 @@ value a row, so that rows of different requests stand in one call. Nothing here 
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -59,7 +60,7 @@ def adjust_logits(
         "frequency_penalty": (frequency_penalty, 0),
     }
     for name, (value, _) in penalties.items():
-        _need_column(name, value, logits, low=1e-3 if name == "repetition_penalty" else None)
+        _need_column(name, value, logits, low=1e-3 if name == "repetition_penalty" else -math.inf)
     _need_column("min_p", min_p, logits, low=0.0, high=1.0)
     _need_column("temperature", temperature, logits, low=0.0)
     penalised = any(not is_constant(value, neutral) for value, neutral in penalties.values())
@@ -160,15 +161,14 @@ def _without_unlikely(logits: Tensor, min_p: Number, temperature: Number) -> Ten
 
 
 def _need_column(
-    name: str, value: Any, logits: Tensor, low: float | None = None, high: float | None = None
+    name: str, value: Any, logits: Tensor, low: float = -math.inf, high: float = math.inf
 ) -> None:
     """`value` is a finite number from `low` to `high` or a floating point tensor (B,)."""
     if isinstance(value, Tensor):
         checks.need_vector(name, value, logits.shape[0], "logits' rows")
         checks.need_same_device("logits", logits, **{name: value})
     else:
-        bounds = {key: bound for key, bound in (("low", low), ("high", high)) if bound is not None}
-        checks.need_number(name, value, **bounds)
+        checks.need_number(name, value, low=low, high=high)
 
 
 def _ids(name: str, tokens: Tensor, logits: Tensor) -> Tensor:
