@@ -55,6 +55,7 @@ _HOMES = {
     ),
     "layerzero.api.readback": ("to_host",),
     "layerzero.api.run_ahead": ("run_ahead",),
+    "layerzero.api.step_runner": ("StepRunner",),
     "layerzero.api.inspect": (
         "dry_run",
         "explain",

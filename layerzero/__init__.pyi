@@ -43,6 +43,7 @@ from layerzero.api.readback import to_host as to_host
 from layerzero.api.run_ahead import run_ahead as run_ahead
 from layerzero.api.solve import solve as solve
 from layerzero.api.start import start as start
+from layerzero.api.step_runner import StepRunner as StepRunner
 from layerzero.api.tokenize import detokenize as detokenize
 from layerzero.api.tokenize import tokenize as tokenize
 from layerzero.api.tokenizer import Tokenizer as Tokenizer

@@ -324,11 +324,14 @@ class LoopDriver:
         if self.readback is not None:
             self.readback.flush()
         if batch.expected_us < self.inline_limit_us:
+            started = self.loop.time()
             try:
                 outcomes = self._execute(batch)
             except BaseException as error:  # the interpreter is being stopped: strand nobody on the way out
                 self._complete(batch, batch.interrupted(error))
                 raise
+            if self.batcher.expected_callers is not None:
+                self.batcher.expected_callers.launch_took(self.loop.time() - started)
             if self._streams is None or self._streams.completion != HOST:
                 self._complete(batch, outcomes)
             else:

@@ -18,7 +18,7 @@ from layerzero.scheduler.streams import resume_modes, suspend_modes
 from layerzero.scheduler.torch_modes import Modes
 
 
-class HostCopy(Coroutine[Any, Any, Tensor]):
+class HostRead(Coroutine[Any, Any, Tensor]):
     """A tensor on its way to the host: awaited now, later, several times one after another, or never.
 
     It is a coroutine, so that a task can be made of it.
@@ -83,7 +83,7 @@ class HostCopy(Coroutine[Any, Any, Tensor]):
             self._steps.close()
 
 
-def to_host(tensor: Tensor) -> HostCopy:
+def to_host(tensor: Tensor) -> HostRead:
     """`tensor` in host memory, by itself: no piece of a batch, safe to read, pickle and keep.
 
     The copy starts here, behind the work that writes `tensor`; await the result now or later. A loop that
@@ -107,17 +107,17 @@ def to_host(tensor: Tensor) -> HostCopy:
     if FAST_PATH.module is not None:
         owned: Tensor = FAST_PATH.module.own(tensor)
         if owned is not NotImplemented:
-            return HostCopy(owned)
+            return HostRead(owned)
     plain = tensor.detach()
     if plain.device.type != "cuda":
-        return HostCopy(compact(plain.cpu() if plain.device.type != "cpu" else plain))
+        return HostRead(compact(plain.cpu() if plain.device.type != "cpu" else plain))
     device = None if SCOPE.get() is not None else ACTIVE.devices.get(plain.device)
     if device is None:
         device = context_runtime().device(plain.device)
     driver = device.loop_drivers.current()
     modes = device.capture_modes()
     assert modes.stream is not None and driver.readback is not None
-    return HostCopy(None, driver.readback.start(plain, modes.stream), driver, device.capture_modes)
+    return HostRead(None, driver.readback.start(plain, modes.stream), driver, device.capture_modes)
 
 
 def _no_tensor(value: object) -> TypeError:

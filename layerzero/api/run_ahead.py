@@ -6,7 +6,7 @@ from collections.abc import AsyncGenerator, Awaitable, Callable
 
 from torch import Tensor
 
-from layerzero.api.readback import HostCopy, to_host
+from layerzero.api.readback import HostRead, to_host
 from layerzero.ops import checks
 
 
@@ -37,7 +37,7 @@ async def run_ahead(
     if max_steps is not None:
         checks.need_int("max_steps", max_steps, low=1)
     steps = 0
-    reading: HostCopy | None = None
+    reading: HostRead | None = None
     while max_steps is None or steps < max_steps:
         ids = await step(ids)
         started = to_host(ids)

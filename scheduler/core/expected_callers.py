@@ -4,7 +4,8 @@ A device that answers before it has computed makes its callers look idle. A batc
 would walk with them in two crowds, and each costs a pass of the weights. So a group of waiting calls is held
 while callers are expected that came from where its own calls come from:
 
-- while the device still runs their last batch: what is held would stand behind it in any case;
+- while the device still runs their last batch: what is held would stand behind it in any case. Where most
+  callers have called it goes in time for the device not to pause: the few that are away run a batch later;
 - for a grace after that, since they have to read the result, write to a socket, draw a breath. The grace is
   what each caller has been seen to need, as long as waiting costs less than a batch of its own would. A
   caller that stays away longer is not expected before its next call: it costs the others one grace, once.
@@ -16,7 +17,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Iterable, Set
+from collections.abc import Collection, Iterable, Set
 from typing import Final
 
 from layerzero.scheduler.core.limits import BatchLimits
@@ -29,6 +30,7 @@ WORTH: Final = 0.6  # beyond it a latecomer runs on its own
 SLACK: Final = 0.1  # on top of what a caller has been seen to need
 GONE: Final = 8.0  # after so many batches without a call a caller takes part no longer
 LONG: Final = 2.0  # times a batch of the group usually runs
+TIMER_S: Final = 1e-3  # by so much an event loop's timer may be late
 _MAX_RUNNING: Final = 256
 NEWEST: Final = 0.25  # weight of the newest in running means: about the last four count
 
@@ -53,7 +55,8 @@ class ExpectedCallers:
     """
 
     __slots__ = (
-        "_done", "_last_done_at", "_limits", "_running", "_waiting", "launches", "needs_device", "until",
+        "_done", "_last_done_at", "_limits", "_running", "_waiting", "launch_s", "launches", "needs_device",
+        "until",
     )  # fmt: skip
 
     def __init__(self, limits: BatchLimits) -> None:
@@ -63,6 +66,7 @@ class ExpectedCallers:
         # Not known to be done, the newest of them: where nobody reads back, nobody says what is done.
         self._running: deque[Launch] = deque(maxlen=_MAX_RUNNING)
         self._last_done_at = -math.inf
+        self.launch_s = 0.0  # what the host has needed for a launch
         self.until = math.inf
         self.needs_device = False
 
@@ -111,6 +115,10 @@ class ExpectedCallers:
                 group.run_s = _mean(group.run_s or run_s, min(run_s, usual_s))
         self._last_done_at = now_s
 
+    def launch_took(self, seconds: float) -> None:
+        """The host has needed so long to launch a batch."""
+        self.launch_s = _mean(self.launch_s or seconds, seconds)
+
     def busy_s(self, now_s: float) -> float:
         """For about how many seconds the device still runs its newest batch; 0 where nothing is known."""
         if not self._running:
@@ -148,9 +156,9 @@ class ExpectedCallers:
         return held
 
     def _until(
-        self, group: BatchQueue, present: Set[Caller | None], absent: Iterable[Caller], now_s: float
+        self, group: BatchQueue, present: Set[Caller | None], absent: Collection[Caller], now_s: float
     ) -> float:
-        """Until when `group` waits for the absent; infinite while the device runs a batch of its callers."""
+        """Until when `group` waits for the absent; infinite where only news of the device ends it."""
         batch_s = max(group.period_s, group.run_s)
         newest, until = 0, -math.inf
         for caller in absent:
@@ -168,7 +176,25 @@ class ExpectedCallers:
             return now_s
         launches = [caller.launch.number for caller in present if caller is not None and caller.launch]
         newest = max(newest, *launches, 0)
-        return math.inf if newest > self._done else until
+        return until if newest <= self._done else self._runs_dry_at(group, len(present), absent, now_s)
+
+    def _runs_dry_at(
+        self, group: BatchQueue, present: int, absent: Collection[Caller], now_s: float
+    ) -> float:
+        """When `group` has to be launched so that the device goes on without a pause; infinite where its few
+        rows are worth less than those that are still away.
+
+        Who waits for the result of the running batch comes after it, and after that comes the launch: the
+        device stands still so long. Who is left behind runs with everybody in the batch after this one.
+        """
+        busy_s = self.busy_s(now_s)
+        if not busy_s or not self.launch_s:
+            return math.inf
+        late_s = max((caller.late_s or 0.0 for caller in absent), default=0.0)
+        pause_s = self.launch_s + late_s
+        if len(absent) * group.run_s > present * pause_s:
+            return math.inf
+        return now_s + busy_s - self.launch_s - TIMER_S
 
     def _grace_s(self, caller: Caller, batch_s: float) -> float:
         """How long after its last batch it is worth waiting for `caller`."""

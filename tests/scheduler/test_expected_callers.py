@@ -384,3 +384,45 @@ def test_a_device_that_cannot_be_asked_holds_nobody(worker: Worker) -> None:
         return asked
 
     assert run_virtually(main()) > 1
+
+
+def test_requests_that_end_do_not_stop_the_others(worker: Worker) -> None:
+    """A crowd that reads behind and whose requests end and begin anew: each waits for its last result, and
+    the others' next step does not wait with it. With every pause for a launch a step took 1.14 passes."""
+
+    async def main() -> tuple[float, float]:
+        machine = Machine(worker, host_s=PASS_S / 6)
+        tokens, over = 0, False
+
+        async def request(draw: random.Random) -> None:
+            nonlocal tokens
+            reading: Any = None
+            for _ in range(draw.randint(16, 48)):
+                started = machine.readback.start(await machine.step(), HERE)
+                if reading is not None:
+                    await reading
+                    tokens += 1
+                reading = started
+                if over:
+                    break
+            await reading
+            tokens += 1
+
+        async def client(number: int) -> None:
+            draw = random.Random(number)
+            await asyncio.sleep(number * PASS_S / 5)
+            while not over:
+                await request(draw)
+
+        clients = [asyncio.ensure_future(client(number)) for number in range(64)]
+        await asyncio.sleep(20 * PASS_S)
+        begin, before, batches = machine.loop.time(), tokens, len(machine.device.runs)
+        await asyncio.sleep(200 * PASS_S)
+        took = (machine.loop.time() - begin) / PASS_S / ((tokens - before) / 64)
+        runs = machine.device.runs[batches:]
+        over = True
+        await asyncio.gather(*clients)
+        return took, sum(runs) / len(runs)
+
+    took, mean = run_virtually(main())
+    assert took < 1.07 and mean > 60, (took, mean)

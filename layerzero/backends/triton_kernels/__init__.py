@@ -60,6 +60,7 @@ def _kernel(
             features=features,
             limits=limits,
             gradient=False,
+            graph_safe=True,
             **more,
         ),
         Efficiency(*efficiency, source),
