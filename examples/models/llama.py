@@ -288,7 +288,7 @@ class Llama:
     def sample_next_batch(self, ids: Tensor, spans: list[TokenRange], draws: list[SampleArgs]) -> Tensor:
         """`next` for all callers at once: (B,), by graphs on CUDA."""
         greedy, logits = self.runners
-        if all(draw.temperature == 0 for draw in draws):
+        if all(draw.is_greedy for draw in draws):
             return greedy(spans, ids)
         return sample_tokens(logits(spans, ids), draws)
 

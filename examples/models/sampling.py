@@ -49,6 +49,11 @@ class SampleArgs:
     top_k: int = 0
     rules: LogitRules | None = None
 
+    @property
+    def is_greedy(self) -> bool:
+        """Whether the likeliest token is taken as it is."""
+        return self.temperature == 0 and self.rules is None
+
 
 def _one_or_per_row(values: list[N], device: torch.device) -> N | Tensor:
     """The number that all callers give, or one a row."""

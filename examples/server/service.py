@@ -77,6 +77,10 @@ class Service:
         self.texts = TokenTexts(self.tokenizer)
         self.template = load_chat_template(options.model)
         self._grammars: Any = None
+        if options.device == "cuda":
+            _ = self.model.runners  # they take pages, which no request can have
+        # How many tokens a prompt and its answer may have together.
+        self.max_model_len = min(self.model.config.max_position_embeddings, self.engine.requests.capacity)
         # No prompt of more characters can fit, so none is taken apart.
         self.max_prompt_characters = self.max_model_len * max(map(len, self.tokenizer.get_vocab()))
         self.active = 0
@@ -105,12 +109,6 @@ class Service:
         """What is going on, for /health."""
         pages = self.model.cache.allocator
         return {"requests": self.active, "pages": pages.total, "pages_free": pages.free_pages}
-
-    @property
-    def max_model_len(self) -> int:
-        """How many tokens a prompt and its answer may have together."""
-        cache = self.model.cache
-        return min(self.model.config.max_position_embeddings, cache.allocator.total * cache.page_size)
 
     async def answer(self, ask: Ask, emit: Emit) -> Usage:
         """Give the answer's pieces to `emit` as they come, choices in any order; the counts at the end.

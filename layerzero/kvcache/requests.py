@@ -116,6 +116,13 @@ class PagedRequests:
         return request
 
     @property
+    def capacity(self) -> int:
+        """Tokens that a request may have: all of the pool but the pages that nobody here holds."""
+        sequences = (request.sequence for request in self._running)
+        pages = {page for sequence in sequences if sequence is not None for page in sequence.pages}
+        return (self.cache.allocator.free_pages + len(pages)) * self.cache.page_size
+
+    @property
     def waiting(self) -> int:
         """Requests that wait for pages."""
         return len(self._waiting)

@@ -354,12 +354,14 @@ def test_pages_that_another_holds_are_an_error_and_no_wait_for_ever() -> None:
     requests = pool(4)
 
     async def lives() -> None:
+        assert requests.capacity == 16
         with requests.cache.sequence(12), requests.open() as request:
+            assert requests.capacity == 4
             with pytest.raises(PagesExhaustedError, match="no request holds one"):
                 async with request.step([1] * 8, 8):
                     pass
             async with request.step([1] * 4, 8):
-                pass
+                assert requests.capacity == 4
             with pytest.raises(PagesExhaustedError):
                 async with request.step([1] * 5, 8):
                     pass
