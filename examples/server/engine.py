@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Sequence
-from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import anyio
 import torch
@@ -54,8 +53,7 @@ class Grammar(Protocol):
         ...
 
 
-@dataclass(frozen=True, slots=True)
-class Drawn:
+class Drawn(NamedTuple):
     """One token; with it, if they were asked for, its logarithm and the likeliest tokens with theirs.
 
     `ends`: the text ends with it; `is_text` is False for a token that only says so.
@@ -159,7 +157,7 @@ class Engine:
                 tokens.append(told.token)
                 if grammar is not None and told.is_text:
                     grammar.accept(told.token)
-                    told = replace(told, ends=grammar.ended)
+                    told = told._replace(ends=grammar.ended)
                 yield told
                 if told.ends:
                     return

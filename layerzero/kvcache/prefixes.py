@@ -84,16 +84,21 @@ class PrefixCache:
         """
         return self._cache.sequence(len(tokens), self.match(tokens, keys))
 
-    def publish(self, sequence: PagedSequence, tokens: Sequence[int], keys: PageKeys) -> None:
-        """Let others find the pages of `sequence` that `tokens` fill; a model has filled them."""
+    def publish(self, sequence: PagedSequence, tokens: Sequence[int], keys: PageKeys, start: int = 0) -> None:
+        """Let others find the pages of `sequence` that `tokens` fill; a model has filled them.
+
+        `start` is the place up to which that was said before.
+        """
+        size = self._cache.page_size
+        first = start // size
+        if first == sequence.length // size:  # no page has become full
+            return
         page_keys = keys.of(tokens, sequence.length)
-        # Pages of one sequence are published in order: whoever knows the last one knows all.
-        for index in range(len(page_keys) - 1, -1, -1):
+        for index in range(first, len(page_keys)):
             key, page = page_keys[index], sequence.pages[index]
-            if key in self._page_of or page in self._key_of:
-                break
-            self._page_of[key], self._key_of[page] = page, key
-            self._cache.allocator.keep(page, self._forget)
+            if key not in self._page_of and page not in self._key_of:
+                self._page_of[key], self._key_of[page] = page, key
+                self._cache.allocator.keep(page, self._forget)
 
     def clear(self) -> None:
         """Forget every page; sequences keep theirs."""

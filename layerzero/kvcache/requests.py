@@ -213,11 +213,8 @@ class PagedRequests:
             return
         if not filled:
             sequence.length = span.start
-        elif (
-            self.prefixes is not None
-            and span.end // self.cache.page_size > span.start // self.cache.page_size
-        ):
-            self.prefixes.publish(sequence, tokens, request.keys)
+        elif self.prefixes is not None:
+            self.prefixes.publish(sequence, tokens, request.keys, span.start)
         if request._is_yielding:
             self._preempt(request)
 

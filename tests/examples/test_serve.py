@@ -50,6 +50,8 @@ def test_models_and_health(server: Running, client: openai.OpenAI) -> None:
     assert state.status_code == 200
     assert state.json()["status"] == "ok"
     assert state.json()["pages"] == 256
+    ready = httpx.get(f"{server.url}/ready")
+    assert (ready.status_code, ready.json()["ready"]) == (200, True)
 
 
 def test_a_stream_is_the_same_answer_in_pieces(client: openai.OpenAI) -> None:

@@ -410,6 +410,22 @@ def test_a_missing_grammar_library_is_named(server: Running, monkeypatch: pytest
     assert "layerzero-runtime[grammar]" in refused.json()["error"]["message"]
 
 
+def test_a_user_waits_as_itself(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whose turn it is goes by the `user` of a request, for each of its choices."""
+    requests = server.service.engine.requests
+    clients: list[str] = []
+    opened = requests.open
+
+    def noted(client: str) -> Any:
+        clients.append(client)
+        return opened(client)
+
+    monkeypatch.setattr(requests, "open", noted)
+    text_of(server, user="somebody", n=2, max_tokens=2)
+    text_of(server, max_tokens=2)
+    assert clients == ["somebody", "somebody", ""]
+
+
 # -- pages and lanes -------------------------------------------------------------------------------------
 
 

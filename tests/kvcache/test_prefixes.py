@@ -111,6 +111,27 @@ def test_a_text_published_twice_stays_where_it_was_first() -> None:
     assert cache.allocator.free_pages == 4 and cache.allocator.idle_pages == 2
 
 
+def test_a_gap_in_what_is_known_is_filled() -> None:
+    """A page in the middle of a text is known, those before it were given out: they are found once more."""
+    cache, prefixes = pool(8)
+    keys = [PageKeys(2) for _ in range(3)]
+    first, second = cache.sequence(4), cache.sequence(6)
+    for sequence, text_keys in zip((first, second), keys, strict=False):
+        sequence.extend(4)
+        prefixes.publish(sequence, [1, 2, 3, 4], text_keys)
+    second.extend(2)
+    prefixes.publish(second, [1, 2, 3, 4, 5, 6], keys[1], start=4)
+    first.close()
+    taken = cache.allocator.allocate(5)
+    assert prefixes.match([1, 2, 3, 4, 5, 6, 7], PageKeys(2)) == []
+    cache.allocator.free(taken)
+    third = cache.sequence(6)
+    third.extend(6)
+    prefixes.publish(third, [1, 2, 3, 4, 5, 6], keys[2])
+    expected = [*third.pages[:2], second.pages[2]]
+    assert prefixes.match([1, 2, 3, 4, 5, 6, 7], PageKeys(2)) == expected
+
+
 def test_an_opening_that_fails_changes_nothing() -> None:
     """Too few pages for the rest: the known pages keep the owners that they had."""
     cache, prefixes = pool(4)
