@@ -29,7 +29,6 @@ class SamplingParams:
     temperature: float = 1.0
     top_p: float = 1.0
     seed: int = field(default_factory=lambda: random.getrandbits(62))
-    stop: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         if self.max_tokens < 1:
@@ -40,8 +39,6 @@ class SamplingParams:
             raise ValueError(f"top_p needs to be above 0 and at most 1, got {self.top_p}")
         if not -(1 << 63) <= self.seed < 1 << 63:
             raise ValueError(f"seed needs 64 bits with a sign, got {self.seed}")
-        if len(self.stop) > 4 or "" in self.stop:
-            raise ValueError(f"stop needs at most 4 strings, none of them empty, got {list(self.stop)}")
 
 
 async def generate(model: Llama, prompt: Sequence[int], params: SamplingParams) -> AsyncGenerator[int, None]:

@@ -2,6 +2,7 @@
 
 `PagedCache` hands its pool and block tables to `paged_attention`; `ContiguousCache` and `ChunkedCache` give
 dense tensors. All three are a `Cache`. One event loop or thread owns a cache; it has no lock.
+`PrefixCache` finds pages by the tokens that they hold; `PagedRequests` lets requests share a pool.
 """
 
 from layerzero.kvcache.attention_metadata import AttentionMetadata as AttentionMetadata

@@ -177,20 +177,25 @@ def test_a_full_pool_lets_the_next_one_wait(server: Running, client: openai.Open
 
 def test_a_full_queue_answers_429(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
     """Prompts that wait are bounded by their tokens; those beyond are refused with Retry-After."""
-    requests = server.service.engine.requests
-    monkeypatch.setattr(requests, "max_waiting_tokens", 3000)
-    url = f"{server.url}/v1/completions"
+
+    async def never(*args: Any) -> Any:
+        await asyncio.Event().wait()
+
+    monkeypatch.setattr(server.service.engine.requests, "max_waiting_tokens", 3000)
+    monkeypatch.setattr(server.service.model, "sample_next", never)
     before = server.metrics()
-    with httpx.stream("POST", url, json=asked(prompt=[5] * 2000, max_tokens=1900, stream=True)) as held:
-        lines = held.iter_lines()
-        assert next(lines)
-        with httpx.stream("POST", url, json=asked(prompt=[6] * 1500, max_tokens=1500, stream=True)) as second:
-            others = second.iter_lines()
-            assert next(others)
-            refused = httpx.post(url, json=asked(prompt=[7] * 3500, max_tokens=9))
-            assert refused.status_code == 429
-            assert int(refused.headers["Retry-After"]) >= 1
-            assert refused.json()["error"]["type"] == "rate_limit_error"
+    body = json.dumps(asked(prompt=[5] * 2000, max_tokens=9)).encode()
+    host, port = server.url.removeprefix("http://").split(":")
+    head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n".encode()
+    with socket.create_connection((host, int(port))) as held:
+        held.sendall(head + body)
+        until = time.monotonic() + 60
+        while server.left()["pages"] < 2000 / 16 and time.monotonic() < until:
+            time.sleep(0.01)
+        refused = httpx.post(f"{server.url}/v1/completions", json=asked(prompt=[7] * 3500, max_tokens=9))
+    assert refused.status_code == 429, refused.text
+    assert int(refused.headers["Retry-After"]) >= 1
+    assert refused.json()["error"]["type"] == "rate_limit_error"
     assert server.settled() == NOTHING
     rejected = ("requests_total", (("outcome", "rejected"),))
     assert server.metrics()[rejected] == before.get(rejected, 0) + 1
