@@ -12,12 +12,15 @@ from types import TracebackType
 
 import anyio
 
+from layerzero._util import log
 from layerzero.kvcache.block_allocator import PagesExhaustedError
 from layerzero.kvcache.block_tables import PagedSequence, TokenRange
 from layerzero.kvcache.paged_cache import PagedCache
 from layerzero.kvcache.prefixes import PageKeys, PrefixCache
 from layerzero.ops import checks
 from layerzero.spec.errors import OverloadedError
+
+PREEMPTED = "kvcache.request_preempted"
 
 
 class PagedRequest:
@@ -221,6 +224,8 @@ class PagedRequests:
     def _preempt(self, request: PagedRequest) -> None:
         request.preemptions += 1
         self.preemptions += 1
+        length = request.sequence.length if request.sequence is not None else 0
+        log.debug(PREEMPTED, age=request.age, tokens=length, times=request.preemptions)
         self._release(request)
 
     def _release(self, request: PagedRequest) -> None:
