@@ -161,7 +161,7 @@ class EnginesRecord(Record):
         packages = ("layerzero-runtime", "torch", "triton", "flashinfer-python")
         self.found = {
             "environment": environment(packages), "requests": requests, "rows": {}, "peer": {},
-            "errors": {}, "left_out": [], "took_s": {}, "awaited_path": "",
+            "left_out_kernels": [], "errors": {}, "left_out": [], "took_s": {}, "awaited_path": "",
         }  # fmt: skip
 
     def write(self) -> None:
@@ -184,6 +184,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=4, help="of which the first one warms up")
     parser.add_argument("--seconds", type=float, default=0.8, help="of each of our sides in each round")
     parser.add_argument("--budget-s", type=float, default=200.0, help="after which no item begins")
+    parser.add_argument("--deny", action="append", default=[], help="a kernel to leave out; may be repeated")
     parser.add_argument("--rehearse", action="store_true", help="a tiny model on the CPU, without a peer")
     parser.add_argument("--out", type=Path, default=None, help="a folder, or a JSON file")
     given = parser.parse_args()
@@ -205,6 +206,7 @@ def main() -> int:
     record = EnginesRecord(out, options.requests, options.budget_s)
     options.compiling = threading.Thread(target=compiled, args=(record,), name="awaited path")
     options.compiling.start()
+    record.found["left_out_kernels"] = options.deny
     peer: Peer | None = None
     if options.vllm_python is not None:
         peer = record.item("vLLM starts", lambda: Peer(options.vllm_python, options.requests))
@@ -217,6 +219,8 @@ def main() -> int:
                 lz.add_policy(deny="flashinfer.*")
             else:
                 device_side.deny_planned_attention(record.found)
+            for kernel_id in options.deny:
+                lz.add_policy(deny=kernel_id)
             measure(options, record, runtime, peer)
     finally:
         if peer is not None:
@@ -235,6 +239,7 @@ def main() -> int:
         print("over vLLM", row.get("over_vllm"), "device", row.get("device"), flush=True)
         for name, duration_us, gap_us in row.get("layer") or ():
             print(f"{duration_us:8.1f} us, {gap_us:6.1f} us after the last one: {name}", flush=True)
+    print("took", found["took_s"], flush=True)
     print("kernels", found.get("kernels"), found["peer"], found["errors"], found["left_out"], flush=True)
     return int(bool(found["errors"]))
 

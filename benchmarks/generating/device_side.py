@@ -69,7 +69,10 @@ def _profiled(run: Callable[[], Span], requests: int) -> dict[str, Any]:
     }
 
 
-def one_layer(run: Callable[[], object], marker: str = "flash") -> list[tuple[str, float, float]]:
+ATTENTION = ("FlashAttnFwd", "_decode", "BatchDecode")  # what attention's kernels are called
+
+
+def one_layer(run: Callable[[], object]) -> list[tuple[str, float, float]]:
     """The kernels from one attention to the next in the middle of a span: name, us, and us since the last."""
     from torch.profiler import ProfilerActivity, profile
 
@@ -82,7 +85,7 @@ def one_layer(run: Callable[[], object], marker: str = "flash") -> list[tuple[st
         for event in results.events()
         if "CUDA" in str(event.device_type()) and not event.is_user_annotation()
     )
-    marked = [place for place, event in enumerate(events) if marker in event[2]]
+    marked = [place for place, event in enumerate(events) if any(name in event[2] for name in ATTENTION)]
     if len(marked) < 4:
         return []
     begin, end = marked[len(marked) // 2], marked[len(marked) // 2 + 1]

@@ -73,6 +73,7 @@ BUILTIN: Mapping[str, tuple[str, ...]] = MappingProxyType(
         "layerzero.backends.triton_kernels": (
             "add_rms_norm",
             "add_rms_norm_quantize",
+            "paged_attention",
             "quantize",
             "sample",
             "sample_topk",
