@@ -11,11 +11,11 @@ Needs `pip install "layerzero-runtime[grammar]"`.
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Iterable
 from typing import Any
 
 import torch
-from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 from torch import Tensor
 
 MASK_BITS = 32
@@ -26,7 +26,7 @@ _SPACES: Any = {"whitespace_pattern": "[ \\n]"}
 class Grammar:
     """Where one text stands in its grammar."""
 
-    def __init__(self, matcher: LLMatcher, words: int) -> None:
+    def __init__(self, matcher: Any, words: int) -> None:
         self._matcher, self._words = matcher, words
 
     def allowed(self) -> Tensor:
@@ -61,11 +61,15 @@ class Grammars:
     """Grammars over one tokenizer; compiling one gives the interpreter up, so that a thread may do it."""
 
     def __init__(self, tokenizer: str, vocab_size: int, eos_token_ids: Iterable[int]) -> None:
-        """`tokenizer` is the text of a tokenizer.json; the model's logits are `vocab_size` wide."""
+        """`tokenizer` is the text of a tokenizer.json; the model's logits are `vocab_size` wide.
+
+        Raises: ModuleNotFoundError: llguidance is not installed. ValueError: no token ends a text.
+        """
         ends = sorted(eos_token_ids)
         if not ends:
             raise ValueError("eos_token_ids needs at least one token that ends a text, got none")
-        self._tokenizer = LLTokenizer(tokenizer, n_vocab=vocab_size, eos_token=ends)
+        self._library = importlib.import_module("llguidance")
+        self._tokenizer = self._library.LLTokenizer(tokenizer, n_vocab=vocab_size, eos_token=ends)
         self._words = -(-vocab_size // MASK_BITS)
 
     def json_schema(self, schema: dict[str, Any] | bool) -> Grammar:
@@ -76,7 +80,9 @@ class Grammars:
         if not isinstance(schema, dict | bool):
             raise ValueError(f"schema needs an object, got {type(schema).__name__}")
         as_object = schema if isinstance(schema, dict) else ({} if schema else {"not": {}})
-        return self._compiled("schema", LLMatcher.grammar_from_json_schema(as_object, defaults=_SPACES))
+        return self._compiled(
+            "schema", self._library.LLMatcher.grammar_from_json_schema(as_object, defaults=_SPACES)
+        )
 
     def regex(self, pattern: str) -> Grammar:
         """Texts that the whole of `pattern` matches, in the syntax of Rust's regex.
@@ -85,11 +91,11 @@ class Grammars:
         """
         if not isinstance(pattern, str):
             raise ValueError(f"regex needs a string, got {type(pattern).__name__}")
-        return self._compiled("regex", LLMatcher.grammar_from_regex(pattern))
+        return self._compiled("regex", self._library.LLMatcher.grammar_from_regex(pattern))
 
     def _compiled(self, name: str, grammar: str) -> Grammar:
-        limits = LLParserLimits(verbose_errors=False)
-        matcher = LLMatcher(self._tokenizer, grammar, log_level=0, limits=limits)
+        limits = self._library.LLParserLimits(verbose_errors=False)
+        matcher = self._library.LLMatcher(self._tokenizer, grammar, log_level=0, limits=limits)
         if matcher.is_error():
             raise ValueError(
                 f"{name} needs a grammar that llguidance takes: {_first_line(matcher.get_error())}"
