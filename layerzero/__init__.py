@@ -110,6 +110,7 @@ _HOMES = {
         "rope_tables",
         "xpos_table",
     ),
+    "layerzero.ops.sampling.logits": ("adjust_logits", "token_logprobs"),
     "layerzero.ops.sampling.verify": ("tree_mask",),
     "layerzero.spec.reasons": ("Reason", "Rejected"),
     "layerzero.runtime": ("Runtime",),

@@ -68,6 +68,8 @@ from layerzero.ops.rope.scaling import NTKScaling as NTKScaling
 from layerzero.ops.rope.scaling import YarnScaling as YarnScaling
 from layerzero.ops.rope.scaling import rope_tables as rope_tables
 from layerzero.ops.rope.scaling import xpos_table as xpos_table
+from layerzero.ops.sampling.logits import adjust_logits as adjust_logits
+from layerzero.ops.sampling.logits import token_logprobs as token_logprobs
 from layerzero.ops.sampling.verify import tree_mask as tree_mask
 from layerzero.runtime import Runtime as Runtime
 from layerzero.selection.record import Accepted as Accepted
