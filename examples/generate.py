@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import random
 from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass, field
@@ -10,6 +12,7 @@ from pathlib import Path
 import torch
 from models.llama import FOLDER, Llama, SampleArgs
 from tokenizers import Tokenizer
+from torch import Tensor
 
 import layerzero as lz
 from layerzero.ops.host_copies import to_device_with_host_copy
@@ -55,13 +58,18 @@ async def generate(model: Llama, prompt: Sequence[int], params: SamplingParams) 
         *chunks, ids = to_device_with_host_copy(torch.tensor(prompt), device).split(PREFILL_CHUNK)
         for chunk in chunks:
             await model.step(chunk, sequence.extend(len(chunk)))
-        for drawn in range(params.max_tokens):
-            draw = SampleArgs(params.temperature, params.top_p, params.seed, drawn)
-            ids = await model.sample_next(ids, sequence.extend(len(ids)), draw)
-            number = int(await lz.to_host(ids))
-            yield number
-            if number in model.config.eos_token_ids:
-                return
+        drawn = itertools.count()
+
+        async def step(ids: Tensor) -> Tensor:
+            draw = SampleArgs(params.temperature, params.top_p, params.seed, next(drawn))
+            return await model.sample_next(ids, sequence.extend(len(ids)), draw)
+
+        async with contextlib.aclosing(lz.run_ahead(step, ids, max_steps=params.max_tokens)) as tokens:
+            async for token in tokens:
+                number = int(token)
+                yield number
+                if number in model.config.eos_token_ids:
+                    return
 
 
 def load_tokenizer(folder: Path = FOLDER) -> Tokenizer:

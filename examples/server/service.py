@@ -78,7 +78,8 @@ class Service:
         self.template = load_chat_template(options.model)
         self._grammars: Any = None
         if options.device == "cuda":
-            _ = self.model.runners  # they take pages, which no request can have
+            for runner in self.model.runners:  # they take pages, which no request can have
+                runner.capture()
         # How many tokens a prompt and its answer may have together.
         self.max_model_len = min(self.model.config.max_position_embeddings, self.engine.requests.capacity)
         # No prompt of more characters can fit, so none is taken apart.

@@ -6,7 +6,7 @@ import ast
 import asyncio
 import sys
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncGenerator, Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -78,12 +78,17 @@ def read_behind_the_loop(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]
     """Reads, by a file of the examples, of tensors that `lz.to_host` did not give, as "file: method"."""
     found: list[str] = []
     handed_out: weakref.WeakSet[Tensor] = weakref.WeakSet()
-    to_host = lz.to_host
+    to_host, run_ahead = lz.to_host, lz.run_ahead
 
     async def noted(tensor: Tensor) -> Tensor:
         host = await to_host(tensor)
         handed_out.add(host)
         return host
+
+    async def noted_ahead(*args: Any, **kwargs: Any) -> AsyncGenerator[Tensor, None]:
+        async for host in run_ahead(*args, **kwargs):
+            handed_out.add(host)
+            yield host
 
     def watched(name: str) -> Callable[..., Any]:
         read = getattr(Tensor, name)
@@ -97,6 +102,7 @@ def read_behind_the_loop(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]
         return call
 
     monkeypatch.setattr(lz, "to_host", noted)
+    monkeypatch.setattr(lz, "run_ahead", noted_ahead)
     for name in WAITING:
         monkeypatch.setattr(Tensor, name, watched(name))
     yield found
@@ -104,7 +110,7 @@ def read_behind_the_loop(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]
 
 @pytest.mark.parametrize("per", ["op", "layer", "step"])
 def test_generating_reads_nothing_behind_the_loop(per: llama.Per, read_behind_the_loop: list[str]) -> None:
-    """Two requests at once: all that leaves the device leaves through `lz.to_host`."""
+    """Two requests at once: all that leaves the device leaves through the library."""
     model = llama.load(pages=32, per=per)
     read_behind_the_loop.clear()  # loading may read what it likes
 
