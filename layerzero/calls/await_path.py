@@ -111,10 +111,16 @@ def awaitable_call(
                 return await _submit(target, subject, pending, priority, timeout)
         else:
             pending = subject
-            if validate is not None:
-                pending.args = validate(pending.args)
         if priority != 1 or timeout is not None:
             set_priority(pending, driver, priority, timeout)
+        elif (
+            driver.at_once
+            and (pending.batch_key or pending.op) in driver.at_once
+            and (driver.inline.ready() or await driver.inline.share(pending))
+        ):
+            return driver.inline.run(pending, target.run_inline)
+        if validate is not None and pending is subject:
+            pending.args = validate(pending.args)
         if not queue.try_submit(driver, pending):
             driver.submit(pending)
         modes = pending.modes

@@ -16,6 +16,7 @@ from collections import OrderedDict
 from collections.abc import Set
 from typing import Any
 
+from layerzero.scheduler.core.at_once import AtOnce
 from layerzero.scheduler.core.batch_filling import as_many_as_fit, begin, in_order, land, takes_all
 from layerzero.scheduler.core.deadlines import Deadlines
 from layerzero.scheduler.core.expected_callers import ExpectedCallers
@@ -49,6 +50,7 @@ class Batcher:
         "_turn_due",
         "_urgent",
         "_waiting_for_room",
+        "at_once",
         "deadlines",
         "deferred_until",
         "draining",
@@ -68,6 +70,7 @@ class Batcher:
         self.stats = BatcherStats()
         self.round_robin = RoundRobin(self.limits.max_program_points)
         self.expected_callers: ExpectedCallers | None = None  # of a device that answers before it has run
+        self.at_once: AtOnce | None = None  # where a call may also run on its caller's thread
         self.deferred_until = (
             math.inf
         )  # when `next_batch` may find what it held back; infinite where it held nothing
@@ -95,6 +98,11 @@ class Batcher:
     def next_deadline(self) -> float:
         """The nearest deadline of a pending call that has not started; infinite without one."""
         return self.deadlines.nearest
+
+    @property
+    def hurries(self) -> bool:
+        """Whether a call that waits has a deadline or the first priority."""
+        return bool(self._urgent or self.deadlines.by_seq)
 
     @property
     def retry_after_s(self) -> float:
@@ -159,6 +167,9 @@ class Batcher:
         calls = self._take_batch(queue, chosen, now_s)
         self.round_robin.on_batch_taken(queue, len(calls))
         batch = self._start_batch(calls, now_s)
+        batch.queue = queue
+        if queue.costs is not None:
+            batch.expected_us = queue.costs.expected_us(len(calls), batch.expected_us)
         if expected is not None:
             batch.launch = expected.launched(calls, queue, now_s)
         return batch
@@ -181,6 +192,8 @@ class Batcher:
         self.inflight_batches -= 1
         self._turn_due = True
         took = max(now_s - batch.started, 0.0)
+        if self.at_once is not None and batch.queue is not None:
+            self.at_once.batch_ran(batch)
         self.mean_batch_s = (
             took if not self.mean_batch_s else self.mean_batch_s + _NEWEST * (took - self.mean_batch_s)
         )
