@@ -72,10 +72,10 @@ class InlineRuns:
         if costs.untimed:
             began_s = time.perf_counter()
             value = run(call)
-            costs.call_ran((time.perf_counter() - began_s) * 1e6)
+            self._at_once.timed(key, costs, (time.perf_counter() - began_s) * 1e6)
         else:
             value = run(call)
-        self.used_us += costs.alone_us or call.expected_us
+        self.used_us += min(costs.alone_us, call.expected_us) if costs.untimed else costs.alone_us
         self._at_once.call_ran(key, costs, caller)
         return value
 

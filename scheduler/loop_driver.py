@@ -192,21 +192,24 @@ class LoopDriver:
         if task is not None:
             self._callers[task] = caller
             task.add_done_callback(self._remove_task)
+            if self.batcher.at_once is not None:
+                self.batcher.at_once.live.add(id(caller))
         self._on_callers_changed()
         return caller
 
     def _remove_task(self, task: Task) -> None:
         caller = self._callers.pop(task, None)
-        if caller is not None and self.batcher.expected_callers is not None:
-            self.batcher.expected_callers.forget(caller)
+        if caller is not None:
+            if self.batcher.expected_callers is not None:
+                self.batcher.expected_callers.forget(caller)
+            if self.batcher.at_once is not None:
+                self.batcher.at_once.live.discard(id(caller))
         self._on_callers_changed()
         if not self._callers and self._drained is not None and not self._drained.done():
             self._drained.set_result(None)
 
     def _on_callers_changed(self) -> None:
         """Somebody came or went: nobody is alone before a whole turn has passed."""
-        if self.batcher.at_once is not None:
-            self.batcher.at_once.live = len(self._callers)
         self.sole_caller = None
         self._callers_changed = True
         self.schedule_tick()
