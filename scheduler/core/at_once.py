@@ -21,7 +21,7 @@ from layerzero.scheduler.core.pending_call import Batch, Caller
 CALL_US: Final = 2.5
 BATCH_US: Final = 40.0
 WINDOW: Final = 32  # queued calls between two looks at a group,
-WINDOW_OF_ONE: Final = 4  # or so many, where one caller makes them all
+WINDOW_OF_ONE: Final = 2  # or so many, where one caller makes them all
 FORGOTTEN: Final = 4096  # calls after which who has called is seen anew
 MOST_SEEN: Final = 64  # callers of a group that are told apart
 FEW: Final = 16  # callers of a group, of which some calls run at once to see what one takes
