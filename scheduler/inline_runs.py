@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections import deque
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Generator, Hashable
 from typing import TYPE_CHECKING, Any, Final
 
 from layerzero.scheduler.core.at_once import AtOnce, GroupCosts
@@ -22,12 +23,14 @@ CALLERS_PER_TURN: Final = 4  # that may use up `max_inline_us` in one turn of th
 class InlineRuns:
     """What a driver's callers run themselves.
 
-    `used_us` is the work done so since the loop's last turn, which `max_us` bounds for a caller that is alone.
+    `used_us` is the work done so since the loop's last turn; `max_us` bounds it for a caller that is alone.
     Of several that need no queue each runs on until `CALLERS_PER_TURN` times that is used; then they pause,
     and go on in their order in the turns that follow.
     """
 
-    __slots__ = ("_at_once", "_driver", "_paused", "_shares", "_shares_due", "groups", "max_us", "used_us")
+    __slots__ = (
+        "_at_once", "_driver", "_paused", "_shares", "_shares_due", "groups", "max_us", "used_us"
+    )  # fmt: skip
 
     def __init__(self, driver: LoopDriver, at_once: AtOnce | None, max_us: float) -> None:
         self._driver = driver
@@ -50,7 +53,7 @@ class InlineRuns:
         driver = self._driver
         modes = call.modes
         leaks = modes.grad is not driver.ambient_grad and not modes.inference and not TASK_MODES.is_isolated()
-        if driver.busy or driver.stopping or leaks:
+        if driver.busy or driver.state != "running" or leaks:
             return False
         paused = driver.loop.create_future()
         self._paused.append(paused)
@@ -108,3 +111,23 @@ class InlineRuns:
             if not paused.done():
                 paused.set_exception(RuntimeClosedError("the runtime was closed before this call ended"))
         self._paused.clear()
+
+
+class YieldOnce:
+    """One loop turn, taken only by a task that is alone on its front; see `LoopDriver.yield_once`."""
+
+    __slots__ = ("_driver",)
+
+    def __init__(self, driver: LoopDriver) -> None:
+        self._driver = driver
+
+    def __await__(self) -> Generator[None, None, bool]:
+        driver = self._driver
+        task = asyncio.current_task(driver.loop)
+        if driver.sole_caller is None or driver.sole_caller is not task:
+            return False
+        yield
+        if driver.sole_caller is not task:
+            return False
+        driver.inline.used_us = 0.0
+        return True

@@ -9,7 +9,7 @@ batcher's "one turn".
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextvars import Context
 from typing import Any, Final
 
@@ -25,7 +25,7 @@ from layerzero.scheduler.core.expected_callers import ExpectedCallers
 from layerzero.scheduler.core.limits import BatchLimits
 from layerzero.scheduler.core.pending_call import Batch, Caller, Failed, PendingCall
 from layerzero.scheduler.driver_timers import DueTimer
-from layerzero.scheduler.inline_runs import InlineRuns
+from layerzero.scheduler.inline_runs import InlineRuns, YieldOnce
 from layerzero.scheduler.protocols import HostReader
 from layerzero.scheduler.streams import HOST, DeviceStreams
 from layerzero.spec.errors import DeadlineExceededError, OverloadedError, RuntimeClosedError
@@ -34,9 +34,7 @@ from layerzero.spec.settings import Settings
 OPEN: Final = "running"
 DRAINING: Final = "draining"
 STOPPED: Final = "stopped"
-
 MAX_INFLIGHT_ON_HOST = 2  # batches that may be launched and not have run, where callers wait until theirs has
-
 MAX_FOLLOWING = 8  # batches that follow one another without a turn of the loop
 
 Task = asyncio.Future[Any]  # a task, or the result of a spawned coroutine
@@ -176,11 +174,6 @@ class LoopDriver:
         return bool(self._runs.inflight)
 
     @property
-    def stopping(self) -> bool:
-        """Whether it is not open any more."""
-        return self.state != OPEN
-
-    @property
     def callers(self) -> int:
         """Tasks that have used the loop driver and have not ended."""
         return len(self._callers)
@@ -281,10 +274,8 @@ class LoopDriver:
         now_s = self._completed_at_s = self.loop.time()
         batcher.on_batch_done(batch, outcomes, now_s)
         queued, all_called = batcher.queued, False
-        armed, self._tick_scheduled = (
-            self._tick_scheduled,
-            True,
-        )  # none of the resumed arms the turn: that is done below
+        # None of the resumed arms the turn: that is done below.
+        armed, self._tick_scheduled = self._tick_scheduled, True
         self._now_s = now_s  # what they submit at once comes at one time
         try:
             self._wake(iter(batch.calls))
@@ -406,23 +397,3 @@ class LoopDriver:
                 task.remove_done_callback(self._remove_task)
         self._callers.clear()
         self.sole_caller = None
-
-
-class YieldOnce:
-    """One loop turn, taken only by a task that is alone on its front; see `LoopDriver.yield_once`."""
-
-    __slots__ = ("_driver",)
-
-    def __init__(self, driver: LoopDriver) -> None:
-        self._driver = driver
-
-    def __await__(self) -> Generator[None, None, bool]:
-        driver = self._driver
-        task = asyncio.current_task(driver.loop)
-        if driver.sole_caller is None or driver.sole_caller is not task:
-            return False
-        yield
-        if driver.sole_caller is not task:
-            return False
-        driver.inline.used_us = 0.0
-        return True

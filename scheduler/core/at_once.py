@@ -35,8 +35,8 @@ MAX_GROUPS: Final = 8192
 class GroupCosts:
     """What a group's calls cost and who makes them.
 
-    `alone_us` is what one call takes by itself, as far as it is known; `untimed` how many of the next calls at
-    once are to be timed.
+    `alone_us` is what one call takes by itself, as far as it is known, `untimed` how many of the next calls
+    at once are to be timed, `queued` how many have queued since the last look at who shares the group.
     """
 
     __slots__ = (

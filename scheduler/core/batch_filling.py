@@ -52,7 +52,7 @@ def as_many_as_fit(
 
 
 def in_order(queue: BatchQueue, limits: BatchLimits, now_s: float) -> list[PendingCall]:
-    """The first calls of a queue, more than one batch takes: best class first, oldest first inside a class."""
+    """The first calls of a queue, best class first, oldest first inside one; more than one batch takes."""
     queues = [waiting for waiting in queue.by_priority if waiting]
     if len(queues) == 1:
         waiting = queues[0]

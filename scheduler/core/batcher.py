@@ -71,9 +71,8 @@ class Batcher:
         self.round_robin = RoundRobin(self.limits.max_program_points)
         self.expected_callers: ExpectedCallers | None = None  # of a device that answers before it has run
         self.at_once: AtOnce | None = None  # where a call may also run on its caller's thread
-        self.deferred_until = (
-            math.inf
-        )  # when `next_batch` may find what it held back; infinite where it held nothing
+        # When `next_batch` may find what it held back; infinite where it held nothing.
+        self.deferred_until = math.inf
         self.queued = self.queued_bytes = 0
         self.inflight_batches = self.running_calls = 0  # batches, pending calls
         self.mean_batch_s = 0.0
@@ -194,9 +193,8 @@ class Batcher:
         took = max(now_s - batch.started, 0.0)
         if self.at_once is not None and batch.queue is not None:
             self.at_once.batch_ran(batch)
-        self.mean_batch_s = (
-            took if not self.mean_batch_s else self.mean_batch_s + _NEWEST * (took - self.mean_batch_s)
-        )
+        mean_s = self.mean_batch_s
+        self.mean_batch_s = mean_s + _NEWEST * (took - mean_s) if mean_s else took
 
     def cancel(self, call: PendingCall) -> bool:
         """Its caller has gone: remove a queued pending call, detach a running one; False if it has ended."""
@@ -242,9 +240,8 @@ class Batcher:
     def abandon(self) -> list[PendingCall]:
         """End every pending call that has not started as failed; the pending calls, for their error."""
         self.draining = True
-        calls = [
-            t for queue in self.round_robin.all_queues() for waiting in queue.by_priority for t in waiting
-        ]
+        queues = self.round_robin.all_queues()
+        calls = [call for queue in queues for waiting in queue.by_priority for call in waiting]
         for call in calls:
             self._remove(call)
         calls += self._waiting_for_room
@@ -330,11 +327,8 @@ class Batcher:
         limits, backlog = self.limits, self._waiting_for_room
         while backlog:
             call = next(iter(backlog))
-            full = (
-                self.queued >= limits.max_queue_size
-                or self.queued_bytes + call.bytes > limits.max_queue_bytes
-            )
-            if full and self.queued:
+            full = self.queued_bytes + call.bytes > limits.max_queue_bytes
+            if self.queued and (full or self.queued >= limits.max_queue_size):
                 return
             del backlog[call]
             self._enqueue(call)
@@ -358,9 +352,8 @@ class Batcher:
         call = self.deadlines.first()
         if call.state != QUEUED:
             return math.inf
-        return (
-            nearest - self.mean_batch_s * (len(self.round_robin.active_points) + 1) - call.expected_us * 1e-6
-        )
+        drains_s = self.mean_batch_s * (len(self.round_robin.active_points) + 1)
+        return nearest - drains_s - call.expected_us * 1e-6
 
     def _take_batch(self, queue: BatchQueue, first: PendingCall | None, now_s: float) -> list[PendingCall]:
         """The pending calls of `queue` that go into one batch, best class first, oldest first inside a
@@ -385,11 +378,9 @@ class Batcher:
             point.last_used = seq
             del pending[point]
         queue.active_points.clear()
-        if self._urgent:
+        if self._urgent or self.deadlines.by_seq:
             for call in calls:
                 self._urgent.pop(call, None)
-        if self.deadlines.by_seq:
-            for call in calls:
                 self.deadlines.by_seq.pop(call.seq, None)
         return calls
 

@@ -74,8 +74,8 @@ class BatcherStats:
     """Counters of one batcher; `submitted == done + failed + cancelled + expired + rejected + lane.live`."""
 
     __slots__ = (
-        "at_once", "batches", "cancelled", "detached", "done", "expired", "failed", "rejected", "sizes", "submitted",
-        "tokens", "wait_max_s", "wait_s",
+        "at_once", "batches", "cancelled", "detached", "done", "expired", "failed", "rejected", "sizes",
+        "submitted", "tokens", "wait_max_s", "wait_s",
     )  # fmt: skip
 
     def __init__(self) -> None:

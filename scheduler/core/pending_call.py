@@ -248,7 +248,8 @@ class Batch:
     """Tickets of one group that run together; `calls` are their arguments, in order."""
 
     __slots__ = (
-        "calls", "expected_us", "launch", "modes", "one_by_one_us", "op", "queue", "ran_us", "snapshot", "started"
+        "calls", "expected_us", "launch", "modes", "one_by_one_us", "op", "queue", "ran_us", "snapshot",
+        "started",
     )  # fmt: skip
 
     def __init__(self, calls: list[PendingCall], started: float, expected_us: float | None = None) -> None:

@@ -215,10 +215,10 @@ class RoundRobin:
         first: ProgramPoint | None = None
         while this_round:
             order, point = this_round[0]
-            if point.count and order > self._reached and point.queue not in deferred:
-                if not self._waits(point, deferred):
-                    first = point
-                    break
+            ready = point.count and order > self._reached and point.queue not in deferred
+            if ready and not self._waits(point, deferred):
+                first = point
+                break
             heappop(this_round)
             if not point.count:
                 point.in_heap = False

@@ -111,7 +111,7 @@ class Machine:
 
 
 def clairvoyant_s(programs: list[Program]) -> float:
-    """The time of callers that all come at once, served level by level, one batch for each group of a level."""
+    """The time of callers that come together, served level by level: one batch for each group of a level."""
     took, calls = 0.0, 0
     for level in range(max(map(len, programs))):
         groups = [program[level] for program in programs if level < len(program)]
