@@ -20,6 +20,7 @@ from layerzero.spec.errors import RuntimeClosedError
 if TYPE_CHECKING:
     from layerzero.scheduler.loop_driver import LoopDriver
 
+TURN_S = 5e-4  # what one turn of a loop that serves many callers may take
 LOOP_LOST = "loop_driver.loop_closed"
 
 
@@ -29,7 +30,9 @@ class BatchRuns:
     Every method belongs to the loop's thread, unless it says otherwise.
     """
 
-    __slots__ = ("_asked", "_driver", "_executor", "_last_modes", "_lock", "_worker", "inflight", "streams")
+    __slots__ = (
+        "_asked", "_driver", "_executor", "_last_modes", "_lock", "_worker", "_yielded", "inflight", "streams"
+    )  # fmt: skip
 
     def __init__(
         self, driver: LoopDriver, executor: Executor, worker: Worker, streams: DeviceStreams | None
@@ -41,18 +44,25 @@ class BatchRuns:
         self.inflight: list[Batch] = []
         self._last_modes: Modes | CrossStreamModes | None = None  # of the batch that was launched last
         self._asked = False  # whether the device is to say when it has run
+        self._yielded = False  # whether the last turn launched nothing, for readers
         self._lock = threading.Lock()  # for the end of a loop driver whose loop is closed: see _drop
 
     def launch(self, batch: Batch) -> None:
         """Run a batch here where it is expected to be short, else on the worker."""
-        if batch.expected_us < self._driver.inline_limit_us:
+        driver = self._driver
+        if driver.readback is not None:
+            driver.readback.flush()
+        if batch.expected_us < driver.inline_limit_us:
+            started = driver.loop.time()
             try:
                 outcomes = self._execute(batch)
             except BaseException as error:  # the interpreter is being stopped: strand nobody on the way out
-                self._driver.complete(batch, batch.interrupted(error))
+                driver.complete(batch, batch.interrupted(error))
                 raise
+            if driver.batcher.expected_callers is not None:
+                driver.batcher.expected_callers.launch_took(driver.loop.time() - started)
             if self.streams is None or self.streams.completion != HOST:
-                self._driver.complete(batch, outcomes)
+                driver.complete(batch, outcomes)
             else:
                 self.inflight.append(batch)
                 self._notify_when_done(batch, outcomes)
@@ -135,6 +145,21 @@ class BatchRuns:
             if loop_closed:
                 self._drop(batch)
         return detached
+
+    def yields_to_readers(self, now_s: float) -> bool:
+        """Whether a turn more costs nothing: what is launched stands behind a batch that still runs.
+
+        Tasks that were started with the calls that wait, to read results of that batch, come first: a copy
+        that is launched after the next batch would be there only after it.
+        """
+        expected = self._driver.batcher.expected_callers
+        self._yielded = (
+            not self._yielded
+            and expected is not None
+            and self._driver.readback is not None
+            and expected.busy_s(now_s) > TURN_S
+        )
+        return self._yielded
 
     # -- what the device has run -------------------------------------------------------------------
 

@@ -235,6 +235,9 @@ class LoopDriver:
         self._callers_changed = False
         batcher = self.batcher
         now_s = self.loop.time()
+        if self._runs.yields_to_readers(now_s):
+            self.schedule_tick()
+            return
         batcher.on_turn(now_s)
         if self._deadline.at <= now_s:
             self._expire_calls(now_s)

@@ -169,17 +169,20 @@ class Readback:
         self._pending: list[PendingCall] = []
         self._sources: set[Stream] = set()
 
-    async def read(self, tensor: Tensor, stream: Stream) -> Tensor:
-        """The host copy of `tensor`, which `stream` writes."""
+    def start(self, tensor: Tensor, stream: Stream) -> PendingCall:
+        """Copy `tensor`, which `stream` writes; what comes back is awaited for the copy.
+
+        The copy is behind what the stream has been given until this turn of the loop ends, or until the next
+        batch is launched, whichever comes first.
+        """
         call = PENDING_CALL.cls(self, (tensor,))
         call.driver = self
         call._loop = self.loop
         if not self._pending:
-            self.loop.call_soon(self._launch)
+            self.loop.call_soon(self.flush)
         self._pending.append(call)
         self._sources.add(stream)
-        copied: Tensor = await call
-        return copied
+        return call
 
     def cancel(self, call: PendingCall, message: object = None) -> bool:
         """Let a reader go; its copy is made all the same, and dropped."""
@@ -190,7 +193,10 @@ class Readback:
         self._driver.fail(call, error)
         return True
 
-    def _launch(self) -> None:
+    def flush(self) -> None:
+        """Launch the copies that have been asked for: they do not wait for a batch that comes after them."""
+        if not self._pending:
+            return
         pending, self._pending = self._pending, []
         sources, self._sources = self._sources, set()
         try:

@@ -2,7 +2,7 @@
 
 `Layer.forward` and `Llama.forward` are ordinary coroutines over `ops`, and `ops` says who meets whom:
 awaited ops coalesce one by one across all requests; a layer or a step given to `lz.batched` coalesces as a
-whole and runs the same coroutine over blocking ops inside. Keys and values lie in a `PagedCache`.
+whole and runs the same coroutine over blocking ops inside. Keys and values are in a `PagedCache`.
 
 Axes: T rows (tokens of one request, or of all requests that met), H query heads, Hk key heads, D head size,
 C channels, F inner channels.
@@ -13,7 +13,7 @@ from __future__ import annotations
 import json
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
@@ -245,7 +245,7 @@ class Layer:
     async def forward(
         self, ops: Ops, normed: Tensor, x: Tensor, metadata: AttentionMetadata
     ) -> tuple[Tensor, Tensor]:
-        """(normed, x), each (T, C): the residual stream `x`, and it normed for whoever comes next."""
+        """(normed, x), each (T, C): the residual stream `x`, and it normed for the next layer."""
         qkv = await ops.linear(normed, self.w_qkv, self.b_qkv)
         q, k, v = qkv.unflatten(-1, (-1, self.head_dim)).split(self.split, dim=1)
         q, k = await ops.rope(q, k, metadata.positions, self.cos, self.sin)
@@ -383,10 +383,33 @@ class Llama:
         return run_sync(self.forward(BLOCKING, self._blocking, ids, self.cache.attention_metadata(spans)))
 
     def sample_next_batch(self, ids: Tensor, spans: list[TokenRange], draws: list[SampleArgs]) -> Tensor:
-        """`next` for all callers at once: (B,)."""
-        return sample_tokens(
-            run_sync(self.forward(BLOCKING, self._blocking, ids, self.cache.attention_metadata(spans))), draws
+        """`next` for all callers at once: (B,), by graphs on CUDA."""
+        greedy, logits = self.runners
+        if all(draw.temperature == 0 for draw in draws):
+            return greedy(spans, ids)
+        return sample_tokens(logits(spans, ids), draws)
+
+    def greedy_step(self, metadata: AttentionMetadata, ids: Tensor) -> Tensor:
+        """The likeliest token (B,) of each sequence after the rows `ids` (T,), for `lz.StepRunner`."""
+        greedy: Tensor = lz.sync.sample(
+            run_sync(self.forward(BLOCKING, self._blocking, ids, metadata)), temperature=0.0, seed=0
         )
+        return greedy
+
+    def logits_step(self, metadata: AttentionMetadata, ids: Tensor) -> Tensor:
+        """The logits (B, V) of each sequence after the rows `ids` (T,), for `lz.StepRunner`."""
+        return run_sync(self.forward(BLOCKING, self._blocking, ids, metadata))
+
+    @cached_property
+    def runners(self) -> tuple[lz.StepRunner, lz.StepRunner]:
+        """What runs `greedy_step` and `logits_step`; on CUDA rows that decode are graphs, captured when they
+        are first needed, or by `StepRunner.capture`."""
+        longest = min(self.config.max_position_embeddings, self.cache.allocator.total * self.cache.page_size)
+        greedy, logits = (
+            lz.StepRunner(step, self.cache, max_model_len=longest)
+            for step in (self.greedy_step, self.logits_step)
+        )
+        return greedy, logits
 
     def first_layer_batch(self, ids: Tensor, spans: list[TokenRange]) -> Tensor:
         """The first layer of the tokens `ids` (T,) of all callers: (T, C)."""

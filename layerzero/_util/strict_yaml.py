@@ -1,4 +1,4 @@
-"""Read a small YAML file from somebody else: plain data with line numbers, or a refusal.
+"""Read a small YAML file from another party: plain data with line numbers, or a refusal.
 
 Refused: more than 1 MiB, more than 16 levels, anchors and aliases (they can expand without bound), tags (they
 choose types), merge keys, duplicate keys, lists or mappings as keys, a second document, and text that is

@@ -62,7 +62,7 @@ class SQLiteInfo(msgspec.Struct, frozen=True):
 
 
 class OpKernels(msgspec.Struct, frozen=True, kw_only=True):
-    """The kernels of one op by how they stand on the default device; `elsewhere` are for other hardware."""
+    """The kernels of one op by their state on the default device; `elsewhere` are for other hardware."""
 
     op: str
     ready: tuple[str, ...] = ()

@@ -73,6 +73,7 @@ BUILTIN: Mapping[str, tuple[str, ...]] = MappingProxyType(
         "layerzero.backends.triton_kernels": (
             "add_rms_norm",
             "add_rms_norm_quantize",
+            "paged_attention",
             "quantize",
             "sample",
             "sample_topk",
@@ -138,7 +139,7 @@ def _of_module(name: str, op: str) -> Iterable[Kernel]:
 
 
 class Plugin(msgspec.Struct, frozen=True):
-    """An installed backend of somebody else's: its entry point, and the distribution that announces it."""
+    """An installed backend of another distribution: its entry point, and that distribution."""
 
     name: str
     distribution: str

@@ -60,7 +60,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 def mlp(
     x: Tensor, w_up: Tensor, w_down: Tensor, b_up: Tensor | None, b_down: Tensor | None, activation: str
 ) -> Tensor:
-    """Projection, activation, projection; what stands between has the operands' dtype."""
+    """Projection, activation, projection; the value between them has the operands' dtype."""
     return functional.linear(activate(linear(x, w_up, b_up), activation), w_down, b_down)
 
 
@@ -98,7 +98,7 @@ def cross_entropy(
 def append_kv(
     k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor, layout: str
 ) -> Tensor:
-    """One copy by index a pool, over its tokens where they stand one behind the other."""
+    """One copy by index a pool, over its tokens where they are adjacent."""
     args = (k, v, k_cache, v_cache, slot_mapping, layout)
     if layout != "NHD" or not (k_cache.is_contiguous() and v_cache.is_contiguous()):
         return append.append_kv_reference(*args)

@@ -59,7 +59,7 @@ def kernels(
     strict: bool,
     json_: bool,
 ) -> None:
-    """List the kernels and how each stands on a device."""
+    """List the kernels and the state of each on a device."""
     if op is not None:
         op_named(op)
     with runtime_of(device, policy_file, strict) as runtime:

@@ -122,7 +122,7 @@ def select_call(
     cuda: str,
     batch: int,
 ) -> Selection:
-    """The selection for a call that stands in words.
+    """The selection for a call given in words.
 
     Raises: NoKernelFoundError: no kernel takes it. click.UsageError: the words, or the arguments they give,
         are wrong.
@@ -162,7 +162,7 @@ def _select_imagined(op: Op, args: Args, hardware: Hardware) -> Selection:
 
 
 def refuse(op: Op, error: NoKernelFoundError, json_: bool) -> None:
-    """Say why nobody takes the call: every kernel's reasons, and the nearest way to a yes."""
+    """Say why no kernel takes the call: every kernel's reasons, and the nearest way to a yes."""
     trace: tuple[Candidate, ...] = error.trace
     near = nearest_refusal(trace)
     if json_:

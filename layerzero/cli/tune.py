@@ -65,19 +65,19 @@ def tune(
 
 
 def _named(tuned: TuningResult | None) -> str:
-    return f"{tuned.op}: {tuned.winner or 'nobody'}" if tuned is not None else "tuning"
+    return f"{tuned.op}: {tuned.winner or 'none'}" if tuned is not None else "tuning"
 
 
 def _print_report(report: TuneReport) -> None:
     rows = []
     for tuned in report.tuned:
         best, won = tuned.times_us.get(tuned.best, 0.0), tuned.times_us.get(tuned.winner, 0.0)
-        rows.append((tuned.call, tuned.launch, tuned.winner or "nobody", f"{won:.1f}", f"{best:.1f}"))
+        rows.append((tuned.call, tuned.launch, tuned.winner or "none", f"{won:.1f}", f"{best:.1f}"))
     output.table(
         f"{report.calls} calls on {report.device}", ("call", "launch", "taken", "us", "best us"), rows
     )
     wins = Counter(tuned.winner for tuned in report.tuned if tuned.winner)
-    output.line("taken: " + (", ".join(f"{name} {count}" for name, count in wins.most_common()) or "nobody"))
+    output.line("taken: " + (", ".join(f"{name} {count}" for name, count in wins.most_common()) or "none"))
     for kernel, why in sorted(report.failures.items()):
         output.line(f"not measured: {kernel}: {why}", bad=True)
     if report.compared:

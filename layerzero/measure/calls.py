@@ -109,7 +109,7 @@ class Call(msgspec.Struct, frozen=True):
         return request.replace(platform=hardware.platform, device=hardware.device)
 
     def benchmark_case(self, hardware: Hardware) -> BenchmarkCase:
-        """Where its measurements on a device stand."""
+        """Where its measurements on a device are stored."""
         return BenchmarkCase.of_request(self.request(hardware))
 
     def operand_bytes(self) -> int:

@@ -30,7 +30,7 @@ def as_view_of_base(pieces: Sequence[Tensor]) -> Tensor | None:
     """The tensor that `pieces` are consecutive row blocks of, as a view; None when they are not.
 
     Pieces are (rows_i, ...) of one dtype and, beyond their rows, one shape. Pieces that touch in memory
-    and whose first and last share a storage lie in it altogether.
+    and whose first and last share a storage are all in it.
     """
     first = pieces[0]
     stride = first.stride()

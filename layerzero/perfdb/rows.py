@@ -1,4 +1,4 @@
-"""How measurements stand in SQLite: the tables, a connection, and rows with a checksum each.
+"""How measurements are stored in SQLite: the tables, a connection, and rows with a checksum each.
 
 SQLite 3.7.0 to 3.51.2 can corrupt a database in WAL mode with several connections (fixed in 3.51.3, and in
 3.50.7 and 3.44.6): with such a version the rollback journal is used. Rows carry their own checksum because
@@ -64,10 +64,15 @@ PRAGMAS = (
 
 
 def uri_of(path: Path, mode: str) -> str:
+    """The SQLite URI of a file; `mode` is ro, rw or rwc."""
     return f"{path.resolve().as_uri()}?mode={mode}"
 
 
 def connect(path: Path, mode: str) -> sqlite3.Connection:
+    """A connection with the pragmas above, in autocommit mode.
+
+    Raises: sqlite3.Error: the file cannot be opened, or is no database.
+    """
     connection = sqlite3.connect(uri_of(path, mode), uri=True, isolation_level=None)
     try:
         for pragma in PRAGMAS:
@@ -93,6 +98,7 @@ def foreign_writer(connection: sqlite3.Connection, path: Path) -> str:
 
 @contextlib.contextmanager
 def transaction(connection: sqlite3.Connection) -> Any:
+    """A block whose writes are committed together, or rolled back when it raises."""
     connection.execute("BEGIN IMMEDIATE")
     try:
         yield
@@ -148,6 +154,7 @@ def _checksum(environment: str, site: bytes, kernel: str, version: str, values: 
 
 
 def query_of(environment: Environment | None) -> tuple[str, tuple[str, ...]]:
+    """The statement that reads the rows of an environment, all rows for None; and its values."""
     return (SELECT, ()) if environment is None else (f"{SELECT} WHERE e.digest = ?", (environment.digest(),))
 
 
@@ -160,6 +167,7 @@ def decode_all(records: Iterable[tuple[Any, ...]]) -> tuple[list[Measurement], s
 
 
 def decode_row(record: tuple[Any, ...], cases: dict[bytes, BenchmarkCase | None]) -> Measurement | None:
+    """The measurement of one record, None where a digest or checksum differs; `cases` caches by digest."""
     _, environment_digest, environment_body, digest, body, kernel, version, *rest = record
     values, checksum = tuple(rest[:-1]), rest[-1]
     try:

@@ -207,7 +207,7 @@ def headline(request: CallSpec) -> str:
 def fold_other_platforms(selection: Selection) -> tuple[list[Candidate], str]:
     """The candidates to show, ranked, and one line that names those for other kinds of device, if any.
 
-    Where nobody takes the call, every kernel is shown with its reasons.
+    Where no kernel takes the call, every kernel is shown with its reasons.
     """
     every = rank_candidates(selection.trace, selection.kernel)
     others = [c for c in every if selection.kernel and _is_other_platform(c)]

@@ -164,7 +164,7 @@ def compile_transforms(
         changed = list(args)
         if dtype is not None:
             for position, value in enumerate(changed):
-                # A float8 operand is a code: its scale stands beside it, a wider one would be no code.
+                # A float8 operand is a code: its scale is beside it, a wider one would be no code.
                 if isinstance(value, Tensor) and value.dtype.is_floating_point and value.itemsize > 1:
                     changed[position] = value.to(dtype)
         if layout is not None:

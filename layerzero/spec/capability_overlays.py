@@ -1,6 +1,6 @@
 """Capabilities in files: what every kernel claims, exported and checked; and overlays, which may only narrow.
 
-The truth stands in Python beside each backend. `export` writes it as `capabilities.json`, with a hash of the
+The truth is in Python beside each backend. `export` writes it as `capabilities.json`, with a hash of the
 content. An overlay is a file of the same shape, JSON or YAML, that names some kernels and some of their
 fields: a deployment takes away what it does not trust, without code. What would widen a kernel is refused,
 because no test has run it there; so is everything that is not understood.

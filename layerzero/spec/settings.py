@@ -94,7 +94,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         max_batch_size, max_num_batched_tokens, max_batch_bytes: the most one batch holds.
         max_queue_size, max_queue_bytes: the most a batcher queues.
         queue_full_policy: at that limit callers "wait", or the call is "reject"ed with `OverloadedError`.
-        completion: a CUDA batch's callers go on when it is launched ("stream"), or when it has run ("host"),
+        completion: a CUDA batch's callers are resumed when it is launched ("stream"), or when it has run
+        ("host"),
             with at most two batches under way.
         priority_aging_ms: waiting time that lifts a call by one priority class (milliseconds).
     How it stays healthy:
@@ -109,7 +110,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         probes: calls let through at once while a kernel is on probation.
         probe_timeout_s: seconds after which a probe that was never settled gives its place back.
         hang_s: seconds after which a kernel that runs on a device of a cluster counts as hung.
-        max_restarts: deaths of a cluster's device within five minutes after which it stays down.
+        max_restarts: crashes of a cluster's device within five minutes after which it stays down.
         placement_timeout_s: seconds to wait for a place in the cluster, and for a device that restarts.
     What it tells:
         spans: tell OpenTelemetry's tracer of ops, batches, choices and fallbacks; needs opentelemetry-api.

@@ -62,7 +62,7 @@ def interpreted(code: str, folder: Path) -> Any:
 DRAWN = """
 import json, torch
 from layerzero.backends.triton_kernels.sampling import sample
-from layerzero.ops.sampling.sampling import sample_reference
+from layerzero.ops.sampling.sampling import greedy_tokens, sample_reference
 logits = torch.randn(3, 11, generator=torch.Generator().manual_seed(0)) * 2
 logits[1, 3:7] = 1.5
 logits[2, ::2] = -torch.inf
@@ -75,6 +75,14 @@ calls = [
 found = [[sample(logits, *c).tolist(), sample_reference(logits, *c).tolist()] for c in calls]
 near = (logits[:, :5] / 1000 - 0.25).half()  # keys of fewer bits: neighbours in float16, below zero
 found += [[sample(near, *c).tolist(), sample_reference(near, *c).tolist()] for c in calls]
+wide = torch.randn(7, 20000, generator=torch.Generator().manual_seed(1)).bfloat16()  # three parts, with ties
+wide[1, 15], wide[2, 9000], wide[3] = torch.nan, torch.inf, -torch.inf
+wide[4, 5:] = -torch.inf
+wide[5, 8191] = wide[5, 8192] = wide[5, 19999] = 9.0
+for table in (logits, near, wide, wide[:, 3:]):  # greedy, in parts, whatever the filters
+    found += [[sample(table, *(0.0, k, p, 7, 0)).tolist(), greedy_tokens(table).tolist()]
+              for k, p in ((0, 1.0), (4, 0.5))]
+assert found[-4][0][1:4] == [-1, -1, -1] and found[-4][0][5] == 8191, found[-4]
 print(json.dumps(found))
 """
 
@@ -84,6 +92,34 @@ def test_rows_are_drawn_as_the_reference_draws_them(tmp_path: Path) -> None:
     """Plain, top-k, and every argument by row: the same tokens, ties and hidden tokens included."""
     for ours, right in interpreted(DRAWN, tmp_path):
         assert ours == right
+
+
+DECODED = """
+import json, torch
+from layerzero.backends.triton_kernels.paged import paged_attention
+from layerzero.ops.paged.attention import paged_attention_reference
+found = []
+for heads, key_heads, layout, page in ((4, 4, "NHD", 16), (8, 2, "NHD", 4), (6, 1, "HND", 16)):
+    generator = torch.Generator().manual_seed(heads)
+    shape = (40, page, key_heads, 64) if layout == "NHD" else (40, key_heads, page, 64)
+    k, v = (torch.randn(shape, generator=generator).half() for _ in range(2))
+    rows = torch.randn(3, heads + 2, 64, generator=generator).half()
+    q = rows[:, 1:-1]  # a piece of a projection
+    tables = torch.randperm(40, generator=generator)[:39].view(3, 13).int()
+    lens = torch.tensor([1, 13 * page, 3 * page + 1], dtype=torch.int32)
+    for scale in (None, 0.3):
+        ours = paged_attention(q, k, v, tables, lens, None, True, scale, None, None, layout, False)
+        right = paged_attention_reference(q, k, v, tables, lens, None, True, scale, None, None, layout, False)
+        found.append(float((ours.float() - right.float()).abs().max()))
+print(json.dumps(found))
+"""
+
+
+@needs_triton
+def test_short_contexts_decode_as_the_reference(tmp_path: Path) -> None:
+    """Groups of heads, both layouts, pages of several sizes, strided queries, lengths from one on."""
+    distances = interpreted(DECODED, tmp_path)
+    assert len(distances) == 6 and max(distances) < 4e-3, distances
 
 
 PROPOSED = """

@@ -24,8 +24,8 @@ ATTENTION = ops_table.get("attention")
 
 @pytest.fixture(autouse=True)
 def own_runtime() -> Iterator[None]:
-    """A runtime of the test's own, with nothing loading behind it."""
-    with lz.start(lz.Settings(warm="off")):
+    """A runtime of the test's own: nothing loads behind it, and memory that others take decides nothing."""
+    with lz.start(lz.Settings(warm="off", workspace_limit_bytes=1 << 30)):
         yield
 
 

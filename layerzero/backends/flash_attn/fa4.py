@@ -162,7 +162,7 @@ KERNELS: tuple[Kernel, ...] = (
         _capability(
             features=_FEATURES | {"prefill"},
             layouts=frozenset({"NHD"}),
-            # A page that holds whole tiles of keys is loaded with what stands behind the length, and a NaN
+            # A page that holds whole tiles of keys is loaded with what follows the length, and a NaN
             # there reaches the output.
             limits=(_LEAST, AtMost("P", 64), MultipleOf("D", 16, Reason.HEAD_DIM_ALIGNMENT)),
         ),

@@ -51,7 +51,7 @@ _steps_of: dict[tuple[int, int, torch.device], Tensor] = {}
 def arguments(names: Mapping[str, bool]) -> dict[str, Any]:
     """The operator's arguments in its order, with what no call sets; `names` says which are optional.
 
-    Raises: ImportError: it has an argument that must be given and that nobody here knows, or lacks one.
+    Raises: ImportError: it has an argument that must be given and that is unknown here, or lacks one.
     """
     if missing := _SET - names.keys():
         raise ImportError(f"vllm's {_EXTENSION}.fwd takes no {', '.join(sorted(missing))}")
@@ -191,7 +191,7 @@ _TILES = Tiling(
 
 
 def _joined(request: CallSpec) -> int:
-    """Bytes that joining the rows of a batch copies: rows of one head stand together in the layout BHSD."""
+    """Bytes that joining the rows of a batch copies: rows of one head are adjacent in the layout BHSD."""
     batch = request.dim("B")
     if batch == 1 or request.layout != "BHSD":
         return 0
@@ -213,7 +213,7 @@ KERNELS: tuple[Kernel, ...] = (
         "paged_attention",
         "page_table",
         _paged,
-        # Larger pages are loaded in whole tiles, with what stands behind the length.
+        # Larger pages are loaded in whole tiles, with what follows the length.
         _capability(features=_FEATURES | {"prefill"}, layouts=frozenset({"NHD"}), limits=(AtMost("P", 64),)),
         THIRD,
     ),

@@ -53,9 +53,9 @@ def _add_rms_norm() -> Callable[..., Any]:
 
 
 def _loadable(x: Tensor) -> Tensor:
-    """`x` (..., H, D), copied only where its heads lie apart or a row begins between two loads.
+    """`x` (..., H, D), copied only where its heads are apart or a row begins between two loads.
 
-    The keys of a projection that made queries, keys and values at once are read where they stand.
+    The keys of a projection that made queries, keys and values at once are read in place.
     """
     if x.data_ptr() % LOAD_BYTES == 0:
         if x.is_contiguous():

@@ -49,7 +49,7 @@ def _ragged() -> Callable[..., Any]:
     native = _compiled().ragged
 
     def ragged_attention(*args: Any) -> Tensor | tuple[Tensor, Tensor]:
-        """The same walk over keys that stand behind each other."""
+        """The same walk over keys that follow each other."""
         q, k, v, cu, cu_k, is_causal, scale, window, softcap, return_lse = args
         out, lse = _results(q, v.shape[2], return_lse)
         window_left, right = window_bounds(is_causal, window)

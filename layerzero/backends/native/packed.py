@@ -53,7 +53,7 @@ class PackedWeights:
     A weight is known by its address, dtype, shape and strides. Its panels are freed with its storage and made
     anew when the tensor at hand has counted a change, or an optimizer of torch's has taken a step over its
     memory, which fused ones do not count. Another tensor over the same memory has a counter of its own: its
-    elements are compared, all of them, when it comes. Changes that nobody counts, through `.data` of this
+    elements are compared, all of them, when it comes. Changes that are not counted, through `.data` of this
     very tensor, numpy or a fused function called by hand, are seen where they change one of the elements that
     the kernel compares, one a row. Not kept: weights made in inference mode, whose changes torch never
     counts, and what comes when the limit is reached; such a weight stays so until it changes, so that equal
@@ -92,7 +92,7 @@ class PackedWeights:
         return entry.panels
 
     def _of_another(self, weight: Tensor, entry: _PackedWeight) -> Tensor | None:
-        """The panels for another tensor over the memory, whose counter may stand there by chance."""
+        """The panels for another tensor over the memory, whose counter may be equal by chance."""
         if entry.panels is None or not self._equal(entry.panels, weight):
             return self.repack(weight)
         place = (weight.data_ptr(), weight.dtype, weight.shape, weight.stride())
@@ -100,7 +100,7 @@ class PackedWeights:
         return entry.panels
 
     def on_optimizer_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        """Forget what lies in memory that an optimizer has just written; fused ones count no version."""
+        """Forget what is in memory that an optimizer has just written; fused ones count no version."""
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         if not all(type(p) in (Tensor, torch.nn.Parameter) for p in parameters):
             self._entries.clear()  # whose memory a subclass writes is its own affair

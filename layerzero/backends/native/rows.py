@@ -40,7 +40,7 @@ def _add_rms_norm() -> Callable[..., Any]:
     native = _library().norm
 
     def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor | None, eps: float) -> tuple[Tensor, Tensor]:
-        """The sum is written once and normed where it lies in the cache."""
+        """The sum is written once and normed while it is in the cache."""
         out, total = torch.empty_like(x), torch.empty_like(x)
         native(out, x, residual, total, weight, eps)
         return out, total
@@ -52,7 +52,7 @@ def _rope() -> Callable[..., Any]:
     native = _library().rope
 
     def rope(*args: Any) -> tuple[Tensor, Tensor]:
-        """Reads q and k where they lie, views of one projection too; writes dense heads."""
+        """Reads q and k in place, views of one projection too; writes dense heads."""
         q, k, positions, cos, sin, _, _ = args
         outs = torch.empty(q.shape, dtype=q.dtype), torch.empty(k.shape, dtype=k.dtype)
         if q.dim() == 3:

@@ -19,7 +19,7 @@ from layerzero.ops.attention.masks import Window, merge_block_mask
 from layerzero.spec.call_spec import CallSpec
 
 BLOCK = 128
-# Further than any key: what stands for no bound.
+# Further than any key: it means no bound.
 _FAR = 1 << 40
 
 
@@ -93,7 +93,7 @@ def _flex(
 ) -> Tensor:  # fmt: skip
     """`flex_attention` with everything that changes between calls of one shape in tensors.
 
-    `ends` are how far left and right a query sees and how many keys stand before the first query; `numbers`
+    `ends` are how far left and right a query sees and how many keys precede the first query; `numbers`
     are the scale and the soft cap.
     """
     from torch.nn.attention.flex_attention import BlockMask, flex_attention

@@ -1,6 +1,7 @@
 """Triton kernels of this project, where no library has a good one, and the way for users to bring theirs.
 
-`rows` has the residual sum with its norm and rounding to eight bits, `sampling` draws with a seed for each
+`rows` has the residual sum with its norm and rounding to eight bits, `paged` decodes over short contexts,
+`sampling` draws with a seed for each
 row, which libraries draw in other ways, `verify` has chains of drafted tokens; `user_kernel` makes a kernel
 out of a user's Triton function.
 """
@@ -11,7 +12,7 @@ import importlib
 from collections.abc import Callable
 from typing import Any
 
-from layerzero.spec.capability import AtMost, Capability, Limit, OneOf
+from layerzero.spec.capability import AtMost, Capability, Limit, OneOf, SameAs
 from layerzero.spec.kernel import Efficiency, Kernel
 from layerzero.spec.reasons import Reason
 
@@ -47,6 +48,7 @@ def _kernel(
     limits: tuple[Limit, ...] = (),
     sm_min: int = 80,
     source: str = "benchmarks/results/rows_h200.json",
+    dtypes: frozenset[str] = frozenset({"float32", "float16", "bfloat16"}),
     **more: Any,
 ) -> Kernel:
     return Kernel.of(
@@ -56,10 +58,11 @@ def _kernel(
             source=_HERE,
             platforms=frozenset({"cuda"}),
             sm_min=sm_min,
-            dtypes=frozenset({"float32", "float16", "bfloat16"}),
+            dtypes=dtypes,
             features=features,
             limits=limits,
             gradient=False,
+            graph_safe=True,
             **more,
         ),
         Efficiency(*efficiency, source),
@@ -84,6 +87,13 @@ KERNELS: tuple[Kernel, ...] = (
         "add_rms_norm_quantize", "group", "rows", _FORMATS | {"scale_per_group", "no_weight"},
         (0.1, 0.8, 20.0), (_MAX_WIDTH, OneOf("S", (16, 32, 64, 128, 256))), sm_min=89,
         source="an estimate, beside add_rms_norm's", contiguous=True, batch_invariant=True,
+    ),
+    # Programs do not share a sequence: beyond these lengths libraries that split it are faster.
+    _kernel(
+        "paged_attention", "decode", "paged", frozenset({"causal", "gqa", "scale"}), (0.1, 0.55, 12.0),
+        (OneOf("D", (64, 128)), SameAs("D", "Dv", Reason.HEAD_DIMS_DIFFER), AtMost("M", 32), AtMost("P", 16)),
+        source="an estimate, until it is measured", dtypes=frozenset({"float16", "bfloat16"}),
+        layouts=frozenset({"NHD", "HND"}), last_stride1=True, batch_invariant=True, alignment=16,
     ),
     _kernel(
         "quantize", "rows", "rows",

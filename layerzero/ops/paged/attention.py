@@ -1,4 +1,4 @@
-"""Attention of queries to keys and values that lie in pages: prefill, chunked prefill and decode."""
+"""Attention of queries to keys and values in pages: prefill, chunked prefill and decode."""
 
 from __future__ import annotations
 

@@ -119,7 +119,7 @@ def parse_policy(
     clock: Callable[[], float] = time.monotonic,
     wall: Callable[[], float] = time.time,
 ) -> LoadedPolicy:
-    """The policy in YAML `data`; `name` stands in errors and sources.
+    """The policy in YAML `data`; `name` is in errors and sources.
 
     `known_ops` and `known_kernels` turn on the check of names: what is unknown here is a finding, or an
     error where `strict`. An `until` of wall-clock time becomes monotonic through `clock` and `wall`.
@@ -184,7 +184,7 @@ def environment_policy(env: Mapping[str, str] | None = None) -> Policy:
 
 
 def _monotonic(text: str, offset: float) -> float:
-    """The wall-clock time in `text` on the monotonic clock, which stands `offset` seconds from it."""
+    """The wall-clock time in `text` on the monotonic clock, which is `offset` seconds from it."""
     try:
         moment = datetime.fromisoformat(text)
     except ValueError as error:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from typing import Any, cast
 
@@ -40,12 +41,6 @@ def exhausted(*_: Any) -> Any:
     raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 128.00 GiB")
 
 
-def looked(own: LocalDevice) -> LocalDevice:
-    """The device once it knows how much memory is free."""
-    own.workspace_budget.refresh(own.settings)
-    return own
-
-
 def run(own: LocalDevice) -> tuple[Any, str]:
     plan = own.plan(RMS, signature_of(RMS, ARGS), ARGS, mode_bits())
     try:
@@ -58,7 +53,7 @@ def run(own: LocalDevice) -> tuple[Any, str]:
 def test_a_workspace_that_does_not_fit_is_a_reason() -> None:
     """MEMORY_HEADROOM_EXCEEDED, with what it needs, what there is, and what would help."""
     kernels = [sized("big.rms_norm", 5 * GIB, us=0.1), sized("small.rms_norm", 1024, us=90.0)]
-    own = looked(device(kernels, Settings(workspace_limit_bytes=GIB)))
+    own = device(kernels, Settings(workspace_limit_bytes=GIB))
     plan = own.plan(RMS, signature_of(RMS, ARGS), ARGS, mode_bits())
     rejected = plan.selection.candidate("big.rms_norm").rejected
     assert plan.kernel == "small.rms_norm" and [r.reason for r in rejected] == [
@@ -71,7 +66,7 @@ def test_a_workspace_that_does_not_fit_is_a_reason() -> None:
 
 def test_nothing_fits_is_an_error_that_says_so() -> None:
     """Where every kernel needs more than there is, the error names the memory."""
-    own = looked(device([sized("big.rms_norm", 5 * GIB)], Settings(workspace_limit_bytes=GIB)))
+    own = device([sized("big.rms_norm", 5 * GIB)], Settings(workspace_limit_bytes=GIB))
     with pytest.raises(NoKernelFoundError, match="MEMORY_HEADROOM_EXCEEDED"):
         run(own)
     own.close()
@@ -101,6 +96,17 @@ def test_choices_follow_free_memory() -> None:
     assert own.dispatch_version == generation
     now, free = 6.0, 70 * GIB
     assert chosen(rows=20) == "big.rms_norm"
+    own.close()
+
+
+def test_what_the_first_calls_decide_stays_decided() -> None:
+    """Free memory is known when a device opens: no look behind the first call drops the plan that it got."""
+    own = device([sized("small.rms_norm", 1024), kernel("plain.rms_norm")])
+    first = own.plan(RMS, signature_of(RMS, ARGS), ARGS, mode_bits())
+    ran_behind = threading.Event()
+    assert own.loader.submit(ran_behind.set) and ran_behind.wait(60)
+    assert own.plan(RMS, signature_of(RMS, ARGS), ARGS, mode_bits()) is first
+    assert own.counters.total("selections") == 1
     own.close()
 
 
@@ -157,7 +163,7 @@ def test_the_score_matrix_is_priced_in_memory() -> None:
 
     attention = ops_table.get("attention")
     math = next(k for k in load_builtin() if k.id == "torch.attention.sdpa_math")
-    own = looked(device([math], Settings(workspace_limit_bytes=1 << 20)))
+    own = device([math], Settings(workspace_limit_bytes=1 << 20))
     q = torch.zeros(1, 2, 1024, 8)
     _, full = attention.build(q, q, q)
     with pytest.raises(NoKernelFoundError, match=r"workspace needs at most 1\.0 MiB, got 16 MiB"):

@@ -298,7 +298,7 @@ def test_a_rank_that_says_nothing_after_a_step_holds_its_results_back_in_time() 
     mine, (_, theirs) = first.start_step("step", ["a"]), other.next_step(5.0)
     chosen(first.group.device, mine)
     chosen(other.group.device, theirs)
-    with pytest.raises(DeviceLostError, match=r"step 1 counts for nobody: ranks \[1\] did not end it"):
+    with pytest.raises(DeviceLostError, match=r"step 1 counts for no rank: ranks \[1\] did not end it"):
         first.end_step("step")
     assert isinstance(other.group.channel, FollowerChannel) and other.group.channel._silence_s is not None
     for steps in (first, other):
