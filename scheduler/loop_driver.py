@@ -44,8 +44,7 @@ Cancelled = asyncio.CancelledError
 class LoopDriver:
     """One event loop's side of a device: a batcher, the tasks that use it, at most one batch in flight.
 
-    Every method belongs to the loop's thread. `always_inline` is for devices whose launches do not compute
-    on the calling thread.
+    Every method belongs to the loop's thread. `always_inline`: the device's launches do not compute on it.
     """
 
     __slots__ = (
@@ -151,7 +150,7 @@ class LoopDriver:
         return YieldOnce(self)
 
     def add_inline_us(self, inline_us: float) -> None:
-        """Count `inline_us` microseconds of work done inline since the loop's last turn here."""
+        """Count microseconds of work done inline since the loop's last turn here."""
         self.inline.used_us += inline_us
 
     def cancel(self, call: PendingCall, message: object = None) -> bool:
@@ -249,7 +248,7 @@ class LoopDriver:
                 now_s = max(now_s, self._completed_at_s)
         finally:
             self._in_tick = False
-        self.inline.on_batches()
+            self.inline.on_batches()
         if batcher.deferred_until < float("inf"):
             self._hold_end.set(batcher.deferred_until)
         if batcher.expected_callers is not None and batcher.expected_callers.needs_device:
@@ -289,11 +288,9 @@ class LoopDriver:
             if not all_called or (self._in_tick and not self._may_follow(now_s)):
                 self.schedule_tick()
                 all_called = False
-        if not all_called:
-            return
-        if self._in_tick:
+        if all_called and self._in_tick:
             batcher.on_turn(now_s)
-        else:
+        elif all_called:
             self._tick()
 
     def _may_follow(self, now_s: float) -> bool:
