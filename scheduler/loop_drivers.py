@@ -205,7 +205,9 @@ class LoopDrivers:
         limits.max_inflight_batches = driver._max_inflight = MAX_INFLIGHT_ON_HOST if host else 1
         if not self._always_inline:
             driver.inline_limit_us = settings.inline_limit_us
-        driver._max_inline_us = settings.max_inline_us
+            if driver.batcher.at_once is not None:
+                driver.batcher.at_once.limit_us = settings.inline_limit_us
+        driver.inline.max_us = settings.max_inline_us
         driver.batcher._admit()
 
     def stats(self) -> BatcherStats:

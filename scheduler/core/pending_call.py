@@ -269,7 +269,9 @@ class Batch:
     """Tickets of one group that run together; `calls` are their arguments, in order."""
 
     __slots__ = (
-        "calls", "expected_us", "launch", "modes", "op", "record", "snapshot", "started", "tokens", "why",
+        "calls", "expected_us", "launch", "modes", "one_by_one_us", "op", "queue", "ran_us", "record",
+        "snapshot",
+        "started", "tokens", "why",
     )  # fmt: skip
 
     def __init__(self, calls: list[PendingCall], started: float, expected_us: float | None = None) -> None:
@@ -277,13 +279,17 @@ class Batch:
         self.op = first.op
         self.modes: Modes | CrossStreamModes = first.modes
         self.snapshot = first.snapshot
+        self.queue: BatchQueue | None = None  # that its calls were in
+        self.ran_us = 0.0  # what it took where it ran
         self.launch: Launch | None = None  # on a device that answers before it has run
         self.record: Any = None  # of a timeline, where one runs; `tokens` and `why` are for it
         self.tokens = 0
         self.why = UNEXPLAINED
         self.calls = calls
         self.started = started
-        self.expected_us = sum([t.expected_us for t in calls]) if expected_us is None else expected_us
+        # What its calls are expected to take one by one, and what it is expected to take itself.
+        self.one_by_one_us = sum([t.expected_us for t in calls]) if expected_us is None else expected_us
+        self.expected_us = self.one_by_one_us
 
     @property
     def args_list(self) -> list[tuple[Any, ...]]:
