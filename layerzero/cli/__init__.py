@@ -41,6 +41,7 @@ COMMANDS = {
         "tune",
         "Decide every measured bucket now and write the decisions to PATH, as a dispatch table",
     ),
+    "top": ("top", "Watch a running process in a terminal: devices, batches, queues, health, KV pages"),
     "trace": ("trace", "Record what ran when, for whom and why then, as a trace that Perfetto opens"),
     "tune": (
         "tune",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from weakref import ref
+from weakref import WeakSet, ref
 
 import torch
 from torch import Tensor
@@ -15,6 +15,8 @@ from layerzero.kvcache.protocol import KVCacheSpec, Sequences
 from layerzero.ops import checks, host_copies
 from layerzero.ops.paged.append import append_kv_reference
 from layerzero.ops.paged.checks import LAYOUTS, gather_pages
+
+OPEN_CACHES: WeakSet[PagedCache] = WeakSet()  # of this process, for whoever watches it
 
 
 class PagedCache:
@@ -73,6 +75,7 @@ class PagedCache:
         self.pools: tuple[tuple[Tensor, Tensor], ...] = tuple(
             (self._pool(pages, spec.head_dim), self._pool(pages, spec.head_dim_v)) for _ in range(layers)
         )
+        OPEN_CACHES.add(self)
 
     def _pool(self, pages: int, width: int) -> Tensor:
         heads, size = self.spec.num_kv_heads, self.page_size

@@ -270,8 +270,7 @@ class Batch:
 
     __slots__ = (
         "calls", "expected_us", "launch", "modes", "one_by_one_us", "op", "queue", "ran_us", "record",
-        "snapshot",
-        "started", "tokens", "why",
+        "snapshot", "started", "tokens", "why",
     )  # fmt: skip
 
     def __init__(self, calls: list[PendingCall], started: float, expected_us: float | None = None) -> None:
