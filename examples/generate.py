@@ -14,7 +14,8 @@ from tokenizers import Tokenizer
 import layerzero as lz
 from layerzero.ops.host_copies import to_device_with_host_copy
 
-# Rows of a prompt that one step takes: longer prompts go in pieces, so that nobody's next token waits long.
+# Rows of a prompt that one step takes: longer prompts go in pieces, so that no request waits long for its
+# next token.
 PREFILL_CHUNK = 256
 
 

@@ -2,7 +2,7 @@
 
 `Layer.forward` and `Llama.forward` are ordinary coroutines over `ops`, and `ops` says who meets whom:
 awaited ops coalesce one by one across all requests; a layer or a step given to `lz.batched` coalesces as a
-whole and runs the same coroutine over blocking ops inside. Keys and values lie in a `PagedCache`.
+whole and runs the same coroutine over blocking ops inside. Keys and values are in a `PagedCache`.
 
 Axes: T rows (tokens of one request, or of all requests that met), H query heads, Hk key heads, D head size,
 C channels, F inner channels.
@@ -142,7 +142,7 @@ class Layer:
     async def forward(
         self, ops: Ops, normed: Tensor, x: Tensor, metadata: AttentionMetadata
     ) -> tuple[Tensor, Tensor]:
-        """(normed, x), each (T, C): the residual stream `x`, and it normed for whoever comes next."""
+        """(normed, x), each (T, C): the residual stream `x`, and it normed for the next layer."""
         qkv = await ops.linear(normed, self.w_qkv, self.b_qkv)
         q, k, v = qkv.unflatten(-1, (-1, self.head_dim)).split(self.split, dim=1)
         q, k = await ops.rope(q, k, metadata.positions, self.cos, self.sin)

@@ -17,7 +17,7 @@ async def run_ahead(
 
     On CUDA step n + 1 is launched from result n on the device before n is on the host, so that the device
     computes while the reader decides. Leaving the loop drops what ran ahead: at most one step. Give pages
-    back behind the loop, not inside it; on one stream whoever gets them next comes behind that step. On a
+    back behind the loop, not inside it; on one stream their next sequence comes after that step. On a
     device that answers when it has computed, nothing runs ahead. The results are the same either way.
 
     Args: `step` takes `ids` and returns what the next step takes, both on the same device. `max_steps` ends

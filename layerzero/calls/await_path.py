@@ -11,13 +11,13 @@ from __future__ import annotations
 from collections.abc import Callable, Coroutine
 from typing import Any, NamedTuple, Protocol
 
-from layerzero.actors.device.local_device import LocalDevice
 from layerzero.calls.blocking import LAST
 from layerzero.ops.checks import need_number
 from layerzero.ops.op import Args
 from layerzero.scheduler.core.pending_call import PendingCall
 from layerzero.scheduler.fast_queue import FAST_QUEUE
 from layerzero.scheduler.loop_driver import LoopDriver
+from layerzero.scheduler.scheduled_device import ScheduledDevice
 from layerzero.scheduler.streams import resume_modes, suspend_modes
 from layerzero.scheduler.task_modes import TASK_MODES
 from layerzero.scheduler.torch_modes import Modes, must_run_inline, restore
@@ -32,7 +32,7 @@ class Described(NamedTuple):
     `modes` None where they are read when the call is queued, `kind` what its target needs to queue it.
     """
 
-    device: LocalDevice
+    device: ScheduledDevice
     driver: LoopDriver | None
     args: Args
     expected_us: float
@@ -93,7 +93,8 @@ def awaitable_call(
     ) -> Any:
         cached = cache.find(args, kwargs) if backend is None and batching is None else None
         subject = target.describe(args, kwargs, backend, batching) if cached is None else cached
-        driver = subject.driver
+        # What a cache knows waits in a loop driver; a read-back is no cached call.
+        driver: LoopDriver | None = subject.driver  # type: ignore[assignment]
         if driver is None:
             return target.run_inline(subject)
         if (

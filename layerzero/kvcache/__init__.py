@@ -1,4 +1,4 @@
-"""Where keys and values of growing sequences lie: in pages, in one block each, or in chunks.
+"""Where keys and values of growing sequences are stored: in pages, in one block each, or in chunks.
 
 `PagedCache` hands its pool and block tables to `paged_attention`; `ContiguousCache` and `ChunkedCache` give
 dense tensors. All three are a `Cache`. One event loop or thread owns a cache; it has no lock.

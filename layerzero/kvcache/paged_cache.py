@@ -132,7 +132,7 @@ class PagedCache:
         return opened
 
     def fork(self, sequence: int) -> int:
-        """A sequence over the same pages; whoever appends first to the last one copies it."""
+        """A sequence over the same pages; the first that appends to the last one copies it."""
         source = self._sequences.get(sequence)
         used = source.pages[: self._pages_for(source.length)]
         self.allocator.incref(used)
@@ -171,14 +171,14 @@ class PagedCache:
 
         The lengths count the tokens from here on; write them with `append_kv` before anything reads them.
         Raises: PagesExhaustedError: the pool is full and `evict` freed too little; nothing has changed.
-            ValueError: a sequence stands there twice, a count is negative. FreedSequenceError,
+            ValueError: a sequence is there twice, a count is negative. FreedSequenceError,
             UnknownSequenceError.
         """
         slot_mapping = self._metadata_builder.slot_mapping(self._extend(sequences, counts, 0))
         return torch.tensor(slot_mapping, dtype=torch.int64, device=self.spec.device)
 
     def prepare_batch(self, sequences: Sequence[int], counts: Sequence[int]) -> AttentionMetadata:
-        """Grow sequences[i] by counts[i] tokens, at least one each, and say where their rows stand.
+        """Grow sequences[i] by counts[i] tokens, at least one each, and return where their rows are.
 
         Raises: what `extend` raises, and like it changes all of them or none.
         """
@@ -239,7 +239,7 @@ class PagedCache:
     def _ensure_capacity(
         self, growth: Sequence[tuple[PagedSequence, int]], others: Sequence[PagedSequence] = ()
     ) -> None:
-        """Pages for so many more tokens of each sequence, the one each goes on writing unshared.
+        """Pages for so many more tokens of each sequence, the one that each writes next unshared.
 
         Raises: FreedSequenceError: the eviction hook freed one of them, or of those `beside`.
         """
@@ -255,7 +255,7 @@ class PagedCache:
                     refcounts[page], shared = remaining - 1, entry
             need.append((state, page_count, shared))
         new_pages = self.allocator.allocate(sum(more + (shared >= 0) for _, more, shared in need))
-        # Pages of a sequence that is gone would be nobody's.
+        # Pages of a sequence that is gone would never be freed.
         try:
             self._sequences.get_many([state.number for state in (*others, *(state for state, _ in growth))])
         except ValueError:

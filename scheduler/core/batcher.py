@@ -463,7 +463,7 @@ def _mark_running(calls: list[PendingCall]) -> tuple[float, float, int, float]:
     tokens, expected_us = 0, 0.0
     for call in calls:
         call.state = RUNNING
-        call.point = None
+        call.point = None  # type: ignore[assignment]  # read of queued calls alone
         since.append(call.submitted_at)
         tokens += call.tokens
         expected_us += call.expected_us

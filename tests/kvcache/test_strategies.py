@@ -158,7 +158,7 @@ class Lives(RuleBasedStateMachine):
         )
         over_pages = PAGED_ATTENTION.reference(*args)
         for numbers, rows, got in zip(crowd, q.split(counts), over_pages.split(counts), strict=True):
-            dense, _ = attend_sequence(rows, *self.caches[1].read(numbers[1]), True, None, None, None)
+            dense, _ = attend_sequence(rows, *self.caches[1].read(numbers[1]), is_causal=True)
             assert_close(dense, got)
 
     def tokens(self, count: int) -> tuple[Tensor, Tensor]:
@@ -270,7 +270,7 @@ class Lives(RuleBasedStateMachine):
         for row, numbers in enumerate(order):
             for cache, number in zip(self.caches[1:], numbers[1:], strict=True):
                 keys, values = cache.read(number)
-                dense, _ = attend_sequence(q[row : row + 1], keys, values, True, None, None, None)
+                dense, _ = attend_sequence(q[row : row + 1], keys, values, is_causal=True)
                 assert_close(dense[0], over_pages[row])
 
     @invariant()

@@ -364,7 +364,7 @@ def test_a_device_that_cannot_be_asked_holds_nobody(worker: Worker) -> None:
         machine = Machine(worker)
         asked = 0
 
-        def closed(modes: Any, told: Any) -> None:
+        def closed(modes: Any, on_done: Any) -> None:
             nonlocal asked
             asked += 1
             raise RuntimeClosedError("the event thread is closed")

@@ -70,7 +70,8 @@ def tokens(
     monkeypatch.setattr(module, "to_host", started(machine))
 
     async def step(ids: Tensor) -> Tensor:
-        return await machine.step(args=(ids,))
+        doubled: Tensor = await machine.step(args=(ids,))
+        return doubled
 
     return lz.run_ahead(step, torch.ones(1), max_steps=max_steps)
 

@@ -14,8 +14,8 @@ import pytest
 import torch
 
 import layerzero as lz
-from layerzero.api.tokenizer import Tokenizer, Tokens, identify
 from layerzero.spec.errors import ConfigurationError
+from layerzero.tokenization.tokenizer import Tokenizer, Tokens, identify
 from tests import children
 
 tokenizers = pytest.importorskip("tokenizers", reason="tokenizers is not installed")

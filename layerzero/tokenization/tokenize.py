@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from layerzero.api.tokenizer import Tokenizer, Tokens
 from layerzero.calls.batched import batched
+from layerzero.tokenization.tokenizer import Tokenizer, Tokens
 
 # Texts below so many characters cost about the same.
 _SHORT = 1024

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 import pytest
 import torch
 
-from layerzero.actors.device.placement import on_owning_device
+from layerzero.actors.device.kernel_calls import on_owning_device
 
 
 def test_a_thread_with_another_gpu_current_is_switched_for_the_call(monkeypatch: pytest.MonkeyPatch) -> None:

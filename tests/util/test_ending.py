@@ -8,7 +8,7 @@ from tests.children import Child
 
 PROGRAM = """
 import threading
-from layerzero.actors.device import ending
+from layerzero._util import ending
 from layerzero.actors.device.worker import Worker
 
 worker, ran = Worker("worker-ending"), []

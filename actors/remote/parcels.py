@@ -11,7 +11,7 @@ INLINE = 1 << 16  # bytes; Ray itself keeps values of up to 100 KiB in the messa
 
 
 class StoredPayload:
-    """A reference to bytes in Ray's object store; Ray does not fetch what stands inside another object."""
+    """A reference to bytes in Ray's object store; Ray does not fetch what is inside another object."""
 
     __slots__ = ("ref",)
 

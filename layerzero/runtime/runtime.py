@@ -1,8 +1,4 @@
-"""The runtime: opens and closes everything, and is the only place that wires parts together.
-
-One runtime serves the process: event loops, pool threads and handlers all find it through `ACTIVE`. It is
-made on first use, or opened by `start`. Device state belongs to no event loop.
-"""
+"""Runtime: everything that one process runs ops with. Device state belongs to no event loop."""
 
 from __future__ import annotations
 
@@ -18,17 +14,19 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 import torch
 
 from layerzero._util import log
-from layerzero._util.clock import Clock, MonotonicClock, Timer
+from layerzero._util.clock import Clock, MonotonicClock
 from layerzero.actors.device.loading import dispatch_table_for
-from layerzero.actors.device.local_device import LocalDevice
 from layerzero.backends import load_builtin, load_plugins
 from layerzero.health import JsonQuarantineStore, QuarantineStore
 from layerzero.observe.counters import Counters
-from layerzero.open_device import apply_settings, move_state, open_device
 from layerzero.ops import table as ops_table
+from layerzero.runtime.active import ACTIVE
+from layerzero.runtime.open_device import apply_settings, move_state, open_device
+from layerzero.runtime.policy_layers import PolicyLayers
+from layerzero.scheduler.scheduled_device import ScheduledDevice
 from layerzero.scheduler.spawn import Spawned, spawn
-from layerzero.selection.policy import EMPTY, Policy, check_names, environment_policy, load_policy, merge
-from layerzero.spec.errors import ConfigurationError, PolicyValidationError, RuntimeClosedError
+from layerzero.selection.policy import Policy
+from layerzero.spec.errors import ConfigurationError, RuntimeClosedError
 from layerzero.spec.hardware import probe
 from layerzero.spec.kernel import Kernel
 from layerzero.spec.settings import READ_AT_START, SETTING_OVERRIDDEN, Settings
@@ -46,8 +44,8 @@ _EXTERNAL = ("device", "policy", "strict")
 class Runtime:
     """Everything that one process (or one scope) runs ops with.
 
-    `devices` maps a torch.device to its LocalDevice, made on first use; `policy` is the process-wide policy
-    in force: file, environment and program merged.
+    `devices` maps a torch.device to its ScheduledDevice, made on first use; `policy` is the process-wide
+    policy in force: file, environment and program merged.
     """
 
     def __init__(
@@ -63,7 +61,7 @@ class Runtime:
             log.info(SETTING_OVERRIDDEN, variable=variable, field=field)
         self.clock: Clock = clock or MonotonicClock()
         self.counters = Counters()
-        self.devices: dict[torch.device, LocalDevice] = {}
+        self.devices: dict[torch.device, ScheduledDevice] = {}
         self.closed = False
         self.started = False
         self.freezes_gc = False  # whether `start` has put what is alive out of the collector's way
@@ -71,25 +69,32 @@ class Runtime:
             store = JsonQuarantineStore(self.settings.state_dir)
         self._store = store
         self._device_pool: DevicePool | None = None
-        self.program_policy: Policy = EMPTY
         self._kernels = kernels or load_builtin
         self._plugins = load_plugins(self.settings.plugins)
         self._overlay_in_force = self._load_overlay()
         self._lock = threading.RLock()
-        self._timer: Timer | None = None
         self._added_kernels: list[Kernel] = []
-        self._external_policy = self._load_external_policy()
+        self._policy_layers = PolicyLayers(self.clock)
+        self._policy_layers.external = self._policy_layers.load_external(
+            self.settings, self._known_kernel_ids
+        )
         self._closers: list[Callable[[], None]] = []
-        self.policy: Policy = self._merged_policy()
-        _ALL.add(self)
+        self.policy: Policy = self._policy_layers.merged(self.apply_policy)
+        ALL.add(self)
+
+    def __repr__(self) -> str:
+        opened = ", ".join(map(str, self.devices)) or "no device yet"
+        return f"<Runtime {'closed' if self.closed else 'open'}: {opened}>"
 
     # -- devices ----------------------------------------------------------------------------------
 
-    def device(self, device: torch.device | str | None = None) -> LocalDevice:
-        """The LocalDevice for a torch device, made on first use; None is the default device.
+    def device(self, device: torch.device | str | None = None) -> ScheduledDevice:
+        """The ScheduledDevice for a torch device, made on first use; None is the default device.
 
         Raises: RuntimeClosedError: after close. ValueError: the device does not exist here.
         """
+        if device.__class__ is torch.device and (known_device := self.devices.get(device)) is not None:
+            return known_device
         canonical = _canonical(torch.device(device) if device is not None else self.default_device())
         local_device = self.devices.get(canonical)
         if local_device is not None:
@@ -121,7 +126,7 @@ class Runtime:
         except (ValueError, RuntimeError) as error:
             raise ConfigurationError(str(error), field="device") from error
 
-    def _open(self, device: torch.device) -> LocalDevice:
+    def _open(self, device: torch.device) -> ScheduledDevice:
         return open_device(
             device,
             self.settings,
@@ -141,6 +146,9 @@ class Runtime:
         from layerzero.spec.capability_overlays import load_overlay
 
         return load_overlay(self.settings.capabilities, [*self._kernels(), *self._plugins])
+
+    def _known_kernel_ids(self) -> frozenset[str]:
+        return frozenset(kernel.id for kernel in (*self._kernels(), *self._plugins))
 
     def add_kernel(self, kernel: Kernel) -> None:
         """Register a kernel on every device, now and later.
@@ -211,49 +219,15 @@ class Runtime:
 
     # -- policy -----------------------------------------------------------------------------------
 
-    def _load_external_policy(self) -> Policy:
-        """What file and environment ask for; names that nothing here has are logged, when strict refused."""
-        environment = environment_policy()
-        if environment:
-            ops, kernels = frozenset(ops_table.names()), self._names()
-            for finding in check_names(environment, known_ops=ops, known_kernels=kernels):
-                if self.settings.strict:
-                    raise PolicyValidationError(finding.message, rule=finding.rule)
-                log.warning("policy.rule_unmatched", rule=str(finding.rule), message=finding.message)
-        return merge(self._file_policy(), environment)
-
-    def _names(self) -> frozenset[str]:
-        return frozenset(kernel.id for kernel in (*self._kernels(), *self._plugins))
-
-    def _file_policy(self) -> Policy:
-        if self.settings.policy is None:
-            return EMPTY
-        loaded = load_policy(
-            self.settings.policy,
-            known_ops=frozenset(ops_table.names()),
-            known_kernels=self._names(),
-            strict=self.settings.strict,
-        )
-        for finding in loaded.findings:
-            log.warning("policy.rule_unmatched", rule=str(finding.rule), message=finding.message)
-        return loaded.policy
-
-    def _merged_policy(self) -> Policy:
-        active = merge(self._external_policy, self.program_policy).active_at(self.clock.now())
-        self._schedule_policy_change(active.next_change)
-        return active.policy
-
-    def _schedule_policy_change(self, due: float | None) -> None:
-        if self._timer is not None:
-            self._timer.cancel()
-            self._timer = None
-        if due is not None and not self.closed:
-            self._timer = self.clock.call_later(max(0.0, due - self.clock.now()), self.apply_policy)
+    @property
+    def program_policy(self) -> Policy:
+        """The programmatic layer: what `lock`, `prefer` and `avoid` have added."""
+        return self._policy_layers.program
 
     def set_program_policy(self, program: Policy) -> None:
         """Replace the programmatic layer as a whole; every device swaps once."""
         with self._lock:
-            self.program_policy = program
+            self._policy_layers.program = program
             self.apply_policy()
 
     def load_policy_file(self, path: str | os.PathLike[str]) -> None:
@@ -263,13 +237,8 @@ class Runtime:
         """
         with self._lock:
             settings = self.settings.replace(policy=os.fspath(path))
-            before, self.settings = self.settings, settings
-            try:
-                outside = self._load_external_policy()
-            except BaseException:
-                self.settings = before
-                raise
-            self._external_policy = outside
+            self._policy_layers.external = self._policy_layers.load_external(settings, self._known_kernel_ids)
+            self.settings = settings
             self.apply_policy()
 
     def apply_policy(self) -> None:
@@ -277,7 +246,7 @@ class Runtime:
         with self._lock:
             if self.closed:
                 return
-            policy = self._merged_policy()
+            policy = self._policy_layers.merged(self.apply_policy)
             if policy.digest == self.policy.digest:
                 return
             self.policy = policy
@@ -295,18 +264,18 @@ class Runtime:
                 dispatch_table_for(settings, device.registry, device.hardware)
                 for device in self.devices.values()
             ]
-            before, outside = self.settings, self._external_policy
+            before, external = self.settings, self._policy_layers.external
             try:
                 self.settings = settings
                 if any(getattr(settings, name) != getattr(before, name) for name in _EXTERNAL):
                     self._need_device()
-                    outside = self._load_external_policy()
+                    external = self._policy_layers.load_external(settings, self._known_kernel_ids)
                 if settings.state_dir != before.state_dir:
                     self._store = move_state(self.devices.values(), settings.state_dir)
             except BaseException:
                 self.settings = before
                 raise
-            self._external_policy = outside
+            self._policy_layers.external = external
             for device, table in zip(self.devices.values(), solved, strict=True):
                 apply_settings(device, settings, table)
             self.apply_policy()
@@ -355,14 +324,13 @@ class Runtime:
             if self.closed:
                 return
             self.closed = True
-            self._schedule_policy_change(None)
+            self._policy_layers.cancel_timer()
             closers, self._closers = self._closers[::-1], []
         for closer in closers:
             closer()
         for device in self.devices.values():
-            device.loop_drivers.close()
             device.close()
-        _ALL.discard(self)
+        ALL.discard(self)
 
     def __enter__(self) -> Runtime:
         return self
@@ -379,87 +347,15 @@ class Runtime:
     def reset_after_fork(self) -> None:
         """Fresh locks, no threads and no timers in a forked child."""
         self._lock = threading.RLock()
-        self._timer = None
+        self._policy_layers.reset_after_fork()
         for device in self.devices.values():
             device.reset_after_fork()
-            device.loop_drivers.after_fork()
 
 
-class ActiveRuntime:
-    """The process's runtime, one attribute load away; `devices` is its map, empty when there is none."""
-
-    __slots__ = ("_changes", "devices", "lock", "runtime")
-
-    def __init__(self) -> None:
-        self._changes: list[Callable[[], object]] = []
-        self.runtime: Runtime | None = None
-        self.devices: dict[torch.device, LocalDevice] = {}
-        self.lock = threading.RLock()
-
-    def put(self, runtime: Runtime | None) -> None:
-        """Make `runtime` the process's, or none."""
-        self.runtime = runtime
-        self.devices = runtime.devices if runtime is not None else {}
-        self.changed()
-
-    def changed(self) -> None:
-        """Tell whoever remembers what holds for this runtime alone."""
-        for changed in self._changes:
-            changed()
-
-    def on_change(self, changed: Callable[[], object]) -> None:
-        """Call `changed()` after every change of runtime."""
-        self._changes.append(changed)
-
-
-ACTIVE = ActiveRuntime()
-_ALL: weakref.WeakSet[Runtime] = weakref.WeakSet()
-
-
-def current() -> Runtime:
-    """The process's runtime, opened with default settings on first use."""
-    runtime = ACTIVE.runtime
-    if runtime is not None and not runtime.closed:
-        return runtime
-    with ACTIVE.lock:
-        if ACTIVE.runtime is None or ACTIVE.runtime.closed:
-            ACTIVE.put(Runtime())
-        assert ACTIVE.runtime is not None
-        return ACTIVE.runtime
-
-
-def install(runtime: Runtime) -> None:
-    """Make `runtime` the process's.
-
-    Raises: ConfigurationError: an open runtime that somebody started is installed already.
-    """
-    with ACTIVE.lock:
-        present = ACTIVE.runtime
-        if present is not None and not present.closed and present.started:
-            raise ConfigurationError("a runtime is open in this process already; use start(..., scoped=True)")
-        ACTIVE.put(runtime)
-    if present is not None:
-        present.close()
-
-
-def uninstall(runtime: Runtime) -> None:
-    """Forget `runtime` if it is the process's; the next use opens a default one."""
-    with ACTIVE.lock:
-        if ACTIVE.runtime is runtime:
-            ACTIVE.put(None)
+ALL: weakref.WeakSet[Runtime] = weakref.WeakSet()  # that are open
 
 
 def _canonical(device: torch.device) -> torch.device:
     if device.type == "cuda" and cast("int | None", device.index) is None:  # torch declares an int
         return torch.device("cuda", torch.cuda.current_device() if torch.cuda.is_available() else 0)
     return device
-
-
-def _after_fork_in_child() -> None:
-    ACTIVE.lock = threading.RLock()
-    for runtime in list(_ALL):
-        runtime.reset_after_fork()
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_after_fork_in_child)

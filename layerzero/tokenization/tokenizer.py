@@ -95,7 +95,7 @@ class Tokenizer:
     def ids_of(self, row: Any, name: str = "ids") -> list[int]:
         """A vector of ids as a list, each in the vocabulary.
 
-        Raises: TypeError, ValueError: it is no such vector; `name` stands in the message.
+        Raises: TypeError, ValueError: it is no such vector; `name` is in the message.
         """
         if not isinstance(row, Tensor) or row.dtype not in (torch.int32, torch.int64) or row.dim() != 1:
             got = f"{row.dtype} {tuple(row.shape)}" if isinstance(row, Tensor) else type(row).__name__

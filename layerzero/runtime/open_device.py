@@ -1,4 +1,4 @@
-"""Opening a device of a runtime, and putting other settings in force on it: kernels, prices, lanes."""
+"""Opening a device of a runtime, and putting other settings in force on it: kernels, prices, batchers."""
 
 from __future__ import annotations
 
@@ -7,11 +7,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from layerzero.actors.device.local_device import LocalDevice
 from layerzero.actors.device.registry import Registry
 from layerzero.backends import availability, load_builtin
 from layerzero.health import JsonQuarantineStore
-from layerzero.scheduler.batch_executor import attach
+from layerzero.scheduler.scheduled_device import ScheduledDevice
 from layerzero.selection.cost.cost_model import has_measurements, load_costs
 from layerzero.spec.errors import ConfigurationError
 from layerzero.spec.hardware import probe
@@ -33,8 +32,8 @@ def open_device(
     added: Iterable[Kernel],
     overlay: Overlay | None,
     **parts: Any,
-) -> LocalDevice:
-    """A device with its kernels, prices and batchers; `parts` go to LocalDevice.
+) -> ScheduledDevice:
+    """A device with its kernels, prices and batchers; `parts` go to its constructor.
 
     `kernels` gives what there is, `extra` comes beside it; `narrow` takes away from both what the deployment
     does not want.
@@ -55,30 +54,28 @@ def open_device(
         registry = Registry(with_overlay(kernels()), availability, overlay=digest)
     for kernel in with_overlay(added):
         registry.add(kernel)
-    opened = LocalDevice(device, settings, registry, hardware=probe(device), **parts)
+    opened = ScheduledDevice(device, settings, registry, hardware=probe(device), **parts)
     if has_measurements(settings, opened.hardware):
         _load_costs(opened, at_once=settings.warm != "background")
-    attach(opened)
     if settings.warm == "eager":
         _load_all(opened)
     return opened
 
 
-def apply_settings(device: LocalDevice, settings: Settings, solved: ActiveDispatchTable | None) -> None:
+def apply_settings(device: ScheduledDevice, settings: Settings, solved: ActiveDispatchTable | None) -> None:
     """Put other settings in force on an open device, and `solved`, what `dispatch_table_for` made of them."""
     before = device.settings
     device.set_settings(settings, solved)
-    device.loop_drivers.set_settings(settings)
     if any(getattr(settings, name) != getattr(before, name) for name in COST_SETTINGS):
-        _load_costs(device, at_once=False)  # who configures may stand in an event loop
+        _load_costs(device, at_once=False)  # the caller may be in an event loop
     if settings.warm == "eager" != before.warm:
         _load_all(device)
 
 
-def move_state(devices: Iterable[LocalDevice], folder: str | None) -> JsonQuarantineStore | None:
+def move_state(devices: Iterable[ScheduledDevice], folder: str | None) -> JsonQuarantineStore | None:
     """Have devices remember in another folder, with what they know already; its store of quarantines.
 
-    Raises: ConfigurationError: it cannot be read or written; they go on with the old one.
+    Raises: ConfigurationError: it cannot be read or written; they keep the old one.
     """
     from layerzero.graphs.proof import ProofStore
 
@@ -97,7 +94,7 @@ def move_state(devices: Iterable[LocalDevice], folder: str | None) -> JsonQuaran
     return store
 
 
-def _load_costs(device: LocalDevice, *, at_once: bool) -> None:
+def _load_costs(device: ScheduledDevice, *, at_once: bool) -> None:
     """Price with what the settings name."""
     settings = device.settings
 
@@ -109,7 +106,7 @@ def _load_costs(device: LocalDevice, *, at_once: bool) -> None:
     device.load_costs(costs, at_once=at_once)
 
 
-def _load_all(device: LocalDevice) -> None:
+def _load_all(device: ScheduledDevice) -> None:
     """Load every kernel of the device's platform: others would import their libraries and never run."""
     registry, platform = device.registry, device.hardware.platform
     fitting = {kernel.id for kernel in registry.all() if platform in kernel.capability.platforms}
