@@ -68,6 +68,7 @@ _HOMES = {
     "layerzero.actors.group.cluster": ("remote_rank_group",),
     "layerzero.actors.group.join": ("rank_group",),
     "layerzero.api.start": ("start",),
+    "layerzero.api.timeline": ("timeline",),
     "layerzero.tokenization.tokenize": ("detokenize", "tokenize"),
     "layerzero.api.solve": ("solve",),
     "layerzero.api.tune": ("TuneReport", "record", "tune", "tune_blocking"),

@@ -44,6 +44,7 @@ from layerzero.api.run_ahead import run_ahead as run_ahead
 from layerzero.api.solve import solve as solve
 from layerzero.api.start import start as start
 from layerzero.api.step_runner import StepRunner as StepRunner
+from layerzero.api.timeline import timeline as timeline
 from layerzero.api.tune import TuneReport as TuneReport
 from layerzero.api.tune import record as record
 from layerzero.api.tune import tune as tune

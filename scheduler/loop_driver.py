@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from contextvars import Context
 from functools import partial
@@ -29,6 +29,8 @@ from layerzero.scheduler.core.pending_call import RUNNING, Batch, Caller, Failed
 from layerzero.scheduler.protocols import HostReader
 from layerzero.scheduler.streams import HOST, CrossStreamModes, DeviceStreams
 from layerzero.scheduler.torch_modes import Modes
+from layerzero.scheduler.watching import BatchWatch
+from layerzero.scheduler.yield_once import YieldOnce
 from layerzero.spec.errors import DeadlineExceededError, OverloadedError, RuntimeClosedError
 from layerzero.spec.settings import Settings
 
@@ -36,7 +38,7 @@ OPEN: Final = "running"
 DRAINING: Final = "draining"
 STOPPED: Final = "stopped"
 
-LOOP_LOST = "loop_driver.loop_closed"
+LOOP_CLOSED = "loop_driver.loop_closed"
 TURN_S = 5e-4  # what one turn of a loop that serves many callers may take
 MAX_INFLIGHT_ON_HOST = 2  # batches that may be launched and not have run, where callers wait until theirs has
 
@@ -52,36 +54,11 @@ class LoopDriver:
     """
 
     __slots__ = (
-        "__weakref__",
-        "_asked",
-        "_callers",
-        "_callers_changed",
-        "_context",
-        "_deadline_s",
-        "_deadline_timer",
-        "_drained",
-        "_executor",
-        "_hold_timer",
-        "_inflight",
-        "_inline_us",
-        "_last_modes",
-        "_lock",
-        "_max_inflight",
-        "_max_inline_us",
-        "_now_s",
-        "_streams",
-        "_tick_scheduled",
-        "_worker",
-        "_yielded",
-        "ambient_grad",
-        "ambient_stream",
-        "batcher",
-        "inline_limit_us",
-        "loop",
-        "readback",
-        "sole_caller",
-        "state",
-        "stepping",
+        "__weakref__", "_asked", "_callers", "_callers_changed", "_context", "_deadline_s",
+        "_deadline_timer", "_drained", "_executor", "_hold_timer", "_inflight", "_inline_us",
+        "_last_modes", "_lock", "_loop_closed_noted", "_max_inflight", "_max_inline_us", "_now_s",
+        "_streams", "_tick_scheduled", "_worker", "_yielded", "ambient_grad", "ambient_stream", "batcher",
+        "inline_limit_us", "loop", "readback", "sole_caller", "state", "stepping", "watch",
     )  # fmt: skip
 
     def __init__(
@@ -106,6 +83,7 @@ class LoopDriver:
         # What copies results to the host for this loop, on a device that has its own memory.
         self.readback: HostReader | None = None if make_reader is None else make_reader(self)
         self.stepping: Caller | None = None  # the spawned coroutine that runs just now
+        self.watch: BatchWatch | None = None  # of a timeline, where one runs
         self._executor = executor
         self._worker = worker
         if streams is not None:
@@ -129,6 +107,7 @@ class LoopDriver:
         self._context = Context()
         self._inflight: list[Batch] = []
         self._lock = threading.Lock()  # for the end of a loop driver whose loop is closed: see _drop_batch
+        self._loop_closed_noted = False
         self._deadline_timer: asyncio.TimerHandle | None = None
         self._deadline_s = float("inf")
         self._hold_timer: asyncio.TimerHandle | None = None  # when what is held back goes at the latest
@@ -204,6 +183,8 @@ class LoopDriver:
         if self.state != OPEN:
             raise RuntimeClosedError(f"this event loop's driver is {self.state} and takes no new callers")
         caller = Caller()
+        if self.watch is not None:
+            self.watch.name(caller, task)
         if task is not None:
             self._callers[task] = caller
             task.add_done_callback(self._remove_task)
@@ -321,6 +302,8 @@ class LoopDriver:
         self._schedule_tick()
 
     def _launch(self, batch: Batch) -> None:
+        if self.watch is not None:
+            batch.record = self.watch.launched(batch)
         if self.readback is not None:
             self.readback.flush()
         if batch.expected_us < self.inline_limit_us:
@@ -349,6 +332,8 @@ class LoopDriver:
         op, modes, snapshot, execute = batch.op, batch.modes, batch.snapshot, self._executor.execute
         if self._streams is not None:
             modes = batch.modes = self._last_modes = self._streams.modes_of(batch.calls)
+        if batch.record is not None:
+            execute = batch.record.around(execute)
         return bisect_failed_batch(
             lambda calls: execute(op, calls, modes, snapshot), batch.args_list, pure=op.pure
         )
@@ -380,8 +365,15 @@ class LoopDriver:
         try:
             self.loop.call_soon_threadsafe(self._on_batch_done, batch, outcomes)
         except RuntimeError:
-            log.warning(LOOP_LOST, calls=len(batch))
+            self.note_loop_closed(len(batch))
             self._drop_batch(batch)
+
+    def note_loop_closed(self, calls: int) -> None:
+        """From another thread: results came behind the loop's end, as `asyncio.run` may end; logged once."""
+        with self._lock:
+            noted, self._loop_closed_noted = self._loop_closed_noted, True
+        if not noted:
+            log.debug(LOOP_CLOSED, calls=calls)
 
     def _drop_batch(self, batch: Batch) -> None:
         """The loop was closed under a batch: only the counts are brought to an end.
@@ -406,11 +398,11 @@ class LoopDriver:
     def _complete(self, batch: Batch, outcomes: list[Any], *, from_worker: bool = False) -> None:
         now_s = self.loop.time()
         self.batcher.on_batch_done(batch, outcomes, now_s)
+        if batch.record is not None:
+            batch.record.ended(outcomes, now_s)
         all_called = False
-        armed, self._tick_scheduled = (
-            self._tick_scheduled,
-            True,
-        )  # none of the resumed arms the turn: that is done below
+        # None of the resumed arms the turn: that is done below.
+        armed, self._tick_scheduled = self._tick_scheduled, True
         self._now_s = now_s  # what they submit at once comes at one time
         try:
             self._wake(iter(batch.calls))
@@ -451,6 +443,8 @@ class LoopDriver:
     def fail(self, call: PendingCall, error: BaseException) -> None:
         """Give a pending call an error outside of any batch."""
         call.value = Failed(error)
+        if self.watch is not None and call.caller is not None:
+            self.watch.left(call, error)
         wake = call.wake
         if wake is not None:
             call.wake = None
@@ -528,23 +522,3 @@ class LoopDriver:
                 task.remove_done_callback(self._remove_task)
         self._callers.clear()
         self.sole_caller = None
-
-
-class YieldOnce:
-    """One loop turn, taken only by a task that is alone on its front; see `LoopDriver.yield_once`."""
-
-    __slots__ = ("_driver",)
-
-    def __init__(self, driver: LoopDriver) -> None:
-        self._driver = driver
-
-    def __await__(self) -> Generator[None, None, bool]:
-        driver = self._driver
-        task = asyncio.current_task(driver.loop)
-        if driver.sole_caller is None or driver.sole_caller is not task:
-            return False
-        yield
-        if driver.sole_caller is not task:
-            return False
-        driver._inline_us = 0.0
-        return True

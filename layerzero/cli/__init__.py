@@ -41,6 +41,7 @@ COMMANDS = {
         "tune",
         "Decide every measured bucket now and write the decisions to PATH, as a dispatch table",
     ),
+    "trace": ("trace", "Record what ran when, for whom and why then, as a trace that Perfetto opens"),
     "tune": (
         "tune",
         "Measure kernels on this machine, so that choices here rest on measurements from now on",

@@ -129,6 +129,8 @@ class WatchedDevice(Protocol):
 class DriftWatch:
     """Times one call in `round(1 / rate)` of every plan that a measurement chose."""
 
+    reads_arguments = True
+
     def __init__(
         self, device: WatchedDevice, rate: float, ticks: Callable[[], int] = time.perf_counter_ns
     ) -> None:

@@ -35,8 +35,8 @@ SETTINGS_SKIPPED = "settings.skipped"
 BATCHING = ("all", "rows", "off")
 # What only opening a runtime reads.
 READ_AT_START = (
-    "capabilities", "cluster", "cluster_devices", "freeze_gc", "hang_s", "max_restarts",
-    "placement_timeout_s", "plugins",
+    "capabilities", "cluster", "cluster_devices", "freeze_gc", "hang_s", "max_restarts", "nvtx",
+    "placement_timeout_s", "plugins", "timeline",
 )  # fmt: skip
 # The types of fields, each with what it needs in the words of an error. Infinity is above the largest float.
 _LARGEST = sys.float_info.max
@@ -115,6 +115,9 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         placement_timeout_s: seconds to wait for a place in the cluster, and for a device that restarts.
     What it tells:
         spans: tell OpenTelemetry's tracer of ops, batches, choices and fallbacks; needs opentelemetry-api.
+        timeline: file for a Chrome trace of what ran when, for whom and why then, written when the runtime
+            closes; `{pid}` and `{rank}` stand for this process's numbers. None records nothing.
+        nvtx: a timeline also marks batches and kernels as NVTX ranges, where CUDA is there.
     version: format of the file these settings came from.
 
     Raises: ConfigurationError: a value is outside its range; the message names the field.
@@ -171,6 +174,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     max_restarts: Whole = 5
     placement_timeout_s: AboveZero = 60.0
     spans: bool = False
+    timeline: Text | None = None
+    nvtx: bool = False
 
     def __post_init__(self) -> None:
         names: object = self.plugins

@@ -20,6 +20,7 @@ from typing import Any
 
 from layerzero.native import FAST_PATH
 from layerzero.scheduler.core.expected_callers import ExpectedCallers
+from layerzero.scheduler.core.launch_reasons import launch_reason
 from layerzero.scheduler.core.limits import BatcherStats as BatcherStats
 from layerzero.scheduler.core.limits import BatchLimits as BatchLimits
 from layerzero.scheduler.core.pending_call import (
@@ -57,6 +58,7 @@ class Batcher:
         "deferred_until",
         "draining",
         "expected_callers",
+        "explains",
         "inflight_batches",
         "limits",
         "mean_batch_s",
@@ -79,6 +81,7 @@ class Batcher:
         self.inflight_batches = self.running_calls = 0  # batches, pending calls
         self.mean_batch_s = 0.0
         self.draining = False
+        self.explains = False  # whether batches say why they are launched
         self._turn_due = False
         self._last_was_urgent = False
         # A plain dict looks through all that it has lost for its first key.
@@ -168,6 +171,8 @@ class Batcher:
         calls = self._take_batch(queue, chosen, now_s)
         self.round_robin.on_batch_taken(queue, len(calls))
         batch = self._start_batch(calls, now_s)
+        if self.explains:
+            batch.why = launch_reason(queue, chosen, expected)
         if expected is not None:
             batch.launch = expected.launched(calls, queue, now_s)
         return batch
@@ -454,7 +459,9 @@ class Batcher:
         self.running_calls += size
         if self._waiting_for_room:
             self._admit()
-        return Batch(calls, now_s, expected_us)
+        batch = Batch(calls, now_s, expected_us)
+        batch.tokens = tokens
+        return batch
 
 
 def _mark_running(calls: list[PendingCall]) -> tuple[float, float, int, float]:
