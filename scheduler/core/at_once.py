@@ -15,6 +15,7 @@ from collections.abc import Hashable
 from typing import Final
 
 from layerzero.scheduler.core.pending_call import Batch, Caller
+from layerzero.scheduler.core.round_robin import BatchQueue
 
 # Microseconds of one core, by benchmarks/traffic.py: what a call pays for its way through the queue beside
 # running at once, and a batch beside its kernel.
@@ -111,21 +112,24 @@ class AtOnce:
         self.live: set[int] = set()  # the callers that there are
         self.limit_us = limit_us  # calls that take as long never run at once
 
-    def batch_ran(self, batch: Batch) -> None:
+    def batch_ran(self, batch: Batch, queue: BatchQueue) -> None:
         """A batch of a group has ended."""
-        queue, calls = batch.queue, batch.calls
+        calls = batch.calls
         costs = queue.costs
         if costs is None:
             costs = queue.costs = GroupCosts()
         size = len(calls)
         costs.batch_ran(size, batch.one_by_one_us, batch.ran_us)
+        if size >= MOST_SEEN:  # it cannot be worth a look
+            costs.queued = 0
+            return
         costs.called(size)
         costs.queued += size
         callers = costs.callers
         if len(callers) >= MOST_SEEN:
             callers &= self.live
         if not queue.solo and len(callers) < MOST_SEEN:
-            callers.update([id(call.caller) for call in calls[:MOST_SEEN]])
+            callers.update([id(call.caller) for call in calls])
         if costs.queued < WINDOW and (costs.queued < WINDOW_OF_ONE or len(callers & self.live) > 1):
             return
         costs.queued = 0

@@ -197,7 +197,7 @@ class Batcher:
         self._turn_due = True
         took = max(now_s - batch.started, 0.0)
         if self.at_once is not None and batch.queue is not None:
-            self.at_once.batch_ran(batch)
+            self.at_once.batch_ran(batch, batch.queue)
         mean_s = self.mean_batch_s
         self.mean_batch_s = mean_s + _NEWEST * (took - mean_s) if mean_s else took
 

@@ -52,7 +52,7 @@ def stats(runtime: lz.Runtime) -> BatcherStats:
 
 @pytest.mark.asyncio
 async def test_models_of_one_caller_each_need_no_queue() -> None:
-    """After a few calls nothing queues; results are those of blocking calls, and every call is counted."""
+    """After a few calls nothing queues; results are those of the blocking calls, and all are counted."""
     models = [Model(seed) for seed in range(CALLERS)]
     async with lz.start(SETTINGS, scoped=True) as runtime:
         results = await asyncio.gather(*(model.request(50) for model in models))
