@@ -53,8 +53,7 @@ _HOMES = {
         "rehearse_capture",
         "validate_graph_capture",
     ),
-    "layerzero.api.readback": ("to_host",),
-    "layerzero.api.run_ahead": ("run_ahead",),
+    "layerzero.api.readback": ("run_ahead", "to_host"),
     "layerzero.api.step_runner": ("StepRunner",),
     "layerzero.api.inspect": (
         "dry_run",

@@ -39,8 +39,8 @@ from layerzero.api.inspect import select as select
 from layerzero.api.inspect import select_batch as select_batch
 from layerzero.api.inspect import validate as validate
 from layerzero.api.inspect import which as which
+from layerzero.api.readback import run_ahead as run_ahead
 from layerzero.api.readback import to_host as to_host
-from layerzero.api.run_ahead import run_ahead as run_ahead
 from layerzero.api.solve import solve as solve
 from layerzero.api.start import start as start
 from layerzero.api.step_runner import StepRunner as StepRunner

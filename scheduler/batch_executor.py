@@ -11,8 +11,8 @@ from layerzero.actors.device.local_device import LocalDevice
 from layerzero.native import FAST_PATH
 from layerzero.ops.op import Args, Batching, Op, RejectedCall
 from layerzero.scheduler.core.pending_call import Failed
-from layerzero.scheduler.streams import CrossStreamModes, DeviceStreams
-from layerzero.scheduler.torch_modes import Modes, apply_modes, without_gradient
+from layerzero.scheduler.modes.streams import CrossStreamModes, DeviceStreams
+from layerzero.scheduler.modes.torch_modes import Modes, apply_modes, without_gradient
 from layerzero.selection.dispatch import DispatchState
 from layerzero.selection.plan import Plan, signature_of
 from layerzero.spec.errors import NoKernelFoundError

@@ -13,8 +13,8 @@ from layerzero.actors.device.worker import Worker
 from layerzero.scheduler.core.bisect import Executor, bisect_failed_batch
 from layerzero.scheduler.core.expected_callers import ExpectedCallers
 from layerzero.scheduler.core.pending_call import RUNNING, Batch, Failed, PendingCall
-from layerzero.scheduler.streams import HOST, CrossStreamModes, DeviceStreams
-from layerzero.scheduler.torch_modes import Modes
+from layerzero.scheduler.modes.streams import HOST, CrossStreamModes, DeviceStreams
+from layerzero.scheduler.modes.torch_modes import Modes
 from layerzero.spec.errors import RuntimeClosedError
 
 if TYPE_CHECKING:

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any, Final
 
 from layerzero.scheduler.core.at_once import AtOnce, GroupCosts
 from layerzero.scheduler.core.pending_call import PendingCall
-from layerzero.scheduler.task_modes import TASK_MODES
-from layerzero.scheduler.torch_modes import restore
+from layerzero.scheduler.modes.task_modes import TASK_MODES
+from layerzero.scheduler.modes.torch_modes import restore
 from layerzero.spec.errors import RuntimeClosedError
 
 if TYPE_CHECKING:

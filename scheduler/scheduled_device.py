@@ -12,9 +12,9 @@ from layerzero.actors.device.local_device import LocalDevice
 from layerzero.actors.device.registry import Registry
 from layerzero.scheduler.batch_executor import BatchExecutor, StreamExecutor
 from layerzero.scheduler.loop_drivers import LoopDrivers
-from layerzero.scheduler.readback import Readback
-from layerzero.scheduler.streams import DeviceStreams
-from layerzero.scheduler.torch_modes import Modes, capture
+from layerzero.scheduler.modes.readback import Readback
+from layerzero.scheduler.modes.streams import DeviceStreams
+from layerzero.scheduler.modes.torch_modes import Modes, capture
 from layerzero.spec.settings import Settings
 
 if TYPE_CHECKING:

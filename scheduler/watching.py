@@ -24,7 +24,7 @@ from layerzero.scheduler.core.pending_call import (
     Failed,
     PendingCall,
 )
-from layerzero.scheduler.streams import DeviceStreams
+from layerzero.scheduler.modes.streams import DeviceStreams
 
 if TYPE_CHECKING:
     from layerzero.observe.timeline import Timeline

@@ -17,10 +17,10 @@ from layerzero.ops.op import Args
 from layerzero.scheduler.core.pending_call import PendingCall
 from layerzero.scheduler.fast_queue import FAST_QUEUE
 from layerzero.scheduler.loop_driver import LoopDriver
+from layerzero.scheduler.modes.streams import resume_modes, suspend_modes
+from layerzero.scheduler.modes.task_modes import TASK_MODES
+from layerzero.scheduler.modes.torch_modes import Modes, must_run_inline, restore
 from layerzero.scheduler.scheduled_device import ScheduledDevice
-from layerzero.scheduler.streams import resume_modes, suspend_modes
-from layerzero.scheduler.task_modes import TASK_MODES
-from layerzero.scheduler.torch_modes import Modes, must_run_inline, restore
 from layerzero.selection.dispatch import DispatchState
 from layerzero.selection.plan import Plan
 

@@ -19,8 +19,8 @@ from layerzero.ops.checks import need_choice
 from layerzero.ops.op import Args, Op
 from layerzero.runtime import ACTIVE
 from layerzero.scheduler.core.pending_call import PENDING_CALL, PendingCall
+from layerzero.scheduler.modes.torch_modes import Modes
 from layerzero.scheduler.scheduled_device import ScheduledDevice
-from layerzero.scheduler.torch_modes import Modes
 from layerzero.selection.dispatch import DispatchState
 from layerzero.selection.modes import CAPTURE
 from layerzero.selection.plan import BatchFacts, Plan

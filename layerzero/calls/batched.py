@@ -40,7 +40,7 @@ from layerzero.native import FAST_PATH
 from layerzero.ops.checks import need_choice
 from layerzero.runtime import ACTIVE
 from layerzero.scheduler.core.pending_call import PENDING_CALL, PendingCall
-from layerzero.scheduler.torch_modes import restore
+from layerzero.scheduler.modes.torch_modes import restore
 from layerzero.selection.transform import without_graph
 from layerzero.spec.settings import BATCHING
 

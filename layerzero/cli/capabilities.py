@@ -5,8 +5,8 @@ from __future__ import annotations
 import click
 
 from layerzero.backends import load_builtin
-from layerzero.cli import output
-from layerzero.cli.options import json_option
+from layerzero.cli.common import output
+from layerzero.cli.common.options import json_option
 from layerzero.spec.capability_overlays import export, load_overlay, read, write
 from layerzero.spec.errors import LayerZeroError
 from layerzero.spec.settings import Settings

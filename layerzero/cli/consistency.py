@@ -7,9 +7,9 @@ from typing import Any
 import anyio
 import click
 
-from layerzero.cli import output
+from layerzero.cli.common import output
+from layerzero.cli.common.options import json_option
 from layerzero.cli.deployment import ConsistencyReport, check, load
-from layerzero.cli.options import json_option
 from layerzero.spec.errors import ConfigurationError, LayerZeroError
 from layerzero.spec.settings import Settings
 

@@ -28,7 +28,7 @@ from layerzero.actors.rpc.identity import kernels_digest
 from layerzero.api.start import start
 from layerzero.calls.awaited import awaitable
 from layerzero.calls.blocking import context_runtime, last_selection
-from layerzero.cli import call_arguments
+from layerzero.cli.common import call_arguments
 from layerzero.ops import table as ops_table
 from layerzero.ops.op import Args, Op
 from layerzero.selection.plan import signature_of

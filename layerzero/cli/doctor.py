@@ -9,8 +9,8 @@ from layerzero.api.doctor import doctor as examine
 from layerzero.api.doctor import unfit
 from layerzero.api.inspect import KernelInfo, list_kernels
 from layerzero.backends import installed_plugins
-from layerzero.cli import output
-from layerzero.cli.options import json_option, op_named, runtime_of, target_options
+from layerzero.cli.common import output
+from layerzero.cli.common.options import json_option, op_named, runtime_of, target_options
 from layerzero.runtime import Runtime
 from layerzero.spec.capability import Capability
 

@@ -10,8 +10,8 @@ import click
 
 from layerzero.api.inspect import complete, dry_run, merged_args
 from layerzero.calls.blocking import context_snapshot
-from layerzero.cli import call_arguments, output
-from layerzero.cli.options import json_option, op_named, runtime_of, target_options
+from layerzero.cli.common import call_arguments, output
+from layerzero.cli.common.options import json_option, op_named, runtime_of, target_options
 from layerzero.ops.op import Args, Op
 from layerzero.runtime import Runtime
 from layerzero.selection.record import (

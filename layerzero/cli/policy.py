@@ -5,8 +5,8 @@ from __future__ import annotations
 import click
 
 from layerzero.backends import load_builtin
-from layerzero.cli import output
-from layerzero.cli.options import json_option
+from layerzero.cli.common import output
+from layerzero.cli.common.options import json_option
 from layerzero.ops import table as ops_table
 from layerzero.selection.policy import load_policy
 from layerzero.selection.policy.policy import describe

@@ -13,8 +13,8 @@ import msgspec
 from layerzero._util.files import need_own
 from layerzero.api.solve import solve as solve_buckets
 from layerzero.api.tune import TuneReport, bench_call, stored_rows, tune_blocking, write_shipped_table
-from layerzero.cli import call_arguments, output
-from layerzero.cli.options import json_option, op_named, runtime_of
+from layerzero.cli.common import call_arguments, output
+from layerzero.cli.common.options import json_option, op_named, runtime_of
 from layerzero.measure.calls import Call
 from layerzero.measure.tuner import TuningResult
 from layerzero.perfdb.record import Environment
@@ -70,13 +70,13 @@ def _parts_of(report: TuneReport) -> list[str | output.Table]:
     rows = []
     for tuned in report.tuned:
         best, won = tuned.times_us.get(tuned.best, 0.0), tuned.times_us.get(tuned.winner, 0.0)
-        rows.append((tuned.call, tuned.launch, tuned.winner or "nobody", f"{won:.1f}", f"{best:.1f}"))
+        rows.append((tuned.call, tuned.launch, tuned.winner or "none", f"{won:.1f}", f"{best:.1f}"))
     columns = ("call", "launch", "taken", "us", "best us")
     parts: list[str | output.Table] = [
         output.Table(f"{report.calls} calls on {report.device}", columns, rows)
     ]
     wins = Counter(tuned.winner for tuned in report.tuned if tuned.winner)
-    parts.append("taken: " + (", ".join(f"{name} {count}" for name, count in wins.most_common()) or "nobody"))
+    parts.append("taken: " + (", ".join(f"{name} {count}" for name, count in wins.most_common()) or "none"))
     parts += [output.Problem(f"not measured: {k}: {why}") for k, why in sorted(report.failures.items())]
     if report.compared:
         parts.append(

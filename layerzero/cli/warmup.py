@@ -6,8 +6,8 @@ import click
 import msgspec
 
 from layerzero.api.warmup import WarmupReport, readiness_check, warmup_blocking
-from layerzero.cli import output
-from layerzero.cli.options import json_option, runtime_of
+from layerzero.cli.common import output
+from layerzero.cli.common.options import json_option, runtime_of
 from layerzero.spec.errors import ConfigurationError
 from layerzero.warmup import Manifest, Warmed
 

@@ -40,8 +40,8 @@ class PageKeys:
 class PrefixCache:
     """The filled pages of a `PagedCache` by their keys.
 
-    A page that nobody owns any more stays here until the pool gives it out again, the one that has been free
-    for longest first. Sharing copies nothing: a sequence begins with the pages themselves.
+    A page that no sequence owns any more stays here until the pool gives it out again, the one that has
+    been free for longest first. Sharing copies nothing: a sequence begins with the pages themselves.
 
     Example:
         >>> from layerzero.kvcache import KVCacheSpec

@@ -7,7 +7,7 @@ the queue entry and the future at once; nothing here imports a loop.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Hashable
+from collections.abc import Callable, Generator, Hashable, Sequence
 from contextvars import Context, copy_context
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
@@ -19,8 +19,8 @@ if TYPE_CHECKING:  # this folder runs without torch
     from layerzero.actors.device.local_device import LocalDevice
     from layerzero.scheduler.core.expected_callers import Launch
     from layerzero.scheduler.core.round_robin import BatchQueue, ProgramPoint
-    from layerzero.scheduler.streams import CrossStreamModes
-    from layerzero.scheduler.torch_modes import Modes
+    from layerzero.scheduler.modes.streams import CrossStreamModes
+    from layerzero.scheduler.modes.torch_modes import Modes
     from layerzero.selection.dispatch import DispatchState
     from layerzero.selection.plan import Plan
 
@@ -265,6 +265,18 @@ PENDING_CALL: Final = PendingCallClass()
 FAST_PATH.on_ready(PENDING_CALL.install)
 
 
+class BatchObserver(Protocol):
+    """What a timeline keeps of one batch."""
+
+    def around(self, execute: Callable[..., list[Any]]) -> Callable[..., list[Any]]:
+        """`execute`, timed."""
+        ...
+
+    def ended(self, outcomes: Sequence[Any], now_s: float) -> None:
+        """The batch has ended, at a time of its loop."""
+        ...
+
+
 class Batch:
     """Tickets of one group that run together; `calls` are their arguments, in order."""
 
@@ -281,7 +293,7 @@ class Batch:
         self.queue: BatchQueue | None = None  # that its calls were in
         self.ran_us = 0.0  # what it took where it ran
         self.launch: Launch | None = None  # on a device that answers before it has run
-        self.record: Any = None  # of a timeline, where one runs; `tokens` and `why` are for it
+        self.record: BatchObserver | None = None  # of a timeline; `tokens` and `why` are for it
         self.tokens = 0
         self.why = UNEXPLAINED
         self.calls = calls

@@ -19,8 +19,8 @@ from layerzero.ops import table as ops_table
 from layerzero.runtime import Runtime
 from layerzero.scheduler.batch_executor import BatchExecutor
 from layerzero.scheduler.loop_drivers import LoopDrivers
+from layerzero.scheduler.modes.streams import DeviceStreams
 from layerzero.scheduler.scheduled_device import ScheduledDevice
-from layerzero.scheduler.streams import DeviceStreams
 from layerzero.spec.kernel import Kernel
 from tests.clocks import FakeClock
 from tests.kernels import kernel

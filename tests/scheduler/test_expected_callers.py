@@ -13,7 +13,7 @@ import torch
 from layerzero.actors.device.worker import Worker
 from layerzero.scheduler.core.pending_call import PENDING_CALL, PendingCall
 from layerzero.scheduler.loop_driver import LoopDriver
-from layerzero.scheduler.readback import Readback
+from layerzero.scheduler.modes.readback import Readback
 from layerzero.scheduler.spawn import spawn
 from layerzero.spec.errors import DeadlineExceededError, RuntimeClosedError
 from layerzero.spec.settings import Settings

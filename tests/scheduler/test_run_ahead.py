@@ -12,9 +12,9 @@ from torch import Tensor
 
 import layerzero as lz
 from layerzero.actors.device.worker import Worker
-from layerzero.api import run_ahead as module
+from layerzero.api import readback as module
 from layerzero.api.readback import HostRead
-from layerzero.scheduler.torch_modes import Modes, capture, with_stream
+from layerzero.scheduler.modes.torch_modes import Modes, capture, with_stream
 from tests.clocks import run_virtually
 from tests.scheduler.test_expected_callers import HERE, PASS_S, Machine
 

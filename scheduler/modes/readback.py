@@ -26,8 +26,8 @@ from layerzero.scheduler.core.pending_call import (
     PendingCall,
 )
 from layerzero.scheduler.loop_driver import Cancelled, LoopDriver
-from layerzero.scheduler.streams import stream_of, wait_for_stream
-from layerzero.scheduler.torch_modes import Stream
+from layerzero.scheduler.modes.streams import stream_of, wait_for_stream
+from layerzero.scheduler.modes.torch_modes import Stream
 
 # Rows up to this size are copied with their neighbours and cut apart on the host.
 SMALL_BYTES = 4096

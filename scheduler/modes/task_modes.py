@@ -9,7 +9,7 @@ sets and does not take back before it ends (`torch.set_grad_enabled(False)` in a
 force for the thread, as without this.
 
 A task that was made before has no modes of its own: what it awaits of ours is minded by
-`scheduler/streams.py`. The profiler, a functorch transform and torch's compiler keep to their thread.
+`scheduler/modes/streams.py`. The profiler, a functorch transform and torch's compiler keep to their thread.
 """
 
 from __future__ import annotations

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from layerzero.actors.device.worker import Worker
 from layerzero.scheduler.core.pending_call import PendingCall
-from layerzero.scheduler.torch_modes import Modes, Stream, with_stream
+from layerzero.scheduler.modes.torch_modes import Modes, Stream, with_stream
 
 HOST: Final = "host"
 
