@@ -76,9 +76,9 @@ class _BatcherCollector:
             for state in _OUT:
                 kernels_out.add_metric([*labels, state.value], states[state])
         pages = GaugeMetricFamily(self._prefix + "kv_pages", "pages of KV caches", labels=["device", "state"])
-        for where, (used, free) in _kv_pages().items():
-            pages.add_metric([where, "used"], used)
-            pages.add_metric([where, "free"], free)
+        for name, (used, free) in _kv_pages().items():
+            pages.add_metric([name, "used"], used)
+            pages.add_metric([name, "free"], free)
         yield from (wait, worst, sizes, items, at_once, tokens, calls, live, queued, kernels_out, pages)
         yield from self._runtime.counters.collector(self._prefix).collect()
 

@@ -7,7 +7,7 @@ the queue entry and the future at once; nothing here imports a loop.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Hashable, Sequence
+from collections.abc import Callable, Generator, Hashable
 from contextvars import Context, copy_context
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
@@ -272,7 +272,7 @@ class BatchObserver(Protocol):
         """`execute`, timed."""
         ...
 
-    def ended(self, outcomes: Sequence[Any], now_s: float) -> None:
+    def ended(self, outcomes: list[Any], now_s: float) -> None:
         """The batch has ended, at a time of its loop."""
         ...
 
