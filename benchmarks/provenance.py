@@ -21,7 +21,8 @@ WRITTEN = (":!benchmarks/results", ":!docs", ":!README.md")
 
 def provenance() -> dict[str, Any]:
     """`script`, `commit`, `clean` and `machine`; commit and clean are None where nobody knows."""
-    commit, changed = os.environ.get("LZ_SOURCE_COMMIT") or None, ""
+    changed: str | None = ""
+    commit = os.environ.get("LZ_SOURCE_COMMIT") or None
     if commit is None:
         commit = git("rev-parse", "HEAD")
         changed = git("status", "--porcelain", "--untracked-files=no", "--", ".", *WRITTEN)
