@@ -1,13 +1,15 @@
-"""Does the batch hold however a request is written? Generation on one GPU in six styles, by captured steps.
+"""Does the batch hold however a request is written? Generation on one GPU in eight styles, by captured steps.
 
-    python benchmarks/styles_cuda.py --out FOLDER [--layers 32] [--context 128] [--budget-s 200]
+    python benchmarks/styles_cuda.py --out FOLDER [--layers 32] [--context 128] [--requests 64]
     python benchmarks/styles_cuda.py --rehearse    # a tiny model on the CPU: shows that everything runs
 
 What differs is what a request does between two of its steps. Its next step always takes its ids from the
 device; reading one token behind, it does not wait for the token that it has just drawn. The crowd is closed
 and out of step, as in benchmarks/lane_cuda.py. Rounds of all styles take turns; a row is the median of the
-rounds behind the first. Beside each stand the sizes of the batches that ran and what the batcher knew of its
-callers when the round ended. In the first round every token read is compared with the device's.
+rounds after the first. In each round stands a loop by hand over the same graph, with nothing awaited, which
+reads one token behind as an expert would write it. Beside each row stand the sizes of the batches that ran
+and what the batcher knew of its callers when the round ended. In the first round every token read is compared
+with the device's.
 """
 
 from __future__ import annotations
@@ -41,9 +43,11 @@ from layerzero.ops.host_copies import to_device_with_host_copy  # noqa: E402
 RESULTS = ROOT / "benchmarks" / "results" / "styles_h200.json"
 AT_ONCE, IN_A_TASK, TURN = "reads at once", "reads behind, in a task", "gives the loop a turn"
 IO, THREAD, BEHIND = "waits for I/O of 0 to 2 ms", "hops through a thread", "reads behind"
+LATER, AHEAD = "starts to read, waits later", "plain loop over run_ahead"
+HAND = "the same graph by hand"
 IO_S = 2e-3  # the longest wait for I/O between two steps
 # Tokens/s of the first style that the others need: where the wait lies on each step's path it counts.
-NEEDS = {AT_ONCE: 1.0, IN_A_TASK: 0.9, TURN: 0.9, IO: 0.75, THREAD: 0.9, BEHIND: 0.9}
+NEEDS = {AT_ONCE: 1.0, IN_A_TASK: 0.9, TURN: 0.9, IO: 0.75, THREAD: 0.9, BEHIND: 0.9, LATER: 0.9, AHEAD: 1.0}
 
 Breath = Callable[[], Awaitable[object]]
 
@@ -82,9 +86,7 @@ async def io_wait(draw: random.Random) -> None:
 
 async def read(token: Tensor, meter: crowd.Meter) -> None:
     """Bring one token to the host and note when it came."""
-    host = await lz.to_host(token)
-    meter.times.append(time.perf_counter())
-    READS.add(host, token)
+    note(await lz.to_host(token), token, meter)
 
 
 def reading_at_once(breath: Callable[[random.Random], Awaitable[object]]) -> crowd.Request:
@@ -137,6 +139,49 @@ async def reading_in_a_task(model: Any, context: int, tokens: int, seed: int, me
             await reading
 
 
+async def reading_later(model: Any, context: int, tokens: int, seed: int, meter: crowd.Meter) -> None:
+    """Starts to read each token at once, and waits for it behind its next step."""
+    with model.sequence(context + tokens) as sequence:
+        sequence.extend(context)
+        token = first(model, seed)
+        reading: Any = None
+        for drawn in range(tokens):
+            token = await step(model, token, sequence, seed, drawn)
+            started = lz.to_host(token), token
+            if reading is not None:
+                note(await reading[0], reading[1], meter)
+            reading = started
+            if meter.over:
+                break
+        note(await reading[0], reading[1], meter)
+
+
+async def running_ahead(model: Any, context: int, tokens: int, seed: int, meter: crowd.Meter) -> None:
+    """A plain loop over tokens."""
+    device_tokens: list[Tensor] = []
+
+    with model.sequence(context + tokens) as sequence:
+        sequence.extend(context)
+
+        async def following(ids: Tensor) -> Tensor:
+            ids = await step(model, ids, sequence, seed, len(device_tokens))
+            device_tokens.append(ids)
+            return ids
+
+        count = 0
+        async for host in lz.run_ahead(following, first(model, seed), max_steps=tokens):
+            note(host, device_tokens[count], meter)
+            count += 1
+            if meter.over:
+                return
+
+
+def note(host: Tensor, token: Tensor, meter: crowd.Meter) -> None:
+    """A token has come to the host."""
+    meter.times.append(time.perf_counter())
+    READS.add(host, token)
+
+
 def first(model: Any, seed: int) -> Tensor:
     """The token that a request begins with, on the device."""
     ids = torch.tensor([seed % model.config.vocab_size])
@@ -156,6 +201,8 @@ STYLES: dict[str, crowd.Request] = {
     IO: reading_at_once(io_wait),
     THREAD: reading_at_once(lambda draw: asyncio.to_thread(int)),
     BEHIND: reading_behind,
+    LATER: reading_later,
+    AHEAD: running_ahead,
 }
 
 
@@ -204,6 +251,39 @@ class Round:
                 written=STYLES[style], look=lambda: known(self.runtime, device),
             )
         )  # fmt: skip
+
+    def by_hand(self, seconds: float) -> float:
+        """Tokens/s of a closed crowd that steps by the graph in a loop and reads one step behind."""
+        requests, cuda = self.options.requests, self.graph.cache.device.type == "cuda"
+        ids = torch.cat([first(self.graph, number) for number in range(requests)])
+        sequences: list[Any] = []
+        reading: Any = None
+        read = -3  # what warms up is not counted
+        begin = time.perf_counter()
+        while read < 1 or time.perf_counter() - begin < seconds:
+            if not sequences or sequences[0].length + 1 >= self.crowd.limit:
+                for sequence in sequences:
+                    sequence.close()
+                sequences = [self.graph.sequence(self.crowd.limit) for _ in range(requests)]
+                for sequence in sequences:
+                    sequence.extend(self.crowd.context)
+            ids = self.graph.runner([sequence.extend(1) for sequence in sequences], ids)
+            host = torch.empty(ids.shape, dtype=ids.dtype, pin_memory=cuda).copy_(ids, non_blocking=True)
+            done = torch.cuda.Event() if cuda else None
+            if done is not None:
+                done.record()
+            if reading is not None:
+                if reading[1] is not None:
+                    reading[1].synchronize()
+                reading[0].tolist()
+                read += 1
+                if not read:
+                    begin = time.perf_counter()
+            reading = host, done
+        took = time.perf_counter() - begin
+        for sequence in sequences:
+            sequence.close()
+        return read * requests / took
 
     def checked(self, style: str) -> int:
         """A short round in which every token read is compared; how many were compared.
@@ -254,13 +334,21 @@ def measure(options: argparse.Namespace, record: Record, runtime: lz.Runtime) ->
         count = record.item(f"{style}, tokens compared", lambda style=style: round_.checked(style))
         found["compared"][style] = count
     spans: dict[str, list[crowd.Span]] = {}
+    hand: list[float] = []
     for turn in range(options.rounds):
+        speed = record.item(HAND, lambda: round_.by_hand(options.seconds))
+        hand += [speed] if speed is not None else []
+        found["by_hand"] = {"tokens_per_s": statistics.median(hand), "rounds": hand} if hand else {}
         for style in STYLES:
             span = record.item(style, lambda s=style, t=turn: round_.span(s, t, options.seconds))
             if span is not None:
                 spans.setdefault(style, []).append(span)
             found["rows"] = rows(spans, options.requests)
+        for row in found["rows"].values():
+            row["of_by_hand"] = round(row["tokens_per_s"] / statistics.median(hand), 3) if hand else None
         record.write()
+    if options.look and options.device == "cuda":
+        found["layer"] = record.item("one layer", lambda: device_side.one_layer(lambda: round_.by_hand(0.3)))
     for style in STYLES if options.look else ():
         found["where"][style] = record.item(f"{style}, where", lambda style=style: round_.look(style))
     found["kernels"] = device_side.kernels_of(runtime, model.cache.device)
@@ -276,7 +364,8 @@ class StylesRecord(Record):
         packages = ("layerzero-runtime", "torch", "triton", "flash-attn-4", "flashinfer-python")
         self.found = {
             "environment": environment(packages), "requests": requests, "rows": {}, "compared": {},
-            "where": {}, "errors": {}, "left_out": [], "took_s": {}, "awaited_path": "",
+            "where": {}, "by_hand": {}, "layer": [], "errors": {}, "left_out": [], "took_s": {},
+            "awaited_path": "",
         }  # fmt: skip
 
     def write(self) -> None:
@@ -323,6 +412,8 @@ def main() -> int:
         if options.device == "cuda" and not device_side.flashinfer_is_built():
             record.found["denied"] = "flashinfer.*: its modules are not built ahead, and take minutes"
             lz.add_policy(deny="flashinfer.*")
+        else:
+            device_side.deny_planned_attention(record.found)
         measure(options, record, runtime)
     found = record.found
     show(
@@ -334,8 +425,11 @@ def main() -> int:
             for style, v in found["rows"].items()
         ],
     )  # fmt: skip
+    print(HAND, found["by_hand"], flush=True)
     for style, row in found["rows"].items():
         print(style, row["last_round"], flush=True)
+    for name, duration_us, gap_us in found["layer"] or ():
+        print(f"{duration_us:8.1f} us, {gap_us:6.1f} us after the last one: {name}", flush=True)
     for title in ("errors", "left_out"):
         print(title, found[title], flush=True)
     return int(bool(found["errors"]))

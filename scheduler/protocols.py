@@ -6,15 +6,17 @@ from typing import Protocol
 
 from torch import Tensor
 
+from layerzero.scheduler.core.pending_call import PendingCall
 from layerzero.scheduler.torch_modes import Stream
 
 
 class HostReader(Protocol):
     """What copies results of one device to the host for one event loop."""
 
-    async def read(self, tensor: Tensor, stream: Stream) -> Tensor:
-        """The host copy of `tensor`, which `stream` writes.
+    def start(self, tensor: Tensor, stream: Stream) -> PendingCall:
+        """Copy `tensor`, which `stream` writes; await what comes back for the copy, or what it raised."""
+        ...
 
-        Raises: what the copy raised.
-        """
+    def flush(self) -> None:
+        """Launch the copies that were started and are not launched yet."""
         ...

@@ -8,7 +8,7 @@ behind the last copy and wakes the loop once. Until then the batcher expects the
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Final, Protocol
 
 import torch
@@ -169,17 +169,20 @@ class Readback:
         self._pending: list[PendingCall] = []
         self._sources: set[Stream] = set()
 
-    async def read(self, tensor: Tensor, stream: Stream) -> Tensor:
-        """The host copy of `tensor`, which `stream` writes."""
+    def start(self, tensor: Tensor, stream: Stream) -> PendingCall:
+        """Copy `tensor`, which `stream` writes; what comes back is awaited for the copy.
+
+        The copy is behind what the stream has been given until this turn of the loop ends, or until the next
+        batch is launched, whichever comes first.
+        """
         call = PENDING_CALL.cls(self, (tensor,))
         call.driver = self
         call._loop = self.loop
         if not self._pending:
-            self.loop.call_soon(self._launch)
+            self.loop.call_soon(self.flush)
         self._pending.append(call)
         self._sources.add(stream)
-        copied: Tensor = await call
-        return copied
+        return call
 
     def cancel(self, call: PendingCall, message: object = None) -> bool:
         """Let a reader go; its copy is made all the same, and dropped."""
@@ -190,7 +193,10 @@ class Readback:
         self._driver.fail(call, error)
         return True
 
-    def _launch(self) -> None:
+    def flush(self) -> None:
+        """Launch the copies that have been asked for: they do not wait for a batch that comes after them."""
+        if not self._pending:
+            return
         pending, self._pending = self._pending, []
         sources, self._sources = self._sources, set()
         try:
@@ -200,8 +206,9 @@ class Readback:
             self._complete(pending, [], error)
             return
         # `pending` holds the sources until the copies have ended.
-        launches = self._driver.launches
-        self._worker.submit(lambda: self._wait(event, pending, blocks, hosts, launches))
+        launches, watch = self._driver.launches, self._driver.watch
+        copied = None if watch is None else watch.copying(len(pending))
+        self._worker.submit(lambda: self._wait(event, pending, blocks, hosts, launches, copied))
 
     def _wait(
         self,
@@ -210,6 +217,7 @@ class Readback:
         blocks: list[CopyBlock],
         hosts: list[Tensor],
         launches: int,
+        copied: Callable[[], None] | None,
     ) -> None:
         """On the reaper's thread."""
         error: Exception | None = None
@@ -220,7 +228,10 @@ class Readback:
                 results += split_block(block, host)
         except Exception as raised:
             error = raised
-        self.loop.call_soon_threadsafe(self._complete, pending, results, error, launches)
+        try:
+            self.loop.call_soon_threadsafe(self._complete, pending, results, error, launches, copied)
+        except RuntimeError:
+            self._driver.note_loop_closed(len(pending))
 
     def _complete(
         self,
@@ -228,8 +239,11 @@ class Readback:
         results: list[tuple[int, Tensor]],
         error: Exception | None,
         launches: int = 0,
+        copied: Callable[[], None] | None = None,
     ) -> None:
         """Give who still waits a copy, or what went wrong, and send all of them on in one callback."""
+        if copied is not None:
+            copied()
         for index, copy in results:
             call = pending[index]
             if call.state <= RUNNING:

@@ -69,6 +69,48 @@ def _profiled(run: Callable[[], Span], requests: int) -> dict[str, Any]:
     }
 
 
+ATTENTION = ("FlashAttnFwd", "_decode", "BatchDecode")  # what attention's kernels are called
+
+
+def one_layer(run: Callable[[], object]) -> list[tuple[str, float, float]]:
+    """The kernels from one attention to the next in the middle of a span: name, us, and us since the last."""
+    from torch.profiler import ProfilerActivity, profile
+
+    with profile(activities=[ProfilerActivity.CUDA]) as trace:
+        run()
+        torch.cuda.synchronize()
+    results: Any = trace.profiler.kineto_results  # type: ignore[union-attr]
+    events = sorted(
+        (event.start_ns(), event.duration_ns(), event.name())
+        for event in results.events()
+        if "CUDA" in str(event.device_type()) and not event.is_user_annotation()
+    )
+    marked = [place for place, event in enumerate(events) if any(name in event[2] for name in ATTENTION)]
+    if len(marked) < 4:
+        return []
+    begin, end = marked[len(marked) // 2], marked[len(marked) // 2 + 1]
+    if end - begin > 40:  # the end of a step stands between them
+        begin, end = end, marked[len(marked) // 2 + 2]
+    found = []
+    for place in range(begin, end):
+        start, duration, name = events[place]
+        before = events[place - 1]
+        found.append((name[:100], duration / 1e3, (start - before[0] - before[1]) / 1e3))
+    return found
+
+
+def profiled_step(run: Callable[[], float], requests: int) -> dict[str, Any]:
+    """Launches and device time of a step of a span that tells its tokens/s: see `look`."""
+
+    def span() -> Span:
+        begin = time.perf_counter()
+        speed = run()
+        seconds = time.perf_counter() - begin
+        return Span(seconds, int(speed * seconds))
+
+    return _profiled(span, requests)
+
+
 def covered(spans: list[tuple[int, int]]) -> int:
     """The length of the union of (begin, end) spans."""
     total, reached = 0, -1
@@ -96,6 +138,12 @@ def flashinfer_is_built() -> bool:
         return True
     folders = env.FLASHINFER_AOT_DIR, env.FLASHINFER_JIT_DIR
     return any((folder / "rope" / "rope.so").exists() for folder in folders)
+
+
+def deny_planned_attention(found: dict[str, Any]) -> None:
+    """Leave out FlashInfer's attention, which plans on the host: no graph can take it."""
+    found["denied"] = "flashinfer.*attention.*: planned on the host, so that no graph holds it"
+    lz.add_policy(deny="flashinfer.*attention.*")
 
 
 def planted() -> dict[str, Callable[[], bool]]:

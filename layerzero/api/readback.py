@@ -1,6 +1,9 @@
-"""`to_host`: the awaitable read-back of a result."""
+"""`to_host`: the awaitable read-back of a result, which starts when it is called."""
 
 from __future__ import annotations
+
+from collections.abc import Callable, Coroutine, Generator
+from typing import Any
 
 from torch import Tensor
 
@@ -8,39 +11,121 @@ from layerzero.calls.blocking import context_runtime
 from layerzero.calls.scope import SCOPE
 from layerzero.native import FAST_PATH
 from layerzero.runtime import ACTIVE
+from layerzero.scheduler.core.pending_call import PendingCall
+from layerzero.scheduler.loop_driver import LoopDriver
 from layerzero.scheduler.readback import compact
 from layerzero.scheduler.streams import resume_modes, suspend_modes
+from layerzero.scheduler.torch_modes import Modes
 
 
-async def to_host(tensor: Tensor) -> Tensor:
+class HostRead(Coroutine[Any, Any, Tensor]):
+    """A tensor on its way to the host: awaited now, later, several times one after another, or never.
+
+    It is a coroutine, so that a task can be made of it.
+    """
+
+    __slots__ = ("_call", "_capture_modes", "_driver", "_steps", "_tensor")
+
+    def __init__(
+        self,
+        tensor: Tensor | None,
+        call: PendingCall | None = None,
+        driver: LoopDriver | None = None,
+        capture_modes: Callable[[], Modes] | None = None,
+    ) -> None:
+        self._tensor, self._call, self._driver, self._capture_modes = tensor, call, driver, capture_modes
+        self._steps: Generator[Any, Any, Tensor] | None = None
+
+    def __await__(self) -> Generator[Any, Any, Tensor]:
+        """Wait for the copy.
+
+        Raises: what the copy raised. RuntimeError: another task waits for it at this time.
+        """
+        if self._tensor is None:
+            self._tensor = yield from self._arrive()
+        return self._tensor
+
+    def _arrive(self) -> Generator[Any, Any, Tensor]:
+        call, driver = self._call, self._driver
+        assert call is not None and driver is not None and self._capture_modes is not None
+        if call.done():
+            copied: Tensor = call.result()
+            return copied
+        modes = self._capture_modes()  # of who waits, which need not be those of who asked
+        suspend_modes(modes, driver)
+        try:
+            copied = yield from call.__await__()
+            return copied
+        finally:
+            resume_modes(modes, driver)
+
+    @property
+    def done(self) -> bool:
+        """Whether awaiting it returns at once."""
+        return self._tensor is not None or (self._call is not None and self._call.done())
+
+    def _begun(self) -> Generator[Any, Any, Tensor]:
+        if self._steps is None:
+            self._steps = self.__await__()
+        return self._steps
+
+    def send(self, value: Any) -> Any:
+        """One step of the wait, as a task makes it."""
+        return self._begun().send(value)
+
+    def throw(self, *error: Any) -> Any:
+        """An error at the point of the wait, as a cancelled task gets it."""
+        return self._begun().throw(*error)
+
+    def close(self) -> None:
+        """End the wait; the copy is made all the same."""
+        if self._steps is not None:
+            self._steps.close()
+
+
+def to_host(tensor: Tensor) -> HostRead:
     """`tensor` in host memory, by itself: no piece of a batch, safe to read, pickle and keep.
 
+    The copy starts here, behind the work that writes `tensor`; await the result now or later. A loop that
+    starts its next step before it awaits the last copy keeps the device busy while it reads. Copies that one
+    turn of the loop asks for share a transfer and a wake; the loop is never blocked.
+
     Args: tensor of any shape and dtype, on the CPU or a CUDA device.
-    Returns: a detached CPU tensor of the same shape and dtype. Copies that one loop turn asks for share an
-        event and a wake; the event loop is never blocked.
-    Raises: TypeError: the argument is no tensor.
+    Returns: an awaitable of a detached CPU tensor of the same shape and dtype.
+    Raises: TypeError: the argument is no tensor. RuntimeError: a CUDA tensor outside of a running loop.
+
+    Example:
+        >>> import asyncio, torch, layerzero as lz
+        >>> async def main():
+        ...     reading = lz.to_host(torch.arange(3) * 2)
+        ...     return (await reading).tolist()
+        >>> asyncio.run(main())
+        [0, 2, 4]
+
+    Example:
+        >>> import asyncio, torch, layerzero as lz
+        >>> async def main():
+        ...     async with lz.start(scoped=True):
+        ...         return await lz.to_host(torch.tensor([3, 1]))
+        >>> asyncio.run(main()).tolist()
+        [3, 1]
     """
     if not isinstance(tensor, Tensor):
         raise _no_tensor(tensor)
     if FAST_PATH.module is not None:
         owned: Tensor = FAST_PATH.module.own(tensor)
         if owned is not NotImplemented:
-            return owned
+            return HostRead(owned)
     plain = tensor.detach()
     if plain.device.type != "cuda":
-        return compact(plain.cpu() if plain.device.type != "cpu" else plain)
+        return HostRead(compact(plain.cpu() if plain.device.type != "cpu" else plain))
     device = None if SCOPE.get() is not None else ACTIVE.devices.get(plain.device)
     if device is None:
         device = context_runtime().device(plain.device)
     driver = device.loop_drivers.current()
     modes = device.capture_modes()
     assert modes.stream is not None and driver.readback is not None
-    suspend_modes(modes, driver)
-    try:
-        copied: Tensor = await driver.readback.read(plain, modes.stream)
-        return copied
-    finally:
-        resume_modes(modes, driver)
+    return HostRead(None, driver.readback.start(plain, modes.stream), driver, device.capture_modes)
 
 
 def _no_tensor(value: object) -> TypeError:

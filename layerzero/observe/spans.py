@@ -33,6 +33,8 @@ class Spans:
     waiting, `layerzero.batch` one batch, `layerzero.fallback` a kernel that answered for another.
     """
 
+    reads_arguments = False
+
     def __init__(self) -> None:
         self._tracer = get_tracer("layerzero")
         self._waiting: dict[int, Span] = {}  # by the identity of the arguments that wait
@@ -79,7 +81,7 @@ class Spans:
     ) -> Iterator[Callable[[BaseException], None]]:
         """The span of a batch, with links to its callers; gives what notes why it failed.
 
-        It stands apart: whose context the thread has is chance. `inside` is a caller's own run.
+        It is separate: which context the thread has is chance. `inside` is a caller's own run.
         """
         waiting = [self._waiting.get(id(args)) for args in calls]
         links = [Link(span.get_span_context()) for span in waiting if span is not None]

@@ -4,7 +4,8 @@ A device that answers before it has computed makes its callers look idle. A batc
 would walk with them in two crowds, and each costs a pass of the weights. So a group of waiting calls is held
 while callers are expected that came from where its own calls come from:
 
-- while the device still runs their last batch: what is held would stand behind it in any case;
+- while the device still runs their last batch: what is held would stand behind it in any case. Where most
+  callers have called it goes in time for the device not to pause: the few that are away run a batch later;
 - for a grace after that, since they have to read the result, write to a socket, draw a breath. The grace is
   what each caller has been seen to need, as long as waiting costs less than a batch of its own would. A
   caller that stays away longer is not expected before its next call: it costs the others one grace, once.
@@ -15,19 +16,23 @@ Nothing here reads a clock or a device. `launched` and `completed` say what happ
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Set
+from collections import deque
+from collections.abc import Collection, Iterable, Set
 from typing import Final
 
+from layerzero.scheduler.core.launch_reasons import DEVICE_DRY, GRACE_OVER, LIMIT, NOBODY_EXPECTED
 from layerzero.scheduler.core.limits import BatchLimits
 from layerzero.scheduler.core.pending_call import Caller, PendingCall
 from layerzero.scheduler.core.round_robin import BatchQueue, ProgramPoint
 
 # Shares of the time between two batches of a group, which is what a batch of its own would cost a latecomer.
 FIRST_GRACE: Final = 0.25  # for a caller that nothing is known of
-WORTH: Final = 0.5  # beyond it a latecomer runs on its own
+WORTH: Final = 0.6  # beyond it a latecomer runs on its own
 SLACK: Final = 0.1  # on top of what a caller has been seen to need
 GONE: Final = 8.0  # after so many batches without a call a caller takes part no longer
 LONG: Final = 2.0  # times a batch of the group usually runs
+TIMER_S: Final = 1e-3  # by so much an event loop's timer may be late
+_MAX_RUNNING: Final = 256
 NEWEST: Final = 0.25  # weight of the newest in running means: about the last four count
 
 
@@ -50,14 +55,22 @@ class ExpectedCallers:
     `needs_device` says that a hold ends only when the device is known to have run what was launched.
     """
 
-    __slots__ = ("_done", "_limits", "_waiting", "launches", "needs_device", "until")
+    __slots__ = (
+        "_done", "_last_done_at", "_limits", "_running", "_waiting", "launch_s", "launches", "needs_device",
+        "released", "until",
+    )  # fmt: skip
 
     def __init__(self, limits: BatchLimits) -> None:
         self._limits = limits
         self._waiting: dict[Caller, Launch] = {}
         self.launches = self._done = 0
+        # Not known to be done, the newest of them: where nobody reads back, nobody says what is done.
+        self._running: deque[Launch] = deque(maxlen=_MAX_RUNNING)
+        self._last_done_at = -math.inf
+        self.launch_s = 0.0  # what the host has needed for a launch
         self.until = math.inf
         self.needs_device = False
+        self.released: dict[BatchQueue, str] = {}  # why a group is not held; all are here without it
 
     def __len__(self) -> int:
         return len(self._waiting)
@@ -66,6 +79,7 @@ class ExpectedCallers:
         """A batch goes to the device; its callers are expected back."""
         self.launches += 1
         launch = Launch(self.launches, group, now_s)
+        self._running.append(launch)
         if group.launched_at is not None:
             period_s = now_s - group.launched_at
             group.period_s = _mean(group.period_s, min(period_s, 4 * group.period_s or period_s))
@@ -88,13 +102,31 @@ class ExpectedCallers:
         if number <= self._done:
             return
         self._done = number
-        for launch in dict.fromkeys(self._waiting.values()):
+        while self._running and self._running[0].number < number:
+            self._running.popleft()
+        # The one that the device has just ended, and those that callers came from and nobody asked for.
+        ended = [self._running.popleft()] if self._running and self._running[0].number == number else []
+        for launch in dict.fromkeys([*ended, *self._waiting.values()]):
             if launch.number <= number and launch.done_at is None:
-                group, run_s = launch.group, now_s - launch.launched_at
+                # A device runs one batch after another: behind the one before, and not before its launch.
+                began_at = max(launch.launched_at, self._last_done_at)
+                group, run_s = launch.group, now_s - began_at
                 # Where nobody asked in time, it has been done for long.
                 usual_s = LONG * group.run_s if group.run_s else run_s
-                launch.done_at = launch.launched_at + min(run_s, usual_s)
+                launch.done_at = began_at + min(run_s, usual_s)
                 group.run_s = _mean(group.run_s or run_s, min(run_s, usual_s))
+        self._last_done_at = now_s
+
+    def launch_took(self, seconds: float) -> None:
+        """The host has needed so long to launch a batch."""
+        self.launch_s = _mean(self.launch_s or seconds, seconds)
+
+    def busy_s(self, now_s: float) -> float:
+        """For about how many seconds the device still runs its newest batch; 0 where nothing is known."""
+        if not self._running:
+            return 0.0
+        last = self._running[-1]
+        return max(max(last.launched_at, self._last_done_at) + last.group.run_s - now_s, 0.0)
 
     def forget(self, caller: Caller) -> None:
         """A caller has ended."""
@@ -103,6 +135,7 @@ class ExpectedCallers:
     def held(self, pending: Iterable[ProgramPoint], now_s: float) -> set[BatchQueue]:
         """The groups among those of `pending` that wait for callers."""
         self.until, self.needs_device = math.inf, False
+        self.released.clear()
         held: set[BatchQueue] = set()
         groups = dict.fromkeys(slot.queue for slot in pending)  # in order: one history, one outcome
         present = {group: {t.caller for line in group.by_priority for t in line} for group in groups}
@@ -110,14 +143,16 @@ class ExpectedCallers:
         absent = [caller for caller in self._waiting if caller not in everybody]
         if not absent:
             return held
-        by_source: dict[BatchQueue, list[Caller]] = {}
+        by_source: dict[BatchQueue | None, list[Caller]] = {}
         for caller in absent:
             by_source.setdefault(caller.last_queue, []).append(caller)
         for group in groups:
             if group.solo or self._is_full(group):
+                self.released[group] = LIMIT
                 continue
             sources = (source for source in group.points if source is not None and source in by_source)
             expected = [caller for source in sources for caller in by_source[source]]
+            self.released[group] = NOBODY_EXPECTED
             until = self._until(group, present[group], expected, now_s) if expected else now_s
             if until > now_s:
                 held.add(group)
@@ -126,9 +161,9 @@ class ExpectedCallers:
         return held
 
     def _until(
-        self, group: BatchQueue, present: Set[Caller | None], absent: Iterable[Caller], now_s: float
+        self, group: BatchQueue, present: Set[Caller | None], absent: Collection[Caller], now_s: float
     ) -> float:
-        """Until when `group` waits for the absent; infinite while the device runs a batch of its callers."""
+        """Until when `group` waits for the absent; infinite where only news of the device ends it."""
         batch_s = max(group.period_s, group.run_s)
         newest, until = 0, -math.inf
         for caller in absent:
@@ -146,7 +181,29 @@ class ExpectedCallers:
             return now_s
         launches = [caller.launch.number for caller in present if caller is not None and caller.launch]
         newest = max(newest, *launches, 0)
-        return math.inf if newest > self._done else until
+        if newest <= self._done:
+            self.released[group] = GRACE_OVER
+            return until
+        self.released[group] = DEVICE_DRY
+        return self._runs_dry_at(group, len(present), absent, now_s)
+
+    def _runs_dry_at(
+        self, group: BatchQueue, present: int, absent: Collection[Caller], now_s: float
+    ) -> float:
+        """When `group` has to be launched so that the device goes on without a pause; infinite where its few
+        rows are worth less than those that are still away.
+
+        Who waits for the result of the running batch comes after it, and after that comes the launch: the
+        device stands still so long. Who is left behind runs with everybody in the batch after this one.
+        """
+        busy_s = self.busy_s(now_s)
+        if not busy_s or not self.launch_s:
+            return math.inf
+        late_s = max((caller.late_s or 0.0 for caller in absent), default=0.0)
+        pause_s = self.launch_s + late_s
+        if len(absent) * group.run_s > present * pause_s:
+            return math.inf
+        return now_s + busy_s - self.launch_s - TIMER_S
 
     def _grace_s(self, caller: Caller, batch_s: float) -> float:
         """How long after its last batch it is worth waiting for `caller`."""

@@ -62,7 +62,7 @@ def interpreted(code: str, folder: Path) -> Any:
 DRAWN = """
 import json, torch
 from layerzero.backends.triton_kernels.sampling import sample
-from layerzero.ops.sampling.sampling import sample_reference
+from layerzero.ops.sampling.sampling import greedy_tokens, sample_reference
 logits = torch.randn(3, 11, generator=torch.Generator().manual_seed(0)) * 2
 logits[1, 3:7] = 1.5
 logits[2, ::2] = -torch.inf
@@ -75,6 +75,14 @@ calls = [
 found = [[sample(logits, *c).tolist(), sample_reference(logits, *c).tolist()] for c in calls]
 near = (logits[:, :5] / 1000 - 0.25).half()  # keys of fewer bits: neighbours in float16, below zero
 found += [[sample(near, *c).tolist(), sample_reference(near, *c).tolist()] for c in calls]
+wide = torch.randn(7, 20000, generator=torch.Generator().manual_seed(1)).bfloat16()  # three parts, with ties
+wide[1, 15], wide[2, 9000], wide[3] = torch.nan, torch.inf, -torch.inf
+wide[4, 5:] = -torch.inf
+wide[5, 8191] = wide[5, 8192] = wide[5, 19999] = 9.0
+for table in (logits, near, wide, wide[:, 3:]):  # greedy, in parts, whatever the filters
+    found += [[sample(table, *(0.0, k, p, 7, 0)).tolist(), greedy_tokens(table).tolist()]
+              for k, p in ((0, 1.0), (4, 0.5))]
+assert found[-4][0][1:4] == [-1, -1, -1] and found[-4][0][5] == 8191, found[-4]
 print(json.dumps(found))
 """
 

@@ -16,6 +16,7 @@ import layerzero as lz
 from layerzero.graphs.verdict import CaptureProblem
 from layerzero.selection.modes import REHEARSAL
 from tests.kernels import kernel
+from tests.kvcache.test_step_runner import Model, opened
 
 pytestmark = [
     pytest.mark.gpu,
@@ -232,3 +233,45 @@ def test_calls_from_two_streams_do_not_mix(runtime: lz.Runtime) -> None:
             outs.append(step(x))
     torch.cuda.synchronize()
     assert all(torch.equal(out, lz.sync.rms_norm(x)) for out, x in zip(outs, inputs, strict=True))
+
+
+@pytest.mark.usefixtures("runtime")
+def test_our_triton_kernels_are_captured_as_they_declare() -> None:
+    """Every one of them declares it, and a capture of each shows it; greedy rows and drawn ones too."""
+    x, residual = (torch.randn(64, 4096, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+    logits = torch.randn(64, 128_256, device="cuda", dtype=torch.bfloat16)
+    seeds = torch.arange(64, device="cuda")
+    calls: list[tuple[str, tuple[Any, ...], dict[str, Any], str]] = [
+        ("add_rms_norm", (x, residual, x[0]), {}, "triton.add_rms_norm.fused"),
+        ("sample", (logits,), {"temperature": 0.0, "seed": 0}, "triton.sample.rows"),
+        ("sample", (logits,), {"temperature": 0.8, "top_p": 0.9, "seed": seeds}, "triton.sample.rows"),
+        ("sample_topk", (logits, 40), {"seed": seeds}, "triton.sample_topk.rows"),
+        ("sample_topp", (logits, 0.9), {"seed": seeds}, "triton.sample_topp.rows"),
+        ("quantize", (x,), {"format": "fp8_e4m3", "granularity": "row"}, "triton.quantize.rows"),
+    ]
+    for op, args, named, kernel_id in calls:
+        (proof,) = lz.validate_graph_capture(op, *args, kernel=kernel_id, **named)
+        assert proof.safe, (kernel_id, named, proof)
+        assert lz.is_graph_safe(kernel_id)
+
+
+@pytest.mark.usefixtures("runtime")
+def test_a_step_runner_replays_what_the_plain_step_gives() -> None:
+    """Decode rows by graphs and a prompt beside them, in one call, turn after turn; nothing synchronises."""
+    model = Model(128, 64, "cuda", torch.bfloat16)
+    runner = lz.StepRunner(model.forward, model.cache, max_model_len=64, max_num_seqs=4)
+    sequences = opened(model.cache, [3, 9, 0, 5])
+    for turn in range(4):
+        counts = [1, 1, 3 if turn == 1 else 1, 1]
+        ranges = [sequence.extend(count) for sequence, count in zip(sequences, counts, strict=True)]
+        ids = torch.arange(sum(counts), device="cuda") * 7 % 50
+        expected = model.plain(ranges, ids)
+        if turn == 3:
+            torch.cuda.synchronize()
+            torch.cuda.set_sync_debug_mode("error")
+        try:
+            rows = runner(ranges, ids)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        torch.testing.assert_close(rows, expected, rtol=2e-2, atol=2e-2)
+    assert runner.captures == 1  # four rows and three share a bucket

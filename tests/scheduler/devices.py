@@ -11,6 +11,7 @@ from typing import Any
 from torch import Tensor
 
 from layerzero.scheduler.core.pending_call import Failed
+from tests.clocks import VirtualLoop
 
 
 class Double:
@@ -52,19 +53,22 @@ class Later(Device):
     """A device that answers a launch at once and has run it later, one launch after another.
 
     Its time is the loop's: a batch takes `pass_s`, whatever its size, as one that reads a model's weights
-    does. It is also what copies its results (`launch`), the thread that waits for them (`submit`), and the
-    streams of a driver (`default_stream`, `modes_of`, `notify_when_done`), which say when it has run what was
-    launched.
+    does, and its launch takes `host_s` of the loop's thread. It is also what copies its results (`launch`),
+    the thread that waits for them (`submit`), and the streams of a driver (`default_stream`, `modes_of`,
+    `notify_when_done`), which say when it has run what was launched.
     """
 
     completion = "stream"
 
-    def __init__(self, loop: asyncio.AbstractEventLoop, pass_s: float) -> None:
+    def __init__(self, loop: asyncio.AbstractEventLoop, pass_s: float, host_s: float = 0.0) -> None:
         super().__init__()
-        self.loop, self.pass_s = loop, pass_s
+        self.loop, self.pass_s, self.host_s = loop, pass_s, host_s
         self.free_at = loop.time()
 
     def execute(self, op: Any, calls: Sequence[tuple[Any, ...]], modes: Any, snapshot: Any) -> list[Any]:
+        if self.host_s:
+            assert isinstance(self.loop, VirtualLoop)
+            self.loop.spend(self.host_s)
         self.free_at = max(self.free_at, self.loop.time()) + self.pass_s
         return super().execute(op, calls, modes, snapshot)
 
@@ -84,9 +88,9 @@ class Later(Device):
         """The modes of a batch: all callers have the same here."""
         return "modes"
 
-    def notify_when_done(self, modes: Any, told: Callable[[Exception | None], object]) -> None:
-        """Call `told` when everything launched so far has run."""
-        self.loop.call_at(self.free_at, told, None)
+    def notify_when_done(self, modes: Any, on_done: Callable[[Exception | None], object]) -> None:
+        """Call `on_done` when everything launched so far has run."""
+        self.loop.call_at(self.free_at, on_done, None)
 
 
 class _Done:

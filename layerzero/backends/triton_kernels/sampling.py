@@ -268,6 +268,59 @@ def _draw(
     tl.store(out_ptr + row, tl.where(usable & (token < vocab), token, -1))
 
 
+@triton.jit
+def _best_of_part(
+    logits_ptr, value_ptr, token_ptr, stride, vocab, PART: tl.constexpr, BLOCK: tl.constexpr
+):  # fmt: skip
+    """The largest logit of a part of a row and its first token; NaN where the part has one."""
+    row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    best = tl.full((BLOCK,), float("-inf"), tl.float32)
+    where, odd = tl.zeros((BLOCK,), tl.int32), tl.zeros((BLOCK,), tl.int32)
+    for start in range(0, PART, BLOCK):
+        token_ids, values = _load(logits_ptr + row * stride, part * PART + start, vocab, BLOCK)
+        odd |= (values != values).to(tl.int32)
+        where = tl.where(values > best, token_ids, where)
+        best = tl.where(values > best, values, best)
+    largest = tl.max(best, 0)
+    place = row * tl.num_programs(1) + part
+    tl.store(value_ptr + place, tl.where(tl.max(odd, 0) > 0, float("nan"), largest))
+    tl.store(token_ptr + place, tl.min(tl.where(best == largest, where, vocab), 0))
+
+
+@triton.jit
+def _best_of_row(value_ptr, token_ptr, out_ptr, vocab, parts, PARTS: tl.constexpr):
+    """The first token of a row's largest logit; -1 where the row has NaN, +inf or nothing else than -inf."""
+    row = tl.program_id(0).to(tl.int64)
+    columns = tl.arange(0, PARTS)
+    inside = columns < parts
+    values = tl.load(value_ptr + row * parts + columns, mask=inside, other=float("-inf"))
+    token_ids = tl.load(token_ptr + row * parts + columns, mask=inside, other=vocab)
+    odd = tl.max((values != values).to(tl.int32), 0)
+    largest = tl.max(tl.where(values != values, float("-inf"), values), 0)
+    usable = (odd == 0) & (largest > float("-inf")) & (largest < float("inf"))
+    token = tl.min(tl.where(values == largest, token_ids, vocab), 0).to(tl.int64)
+    tl.store(out_ptr + row, tl.where(usable & (token < vocab), token, -1))
+
+
+_PART = 8192  # of a vocabulary: enough programs for every multiprocessor from a few rows on
+
+
+def _greedy(logits: Tensor) -> Tensor:
+    """The likeliest token of each row, in parts that many programs read side by side."""
+    rows, vocab = logits.shape
+    parts = triton.cdiv(vocab, _PART)
+    out = torch.empty(rows, dtype=torch.int64, device=logits.device)
+    values = torch.empty(rows, parts, dtype=torch.float32, device=logits.device)
+    token_ids = torch.empty(rows, parts, dtype=torch.int32, device=logits.device)
+    _best_of_part[(rows, parts)](
+        logits, values, token_ids, logits.stride(0), vocab, PART=_PART, BLOCK=1024, num_warps=4
+    )
+    _best_of_row[(rows,)](
+        values, token_ids, out, vocab, parts, PARTS=triton.next_power_of_2(parts), num_warps=1
+    )
+    return out
+
+
 def _bits(value: Any) -> int:
     """A number's float64 as an int64: Triton would make a float32 of a Python float."""
     return int(struct.unpack("<q", struct.pack("<d", float(value)))[0])
@@ -284,10 +337,12 @@ def sample_with_proposals(
     logits: Tensor, temperature: Number, top_k: Count, top_p: Number, seed: Count, offset: Count,
     top_k_logits: Tensor | None, top_p_probs: Tensor | None,
 ) -> Tensor:  # fmt: skip
-    """`sample`, told what others keep: logits with -inf for the rest, and shares with 0 for the rest (B, V).
+    """`sample` with its filtered inputs: logits with -inf for the rest, shares with 0 for the rest (B, V).
 
     Both are dense, and either may be wrong: what they say is proved before it is used.
     """
+    if is_constant(temperature, 0):
+        return _greedy(logits)
     rows, vocab = logits.shape
     out = torch.empty(rows, dtype=torch.int64, device=logits.device)
     block = min(triton.next_power_of_2(vocab), 2048)

@@ -202,10 +202,12 @@ def rope_tables(
             "scaling needs None, LinearScaling, NTKScaling, DynamicNTKScaling, YarnScaling or Llama3Scaling, "
             f"got {type(scaling).__name__}"
         )
-    speeds, factor = (frequencies(width, base), 1.0) if scaling is None else scaling.inv_freq(width, base)
-    angles = torch.outer(torch.arange(positions, dtype=torch.float64), speeds)
-    cos, sin = (angles.cos() * factor).float(), (angles.sin() * factor).float()
-    return cos.to(device), sin.to(device)
+    # Tables that count versions, also when made in inference mode: kernels keep what they make of them.
+    with torch.inference_mode(False), torch.no_grad():
+        speeds, factor = (frequencies(width, base), 1.0) if scaling is None else scaling.inv_freq(width, base)
+        angles = torch.outer(torch.arange(positions, dtype=torch.float64), speeds)
+        cos, sin = (angles.cos() * factor).float(), (angles.sin() * factor).float()
+        return cos.to(device), sin.to(device)
 
 
 def xpos_table(

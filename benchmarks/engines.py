@@ -1,0 +1,248 @@
+"""Decoding beside an engine on one GPU: vLLM offline, and this library's captured step, in one run.
+
+    python benchmarks/engines.py --vllm-python PYTHONPATH --out FOLDER [--contexts 128,2048] [--requests 64]
+    python benchmarks/engines.py --rehearse    # a tiny model on the CPU, no peer: shows that everything runs
+
+Llama 3 8B's shape, bfloat16, random weights, greedy. vLLM runs in a process of its own, with its own
+packages, and generates for a fixed crowd (benchmarks/vllm_offline.py). Ours is a closed crowd of coroutines
+that come and go out of step, each a plain loop over `lz.run_ahead` (benchmarks/styles_cuda.py). Beside it
+stands the loop by hand over the same graph. Rounds take turns; a row is the median of the rounds after the
+first. Both sides' requests stand at about the same context. The roof is weights and keys read once at the
+bandwidth of a large copy.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path[:0] = [str(ROOT / "examples"), str(ROOT / "benchmarks"), str(ROOT)]
+
+import torch  # noqa: E402
+from generating import device_side  # noqa: E402
+from harness import environment, show, write  # noqa: E402
+from lane_cuda import Record, built, compiled  # noqa: E402
+from styles_cuda import AHEAD, HAND, Round  # noqa: E402
+
+import layerzero as lz  # noqa: E402
+
+RESULTS = ROOT / "benchmarks" / "results" / "engines_h200.json"
+VLLM = "vLLM"
+FEW, MANY = 8, 104  # tokens of the peer's two runs
+NEEDS = {128: 1.0, 2048: 1.0}
+
+
+class Peer:
+    """vLLM in a process of its own; its first line says when it is ready."""
+
+    def __init__(self, pythonpath: str, requests: int) -> None:
+        variables = os.environ | {"PYTHONPATH": pythonpath, "LZ_PEER_REQUESTS": str(requests)}
+        self.process = subprocess.Popen(
+            [sys.executable, str(ROOT / "benchmarks" / "vllm_offline.py")],
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=variables,
+        )  # fmt: skip
+        self.started = self._answer()
+
+    def _answer(self) -> dict[str, Any]:
+        assert self.process.stdout is not None
+        line = self.process.stdout.readline()
+        if not line:
+            raise RuntimeError(f"vLLM ended with status {self.process.wait()}")
+        answer: dict[str, Any] = json.loads(line)
+        return answer
+
+    def step_ms(self, context: int, requests: int) -> float:
+        """What one step of all requests takes."""
+        assert self.process.stdin is not None
+        wanted = {"context": context, "requests": requests, "few": FEW, "many": MANY}
+        self.process.stdin.write(json.dumps(wanted) + "\n")
+        self.process.stdin.flush()
+        return float(self._answer()["step_ms"])
+
+    def close(self) -> None:
+        """End it."""
+        self.process.kill()
+        self.process.wait()
+
+
+def bandwidth() -> float:
+    """Bytes a second that a large copy reads and writes."""
+    if not torch.cuda.is_available():
+        return float("nan")
+    source = torch.empty(1 << 30, dtype=torch.uint8, device="cuda")
+    target = torch.empty_like(source)
+    times = []
+    for _ in range(10):
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        target.copy_(source)
+        end.record()
+        end.synchronize()
+        times.append(begin.elapsed_time(end) / 1e3)
+    return 2 * source.numel() / statistics.median(times)
+
+
+def roof_ms(model: Any, context: int, requests: int, bytes_per_s: float) -> float:
+    """Weights and keys read once."""
+    config, size = model.config, 2 if model.cache.device.type == "cuda" else 4
+    weights = sum(
+        t.numel() for layer in model.layers for t in (layer.w_qkv, layer.w_o, layer.w_up, layer.w_down)
+    )
+    weights += model.lm_head.numel()
+    keys = 2 * config.num_key_value_heads * config.head_dim * config.num_hidden_layers * context * requests
+    return (weights + keys) * size / bytes_per_s * 1e3
+
+
+def measure(options: argparse.Namespace, record: Record, runtime: lz.Runtime, peer: Peer | None) -> None:
+    """Every context, round by round."""
+    model = record.item("model", lambda: built(options))
+    rounds: dict[int, Round | None] = {}
+    for context in options.contexts:
+        here = argparse.Namespace(**{**vars(options), "contexts": [context]})
+        rounds[context] = record.item(f"{context}", lambda o=here: Round(o, record, runtime, model))
+    options.compiling.join()
+    found = record.found
+    found["bandwidth"] = bandwidth()
+    for context, round_ in rounds.items():
+        if round_ is None:
+            continue
+        into = found["rows"].setdefault(str(context), {"step_ms": {}})
+        times: dict[str, list[float]] = {}
+        for turn in range(options.rounds):
+            sides = {
+                HAND: lambda r=round_: options.requests / r.by_hand(options.seconds) * 1e3,
+                AHEAD: lambda r=round_, t=turn: options.requests
+                / r.span(AHEAD, t, options.seconds).tokens_per_s * 1e3,
+            }  # fmt: skip
+            if peer is not None:
+                sides[VLLM] = lambda c=context: peer.step_ms(c, options.requests)
+            for side, run in sides.items():
+                took = record.item(f"{context}, {side}", run)
+                if took is not None and turn:  # the first round warms up
+                    times.setdefault(side, []).append(round(took, 3))
+            into["step_ms"] = {side: statistics.median(own) for side, own in times.items()}
+            into["rounds"] = times
+        finish(into, round_.graph, context, options.requests, found["bandwidth"])
+        if options.device == "cuda":
+            into["device"] = record.item(
+                f"{context}, device",
+                lambda r=round_: device_side.profiled_step(lambda: r.by_hand(0.3), options.requests),
+            )
+            into["layer"] = record.item(
+                f"{context}, layer", lambda r=round_: device_side.one_layer(lambda: r.by_hand(0.2))
+            )
+        record.write()
+    found["kernels"] = device_side.kernels_of(runtime, model.cache.device)
+
+
+def finish(into: dict[str, Any], model: Any, context: int, requests: int, bytes_per_s: float) -> None:
+    """Tokens/s, ratios, and the roof."""
+    steps = into["step_ms"]
+    into["tokens_per_s"] = {side: round(requests / step * 1e3, 1) for side, step in steps.items()}
+    into["roof_ms"] = round(roof_ms(model.model, context, requests, bytes_per_s), 3)
+    if VLLM in steps and AHEAD in steps:
+        into["over_vllm"] = round(steps[VLLM] / steps[AHEAD], 3)
+        into["needs"] = NEEDS.get(context)
+
+
+class EnginesRecord(Record):
+    """What was found so far, on disk after every item."""
+
+    def __init__(self, out: Path | None, requests: int, budget_s: float) -> None:
+        super().__init__(out, requests, budget_s)
+        packages = ("layerzero-runtime", "torch", "triton", "flashinfer-python")
+        self.found = {
+            "environment": environment(packages), "requests": requests, "rows": {}, "peer": {},
+            "left_out_kernels": [], "errors": {}, "left_out": [], "took_s": {}, "awaited_path": "",
+        }  # fmt: skip
+
+    def write(self) -> None:
+        """Write the record."""
+        if self.out is not None:
+            write(self.out, self.found)
+
+
+def parse() -> argparse.Namespace:
+    """Read the command line."""
+
+    def numbers(text: str) -> list[int]:
+        return [int(word) for word in text.split(",")]
+
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--vllm-python", default=None, help="PYTHONPATH of an environment that has vLLM")
+    parser.add_argument("--layers", type=int, default=32)
+    parser.add_argument("--contexts", type=numbers, default=[128, 2048])
+    parser.add_argument("--requests", type=int, default=64)
+    parser.add_argument("--rounds", type=int, default=4, help="of which the first one warms up")
+    parser.add_argument("--seconds", type=float, default=0.8, help="of each of our sides in each round")
+    parser.add_argument("--budget-s", type=float, default=200.0, help="after which no item begins")
+    parser.add_argument("--deny", action="append", default=[], help="a kernel to leave out; may be repeated")
+    parser.add_argument("--rehearse", action="store_true", help="a tiny model on the CPU, without a peer")
+    parser.add_argument("--out", type=Path, default=None, help="a folder, or a JSON file")
+    given = parser.parse_args()
+    given.device = "cpu" if given.rehearse else "cuda"
+    if given.rehearse:
+        given.layers, given.contexts, given.requests, given.rounds, given.seconds = 2, [16], 4, 2, 0.1
+    elif not torch.cuda.is_available():
+        parser.error("this machine has no CUDA device; --rehearse runs a tiny model on the CPU")
+    given.depth = given.layers
+    return given
+
+
+def main() -> int:
+    """Measure, print, write after each item; 1 where an item failed."""
+    options = parse()
+    out = options.out or (None if options.rehearse else RESULTS)
+    if out is not None and out.suffix != ".json":
+        out = out / RESULTS.name
+    record = EnginesRecord(out, options.requests, options.budget_s)
+    options.compiling = threading.Thread(target=compiled, args=(record,), name="awaited path")
+    options.compiling.start()
+    record.found["left_out_kernels"] = options.deny
+    peer: Peer | None = None
+    if options.vllm_python is not None:
+        peer = record.item("vLLM starts", lambda: Peer(options.vllm_python, options.requests))
+        record.found["peer"] = {} if peer is None else peer.started
+    settings = lz.Settings(device=options.device, inference=True, warm="eager", freeze_gc=True)
+    try:
+        with lz.start(settings) as runtime, torch.inference_mode():
+            if options.device == "cuda" and not device_side.flashinfer_is_built():
+                record.found["denied"] = "flashinfer.*: its modules are not built ahead, and take minutes"
+                lz.add_policy(deny="flashinfer.*")
+            else:
+                device_side.deny_planned_attention(record.found)
+            for kernel_id in options.deny:
+                lz.add_policy(deny=kernel_id)
+            measure(options, record, runtime, peer)
+    finally:
+        if peer is not None:
+            peer.close()
+    record.write()
+    found = record.found
+    for context, row in found["rows"].items():
+        show(
+            f"context {context}, {options.requests} requests; weights and keys once {row.get('roof_ms')} ms",
+            ("side", "ms a step", "tokens/s"),
+            [
+                (side, f"{step:.2f}", f"{row['tokens_per_s'][side]:.0f}")
+                for side, step in row["step_ms"].items()
+            ],
+        )
+        print("over vLLM", row.get("over_vllm"), "device", row.get("device"), flush=True)
+        for name, duration_us, gap_us in row.get("layer") or ():
+            print(f"{duration_us:8.1f} us, {gap_us:6.1f} us after the last one: {name}", flush=True)
+    print("took", found["took_s"], flush=True)
+    print("kernels", found.get("kernels"), found["peer"], found["errors"], found["left_out"], flush=True)
+    return int(bool(found["errors"]))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

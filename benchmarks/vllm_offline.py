@@ -1,0 +1,80 @@
+"""vLLM as a peer, driven by lines of JSON: offline greedy decoding of random prompts by random weights.
+
+    python benchmarks/vllm_offline.py < requests    # {"context": 128, "requests": 64, "few": 8, "many": 104}
+
+Run by benchmarks/engines.py under an environment of its own that has vLLM. The answer to a line is what one
+step took: the difference between generating `many` and `few` tokens for all requests, so that prompts, queues
+and start-up stand on neither side. CUDA graphs, FlashAttention-3 and asynchronous scheduling are vLLM's
+defaults and stay on.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+for name, value in {
+    "VLLM_USE_FLASHINFER_SAMPLER": "0", "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1",
+    "VLLM_DO_NOT_TRACK": "1", "VLLM_LOGGING_LEVEL": "ERROR",
+}.items():  # fmt: skip
+    os.environ.setdefault(name, value)
+
+# Llama 3 8B's shape, as benchmarks/generating/models.py has it.
+CONFIG: dict[str, Any] = {
+    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 128_256, "hidden_size": 4096,
+    "intermediate_size": 14_336, "num_hidden_layers": 32, "num_attention_heads": 32,
+    "num_key_value_heads": 8, "head_dim": 128, "rms_norm_eps": 1e-5, "rope_theta": 500_000.0,
+    "max_position_embeddings": 8192, "hidden_act": "silu", "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16", "bos_token_id": 1, "eos_token_id": 2,
+}  # fmt: skip
+
+
+def main() -> None:
+    """Start the engine, then answer each line."""
+    import vllm
+    from vllm import LLM, SamplingParams
+
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # what the engine prints is no answer
+    begin = time.perf_counter()
+    with tempfile.TemporaryDirectory() as folder:
+        (Path(folder) / "config.json").write_text(json.dumps(CONFIG))
+        engine = LLM(
+            folder, load_format="dummy", skip_tokenizer_init=True, max_model_len=4096,
+            max_num_seqs=int(os.environ.get("LZ_PEER_REQUESTS", "64")), gpu_memory_utilization=0.4,
+            enable_prefix_caching=False, dtype="bfloat16",
+        )  # fmt: skip
+
+    def seconds(prompts: list[Any], tokens: int) -> float:
+        params = SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True, detokenize=False)
+        start = time.perf_counter()
+        outs = engine.generate(prompts, params, use_tqdm=False)
+        took = time.perf_counter() - start
+        if any(len(out.outputs[0].token_ids) != tokens for out in outs):
+            raise ValueError(f"every request needs {tokens} tokens")
+        return took
+
+    print(
+        json.dumps({"ready_s": time.perf_counter() - begin, "version": vllm.__version__}),
+        file=answers,
+        flush=True,
+    )
+    for line in sys.stdin:
+        wanted = json.loads(line)
+        few, many = wanted["few"], wanted["many"]
+        length = wanted["context"] - (many - few) // 2 - few  # so that the mean context is the one asked for
+        prompts = [
+            {"prompt_token_ids": [(7 * i + j) % 120_000 + 10 for j in range(max(length, 1))]}
+            for i in range(wanted["requests"])
+        ]
+        step_s = (seconds(prompts, many) - seconds(prompts, few)) / (many - few)
+        print(json.dumps({"step_ms": step_s * 1e3}), file=answers, flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,171 @@
+"""Steps of a model over pages by static buffers and buckets: the rows of `forward` in any company."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+import layerzero as lz
+from layerzero.kvcache import AttentionMetadata, KVCacheSpec, PagedCache, PagedSequence, TokenRange
+
+HEADS, WIDTH, PAGE = 2, 8, 4
+
+
+@pytest.fixture(autouse=True)
+def own_runtime() -> Iterator[None]:
+    """A runtime of the test's own."""
+    with lz.start(lz.Settings(warm="off", perfdb=None)):
+        yield
+
+
+class Model:
+    """One layer of attention over pages: what a row becomes depends on every token before it."""
+
+    def __init__(
+        self, pages: int = 64, width: int = WIDTH, device: str = "cpu", dtype: torch.dtype = torch.float32
+    ) -> None:
+        spec = KVCacheSpec(num_kv_heads=HEADS, head_dim=width, dtype=dtype, device=device)
+        self.cache = PagedCache(spec, pages=pages, page_size=PAGE)
+        table = torch.randn(50, HEADS, width, generator=torch.Generator().manual_seed(3))
+        self.table = table.to(device, dtype)
+        self.calls: list[int] = []
+
+    def forward(self, metadata: AttentionMetadata, ids: Tensor, *values: Tensor) -> Tensor:
+        """(B, HEADS * WIDTH) of each sequence's last row, and its values behind them."""
+        self.calls.append(ids.shape[0])
+        x = self.table[ids]
+        k_cache, v_cache = self.cache.pools[0]
+        lz.sync.append_kv(x, x * 2, k_cache, v_cache, metadata.slot_mapping)
+        out = lz.sync.paged_attention(
+            x, k_cache, v_cache, metadata.block_tables, metadata.seq_lens, cu_seqlens_q=metadata.cu_seqlens_q
+        )
+        return torch.cat([out.flatten(1)[metadata.logits_indices], *values], -1)
+
+    def plain(self, ranges: list[TokenRange], ids: Tensor, *values: Tensor) -> Tensor:
+        """What a runner has to return."""
+        return self.forward(self.cache.attention_metadata(ranges), ids, *values)
+
+
+def opened(cache: PagedCache, lengths: list[int]) -> list[PagedSequence]:
+    """Sequences that hold so many tokens of anything."""
+    sequences = [cache.sequence(40) for _ in lengths]
+    for sequence, length in zip(sequences, lengths, strict=True):
+        if length:
+            sequence.extend(length)
+    for pool in cache.pools[0]:
+        pool.normal_(generator=torch.Generator(cache.device).manual_seed(1))
+    return sequences
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    st.lists(st.tuples(st.integers(0, 12), st.sampled_from([1, 1, 1, 2, 5])), min_size=1, max_size=7),
+    st.integers(0, 2), st.sampled_from([(1, 4), (1, 2, 3), (8,)]),
+)  # fmt: skip
+def test_every_row_is_that_of_the_plain_step(
+    rows: list[tuple[int, int]], arity: int, buckets: tuple[int, ...]
+) -> None:
+    """Decode and prefill rows in any order and number, beyond the largest bucket too; nothing is left."""
+    model = Model(128)
+    free = model.cache.allocator.free
+    runner = lz.StepRunner(
+        model.forward, model.cache, max_model_len=20, max_num_seqs=8, buckets=buckets, graphs=True
+    )
+    sequences = opened(model.cache, [length for length, _ in rows])
+    for turn in range(2):
+        ranges = [sequence.extend(count) for sequence, (_, count) in zip(sequences, rows, strict=True)]
+        ids = torch.arange(sum(count for _, count in rows)) * 7 % 50
+        values = tuple(torch.randn(len(rows), 3) for _ in range(arity))
+        expected = model.plain(ranges, ids, *values)
+        torch.testing.assert_close(runner(ranges, ids, *values), expected, msg=f"turn {turn}")
+    for sequence in sequences:
+        sequence.close()
+    runner.close()
+    assert model.cache.allocator.free == free
+
+
+def test_a_sequence_that_gets_another_page_is_seen() -> None:
+    """The tables of a crowd that stays are written again when one of them changes."""
+    model = Model()
+    runner = lz.StepRunner(model.forward, model.cache, max_model_len=40, max_num_seqs=2, graphs=True)
+    sequence = model.cache.sequence(1)
+    for number in range(3 * PAGE):
+        span = sequence.extend(1)
+        ids = torch.tensor([number])
+        torch.testing.assert_close(runner([span], ids), model.plain([span], ids))
+
+
+def test_rows_of_padding_write_nothing_of_others() -> None:
+    """A bucket that is not full leaves every page of a sequence as it is."""
+    model = Model()
+    runner = lz.StepRunner(
+        model.forward, model.cache, max_model_len=40, max_num_seqs=8, buckets=(8,), graphs=True
+    )
+    sequences = opened(model.cache, [5, 9])
+    before = [
+        model.cache.read(sequence.number)[0][:length].clone()
+        for sequence, length in zip(sequences, (5, 9), strict=True)
+    ]
+    runner([sequence.extend(1) for sequence in sequences], torch.tensor([1, 2]))
+    for sequence, length, keys in zip(sequences, (5, 9), before, strict=True):
+        assert torch.equal(model.cache.read(sequence.number)[0][:length], keys[:length])
+
+
+def test_long_sequences_and_prompts_run_without_a_graph() -> None:
+    """What no bucket serves runs as it comes; the runner says how many graphs it has."""
+    model = Model()
+    runner = lz.StepRunner(model.forward, model.cache, max_model_len=8, max_num_seqs=4, graphs=True)
+    (short, long) = opened(model.cache, [3, 8])
+    model.calls.clear()
+    runner([long.extend(1)], torch.tensor([1]))
+    runner([short.extend(3)], torch.tensor([1, 2, 3]))
+    assert runner.captures == 0 and model.calls == [1, 3]
+    runner([short.extend(1)], torch.tensor([1]))
+    assert runner.captures == 1
+
+
+def test_buckets_are_captured_ahead() -> None:
+    """`capture` makes every bucket; the steps that follow capture nothing."""
+    model = Model()
+    runner = lz.StepRunner(model.forward, model.cache, max_model_len=40, max_num_seqs=6, graphs=True)
+    assert runner.buckets == (1, 2, 4, 6)
+    runner.capture()
+    assert runner.captures == 4
+    sequences = opened(model.cache, [3, 4, 5])
+    runner([sequence.extend(1) for sequence in sequences], torch.tensor([1, 2, 3]))
+    assert runner.captures == 4
+
+
+def test_on_the_cpu_nothing_is_padded_by_default() -> None:
+    """Padding would only cost there."""
+    model = Model()
+    free = model.cache.allocator.free
+    runner = lz.StepRunner(model.forward, model.cache, max_model_len=40)
+    assert model.cache.allocator.free == free
+    runner.capture()
+    (sequence,) = opened(model.cache, [3])
+    runner([sequence.extend(1)], torch.tensor([1]))
+    assert model.calls == [1] and runner.captures == 0
+
+
+def test_bad_arguments_are_named() -> None:
+    """Limits, buckets, rows and values that do not fit."""
+    model = Model()
+    with pytest.raises(ValueError, match="max_model_len needs an int >= 1, got 0"):
+        lz.StepRunner(model.forward, model.cache, max_model_len=0)
+    with pytest.raises(ValueError, match=r"buckets needs .* from 1 to max_num_seqs 4, got \(8,\)"):
+        lz.StepRunner(model.forward, model.cache, max_model_len=8, max_num_seqs=4, buckets=(8,))
+    runner = lz.StepRunner(model.forward, model.cache, max_model_len=8)
+    (sequence,) = opened(model.cache, [3])
+    span = sequence.extend(2)
+    with pytest.raises(ValueError, match=r"input_ids needs shape \(2,\), .* got \(3,\)"):
+        runner([span], torch.tensor([1, 2, 3]))
+    with pytest.raises(ValueError, match=r"values needs 1 rows each, got shape \(2,\)"):
+        runner([span], torch.tensor([1, 2]), torch.ones(2))
+    with pytest.raises(ValueError, match="input_ids needs"):
+        runner([], torch.tensor([], dtype=torch.long))
