@@ -102,11 +102,11 @@ ATTEMPTS: tuple[dict[str, Any], ...] = (
     {"num_hidden_layers": 2, "n_layer": 2, "num_layers": 2, "vocab_size": 97},
 )  # fmt: skip
 # What some families name differently, or want to fit together.
+_LATENT_HEADS = {**_LATENT, "head_dim": None, "num_key_value_heads": 4, "v_head_dim": 8}
 OWN_SIZES: dict[str, dict[str, Any]] = {
-    **dict.fromkeys(
-        ("axk1", "deepseek_v3", "longcat_flash"),
-        {**_LATENT, "head_dim": None, "num_key_value_heads": 4, "v_head_dim": 8},
-    ),
+    "axk1": _LATENT_HEADS,
+    "deepseek_v3": _LATENT_HEADS,
+    "longcat_flash": _LATENT_HEADS,
     "gpt_neo": {"attention_types": [[["global", "local"], 1]]},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"]},
     "mamba2": {"num_heads": 8},
