@@ -96,10 +96,26 @@ ATTEMPTS: tuple[dict[str, Any], ...] = (
     {**_WIDTH, **_INNER, **_LAYERS, **_HEADS, **_EXPERTS, **_LATENT, **_STATE, **_OTHER},
     {**_WIDTH, **_INNER, **_LAYERS, **_HEADS, **_EXPERTS, **_LATENT, **_STATE, **_OTHER,
      "num_key_value_heads": 4, "num_kv_heads": 4, "num_hidden_layers": 4},
+    {**_WIDTH, **_INNER, **_LAYERS, **_HEADS, **_EXPERTS, **_LATENT, **_OTHER, "head_dim": None},
     {**_WIDTH, **_INNER, **_LAYERS, **_HEADS, **_EXPERTS, **_OTHER, "head_dim": None},
     {**_WIDTH, **_LAYERS, "num_attention_heads": 4, "num_key_value_heads": 4, **_OTHER},
     {"num_hidden_layers": 2, "n_layer": 2, "num_layers": 2, "vocab_size": 97},
 )  # fmt: skip
+# What some families name differently, or want to fit together.
+_LATENT_HEADS = {**_LATENT, "head_dim": None, "num_key_value_heads": 4, "v_head_dim": 8}
+OWN_SIZES: dict[str, dict[str, Any]] = {
+    "axk1": _LATENT_HEADS,
+    "deepseek_v3": _LATENT_HEADS,
+    "longcat_flash": _LATENT_HEADS,
+    "gpt_neo": {"attention_types": [[["global", "local"], 1]]},
+    "lfm2_moe": {"layer_types": ["conv", "full_attention"]},
+    "mamba2": {"num_heads": 8},
+    "prophetnet": {"num_encoder_layers": 2, "num_decoder_layers": 2, "num_hidden_layers": None},
+    "reformer": {"axial_pos_embds": False, "attn_layers": ["local", "local"], "num_hidden_layers": None},
+    "xmod": {"default_language": "en_XX"},
+    "zamba": {"num_hidden_layers": 3, "layer_types": ["mamba", "mamba", "hybrid"]},
+    "zamba2": {"num_hidden_layers": 3, "layer_types": ["mamba", "mamba", "hybrid"], "hybrid_layer_ids": [2]},
+}
 MOST_PARAMETERS = 60_000_000
 SECONDS = 60
 # Of the largest logit: what other sums of the same numbers differ by.
@@ -110,10 +126,21 @@ def small(kind: Any, sizes: dict[str, Any]) -> Any:
     """A configuration of its kind with the sizes that it names, nested ones too."""
     default = kind()
     own = {name: size for name, size in sizes.items() if size is not None and hasattr(default, name)}
-    for name, nested in kind.sub_configs.items():
-        if name == "text_config" and hasattr(nested, "sub_configs"):
-            own[name] = small(nested, sizes).to_dict()
+    for name in kind.sub_configs:
+        part = type(getattr(default, name, None))
+        if hasattr(part, "sub_configs"):
+            with suppress(Exception):  # a part that does not fit together small keeps its own sizes
+                own[name] = small(part, sizes).to_dict()
     return kind(**own)
+
+
+def fitting(config: Any, made: Any) -> Any:
+    """The configuration that a family's class takes: its own, or its language model's."""
+    if issubclass(made.config_class or object, type(config)) or hasattr(config, "vocab_size"):
+        return config
+    if hasattr(config, "decoder"):
+        return config.decoder
+    return config.get_text_config()
 
 
 def build(family: str) -> tuple[Any, str]:
@@ -122,13 +149,12 @@ def build(family: str) -> tuple[Any, str]:
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
     why = ""
-    for sizes in ATTEMPTS:
+    for attempt in ATTEMPTS:
+        sizes = {**attempt, **OWN_SIZES.get(family, {})}
         try:
             kind = CONFIG_MAPPING[family]
             made: Any = MODEL_FOR_CAUSAL_LM_MAPPING[kind]
-            config = small(kind, sizes)
-            if not hasattr(config, "vocab_size"):  # of several parts, of which this is the language model's
-                config = config.get_text_config()
+            config = fitting(small(kind, sizes), made)
             with torch.device("meta"):
                 many = sum(p.numel() for p in made(config).parameters())
             if many > MOST_PARAMETERS:

@@ -22,6 +22,8 @@ from layerzero.calls.blocking import context_device
 NAME = "layerzero"
 # For models that do not know SDPA: only their masks say that they are causal, so none is left out.
 MASKED = "layerzero_masked"
+# For models parts of which compute attention by themselves: those add the mask to their scores.
+ADDED = "layerzero_added"
 FELL_BACK = "transformers.own_attention"
 
 # What says nothing beside the mask, or speaks to other parts of the model.
@@ -56,10 +58,10 @@ class PatchedName(str):
     @property
     def masked(self) -> bool:
         """Whether a call without a mask sees everything."""
-        return str.__str__(self) == MASKED
+        return str.__str__(self) in (MASKED, ADDED)
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, str) and str.__str__(other) in (NAME, MASKED, "sdpa")
+        return isinstance(other, str) and str.__str__(other) in (NAME, MASKED, ADDED, "sdpa")
 
     def __ne__(self, other: object) -> bool:
         return not self == other
@@ -78,10 +80,11 @@ def patch(model: Any) -> Any:
         raise ValueError(f"model needs transformers' attention interface, {type(model).__name__} lacks it")
     for config, original in before:
         if config._attn_implementation == NAME:
-            knows_sdpa = _knows_sdpa(model, config)
-            config._attn_implementation_internal = PatchedName(
-                original or "eager", NAME if knows_sdpa else MASKED
-            )
+            if _says(model, config, "_supports_sdpa"):
+                name = NAME
+            else:
+                name = MASKED if _says(model, config, "_supports_attention_backend") else ADDED
+            config._attn_implementation_internal = PatchedName(original or "eager", name)
     return model
 
 
@@ -95,12 +98,13 @@ def unpatch(model: Any) -> Any:
     return model
 
 
-def _knows_sdpa(model: Any, config: Any) -> bool:
-    """Whether every model inside that has this configuration says that it works with SDPA."""
-    owners = [
-        m for m in model.modules() if getattr(m, "config", None) is config and hasattr(m, "_supports_sdpa")
-    ]
-    return all(owner._supports_sdpa for owner in owners)
+def _says(model: Any, config: Any, support: str) -> bool:
+    """Whether every model inside that has this configuration says that it has `support`."""
+    return all(
+        getattr(module, support, True)
+        for module in model.modules()
+        if getattr(module, "config", None) is config
+    )
 
 
 def _configs(model: Any) -> list[Any]:
@@ -124,12 +128,14 @@ def _register() -> None:
     if NAME not in modeling.ALL_ATTENTION_FUNCTIONS:
         modeling.ALL_ATTENTION_FUNCTIONS.register(NAME, forward)
         modeling.ALL_ATTENTION_FUNCTIONS.register(MASKED, forward)
+        modeling.ALL_ATTENTION_FUNCTIONS.register(ADDED, forward)
         # Boolean masks, left out where causal alone says it all.
         boolean = masking.ALL_MASK_ATTENTION_FUNCTIONS["sdpa"]
         masking.ALL_MASK_ATTENTION_FUNCTIONS.register(NAME, boolean)
         masking.ALL_MASK_ATTENTION_FUNCTIONS.register(
             MASKED, lambda *args, **kwargs: boolean(*args, **{**kwargs, "allow_is_causal_skip": False})
         )
+        masking.ALL_MASK_ATTENTION_FUNCTIONS.register(ADDED, masking.ALL_MASK_ATTENTION_FUNCTIONS["eager"])
 
 
 def forward(

@@ -161,6 +161,23 @@ def test_a_model_whose_masks_alone_are_causal_stays_causal(lengths: tuple[int, .
         torch.testing.assert_close(patched(**given).logits[real], before[real], atol=2e-6, rtol=1e-4)
 
 
+def test_a_part_with_attention_of_its_own_gets_masks_that_it_can_add() -> None:
+    """A captioning model whose images alone go through the interface: its text adds masks to scores."""
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4}
+    config = transformers.GitConfig(
+        vocab_size=97, vision_config={**sizes, "image_size": 32, "patch_size": 16},
+        max_position_embeddings=64, pad_token_id=0, bos_token_id=1, eos_token_id=2, **sizes,
+    )  # fmt: skip
+    model = transformers.GitForCausalLM(config).eval()
+    given = batch(9, 4)
+    seen = given["attention_mask"].bool()
+    with torch.no_grad():
+        theirs = model(**given).logits
+        ours = lz.patch(model)(**given).logits
+    torch.testing.assert_close(ours[seen], theirs[seen], atol=1e-5, rtol=1e-5)
+
+
 def test_sinks_learn(runtime: lz.Runtime) -> None:
     """Their gradient, and every other, through a patched model equals the model's own."""
     model, given = gpt_oss(), batch(9, 4)
