@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from layerzero.scheduler.loop_driver import LoopDriver
 
 TURN_S = 5e-4  # what one turn of a loop that serves many callers may take
-LOOP_LOST = "loop_driver.loop_closed"
+LOOP_CLOSED = "loop_driver.loop_closed"
 
 
 class BatchRuns:
@@ -31,7 +31,8 @@ class BatchRuns:
     """
 
     __slots__ = (
-        "_asked", "_driver", "_executor", "_last_modes", "_lock", "_worker", "_yielded", "inflight", "streams"
+        "_asked", "_driver", "_executor", "_last_modes", "_lock", "_loop_closed_noted", "_worker", "_yielded",
+        "inflight", "streams",
     )  # fmt: skip
 
     def __init__(
@@ -44,12 +45,15 @@ class BatchRuns:
         self.inflight: list[Batch] = []
         self._last_modes: Modes | CrossStreamModes | None = None  # of the batch that was launched last
         self._asked = False  # whether the device is to say when it has run
+        self._loop_closed_noted = False
         self._yielded = False  # whether the last turn launched nothing, for readers
         self._lock = threading.Lock()  # for the end of a loop driver whose loop is closed: see _drop
 
     def launch(self, batch: Batch) -> None:
         """Run a batch here where it is expected to be short, else on the worker."""
         driver = self._driver
+        if driver.watch is not None:
+            batch.record = driver.watch.launched(batch)
         if driver.readback is not None:
             driver.readback.flush()
         if batch.expected_us < driver.inline_limit_us:
@@ -78,6 +82,8 @@ class BatchRuns:
         op, modes, snapshot, execute = batch.op, batch.modes, batch.snapshot, self._executor.execute
         if self.streams is not None:
             modes = batch.modes = self._last_modes = self.streams.modes_of(batch.calls)
+        if batch.record is not None:
+            execute = batch.record.around(execute)
         began_s = time.perf_counter()
         outcomes = bisect_failed_batch(
             lambda calls: execute(op, calls, modes, snapshot), batch.args_list, pure=op.pure
@@ -112,8 +118,15 @@ class BatchRuns:
         try:
             self._driver.loop.call_soon_threadsafe(self._on_batch_done, batch, outcomes)
         except RuntimeError:
-            log.warning(LOOP_LOST, calls=len(batch))
+            self.note_loop_closed(len(batch))
             self._drop(batch)
+
+    def note_loop_closed(self, calls: int) -> None:
+        """From another thread: results came after the loop's end, as `asyncio.run` may end; logged once."""
+        with self._lock:
+            noted, self._loop_closed_noted = self._loop_closed_noted, True
+        if not noted:
+            log.debug(LOOP_CLOSED, calls=calls)
 
     def _on_batch_done(self, batch: Batch, outcomes: list[Any]) -> None:
         driver = self._driver

@@ -28,6 +28,7 @@ from layerzero.scheduler.driver_timers import DueTimer
 from layerzero.scheduler.inline_runs import InlineRuns, YieldOnce
 from layerzero.scheduler.protocols import HostReader
 from layerzero.scheduler.streams import HOST, DeviceStreams
+from layerzero.scheduler.watching import BatchWatch
 from layerzero.spec.errors import DeadlineExceededError, OverloadedError, RuntimeClosedError
 from layerzero.spec.settings import Settings
 
@@ -51,7 +52,7 @@ class LoopDriver:
         "__weakref__", "_callers", "_callers_changed", "_completed_at_s", "_context", "_deadline", "_drained",
         "_followed", "_hold_end", "_in_tick", "_max_inflight", "_now_s", "_runs", "_tick_scheduled",
         "_ticked_at_s", "ambient_grad", "ambient_stream", "at_once", "batcher", "inline", "inline_limit_us",
-        "loop", "readback", "sole_caller", "state", "stepping",
+        "loop", "readback", "sole_caller", "state", "stepping", "watch",
     )  # fmt: skip
 
     def __init__(
@@ -75,6 +76,7 @@ class LoopDriver:
         # What copies results to the host for this loop, on a device that has its own memory.
         self.readback: HostReader | None = None if make_reader is None else make_reader(self)
         self.stepping: Caller | None = None  # the spawned coroutine that runs just now
+        self.watch: BatchWatch | None = None  # of a timeline, where one runs
         self._runs = BatchRuns(self, executor, worker, streams)
         if streams is not None:
             self.batcher.expected_callers = ExpectedCallers(self.batcher.limits)
@@ -186,6 +188,8 @@ class LoopDriver:
             task.add_done_callback(self._remove_task)
             if self.batcher.at_once is not None:
                 self.batcher.at_once.live.add(id(caller))
+        if self.watch is not None:
+            self.watch.name(caller, task)
         self._on_callers_changed()
         return caller
 
@@ -205,6 +209,10 @@ class LoopDriver:
         self.sole_caller = None
         self._callers_changed = True
         self.schedule_tick()
+
+    def note_loop_closed(self, calls: int) -> None:
+        """From another thread: results came after the loop's end, as `asyncio.run` may end; logged once."""
+        self._runs.note_loop_closed(calls)
 
     def _raise_rejected(self) -> None:
         if self.state != OPEN:
@@ -275,6 +283,8 @@ class LoopDriver:
         batcher = self.batcher
         now_s = self._completed_at_s = self.loop.time()
         batcher.on_batch_done(batch, outcomes, now_s)
+        if batch.record is not None:
+            batch.record.ended(outcomes, now_s)
         queued, all_called = batcher.queued, False
         # None of the resumed arms the turn: that is done below.
         armed, self._tick_scheduled = self._tick_scheduled, True
@@ -331,6 +341,8 @@ class LoopDriver:
     def fail(self, call: PendingCall, error: BaseException) -> None:
         """Give a pending call an error outside of any batch."""
         call.value = Failed(error)
+        if self.watch is not None and call.caller is not None:
+            self.watch.left(call, error)
         wake = call.wake
         if wake is not None:
             call.wake = None

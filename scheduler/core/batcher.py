@@ -20,6 +20,7 @@ from layerzero.scheduler.core.at_once import AtOnce
 from layerzero.scheduler.core.batch_filling import as_many_as_fit, begin, in_order, land, takes_all
 from layerzero.scheduler.core.deadlines import Deadlines
 from layerzero.scheduler.core.expected_callers import ExpectedCallers
+from layerzero.scheduler.core.launch_reasons import launch_reason
 from layerzero.scheduler.core.limits import BatcherStats as BatcherStats
 from layerzero.scheduler.core.limits import BatchLimits as BatchLimits
 from layerzero.scheduler.core.pending_call import (
@@ -55,6 +56,7 @@ class Batcher:
         "deferred_until",
         "draining",
         "expected_callers",
+        "explains",
         "inflight_batches",
         "limits",
         "mean_batch_s",
@@ -77,6 +79,7 @@ class Batcher:
         self.inflight_batches = self.running_calls = 0  # batches, pending calls
         self.mean_batch_s = 0.0
         self.draining = False
+        self.explains = False  # whether batches say why they are launched
         self._turn_due = False
         self._last_was_urgent = False
         # A plain dict looks through all that it has lost for its first key.
@@ -169,6 +172,8 @@ class Batcher:
         batch.queue = queue
         if queue.costs is not None:
             batch.expected_us = queue.costs.expected_us(len(calls), batch.expected_us)
+        if self.explains:
+            batch.why = launch_reason(queue, chosen, expected)
         if expected is not None:
             batch.launch = expected.launched(calls, queue, now_s)
         return batch
@@ -396,4 +401,6 @@ class Batcher:
         self.running_calls += size
         if self._waiting_for_room:
             self._admit()
-        return Batch(calls, now_s, expected_us)
+        batch = Batch(calls, now_s, expected_us)
+        batch.tokens = tokens
+        return batch
