@@ -24,6 +24,7 @@ import random
 import statistics
 import sys
 import time
+from collections.abc import Awaitable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -48,6 +49,12 @@ async def closed(ops: Ops, load: Load, world: World, steps: int) -> float:
     programs = load(ops, world, steps)
     begin = time.perf_counter()
     await ops.together(*programs)
+    return time.perf_counter() - begin
+
+
+async def _seconds_of(program: Awaitable[Any]) -> float:
+    begin = time.perf_counter()
+    await program
     return time.perf_counter() - begin
 
 
@@ -114,15 +121,14 @@ async def measured(
         return await closed(sides[side], LOADS[name], world, steps)
 
     # As many steps as one by one takes `--seconds` for; for Poisson, what one request takes `SERVICE_S` for.
-    for _ in range(3):
-        if name == POISSON:
-            begin = time.perf_counter()
-            await tokens(sides[ONE_BY_ONE], world.model, world.rows[0], 10)
-            steps = max(2, round(SERVICE_S / ((time.perf_counter() - begin) / 10)))
-        else:
-            steps = 1
-            steps = max(1, round(options.seconds / await closed(sides[ONE_BY_ONE], LOADS[name], world, 1)))
-    row = Row()
+    if name == POISSON:
+        ops, row = sides[ONE_BY_ONE], world.rows[0]
+        alone = min([await _seconds_of(tokens(ops, world.model, row, 10)) for _ in range(9)])
+        steps = max(2, round(SERVICE_S / (alone / 10)))
+    else:
+        alone = min([await closed(sides[ONE_BY_ONE], LOADS[name], world, 1) for _ in range(9)])
+        steps = max(1, round(options.seconds / alone))
+    found = Row()
     for turn in range(-options.warm, options.rounds):
         order = list(sides)[turn % 3 :] + list(sides)[: turn % 3]
         for side in order:
@@ -132,13 +138,13 @@ async def measured(
             took = await run(side, turn)
             if turn < 0:
                 continue
-            row.seconds.setdefault(side, []).append(took)
+            found.seconds.setdefault(side, []).append(took)
             if side == AWAITED:
                 stats = runtime.device("cpu").loop_drivers.stats()
-                row.batches += stats.batches - before[0]
-                row.calls += stats.done - before[1]
-                row.at_once += stats.at_once - before[2]
-    return {"steps": steps} | row.described()
+                found.batches += stats.batches - before[0]
+                found.calls += stats.done - before[1]
+                found.at_once += stats.at_once - before[2]
+    return {"steps": steps} | found.described()
 
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:

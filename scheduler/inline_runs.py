@@ -66,20 +66,22 @@ class InlineRuns:
     def run(self, call: PendingCall, run: Callable[[PendingCall], Any]) -> Any:
         """Run a call of `groups`; what it returns."""
         key = call.op if call.batch_key is None else call.batch_key
-        driver, costs = self._driver, self.groups.get(key)
+        driver, costs, at_once = self._driver, self.groups.get(key), self._at_once
         caller = driver.caller_here()
         driver.batcher.stats.at_once += 1
-        if costs is None or self._at_once is None:  # others have joined meanwhile
+        if costs is None or at_once is None:  # others have joined meanwhile
             self.used_us += call.expected_us
             return run(call)
         if costs.untimed:
             began_s = time.perf_counter()
             value = run(call)
-            self._at_once.timed(key, costs, (time.perf_counter() - began_s) * 1e6)
+            took_us = (time.perf_counter() - began_s) * 1e6
+            self.used_us += took_us
+            at_once.timed(key, costs, took_us)
         else:
             value = run(call)
-        self.used_us += min(costs.alone_us, call.expected_us) if costs.untimed else costs.alone_us
-        self._at_once.call_ran(key, costs, caller)
+            self.used_us += costs.alone_us
+        at_once.call_ran(key, costs, caller)
         return value
 
     def on_turn(self) -> bool:

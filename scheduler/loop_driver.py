@@ -24,12 +24,12 @@ from layerzero.scheduler.core.bisect import Executor
 from layerzero.scheduler.core.expected_callers import ExpectedCallers
 from layerzero.scheduler.core.limits import BatchLimits
 from layerzero.scheduler.core.pending_call import Batch, Caller, Failed, PendingCall
-from layerzero.scheduler.driver_timers import DueTimer
+from layerzero.scheduler.driver_timers import CallDeadlines, DueTimer
 from layerzero.scheduler.inline_runs import InlineRuns, YieldOnce
 from layerzero.scheduler.modes.streams import HOST, DeviceStreams
 from layerzero.scheduler.protocols import HostReader
 from layerzero.scheduler.watching import BatchWatch
-from layerzero.spec.errors import DeadlineExceededError, OverloadedError, RuntimeClosedError
+from layerzero.spec.errors import OverloadedError, RuntimeClosedError
 from layerzero.spec.settings import Settings
 
 OPEN: Final = "running"
@@ -49,8 +49,8 @@ class LoopDriver:
     """
 
     __slots__ = (
-        "__weakref__", "_callers", "_callers_changed", "_completed_at_s", "_context", "_deadline", "_drained",
-        "_followed", "_hold_end", "_in_tick", "_max_inflight", "_now_s", "_runs", "_tick_scheduled",
+        "__weakref__", "_callers", "_callers_changed", "_completed_at_s", "_context", "_deadlines",
+        "_drained", "_followed", "_hold_end", "_in_tick", "_max_inflight", "_now_s", "_runs", "_tick_scheduled",
         "_ticked_at_s", "ambient_grad", "ambient_stream", "at_once", "batcher", "inline", "inline_limit_us",
         "loop", "readback", "sole_caller", "state", "stepping", "watch",
     )  # fmt: skip
@@ -99,7 +99,7 @@ class LoopDriver:
         self._tick_scheduled = False
         # Batches run in a context of their own: they belong to no caller more than to the others.
         self._context = Context()
-        self._deadline = DueTimer(loop, self._on_deadline, self._context)  # the nearest of a call that waits
+        self._deadlines = CallDeadlines(self, self._context)
         self._hold_end = DueTimer(loop, self._on_hold_end, self._context)  # what is held back goes by then
         self._drained: asyncio.Future[None] | None = None  # set when a draining driver's last caller has gone
 
@@ -119,7 +119,7 @@ class LoopDriver:
         if not batcher.submit(call, self._now_s or loop.time()):
             self._raise_rejected()
         if call.deadline is not None:
-            self._watch_deadline()
+            self._deadlines.watch()
         if not self._tick_scheduled and batcher.inflight_batches < self._max_inflight:
             self._tick_scheduled = True
             loop.call_soon(self._tick, context=self._context)
@@ -246,8 +246,7 @@ class LoopDriver:
             self.schedule_tick()
             return
         batcher.on_turn(now_s)
-        if self._deadline.at <= now_s:
-            self._expire_calls(now_s)
+        self._deadlines.on_turn(now_s)
         self._ticked_at_s, self._followed = now_s, 0
         self._in_tick = True
         try:
@@ -348,25 +347,6 @@ class LoopDriver:
             call.wake = None
             self.loop.call_soon(wake, call, context=call.context)
 
-    # -- deadlines ---------------------------------------------------------------------------------
-
-    def _watch_deadline(self) -> None:
-        """Keep one timer, for the nearest deadline of a call that has not started."""
-        deadline_s = self.batcher.next_deadline
-        if deadline_s < self._deadline.at:
-            self._deadline.set(deadline_s)
-
-    def _on_deadline(self) -> None:
-        # A loop's timer may fire up to one clock tick early.
-        self._expire_calls(max(self.loop.time(), self._deadline.at))
-
-    def _expire_calls(self, now_s: float) -> None:
-        for call in self.batcher.expire(now_s):
-            waited_ms = (now_s - call.submitted_at) * 1e3
-            self.fail(call, DeadlineExceededError(f"not started after {waited_ms:.1f} ms in the queue"))
-        self._deadline.cancel()
-        self._deadline.set(self.batcher.next_deadline)
-
     # -- the end -----------------------------------------------------------------------------------
 
     async def drain(self, timeout_s: float) -> bool:
@@ -401,7 +381,7 @@ class LoopDriver:
             if loop_closed:
                 call.wake = None
             self.fail(call, RuntimeClosedError("the runtime was closed before this call ended"))
-        self._deadline.cancel()
+        self._deadlines.cancel()
         self._hold_end.cancel()
         self.inline.close(loop_closed=loop_closed)
         for task in self._callers:

@@ -47,24 +47,9 @@ class Batcher:
     """The queue in front of one device."""
 
     __slots__ = (
-        "_last_was_urgent",
-        "_turn_due",
-        "_urgent",
-        "_waiting_for_room",
-        "at_once",
-        "deadlines",
-        "deferred_until",
-        "draining",
-        "expected_callers",
-        "explains",
-        "inflight_batches",
-        "limits",
-        "mean_batch_s",
-        "queued",
-        "queued_bytes",
-        "round_robin",
-        "running_calls",
-        "stats",
+        "_last_was_urgent", "_turn_due", "_urgent", "_waiting_for_room", "at_once", "deadlines",
+        "deferred_until", "draining", "expected_callers", "explains", "inflight_batches", "limits",
+        "mean_batch_s", "queued", "queued_bytes", "round_robin", "running_calls", "stats",
     )  # fmt: skip
 
     def __init__(self, limits: BatchLimits | None = None) -> None:
