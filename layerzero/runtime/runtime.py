@@ -89,7 +89,7 @@ class Runtime:
 
         Raises: RuntimeClosedError: after close. ValueError: the device does not exist here.
         """
-        if device.__class__ is torch.device and (known_device := self.devices.get(device)) is not None:
+        if isinstance(device, torch.device) and (known_device := self.devices.get(device)) is not None:
             return known_device
         canonical = _canonical(torch.device(device) if device is not None else self.default_device())
         local_device = self.devices.get(canonical)
