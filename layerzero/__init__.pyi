@@ -44,6 +44,7 @@ from layerzero.api.run_ahead import run_ahead as run_ahead
 from layerzero.api.solve import solve as solve
 from layerzero.api.start import start as start
 from layerzero.api.step_runner import StepRunner as StepRunner
+from layerzero.api.timeline import timeline as timeline
 from layerzero.api.tune import TuneReport as TuneReport
 from layerzero.api.tune import record as record
 from layerzero.api.tune import tune as tune
@@ -67,6 +68,8 @@ from layerzero.ops.rope.scaling import NTKScaling as NTKScaling
 from layerzero.ops.rope.scaling import YarnScaling as YarnScaling
 from layerzero.ops.rope.scaling import rope_tables as rope_tables
 from layerzero.ops.rope.scaling import xpos_table as xpos_table
+from layerzero.ops.sampling.logits import adjust_logits as adjust_logits
+from layerzero.ops.sampling.logits import token_logprobs as token_logprobs
 from layerzero.ops.sampling.verify import tree_mask as tree_mask
 from layerzero.runtime import Runtime as Runtime
 from layerzero.selection.record import Accepted as Accepted

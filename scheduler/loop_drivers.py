@@ -6,7 +6,7 @@ import asyncio
 import threading
 from collections.abc import Callable
 from contextlib import suppress
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from layerzero._util import log
 from layerzero._util.fork_safety import renew_after_fork
@@ -19,8 +19,12 @@ from layerzero.scheduler.protocols import HostReader
 from layerzero.scheduler.streams import HOST, DeviceStreams
 from layerzero.scheduler.task_modes import TASK_MODES
 from layerzero.scheduler.torch_modes import capture
+from layerzero.scheduler.watching import BatchWatch
 from layerzero.spec.errors import RuntimeClosedError
 from layerzero.spec.settings import Settings
+
+if TYPE_CHECKING:
+    from layerzero.observe.timeline import Timeline
 
 MODES_SHARED = "loop_driver.modes_shared"
 
@@ -97,7 +101,7 @@ class LoopDrivers:
 
     __slots__ = (
         "__weakref__", "_always_inline", "_closed", "_closed_stats", "_executor", "_lock", "_make_reader",
-        "_settings", "_streams", "_worker", "by_loop",
+        "_settings", "_streams", "_timeline", "_worker", "by_loop",
     )  # fmt: skip
 
     def __init__(
@@ -119,6 +123,7 @@ class LoopDrivers:
         self.by_loop: dict[asyncio.AbstractEventLoop, LoopDriver] = {}
         self._closed_stats = BatcherStats()
         self._closed = False
+        self._timeline: tuple[Timeline, str] | None = None  # with what it calls the device
         self._lock = threading.Lock()
         renew_after_fork(self)
 
@@ -157,7 +162,24 @@ class LoopDrivers:
                 streams=self._streams,
                 make_reader=self._make_reader,
             )
+            self._watch(driver)
         return driver
+
+    def watch(self, timeline: Timeline | None, device: str = "") -> None:
+        """Tell `timeline` of every batch of this device from now on, or nobody."""
+        with self._lock:
+            self._timeline = None if timeline is None else (timeline, device)
+            for driver in self.by_loop.values():
+                self._watch(driver)
+
+    def _watch(self, driver: LoopDriver) -> None:
+        timeline, watch = self._timeline, None
+        if timeline is not None:
+            watch = BatchWatch(driver, self._streams, *timeline)
+            for task, caller in list(driver._callers.items()):
+                watch.name(caller, task)
+        driver.batcher.explains = watch is not None
+        driver.watch = watch
 
     def set_settings(self, settings: Settings) -> None:
         """Put other limits in force: at once on a loop driver of this thread, on others with their next
@@ -183,7 +205,9 @@ class LoopDrivers:
         limits.max_inflight_batches = driver._max_inflight = MAX_INFLIGHT_ON_HOST if host else 1
         if not self._always_inline:
             driver.inline_limit_us = settings.inline_limit_us
-        driver._max_inline_us = settings.max_inline_us
+            if driver.batcher.at_once is not None:
+                driver.batcher.at_once.limit_us = settings.inline_limit_us
+        driver.inline.max_us = settings.max_inline_us
         driver.batcher._admit()
 
     def stats(self) -> BatcherStats:

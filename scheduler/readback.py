@@ -8,7 +8,7 @@ behind the last copy and wakes the loop once. Until then the batcher expects the
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Final, Protocol
 
 import torch
@@ -206,8 +206,9 @@ class Readback:
             self._complete(pending, [], error)
             return
         # `pending` holds the sources until the copies have ended.
-        launches = self._driver.launches
-        self._worker.submit(lambda: self._wait(event, pending, blocks, hosts, launches))
+        launches, watch = self._driver.launches, self._driver.watch
+        copied = None if watch is None else watch.copying(len(pending))
+        self._worker.submit(lambda: self._wait(event, pending, blocks, hosts, launches, copied))
 
     def _wait(
         self,
@@ -216,6 +217,7 @@ class Readback:
         blocks: list[CopyBlock],
         hosts: list[Tensor],
         launches: int,
+        copied: Callable[[], None] | None,
     ) -> None:
         """On the reaper's thread."""
         error: Exception | None = None
@@ -226,7 +228,10 @@ class Readback:
                 results += split_block(block, host)
         except Exception as raised:
             error = raised
-        self.loop.call_soon_threadsafe(self._complete, pending, results, error, launches)
+        try:
+            self.loop.call_soon_threadsafe(self._complete, pending, results, error, launches, copied)
+        except RuntimeError:
+            self._driver.note_loop_closed(len(pending))
 
     def _complete(
         self,
@@ -234,8 +239,11 @@ class Readback:
         results: list[tuple[int, Tensor]],
         error: Exception | None,
         launches: int = 0,
+        copied: Callable[[], None] | None = None,
     ) -> None:
         """Give who still waits a copy, or what went wrong, and send all of them on in one callback."""
+        if copied is not None:
+            copied()
         for index, copy in results:
             call = pending[index]
             if call.state <= RUNNING:

@@ -65,13 +65,8 @@ class DeviceStreams:
     @contextmanager
     def across_streams(self, modes: CrossStreamModes) -> Iterator[Modes]:
         """Modes on the batcher's stream, between waiting for the callers' streams and being waited for."""
-        if self._batch_stream is None:
-            with torch.cuda.device(self._index):
-                self._batch_stream = torch.cuda.Stream()
-        batch_stream, caller_streams = (
-            self._batch_stream,
-            [stream_of(stream_id) for stream_id in modes.streams],
-        )
+        batch_stream = self.stream_for(modes)
+        caller_streams = [stream_of(stream_id) for stream_id in modes.streams]
         for stream in caller_streams:
             wait_for_stream(batch_stream, stream)
         try:
@@ -94,12 +89,21 @@ class DeviceStreams:
                 for stream in streams:
                     record_stream(tensor, stream)
 
+    def stream_for(self, modes: Modes | CrossStreamModes) -> Any:
+        """The stream that a batch under `modes` runs on."""
+        if not isinstance(modes, CrossStreamModes):
+            return stream_of(modes.stream)
+        if self._batch_stream is None:
+            with torch.cuda.device(self._index):
+                self._batch_stream = torch.cuda.Stream()
+        return self._batch_stream
+
     def notify_when_done(
         self, modes: Modes | CrossStreamModes, on_done: Callable[[Exception | None], object]
     ) -> None:
         """Call `told` from the reaper's thread once a batch under `modes` has run, with what went wrong."""
         event = torch.cuda.Event(blocking=True)
-        event.record(self._batch_stream if isinstance(modes, CrossStreamModes) else stream_of(modes.stream))
+        event.record(self.stream_for(modes))
 
         def wait_for_it() -> None:
             error: Exception | None = None

@@ -35,6 +35,8 @@ _NOT_CHECKED = frozenset({"grad", "autocast", "capture"})
 class NumericsGuard:
     """Checks one call in `round(1 / rate)` of every plan on `device`."""
 
+    reads_arguments = True
+
     def __init__(self, device: torch.device, health: Health, counters: Counters, rate: float) -> None:
         self._health = health
         self._counters = counters

@@ -19,7 +19,12 @@ from layerzero.spec.errors import NoKernelFoundError
 
 
 class PlanMiddleware(Protocol):
-    """What sees the calls of a device: a recorder, a guard of numerics; without one nothing is paid."""
+    """What sees the calls of a device: a recorder, a guard of numerics; without one nothing is paid.
+
+    One that only times calls and `reads_arguments` never watches transformed ones, too.
+    """
+
+    reads_arguments: bool
 
     def wrap(self, op: Op, selection: Selection, call: Callable[..., Any]) -> Callable[..., Any]:
         """`call`, watched; `call` itself where there is nothing to see."""
@@ -62,7 +67,7 @@ class PlanCompiler:
         call = calls.callable_for(op, selection, kernel.id)
         for middleware in self.middlewares:
             wrapped = middleware.wrap(op, selection, call)
-            call = wrapped if middleware is calls.spans else unless_foreign(wrapped, call)
+            call = unless_foreign(wrapped, call) if middleware.reads_arguments else wrapped
         if kernel.id in self._health.probing_kernels():
             call = self._recovery.probe(op, kernel.id, call, selection)
         if selection.when_warm is not None and calls.settings.warm != "off":

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import sys
+from collections import Counter
 from collections.abc import Iterator
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
+from layerzero.health.breaker import BreakerState
 from layerzero.runtime import Runtime
 
 if TYPE_CHECKING:
     from layerzero.observe.counters import Collector
 
 BATCH_SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
+_OUT = (BreakerState.OPEN, BreakerState.HALF_OPEN, BreakerState.QUARANTINED)
 _OUTCOMES = ("done", "failed", "cancelled", "expired", "rejected")
 
 
@@ -20,8 +24,8 @@ def collector(runtime: Runtime, prefix: str = "layerzero_") -> Collector:
 
     Every batcher family is labelled by device. `batcher_queue_wait_seconds` sums the time that launched calls
     queued; `batcher_batch_size` counts batches by their calls; `batcher_calls` counts calls by how they
-    ended;
-    `batcher_in_flight` is what has been submitted and has not ended.
+    ended; `batcher_in_flight` is what has been submitted and has not ended, `batcher_queued` what of it
+    waits. `kernels_out` counts kernels that do not serve, `kv_pages` pages of all paged caches of the process.
     """
     return _BatcherCollector(runtime, prefix)
 
@@ -44,9 +48,16 @@ class _BatcherCollector:
         worst = GaugeMetricFamily(name + "queue_wait_max_seconds", "longest wait of a call", labels=device)
         sizes = HistogramMetricFamily(name + "batch_size", "calls in one batch", labels=device)
         items = CounterMetricFamily(name + "items", "calls submitted", labels=device)
+        at_once = CounterMetricFamily(
+            name + "at_once", "calls that few could join: never queued", labels=device
+        )
         tokens = CounterMetricFamily(name + "tokens", "rows or tokens launched", labels=device)
         calls = CounterMetricFamily(name + "calls", "calls by how they ended", labels=["device", "outcome"])
         live = GaugeMetricFamily(name + "in_flight", "calls submitted and not ended", labels=device)
+        queued = GaugeMetricFamily(name + "queued", "calls that wait for a batch", labels=device)
+        kernels_out = GaugeMetricFamily(
+            self._prefix + "kernels_out", "kernels by why they do not serve", labels=["device", "state"]
+        )
         for where, local in list(self._runtime.devices.items()):
             labels, stats = [str(where)], local.loop_drivers.stats()
             launched = sum(size * count for size, count in stats.sizes.items())
@@ -54,12 +65,33 @@ class _BatcherCollector:
             worst.add_metric(labels, stats.wait_max_s)
             sizes.add_metric(labels, _buckets(stats.sizes), sum_value=launched)
             items.add_metric(labels, stats.submitted)
+            at_once.add_metric(labels, stats.at_once)
             tokens.add_metric(labels, stats.tokens)
             for outcome in _OUTCOMES:
                 calls.add_metric([*labels, outcome], getattr(stats, outcome))
             live.add_metric(labels, stats.submitted - stats.ended)
-        yield from (wait, worst, sizes, items, tokens, calls, live)
+            drivers = list(local.loop_drivers.by_loop.values())
+            queued.add_metric(labels, sum(driver.batcher.queued for driver in drivers))
+            states = Counter(status.state for status in local.health.statuses())
+            for state in _OUT:
+                kernels_out.add_metric([*labels, state.value], states[state])
+        pages = GaugeMetricFamily(self._prefix + "kv_pages", "pages of KV caches", labels=["device", "state"])
+        for where, (used, free) in _kv_pages().items():
+            pages.add_metric([where, "used"], used)
+            pages.add_metric([where, "free"], free)
+        yield from (wait, worst, sizes, items, at_once, tokens, calls, live, queued, kernels_out, pages)
         yield from self._runtime.counters.collector(self._prefix).collect()
+
+
+def _kv_pages() -> dict[str, tuple[int, int]]:
+    """Used and free pages of the paged caches of each device; nothing is imported where there is none."""
+    module = sys.modules.get("layerzero.kvcache.paged_cache")
+    totals: dict[str, tuple[int, int]] = {}
+    for cache in [] if module is None else list(module.OPEN_CACHES):
+        used, free = totals.get(str(cache.device), (0, 0))
+        unowned = cache.allocator.free_pages
+        totals[str(cache.device)] = used + cache.allocator.total - unowned, free + unowned
+    return totals
 
 
 def _buckets(sizes: dict[int, int]) -> list[tuple[str, float]]:

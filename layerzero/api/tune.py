@@ -115,8 +115,9 @@ async def tune(
     Raises: ConfigurationError: the workload cannot be read. NoKernelFoundError: an op does not exist.
     """
     job = _TuneJob(
-        context_runtime(), workload, ops, device, launches, quick, budget_s, repeat, missing, progress
-    )
+        context_runtime(), workload, ops=ops, device=device, launches=launches, quick=quick,
+        budget_s=budget_s, repeat=repeat, missing=missing, progress=progress,
+    )  # fmt: skip
     finished = anyio.Event()
     token = anyio.lowlevel.current_token()
     flight = _FLIGHTS.flight(job.key(), job.run)
@@ -160,14 +161,10 @@ def record() -> Iterator[Recorder]:
 
 def tune_blocking(workload: Any = None, **options: Any) -> TuneReport:
     """`tune`, blocking."""
-    job = _TuneJob(
-        context_runtime(), workload, options.pop("ops", None), options.pop("device", None),
-        options.pop("launches", ("eager", "graph")), options.pop("quick", False),
-        options.pop("budget_s", None), options.pop("repeat", 1), options.pop("missing", False),
-        options.pop("progress", None),
-    )  # fmt: skip
-    if options:
-        raise TypeError(f"tune() has no argument {min(options)!r}")
+    defaults: dict[str, Any] = dict(tune.__kwdefaults__ or {})
+    if unknown := options.keys() - defaults.keys():
+        raise TypeError(f"tune() has no argument {min(unknown)!r}")
+    job = _TuneJob(context_runtime(), workload, **defaults | options)
     return _FLIGHTS.flight(job.key(), job.run).wait()
 
 
@@ -184,7 +181,7 @@ class _TuneJob:
     """One tuning: what to measure, and what becomes of it."""
 
     def __init__(
-        self, runtime: Runtime, workload: Any, ops: Sequence[str] | None, device: str | None,
+        self, runtime: Runtime, workload: Any, *, ops: Sequence[str] | None, device: str | None,
         launches: Sequence[Launch], quick: bool, budget_s: float | None, repeat: int,
         missing: bool, progress: TuneProgress | None,
     ) -> None:  # fmt: skip

@@ -112,12 +112,17 @@ def awaitable_call(
                 return await _submit(target, subject, pending, priority, timeout)
         else:
             pending = subject
-            if validate is not None:
-                pending.args = validate(pending.args)
         if priority != 1 or timeout is not None:
             set_priority(pending, driver, priority, timeout)
-        if not queue.try_submit(driver, pending):
-            driver.submit(pending)
+        elif (
+            driver.at_once
+            and _needs_no_queue(driver, pending)
+            and (driver.inline.ready() or await driver.inline.share(pending))
+        ):
+            return driver.inline.run(pending, target.run_inline)
+        if validate is not None and pending is subject:
+            pending.args = validate(pending.args)
+        _ = queue.try_submit(driver, pending) or driver.submit(pending)
         modes = pending.modes
         if modes.grad is not driver.ambient_grad and not modes.inference and not TASK_MODES.is_isolated():
             return await _await_with_modes(pending, modes, driver)
@@ -127,6 +132,11 @@ def awaitable_call(
         return result
 
     return call
+
+
+def _needs_no_queue(driver: LoopDriver, pending: PendingCall) -> bool:
+    """Whether few others may join the call; `driver.at_once` holds the groups of such calls."""
+    return (pending.op if pending.batch_key is None else pending.batch_key) in driver.at_once
 
 
 async def _submit(

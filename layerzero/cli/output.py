@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, TextIO
+from typing import Any, NamedTuple, TextIO
 
 import click
 import msgspec
@@ -16,6 +16,31 @@ from layerzero.api.doctor import align_rows
 def on_terminal(stream: TextIO | None) -> bool:
     """Whether a person watches `stream`; a process without a console, or whose shell closed it, has None."""
     return stream is not None and stream.isatty()
+
+
+class Table(NamedTuple):
+    """A part of a report: rows under column names; the row whose first cell is `mark` stands out."""
+
+    title: str
+    columns: Sequence[str]
+    rows: Sequence[Sequence[str]]
+    mark: str = ""
+
+
+class Problem(str):
+    """A part of a report: a line that says what is wrong."""
+
+
+def show(json_: bool, plain: Any, *parts: str | Table) -> None:
+    """Print what a command found: `plain` as JSON where that was asked for, else its parts for people."""
+    if json_:
+        as_json(plain)
+        return
+    for part in parts:
+        if isinstance(part, Table):
+            table(part.title, part.columns, part.rows, mark=part.mark)
+        else:
+            line(part, bad=isinstance(part, Problem))
 
 
 def as_json(value: Any) -> None:

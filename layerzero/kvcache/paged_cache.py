@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from weakref import ref
+from weakref import WeakSet, ref
 
 import torch
 from torch import Tensor
@@ -15,6 +15,8 @@ from layerzero.kvcache.protocol import KVCacheSpec, Sequences
 from layerzero.ops import checks, host_copies
 from layerzero.ops.paged.append import append_kv_reference
 from layerzero.ops.paged.checks import LAYOUTS, gather_pages
+
+OPEN_CACHES: WeakSet[PagedCache] = WeakSet()  # of this process, for whoever watches it
 
 
 class PagedCache:
@@ -73,6 +75,7 @@ class PagedCache:
         self.pools: tuple[tuple[Tensor, Tensor], ...] = tuple(
             (self._pool(pages, spec.head_dim), self._pool(pages, spec.head_dim_v)) for _ in range(layers)
         )
+        OPEN_CACHES.add(self)
 
     def _pool(self, pages: int, width: int) -> Tensor:
         heads, size = self.spec.num_kv_heads, self.page_size
@@ -108,19 +111,26 @@ class PagedCache:
         self._sequences.add(sequence)
         return sequence
 
-    def sequence(self, tokens: int) -> PagedSequence:
+    def sequence(self, tokens: int, pages: Sequence[int] = ()) -> PagedSequence:
         """A new sequence with the pages for `tokens` tokens, so that growing up to there cannot fail.
 
-        Raises: ValueError: a pool of this size could never hold it. PagesExhaustedError: it cannot now.
+        It begins with `pages`, which others have filled: it has their tokens already, and shares them.
+        Raises: ValueError: a pool of this size could never hold it; `pages` hold more than `tokens`.
+            PagesExhaustedError: it cannot now. FreedPageError: a page is free, and its content not kept.
         """
         capacity = self.allocator.total * self.page_size
         if not 1 <= checks.need_int("tokens", tokens) <= capacity:
             raise ValueError(f"tokens needs 1 to {capacity}, what the whole pool holds, got {tokens}")
+        length = len(pages) * self.page_size
+        if length > tokens:
+            raise ValueError(f"pages needs at most tokens' {tokens}, got {len(pages)} that hold {length}")
+        self.allocator.reclaim(pages)
         opened = self._open()
+        opened.set_state(length, list(pages), length)
         try:
-            self._ensure_capacity([(opened, tokens)])
+            self._ensure_capacity([(opened, tokens - length)])
         except Exception:
-            self._sequences.pop(opened.number)
+            self.free(opened.number)
             raise
         return opened
 
@@ -145,6 +155,7 @@ class PagedCache:
         pages_needed, pages_used = self._pages_for(tokens), self._pages_for(state.length)
         shared = [page for page in state.pages[pages_needed:pages_used] if self.allocator.refcount(page) > 1]
         pages = [page for entry, page in enumerate(state.pages) if entry < pages_needed or page not in shared]
+        self.allocator.forget(state.pages[tokens // self.page_size :])  # written anew from here on
         self.allocator.free(shared)
         state.set_state(tokens, pages, tokens)
         self.allocator.version += 1

@@ -27,7 +27,8 @@ from layerzero.observe.counters import Counters
 from layerzero.ops.op import Op
 from layerzero.perfdb.record import Environment, Measurement
 from layerzero.selection.cost.cost_model import load_costs, perfdb_path
-from layerzero.selection.cost.measured import MEASURED, SHIPPED, MeasuredCosts
+from layerzero.selection.cost.measured import MeasuredCosts
+from layerzero.selection.cost.roofline import MEASURED, SHIPPED
 from layerzero.selection.record import Selection
 from layerzero.spec.hardware import Hardware
 from layerzero.spec.kernel import Kernel
@@ -127,6 +128,8 @@ class WatchedDevice(Protocol):
 
 class DriftWatch:
     """Times one call in `round(1 / rate)` of every plan that a measurement chose."""
+
+    reads_arguments = True
 
     def __init__(
         self, device: WatchedDevice, rate: float, ticks: Callable[[], int] = time.perf_counter_ns

@@ -22,6 +22,8 @@ CALL_NOT_DESCRIBED = "recording.call_not_described"
 class Recorder:
     """Counts calls by signature while a device is watched; operands are described, never kept."""
 
+    reads_arguments = True
+
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._calls: dict[Hashable, Call] = {}

@@ -33,6 +33,8 @@ class Spans:
     waiting, `layerzero.batch` one batch, `layerzero.fallback` a kernel that answered for another.
     """
 
+    reads_arguments = False
+
     def __init__(self) -> None:
         self._tracer = get_tracer("layerzero")
         self._waiting: dict[int, Span] = {}  # by the identity of the arguments that wait

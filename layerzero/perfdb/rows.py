@@ -35,6 +35,10 @@ DDL = (
     " power INTEGER, free INTEGER, checksum BLOB NOT NULL)",
     "CREATE INDEX measurement_of ON measurement (environment, site, kernel)",
 )
+# The fields of a measurement that have a column each, in their order.
+_FIELDS = (
+    "median_us", "p95_us", "variance", "samples", "timestamp", "temperature_c", "power_w", "free_bytes",
+)  # fmt: skip
 _TABLES = frozenset({"environment", "site", "kernel", "measurement"})
 SELECT = (
     "SELECT m.id, e.digest, e.body, s.digest, s.body, k.name, k.version, m.policy, m.median, m.p95,"
@@ -142,10 +146,7 @@ def id_of(content: bytes) -> int:
 
 
 def _values(row: Measurement) -> tuple[Any, ...]:
-    return (
-        f"{row.launch}/{row.cache}", row.median_us, row.p95_us, row.variance, row.samples, row.timestamp,
-        row.temperature_c, row.power_w, row.free_bytes,
-    )  # fmt: skip
+    return (f"{row.launch}/{row.cache}", *(getattr(row, name) for name in _FIELDS))
 
 
 def _checksum(environment: str, site: bytes, kernel: str, version: str, values: tuple[Any, ...]) -> bytes:
@@ -185,23 +186,7 @@ def decode_row(record: tuple[Any, ...], cases: dict[bytes, BenchmarkCase | None]
         ):
             return None
         launch, cache = values[0].split("/")
-        return msgspec.convert(
-            {
-                "case": case,
-                "kernel": kernel,
-                "version": version,
-                "launch": launch,
-                "cache": cache,
-                "median_us": values[1],
-                "p95_us": values[2],
-                "variance": values[3],
-                "samples": values[4],
-                "timestamp": values[5],
-                "temperature_c": values[6],
-                "power_w": values[7],
-                "free_bytes": values[8],
-            },
-            Measurement,
-        )
+        stored = {"case": case, "kernel": kernel, "version": version, "launch": launch, "cache": cache}
+        return msgspec.convert(stored | dict(zip(_FIELDS, values[1:], strict=True)), Measurement)
     except (msgspec.MsgspecError, ValueError, TypeError, AttributeError):
         return None

@@ -8,6 +8,6 @@ from __future__ import annotations
 
 from layerzero.runtime.active import ACTIVE
 from layerzero.runtime.process import current, install, uninstall
-from layerzero.runtime.runtime import Runtime
+from layerzero.runtime.runtime import Runtime, open_devices
 
-__all__ = ["ACTIVE", "Runtime", "current", "install", "uninstall"]
+__all__ = ["ACTIVE", "Runtime", "current", "install", "open_devices", "uninstall"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import sys
 import threading
 import warnings
 import weakref
@@ -33,9 +34,11 @@ from layerzero.spec.settings import READ_AT_START, SETTING_OVERRIDDEN, Settings
 
 if TYPE_CHECKING:
     from layerzero.actors.remote.pool import DevicePool
+    from layerzero.observe.timeline import Timeline
     from layerzero.spec.capability_overlays import Overlay
 
 T = TypeVar("T")
+TIMELINE_BUSY = "timeline.busy"
 SETTINGS_HERE_ALONE = "settings.here_alone"
 # What a change of is looked at before it is put in force: the device may be missing, the policy be wrong.
 _EXTERNAL = ("device", "policy", "strict")
@@ -80,7 +83,14 @@ class Runtime:
         )
         self._closers: list[Callable[[], None]] = []
         self.policy: Policy = self._policy_layers.merged(self.apply_policy)
+        timeline = self._open_timeline()
+        if timeline is not None:
+            self.on_close(timeline.finish)
         ALL.add(self)
+
+    def __repr__(self) -> str:
+        opened = ", ".join(map(str, self.devices)) or "no device yet"
+        return f"<Runtime {'closed' if self.closed else 'open'}: {opened}>"
 
     # -- devices ----------------------------------------------------------------------------------
 
@@ -123,7 +133,7 @@ class Runtime:
             raise ConfigurationError(str(error), field="device") from error
 
     def _open(self, device: torch.device) -> ScheduledDevice:
-        return open_device(
+        opened = open_device(
             device,
             self.settings,
             self._kernels,
@@ -134,6 +144,23 @@ class Runtime:
             counters=self.counters,
             clock=self.clock,
         )
+        timelines = sys.modules.get("layerzero.observe.timeline")
+        if timelines is not None:
+            timelines.RUNNING.attach(opened)
+        return opened
+
+    def _open_timeline(self) -> Timeline | None:
+        """The timeline of the settings, begun; nothing is imported where they want none."""
+        if self.settings.timeline is None:
+            return None
+        from layerzero.observe.timeline import RUNNING, Timeline
+
+        if RUNNING.timeline is not None:
+            log.warning(TIMELINE_BUSY, path=self.settings.timeline, runs=str(RUNNING.timeline.path))
+            return None
+        timeline = Timeline(self.settings.timeline, open_devices, nvtx=self.settings.nvtx)
+        timeline.start()
+        return timeline
 
     def _load_overlay(self) -> Overlay | None:
         """What the settings' file takes from the kernels; nothing is imported where there is none."""
@@ -349,6 +376,11 @@ class Runtime:
 
 
 ALL: weakref.WeakSet[Runtime] = weakref.WeakSet()  # that are open
+
+
+def open_devices() -> list[ScheduledDevice]:
+    """The devices of every open runtime of this process."""
+    return [device for runtime in list(ALL) for device in list(runtime.devices.values())]
 
 
 def _canonical(device: torch.device) -> torch.device:

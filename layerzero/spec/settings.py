@@ -17,8 +17,9 @@ import msgspec
 from msgspec import Meta
 
 from layerzero._util import log
-from layerzero._util.strict_yaml import Document, YamlError, parse_file, path_in, quote, suggestion
+from layerzero._util.strict_yaml import path_in, quote, suggestion
 from layerzero.spec.errors import ConfigurationError
+from layerzero.spec.user_file import UserFile
 
 FORMAT_VERSION = 1
 PREFIX = "LAYERZERO_"
@@ -34,8 +35,8 @@ SETTINGS_SKIPPED = "settings.skipped"
 BATCHING = ("all", "rows", "off")
 # What only opening a runtime reads.
 READ_AT_START = (
-    "capabilities", "cluster", "cluster_devices", "freeze_gc", "hang_s", "max_restarts",
-    "placement_timeout_s", "plugins",
+    "capabilities", "cluster", "cluster_devices", "freeze_gc", "hang_s", "max_restarts", "nvtx",
+    "placement_timeout_s", "plugins", "timeline",
 )  # fmt: skip
 # The types of fields, each with what it needs in the words of an error. Infinity is above the largest float.
 _LARGEST = sys.float_info.max
@@ -114,6 +115,9 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         placement_timeout_s: seconds to wait for a place in the cluster, and for a device that restarts.
     What it tells:
         spans: tell OpenTelemetry's tracer of ops, batches, choices and fallbacks; needs opentelemetry-api.
+        timeline: file for a Chrome trace of what ran when, for whom and why then, written when the runtime
+            closes; `{pid}` and `{rank}` stand for this process's numbers. None records nothing.
+        nvtx: a timeline also marks batches and kernels as NVTX ranges, where CUDA is there.
     version: format of the file these settings came from.
 
     Raises: ConfigurationError: a value is outside its range; the message names the field.
@@ -170,6 +174,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     max_restarts: Whole = 5
     placement_timeout_s: AboveZero = 60.0
     spans: bool = False
+    timeline: Text | None = None
+    nvtx: bool = False
 
     def __post_init__(self) -> None:
         names: object = self.plugins
@@ -357,33 +363,20 @@ def _words(option: Any) -> str:
 
 
 def _from_file(path: Path, strict: bool) -> dict[str, Any]:
-    try:
-        document = parse_file(path)
-    except OSError as error:
-        raise ConfigurationError(f"{path}: cannot be read: {error.strerror}", path=str(path)) from error
-    except YamlError as error:
-        where = f"{path}:{error.line}" if error.line else str(path)
-        raise ConfigurationError(f"{where}: {error}", path=str(path), line=error.line) from error
-    values = document.value
+    file = UserFile(path)
+    values = file.value
     version = values.get("version", FORMAT_VERSION)
     if isinstance(version, bool) or not isinstance(version, int):
-        raise _file_error(path, document, "version", f"version needs a whole number, got {version!r}")
+        message = f"version needs a whole number, got {version!r}"
+        raise file.error(("version",), message, field="version")
     if version != FORMAT_VERSION:
         if strict or values.get("strict") is True:
-            raise _file_error(path, document, "version", f"version needs {FORMAT_VERSION}, got {version}")
+            message = f"version needs {FORMAT_VERSION}, got {version}"
+            raise file.error(("version",), message, field="version")
         log.warning(SETTINGS_SKIPPED, path=str(path), version=version, needs=FORMAT_VERSION)
         return {}
-    for name in values:
-        if name not in FIELDS:
-            raise _file_error(
-                path, document, name, f"unknown setting {quote(name)}: {suggestion(name, FIELDS)}"
-            )
+    file.refuse_unknown(values, FIELDS, "setting")
     for name, value in values.items():
-        line = document.line_of((name,))
+        line = file.line_of(name)
         _check_alone(name, value, f"{path}:{line}: ", path=str(path), line=line)
     return values
-
-
-def _file_error(path: Path, document: Document, field: str, message: str) -> ConfigurationError:
-    line = document.line_of((field,))
-    return ConfigurationError(f"{path}:{line}: {message}", path=str(path), line=line, field=field)

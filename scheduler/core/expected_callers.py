@@ -20,6 +20,7 @@ from collections import deque
 from collections.abc import Collection, Iterable, Set
 from typing import Final
 
+from layerzero.scheduler.core.launch_reasons import DEVICE_DRY, GRACE_OVER, LIMIT, NOBODY_EXPECTED
 from layerzero.scheduler.core.limits import BatchLimits
 from layerzero.scheduler.core.pending_call import Caller, PendingCall
 from layerzero.scheduler.core.round_robin import BatchQueue, ProgramPoint
@@ -56,7 +57,7 @@ class ExpectedCallers:
 
     __slots__ = (
         "_done", "_last_done_at", "_limits", "_running", "_waiting", "launch_s", "launches", "needs_device",
-        "until",
+        "released", "until",
     )  # fmt: skip
 
     def __init__(self, limits: BatchLimits) -> None:
@@ -69,6 +70,7 @@ class ExpectedCallers:
         self.launch_s = 0.0  # what the host has needed for a launch
         self.until = math.inf
         self.needs_device = False
+        self.released: dict[BatchQueue, str] = {}  # why a group is not held; all are here without it
 
     def __len__(self) -> int:
         return len(self._waiting)
@@ -133,6 +135,7 @@ class ExpectedCallers:
     def held(self, pending: Iterable[ProgramPoint], now_s: float) -> set[BatchQueue]:
         """The groups among those of `pending` that wait for callers."""
         self.until, self.needs_device = math.inf, False
+        self.released.clear()
         held: set[BatchQueue] = set()
         groups = dict.fromkeys(slot.queue for slot in pending)  # in order: one history, one outcome
         present = {group: {t.caller for line in group.by_priority for t in line} for group in groups}
@@ -145,9 +148,11 @@ class ExpectedCallers:
             by_source.setdefault(caller.last_queue, []).append(caller)
         for group in groups:
             if group.solo or self._is_full(group):
+                self.released[group] = LIMIT
                 continue
             sources = (source for source in group.points if source is not None and source in by_source)
             expected = [caller for source in sources for caller in by_source[source]]
+            self.released[group] = NOBODY_EXPECTED
             until = self._until(group, present[group], expected, now_s) if expected else now_s
             if until > now_s:
                 held.add(group)
@@ -176,7 +181,11 @@ class ExpectedCallers:
             return now_s
         launches = [caller.launch.number for caller in present if caller is not None and caller.launch]
         newest = max(newest, *launches, 0)
-        return until if newest <= self._done else self._runs_dry_at(group, len(present), absent, now_s)
+        if newest <= self._done:
+            self.released[group] = GRACE_OVER
+            return until
+        self.released[group] = DEVICE_DRY
+        return self._runs_dry_at(group, len(present), absent, now_s)
 
     def _runs_dry_at(
         self, group: BatchQueue, present: int, absent: Collection[Caller], now_s: float

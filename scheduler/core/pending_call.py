@@ -12,6 +12,7 @@ from contextvars import Context, copy_context
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
 from layerzero.native import FAST_PATH
+from layerzero.scheduler.core.launch_reasons import UNEXPLAINED
 from layerzero.spec.errors import RuntimeClosedError
 
 if TYPE_CHECKING:  # this folder runs without torch
@@ -63,13 +64,14 @@ class Caller:
     """One task that submits calls, one after another; `last` and `slot` are the batcher's record of its
     previous call, `launch` of the batch that ran it, `late_s` of how long after that it calls again."""
 
-    __slots__ = ("__weakref__", "last_queue", "late_s", "launch", "point")
+    __slots__ = ("__weakref__", "last_queue", "late_s", "launch", "name", "point")
 
     def __init__(self) -> None:
         self.last_queue: BatchQueue | None = None
         self.point: ProgramPoint | None = None
         self.launch: Launch | None = None
         self.late_s: float | None = None
+        self.name: str | None = None  # what a timeline calls it
 
 
 class EventLoop(Protocol):
@@ -266,17 +268,27 @@ FAST_PATH.on_ready(PENDING_CALL.install)
 class Batch:
     """Tickets of one group that run together; `calls` are their arguments, in order."""
 
-    __slots__ = ("calls", "expected_us", "launch", "modes", "op", "snapshot", "started")
+    __slots__ = (
+        "calls", "expected_us", "launch", "modes", "one_by_one_us", "op", "queue", "ran_us", "record",
+        "snapshot", "started", "tokens", "why",
+    )  # fmt: skip
 
     def __init__(self, calls: list[PendingCall], started: float, expected_us: float | None = None) -> None:
         first = calls[0]
         self.op = first.op
         self.modes: Modes | CrossStreamModes = first.modes
         self.snapshot = first.snapshot
+        self.queue: BatchQueue | None = None  # that its calls were in
+        self.ran_us = 0.0  # what it took where it ran
         self.launch: Launch | None = None  # on a device that answers before it has run
+        self.record: Any = None  # of a timeline, where one runs; `tokens` and `why` are for it
+        self.tokens = 0
+        self.why = UNEXPLAINED
         self.calls = calls
         self.started = started
-        self.expected_us = sum([t.expected_us for t in calls]) if expected_us is None else expected_us
+        # What its calls are expected to take one by one, and what it is expected to take itself.
+        self.one_by_one_us = sum([t.expected_us for t in calls]) if expected_us is None else expected_us
+        self.expected_us = self.one_by_one_us
 
     @property
     def args_list(self) -> list[tuple[Any, ...]]:

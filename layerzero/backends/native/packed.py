@@ -21,9 +21,8 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from layerzero.backends.native.products import ACTIVATIONS, in_panels, library
 from layerzero.ops.linear.mlp import GATES, PLAIN, activate
 from layerzero.spec.call_spec import CallSpec
-from layerzero.spec.capability import Capability
 from layerzero.spec.hardware import free_memory
-from layerzero.spec.kernel import Efficiency, Kernel
+from layerzero.spec.kernel import Kernel
 
 # Of the memory that is free when the first weight comes.
 MEMORY_SHARE = 0.25
@@ -209,38 +208,27 @@ def _copy_bytes(request: CallSpec, in_width: int, out_width: int) -> int:
     return 0 if request.contiguous else 4 * request.dim("N") * in_width
 
 
-def _capability(features: frozenset[str]) -> Capability:
-    return Capability(
-        source="by construction; run against float64 on an AMD EPYC with AVX2",
-        platforms=frozenset({"cpu"}),
-        cpu_vendors=frozenset({"amd"}),
-        isa=frozenset({"avx2", "fma"}),
-        dtypes=frozenset({"float32", "bfloat16", "float16"}),
-        features=features | {"bias"},
-        gradient=False,
-        autocast=False,
-    )
-
-
-_SOURCE = "an estimate: before torch's from two rows on, beside it for one, on an AMD EPYC with AVX2"
+_kernel = functools.partial(
+    Kernel.of,
+    measured="an estimate: before torch's from two rows on, beside it for one, on an AMD EPYC with AVX2",
+    source="by construction; run against float64 on an AMD EPYC with AVX2",
+    platforms="cpu",
+    cpu_vendors="amd",
+    isa="avx2 fma",
+    dtypes="float32 bfloat16 float16",
+    gradient=False,
+    autocast=False,
+    tie_break_order=20,
+    slow_import=True,
+)
+_ACTIVATED = " ".join(f"act_{name}" for name in (*GATES, *PLAIN))
 
 KERNELS: tuple[Kernel, ...] = (
-    Kernel.of(
-        "native.linear.packed",
-        _linear,
-        _capability(frozenset()),
-        Efficiency(0.85, 0.6, 4.0, _SOURCE),
-        tie_break_order=20,
-        slow_import=True,
-        workspace_bytes=_linear_workspace,
+    _kernel(
+        "native.linear.packed", _linear, (0.85, 0.6, 4.0), features="bias", workspace_bytes=_linear_workspace
     ),
-    Kernel.of(
-        "native.mlp.packed",
-        _mlp,
-        _capability(frozenset(f"act_{name}" for name in (*GATES, *PLAIN))),
-        Efficiency(0.85, 0.6, 8.0, _SOURCE),
-        tie_break_order=20,
-        slow_import=True,
+    _kernel(
+        "native.mlp.packed", _mlp, (0.85, 0.6, 8.0), features=f"bias {_ACTIVATED}",
         workspace_bytes=_mlp_workspace,
     ),
-)
+)  # fmt: skip

@@ -43,18 +43,6 @@ from layerzero.spec.call_spec import CallSpec, WorkEstimate
 from layerzero.spec.hardware import Hardware
 from layerzero.spec.kernel import Kernel
 
-__all__ = [
-    "EXTRAPOLATED",
-    "INTERPOLATED",
-    "MEASURED",
-    "SHIPPED",
-    "MeasuredCosts",
-    "SourcedMeasurement",
-    "bucket_of",
-    "measurement_key",
-    "request_of",
-]
-
 INTERPOLATED = ", interpolated"
 EXTRAPOLATED = ", extrapolated"
 ROWS_DISTRUSTED = "perfdb.rows_distrusted"

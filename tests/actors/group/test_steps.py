@@ -30,7 +30,8 @@ from layerzero.actors.group.step_message import MAX_VALUES, StepSequence, decode
 from layerzero.actors.group.steps import Steps
 from layerzero.actors.group.stores import TorchStore
 from layerzero.ops import table as ops_table
-from layerzero.selection.cost.measured import MEASURED, MeasuredCosts, SourcedMeasurement
+from layerzero.selection.cost.measured import MeasuredCosts, SourcedMeasurement
+from layerzero.selection.cost.roofline import MEASURED
 from layerzero.selection.policy import EMPTY, Policy, make_rule
 from layerzero.spec.errors import ConfigurationError, ConsistencyError, DeviceLostError, KernelExecutionError
 from tests import children
@@ -511,7 +512,8 @@ def test_the_profile_of_a_device_is_the_same_in_every_process(tmp_path: Path) ->
         "from layerzero.actors.group.plan import profile_of; "
         "from layerzero.selection.cost.cost_model import TABLES; "
         "from layerzero.perfdb.shipped import read_table; "
-        "from layerzero.selection.cost.measured import MeasuredCosts, SourcedMeasurement, SHIPPED; "
+        "from layerzero.selection.cost.measured import MeasuredCosts, SourcedMeasurement; "
+        "from layerzero.selection.cost.roofline import SHIPPED; "
         "own = current().device('cpu'); "
         "rows = [SourcedMeasurement(r, SHIPPED) for r in read_table(TABLES / 'cpu_amd_avx2.json').rows]; "
         "own.set_costs(MeasuredCosts(rows, {k.id: k for k in own.registry.all()}, own.hardware)); "

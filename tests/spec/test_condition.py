@@ -6,9 +6,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from layerzero.selection.policy.condition import Condition, parse_conditions
 from layerzero.spec.call_spec import CallSpec
+from layerzero.spec.condition import Condition, Limit, parse_conditions, parse_limit
 from layerzero.spec.errors import PolicyValidationError
+from layerzero.spec.reasons import Reason
 from tests.profiles import many_examples
 
 REQUEST = CallSpec(
@@ -54,6 +55,12 @@ REQUEST = CallSpec(
         ("not capture", True),
         ("contiguous", False),
         ("last_stride1", True),
+        ("D % 32 == 0", True),
+        ("D % 48 == 0", False),
+        ("Sq > D", True),
+        ("head_dim == B", False),
+        ("B * Sq <= 2048", True),
+        ("batch * seq_q < 2048", False),
         ("Sq > 512 and causal", True),
         ("Sq > 512 and not causal", False),
     ],
@@ -63,7 +70,9 @@ def test_conditions_hold_or_not(text: str, holds: bool) -> None:
     assert all(c.holds(REQUEST) for c in parse_conditions(text)) is holds
 
 
-@pytest.mark.parametrize("text", ["Sk > 0", "Sk != 7", "Sk not in [1]", "page_size < 100"])
+@pytest.mark.parametrize(
+    "text", ["Sk > 0", "Sk != 7", "Sk not in [1]", "page_size < 100", "Sq != Sk", "Sk % 2 == 0"]
+)
 def test_a_size_the_request_lacks_satisfies_nothing(text: str) -> None:
     """A rule about keys does not speak about an op without keys, negated or not."""
     assert not parse_conditions(text)[0].holds(REQUEST)
@@ -83,6 +92,8 @@ def test_a_size_the_request_lacks_satisfies_nothing(text: str) -> None:
         ("Sq like 1*", "word field"),
         ("dtype > float16", "== or !="),
         ("Sq in []", "at least one value"),
+        ("B * dtype > 1", "sizes in a product"),
+        ("Sq % many == 0", "whole number"),
         ("", "field > number"),
         ("Sq > 1 or B > 1", "field > number"),
         ("__class__ == x", "field > number"),
@@ -99,7 +110,7 @@ def test_what_does_not_parse_says_what_would(text: str, needs: str) -> None:
 def test_several_texts_all_count() -> None:
     """A list of texts is one conjunction, and the axis of a size is told."""
     conditions = parse_conditions(["Sq > 1 and D == 64", "causal"])
-    assert [c.axis for c in conditions] == ["Sq", "D", None]
+    assert [c.axes for c in conditions] == [("Sq",), ("D",), ()]
     assert conditions[2] == Condition("causal", "is")
 
 
@@ -124,3 +135,51 @@ def test_any_text_parses_or_is_refused(text: str) -> None:
         assert all(isinstance(c.holds(REQUEST), bool) for c in parse_conditions(text))
     except PolicyValidationError as error:
         assert str(error).startswith("when ")
+
+
+@pytest.mark.parametrize(
+    ("text", "inside", "beyond", "needs", "got"),
+    [
+        ("D <= 64", 64, 65, "<= 64", "65"),
+        ("D >= 64", 64, 63, ">= 64", "63"),
+        ("D % 8 == 0", 64, 60, "a multiple of 8", "60"),
+        ("D in [32, 64]", 64, 48, "one of 32, 64", "48"),
+        ("D not in [32, 48]", 64, 48, "none of 32, 48", "48"),
+        ("D == Dv", 64, 32, "equal to Dv", "32 and 64"),
+        ("B * D <= 128", 64, 65, "<= 128", "130"),
+    ],
+)
+def test_a_limit_tells_what_it_needs_and_what_it_got(
+    text: str, inside: int, beyond: int, needs: str, got: str
+) -> None:
+    """Each kind of limit accepts at its bound, refuses behind it, and says both in a rejection's words."""
+    limit, sizes = parse_limit(f"{text} when causal else HEAD_DIM_INVALID"), {"B": 2, "Dv": 64}
+    assert limit.holds(sizes | {"D": inside}) and not limit.holds(sizes | {"D": beyond})
+    assert (limit.needs(), limit.got(sizes | {"D": beyond})) == (needs, got)
+    assert (limit.when, limit.reason) == ("causal", Reason.HEAD_DIM_INVALID)
+    assert str(limit) == f"{text} when causal else HEAD_DIM_INVALID"
+    assert parse_limit(text) == Limit(limit.condition)
+
+
+def test_a_call_without_the_size_is_within_a_limit() -> None:
+    """A limit on keys does not refuse an op without keys; a product counts what is there."""
+    assert all(parse_limit(text).holds({"N": 4}) for text in ("Sk <= 1", "D == Dv", "Sk in [1]"))
+    assert not parse_limit("N * Sk <= 3").holds({"N": 4})
+
+
+@pytest.mark.parametrize(
+    ("text", "needs"),
+    [
+        ("", "a condition"),
+        ("causal", "a condition on sizes"),
+        ("dtype == float32", "a condition on sizes"),
+        ("D <= 0", "a value of at least 1"),
+        ("D in [0, 64]", "a value of at least 1"),
+        ("D <= 64 when casual", "a feature or a mode after when"),
+        ("D <= 64 else TOO_LARGE", "a reason after else"),
+    ],
+)
+def test_what_is_no_limit_says_what_one_is(text: str, needs: str) -> None:
+    """Whatever bounds no size is refused, in words that name limits."""
+    with pytest.raises(PolicyValidationError, match=f"^limits needs {needs}"):
+        parse_limit(text)

@@ -1,0 +1,119 @@
+"""`lz trace`: a timeline of a program, of several ranks in one, and what a trace says in numbers."""
+
+from __future__ import annotations
+
+import runpy
+import sys
+from pathlib import Path
+
+import click
+import msgspec
+
+from layerzero._util.files import need_own, replace_own
+from layerzero.api.timeline import timeline
+from layerzero.cli import output
+from layerzero.cli.options import json_option
+from layerzero.observe.timeline import FIELD, MAX_EVENTS, MIN_EVENTS
+from layerzero.observe.trace_files import StoredTrace, TraceSummary, merge_traces, summarize
+from layerzero.spec.errors import ConfigurationError
+
+output_option = click.option(
+    "-o", "--output", "path", required=True, type=click.Path(dir_okay=False), help="The trace to write."
+)
+
+
+@click.group()
+def trace() -> None:
+    """Record what ran when, for whom and why then, as a trace that Perfetto opens (ui.perfetto.dev)."""
+
+
+@trace.command(
+    context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False}, name="run"
+)
+@output_option
+@click.option("-m", "module", is_flag=True, help="PROGRAM is a module, as for `python -m`.")
+@click.option("--kernels/--no-kernels", default=True, help="Also each kernel by itself.")
+@click.option("--nvtx", is_flag=True, help="Mark batches and kernels as NVTX ranges, where CUDA is there.")
+@click.option(
+    "--max-events", type=click.IntRange(min=MIN_EVENTS), default=MAX_EVENTS, show_default=True,
+    help="Keep the newest so many events.",
+)  # fmt: skip
+@click.argument("program")
+@click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
+def run_program(
+    path: str,
+    module: bool,
+    kernels: bool,
+    nvtx: bool,
+    max_events: int,
+    program: str,
+    arguments: tuple[str, ...],
+) -> None:
+    """Run a Python PROGRAM with its ARGUMENTS, and write the trace when it ends, in whatever way."""
+    if not module and not Path(program).is_file():
+        raise click.UsageError(f"PROGRAM needs the path of a Python file, got {program!r}; -m runs a module")
+    sys.argv = [program, *arguments]
+    try:
+        recording = timeline(path, kernels=kernels, nvtx=nvtx or None, max_events=max_events)
+        recording.start()
+    except ConfigurationError as error:
+        raise click.UsageError(f"--output: {error}") from error
+    try:
+        if module:
+            sys.path.insert(0, "")
+            runpy.run_module(program, run_name="__main__", alter_sys=True)
+        else:
+            sys.path.insert(0, str(Path(program).resolve().parent))
+            runpy.run_path(program, run_name="__main__")
+    finally:
+        recording.stop()
+        recording.save()
+        click.echo(f"trace: {recording.path}", err=True)
+
+
+@trace.command()
+@output_option
+@click.argument("paths", nargs=-1, required=True, type=click.Path(dir_okay=False), metavar="TRACE...")
+def merge(path: str, paths: tuple[str, ...]) -> None:
+    """Make one trace of those of several ranks, a process each.
+
+    Processes of one boot of one machine are aligned by its monotonic clock, others by the time of day.
+    """
+    need_own(Path(path), FIELD)
+    try:
+        merged = merge_traces(paths)
+    except ConfigurationError as error:
+        raise click.UsageError(str(error)) from error
+    replace_own(Path(path), merged, FIELD)
+    output.line(f"{len(paths)} traces in {path}")
+
+
+@trace.command()
+@click.argument("path", type=click.Path(dir_okay=False))
+@json_option
+def show(path: str, json_: bool) -> None:
+    """Say what a trace holds: batches by op with their sizes and reasons, and what took longest."""
+    try:
+        summary = summarize(StoredTrace(path))
+    except ConfigurationError as error:
+        raise click.UsageError(str(error)) from error
+    if json_:
+        output.as_json(msgspec.to_builtins(summary))
+        return
+    _print_summary(path, summary)
+
+
+def _print_summary(path: str, summary: TraceSummary) -> None:
+    output.line(f"{path}: {summary.processes} processes, {summary.seconds:.3f} s")
+    if summary.dropped_events:
+        output.line(f"{summary.dropped_events} older events were dropped", bad=True)
+    if summary.unfinished_batches:
+        output.line(f"{summary.unfinished_batches} batches had not ended", bad=True)
+    rows = [
+        (each.op, str(each.batches), f"{each.callers:.1f}", f"{each.rows:.1f}", f"{each.ms:.3f}",
+         ", ".join(f"{why} {count}" for why, count in each.whys.items()), ", ".join(each.kernels))
+        for each in summary.batches
+    ]  # fmt: skip
+    output.table("batches", ("op", "batches", "callers", "rows", "ms", "why then", "kernels"), rows)
+    timed = [(each.where, each.name, str(each.runs), f"{each.ms:.3f}") for each in summary.longest]
+    output.table("longest in all", ("on", "what", "runs", "ms"), timed)

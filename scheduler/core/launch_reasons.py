@@ -1,0 +1,32 @@
+"""Why a batch was launched when it was: the batcher's own words, which a timeline tells."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final
+
+if TYPE_CHECKING:
+    from layerzero.scheduler.core.expected_callers import ExpectedCallers
+    from layerzero.scheduler.core.pending_call import PendingCall
+    from layerzero.scheduler.core.round_robin import BatchQueue
+
+TURN: Final = "turn"  # the callers that were resumed have had their turn
+ALL_HERE: Final = "all_here"  # every caller that takes part has called
+LIMIT: Final = "limit"  # a batch holds no more
+GRACE_OVER: Final = "grace_over"  # waiting any longer for who is away costs more than a batch of its own
+DEVICE_DRY: Final = "device_dry"  # the device would stand still, and who is away costs less than that
+NOBODY_EXPECTED: Final = "nobody_expected"  # who is away calls elsewhere next
+ALONE: Final = "alone"  # its call shares no batch
+PRIORITY: Final = "priority"  # of a call that overtakes
+DEADLINE: Final = "deadline"  # of a call that would have started too late
+UNEXPLAINED: Final = "unexplained"  # launched when no timeline asked
+
+
+def launch_reason(queue: BatchQueue, chosen: PendingCall | None, expected: ExpectedCallers | None) -> str:
+    """Why the batch that was taken from `queue` just now, for `chosen` where it overtook, is launched now."""
+    if chosen is not None:
+        return DEADLINE if chosen.priority else PRIORITY
+    if queue.solo:
+        return ALONE
+    if queue.count:
+        return LIMIT
+    return TURN if expected is None else expected.released.get(queue, ALL_HERE)
