@@ -160,7 +160,8 @@ class Batched(Generic[R]):
         """Let the compiled twin answer for such calls, where only the process's runtime governs them."""
         if self.entries is None or pending.batch_key is None or SCOPE.get() is not None:
             return
-        if ACTIVE.devices.get(device.device) is device:
+        device = ACTIVE.devices.get(pending.device.device)
+        if device is not None and device is pending.device:
             home = (ACTIVE.devices, device, device.loop_drivers.by_loop)
             self.entries.remember(pending.args, home, pending.batch_key, pending.modes)
 
