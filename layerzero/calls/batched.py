@@ -12,7 +12,7 @@ import time
 import weakref
 from collections.abc import Awaitable, Callable, Hashable, MutableMapping, Sequence
 from types import FunctionType, MethodType
-from typing import TYPE_CHECKING, Any, Generic, TypeVar, overload
+from typing import Any, Generic, TypeVar, overload
 
 import torch
 from torch import Tensor
@@ -43,9 +43,6 @@ from layerzero.scheduler.core.pending_call import PENDING_CALL, PendingCall
 from layerzero.scheduler.modes.torch_modes import restore
 from layerzero.selection.transform import without_graph
 from layerzero.spec.settings import BATCHING
-
-if TYPE_CHECKING:
-    from layerzero.scheduler.scheduled_device import ScheduledDevice
 
 R = TypeVar("R")
 T = TypeVar("T")
@@ -153,10 +150,10 @@ class Batched(Generic[R]):
         )
         pending.device = device
         if batching is None and device.spans is None:
-            self._remember(pending, device)
+            self._remember(pending)
         return pending
 
-    def _remember(self, pending: PendingCall, device: ScheduledDevice) -> None:
+    def _remember(self, pending: PendingCall) -> None:
         """Let the compiled twin answer for such calls, where only the process's runtime governs them."""
         if self.entries is None or pending.batch_key is None or SCOPE.get() is not None:
             return
