@@ -51,8 +51,8 @@ class LoopDriver:
     __slots__ = (
         "__weakref__", "_callers", "_callers_changed", "_completed_at_s", "_context", "_deadlines",
         "_drained", "_followed", "_hold_end", "_in_tick", "_max_inflight", "_now_s", "_runs",
-        "_tick_scheduled", "_ticked_at_s", "ambient_grad", "ambient_stream", "at_once", "batcher", "inline", "inline_limit_us",
-        "loop", "readback", "sole_caller", "state", "stepping", "watch",
+        "_tick_scheduled", "_ticked_at_s", "ambient_grad", "ambient_stream", "at_once", "batcher", "inline",
+        "inline_limit_us", "loop", "readback", "sole_caller", "state", "stepping", "watch",
     )  # fmt: skip
 
     def __init__(
